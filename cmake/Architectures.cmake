@@ -1,0 +1,33 @@
+# CUDA code is compiled once, to the PTX of the lowest architecture asked for, and that PTX is
+# assembled for each of them: the front end is nine tenths of the cost of a kernel, upstream's
+# kernels use nothing above sm_80, and bits and speed on the H200 are the same (docs/adr/0005).
+set(_numbers ${CMAKE_CUDA_ARCHITECTURES})
+list(TRANSFORM _numbers REPLACE "-(real|virtual)$" "")
+list(SORT _numbers COMPARE NATURAL)
+list(GET _numbers 0 _lowest)
+
+set(_codes "")
+foreach(_architecture IN LISTS CMAKE_CUDA_ARCHITECTURES)
+  if(NOT _architecture MATCHES "^([0-9]+)(-real|-virtual)?$")
+    message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES: expected numbers like 80, 80-real or 80-virtual, "
+                        "got ${_architecture}")
+  endif()
+  set(_number "${CMAKE_MATCH_1}")
+  set(_kind "${CMAKE_MATCH_2}")
+  if(NOT _kind STREQUAL "-virtual")
+    list(APPEND _codes "sm_${_number}")
+  endif()
+  if(NOT _kind STREQUAL "-real")
+    if(NOT _number STREQUAL _lowest)
+      message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES: ${_architecture} asks for PTX above the lowest "
+                          "architecture; ask for ${_lowest}-virtual, which runs everywhere above")
+    endif()
+    list(APPEND _codes "compute_${_number}")
+  endif()
+endforeach()
+list(JOIN _codes "," _codes)
+
+set_target_properties(fad_kernels PROPERTIES CUDA_ARCHITECTURES OFF)
+target_compile_options(
+  fad_kernels
+  PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${_lowest},code=[${_codes}]>")

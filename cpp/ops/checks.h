@@ -1,0 +1,35 @@
+// What a kernel needs of its tensors to stay inside their memory. The python functions check the
+// same and more, with friendlier words; these hold for whoever calls an op directly.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace fad {
+
+// Throws what arrives in Python as RuntimeError: the words alone, no file and line before them.
+template <typename... Words>
+void check(bool condition, const Words&... words) {
+  if (!condition) {
+    std::ostringstream text;
+    (text << ... << words);
+    throw std::runtime_error(text.str());
+  }
+}
+
+const char* dtype_name(const torch::stable::Tensor& tensor);  // "fp16", "bf16", or throws
+
+std::string shape_string(const torch::stable::Tensor& tensor);
+
+void check_attention_input(const torch::stable::Tensor& tensor, const char* name,
+                           const torch::stable::Tensor& q);
+
+void check_shape(const torch::stable::Tensor& tensor, const char* name,
+                 std::initializer_list<std::int64_t> expected);
+
+}  // namespace fad

@@ -1,0 +1,9 @@
+// CUDA implementations of the ops. Their schemas are defined in python (_library.py), where torch
+// built for the CPU finds them too.
+#include <torch/csrc/stable/library.h>
+
+#include "fwd.h"
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
+  m.impl("fwd", TORCH_BOX(&fad::fwd));
+}

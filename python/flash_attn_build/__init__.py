@@ -1,0 +1,1 @@
+"""Tools that build, check and describe the wheel; they never go into it."""

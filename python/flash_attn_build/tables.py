@@ -1,0 +1,298 @@
+"""Fills the tables of README.md and docs/ from docs/results/: `python -m flash_attn_build.tables`.
+
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. With --check nothing is written;
+the exit status says whether every table is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import files, matrix
+from .errors import BuildError
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_MEASURED = "Not measured yet."
+
+Results = Mapping[str, Any]  # name of a file in docs/results/, without .json, to its content
+
+_REGION = re.compile(
+    r"^<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)^<!-- /table -->$", re.DOTALL | re.MULTILINE
+)
+_MARKS = re.compile(r"^<!-- /?table\b.*-->$", re.MULTILINE)
+
+
+class TableError(BuildError):
+    """A table can't be made: an unknown name, a region without an end, results of another form."""
+
+    exit_code = 6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line.
+
+    Args:
+        arguments: Those of the command line, if None.
+
+    Returns:
+        Exit status: 1 if --check finds a stale table.
+    """
+    parser = argparse.ArgumentParser(prog="python -m flash_attn_build.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, report stale tables")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
+    options = parser.parse_args(arguments)
+    try:
+        stale = update(options.root, write=not options.check)
+    except TableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for path in stale:
+        print(f"{path.relative_to(options.root)}: {'stale' if options.check else 'updated'}")
+    if stale and options.check:
+        print("Run `python -m flash_attn_build.tables`, and commit.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def update(root: Path, *, write: bool) -> list[Path]:
+    """Brings the tables of a source tree up to date.
+
+    Args:
+        root: Folder of README.md and docs/.
+        write: Whether to write the files.
+
+    Returns:
+        The files whose tables were out of date.
+
+    Raises:
+        TableError: A table can't be made; nothing is written then.
+    """
+    results = read_results(root / "docs" / "results")
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    changed = {}
+    for path in pages:
+        if path.is_file():
+            before = path.read_text(encoding="utf-8")
+            after = fill(before, results, str(path.relative_to(root)))
+            if after != before:
+                changed[path] = after
+    if write:
+        for path, text in changed.items():
+            files.write_text(path, text)
+    return list(changed)
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Reads every JSON file of a folder.
+
+    Raises:
+        TableError: One of them is not JSON.
+    """
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            results[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise TableError(f"{path}: not JSON ({error}); write it again") from error
+    return results
+
+
+def fill(page: str, results: Results, where: str) -> str:
+    """Fills the tables of one page.
+
+    Args:
+        page: Markdown.
+        results: What was measured.
+        where: Name of the page, for messages.
+
+    Returns:
+        The page with its tables.
+
+    Raises:
+        TableError: An unknown table, a region without an end, or results that lack a field.
+    """
+    regions = list(_REGION.finditer(page))
+    if len(_MARKS.findall(page)) != 2 * len(regions):
+        raise TableError(
+            f"{where}: a table region is not closed; expected a line `<!-- table:NAME -->` and "
+            "then a line `<!-- /table -->`"
+        )
+
+    def region(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in TABLES:
+            raise TableError(f"{where}: no table {name!r}; there are {', '.join(sorted(TABLES))}")
+        needed, make = TABLES[name]
+        try:
+            body = make(results) if needed in results else NOT_MEASURED
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise TableError(
+                f"{where}: table {name!r}: docs/results/{needed}.json is not of the expected "
+                f"form ({type(error).__name__}: {error}); write it again with its script"
+            ) from error
+        return f"<!-- table:{name} -->\n{body}\n<!-- /table -->"
+
+    return _REGION.sub(region, page)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lays out a table; all columns but the first are aligned to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _forward_table(results: Results, dtypes: Sequence[str]) -> str:
+    record = results["forward"]
+    rows = []
+    for case in record["cases"]:
+        if case["dtype"] not in dtypes:
+            continue
+        times = case["ms"]
+        rows.append(
+            [
+                case["name"],
+                _spread(times["ours"]),
+                _spread(times["fa2"]) if "fa2" in times else "-",
+                _spread(times["sdpa"]),
+                f"{case['ratio_to_fa2']:.2f}" if "ratio_to_fa2" in case else "-",
+                f"{case['ratio_to_sdpa']:.2f}",
+                f"{case['tflops']:.0f}",
+            ]
+        )
+    header = ["shape", "ours, ms", "FA2, ms", "SDPA, ms", "to FA2", "to SDPA", "TFLOP/s"]
+    return f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile)."
+
+
+def _forward(results: Results) -> str:
+    return _forward_table(results, ["bf16"])
+
+
+def _forward_all(results: Results) -> str:
+    return _forward_table(results, ["bf16", "fp16"])
+
+
+def _accuracy(results: Results) -> str:
+    record = results["accuracy"]
+    columns = [(dtype, causal) for dtype in ("bf16", "fp16") for causal in (False, True)]
+    found = {(row["head_dim"], row["dtype"], row["causal"]): row for row in record["rows"]}
+    rows = []
+    for head_dim in sorted({row["head_dim"] for row in record["rows"]}):
+        cells = []
+        for dtype, causal in columns:
+            row = found.get((head_dim, dtype, causal))
+            worst = row["worst_ratio"] if row else None
+            cells.append(f"{worst['largest']:.2f} / {worst['rmse']:.2f}" if worst else "-")
+        rows.append([str(head_dim), *cells])
+    header = ["head dim", *(f"{dtype}{' causal' if causal else ''}" for dtype, causal in columns)]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} Our error over that of torch's flash "
+        "attention, the worst of all shapes: largest error / root mean square."
+    )
+
+
+def _startup(results: Results) -> str:
+    record = results["startup"]
+    names = {
+        "import_ms": "import, on top of torch",
+        "first_call_ms": "first call of a kernel, CUDA context made",
+        "second_call_ms": "second call",
+    }
+    times = record["times"]
+    rows = [[text, _spread(times[name])] for name, text in names.items() if name in times]
+    return f"{markdown(['', 'ms'], rows)}\n\n{_source(record)}"
+
+
+def _build(results: Results) -> str:
+    manifest = results["build"]
+    totals = manifest["totals"]
+    rows = [
+        ["architectures", ", ".join(manifest["architectures"])],
+        ["translation units", str(totals["translation_units"])],
+        ["CPU time, minutes", f"{totals['cpu_seconds'] / 60:.1f}"],
+        ["largest compiler process, GB", f"{totals['peak_rss_bytes'] / 1e9:.1f}"],
+        ["wheel, MB", f"{manifest['wheel']['bytes'] / 1e6:.1f}"],
+    ]
+    text = markdown([f"CUDA {manifest['cuda_toolkit']}", "wheel"], rows)
+    if "build_cost_upstream" in results:
+        text += "\n\n" + _cost(manifest, results["build_cost_upstream"])
+    return text
+
+
+def _cost(manifest: Mapping[str, Any], upstream: Mapping[str, Any]) -> str:
+    own = {_unit_name(unit["output"]): unit for unit in manifest["translation_units"]}
+    rows = []
+    totals = [0.0, 0.0]
+    for unit in upstream["translation_units"]:
+        parts = re.fullmatch(
+            r"(fwd|bwd)(?:_split)?_hdim(\d+)_(fp16|bf16)(?:_causal)?", unit["name"]
+        )
+        if parts is None:
+            raise ValueError(f"name {unit['name']!r}")
+        replacement = f"{parts[1]}_{parts[3]}_{parts[2]}"
+        theirs, ours = unit["cpu_seconds"], own[replacement]["cpu_seconds"]
+        totals = [totals[0] + theirs, totals[1] + ours]
+        rows.append(
+            [unit["name"], f"{theirs:.0f}", replacement, f"{ours:.0f}", f"{theirs / ours:.1f}"]
+        )
+    rows.append(["sum", f"{totals[0]:.0f}", "", f"{totals[1]:.0f}", f"{totals[0] / totals[1]:.1f}"])
+    header = ["upstream's file", "CPU s", "ours", "CPU s", "ratio"]
+    return (
+        f"{markdown(header, rows)}\n\nUpstream's own files for the same architectures, toolkit and "
+        f"compression ({', '.join(upstream['architectures'])}). One of ours holds both masks and "
+        "takes the place of several of upstream's."
+    )
+
+
+def _build_units(results: Results) -> str:
+    rows = [
+        [
+            _unit_name(unit["output"]),
+            f"{unit['cpu_seconds']:.1f}",
+            f"{unit['wall_seconds']:.1f}",
+            f"{unit['peak_rss_bytes'] / 1e9:.2f}",
+        ]
+        for unit in results["build"]["translation_units"]
+    ]
+    return markdown(["translation unit", "CPU s", "wall s", "peak GB"], rows)
+
+
+def _matrix(results: Results) -> str:
+    record = results["matrix"]
+    wheels = [matrix.Wheel(**wheel) for wheel in record["wheels"]]
+    return matrix.table(wheels, [matrix.Cell(**cell) for cell in record["cells"]])
+
+
+def _unit_name(output: str) -> str:
+    return Path(output).name.removesuffix(".o").removesuffix(".cu").removesuffix(".cpp")
+
+
+def _spread(times: Mapping[str, float]) -> str:
+    return f"{times['median']:.3g} ({times['p10']:.3g} to {times['p90']:.3g})"
+
+
+def _source(record: Mapping[str, Any]) -> str:
+    versions = record["versions"]
+    where = record.get("hardware", {}).get("gpu", "no GPU")
+    return f"{where}, torch {versions['torch']}, {record['date']}."
+
+
+# Name of a table: the result it can't do without, and what makes it.
+TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "accuracy": ("accuracy", _accuracy),
+    "build": ("build", _build),
+    "build-units": ("build", _build_units),
+    "forward": ("forward", _forward),
+    "forward-all": ("forward", _forward_all),
+    "matrix": ("matrix", _matrix),
+    "startup": ("startup", _startup),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Exceptions of this package. Each is also the built-in type that a caller would expect."""
+
+from __future__ import annotations
+
+
+class FlashAttnError(Exception):
+    """Base of every exception that this package raises on purpose."""
+
+
+class ArgumentError(FlashAttnError, ValueError):
+    """An argument has a wrong value, shape or device."""
+
+
+class ArgumentTypeError(FlashAttnError, TypeError):
+    """An argument has a wrong type."""
+
+
+class DtypeError(ArgumentTypeError):
+    """A tensor has a wrong dtype."""
+
+
+class UnsupportedError(FlashAttnError, NotImplementedError):
+    """A feature of flash_attn's interface that this version does not have."""
+
+
+class UnsupportedDeviceError(FlashAttnError, RuntimeError):
+    """The tensors are on a device that this wheel can't run on."""
+
+
+class MissingInstanceError(FlashAttnError, RuntimeError):
+    """This wheel was built without the kernel that the call needs."""
+
+
+class BuildInfoError(FlashAttnError, RuntimeError):
+    """The record of what the wheel holds is missing or unreadable."""
+
+
+class LibraryError(FlashAttnError, ImportError):
+    """The wheel's shared library does not load into this torch."""

@@ -1,0 +1,171 @@
+"""Times the forward against upstream's own kernels and torch's flash backend.
+
+All sides run in one process, in turns, on the same inputs. Writes JSON after every case, so that an
+interrupted run leaves what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flash_attn_deterministic import flash_attn_func
+
+from tests.benchmarks.baseline import Baseline
+from tests.benchmarks.common import (
+    environment,
+    fail,
+    peak_memory,
+    sha256,
+    summary,
+    time_interleaved,
+    write_json,
+)
+from tests.gpu.attention import DTYPES, is_built, make_qkv
+
+Contender = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A self-attention shape."""
+
+    batch: int
+    seqlen: int
+    nheads: int
+    head_dim: int
+    causal: bool
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """Returns e.g. "B8 L4096 H32 D64 causal bf16"."""
+        sizes = f"B{self.batch} L{self.seqlen} H{self.nheads} D{self.head_dim}"
+        return f"{sizes}{' causal' if self.causal else ''} {self.dtype}"
+
+    @property
+    def flops(self) -> int:
+        """Returns the floating-point operations of both matrix products on visible keys."""
+        pairs = self.seqlen * (self.seqlen + 1) // 2 if self.causal else self.seqlen**2
+        return 4 * self.batch * self.nheads * self.head_dim * pairs
+
+
+SHAPES = (
+    (8, 4096, 32, 64, False),
+    (8, 4096, 32, 64, True),
+    (8, 4096, 32, 128, False),
+    (8, 4096, 32, 128, True),
+    (4, 2048, 32, 64, False),
+    (4, 2048, 32, 64, True),
+    (16, 8192, 32, 64, False),
+    (16, 8192, 32, 64, True),
+    (2, 16_384, 16, 128, True),
+)
+CASES = tuple(Case(*shape, dtype) for dtype in DTYPES for shape in SHAPES)
+
+
+def measure(case: Case, baseline: Baseline | None, repeats: int) -> dict[str, Any]:
+    """Times one case.
+
+    Args:
+        case: The shape.
+        baseline: Upstream's own kernels, if there.
+        repeats: timed calls of each side.
+
+    Returns:
+        Milliseconds and memory per side, and ratios of medians.
+    """
+    shape = (case.batch, case.seqlen, case.nheads, case.head_dim)
+    q, k, v = make_qkv(shape, dtype=DTYPES[case.dtype])
+    # Views: the same memory, in the order of dimensions that torch takes.
+    q_t, k_t, v_t = (t.transpose(1, 2) for t in (q, k, v))
+
+    def ours() -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=case.causal)
+
+    def sdpa() -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q_t, k_t, v_t, is_causal=case.causal
+            )
+        return out.transpose(1, 2)
+
+    sides: dict[str, Contender] = {"ours": ours, "sdpa": sdpa}
+    if baseline is not None:
+        sides["fa2"] = lambda: baseline.forward(q, k, v, causal=case.causal)[0]
+    expected = sdpa().float()
+    differences = {
+        name: float((run().float() - expected).abs().max()) for name, run in sides.items()
+    }
+    if max(differences.values()) > 0.1 or any(d != d for d in differences.values()):
+        raise RuntimeError(f"the sides disagree: {differences}")
+    del expected
+    memory = {name: peak_memory(run) for name, run in sides.items()}
+    times = {n: summary(ms) for n, ms in time_interleaved(sides, repeats=repeats).items()}
+    result: dict[str, Any] = {
+        "name": case.name,
+        **asdict(case),
+        "ms": times,
+        "tflops": round(case.flops / times["ours"]["median"] / 1e9, 1),
+        "peak_bytes_with_results": memory,
+        "largest_difference_to_sdpa": differences,
+    }
+    for other in sides:
+        if other != "ours":
+            ratio = times["ours"]["median"] / times[other]["median"]
+            result[f"ratio_to_{other}"] = round(ratio, 4)
+    return result
+
+
+def main() -> int:
+    """Command line; the exit status is 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
+    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    options = parser.parse_args()
+
+    record: dict[str, Any] = {
+        **environment(options.wheel, sys.argv),
+        "repeats": options.repeats,
+        "baseline": None,
+        "cases": [],
+        "failed": [],
+    }
+    baseline = None
+    if options.baseline is not None:
+        try:
+            baseline = Baseline(options.baseline)
+            record["baseline"] = {"sha256": sha256(options.baseline)}
+        except (OSError, AttributeError) as error:
+            record["failed"].append({"name": "baseline", "error": fail(error)})
+    for case in CASES:
+        if options.only not in case.name:
+            continue
+        if not is_built(case.head_dim, case.dtype):
+            record["failed"].append({"name": case.name, "error": "not in this wheel"})
+            continue
+        try:
+            result = measure(case, baseline, options.repeats)
+        except Exception as error:
+            traceback.print_exc()
+            record["failed"].append({"name": case.name, "error": fail(error)})
+        else:
+            record["cases"].append(result)
+            medians = {name: ms["median"] for name, ms in result["ms"].items()}
+            print(f"{case.name:32} {medians}", flush=True)
+        write_json(options.out, record)
+        torch.cuda.empty_cache()
+    return 1 if record["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

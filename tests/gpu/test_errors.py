@@ -1,0 +1,118 @@
+"""Bad inputs on a GPU: refused before anything is launched, naming the argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_deterministic import FlashAttnError, flash_attn_func
+
+from tests.gpu.attention import attend, make_qkv, skip_unless_built
+
+pytestmark = pytest.mark.gpu
+
+Change = Callable[..., dict[str, Any]]
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Makes a head dim of 264 out of one of 64."""
+    return tensor.repeat(1, 1, 1, 5)[..., :264].contiguous()
+
+
+BAD_CALLS: dict[str, tuple[type[Exception], str, Change]] = {
+    "float32": (TypeError, "q", lambda q, k, v: {"q": q.float(), "k": k.float(), "v": v.float()}),
+    "k-other-dtype": (TypeError, "k", lambda q, k, v: {"k": k.half()}),
+    "v-other-dtype": (TypeError, "v", lambda q, k, v: {"v": v.half()}),
+    "q-on-cpu": (ValueError, "k", lambda q, k, v: {"q": q.cpu()}),
+    "k-on-cpu": (ValueError, "k", lambda q, k, v: {"k": k.cpu()}),
+    "v-on-cpu": (ValueError, "v", lambda q, k, v: {"v": v.cpu()}),
+    "q-rank-3": (ValueError, "q", lambda q, k, v: {"q": q[0]}),
+    "k-rank-3": (ValueError, "k", lambda q, k, v: {"k": k[0]}),
+    "v-rank-5": (ValueError, "v", lambda q, k, v: {"v": v[None]}),
+    "heads-dont-divide": (ValueError, "k", lambda q, k, v: {"q": q[:, :, :3]}),
+    "no-kv-heads": (ValueError, "k", lambda q, k, v: {"k": k[:, :, :0], "v": v[:, :, :0]}),
+    "head-dim-264": (
+        ValueError,
+        "q",
+        lambda **qkv: {name: wide(t) for name, t in qkv.items()},
+    ),
+    "head-dim-0": (
+        ValueError,
+        "q",
+        lambda q, k, v: {"q": q[..., :0], "k": k[..., :0], "v": v[..., :0]},
+    ),
+    "k-other-head-dim": (ValueError, "k", lambda q, k, v: {"k": k[..., :32]}),
+    "v-other-length": (ValueError, "v", lambda q, k, v: {"v": v[:, 1:]}),
+    "k-other-batch": (ValueError, "k", lambda q, k, v: {"k": k[:1], "v": v[:1]}),
+    "empty-batch": (ValueError, "q", lambda q, k, v: {"q": q[:0], "k": k[:0], "v": v[:0]}),
+    "scale-nan": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": math.nan}),
+    "scale-inf": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": math.inf}),
+    "scale-zero": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": 0.0}),
+    "scale-negative": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": -0.125}),
+    "dropout": (NotImplementedError, "dropout_p", lambda q, k, v: {"dropout_p": 0.1}),
+    "window": (NotImplementedError, "window_size", lambda q, k, v: {"window_size": (8, 0)}),
+    "softcap": (NotImplementedError, "softcap", lambda q, k, v: {"softcap": 30.0}),
+    "alibi": (
+        NotImplementedError,
+        "alibi_slopes",
+        lambda q, k, v: {"alibi_slopes": torch.ones(4, device="cuda")},
+    ),
+}
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    skip_unless_built(64, "bf16")
+    return dict(zip("qkv", make_qkv((2, 16, 4, 64), nheads_k=2), strict=True))
+
+
+def assert_still_works() -> None:
+    """A kernel that had run on bad memory would have left the context unusable."""
+    torch.cuda.synchronize()
+    good = inputs()
+    out, _ = attend(good["q"], good["k"], good["v"])
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_call(name: str) -> None:
+    error, argument, change = BAD_CALLS[name]
+    good = inputs()
+    with pytest.raises(error, match=rf"^{argument}: ") as caught:
+        flash_attn_func(**{**good, **change(**good)})
+    assert isinstance(caught.value, FlashAttnError)
+    assert_still_works()
+
+
+BAD_OP_CALLS: dict[str, Change] = {
+    "float32": lambda q, k, v: {"q": q.float(), "k": k.float(), "v": v.float()},
+    "k-other-dtype": lambda q, k, v: {"k": k.half()},
+    "k-on-cpu": lambda q, k, v: {"k": k.cpu()},
+    "v-on-cpu": lambda q, k, v: {"v": v.cpu()},
+    "q-rank-3": lambda q, k, v: {"q": q[0]},
+    "v-rank-5": lambda q, k, v: {"v": v[None]},
+    "heads-dont-divide": lambda q, k, v: {"q": q[:, :, :3]},
+    "no-heads": lambda q, k, v: {"q": q[:, :, :0]},
+    "no-kv-heads": lambda q, k, v: {"k": k[:, :, :0], "v": v[:, :, :0]},
+    "head-dim-264": lambda **qkv: {name: wide(t) for name, t in qkv.items()},
+    "head-dim-36": lambda **qkv: {n: t[..., :36].contiguous() for n, t in qkv.items()},
+    "k-shorter-head-dim": lambda q, k, v: {"k": k[..., :32]},
+    "v-other-length": lambda q, k, v: {"v": v[:, 1:]},
+    "k-other-batch": lambda q, k, v: {"k": k[:1], "v": v[:1]},
+    "empty-batch": lambda q, k, v: {"q": q[:0], "k": k[:0], "v": v[:0]},
+    "scale-nan": lambda q, k, v: {"softmax_scale": math.nan},
+    "scale-inf": lambda q, k, v: {"softmax_scale": -math.inf},
+    "scale-zero": lambda q, k, v: {"softmax_scale": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", BAD_OP_CALLS)
+def test_bad_op_call(name: str) -> None:
+    """The op checks for itself: it can be called past the Python functions."""
+    arguments: dict[str, Any] = {**inputs(), "softmax_scale": 0.125, "causal": True}
+    arguments.update(BAD_OP_CALLS[name](**inputs()))
+    with pytest.raises(RuntimeError, match=r"\b(q|k|v|softmax_scale): expected"):
+        torch.ops.flash_attn_deterministic.fwd(**arguments)
+    assert_still_works()

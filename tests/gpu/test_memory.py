@@ -1,0 +1,34 @@
+"""The forward takes no memory beyond its results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.attention import DTYPES, attend, make_qkv, skip_unless_built
+
+pytestmark = pytest.mark.gpu
+
+ALLOWED = 2**20
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "seqlen_k"),
+    [(4, 4096, 4096), (1, 1, 32_768), (2, 512, 8192)],
+    ids=["prefill", "decode", "chunk"],
+)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16"), (256, "bf16")])
+def test_no_scratch(
+    head_dim: int, dtype: str, batch: int, seqlen_q: int, seqlen_k: int, causal: bool
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((batch, seqlen_q, 8, head_dim), seqlen_k, 2, dtype=DTYPES[dtype])
+    attend(q, k, v, causal=causal)  # loads the kernel
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out, softmax_lse = attend(q, k, v, causal=causal)
+    torch.cuda.synchronize()
+    results = out.nbytes + softmax_lse.nbytes
+    assert torch.cuda.max_memory_allocated() - before - results <= ALLOWED

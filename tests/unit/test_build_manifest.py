@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import fake_wheel
+import pytest
+from flash_attn_build import files, manifest
+
+
+def unit(output: str, cpu: float, peak: int, *flags: str) -> dict[str, Any]:
+    return {
+        "output": output,
+        "cpu_seconds": cpu,
+        "wall_seconds": 2 * cpu,
+        "peak_rss_bytes": peak,
+        "command": ["/opt/cuda/bin/nvcc", *flags, "-c", "/src/x", "-o", output],
+    }
+
+
+UNITS = [
+    unit("b.cu.o", 20.5, 300, "-O3", "-I/src/build/up", "-I/src/cpp", "-frandom-seed=b"),
+    unit("a.cu.o", 10.25, 700, "-O3", "-I/src/build/up", "-I/src/cpp", "-frandom-seed=a"),
+    unit("c.cpp.o", 1.0, 900, "-O2", "-MF", "c.d"),
+]
+
+
+def test_describes_the_wheel(tmp_path: Path) -> None:
+    wheel = fake_wheel.pack(tmp_path, {"x": b"y"})
+    places = {"/src": ".", "/src/build": "build"}
+    text = manifest.describe(
+        wheel, fake_wheel.INFO, UNITS, {"preset": "dev"}, {"cmake": "4"}, places
+    )
+    data = wheel.read_bytes()
+    assert text["wheel"] == {
+        "name": wheel.name,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+    }
+    assert text["upstream"] == fake_wheel.INFO["upstream"]
+    assert text["instances"] == fake_wheel.INFO["instances"]
+    assert text["build"] == {"preset": "dev"}
+    assert [row["output"] for row in text["translation_units"]] == ["a.cu.o", "b.cu.o", "c.cpp.o"]
+    assert text["totals"] == {
+        "translation_units": 3,
+        "cpu_seconds": 31.75,
+        "cuda_cpu_seconds": 30.75,
+        "peak_rss_bytes": 900,
+    }
+    assert text["flags"] == {"cuda": ["-O3", "-Ibuild/up", "-I./cpp"], "cxx": ["-O2"]}
+    assert json.loads(json.dumps(text)) == text
+
+
+def test_no_units_no_flags() -> None:
+    assert manifest.common_flags([], {}) == []
+
+
+def test_reads_units_that_still_have_an_object(tmp_path: Path) -> None:
+    log = tmp_path / "measure"
+    for record in UNITS:
+        files.write_json(log / f"{record['output']}.json", record)
+    (tmp_path / "a.cu.o").write_text("")
+    assert manifest.read_units(log, tmp_path) == [UNITS[1]]
+
+
+def test_tool_versions_leave_out_what_is_not_installed() -> None:
+    versions = manifest.tool_versions(Path("true"))
+    assert versions["auditwheel"]
+    assert "python" in versions
+    assert all(versions[name] for name in versions if name != "true")
+
+
+def test_file_name() -> None:
+    assert manifest.file_name("a.whl") == "a.whl.manifest.json"
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "deep" / "m.json"
+    files.write_json(path, {"old": 1})
+    assert path.stat().st_mode & 0o777 == 0o644
+
+    def fail(source: str, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_json(path, {"new": 2})
+    assert json.loads(path.read_text()) == {"old": 1}
+    assert list(path.parent.iterdir()) == [path]

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import flash_attn_deterministic
+import pytest
+import torch
+from flash_attn_deterministic import _build_info, _checks, _library, info
+from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic._build_info import build_info
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "floor"),
+    [("13.0.88", 580), ("13.2", 580), ("12.8.93", 525), ("11.8", 450), ("14.0", None), ("", None)],
+)
+def test_driver_floor(toolkit: str, floor: int | None) -> None:
+    assert info.driver_floor(toolkit) == floor
+
+
+def test_collects_the_wheels_own_record() -> None:
+    collected = info.collect()
+    built = build_info()
+    assert collected.version == importlib.metadata.version("flash-attn-deterministic")
+    assert collected.upstream == built.upstream
+    assert collected.architectures == built.architectures
+    assert collected.torch_floor == built.torch_target
+    assert collected.torch_version == torch.__version__
+    held = {
+        (direction, dtype, head_dim)
+        for direction, dtypes in collected.instances.items()
+        for dtype, head_dims in dtypes.items()
+        for head_dim in head_dims
+    }
+    assert held == {(i.direction, i.dtype, i.head_dim) for i in built.instances}
+
+
+def test_info_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        info.collect().version = "0"  # type: ignore[misc]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    capabilities = [(9, 0), (7, 5)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    built = replace(build_info(), architectures=("80-real", "90-real"))
+    monkeypatch.setattr(_checks, "build_info", lambda: built)
+    _checks.device_problem.cache_clear()
+    yield
+    _checks.device_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_devices_say_whether_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "kernels_missing", "")
+    good, old = info.collect().devices
+    assert (good.name, good.capability, good.runs, good.reason) == ("GPU 0", "9.0", True, "")
+    assert not old.runs
+    assert "compute capability 7.5; this wheel holds code for 80-real, 90-real" in old.reason
+    text = info.collect().text()
+    assert "cuda:0 GPU 0, compute capability 9.0: can run\n" in text
+    assert "cuda:1 GPU 1, compute capability 7.5: cannot run: " in text
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_devices_cannot_run_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_library, "kernels_missing", "the wheel holds no kernels")
+    assert {(d.runs, d.reason) for d in info.collect().devices} == {
+        (False, "the wheel holds no kernels")
+    }
+
+
+def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    collected = info.collect()
+    assert collected.devices == ()
+    assert "no CUDA device" in collected.text()
+
+
+def test_unknown_toolkit_is_called_unknown() -> None:
+    collected = replace(info.collect(), driver_floor=None)
+    assert "Linux driver unknown" in collected.text()
+
+
+def test_command_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for fact in ("2.8.3.post2", build_info().cuda_toolkit, *build_info().architectures):
+        assert fact in printed
+
+
+def test_command_prints_json() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_attn_deterministic", "info", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == json.loads(info.collect().json())
+
+
+def test_command_reports_a_source_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_build_info, "_PATH", tmp_path / "_build_info.json")
+    monkeypatch.setattr(info, "build_info", build_info.__wrapped__)
+    assert main(["info"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error: " in captured.err
+    assert "nox -s build" in captured.err
+
+
+@pytest.mark.parametrize("argv", [[], ["unknown"], ["info", "--yaml"]])
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: flash-attn-deterministic" in capsys.readouterr().err
+
+
+def test_public_names() -> None:
+    for name in flash_attn_deterministic.__all__:
+        assert getattr(flash_attn_deterministic, name) is not None
+    assert flash_attn_deterministic.__version__ == importlib.metadata.version(
+        "flash-attn-deterministic"
+    )
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'flash_attn_fun'"):
+        _ = flash_attn_deterministic.flash_attn_fun

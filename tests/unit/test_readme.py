@@ -1,0 +1,21 @@
+"""The README's example prints what the README says it prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+EXAMPLE = re.compile(
+    r"```python\n(?P<code>.*?)```\n\n<!-- output of the example -->\n```\n(?P<output>.*?)```\n",
+    re.DOTALL,
+)
+
+
+def test_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    example = EXAMPLE.search(README.read_text())
+    assert example is not None
+    exec(compile(example["code"], str(README), "exec"), {})
+    assert capsys.readouterr().out == example["output"]

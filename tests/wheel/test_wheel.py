@@ -1,0 +1,160 @@
+"""Opens the built wheel: it holds what this project says of it, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flash_attn_build import cubins, elf, manifest, wheelcheck
+
+pytestmark = pytest.mark.build
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    return Path(os.environ["FLASH_ATTN_WHEEL"])
+
+
+@pytest.fixture(scope="module")
+def archive(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    with zipfile.ZipFile(wheel) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def info(archive: zipfile.ZipFile) -> Any:
+    return json.loads(archive.read(wheelcheck.BUILD_INFO))
+
+
+@pytest.fixture(scope="module")
+def library(archive: zipfile.ZipFile) -> elf.Library:
+    return elf.read(archive.read(wheelcheck.LIBRARY))
+
+
+def test_passes_every_check_of_the_build(wheel: Path) -> None:
+    wheelcheck.check(wheel)
+
+
+def test_name(wheel: Path) -> None:
+    expected = r"flash_attn_deterministic-[\w.]+-py3-none-manylinux_2_28_x86_64\.whl"
+    assert re.fullmatch(expected, wheel.name)
+
+
+def test_holds_one_library_and_no_build_tool(archive: zipfile.ZipFile) -> None:
+    names = archive.namelist()
+    assert [name for name in names if ".so" in name] == ["flash_attn_deterministic/_C.so"]
+    assert not [name for name in names if "flash_attn_build" in name or "tests" in name]
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"flash_attn_deterministic"}
+
+
+@pytest.mark.parametrize(
+    ("name", "holder"),
+    [
+        ("FlashAttention-LICENSE", "the respective contributors"),
+        ("CUTLASS-LICENSE.txt", "NVIDIA"),
+    ],
+)
+def test_holds_the_licences_of_what_it_is_made_of(
+    archive: zipfile.ZipFile, name: str, holder: str
+) -> None:
+    text = archive.read(f"flash_attn_deterministic/licenses/{name}").decode()
+    assert holder in text
+    assert "Redistribution and use in source and binary forms" in text
+
+
+def test_holds_our_own_licence_and_notice(archive: zipfile.ZipFile) -> None:
+    for name in ("LICENSE", "NOTICE"):
+        (path,) = (n for n in archive.namelist() if n.endswith(f".dist-info/licenses/{name}"))
+        assert archive.read(path) == (ROOT / name).read_bytes()
+
+
+def test_metadata(archive: zipfile.ZipFile) -> None:
+    (path,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+    metadata = archive.read(path).decode()
+    assert "\nRequires-Python: >=3.10\n" in metadata
+    assert "\nLicense-Expression: BSD-3-Clause\n" in metadata
+    assert re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE) == ["torch>=2.10"]
+
+
+def test_every_file_bears_the_same_date(archive: zipfile.ZipFile) -> None:
+    assert len({item.date_time for item in archive.infolist()}) == 1
+
+
+def test_library_finds_torch_and_the_system_by_name_only(library: elf.Library) -> None:
+    needed = set(library.needed)
+    assert {"libtorch_cpu.so", "libtorch_cuda.so", "libstdc++.so.6", "libgcc_s.so.1"} <= needed
+    assert not [name for name in needed if "cuda" in name and "torch" not in name]
+    assert not library.rpaths
+
+
+def test_library_is_stripped(library: elf.Library) -> None:
+    assert library.stripped
+
+
+def test_library_asks_torch_for_its_stable_c_functions_only(library: elf.Library) -> None:
+    unbound = {name for name, origin in library.undefined.items() if not origin}
+    assert unbound
+    assert not [name for name in unbound if not name.startswith(("aoti_torch_", "torch_"))]
+    assert not [n for n in library.undefined if re.search(r"(2at|3c10|5torch)[0-9A-Z]", n)]
+
+
+def test_library_asks_for_no_glibc_above_its_tag(library: elf.Library) -> None:
+    origins = library.undefined.values()
+    versions = {re.search(r"GLIBC_([\d.]+)\Z", origin) for origin in origins}
+    numbers = {tuple(map(int, found[1].split("."))) for found in versions if found}
+    assert numbers
+    assert max(numbers) <= (2, 28)
+
+
+def test_gpu_code_is_what_the_wheel_says(library: elf.Library, info: Any) -> None:
+    stated = set(info["architectures"])
+    assert cubins.architectures(library.fatbin) == stated
+    # Each instance is a translation unit, and each holds every architecture.
+    units = [set(entries) for entries in cubins.containers(library.fatbin)]
+    assert units.count(stated) >= len(info["instances"])
+
+
+def test_build_info_agrees_with_the_repository(info: Any) -> None:
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text())
+    assert info["tiles"] == table["tiles"]
+    pin = json.loads((ROOT / "cpp" / "upstream" / "upstream.json").read_text())
+    assert info["upstream"] == {
+        "name": pin["name"],
+        "version": pin["version"],
+        "sha256": pin["sdist"]["sha256"],
+        "patches": pin["patches"],
+    }
+
+
+def test_manifest_is_of_this_wheel(wheel: Path, info: Any) -> None:
+    beside = wheel.with_name(manifest.file_name(wheel.name))
+    written = json.loads(beside.read_text())
+    assert written["wheel"]["sha256"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
+    assert written["wheel"]["bytes"] == wheel.stat().st_size
+    assert written["instances"] == info["instances"]
+    cuda = [u for u in written["translation_units"] if u["output"].endswith(".cu.o")]
+    assert len(cuda) == len(info["instances"])
+    assert all(u["cpu_seconds"] > 0 and u["peak_rss_bytes"] > 0 for u in cuda)
+    assert str(ROOT) not in beside.read_text()
+
+
+def test_the_tests_run_against_the_installed_wheel(wheel: Path, archive: zipfile.ZipFile) -> None:
+    import flash_attn_deterministic
+
+    folder = Path(flash_attn_deterministic.__file__).parent
+    assert not folder.is_relative_to(ROOT / "python")
+    assert version("flash-attn-deterministic") == wheel.name.split("-")[1]
+    for name in archive.namelist():
+        if name.startswith("flash_attn_deterministic/") and not name.endswith("/"):
+            installed = folder / name.partition("/")[2]
+            assert installed.read_bytes() == archive.read(name)
