@@ -21,3 +21,5 @@ list(GET _version 1 _minor)
 math(EXPR _target "(${_major} << 56) | (${_minor} << 48)" OUTPUT_FORMAT HEXADECIMAL)
 # USE_CUDA declares the shim that returns the current CUDA stream.
 target_compile_definitions(fad_torch INTERFACE TORCH_TARGET_VERSION=${_target} USE_CUDA)
+# Checks in torch's headers name their files, which lie wherever torch is installed.
+target_compile_options(fad_torch INTERFACE "-ffile-prefix-map=${FAD_TORCH_INCLUDE_DIR}=torch")
