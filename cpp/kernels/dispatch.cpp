@@ -27,17 +27,20 @@ constexpr Entry kFwdEntries[] = {FAD_FWD_INSTANCES(FAD_ENTRY)};
 
 }  // namespace
 
-FwdLauncher find_fwd(const char* dtype, int head_dim) {
+int kernel_head_dim(int head_dim) {
   for (const int rounded : kHeadDims) {
-    if (rounded < head_dim) {
-      continue;
+    if (rounded >= head_dim) {
+      return rounded;
     }
-    for (const Entry& entry : kFwdEntries) {
-      if (entry.head_dim == rounded && std::strcmp(entry.dtype, dtype) == 0) {
-        return entry.launcher;
-      }
+  }
+  return 0;
+}
+
+FwdLauncher find_fwd(const char* dtype, int head_dim) {
+  for (const Entry& entry : kFwdEntries) {
+    if (entry.head_dim == kernel_head_dim(head_dim) && std::strcmp(entry.dtype, dtype) == 0) {
+      return entry.launcher;
     }
-    return nullptr;
   }
   return nullptr;
 }

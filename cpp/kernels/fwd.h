@@ -4,23 +4,30 @@
 
 #include <cuda_runtime.h>
 
-#include "flash.h"  // upstream: Flash_fwd_params
+#include <cstddef>
+
+#include "params.h"
 
 namespace fad {
 
-using FwdParams = FLASH_NAMESPACE::Flash_fwd_params;
 using FwdLauncher = void (*)(FwdParams&, cudaStream_t);
 
 // The launcher for a dtype and a head dim (rounded up to the next compiled one), or nullptr if this
 // build does not hold it. dtype is a name in instances.json.
 FwdLauncher find_fwd(const char* dtype, int head_dim);
 
-// How many ways the keys of each row block are split over CTAs, and with it the scratch that the
-// caller owes. Always 1 in a deterministic build; otherwise it depends on the number of SMs and on
-// the batch, which is what makes that build's bits depend on them.
-struct FwdSchedule {
-  int num_splits;
+// Head dim of the kernel that serves this one.
+int kernel_head_dim(int head_dim);
+
+// How a call is spread over CTAs. In deterministic mode bits do not depend on it: split_tokens is
+// the caller's. Otherwise split_tokens is chosen here, from the batch and the number of SMs.
+struct FwdPlan {
+  int split_tokens;  // 0: one split
+  int num_splits;    // of the longest sequence
+  bool many_ctas;    // a CTA per split and a merge kernel, instead of one CTA per row block
+  std::size_t scratch_bytes;
 };
-FwdSchedule schedule_fwd(const FwdParams& params, int num_sms);
+FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, int num_sms,
+                 int shared_bytes_per_block);
 
 }  // namespace fad

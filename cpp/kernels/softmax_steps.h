@@ -41,6 +41,18 @@ __device__ __forceinline__ float inverse_sum(float row_sum) {
   return row_sum == 0.f ? 1.f : 1.f / row_sum;
 }
 
+// An accumulator of zero is +0 in the output: its sign depends on how many blocks without a visible
+// key were visited, and with it on the height of the tile.
+__device__ __forceinline__ float normalised(float accumulator, float inverse) {
+  return __fmaf_rn(accumulator, inverse, 0.f);
+}
+
+// One form for every mask: upstream's causal instances add slope * column instead, which gives
+// other bits, and which instance runs depends on the lengths of batch mates.
+__device__ __forceinline__ float alibi_score(float score, float slope, int distance) {
+  return __fmaf_rn(-slope, static_cast<float>(abs(distance)), score);
+}
+
 // log(sum(exp(scores))). Upstream sends a NaN sum to `empty` as well, which reads as "no key".
 __device__ __forceinline__ float log_sum_exp(float row_max, float scale, float row_sum,
                                              float empty) {

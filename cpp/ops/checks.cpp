@@ -36,15 +36,36 @@ std::string shape_string(const Tensor& tensor) {
   return join(sizes.data(), sizes.size());
 }
 
-void check_attention_input(const Tensor& tensor, const char* name, const Tensor& q) {
+void check_attention_input(const Tensor& tensor, const char* name, const Tensor& q,
+                           std::int64_t dims) {
   check(tensor.is_cuda(), name, ": expected a CUDA tensor, got one on the CPU");
   check(tensor.get_device_index() == q.get_device_index(), name,
         ": expected the device of q (cuda:", q.get_device_index(),
         "), got cuda:", tensor.get_device_index());
   check(tensor.scalar_type() == q.scalar_type(), name, ": expected the dtype of q");
-  check(tensor.dim() == 4, name,
-        ": expected 4 dimensions (batch, seqlen, nheads, head_dim), got shape ",
+  check(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ",
         shape_string(tensor));
+}
+
+void check_heads(const Tensor& q, const Tensor& k) {
+  const std::int64_t head_dim = q.size(q.dim() - 1);
+  check(head_dim > 0 && head_dim <= 256 && head_dim % 8 == 0,
+        "q: expected a head_dim that is a multiple of 8 and at most 256, got ", head_dim);
+  const std::int64_t nheads = q.size(q.dim() - 2);
+  const std::int64_t nheads_k = k.size(k.dim() - 2);
+  check(nheads_k > 0 && nheads > 0 && nheads % nheads_k == 0,
+        "k: expected a number of heads that divides the ", nheads, " heads of q, got ", nheads_k);
+}
+
+void check_int32(const Tensor& tensor, const char* name, const Tensor& q,
+                 std::initializer_list<std::int64_t> expected) {
+  check(tensor.is_cuda() && tensor.get_device_index() == q.get_device_index(), name,
+        ": expected a tensor on the device of q");
+  check(tensor.scalar_type() == torch::headeronly::ScalarType::Int, name,
+        ": expected dtype torch.int32");
+  check_shape(tensor, name, expected);
+  check(tensor.stride(tensor.dim() - 1) == 1 || tensor.size(tensor.dim() - 1) <= 1, name,
+        ": expected a contiguous last dimension");
 }
 
 void check_shape(const Tensor& tensor, const char* name,

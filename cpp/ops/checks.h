@@ -27,9 +27,16 @@ const char* dtype_name(const torch::stable::Tensor& tensor);  // "fp16", "bf16",
 std::string shape_string(const torch::stable::Tensor& tensor);
 
 void check_attention_input(const torch::stable::Tensor& tensor, const char* name,
-                           const torch::stable::Tensor& q);
+                           const torch::stable::Tensor& q, std::int64_t dims);
+
+// head_dim of q, and the number of heads of q over that of k.
+void check_heads(const torch::stable::Tensor& q, const torch::stable::Tensor& k);
 
 void check_shape(const torch::stable::Tensor& tensor, const char* name,
                  std::initializer_list<std::int64_t> expected);
+
+// A contiguous int32 tensor on q's device.
+void check_int32(const torch::stable::Tensor& tensor, const char* name,
+                 const torch::stable::Tensor& q, std::initializer_list<std::int64_t> expected);
 
 }  // namespace fad

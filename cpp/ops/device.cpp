@@ -61,6 +61,10 @@ void check_architecture(int device) {
 
 int num_sms(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
+int shared_bytes_per_block(int device) {
+  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+}
+
 cudaStream_t current_stream(int device) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));

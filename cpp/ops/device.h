@@ -10,6 +10,9 @@ void check_architecture(int device);
 
 int num_sms(int device);
 
+// Shared memory that one block may ask for.
+int shared_bytes_per_block(int device);
+
 cudaStream_t current_stream(int device);
 
 }  // namespace fad

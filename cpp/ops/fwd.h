@@ -1,20 +1,55 @@
-// The forward op.
+// The forward ops. Head dims are multiples of 8 and at most 256, nheads a multiple of nheads_k;
+// rows may be strided. A row that sees no key has out 0 and softmax_lse +inf.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstdint>
 #include <tuple>
+
+#include "params.h"
 
 namespace fad {
 
+using Outputs = std::tuple<torch::stable::Tensor, torch::stable::Tensor>;
+
 // q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16
 // k, v: (batch, seqlen_k, nheads_k, head_dim), like q
-// Any strides (rows that are not aligned to 16 bytes are copied), head_dim a multiple of 8 and at
-// most 256, nheads a multiple of nheads_k. Returns out, shaped like q, contiguous, and softmax_lse:
-// (batch, nheads, seqlen_q), fp32. A row that sees no key has out 0 and softmax_lse +inf.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> fwd(const torch::stable::Tensor& q,
-                                                             const torch::stable::Tensor& k,
-                                                             const torch::stable::Tensor& v,
-                                                             double softmax_scale, bool causal);
+// alibi_slopes: (nheads) or (batch, nheads), fp32
+// Returns out, shaped like q, contiguous, and softmax_lse: (batch, nheads, seqlen_q), fp32.
+Outputs fwd(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+            const torch::stable::Tensor& v, const OptionalTensor& alibi_slopes,
+            double softmax_scale, std::int64_t window_left, std::int64_t window_right,
+            double softcap, std::int64_t split_size, bool deterministic);
+
+// q: (total_q, nheads, head_dim)
+// k, v: (total_k, nheads_k, head_dim), or pages: (num_blocks, page_block_size, nheads_k, head_dim)
+// cu_seqlens_q, cu_seqlens_k: (batch + 1), int32; seqused_k, leftpad_k: (batch), int32
+// block_table: (batch, blocks of the longest sequence), int32
+// Returns out, shaped like q, contiguous, and softmax_lse: (nheads, total_q), fp32.
+Outputs varlen_fwd(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                   const torch::stable::Tensor& v, const torch::stable::Tensor& cu_seqlens_q,
+                   const torch::stable::Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,
+                   const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
+                   const OptionalTensor& alibi_slopes, std::int64_t max_seqlen_q,
+                   std::int64_t max_seqlen_k, double softmax_scale, std::int64_t window_left,
+                   std::int64_t window_right, double softcap, std::int64_t split_size,
+                   bool deterministic);
+
+// q: (batch, seqlen_q, nheads, head_dim)
+// k_cache, v_cache: (batch of the cache, capacity, nheads_k, head_dim), or pages: (num_blocks,
+// page_block_size, nheads_k, head_dim); appended to in place
+// k, v: (batch, seqlen_new, nheads_k, head_dim) or none
+// cache_seqlens, cache_batch_idx, cache_leftpad: (batch), int32; block_table as above
+// rotary_cos, rotary_sin: (positions, rotary_dim / 2), like q
+// Returns out, shaped like q, contiguous, and softmax_lse: (batch, nheads, seqlen_q), fp32.
+Outputs kvcache_fwd(const torch::stable::Tensor& q, torch::stable::Tensor k_cache,
+                    torch::stable::Tensor v_cache, const OptionalTensor& k, const OptionalTensor& v,
+                    const OptionalTensor& cache_seqlens, const OptionalTensor& rotary_cos,
+                    const OptionalTensor& rotary_sin, const OptionalTensor& cache_batch_idx,
+                    const OptionalTensor& cache_leftpad, const OptionalTensor& block_table,
+                    const OptionalTensor& alibi_slopes, double softmax_scale,
+                    std::int64_t window_left, std::int64_t window_right, double softcap,
+                    bool rotary_interleaved, std::int64_t split_size, bool deterministic);
 
 }  // namespace fad

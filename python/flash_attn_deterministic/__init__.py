@@ -4,10 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._explain import explain
+from ._mode import (
+    Mode,
+    deterministic_mode,
+    get_deterministic_mode,
+    set_deterministic_mode,
+)
+from ._plan import Plan
 from .errors import FlashAttnError
-from .interface import flash_attn_func
+from .interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 
-__all__ = ["FlashAttnError", "__version__", "flash_attn_func"]
+__all__ = [
+    "FlashAttnError",
+    "Mode",
+    "Plan",
+    "__version__",
+    "deterministic_mode",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_deterministic_mode",
+    "set_deterministic_mode",
+]
 
 
 def __getattr__(name: str) -> Any:

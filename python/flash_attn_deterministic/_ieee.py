@@ -1,4 +1,4 @@
-"""exp2 and log out of IEEE operations alone.
+"""exp2, log and tanh out of IEEE operations alone.
 
 torch's own exp2 gives an element other bits in a vector register than in the scalar loop that
 finishes a range, so its result depends on shape, stride, thread count and CPU. Additions,
@@ -18,14 +18,18 @@ class _Format(NamedTuple):
     bias: int
     mantissa_bits: int
     exp2_degree: int
+    expm1_degree: int
 
 
 _FORMATS = {
-    torch.float32: _Format(torch.int32, 127, 23, 7),
-    torch.float64: _Format(torch.int64, 1023, 52, 13),
+    torch.float32: _Format(torch.int32, 127, 23, 7, 9),
+    torch.float64: _Format(torch.int64, 1023, 52, 13, 15),
 }
 _EXP2_TAYLOR = [math.log(2.0) ** n / math.factorial(n) for n in range(14)]
 _LOG_TERMS = 12
+_TANH_ONE = 22.0
+_LOG2_HIGH = 355.0 / 512.0
+_LOG2_LOW = math.log(2.0) - _LOG2_HIGH
 
 
 def exp2(x: torch.Tensor) -> torch.Tensor:
@@ -75,3 +79,29 @@ def log(x: torch.Tensor) -> torch.Tensor:
         series = series * square + 1.0 / (2 * n + 1)
     result = exponent.double() * math.log(2.0) + ratio * 2.0 * series
     return torch.where(torch.isfinite(x), result.to(x.dtype), x)
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """Returns the hyperbolic tangent of x to about two units in the last place.
+
+    Args:
+        x: any shape, float32 or float64. NaN gives NaN, infinity 1 of its sign.
+
+    Returns:
+        A new tensor like x, the same bits for the same element whatever surrounds it.
+    """
+    fmt = _FORMATS[x.dtype]
+    # From here on tanh rounds to 1, long before the exponential overflows.
+    twice = x.abs().clamp_(max=_TANH_ONE).mul_(2.0)
+    shift = 1.5 * 2.0**fmt.mantissa_bits
+    whole = (twice * math.log2(math.e)).add_(shift).sub_(shift)
+    # The first part of log(2) has few bits, so that its multiples are exact.
+    remainder = twice.sub_(whole * _LOG2_HIGH).sub_(whole * _LOG2_LOW)
+    series = torch.full_like(remainder, 1.0 / math.factorial(fmt.expm1_degree))
+    for n in range(fmt.expm1_degree - 1, 0, -1):
+        series.mul_(remainder).add_(1.0 / math.factorial(n))
+    series.mul_(remainder)  # exp(remainder) - 1, without cancellation
+    exponent = whole.to(fmt.integer).add_(fmt.bias).bitwise_left_shift_(fmt.mantissa_bits)
+    power = exponent.view(x.dtype)
+    expm1 = series.mul_(power).add_(power - 1.0)
+    return torch.copysign(expm1 / (expm1 + 2.0), x)

@@ -9,8 +9,9 @@ from importlib.metadata import version
 
 import torch
 
-from . import _checks, _library
+from . import _library
 from ._build_info import BuildInfo, Upstream, build_info
+from ._checks import kernels
 
 # Lowest Linux driver that runs machine code of any toolkit of a CUDA major version. Source: NVIDIA,
 # CUDA compatibility, "Minor Version Compatibility", table 1.
@@ -150,7 +151,7 @@ def _devices() -> tuple[Device, ...]:
     devices = []
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
-        reason = _library.kernels_missing or _checks.device_problem(index)
+        reason = _library.kernels_missing or kernels.device_problem(index)
         name = torch.cuda.get_device_name(index)
         devices.append(Device(index, name, f"{major}.{minor}", not reason, reason))
     return tuple(devices)

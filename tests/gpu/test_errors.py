@@ -53,12 +53,18 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Change]] = {
     "scale-zero": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": 0.0}),
     "scale-negative": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": -0.125}),
     "dropout": (NotImplementedError, "dropout_p", lambda q, k, v: {"dropout_p": 0.1}),
-    "window": (NotImplementedError, "window_size", lambda q, k, v: {"window_size": (8, 0)}),
-    "softcap": (NotImplementedError, "softcap", lambda q, k, v: {"softcap": 30.0}),
-    "alibi": (
-        NotImplementedError,
+    "window-float": (TypeError, "window_size", lambda q, k, v: {"window_size": (8.0, 0)}),
+    "softcap-negative": (ValueError, "softcap", lambda q, k, v: {"softcap": -30.0}),
+    "split-size": (ValueError, "split_size", lambda q, k, v: {"split_size": 100}),
+    "alibi-on-cpu": (
+        ValueError,
         "alibi_slopes",
-        lambda q, k, v: {"alibi_slopes": torch.ones(4, device="cuda")},
+        lambda q, k, v: {"alibi_slopes": torch.ones(4)},
+    ),
+    "alibi-shape": (
+        ValueError,
+        "alibi_slopes",
+        lambda q, k, v: {"alibi_slopes": torch.ones(2, device="cuda")},
     ),
 }
 
@@ -111,7 +117,16 @@ BAD_OP_CALLS: dict[str, Change] = {
 @pytest.mark.parametrize("name", BAD_OP_CALLS)
 def test_bad_op_call(name: str) -> None:
     """The op checks for itself: it can be called past the Python functions."""
-    arguments: dict[str, Any] = {**inputs(), "softmax_scale": 0.125, "causal": True}
+    arguments: dict[str, Any] = {
+        **inputs(),
+        "alibi_slopes": None,
+        "softmax_scale": 0.125,
+        "window_left": -1,
+        "window_right": 0,
+        "softcap": 0.0,
+        "split_size": 2048,
+        "deterministic": True,
+    }
     arguments.update(BAD_OP_CALLS[name](**inputs()))
     with pytest.raises(RuntimeError, match=r"\b(q|k|v|softmax_scale): expected"):
         torch.ops.flash_attn_deterministic.fwd(**arguments)

@@ -33,18 +33,32 @@ def softmax_attention(
     v: torch.Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and softmax_lse in float64, by the definition."""
+    """out and softmax_lse in float64, by the definition; slopes (nheads,) or (batch, nheads)."""
     head_dim = q.shape[3]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     group = q.shape[2] // k.shape[2]
     keys = k.double().repeat_interleave(group, dim=2)
     values = v.double().repeat_interleave(group, dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * scale
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
+    # Positive: the key comes after the query.
+    distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None]
+    distance = distance - (k.shape[1] - q.shape[1])
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.double().expand(q.shape[0], -1)
+        scores = scores - slopes[:, :, None, None] * distance.abs()
+    left, right = window
     if causal:
-        row = torch.arange(q.shape[1])[:, None]
-        hidden = torch.arange(k.shape[1]) > row + k.shape[1] - q.shape[1]
-        scores = scores.masked_fill(hidden, -float("inf"))
+        right = 0
+    if right >= 0:
+        scores = scores.masked_fill(distance > right, -float("inf"))
+    if left >= 0:
+        scores = scores.masked_fill(distance < -left, -float("inf"))
     softmax_lse = torch.logsumexp(scores, dim=-1)
     empty = softmax_lse == -float("inf")
     probs = torch.exp(scores - softmax_lse[..., None]).masked_fill(empty[..., None], 0.0)

@@ -62,7 +62,33 @@ def test_log_of_special_values(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("function", [_ieee.exp2, _ieee.log], ids=["exp2", "log"])
+def test_tanh_is_accurate(dtype: torch.dtype) -> None:
+    x = torch.cat([torch.logspace(-12, 2, 20_001), torch.linspace(0.0, 25.0, 20_001)[1:]])
+    x = torch.cat([x, -x]).to(dtype)
+    exact = torch.tensor([math.tanh(value) for value in x.tolist()], dtype=torch.float64)
+    assert _ulps(_ieee.tanh(x), exact) < 2.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tanh_of_special_values(dtype: torch.dtype) -> None:
+    inf, nan = math.inf, math.nan
+    x = torch.tensor([-inf, -1e30, -25.0, -0.0, 0.0, 25.0, 1e30, inf, nan], dtype=dtype)
+    expected = torch.tensor([-1.0, -1.0, -1.0, -0.0, 0.0, 1.0, 1.0, 1.0, nan], dtype=dtype)
+    assert bits_equal(_ieee.tanh(x)[:-1], expected[:-1])
+    assert _ieee.tanh(x)[-1].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tanh_is_odd_and_never_above_one(dtype: torch.dtype) -> None:
+    x = torch.linspace(0.0, 30.0, 100_001, dtype=dtype)
+    assert bits_equal(_ieee.tanh(-x), -_ieee.tanh(x))
+    assert _ieee.tanh(x).max() == 1.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "function", [_ieee.exp2, _ieee.log, _ieee.tanh], ids=["exp2", "log", "tanh"]
+)
 def test_bits_of_an_element_depend_on_it_alone(dtype: torch.dtype, function) -> None:  # type: ignore[no-untyped-def]
     x = torch.rand(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = (x * 40).to(dtype) if function is _ieee.log else (x * -40).to(dtype)

@@ -11,9 +11,10 @@ from pathlib import Path
 import flash_attn_deterministic
 import pytest
 import torch
-from flash_attn_deterministic import _build_info, _checks, _library, info
+from flash_attn_deterministic import _build_info, _library, info
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic._build_info import build_info
+from flash_attn_deterministic._checks import kernels
 
 
 @pytest.mark.parametrize(
@@ -54,10 +55,10 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     built = replace(build_info(), architectures=("80-real", "90-real"))
-    monkeypatch.setattr(_checks, "build_info", lambda: built)
-    _checks.device_problem.cache_clear()
+    monkeypatch.setattr(kernels, "build_info", lambda: built)
+    kernels.device_problem.cache_clear()
     yield
-    _checks.device_problem.cache_clear()
+    kernels.device_problem.cache_clear()
 
 
 @pytest.mark.usefixtures("two_gpus")

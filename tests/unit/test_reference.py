@@ -8,10 +8,10 @@ import pytest
 import torch
 from attention_cases import Inputs, make_inputs, softmax_attention, tolerance
 from bits import bits_equal
-from flash_attn_deterministic import _ieee, reference
+from flash_attn_deterministic import _ieee
 from flash_attn_deterministic._build_info import build_info
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
-from flash_attn_deterministic.reference import Formats, State, attention, merge_state
+from flash_attn_deterministic.reference import Formats, State, _dense, attention, merge_state
 
 INF = math.inf
 LOG2_E = math.log2(math.e)
@@ -179,13 +179,14 @@ def _scalar_row(
     return out, row_max * scale + _ieee.log(row_sum.reshape(1))[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("split_size", [0, 16, 32], ids=["one-split", "split-16", "split-32"])
-def test_tree_is_the_documented_one(split_size: int) -> None:
-    q, k, v = make_inputs(1, 3, 41, 1, 1, 8)
+def test_tree_is_the_documented_one(split_size: int, dtype: torch.dtype) -> None:
+    q, k, v = make_inputs(1, 3, 107, 1, 1, 8, dtype)
     out, softmax_lse = attention(q, k, v, causal=True, block_n=8, split_size=split_size)
     for row in range(3):
         expected_out, expected_lse = _scalar_row(
-            q[0, row, 0], k[0, :, 0], v[0, :, 0], 41 - 2 + row, 8, split_size
+            q[0, row, 0], k[0, :, 0], v[0, :, 0], 107 - 2 + row, 8, split_size
         )
         assert bits_equal(out[0, row, 0], expected_out)
         assert bits_equal(softmax_lse[0, 0, row], expected_lse)
@@ -337,8 +338,8 @@ def test_tiles_and_masked_blocks(
     q, k, v = (x[:2, :, -2:] for x in case[0])
     split = case[1]
     usual = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
-    monkeypatch.setattr(reference, "_TILE_ELEMENTS", elements)
-    monkeypatch.setattr(reference, "_MAX_TILE_ROWS", rows)
+    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(_dense, "_MAX_TILE_ROWS", rows)
     assert _same(usual, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
 
 
@@ -368,7 +369,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_TILE_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", 1 << 17)
     q, k, v = make_inputs(2, 129, 129, 3, 3, 32)
     results = []
     for count in (1, 2, 3):

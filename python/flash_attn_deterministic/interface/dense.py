@@ -1,4 +1,4 @@
-"""The functions of flash_attn's Python interface."""
+"""Attention over sequences of one length."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from typing import Literal, overload
 
 import torch
 
-from . import _checks
-
-# Defines the ops.
-from . import _library as _library
+from .._checks import kernels, numbers, tensors
+from ._options import contiguous, padded, resolve_options
 
 
 @overload
@@ -25,6 +23,8 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = ...,
     deterministic: bool | None = ...,
     return_attn_probs: Literal[False] = ...,
+    *,
+    split_size: int | None = ...,
 ) -> torch.Tensor: ...
 
 
@@ -42,6 +42,7 @@ def flash_attn_func(
     deterministic: bool | None = ...,
     *,
     return_attn_probs: Literal[True],
+    split_size: int | None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
@@ -57,18 +58,25 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool | None = None,
     return_attn_probs: bool = False,
+    *,
+    split_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes softmax(q k^T * softmax_scale) v with the call signature of flash_attn 2.8.3.
 
     With causal=True the mask is aligned to the bottom right corner: key j is visible to query i
-    where j <= i + seqlen_k - seqlen_q. Visible keys are 1:
+    where j <= i + seqlen_k - seqlen_q. With a window it is visible where i + seqlen_k - seqlen_q -
+    left <= j <= i + seqlen_k - seqlen_q + right. Visible keys are 1:
 
-        seqlen_q = 2, seqlen_k = 5        seqlen_q = 5, seqlen_k = 2
-            1 1 1 1 0                         0 0
-            1 1 1 1 1                         0 0
-                                              0 0
-                                              1 0
-                                              1 1
+        causal, seqlen_q = 2, seqlen_k = 5        seqlen_q = 5, seqlen_k = 2
+            1 1 1 1 0                                 0 0
+            1 1 1 1 1                                 0 0
+                                                      0 0
+                                                      1 0
+                                                      1 1
+
+        window_size=(2, 0), seqlen_q = 2, seqlen_k = 5
+            0 1 1 1 0
+            0 0 1 1 1
 
     CPU tensors run through `flash_attn_deterministic.reference`: exact in its order of operations,
     and slow; meant for tests, not for long sequences. The backward is not there yet: tensors that
@@ -84,15 +92,20 @@ def flash_attn_func(
         v: (batch, seqlen_k, nheads_k, head_dim), like q.
         dropout_p: only 0.0 so far.
         softmax_scale: positive, finite factor of q k^T; None: head_dim ** -0.5.
-        causal: whether to apply the mask above.
-        window_size: only (-1, -1), no window, so far.
-        softcap: only 0.0 so far.
-        alibi_slopes: only None so far.
+        causal: whether to apply the causal mask above.
+        window_size: (left, right), how many keys before and after its own position a query sees;
+            -1: no limit. With causal, right counts as 0.
+        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale.
+        alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
+            - j| to the score of query i and key j.
         deterministic: about the backward pass, in flash_attn as here; None follows the mode of
             this package, where flash_attn's default is False. The forward pass ignores it: it
-            gives the same bits every time.
+            follows the mode.
         return_attn_probs: whether to return softmax_lse and, in the place of flash_attn's dropout
             mask, an empty tensor (as flash_attn does without dropout).
+        split_size: tokens per split, a multiple of the kernels' 64 keys per block; 0: one split;
+            None: that of the mode. Part of what the bits depend on. Without effect where the mode
+            is not enabled.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of
@@ -101,9 +114,9 @@ def flash_attn_func(
         key: out 0, softmax_lse +inf.
 
     Raises:
-        UnsupportedError: a NotImplementedError; an argument asks for what is not there yet.
-        ArgumentError: a ValueError; shapes, devices or softmax_scale are wrong.
+        ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
+        UnsupportedError: a NotImplementedError; dropout.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
 
@@ -112,22 +125,37 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([1, 4, 2, 64])
     """
-    _checks.check_supported(dropout_p, window_size, softcap, alibi_slopes)
-    _checks.check_tensors(q, k, v)
-    _checks.check_causal(causal)
-    head_dim = q.shape[3]
-    if softmax_scale is None:
-        softmax_scale = head_dim**-0.5
-    _checks.check_scale(softmax_scale)
-    _checks.check_kernels(q.device, q.dtype, head_dim)
-    out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
-        _padded(q), _padded(k), _padded(v), float(softmax_scale), bool(causal)
+    out, softmax_lse = attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, split_size
     )
-    out = out[..., :head_dim]
     return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
 
 
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Pads head_dim to a multiple of 8 with zeros."""
-    padding = -tensor.shape[3] % 8
-    return torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    split_size: int | None,
+    names: tensors.Names = tensors.QKV,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Checks the arguments of a call and runs it; `names` are the caller's of q, k and v.
+
+    Returns:
+        out and softmax_lse.
+    """
+    numbers.check_dropout(dropout_p)
+    tensors.check_dense(q, k, v, names)
+    batch, _, nheads, head_dim = q.shape
+    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
+    options = resolve_options(head_dim, softmax_scale, causal, window_size, softcap, split_size)
+    kernels.check_kernels(q.device, q.dtype, head_dim)
+    out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
+        padded(q), padded(k), padded(v), contiguous(alibi_slopes), *options
+    )
+    return out[..., :head_dim], softmax_lse

@@ -1,0 +1,112 @@
+#include "append_kv.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+namespace fad {
+
+namespace {
+
+constexpr int kThreads = 128;
+
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename Element>
+__device__ __forceinline__ Element from_float(float x);
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// Copies one row of a head, turning the pairs of its first rotary_dim columns by the angle of
+// `position`. In fp32, rounded once; source: Su et al. 2021 (RoFormer), pairs as in upstream's
+// rotary.h.
+template <typename Element>
+__device__ void copy_rotated(const AppendParams& params, const Element* from, Element* to,
+                             int rotary_dim, int position) {
+  const int half = rotary_dim / 2;
+  const auto* const cos =
+      static_cast<const Element*>(params.rotary_cos) + static_cast<std::int64_t>(position) * half;
+  const auto* const sin =
+      static_cast<const Element*>(params.rotary_sin) + static_cast<std::int64_t>(position) * half;
+  for (int pair = threadIdx.x; pair < half; pair += blockDim.x) {
+    const int left = params.rotary_interleaved ? 2 * pair : pair;
+    const int right = params.rotary_interleaved ? 2 * pair + 1 : pair + half;
+    const float x = to_float(from[left]);
+    const float y = to_float(from[right]);
+    const float c = to_float(cos[pair]);
+    const float s = to_float(sin[pair]);
+    to[left] = from_float<Element>(__fmaf_rn(x, c, -__fmul_rn(y, s)));
+    to[right] = from_float<Element>(__fmaf_rn(x, s, __fmul_rn(y, c)));
+  }
+  for (int column = rotary_dim + threadIdx.x; column < params.head_dim; column += blockDim.x) {
+    to[column] = from[column];
+  }
+}
+
+template <typename Element>
+__device__ Element* at(const Rows& rows, std::int64_t batch, std::int64_t row, int head) {
+  return static_cast<Element*>(rows.data) + batch * rows.batch_stride + row * rows.row_stride +
+         head * rows.head_stride;
+}
+
+// blockIdx.x: token, blockIdx.y: head of keys, then of values, then of queries; blockIdx.z: batch,
+// in steps, because z stops at 65535.
+template <typename Element>
+__global__ void append_kernel(const __grid_constant__ AppendParams params) {
+  const int token = blockIdx.x;
+  for (int batch = blockIdx.z; batch < params.batch; batch += gridDim.z) {
+    const int used = params.cache_seqlens[batch];
+    int head = blockIdx.y;
+    if (head < 2 * params.nheads_k) {
+      const bool is_key = head < params.nheads_k;
+      head -= is_key ? 0 : params.nheads_k;
+      const std::int64_t position = static_cast<std::int64_t>(used) + token;
+      if (token >= params.seqlen_new || position >= params.capacity) {
+        continue;
+      }
+      std::int64_t cache_batch =
+          params.cache_batch_idx == nullptr ? batch : params.cache_batch_idx[batch];
+      std::int64_t cache_row = position;
+      if (params.block_table != nullptr) {
+        cache_batch = params.block_table[batch * params.block_table_batch_stride +
+                                         position / params.page_block_size];
+        cache_row = position % params.page_block_size;
+      }
+      copy_rotated(
+          params, at<Element>(is_key ? params.new_k : params.new_v, batch, token, head),
+          at<Element>(is_key ? params.k_cache : params.v_cache, cache_batch, cache_row, head),
+          is_key ? params.rotary_dim : 0, static_cast<int>(position));
+    } else if (token < params.seqlen_q) {
+      head -= 2 * params.nheads_k;
+      copy_rotated(params, at<Element>(params.q, batch, token, head),
+                   at<Element>(params.rotated_q, batch, token, head), params.rotary_dim,
+                   used + (params.query_positions_advance ? token : 0));
+    }
+  }
+}
+
+}  // namespace
+
+void append_kv(const AppendParams& params, cudaStream_t stream) {
+  const bool rotates = params.rotary_dim > 0;
+  const int tokens = std::max(params.seqlen_new, rotates ? params.seqlen_q : 0);
+  const int heads = 2 * params.nheads_k + (rotates ? params.nheads : 0);
+  if (tokens == 0) {
+    return;
+  }
+  const dim3 grid(tokens, heads, std::min(params.batch, 65535));
+  auto kernel = params.element_is_bf16 ? &append_kernel<__nv_bfloat16> : &append_kernel<__half>;
+  kernel<<<grid, kThreads, 0, stream>>>(params);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace fad

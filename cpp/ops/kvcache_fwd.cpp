@@ -1,0 +1,196 @@
+// Forward over a KV cache that new keys and values are appended to.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include "checks.h"
+#include "device.h"
+#include "fwd.h"
+#include "kernels/append_kv.h"
+
+namespace fad {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+Rows rows_of(const Tensor& tensor) {
+  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+int* data(const OptionalTensor& tensor) {
+  return tensor.has_value() ? static_cast<int*>(tensor->data_ptr()) : nullptr;
+}
+
+// The cache is written in place: it can't be copied to align it.
+void check_cache(const Tensor& cache, const char* name, const Tensor& q) {
+  check_attention_input(cache, name, q, 4);
+  bool good = cache.stride(3) == 1 && reinterpret_cast<std::uintptr_t>(cache.data_ptr()) % 16 == 0;
+  for (int dim = 0; dim < 3; ++dim) {
+    good = good && (cache.stride(dim) % 8 == 0 || cache.size(dim) == 1);
+  }
+  check(good, name,
+        ": expected rows that start at multiples of 16 bytes, the last dimension contiguous");
+}
+
+}  // namespace
+
+Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const OptionalTensor& k,
+                    const OptionalTensor& v, const OptionalTensor& cache_seqlens,
+                    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
+                    const OptionalTensor& cache_batch_idx, const OptionalTensor& cache_leftpad,
+                    const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
+                    double softmax_scale, std::int64_t window_left, std::int64_t window_right,
+                    double softcap, bool rotary_interleaved, std::int64_t split_size,
+                    bool deterministic) {
+  check_attention_input(q, "q", q, 4);
+  check_cache(k_cache, "k_cache", q);
+  check_cache(v_cache, "v_cache", q);
+  check_heads(q, k_cache);
+  const std::int64_t batch = q.size(0);
+  const std::int64_t head_dim = q.size(3);
+  const std::int64_t nheads_k = k_cache.size(2);
+  const bool paged = block_table.has_value();
+  check(batch > 0, "q: expected a batch of at least 1, got shape ", shape_string(q));
+  check_shape(k_cache, "k_cache", {k_cache.size(0), k_cache.size(1), nheads_k, head_dim});
+  check_shape(v_cache, "v_cache", {k_cache.size(0), k_cache.size(1), nheads_k, head_dim});
+  std::int64_t capacity = k_cache.size(1);
+  if (paged) {
+    check(!cache_batch_idx.has_value(), "cache_batch_idx: not supported together with block_table");
+    check(!cache_leftpad.has_value(), "cache_leftpad: not supported together with block_table");
+    check(k_cache.size(1) > 0 && k_cache.size(1) % 16 == 0,
+          "k_cache: expected pages of a multiple of 16 tokens, got ", k_cache.size(1));
+    check_int32(*block_table, "block_table", q, {batch, block_table->size(1)});
+    capacity = block_table->size(1) * k_cache.size(1);
+  } else if (cache_batch_idx.has_value()) {
+    check_int32(*cache_batch_idx, "cache_batch_idx", q, {batch});
+  } else {
+    check(k_cache.size(0) == batch, "k_cache: expected a batch of ", batch, ", got shape ",
+          shape_string(k_cache));
+  }
+  check(capacity < (1 << 30), "k_cache: expected sequences below 2^30 tokens, got ", capacity);
+  if (cache_seqlens.has_value()) {
+    check_int32(*cache_seqlens, "cache_seqlens", q, {batch});
+  }
+  if (cache_leftpad.has_value()) {
+    check_int32(*cache_leftpad, "cache_leftpad", q, {batch});
+  }
+  check(k.has_value() == v.has_value(), "k, v: expected both or neither");
+  const bool rotates = rotary_cos.has_value();
+  check(rotates == rotary_sin.has_value(), "rotary_cos, rotary_sin: expected both or neither");
+  check(k.has_value() || !rotates, "rotary_cos: expected k and v to append as well");
+
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  Tensor out = torch::stable::new_empty(q, q.sizes());
+  Tensor softmax_lse =
+      torch::stable::new_empty(q, {batch, q.size(2), q.size(1)}, ScalarType::Float);
+  Tensor q_rows = aligned(q);
+  const Scores scores{softmax_scale, window_left, window_right, softcap, alibi_slopes};
+
+  AppendParams append{};
+  if (k.has_value()) {
+    check(cache_seqlens.has_value(), "cache_seqlens: expected a tensor where k and v are appended");
+    check_attention_input(*k, "k", q, 4);
+    check_attention_input(*v, "v", q, 4);
+    check_shape(*k, "k", {batch, k->size(1), nheads_k, head_dim});
+    check_shape(*v, "v", {batch, k->size(1), nheads_k, head_dim});
+    const Tensor new_k = aligned(*k);
+    const Tensor new_v = aligned(*v);
+    append.batch = static_cast<int>(batch);
+    append.head_dim = static_cast<int>(head_dim);
+    append.element_is_bf16 = q.scalar_type() == ScalarType::BFloat16;
+    append.seqlen_new = static_cast<int>(k->size(1));
+    append.nheads_k = static_cast<int>(nheads_k);
+    append.new_k = rows_of(new_k);
+    append.new_v = rows_of(new_v);
+    append.k_cache = rows_of(k_cache);
+    append.v_cache = rows_of(v_cache);
+    append.capacity = static_cast<int>(capacity);
+    append.cache_seqlens = data(cache_seqlens);
+    append.cache_batch_idx = data(cache_batch_idx);
+    append.block_table = data(block_table);
+    append.block_table_batch_stride = paged ? block_table->stride(0) : 0;
+    append.page_block_size = static_cast<int>(k_cache.size(1));
+    if (rotates) {
+      const std::int64_t half = rotary_cos->size(1);
+      check(rotary_cos->scalar_type() == q.scalar_type() &&
+                rotary_sin->scalar_type() == q.scalar_type(),
+            "rotary_cos, rotary_sin: expected the dtype of q");
+      check(rotary_cos->is_cuda() && rotary_sin->is_cuda() && rotary_cos->is_contiguous() &&
+                rotary_sin->is_contiguous(),
+            "rotary_cos, rotary_sin: expected contiguous CUDA tensors");
+      check(2 * half <= head_dim && half % 8 == 0,
+            "rotary_cos: expected a rotary_dim that is a multiple of 16 and at most head_dim, got ",
+            2 * half);
+      check(rotary_cos->size(0) >= capacity, "rotary_cos: expected at least ", capacity,
+            " positions, the capacity of the cache, got ", rotary_cos->size(0));
+      check_shape(*rotary_sin, "rotary_sin", {rotary_cos->size(0), half});
+      const Tensor rotated = torch::stable::new_empty(q, q.sizes());
+      append.seqlen_q = static_cast<int>(q.size(1));
+      append.nheads = static_cast<int>(q.size(2));
+      append.q = rows_of(q_rows);
+      append.rotated_q = rows_of(rotated);
+      append.rotary_dim = static_cast<int>(2 * half);
+      append.rotary_interleaved = rotary_interleaved;
+      append.query_positions_advance = window_left >= 0 || window_right >= 0;
+      append.rotary_cos = rotary_cos->data_ptr();
+      append.rotary_sin = rotary_sin->data_ptr();
+      append_kv(append, current_stream(q.get_device_index()));
+      q_rows = rotated;
+    } else {
+      append_kv(append, current_stream(q.get_device_index()));
+    }
+  }
+
+  FwdParams params{};
+  params.q_ptr = q_rows.data_ptr();
+  params.q_batch_stride = q_rows.stride(0);
+  params.q_row_stride = q_rows.stride(1);
+  params.q_head_stride = q_rows.stride(2);
+  params.k_ptr = k_cache.data_ptr();
+  params.k_batch_stride = k_cache.stride(0);
+  params.k_row_stride = k_cache.stride(1);
+  params.k_head_stride = k_cache.stride(2);
+  params.v_ptr = v_cache.data_ptr();
+  params.v_batch_stride = v_cache.stride(0);
+  params.v_row_stride = v_cache.stride(1);
+  params.v_head_stride = v_cache.stride(2);
+  params.o_ptr = out.data_ptr();
+  params.o_batch_stride = out.stride(0);
+  params.o_row_stride = out.stride(1);
+  params.o_head_stride = out.stride(2);
+  params.softmax_lse_ptr = softmax_lse.data_ptr();
+  params.b = static_cast<int>(batch);
+  params.seqlen_q = static_cast<int>(q.size(1));
+  params.h = static_cast<int>(q.size(2));
+  params.d = static_cast<int>(head_dim);
+  params.d_rounded = kernel_head_dim(params.d);
+  params.seqlen_k = static_cast<int>(capacity);
+  params.h_k = static_cast<int>(nheads_k);
+  params.h_h_k_ratio = params.h / params.h_k;
+  // Lengths, not offsets: upstream's meaning of this flag.
+  params.cu_seqlens_k = data(cache_seqlens);
+  params.is_seqlens_k_cumulative = !cache_seqlens.has_value();
+  params.leftpad_k = data(cache_leftpad);
+  params.cache_batch_idx = data(cache_batch_idx);
+  if (paged) {
+    params.block_table = data(block_table);
+    params.block_table_batch_stride = block_table->stride(0);
+    params.page_block_size = static_cast<int>(k_cache.size(1));
+  }
+  if (k.has_value()) {
+    // Makes the kernel count them; they are in the cache already.
+    params.knew_ptr = k->data_ptr();
+    params.seqlen_knew = static_cast<int>(k->size(1));
+  }
+  set_softmax(params, scores);
+  set_masking(params, scores);
+  set_alibi(params, scores);
+  turn_groups_into_rows(params);
+  if (params.seqlen_q > 0) {
+    run_fwd(params, q, split_size, deterministic);
+  }
+  return {out, softmax_lse};
+}
+
+}  // namespace fad

@@ -1,0 +1,141 @@
+#include "params.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "checks.h"
+#include "device.h"
+
+namespace fad {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr std::int64_t kBlockN = 64;
+
+int window(std::int64_t size) {
+  return size < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(size, 1 << 29));
+}
+
+}  // namespace
+
+void set_softmax(FwdParams& params, const Scores& scores) {
+  // Scores are scaled after masking: -inf times a scale of 0 or less would not stay masked.
+  check(std::isfinite(scores.softmax_scale) && scores.softmax_scale > 0,
+        "softmax_scale: expected a positive, finite number, got ", scores.softmax_scale);
+  check(std::isfinite(scores.softcap) && scores.softcap >= 0,
+        "softcap: expected a finite number of at least 0, got ", scores.softcap);
+  const float scale = static_cast<float>(scores.softmax_scale);
+  const float softcap = static_cast<float>(scores.softcap);
+  // With softcap the kernels compute tanh(score * scale / softcap), then scale by softcap.
+  params.softcap = softcap > 0.f ? scale / softcap : 0.f;
+  params.scale_softmax = softcap > 0.f ? softcap : scale;
+  // The product is rounded once, from double: upstream's float product, on any compiler.
+  params.scale_softmax_log2 =
+      static_cast<float>(static_cast<double>(params.scale_softmax) * kLog2E);
+  params.p_dropout = 1.f;  // upstream's meaning: the probability to keep
+  params.p_dropout_in_uint8_t = 255;
+  params.rp_dropout = 1.f;
+  params.scale_softmax_rp_dropout = params.scale_softmax;
+}
+
+void set_masking(FwdParams& params, const Scores& scores) {
+  params.window_size_left = window(scores.window_left);
+  params.window_size_right = window(scores.window_right);
+  params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
+}
+
+void set_alibi(FwdParams& params, const Scores& scores) {
+  if (!scores.alibi_slopes.has_value()) {
+    return;
+  }
+  const Tensor& slopes = *scores.alibi_slopes;
+  check(slopes.is_cuda() && slopes.scalar_type() == ScalarType::Float,
+        "alibi_slopes: expected a float32 CUDA tensor");
+  const bool per_batch = slopes.dim() == 2;
+  check((per_batch && slopes.size(0) == params.b && slopes.size(1) == params.h) ||
+            (slopes.dim() == 1 && slopes.size(0) == params.h),
+        "alibi_slopes: expected shape (", params.h, ") or (", params.b, ", ", params.h, "), got ",
+        shape_string(slopes));
+  check(slopes.stride(slopes.dim() - 1) == 1, "alibi_slopes: expected a contiguous last dimension");
+  params.alibi_slopes_ptr = slopes.data_ptr();
+  params.alibi_slopes_batch_stride = per_batch ? slopes.stride(0) : 0;
+}
+
+Tensor aligned(const Tensor& tensor) {
+  const std::int64_t last = tensor.dim() - 1;
+  bool good =
+      tensor.stride(last) == 1 && reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  for (std::int64_t dim = 0; dim < last; ++dim) {
+    good = good && (tensor.stride(dim) % 8 == 0 || tensor.size(dim) == 1);
+  }
+  if (good) {
+    return tensor;
+  }
+  Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
+  return torch::stable::copy_(copy, tensor);
+}
+
+void turn_groups_into_rows(FwdParams& params) {
+  const int group = params.h_h_k_ratio;
+  const bool one_query = params.seqlen_q == 1;
+  const bool sees_all = params.window_size_left < 0;
+  if (!one_query || group == 1 || !sees_all || params.alibi_slopes_ptr != nullptr) {
+    return;
+  }
+  // A single query at the end of its sequence sees every key, causal or not.
+  params.is_causal = false;
+  params.window_size_right = -1;
+  // Tells how softmax_lse lies; dense it is (batch, nheads, 1) either way.
+  params.seqlenq_ngroups_swapped = params.unpadded_lse;
+  if (params.cu_seqlens_q != nullptr) {
+    params.q_batch_stride = params.q_row_stride;
+    params.o_batch_stride = params.o_row_stride;
+    params.cu_seqlens_q = nullptr;
+  }
+  params.q_row_stride = params.q_head_stride;
+  params.q_head_stride *= group;
+  params.o_row_stride = params.o_head_stride;
+  params.o_head_stride *= group;
+  params.seqlen_q = group;
+  params.h = params.h_k;
+  params.h_h_k_ratio = 1;
+}
+
+void run_fwd(FwdParams& params, const Tensor& like, std::int64_t split_size, bool deterministic) {
+  check(split_size >= 0 && split_size % kBlockN == 0 && split_size <= (1 << 29),
+        "split_size: expected 0 or a multiple of ", kBlockN, ", got ", split_size);
+  const char* dtype = dtype_name(like);
+  const FwdLauncher launch = find_fwd(dtype, params.d);
+  check(launch != nullptr, "this build of flash_attn_deterministic holds no forward for ", dtype,
+        " and head_dim ", params.d);
+#ifndef FLASH_ATTENTION_DETERMINISTIC
+  check(!deterministic, "this build of flash_attn_deterministic has no deterministic mode");
+#endif
+  const int device = like.get_device_index();
+  check_architecture(device);
+  params.is_bf16 = like.scalar_type() == ScalarType::BFloat16;
+  const FwdPlan plan = plan_fwd(params, static_cast<int>(split_size), deterministic,
+                                num_sms(device), shared_bytes_per_block(device));
+  params.num_parts = plan.num_splits;
+  params.split_blocks =
+      plan.split_tokens == 0 ? 1 << 24 : static_cast<int>(plan.split_tokens / kBlockN);
+  Tensor scratch = torch::stable::new_empty(
+      like, {static_cast<std::int64_t>(plan.scratch_bytes / sizeof(float))}, ScalarType::Float);
+  if (plan.many_ctas) {
+    const std::size_t rows =
+        static_cast<std::size_t>(plan.num_splits) * params.b * params.h * params.seqlen_q;
+    params.part_acc = static_cast<float*>(scratch.data_ptr());
+    params.part_state =
+        reinterpret_cast<float2*>(params.part_acc + rows * kernel_head_dim(params.d));
+  }
+  launch(params, current_stream(device));
+}
+
+}  // namespace fad

@@ -1,0 +1,42 @@
+// From tensors and arguments to the kernels' parameters; shared by the forward ops.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "kernels/fwd.h"
+
+namespace fad {
+
+using OptionalTensor = std::optional<torch::stable::Tensor>;
+
+// How scores become probabilities. window_left, window_right: keys visible on either side of the
+// diagonal (aligned bottom right), negative for all; causal is window_right 0.
+struct Scores {
+  double softmax_scale;
+  std::int64_t window_left, window_right;
+  double softcap;
+  const OptionalTensor& alibi_slopes;
+};
+
+void set_softmax(FwdParams& params, const Scores& scores);
+void set_masking(FwdParams& params, const Scores& scores);
+void set_alibi(FwdParams& params, const Scores& scores);
+
+// The tensor, or a copy of it if its rows are strided or not aligned to the 16 bytes that kernels
+// load at a time.
+torch::stable::Tensor aligned(const torch::stable::Tensor& tensor);
+
+// Turns the query heads that share a key head into rows of one block, where each sequence has one
+// query: keys are then read once for the group. Rows of a block may do so, as they don't share
+// bits.
+void turn_groups_into_rows(FwdParams& params);
+
+// Picks the path and launches it; scratch comes from torch's allocator, like a tensor of the size
+// of `like`'s device.
+void run_fwd(FwdParams& params, const torch::stable::Tensor& like, std::int64_t split_size,
+             bool deterministic);
+
+}  // namespace fad

@@ -1,0 +1,68 @@
+"""Checks of what this wheel and this machine hold."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._architectures import any_runs_on
+from .._build_info import build_info
+from ..errors import MissingInstanceError, UnsupportedDeviceError
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def check_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Checks that this wheel has a kernel for a call on CUDA tensors.
+
+    Under torch.compile this is left to the op itself, which repeats it when it runs: what the
+    wheel and the machine hold can't be traced.
+
+    Args:
+        device: where the tensors are; only CUDA devices need kernels.
+        dtype: float16 or bfloat16.
+        head_dim: 1 to 256.
+
+    Raises:
+        MissingInstanceError: no kernel for this dtype and head dim.
+        UnsupportedDeviceError: no code for this GPU's architecture.
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return
+    problem = _instance_problem(dtype, head_dim)
+    if problem:
+        raise MissingInstanceError(problem)
+    problem = device_problem(device.index or 0)
+    if problem:
+        raise UnsupportedDeviceError(problem)
+
+
+@functools.cache
+def _instance_problem(dtype: torch.dtype, head_dim: int) -> str:
+    kernel_head_dim = build_info().kernel_head_dim(head_dim)
+    name = DTYPE_NAMES[dtype]
+    held = [i for i in build_info().instances if i.direction == "fwd"]
+    if any((i.dtype, i.head_dim) == (name, kernel_head_dim) for i in held):
+        return ""
+    holds = ", ".join(f"{i.dtype} {i.head_dim}" for i in held) or "none"
+    return (
+        f"q: this wheel has no forward kernel for {name} and head_dim {head_dim} (it would be "
+        f"{name} {kernel_head_dim}); it holds: {holds}; install the release wheel"
+    )
+
+
+@functools.cache
+def device_problem(index: int) -> str:
+    """Returns "" if this wheel runs on CUDA device number `index`, otherwise why not."""
+    if not torch.cuda.is_available():
+        return ""  # only fake tensors get here, and those launch nothing
+    capability = torch.cuda.get_device_capability(index)
+    architectures = build_info().architectures
+    if any_runs_on(architectures, capability):
+        return ""
+    return (
+        f"cuda:{index} ({torch.cuda.get_device_name(index)}) has compute capability "
+        f"{capability[0]}.{capability[1]}; this wheel holds code for {', '.join(architectures)}; "
+        "build one with CMAKE_CUDA_ARCHITECTURES set for this GPU"
+    )

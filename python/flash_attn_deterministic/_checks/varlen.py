@@ -1,0 +1,130 @@
+"""Checks of packed sequences of several lengths."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..errors import ArgumentError
+from .numbers import check_length
+from .paged import check_block_table, check_no_leftpad, check_page_size
+from .tensors import (
+    PAGED,
+    VARLEN,
+    check_alike,
+    check_batch,
+    check_heads,
+    check_int32,
+    check_rank,
+    check_shape,
+)
+from .tensors import Names as TensorNames
+
+
+class Names(NamedTuple):
+    """The caller's names of arguments, of which several may be one."""
+
+    q: str = "q"
+    k: str = "k"
+    v: str = "v"
+    cu_seqlens_q: str = "cu_seqlens_q"
+    cu_seqlens_k: str = "cu_seqlens_k"
+    max_seqlen_q: str = "max_seqlen_q"
+    max_seqlen_k: str = "max_seqlen_k"
+
+
+NAMES = Names()
+
+
+def check_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    paged: bool,
+    names: Names = NAMES,
+) -> None:
+    """Checks types, dtypes, devices and shapes of q, k and v.
+
+    Args:
+        q: (total_q, nheads, head_dim), float16 or bfloat16.
+        k: (total_k, nheads_k, head_dim), like q; paged: (num_blocks, page_block_size, nheads_k,
+            head_dim).
+        v: like k.
+        paged: whether there is a block table.
+        names: what to call them.
+
+    Raises:
+        ArgumentTypeError: not a tensor.
+        DtypeError: a wrong dtype.
+        ArgumentError: a wrong shape, or tensors on several devices.
+        UnsupportedDeviceError: neither on the CPU nor on a CUDA device.
+    """
+    layout = PAGED if paged else VARLEN
+    for name, tensor, expected in (
+        (names.q, q, VARLEN),
+        (names.k, k, layout),
+        (names.v, v, layout),
+    ):
+        check_rank(name, tensor, expected)
+    check_alike(q, ((names.k, k), (names.v, v)), names.q)
+    nheads_k, head_dim = k.shape[-2:]
+    check_heads(q, nheads_k, TensorNames(names.q, names.k, names.v))
+    if head_dim != q.shape[2]:
+        raise ArgumentError(
+            f"{names.k}: expected a head_dim of {q.shape[2]}, that of {names.q}, got {head_dim}"
+        )
+    if paged:
+        check_page_size(names.k, k.shape[1])
+    check_shape(names.v, v, tuple(k.shape), f"the shape of {names.k}")
+
+
+def check_cu_seqlens(
+    name: str, cu_seqlens: torch.Tensor, batch: int | None, device: torch.device
+) -> None:
+    """Checks cumulative lengths: int32, (batch + 1,).
+
+    Args:
+        name: of the argument.
+        cu_seqlens: the argument.
+        batch: number of sequences; None: this argument decides, at least 1.
+        device: of q.
+
+    Raises:
+        ArgumentTypeError: not a tensor; DtypeError: not torch.int32.
+        ArgumentError: another shape or device.
+    """
+    sizes = (-1,) if batch is None else (batch + 1,)
+    check_int32(name, cu_seqlens, sizes, "(batch + 1,)", device)
+    check_batch(name, cu_seqlens, cu_seqlens.shape[0] - 1)
+
+
+def check_lengths(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    device: torch.device,
+    names: Names = NAMES,
+) -> None:
+    """Checks what says where sequences begin and end.
+
+    Raises:
+        ArgumentTypeError: a wrong type; DtypeError: a tensor is not torch.int32.
+        ArgumentError: a wrong shape or device, or leftpad_k together with block_table.
+    """
+    check_cu_seqlens(names.cu_seqlens_q, cu_seqlens_q, None, device)
+    batch = cu_seqlens_q.shape[0] - 1
+    check_cu_seqlens(names.cu_seqlens_k, cu_seqlens_k, batch, device)
+    check_length(names.max_seqlen_q, max_seqlen_q)
+    check_length(names.max_seqlen_k, max_seqlen_k)
+    if seqused_k is not None:
+        check_int32("seqused_k", seqused_k, (batch,), "(batch,)", device)
+    if block_table is not None:
+        check_block_table(block_table, batch, device)
+        check_no_leftpad("leftpad_k", leftpad_k)
+    if leftpad_k is not None:
+        check_int32("leftpad_k", leftpad_k, (batch,), "(batch,)", device)

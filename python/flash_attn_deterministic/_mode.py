@@ -1,0 +1,217 @@
+"""The mode of the process, and what a thread puts in its place for a while.
+
+torch.compile traces this module, and must compile again when a mode that it read has changed. It
+guards on plain objects: a module's global for the process, and for each thread a box that a
+threading.local creates (an attribute that only some threads have would not be guarded, and a
+ContextVar can't be traced at all).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+from ._build_info import build_info
+from ._checks.split import check_mode_split_size
+from .errors import ArgumentError, ArgumentTypeError, BuildInfoError, MissingInstanceError
+
+DEFAULT_SPLIT_SIZE = 2048
+
+_WORDS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+class Mode(NamedTuple):
+    """How keys are reduced.
+
+    Args:
+        enabled: whether the bits of a row depend on that row's inputs only; False: the fastest
+            order for the call's shape and the GPU, whatever its bits.
+        split_size: tokens per split, counted from the sequence's own start; 0: one split. Without
+            effect unless enabled.
+    """
+
+    enabled: bool
+    split_size: int
+
+
+def _read_flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if text.lower() not in _WORDS:
+        raise ArgumentError(f"{name}: expected one of {', '.join(_WORDS)}, got {text!r}")
+    return _WORDS[text.lower()]
+
+
+def _read_split_size(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return DEFAULT_SPLIT_SIZE
+    if not (text.isascii() and text.isdigit()):
+        raise ArgumentError(
+            f"{name}: expected a number of tokens, 0 for one split, got {text!r}; unset it for "
+            f"{DEFAULT_SPLIT_SIZE}"
+        )
+    check_mode_split_size(int(text), name)
+    return int(text)
+
+
+def _read_environment(environ: Mapping[str, str], wheel_is_deterministic: bool) -> Mode:
+    """Reads the mode that a process starts with.
+
+    Args:
+        environ: FA2_DETERMINISTIC and FA2_SPLIT_SIZE count; empty is the same as unset.
+        wheel_is_deterministic: False for a build with schedule-dependent results only.
+
+    Raises:
+        ArgumentError: one of them has a wrong value; the message names it.
+        MissingInstanceError: FA2_DETERMINISTIC asks for what the wheel does not hold.
+    """
+    enabled = _read_flag(environ, "FA2_DETERMINISTIC", wheel_is_deterministic)
+    if enabled and not wheel_is_deterministic:
+        raise _not_in_wheel("FA2_DETERMINISTIC", "unset it or set it to 0")
+    return Mode(enabled, _read_split_size(environ, "FA2_SPLIT_SIZE"))
+
+
+def _not_in_wheel(name: str, otherwise: str) -> MissingInstanceError:
+    return MissingInstanceError(
+        f"{name}: this wheel was built with FLASH_ATTENTION_DETERMINISTIC=OFF and has "
+        f"schedule-dependent kernels only; install the release wheel, or {otherwise}"
+    )
+
+
+def _wheel_holds_deterministic() -> bool:
+    try:
+        return build_info().deterministic
+    except BuildInfoError:
+        return True  # a source tree: it can be imported, and says so where it needs the record
+
+
+class _Box:
+    def __init__(self) -> None:
+        self.mode: Mode | None = None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:  # runs in each thread that looks
+        self.box = _Box()
+
+
+_WHEEL_DETERMINISTIC = _wheel_holds_deterministic()
+_process_mode = _read_environment(os.environ, _WHEEL_DETERMINISTIC)
+_thread = _Thread()
+
+
+def get_deterministic_mode() -> Mode:
+    """Returns the mode of calls from this thread."""
+    mode = _thread.box.mode
+    return _process_mode if mode is None else mode
+
+
+def set_deterministic_mode(enabled: bool = True, split_size: int | None = None) -> None:
+    """Sets the mode of the process, for all threads.
+
+    Functions that torch.compile has compiled are compiled again for the new mode. A thread inside
+    `deterministic_mode` keeps that one until it leaves it. A process starts with the mode of the
+    environment variables FA2_DETERMINISTIC (1 or 0) and FA2_SPLIT_SIZE, read once at import, by
+    default enabled with a split size of 2048.
+
+    Args:
+        enabled: whether the bits of a row depend on that row's inputs only; False: the fastest
+            order for the call's shape and the GPU.
+        split_size: tokens per split, counted from the sequence's own start: a multiple of the
+            kernels' 64 keys per block; 0: one split; None: as it was. Part of what the bits depend
+            on. Smaller splits give short batches of long sequences more parallelism, and cost more
+            merges.
+
+    Raises:
+        ArgumentError: a ValueError; split_size is no such number.
+        ArgumentTypeError: a TypeError; enabled is no bool, or split_size no int.
+        MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
+    """
+    global _process_mode
+    _process_mode = _changed(_process_mode, enabled, split_size)
+
+
+class deterministic_mode:
+    """Sets the mode of this thread inside a `with` block, or inside a function it decorates.
+
+    Other threads are not touched; each needs an object of its own, where a decorated function makes
+    one per call. It may be entered inside a function that torch.compile compiles, and around one.
+
+    Args:
+        enabled: as in `set_deterministic_mode`.
+        split_size: as in `set_deterministic_mode`; None: that of the mode around it.
+
+    Raises:
+        ArgumentError: a ValueError; split_size is no valid number.
+        ArgumentTypeError: a TypeError; enabled is no bool, or split_size no int.
+        MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
+
+    Example:
+        >>> with deterministic_mode(split_size=512):
+        ...     get_deterministic_mode()
+        Mode(enabled=True, split_size=512)
+    """
+
+    def __init__(self, enabled: bool = True, split_size: int | None = None) -> None:
+        # Here as well as on entry: a wrong argument should fail where it stands.
+        _changed(Mode(enabled, DEFAULT_SPLIT_SIZE), enabled, split_size)
+        self._enabled = enabled
+        self._split_size = split_size
+        self._before: list[Mode | None] = []
+
+    def __enter__(self) -> None:
+        box = _thread.box
+        self._before.append(box.mode)
+        box.mode = _changed(get_deterministic_mode(), self._enabled, self._split_size)
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.box.mode = self._before.pop()
+
+    def __call__(self, function: _Function) -> _Function:
+        enabled, split_size = self._enabled, self._split_size
+
+        @functools.wraps(function)
+        def inside(*args: object, **kwargs: object) -> object:
+            # One object for each call: several threads may be inside at once.
+            with deterministic_mode(enabled, split_size):
+                return function(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
+
+
+def resolve(split_size: int | None) -> Mode:
+    """Returns the mode of one call.
+
+    Args:
+        split_size: the call's own; None: the mode's. The caller has checked it.
+
+    Returns:
+        A mode with split_size 0 where it has no effect.
+    """
+    mode = get_deterministic_mode()
+    if not mode.enabled:
+        return Mode(False, 0)
+    return mode if split_size is None else Mode(True, split_size)
+
+
+def _changed(mode: Mode, enabled: bool, split_size: int | None) -> Mode:
+    if not isinstance(enabled, bool):
+        raise ArgumentTypeError(
+            f"enabled: expected a bool, got {type(enabled).__name__}; a split size goes into "
+            "split_size="
+        )
+    if enabled and not _WHEEL_DETERMINISTIC:
+        raise _not_in_wheel("enabled", "pass enabled=False")
+    if split_size is None:
+        return Mode(enabled, mode.split_size)
+    check_mode_split_size(split_size)
+    return Mode(enabled, split_size)

@@ -1,0 +1,46 @@
+"""Names, arguments and results of the ops.
+
+The schemas are defined in Python, so that a torch without CUDA needs no binary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+NAMESPACE = "flash_attn_deterministic"
+
+# What the score of a visible key is, and the tree that reduces the keys. causal is window_right 0;
+# a negative window has no limit. deterministic False: split_size has no effect. What is an int and
+# no SymInt is compiled in: torch.compile starts again for another value.
+_SCORES = "float softmax_scale, int window_left, int window_right, float softcap"
+_TREE = "int split_size, bool deterministic"
+_OUTPUTS = "(Tensor out, Tensor softmax_lse)"
+
+FORWARD = {
+    "fwd": f"(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, {_SCORES}, {_TREE})"
+    f" -> {_OUTPUTS}",
+    "varlen_fwd": "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, "
+    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_SCORES}, {_TREE}) -> {_OUTPUTS}",
+    "kvcache_fwd": "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
+    "Tensor? cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_batch_idx, "
+    "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, "
+    f"{_SCORES}, bool rotary_interleaved, {_TREE}) -> {_OUTPUTS}",
+}
+# Keeps the error out of the trace: under torch.compile the backward is traced along with the
+# forward, and must fail when it runs, not when it is traced.
+BACKWARD = {
+    "bwd_missing": "(Tensor dout, Tensor q, Tensor k, Tensor v)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+}
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def define(library: Any) -> None:
+    """Defines all ops in a torch.library.Library."""
+    for name, schema in {**FORWARD, **BACKWARD}.items():
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

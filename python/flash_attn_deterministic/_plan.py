@@ -1,0 +1,74 @@
+"""How a call is cut into pieces of work: the one place that decides, from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ._build_info import build_info
+from .errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is carried out. Its bits depend on split_size and block_n, on nothing else here.
+
+    Args:
+        path: "one-cta": a thread block of the GPU walks over all splits of its rows.
+        block_m: query rows per thread block.
+        block_n: keys that it takes at a time.
+        split_size: tokens per split as the mode or the call has it; 0: one split.
+        num_splits: splits of the longest sequence.
+        tokens_per_split: tokens of a whole split; with one split, those of the longest sequence.
+        scratch_bytes: memory besides inputs and outputs.
+    """
+
+    path: str
+    block_m: int
+    block_n: int
+    split_size: int
+    num_splits: int
+    tokens_per_split: int
+    scratch_bytes: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan depends on; lengths are those of the longest sequence, or a bound on them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    seqlen_q: int
+    seqlen_k: int
+    split_size: int
+    deterministic: bool
+
+
+def plan(request: Request) -> Plan:
+    """Returns the plan of a call.
+
+    Raises:
+        UnsupportedError: the mode is not enabled; only the kernels know what they then do.
+    """
+    if not request.deterministic:
+        raise UnsupportedError(
+            "explain: this version of flash_attn_deterministic explains deterministic calls only; "
+            "call it inside deterministic_mode()"
+        )
+    tile = build_info().tile(request.head_dim)
+    split_size = request.split_size
+    several = 0 < split_size < request.seqlen_k
+    return Plan(
+        path="one-cta",
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        split_size=split_size,
+        num_splits=-(-request.seqlen_k // split_size) if several else 1,
+        tokens_per_split=split_size if several else request.seqlen_k,
+        scratch_bytes=0,
+    )

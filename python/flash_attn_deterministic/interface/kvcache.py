@@ -1,0 +1,195 @@
+"""Attention over a cache of keys and values, which may grow in the same call."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from .._checks import kernels, numbers, tensors
+from .._checks import kvcache as checks
+from ._options import contiguous, padded, resolve_options
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    rotary_cos: torch.Tensor | None = ...,
+    rotary_sin: torch.Tensor | None = ...,
+    cache_seqlens: int | torch.Tensor | None = ...,
+    cache_batch_idx: torch.Tensor | None = ...,
+    cache_leftpad: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    num_splits: int = ...,
+    return_softmax_lse: Literal[False] = ...,
+    *,
+    split_size: int | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    rotary_cos: torch.Tensor | None = ...,
+    rotary_sin: torch.Tensor | None = ...,
+    cache_seqlens: int | torch.Tensor | None = ...,
+    cache_batch_idx: torch.Tensor | None = ...,
+    cache_leftpad: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    num_splits: int = ...,
+    *,
+    return_softmax_lse: Literal[True],
+    split_size: int | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    split_size: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Appends k and v to a cache, in place, and computes attention over the cache.
+
+    A sequence then has seqlen_k = cache_seqlens + seqlen_new keys, and the masks are those of
+    `flash_attn_func` for that length; what the cache holds beyond is not looked at. With
+    causal=True, for instance, visible keys are 1 for 2 queries, 3 cached and 2 new keys:
+
+        1 1 1 1 0
+        1 1 1 1 1
+
+    A row has the bits that `flash_attn_func` gives it. There is no gradient: out never requires
+    one, as in flash_attn.
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.
+            head_dim is 1 to 256; if no multiple of 8, the cache is copied at each call.
+        k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), like q, last dimension contiguous;
+            with block_table (num_blocks, page_block_size, nheads_k, head_dim), where
+            page_block_size is a multiple of 16. nheads is a multiple of nheads_k.
+        v_cache: like k_cache.
+        k: (batch, seqlen_new, nheads_k, head_dim), like q: goes into k_cache at cache_seqlens;
+            None: nothing to append. The cache must have room.
+        v: like k; both or none.
+        rotary_cos: (seqlen_ro, rotary_dim / 2), like q: rotates k, at positions cache_seqlens and
+            following, and q: at the same positions with causal or a window, otherwise all at
+            cache_seqlens. rotary_dim is a multiple of 16 and at most head_dim; seqlen_ro at least
+            what the cache can hold for a sequence. Only together with k.
+        rotary_sin: like rotary_cos; both or none.
+        cache_seqlens: tokens of each sequence before k is appended: (batch,), int32, or one int for
+            all; None: seqlen_cache.
+        cache_batch_idx: (batch,), int32: the place of each sequence in the cache; None: 0, 1, ...
+            Equal ones must not be appended to. Not together with block_table.
+        cache_leftpad: (batch,), int32: where each sequence begins in the cache; None: 0. Not
+            together with block_table.
+        block_table: (batch, max_num_blocks_per_seq), int32: which blocks of the cache hold a
+            sequence, in order.
+        softmax_scale: positive, finite factor of q k^T; None: head_dim ** -0.5.
+        causal: whether to apply the causal mask above.
+        window_size: (left, right), how many keys before and after its own position a query sees;
+            -1: no limit. With causal, right counts as 0.
+        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale.
+        alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
+            - j| to the score of query i and key j.
+        rotary_interleaved: True: dimensions 0 and 1, 2 and 3 and so on are rotated together; False:
+            0 and rotary_dim / 2, 1 and rotary_dim / 2 + 1 and so on, as in GPT-NeoX.
+        num_splits: 0 or more; accepted for code that passes it. It never changes a bit, and the
+            kernels choose their schedule without it. See split_size.
+        return_softmax_lse: whether to return softmax_lse too.
+        split_size: tokens per split, a multiple of the kernels' 64 keys per block; 0: one split;
+            None: that of the mode. Part of what the bits depend on. Without effect where the mode
+            is not enabled.
+
+    Returns:
+        out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_softmax_lse the tuple of
+        out and softmax_lse (batch, nheads, seqlen_q) in float32, as in `flash_attn_func`.
+
+    Raises:
+        ArgumentError: a ValueError; a wrong value, shape or device.
+        ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
+        UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
+        MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+    """
+    numbers.check_num_splits(num_splits)
+    numbers.check_flag("rotary_interleaved", rotary_interleaved)
+    capacity = checks.check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
+    batch, _, nheads, head_dim = q.shape
+    seqlen_new = checks.check_new(q, k_cache, k, v, cache_seqlens, capacity)
+    checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
+    checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
+    checks.check_rotary(q, k, rotary_cos, rotary_sin, capacity)
+    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
+    options = resolve_options(head_dim, softmax_scale, causal, window_size, softcap, split_size)
+    kernels.check_kernels(q.device, q.dtype, head_dim)
+
+    if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    with torch.no_grad():
+        k_padded, v_padded = padded(k_cache), padded(v_cache)
+        out, softmax_lse = torch.ops.flash_attn_deterministic.kvcache_fwd(
+            padded(q),
+            k_padded,
+            v_padded,
+            None if k is None else padded(k),
+            None if v is None else padded(v),
+            contiguous(cache_seqlens),
+            contiguous(rotary_cos),
+            contiguous(rotary_sin),
+            contiguous(cache_batch_idx),
+            contiguous(cache_leftpad),
+            contiguous(block_table),
+            contiguous(alibi_slopes),
+            options.softmax_scale,
+            options.window_left,
+            options.window_right,
+            options.softcap,
+            bool(rotary_interleaved),
+            options.split_size,
+            options.deterministic,
+        )
+        if k is not None and not torch.compiler.is_compiling():
+            # A graph that saved the cache for its backward must notice, whatever wrote to it.
+            torch.autograd.graph.increment_version(k_cache)
+            torch.autograd.graph.increment_version(v_cache)
+        if k is not None and head_dim % 8:
+            k_cache.copy_(k_padded[..., :head_dim])
+            v_cache.copy_(v_padded[..., :head_dim])
+    out = out[..., :head_dim]
+    return (out, softmax_lse) if return_softmax_lse else out

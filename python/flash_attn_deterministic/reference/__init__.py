@@ -1,0 +1,38 @@
+"""The kernels' reduction tree in plain torch: the CPU backend and the oracle of the tests.
+
+Keys are cut into splits of split_size tokens, counted from the sequence's own position 0, and a
+split into blocks of block_n. Blocks are visited last to first with FlashAttention-2's online
+softmax; the un-normalised states of the splits are merged last to first; one division ends it.
+
+A row's bits depend on that row's inputs and on nothing else. So every step is an elementwise IEEE
+operation, whose result cannot depend on vector width, tails or threads: no matmul (BLAS picks its
+order of summation by shape) and no torch.sum, but one multiplication and one addition per index of
+the contraction, in rising order. That makes it slow: 2 * 10^9 multiply-adds per second.
+
+Three more things make bits a matter of the row alone:
+
+- Keys beyond the used length are never read into a product: each sequence is gathered first.
+- Which fully masked blocks a row goes through depends on its neighbours. Such a block leaves
+  maximum and sum alone, and adds 0 times a value to the accumulator: at most a zero changes its
+  sign. An accumulator of -0 therefore becomes an output of +0.
+- A NaN in a result is always the same NaN.
+"""
+
+from __future__ import annotations
+
+from ._dense import attention
+from ._formats import DEFAULT_FORMATS, Formats, Rounding
+from ._kvcache import kvcache_attention
+from ._state import State, merge_state
+from ._varlen import varlen_attention
+
+__all__ = [
+    "DEFAULT_FORMATS",
+    "Formats",
+    "Rounding",
+    "State",
+    "attention",
+    "kvcache_attention",
+    "merge_state",
+    "varlen_attention",
+]

@@ -1,0 +1,167 @@
+"""Attention over a KV cache, which may take up new keys first."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ArgumentError
+from ._dense import batch_slopes
+from ._formats import DEFAULT_FORMATS, Formats
+from ._rotary import rotate
+from ._sequences import Slots, attend_sequences
+from ._walk import Walk
+from ._window import Window
+
+
+@torch.no_grad()
+def kvcache_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    *,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    split_size: int = 0,
+    block_n: int | None = None,
+    formats: Formats = DEFAULT_FORMATS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Appends k and v to the caches in place, and computes attention over what they hold then.
+
+    New key j of sequence b goes to cache_seqlens[b] + j, and is rotated as of there. Query i is
+    rotated as of cache_seqlens[b] + i with causal or a window, otherwise as of cache_seqlens[b].
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim).
+        k_cache: (rows, capacity, nheads_k, head_dim); with block_table (num_pages, page_size,
+            nheads_k, head_dim).
+        v_cache: like k_cache.
+        k: (batch, seqlen_new, nheads_k, head_dim), the keys to append; needs cache_seqlens.
+        v: like k.
+        rotary_cos: (seqlen_rotary, rotary_dim / 2), by position; needs k.
+        rotary_sin: like rotary_cos.
+        cache_seqlens: the tokens in use before the call, of all sequences or (batch,); None: the
+            whole capacity. What lies beyond is not read.
+        cache_batch_idx: (batch,), each sequence's row of the caches; None: 0, 1, 2 and so on.
+        cache_leftpad: (batch,), the tokens to skip at the beginning of each sequence. Position 0
+            of splits and masks is the first token after them; for rotary they count.
+        block_table: (batch, max_pages), the pages of each sequence.
+        softmax_scale: as in `attention`.
+        causal: as in `attention`.
+        window: as in `attention`.
+        softcap: as in `attention`.
+        rotary_interleaved: whether pairs are (0, 1), (2, 3) and so on, rather than
+            (0, rotary_dim / 2), (1, rotary_dim / 2 + 1) and so on.
+        alibi_slopes: as in `attention`.
+        split_size: as in `attention`.
+        block_n: as in `attention`.
+        formats: as in `attention`.
+
+    Returns:
+        As `attention`.
+
+    Raises:
+        DtypeError: as in `attention`.
+        ArgumentError: as in `attention`; arguments that exclude or need each other; or more tokens
+            than the cache has room for.
+    """
+    _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
+    if block_table is not None and (cache_leftpad is not None or cache_batch_idx is not None):
+        name = "cache_batch_idx" if cache_leftpad is None else "cache_leftpad"
+        raise ArgumentError(f"{name}: expected None with a block_table; leave out one of the two")
+    visible = Window.of(causal, window)
+    walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats)
+    batch, seqlen_q = q.shape[:2]
+    cache_rows = range(batch) if cache_batch_idx is None else cache_batch_idx.tolist()
+    slots = Slots(k_cache.shape[1], cache_rows, block_table)
+    skipped = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
+    used = _used(cache_seqlens, batch, slots.capacity)
+    ends = [end + (0 if k is None else k.shape[1]) for end in used]
+    if max(ends, default=0) > slots.capacity:
+        raise ArgumentError(
+            f"cache_seqlens: expected at most {slots.capacity} tokens in a sequence, those to "
+            f"append included, got {max(ends)}; use a longer cache"
+        )
+    if k is not None and v is not None:
+        for b in range(batch):
+            index = slots(b, used[b], ends[b])
+            k_cache[index] = _rotated(
+                k[b], rotary_cos, rotary_sin, used[b], rotary_interleaved, advance=True
+            )
+            v_cache[index] = v[b]
+
+    def rows(sequence: int) -> torch.Tensor:
+        return _rotated(
+            q[sequence],
+            rotary_cos,
+            rotary_sin,
+            used[sequence],
+            rotary_interleaved,
+            advance=visible.is_local,
+        )
+
+    def keys(sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        index = slots(sequence, skipped[sequence], max(skipped[sequence], ends[sequence]))
+        return k_cache[index], v_cache[index]
+
+    out = q.new_zeros(q.shape)
+    softmax_lse = q.new_full((batch, q.shape[2], seqlen_q), float("inf"), dtype=walk.dtype)
+    lengths = [(seqlen_q, max(0, ends[b] - skipped[b])) for b in range(batch)]
+    slopes = batch_slopes(alibi_slopes, batch)
+    for sequence, out_rows, lse_rows in attend_sequences(walk, lengths, rows, keys, slopes):
+        out[sequence], softmax_lse[sequence] = out_rows, lse_rows
+    return out, softmax_lse
+
+
+def _check_together(
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    rotary_cos: torch.Tensor | None,
+    rotary_sin: torch.Tensor | None,
+    cache_seqlens: int | torch.Tensor | None,
+) -> None:
+    if (k is None) != (v is None):
+        raise ArgumentError("k, v: expected both or none; pass the other one too")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ArgumentError("rotary_cos, rotary_sin: expected both or none; pass the other one too")
+    if k is not None and cache_seqlens is None:
+        raise ArgumentError("cache_seqlens: expected with k, got None; pass where k is to go")
+    if rotary_cos is not None and k is None:
+        raise ArgumentError("k: expected with rotary_cos, got None; pass the keys to append")
+
+
+def _used(cache_seqlens: int | torch.Tensor | None, batch: int, capacity: int) -> list[int]:
+    if cache_seqlens is None:
+        return [capacity] * batch
+    if isinstance(cache_seqlens, int):
+        return [cache_seqlens] * batch
+    return [int(length) for length in cache_seqlens.tolist()]
+
+
+def _rotated(
+    x: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    position: int,
+    interleaved: bool,
+    *,
+    advance: bool,
+) -> torch.Tensor:
+    """Rotates the rows of x as of `position`, or as of position, position + 1 and so on."""
+    if cos is None or sin is None:
+        return x
+    positions = torch.full((x.shape[0],), position)
+    if advance:
+        positions += torch.arange(x.shape[0])
+    return rotate(x, cos[positions], sin[positions], interleaved)

@@ -1,0 +1,85 @@
+"""What is known of some rows after some keys, and how two such states become one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import _ieee
+from ._formats import DEFAULT_FORMATS, Formats, round_to
+
+INF = float("inf")
+
+
+class State(NamedTuple):
+    """What is known of some rows after some keys, not normalised.
+
+    Args:
+        row_max: (..., rows, 1), -inf before the first visible key.
+        row_sum: (..., rows, 1), 0 before the first visible key.
+        acc: (..., rows, head_dim).
+    """
+
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+    acc: torch.Tensor
+
+
+def empty_state(q: torch.Tensor) -> State:
+    """Returns the state of rows q (..., rows, head_dim) before the first key."""
+    column = (*q.shape[:-1], 1)
+    return State(q.new_full(column, -INF), q.new_zeros(column), torch.zeros_like(q))
+
+
+def merge_state(
+    running: State, part: State, scale_log2: float, formats: Formats = DEFAULT_FORMATS
+) -> State:
+    """Merges the state of one more split into the running one.
+
+    Args:
+        running: state of the later splits.
+        part: state of the split before them; same shapes.
+        scale_log2: softmax scale times log2(e).
+        formats: number format of each step.
+
+    Returns:
+        The merged state. A row that is empty (row_sum 0) on one side is the other side's,
+        unchanged; a NaN sum is not empty.
+    """
+    row_max = round_to(torch.maximum(running.row_max, part.row_max), formats.row_max)
+    scale_running = rescale_factor(running.row_max, row_max, scale_log2, formats)
+    scale_part = rescale_factor(part.row_max, row_max, scale_log2, formats)
+    merged = State(
+        row_max,
+        round_to(running.row_sum * scale_running + part.row_sum * scale_part, formats.row_sum),
+        round_to(running.acc * scale_running + part.acc * scale_part, formats.acc),
+    )
+    running_empty = running.row_sum == 0
+    part_empty = part.row_sum == 0
+    return State(
+        *(
+            torch.where(part_empty, r, torch.where(running_empty, p, m))
+            for r, p, m in zip(running, part, merged, strict=True)
+        )
+    )
+
+
+def rescale_factor(
+    before: torch.Tensor, after: torch.Tensor, scale_log2: float, formats: Formats
+) -> torch.Tensor:
+    """Returns 2^((before - after) * scale_log2): what sums lose when the maximum moves."""
+    factor = _ieee.exp2((before - after) * scale_log2)
+    # Nothing was summed yet: -inf - -inf, or -inf times a scale of 0 or less, must not matter.
+    factor = torch.where(before == -INF, 0.0, factor)
+    return round_to(factor, formats.rescale)
+
+
+def normalise(state: State, scale: float, formats: Formats) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out (..., rows, head_dim) and lse (..., rows); without a visible key 0 and +inf."""
+    empty = state.row_sum == 0
+    out = round_to(state.acc / state.row_sum, formats.out)
+    # Also where the accumulator is -0: whether it still is depends on the blocks that were visited.
+    out = torch.where(empty | (state.acc == 0), 0.0, out)
+    lse = state.row_max * scale + _ieee.log(state.row_sum)
+    return out, torch.where(empty, INF, lse).squeeze(-1)

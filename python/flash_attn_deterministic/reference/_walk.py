@@ -1,0 +1,212 @@
+"""How rows go over their keys: blocks and splits, last to first."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from .. import _ieee
+from .._build_info import build_info
+from ..errors import ArgumentError, DtypeError
+from ._formats import Formats, round_to
+from ._state import INF, State, empty_state, merge_state, normalise, rescale_factor
+from ._window import Window
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What the rows of a call have in common."""
+
+    softmax_scale: float
+    window: Window
+    softcap: float
+    split_size: int
+    block_n: int
+    dtype: torch.dtype
+    formats: Formats
+
+    def __post_init__(self) -> None:
+        if self.block_n < 1 or self.block_n & (self.block_n - 1):
+            raise ArgumentError(f"block_n: expected a power of two, got {self.block_n}")
+        if self.split_size < 0 or self.split_size % self.block_n:
+            raise ArgumentError(
+                f"split_size: expected 0 or a multiple of block_n ({self.block_n}), "
+                f"got {self.split_size}"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        softmax_scale: float | None,
+        window: Window,
+        softcap: float,
+        split_size: int,
+        block_n: int | None,
+        formats: Formats,
+    ) -> Walk:
+        """Fills in the defaults that follow from q's head_dim and dtype."""
+        if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise DtypeError(f"q: expected a floating-point dtype of 16 to 64 bits, got {q.dtype}")
+        head_dim = q.shape[-1]
+        return cls(
+            softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            window=window,
+            softcap=softcap,
+            split_size=split_size,
+            block_n=build_info().tile(head_dim).block_n if block_n is None else block_n,
+            dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
+            formats=replace(formats, probs=q.dtype) if formats.probs is None else formats,
+        )
+
+    def _rounded(self, value: float) -> float:
+        return float(torch.tensor(value, dtype=self.dtype))
+
+    @functools.cached_property
+    def scale(self) -> float:
+        """The factor of the scores in the exponent; with softcap, of tanh's value."""
+        return self._rounded(self.softcap if self.softcap > 0 else self.softmax_scale)
+
+    @functools.cached_property
+    def scale_log2(self) -> float:
+        return self._rounded(self.scale * math.log2(math.e))
+
+    @functools.cached_property
+    def tanh_scale(self) -> float:
+        return self._rounded(self._rounded(self.softmax_scale) / self.scale)
+
+    def rows(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slopes: torch.Tensor | None,
+        position: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs one tile of rows over all of its keys.
+
+        Args:
+            q: (batch, nheads_k, group, rows, head_dim).
+            k: (batch, seqlen_k, nheads_k, head_dim).
+            v: like k.
+            slopes: ALiBi slopes (batch, nheads_k, group), or None.
+            position: the first row's own position among the keys.
+
+        Returns:
+            out like q, and lse without q's last dimension, in the computing dtype.
+        """
+        q = q.to(self.dtype, memory_format=torch.contiguous_format)
+        if slopes is not None:
+            # The scores are scaled later, the bias is not to be.
+            slopes = (slopes.to(self.dtype) / self.scale)[..., None, None]
+        rows = range(position, position + q.shape[3])
+        begin, end = self.window.visible(rows, k.shape[1])
+        state: State | None = None
+        split_size = self.split_size or max(end, 1)
+        for split in reversed(range(begin // split_size, -(-end // split_size))):
+            part = empty_state(q)
+            first = max(split * split_size, begin // self.block_n * self.block_n)
+            last = min((split + 1) * split_size, end)
+            for start in reversed(range(first, last, self.block_n)):
+                keys = range(start, min(start + self.block_n, last))
+                part = self._block(part, q, k, v, slopes, rows, keys)
+            state = (
+                part if state is None else merge_state(state, part, self.scale_log2, self.formats)
+            )
+        return normalise(empty_state(q) if state is None else state, self.scale, self.formats)
+
+    def _block(
+        self,
+        state: State,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slopes: torch.Tensor | None,
+        rows: range,
+        keys: range,
+    ) -> State:
+        formats = self.formats
+        # (batch, nheads_k, head_dim, keys) and (batch, nheads_k, keys, head_dim).
+        k = _copy(k[:, keys.start : keys.stop].permute(0, 2, 3, 1), self.dtype)
+        v = _copy(v[:, keys.start : keys.stop].permute(0, 2, 1, 3), self.dtype)
+        scores = self._scores(q, k, slopes, rows, keys)
+        hidden = self.window.hidden(rows, keys, q.device)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -INF)
+        row_max = torch.maximum(state.row_max, _fold(scores, self.block_n, torch.maximum, -INF))
+        row_max = round_to(row_max, formats.row_max)
+        rescale = rescale_factor(state.row_max, row_max, self.scale_log2, formats)
+
+        # Without a visible key, the subtraction below would be -inf - -inf.
+        scaled_max = torch.where(row_max == -INF, 0.0, row_max * self.scale_log2)
+        scores.mul_(self.scale_log2).sub_(scaled_max)
+        if hidden is not None:
+            # Again, because -inf times a scale of 0 or less is not -inf.
+            scores.masked_fill_(hidden, -INF)
+        probs = _ieee.exp2(scores)
+        row_sum = state.row_sum * rescale + _fold(probs, self.block_n, torch.add, 0.0)
+
+        acc = state.acc * rescale
+        _add_products(acc, round_to(probs, formats.probs), v)
+        return State(row_max, round_to(row_sum, formats.row_sum), round_to(acc, formats.acc))
+
+    def _scores(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        slopes: torch.Tensor | None,
+        rows: range,
+        keys: range,
+    ) -> torch.Tensor:
+        scores = q.new_zeros(q.shape[:-1] + k.shape[-1:])
+        _add_products(scores, q, k)
+        scores = round_to(scores, self.formats.scores)
+        if self.softcap > 0:
+            scores = _ieee.tanh(scores * self.tanh_scale)
+        if slopes is not None:
+            row = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
+            key = torch.arange(keys.start, keys.stop, device=q.device)
+            scores = scores - slopes * (row - key).abs().to(self.dtype)
+        return scores
+
+
+def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Converts to a contiguous tensor, one head at a time to stay off the thread pool."""
+    copy = tensor.new_empty(tensor.shape, dtype=dtype)
+    for index in itertools.product(*map(range, tensor.shape[:2])):
+        copy[index].copy_(tensor[index])
+    return copy
+
+
+def _add_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, adding the products one by one in the order of the contraction.
+
+    Args:
+        total: (batch, nheads_k, group, rows, columns).
+        left: (batch, nheads_k, group, rows, n).
+        right: (batch, nheads_k, n, columns).
+    """
+    product = torch.empty_like(total)
+    right = right[:, :, None, None]
+    for index in range(left.shape[-1]):
+        torch.mul(left[..., index, None], right[..., index, :], out=product)
+        total.add_(product)
+
+
+def _fold(
+    values: torch.Tensor,
+    length: int,
+    operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    neutral: float,
+) -> torch.Tensor:
+    """Reduces the last dimension by halving it, padded to `length` (a power of two)."""
+    values = torch.nn.functional.pad(values, (0, length - values.shape[-1]), value=neutral)
+    while length > 1:
+        length //= 2
+        values = operation(values[..., :length], values[..., length:])
+    return values

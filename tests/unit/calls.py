@@ -1,0 +1,162 @@
+"""A small call of each public function, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flash_attn_deterministic as package
+import torch
+from flash_attn_deterministic import interface
+
+NHEADS, NHEADS_K, HEAD_DIM = 4, 2, 32
+PAGE = 16
+
+
+@dataclass
+class Call:
+    """One call: what is called, and with what."""
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+    def __call__(self, **changes: Any) -> Any:
+        """Runs it with some arguments changed."""
+        return self.function(**{**self.arguments, **changes})
+
+    def lse(self) -> dict[str, bool]:
+        """The argument that asks for softmax_lse."""
+        name = "return_softmax_lse" if "k_cache" in self.arguments else "return_attn_probs"
+        return {name: True}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, the same for the same shape and seed."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def int32(*values: int) -> torch.Tensor:
+    """A vector of lengths or indices."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def qkv_call(head_dim: int = HEAD_DIM) -> Call:
+    """flash_attn_func."""
+    return Call(
+        package.flash_attn_func,
+        {
+            "q": normal(2, 5, NHEADS, head_dim),
+            "k": normal(2, 9, NHEADS_K, head_dim, seed=1),
+            "v": normal(2, 9, NHEADS_K, head_dim, seed=2),
+            "causal": True,
+        },
+    )
+
+
+def qkvpacked_call(head_dim: int = HEAD_DIM) -> Call:
+    """flash_attn_qkvpacked_func."""
+    qkv = normal(2, 7, 3, NHEADS, head_dim)
+    return Call(package.flash_attn_qkvpacked_func, {"qkv": qkv, "causal": True})
+
+
+def kvpacked_call(head_dim: int = HEAD_DIM) -> Call:
+    """flash_attn_kvpacked_func."""
+    return Call(
+        package.flash_attn_kvpacked_func,
+        {
+            "q": normal(2, 5, NHEADS, head_dim),
+            "kv": normal(2, 9, 2, NHEADS_K, head_dim),
+            "causal": True,
+        },
+    )
+
+
+def varlen_call(head_dim: int = HEAD_DIM) -> Call:
+    """flash_attn_varlen_func, with a sequence that has no queries."""
+    return Call(
+        package.flash_attn_varlen_func,
+        {
+            "q": normal(8, NHEADS, head_dim),
+            "k": normal(16, NHEADS_K, head_dim, seed=1),
+            "v": normal(16, NHEADS_K, head_dim, seed=2),
+            "cu_seqlens_q": int32(0, 3, 3, 8),
+            "cu_seqlens_k": int32(0, 5, 7, 16),
+            "max_seqlen_q": 5,
+            "max_seqlen_k": 9,
+            "causal": True,
+        },
+    )
+
+
+def paged_call(head_dim: int = HEAD_DIM) -> Call:
+    """flash_attn_varlen_func, with a block table."""
+    call = varlen_call(head_dim)
+    return Call(
+        call.function,
+        {
+            **call.arguments,
+            "k": normal(4, PAGE, NHEADS_K, head_dim, seed=1),
+            "v": normal(4, PAGE, NHEADS_K, head_dim, seed=2),
+            "block_table": int32(2, 0, 3).reshape(3, 1),
+        },
+    )
+
+
+def varlen_qkvpacked_call(head_dim: int = HEAD_DIM) -> Call:
+    """flash_attn_varlen_qkvpacked_func."""
+    return Call(
+        package.flash_attn_varlen_qkvpacked_func,
+        {
+            "qkv": normal(8, 3, NHEADS, head_dim),
+            "cu_seqlens": int32(0, 3, 8),
+            "max_seqlen": 5,
+            "causal": True,
+        },
+    )
+
+
+def varlen_kvpacked_call(head_dim: int = HEAD_DIM) -> Call:
+    """flash_attn_varlen_kvpacked_func."""
+    arguments = varlen_call(head_dim).arguments
+    kv = torch.stack([arguments.pop("k"), arguments.pop("v")], dim=1)
+    return Call(package.flash_attn_varlen_kvpacked_func, {**arguments, "kv": kv})
+
+
+def kvcache_call(head_dim: int = HEAD_DIM) -> Call:
+    """flash_attn_with_kvcache, which appends to its cache."""
+    return Call(
+        package.flash_attn_with_kvcache,
+        {
+            "q": normal(2, 3, NHEADS, head_dim),
+            "k_cache": normal(2, 20, NHEADS_K, head_dim, seed=1),
+            "v_cache": normal(2, 20, NHEADS_K, head_dim, seed=2),
+            "k": normal(2, 3, NHEADS_K, head_dim, seed=3),
+            "v": normal(2, 3, NHEADS_K, head_dim, seed=4),
+            "rotary_cos": normal(20, 8, seed=5),
+            "rotary_sin": normal(20, 8, seed=6),
+            "cache_seqlens": int32(9, 4),
+            "causal": True,
+        },
+    )
+
+
+CALLS: dict[str, Callable[[int], Call]] = {
+    "flash_attn_func": qkv_call,
+    "flash_attn_qkvpacked_func": qkvpacked_call,
+    "flash_attn_kvpacked_func": kvpacked_call,
+    "flash_attn_varlen_func": varlen_call,
+    "flash_attn_varlen_qkvpacked_func": varlen_qkvpacked_call,
+    "flash_attn_varlen_kvpacked_func": varlen_kvpacked_call,
+    "flash_attn_with_kvcache": kvcache_call,
+}
+assert set(CALLS) == set(interface.__all__)
+
+
+def fresh(call: Call) -> Call:
+    """The same call with copies of its tensors, for calls that write to them."""
+    return Call(
+        call.function,
+        {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in call.arguments.items()},
+    )

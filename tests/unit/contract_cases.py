@@ -1,0 +1,218 @@
+"""Calls that provoke what could make bits depend on more than the row, for the contract tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from attention_cases import Inputs, make_inputs
+from bits import bits_equal
+from flash_attn_deterministic.reference import attention, kvcache_attention, varlen_attention
+
+Result = tuple[torch.Tensor, torch.Tensor]
+
+# Small, to have several blocks and splits in little time.
+BLOCK_N = 16
+SPLIT = 64
+
+# Below, at and above the boundaries of blocks and splits.
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 129)
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal-one-split": {"causal": True, "split_size": 0},
+    "causal-window": {"causal": True, "window": (37, 0)},
+    "window": {"window": (20, 6)},
+    "window-left": {"window": (33, -1)},
+    "window-right": {"window": (-1, 9)},
+    "softcap": {"causal": True, "softcap": 2.5},
+    "alibi": {"causal": True, "alibi": True},
+    "everything": {"window": (45, 3), "softcap": 4.0, "alibi": True},
+    "everything-causal": {"window": (45, 0), "softcap": 4.0, "alibi": True},
+}
+
+# Those in which no row sees a key after its own.
+CAUSAL = [
+    name
+    for name, options in FEATURES.items()
+    if options.get("causal") or options.get("window", (-1, -1))[1] == 0
+]
+
+# Ragged, with empty sequences of either kind; more queries than keys, fewer, and as many.
+RAGGED = [(0, 5), (17, 17), (1, 65), (3, 0), (0, 0), (64, 63), (16, 129), (20, 7), (1, 65)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of reference.attention. slopes are (batch, nheads)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    slopes: torch.Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Result:
+        return attention(self.q, self.k, self.v, alibi_slopes=self.slopes, **self.options)
+
+    @property
+    def seqlen(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    def sequences(self, index: slice | list[int]) -> Call:
+        slopes = None if self.slopes is None else self.slopes[index]
+        return replace(self, q=self.q[index], k=self.k[index], v=self.v[index], slopes=slopes)
+
+    def kv_heads(self, begin: int, end: int) -> Call:
+        """Whole groups of heads alone."""
+        group = self.q.shape[2] // self.k.shape[2]
+        heads = slice(begin * group, end * group)
+        return replace(
+            self,
+            q=self.q[:, :, heads],
+            k=self.k[:, :, begin:end],
+            v=self.v[:, :, begin:end],
+            slopes=None if self.slopes is None else self.slopes[:, heads],
+        )
+
+    def rows(self, begin: int, end: int) -> Call:
+        """The queries [begin, end), with the keys up to the last one's own."""
+        return replace(self, q=self.q[:, begin:end], k=self.k[:, :end], v=self.v[:, :end])
+
+    def keyword_arguments(self) -> dict[str, Any]:
+        """Arguments that varlen_attention and kvcache_attention have too."""
+        return {"alibi_slopes": self.slopes, **self.options}
+
+
+def make_call(feature: str, batch: int, seqlen_q: int, seqlen_k: int, **shape: Any) -> Call:
+    """Inputs with ties, zeros of both signs, and scores that make earlier sums vanish."""
+    options = {"block_n": BLOCK_N, "split_size": SPLIT, **FEATURES[feature]}
+    dtype = torch.float16 if feature in ("causal", "window", "alibi") else torch.bfloat16
+    shape = {"nheads": 4, "nheads_k": 2, "head_dim": 16, "dtype": dtype, **shape}
+    q, k, v = make_inputs(batch, seqlen_q, seqlen_k, seed=seqlen_q * 1000 + seqlen_k, **shape)
+    v[:, ::3, :, ::2] = 0.0
+    v[:, ::5, :, ::2] = -0.0
+    k[:, 1::7] = k[:, :1]
+    k[:, 3::31, :1] *= 100.0
+    slopes = None
+    if options.pop("alibi", False):
+        heads = 2.0 ** -torch.arange(1.0, shape["nheads"] + 1)
+        slopes = heads * torch.linspace(0.5, 1.0, batch)[:, None]
+    return Call(q, k, v, slopes, options)
+
+
+def same(left: Result, right: Result) -> bool:
+    return bits_equal(left[0], right[0]) and bits_equal(left[1], right[1])
+
+
+def sequences_of(result: Result, index: slice | list[int]) -> Result:
+    return result[0][index], result[1][index]
+
+
+def rows_of(result: Result, begin: int, end: int) -> Result:
+    return result[0][:, begin:end], result[1][:, :, begin:end]
+
+
+def heads_of(result: Result, begin: int, end: int) -> Result:
+    return result[0][:, :, begin:end], result[1][:, begin:end]
+
+
+def packed(results: Sequence[Result]) -> Result:
+    """Results of single sequences, in the layout of packed ones."""
+    out, softmax_lse = zip(*results, strict=True)
+    return torch.cat([x[0] for x in out]), torch.cat([x[0] for x in softmax_lse], dim=1)
+
+
+def cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+
+
+def int32(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def garbage(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """NaN and infinities of both signs."""
+    values = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=dtype)
+    return values[torch.arange(torch.Size(shape).numel()) % 3].reshape(*shape).clone()
+
+
+def padded(tokens: torch.Tensor, capacity: int, leftpad: int = 0) -> torch.Tensor:
+    """Puts (batch, seqlen, ...) into a longer buffer, with garbage before and after."""
+    buffer = garbage((tokens.shape[0], capacity, *tokens.shape[2:]), tokens.dtype)
+    buffer[:, leftpad : leftpad + tokens.shape[1]] = tokens
+    return buffer
+
+
+def paged(
+    keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], page: int, seed: int = 0
+) -> Inputs:
+    """Puts sequences (seqlen, nheads_k, head_dim) into shuffled pages, garbage everywhere else.
+
+    Returns:
+        k and v (num_pages, page, nheads_k, head_dim), and the block table, whose entries beyond a
+        sequence's pages name a page of garbage.
+    """
+    counts = [-(-len(tokens) // page) for tokens in keys]
+    spare = sum(counts)
+    order = torch.randperm(spare, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(keys), max(counts) + 2), spare, dtype=torch.int32)
+    pages_k = garbage((spare + 1, page, *keys[0].shape[1:]), keys[0].dtype)
+    pages_v = pages_k.clone()
+    for sequence, count in enumerate(counts):
+        for i in range(count):
+            number = order.pop()
+            table[sequence, i] = number
+            for pages, tokens in ((pages_k, keys[sequence]), (pages_v, values[sequence])):
+                part = tokens[i * page : (i + 1) * page]
+                pages[number, : len(part)] = part
+    return pages_k, pages_v, table
+
+
+def ragged_calls(feature: str) -> list[Call]:
+    return [
+        make_call(feature, len(RAGGED), q, k).sequences(slice(i, i + 1))
+        for i, (q, k) in enumerate(RAGGED)
+    ]
+
+
+def one_by_one(calls: list[Call]) -> list[Result]:
+    return [call() for call in calls]
+
+
+def packed_call(calls: list[Call], **changes: Any) -> Result:
+    """The calls of one sequence each as one packed call; changes are of its arguments."""
+    slopes = calls[0].slopes
+    arguments: dict[str, Any] = {
+        "q": torch.cat([call.q[0] for call in calls]),
+        "k": torch.cat([call.k[0] for call in calls]),
+        "v": torch.cat([call.v[0] for call in calls]),
+        "cu_seqlens_q": cumulative([call.q.shape[1] for call in calls]),
+        "cu_seqlens_k": cumulative([call.seqlen for call in calls]),
+        **calls[0].keyword_arguments(),
+        "alibi_slopes": None
+        if slopes is None
+        else torch.cat([call.slopes for call in calls if call.slopes is not None]),
+        **changes,
+    }
+    return varlen_attention(**arguments)
+
+
+def decode(call: Call, **changes: Any) -> Result:
+    """The call over a cache that holds just its keys."""
+    arguments: dict[str, Any] = {
+        "q": call.q,
+        "k_cache": call.k.clone(),
+        "v_cache": call.v.clone(),
+        **call.keyword_arguments(),
+        **changes,
+    }
+    return kvcache_attention(**arguments)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flash_attn_deterministic as package
+import pytest
+import torch
+from bits import bits_equal
+from calls import CALLS, NHEADS, NHEADS_K, int32, kvcache_call, normal, qkv_call, varlen_call
+from flash_attn_deterministic import Plan, deterministic_mode, explain, flash_attn_func
+from flash_attn_deterministic._build_info import build_info
+from flash_attn_deterministic._plan import Request, plan
+from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedError
+
+REQUEST = Request(
+    device=torch.device("cpu"),
+    dtype=torch.bfloat16,
+    batch=2,
+    nheads=4,
+    nheads_k=2,
+    head_dim=64,
+    seqlen_q=100,
+    seqlen_k=4096,
+    split_size=512,
+    deterministic=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_k", "split_size", "num_splits", "tokens"),
+    [
+        pytest.param(4096, 512, 8, 512, id="whole"),
+        pytest.param(4097, 512, 9, 512, id="one-more"),
+        pytest.param(513, 512, 2, 512, id="two"),
+        pytest.param(512, 512, 1, 512, id="just-one"),
+        pytest.param(100, 512, 1, 100, id="short"),
+        pytest.param(4096, 0, 1, 4096, id="not-split"),
+        pytest.param(0, 512, 1, 0, id="no-keys"),
+    ],
+)
+def test_plan_counts_splits(seqlen_k: int, split_size: int, num_splits: int, tokens: int) -> None:
+    planned = plan(dataclasses.replace(REQUEST, seqlen_k=seqlen_k, split_size=split_size))
+    assert planned == Plan(
+        path="one-cta",
+        block_m=build_info().tile(64).block_m,
+        block_n=build_info().tile(64).block_n,
+        split_size=split_size,
+        num_splits=num_splits,
+        tokens_per_split=tokens,
+        scratch_bytes=0,
+    )
+
+
+def test_plan_takes_the_tile_of_the_head_dim() -> None:
+    for head_dim in (32, 256):
+        planned = plan(dataclasses.replace(REQUEST, head_dim=head_dim))
+        tile = build_info().tile(head_dim)
+        assert (planned.block_m, planned.block_n) == (tile.block_m, tile.block_n)
+
+
+def test_plan_is_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan(REQUEST).path = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_function_can_be_explained(name: str) -> None:
+    call = CALLS[name](20)
+    by_name = explain(name, **call.arguments)
+    assert by_name == explain(call.function, **call.arguments)
+    assert by_name.num_splits == 1
+    assert by_name.split_size == 2048
+
+
+def test_split_size_of_the_call_and_of_the_mode() -> None:
+    q, k = normal(1, 2, NHEADS, 32), normal(1, 1000, NHEADS_K, 32)
+    assert explain(flash_attn_func, q, k, k, split_size=64).num_splits == 16
+    with deterministic_mode(split_size=128):
+        assert explain(flash_attn_func, q, k, k).num_splits == 8
+
+
+@pytest.mark.parametrize(
+    ("table", "tokens"), [pytest.param(None, 20, id="contiguous"), pytest.param(6, 96, id="paged")]
+)
+def test_cache_counts_as_long_as_it_may_get(table: int | None, tokens: int) -> None:
+    arguments = kvcache_call().arguments
+    for name in ("rotary_cos", "rotary_sin"):
+        del arguments[name]
+    if table is not None:
+        pages = normal(12, 16, NHEADS_K, 32)
+        block_table = torch.arange(2 * table, dtype=torch.int32).reshape(2, table)
+        arguments.update(k_cache=pages, v_cache=pages, block_table=block_table)
+    assert explain("flash_attn_with_kvcache", **arguments).tokens_per_split == tokens
+
+
+def test_varlen_counts_the_longest() -> None:
+    arguments = {**varlen_call().arguments, "max_seqlen_k": 640, "split_size": 128}
+    assert explain("flash_attn_varlen_func", **arguments).num_splits == 5
+
+
+def test_nothing_is_computed_or_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn_deterministic import reference
+
+    def computed(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("computed")
+
+    monkeypatch.setattr(reference, "kvcache_attention", computed)
+    call = kvcache_call(20)
+    before = call.arguments["k_cache"].clone()
+    explain(call.function, **call.arguments)
+    assert bits_equal(call.arguments["k_cache"], before)
+    assert call.arguments["k_cache"]._version == 0
+
+
+def test_large_call_takes_no_memory() -> None:
+    q = torch.ones(1, dtype=torch.bfloat16).expand(64, 2**20, 32, 256)
+    assert explain(flash_attn_func, q, q, q).num_splits == 512
+
+
+def test_arguments_are_checked_as_in_the_call() -> None:
+    arguments = qkv_call().arguments
+    with pytest.raises(DtypeError, match="k: expected"):
+        explain(flash_attn_func, **{**arguments, "k": arguments["k"].float()})
+    with pytest.raises(ArgumentError, match="all tensors on one device, got cpu and meta"):
+        explain(flash_attn_func, **{**arguments, "k": arguments["k"].to("meta")})
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        explain(flash_attn_func, **arguments, cu_seqlens_q=int32(0, 1))
+
+
+@pytest.mark.parametrize(
+    "function", [pytest.param("attention", id="name"), pytest.param(print, id="function")]
+)
+def test_other_functions_are_refused(function: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"function: expected one of flash_attn_func, .* got"):
+        explain(function)
+
+
+def test_schedule_dependent_mode_is_not_explained() -> None:
+    with (
+        deterministic_mode(enabled=False),
+        pytest.raises(UnsupportedError, match="deterministic calls only"),
+    ):
+        explain(flash_attn_func, **qkv_call().arguments)
+
+
+def test_names_are_public() -> None:
+    assert {"Plan", "explain"} <= set(package.__all__)

@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import flash_attn_deterministic as package
+import pytest
+import torch
+from bits import bits_equal
+from calls import normal
+from flash_attn_deterministic import (
+    Mode,
+    _mode,
+    deterministic_mode,
+    flash_attn_func,
+    get_deterministic_mode,
+    reference,
+    set_deterministic_mode,
+)
+from flash_attn_deterministic.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    FlashAttnError,
+    MissingInstanceError,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+
+
+@pytest.fixture(autouse=True)
+def default_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test starts with the default, and leaves this thread without a mode of its own."""
+    monkeypatch.setattr(_mode, "_process_mode", Mode(True, 2048))
+    yield
+    assert _mode._thread.box.mode is None
+
+
+def in_thread(function: Any) -> Any:
+    """Runs a function in a thread, and returns its result."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+# --- Process and threads ------------------------------------------------------------------------
+
+
+def test_set_counts_for_all_threads() -> None:
+    set_deterministic_mode(split_size=512)
+    assert get_deterministic_mode() == Mode(enabled=True, split_size=512)
+    assert in_thread(get_deterministic_mode) == Mode(enabled=True, split_size=512)
+
+
+def test_what_is_not_set_stays() -> None:
+    set_deterministic_mode(split_size=512)
+    set_deterministic_mode(False)
+    assert get_deterministic_mode() == Mode(enabled=False, split_size=512)
+    set_deterministic_mode()
+    assert get_deterministic_mode() == Mode(enabled=True, split_size=512)
+
+
+def test_mode_is_immutable() -> None:
+    with pytest.raises(AttributeError):
+        get_deterministic_mode().split_size = 64  # type: ignore[misc]
+
+
+def test_block_counts_for_its_thread_alone() -> None:
+    with deterministic_mode(split_size=512):
+        assert get_deterministic_mode().split_size == 512
+        assert in_thread(get_deterministic_mode).split_size == 2048
+    assert get_deterministic_mode().split_size == 2048
+
+
+def test_blocks_nest() -> None:
+    with deterministic_mode(split_size=512):
+        with deterministic_mode(enabled=False):
+            assert get_deterministic_mode() == Mode(False, 512)
+            with deterministic_mode(split_size=0):
+                assert get_deterministic_mode() == Mode(True, 0)
+        assert get_deterministic_mode() == Mode(True, 512)
+
+
+def test_one_object_can_be_entered_again_and_inside_itself() -> None:
+    mode = deterministic_mode(split_size=512)
+    for _ in range(2):
+        with mode, deterministic_mode(split_size=64), mode:
+            assert get_deterministic_mode().split_size == 512
+        assert get_deterministic_mode().split_size == 2048
+
+
+def test_block_is_left_by_an_exception() -> None:
+    with pytest.raises(KeyError), deterministic_mode(split_size=512):
+        raise KeyError
+    assert get_deterministic_mode().split_size == 2048
+
+
+def test_set_inside_a_block_counts_after_it() -> None:
+    with deterministic_mode(split_size=512):
+        set_deterministic_mode(split_size=64)
+        assert get_deterministic_mode().split_size == 512
+        assert in_thread(get_deterministic_mode).split_size == 64
+    assert get_deterministic_mode().split_size == 64
+
+
+def test_decorator() -> None:
+    @deterministic_mode(split_size=512)
+    def inner(depth: int) -> list[int]:
+        """Says so."""
+        here = [get_deterministic_mode().split_size]
+        return here if depth == 0 else here + inner(depth - 1)
+
+    assert inner(2) == [512, 512, 512]
+    assert inner.__doc__ == "Says so."
+    assert get_deterministic_mode().split_size == 2048
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    barrier = threading.Barrier(8)
+    wrong: list[int] = []
+
+    def run(split_size: int) -> None:
+        for _ in range(200):
+            with deterministic_mode(split_size=split_size):
+                barrier.wait()
+                if get_deterministic_mode().split_size != split_size:
+                    wrong.append(split_size)
+                barrier.wait()
+
+    threads = [threading.Thread(target=run, args=(64 * (i + 1),)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# --- Errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use", [set_deterministic_mode, deterministic_mode], ids=["set", "with"])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        pytest.param(
+            {"split_size": 100},
+            ArgumentError,
+            r"split_size: expected a multiple of 64.* got 100; the nearest valid: 64 and 128",
+            id="between",
+        ),
+        pytest.param({"split_size": 63}, ArgumentError, "nearest valid: 64 ", id="below-the-first"),
+        pytest.param({"split_size": -64}, ArgumentError, "split_size: .* got -64", id="negative"),
+        pytest.param(
+            {"split_size": 64.0}, ArgumentTypeError, "split_size: .* got float", id="float"
+        ),
+        pytest.param({"split_size": True}, ArgumentTypeError, "split_size: .* got bool", id="bool"),
+        pytest.param(
+            {"enabled": 512}, ArgumentTypeError, "enabled: expected a bool, got int", id="enabled"
+        ),
+    ],
+)
+def test_wrong_arguments(
+    use: Any, arguments: dict[str, Any], error: type[FlashAttnError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        use(**arguments)
+    assert get_deterministic_mode() == Mode(True, 2048)
+
+
+@pytest.mark.parametrize("use", [set_deterministic_mode, deterministic_mode], ids=["set", "with"])
+def test_wheel_without_deterministic_kernels(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_mode, "_WHEEL_DETERMINISTIC", False)
+    with pytest.raises(MissingInstanceError, match=r"enabled: .*DETERMINISTIC=OFF.*enabled=False"):
+        use()
+    use(enabled=False)
+
+
+# --- Environment --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        pytest.param({}, Mode(True, 2048), id="none"),
+        pytest.param(
+            {"FA2_DETERMINISTIC": "", "FA2_SPLIT_SIZE": " "}, Mode(True, 2048), id="empty"
+        ),
+        pytest.param({"FA2_DETERMINISTIC": "0"}, Mode(False, 2048), id="off"),
+        pytest.param({"FA2_DETERMINISTIC": "True"}, Mode(True, 2048), id="true"),
+        pytest.param({"FA2_SPLIT_SIZE": "0"}, Mode(True, 0), id="one-split"),
+        pytest.param(
+            {"FA2_DETERMINISTIC": "no", "FA2_SPLIT_SIZE": "512"}, Mode(False, 512), id="both"
+        ),
+    ],
+)
+def test_environment(environ: dict[str, str], expected: Mode) -> None:
+    assert _mode._read_environment(environ, True) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        pytest.param(
+            {"FA2_DETERMINISTIC": "maybe"}, "FA2_DETERMINISTIC: expected .* got 'maybe'", id="flag"
+        ),
+        pytest.param({"FA2_SPLIT_SIZE": "big"}, "FA2_SPLIT_SIZE: .* got 'big'", id="no-number"),
+        pytest.param({"FA2_SPLIT_SIZE": "-64"}, "FA2_SPLIT_SIZE: .* got '-64'", id="negative"),
+        pytest.param({"FA2_SPLIT_SIZE": "6_4"}, "FA2_SPLIT_SIZE: .* got '6_4'", id="underscore"),
+        pytest.param(
+            {"FA2_SPLIT_SIZE": "100"},
+            "FA2_SPLIT_SIZE: .* got 100; the nearest valid: 64 and 128",
+            id="no-multiple",
+        ),
+    ],
+)
+def test_wrong_environment_is_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        _mode._read_environment(environ, True)
+
+
+def test_environment_of_a_wheel_without_deterministic_kernels() -> None:
+    assert _mode._read_environment({}, False) == Mode(False, 2048)
+    assert _mode._read_environment({"FA2_DETERMINISTIC": "0"}, False) == Mode(False, 2048)
+    with pytest.raises(MissingInstanceError, match=r"FA2_DETERMINISTIC: .*unset it or set it to 0"):
+        _mode._read_environment({"FA2_DETERMINISTIC": "1"}, False)
+
+
+def run_python(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("FA2_")}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, env={**clean, **environ})
+
+
+def test_environment_is_read_at_import_and_not_again() -> None:
+    script = (
+        "import os, flash_attn_deterministic as f; os.environ['FA2_SPLIT_SIZE'] = '64';"
+        "print(f.get_deterministic_mode())"
+    )
+    result = run_python(script, FA2_DETERMINISTIC="0", FA2_SPLIT_SIZE="512")
+    assert result.stdout == "Mode(enabled=False, split_size=512)\n", result.stderr
+
+
+def test_wrong_environment_fails_the_import() -> None:
+    result = run_python("import flash_attn_deterministic", FA2_SPLIT_SIZE="100")
+    assert result.returncode == 1
+    assert re.search(r"ArgumentError: FA2_SPLIT_SIZE: .* 64 and 128", result.stderr)
+
+
+# --- What the mode does to a call ---------------------------------------------------------------
+
+
+def long_call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys enough that each split size gives other bits."""
+    return normal(1, 40, 1, 32), normal(1, 400, 1, 32, seed=1), normal(1, 400, 1, 32, seed=2)
+
+
+def expected(split_size: int) -> torch.Tensor:
+    return reference.attention(*long_call(), split_size=split_size)[0]
+
+
+def test_split_sizes_differ_or_these_tests_would_show_nothing() -> None:
+    sizes = (0, 64, 128, 192)
+    outs = [expected(size) for size in sizes]
+    same = [
+        (sizes[i], sizes[j])
+        for i in range(len(sizes))
+        for j in range(i)
+        if bits_equal(outs[i], outs[j])
+    ]
+    assert same == []
+
+
+def test_call_follows_the_mode() -> None:
+    set_deterministic_mode(split_size=64)
+    assert bits_equal(flash_attn_func(*long_call()), expected(64))
+    with deterministic_mode(split_size=128):
+        assert bits_equal(flash_attn_func(*long_call()), expected(128))
+
+
+def test_split_size_of_the_call_comes_first() -> None:
+    with deterministic_mode(split_size=64):
+        assert bits_equal(flash_attn_func(*long_call(), split_size=128), expected(128))
+        assert bits_equal(flash_attn_func(*long_call(), split_size=0), expected(0))
+
+
+def test_split_size_has_no_effect_where_the_mode_is_off() -> None:
+    with deterministic_mode(enabled=False, split_size=64):
+        assert bits_equal(flash_attn_func(*long_call(), split_size=128), expected(0))
+
+
+# --- torch.compile ------------------------------------------------------------------------------
+
+
+class Counted:
+    """A function compiled without graph breaks, and how often it was."""
+
+    def __init__(self, function: Any) -> None:
+        torch._dynamo.reset()
+        self.backend: Any = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
+        self.compiled: Any = torch.compile(function, fullgraph=True, backend=self.backend)
+
+    def check(self, split_size: int, compilations: int) -> None:
+        """Runs it: the bits of a split size, after so many compilations."""
+        assert bits_equal(self.compiled(*long_call()), expected(split_size))
+        assert self.backend.frame_count == compilations
+
+
+def test_compiled_function_follows_the_mode() -> None:
+    counted = Counted(flash_attn_func)
+    counted.check(2048, 1)
+    counted.check(2048, 1)
+    set_deterministic_mode(split_size=64)
+    counted.check(64, 2)
+    with deterministic_mode(split_size=128):
+        counted.check(128, 3)
+    counted.check(64, 3)
+    set_deterministic_mode(False)
+    counted.check(0, 4)
+
+
+def test_compiled_function_follows_the_mode_of_its_thread() -> None:
+    counted = Counted(flash_attn_func)
+    counted.check(2048, 1)
+    with deterministic_mode(split_size=128):
+        counted.check(128, 2)
+        in_thread(lambda: counted.check(2048, 2))
+
+        def other() -> None:
+            with deterministic_mode(split_size=64):
+                counted.check(64, 3)
+                counted.check(64, 3)
+
+        in_thread(other)
+        counted.check(128, 3)
+
+
+def test_first_compiled_in_a_thread_with_its_own_mode() -> None:
+    counted = Counted(flash_attn_func)
+
+    def other() -> None:
+        with deterministic_mode(split_size=64):
+            counted.check(64, 1)
+
+    in_thread(other)
+    counted.check(2048, 2)
+
+
+def test_block_inside_a_compiled_function() -> None:
+    def thrice(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        before = flash_attn_func(q, k, v)
+        with deterministic_mode(split_size=128):
+            inside = flash_attn_func(q, k, v)
+        return before, inside, flash_attn_func(q, k, v)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(thrice, fullgraph=True, backend="aot_eager")
+    for around in (2048, 64):
+        with deterministic_mode(split_size=around):
+            outs = compiled(*long_call())
+            assert get_deterministic_mode().split_size == around
+        for out, split_size in zip(outs, (around, 128, around), strict=True):
+            assert bits_equal(out, expected(split_size))
+
+
+def test_decorated_function_compiles() -> None:
+    Counted(deterministic_mode(split_size=128)(flash_attn_func)).check(128, 1)
+
+
+def test_mode_set_by_a_compiled_function() -> None:
+    def set_and_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        set_deterministic_mode(split_size=64)
+        return flash_attn_func(q, k, v)
+
+    Counted(set_and_call).check(64, 1)
+    assert get_deterministic_mode() == Mode(True, 64)
+
+
+def test_compiled_call_with_a_split_size() -> None:
+    Counted(lambda q, k, v: flash_attn_func(q, k, v, split_size=128)).check(128, 1)
+
+
+def test_wrong_split_size_fails_in_a_compiled_call_too() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ArgumentError, match="got 100; the nearest valid: 64 and 128"):
+        compiled(*long_call(), split_size=100)
+
+
+def test_names_are_public() -> None:
+    names = ("Mode", "deterministic_mode", "get_deterministic_mode", "set_deterministic_mode")
+    assert set(names) <= set(package.__all__)
