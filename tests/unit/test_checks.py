@@ -154,7 +154,8 @@ def test_other_device_types_are_refused() -> None:
 @pytest.mark.parametrize("softmax_scale", [math.nan, math.inf, -math.inf, 0, 0.0, -1.5])
 def test_softmax_scale_is_positive_and_finite(softmax_scale: float) -> None:
     with pytest.raises(
-        ArgumentError, match=f"softmax_scale: expected a positive, finite number, got {softmax_scale}"
+        ArgumentError,
+        match=f"softmax_scale: expected a positive, finite number, got {softmax_scale}",
     ):
         flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale)
 

@@ -54,7 +54,11 @@ def _calls(draw: st.DrawFn) -> dict[str, object]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(call=_calls(), causal=st.booleans(), softmax_scale=st.none() | st.floats(0.0, 1.0, exclude_min=True))
+@given(
+    call=_calls(),
+    causal=st.booleans(),
+    softmax_scale=st.none() | st.floats(0.0, 1.0, exclude_min=True),
+)
 def test_any_call_is_close_to_float64_softmax(
     call: dict[str, int], causal: bool, softmax_scale: float | None
 ) -> None:
