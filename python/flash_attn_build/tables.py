@@ -287,7 +287,11 @@ def _build_units(results: Results) -> str:
 def _matrix(results: Results) -> str:
     record = results["matrix"]
     wheels = [matrix.Wheel(**wheel) for wheel in record["wheels"]]
-    return matrix.table(wheels, [matrix.Cell(**cell) for cell in record["cells"]])
+    table = matrix.table(wheels, [matrix.Cell(**cell) for cell in record["cells"]])
+    return (
+        f"{table}\n\nCPU tests that passed on an installed wheel (preset {record['preset']}), "
+        f"Python {record['python']}."
+    )
 
 
 def _unit_name(output: str) -> str:

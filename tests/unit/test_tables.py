@@ -69,6 +69,8 @@ RESULTS: dict[str, Any] = {
         "translation_units": [unit("a/fwd_bf16_64.cu.o", 50.0), unit("cpp/ops/fwd.cpp.o", 4.0)],
     },
     "matrix": {
+        "preset": "dev",
+        "python": "3.11.7",
         "wheels": [{"toolkit": "13.0", "name": "a.whl", "sha256": "00", "why": ""}],
         "cells": [{"toolkit": "13.0", "torch": "2.10", "status": "passed", "passed": 9}],
     },
