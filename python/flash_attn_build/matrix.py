@@ -169,7 +169,7 @@ class Matrix:
         folder = self.work / f"torch-{torch}"
         try:
             python = self._environment(folder)
-            self._must(python, "install", f"torch=={torch}.*", *TEST_REQUIREMENTS)
+            self._must(python, "install", "--no-compile", f"torch=={torch}.*", *TEST_REQUIREMENTS)
             ask = "import importlib.metadata as m; print(m.version('torch'))"
             installed = self._run([str(python), "-c", ask], {}).stdout.strip()
             return [self._cell(python, wheel, torch, installed) for wheel in wheels]
