@@ -82,7 +82,7 @@ def install_compilers(session: nox.Session) -> None:
     # Only torch's headers are read: without its dependencies, which are gigabytes.
     session.install("--no-deps", *groups("torch"))
     find = ["python", "-m", "flash_attn_build.toolchain"]
-    found = session.run(*find, env=TOOLS, silent=True)
+    found = session.run_install(*find, env=TOOLS, silent=True)
     if not str(found).strip():
         session.install(*groups("cuda"))
 

@@ -9,8 +9,13 @@ execute_process(
 find_path(FAD_TORCH_INCLUDE_DIR torch/csrc/stable/library.h
           HINTS "${_torch}/include" NO_DEFAULT_PATH)
 if(NOT FAD_TORCH_INCLUDE_DIR)
-  message(FATAL_ERROR "torch's headers not found for ${Python_EXECUTABLE}. Only headers are needed: "
-                      "pip install --no-deps 'torch>=${FAD_TORCH_TARGET}' (nox -s build does it)")
+  message(
+    FATAL_ERROR
+      "torch's headers not found for ${Python_EXECUTABLE}. `nox -s build` makes a wheel and brings "
+      "all it needs. pip builds in an environment of its own, without torch; to build with pip:\n"
+      "  pip install --group build\n"
+      "  pip install --no-deps 'torch>=${FAD_TORCH_TARGET}'  (only its headers are read)\n"
+      "  pip install --no-build-isolation --no-deps .")
 endif()
 
 add_library(fad_torch INTERFACE)

@@ -4,6 +4,7 @@ execute_process(
   COMMAND "${CMAKE_COMMAND}" -E env --modify "PYTHONPATH=path_list_prepend:${CMAKE_SOURCE_DIR}/python"
           "${Python_EXECUTABLE}"
           -m flash_attn_build.upstream prepare --dest "${FAD_UPSTREAM_DIR}"
+  WORKING_DIRECTORY "${CMAKE_SOURCE_DIR}" # FLASH_ATTENTION_SOURCE may be a relative path
   OUTPUT_VARIABLE _output OUTPUT_STRIP_TRAILING_WHITESPACE
   RESULT_VARIABLE _status)
 if(NOT _status EQUAL 0)

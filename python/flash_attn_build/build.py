@@ -244,6 +244,9 @@ def main() -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {error}. Nothing was put into the folder for wheels.", file=sys.stderr)
+        return StepError.exit_code
     return 0
 
 

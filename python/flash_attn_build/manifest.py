@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,10 +55,6 @@ def describe(
         for unit in sorted(units, key=lambda unit: str(unit["output"]))
     ]
     cuda = [row for row in rows if row["output"].endswith(".cu.o")]
-    commands = {
-        language: [u["command"] for u in units if u["output"].endswith(".cu.o") == is_cuda]
-        for language, is_cuda in (("cuda", True), ("cxx", False))
-    }
     return {
         "schema": SCHEMA,
         "wheel": {
@@ -70,7 +67,7 @@ def describe(
         "instances": info["instances"],
         "build": dict(settings),
         "tools": dict(tools),
-        "flags": {k: common_flags(v, places) for k, v in commands.items()},
+        "flags": flags(units, places),
         "translation_units": rows,
         "totals": {
             "translation_units": len(rows),
@@ -95,8 +92,31 @@ def read_units(log_dir: Path, build_dir: Path) -> list[dict[str, Any]]:
     return [record for record in records if (build_dir / record["output"]).exists()]
 
 
+def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict[str, list[str]]:
+    """Picks the compiler flags of each of CMake's targets.
+
+    Args:
+        units: What the compiler launcher noted of each translation unit.
+        places: Folders of this machine, and what to write in their stead.
+
+    Returns:
+        Target and language, such as "fad_kernels cuda", to the flags its translation units share.
+    """
+    commands: dict[str, list[Sequence[str]]] = {}
+    for unit in units:
+        commands.setdefault(_group(unit["output"]), []).append(unit["command"])
+    return {name: common_flags(found, places) for name, found in sorted(commands.items())}
+
+
+def _group(output: str) -> str:
+    """CMake's target and the language: translation units of both have their flags in common."""
+    found = re.search(r"CMakeFiles/([^/]+)\.dir/", output)
+    language = "cuda" if output.endswith(".cu.o") else "cxx"
+    return f"{found[1]} {language}" if found else language
+
+
 def common_flags(commands: Sequence[Sequence[str]], places: Mapping[str, str]) -> list[str]:
-    """Picks the flags that a language's translation units share.
+    """Picks the flags that translation units share.
 
     Args:
         commands: Their compiler commands.
@@ -105,7 +125,7 @@ def common_flags(commands: Sequence[Sequence[str]], places: Mapping[str, str]) -
     Returns:
         The flags in the order of the first command, without its inputs and outputs.
     """
-    flags: list[str] = []
+    shared: list[str] = []
     for position, command in enumerate(commands):
         words = iter(command[1:])
         kept = []
@@ -114,11 +134,11 @@ def common_flags(commands: Sequence[Sequence[str]], places: Mapping[str, str]) -
                 next(words, None)
             else:
                 kept.append(word)
-        flags = kept if position == 0 else [flag for flag in flags if flag in kept]
+        shared = kept if position == 0 else [flag for flag in shared if flag in kept]
     longest_first = sorted(places.items(), key=lambda item: -len(item[0]))
     for place, name in longest_first:
-        flags = [flag.replace(place, name) for flag in flags]
-    return flags
+        shared = [flag.replace(place, name) for flag in shared]
+    return shared
 
 
 def tool_versions(host_compiler: Path) -> dict[str, str]:

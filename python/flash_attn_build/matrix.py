@@ -169,7 +169,7 @@ class Matrix:
         folder = self.work / f"torch-{torch}"
         try:
             python = self._environment(folder)
-            self._must(python, "install", f"torch=={torch}.*", *TEST_REQUIREMENTS)
+            self._must(python, "install", "--no-compile", f"torch=={torch}.*", *TEST_REQUIREMENTS)
             ask = "import importlib.metadata as m; print(m.version('torch'))"
             installed = self._run([str(python), "-c", ask], {}).stdout.strip()
             return [self._cell(python, wheel, torch, installed) for wheel in wheels]
@@ -268,7 +268,10 @@ def table(wheels: Sequence[Wheel], cells: Sequence[Cell]) -> str:
         The table, with the reasons below it.
     """
     torches = list(dict.fromkeys(cell.torch for cell in cells))
-    lines = ["| CUDA toolkit | " + " | ".join(f"torch {t}" for t in torches) + " |"]
+    # The version that was there says more than the series asked for: "2.10.0+cu128".
+    names = {cell.torch: cell.torch for cell in cells}
+    names |= {cell.torch: cell.installed for cell in cells if cell.installed}
+    lines = ["| CUDA toolkit | " + " | ".join(f"torch {names[t]}" for t in torches) + " |"]
     lines.append("|---" * (len(torches) + 1) + "|")
     by_place = {(cell.toolkit, cell.torch): cell for cell in cells}
     for wheel in wheels:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 from .errors import BuildError, StepError
@@ -40,7 +42,9 @@ def repair(wheel: Path, destination: Path) -> Path:
     destination.mkdir(parents=True, exist_ok=True)
     # A wheel that auditwheel refuses half-way is left where it writes.
     with tempfile.TemporaryDirectory(dir=destination, prefix=".repair-") as folder:
-        command += ["--wheel-dir", folder, str(wheel)]
+        plain = Path(folder, "plain", wheel.name)
+        _without_modes(wheel, plain)
+        command += ["--wheel-dir", folder, str(plain)]
         # The mode of folders in the wheel is that of the folders auditwheel unpacks it into.
         done = subprocess.run(command, check=False, umask=0o022)
         made = list(Path(folder).glob("*.whl"))
@@ -51,6 +55,17 @@ def repair(wheel: Path, destination: Path) -> Path:
             "see above). `auditwheel show` on the wheel names the symbols and libraries that "
             "are too new; a NotImplementedError means a library that would have to be copied in."
         )
+
+
+def _without_modes(wheel: Path, copy: Path) -> None:
+    """Copies a wheel, every file rw-r--r--: modes are those of a checkout, and of its umask."""
+    copy.parent.mkdir()
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(copy, "w", zipfile.ZIP_DEFLATED) as new:
+        for item in old.infolist():
+            data = old.read(item)
+            item.external_attr = (stat.S_IFREG | 0o644) << 16
+            if not item.is_dir():
+                new.writestr(item, data)
 
 
 def main() -> int:

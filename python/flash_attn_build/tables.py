@@ -19,6 +19,7 @@ from .errors import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_MEASURED = "Not measured yet."
+KERNEL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # others run on the next of these
 
 Results = Mapping[str, Any]  # name of a file in docs/results/, without .json, to its content
 
@@ -177,12 +178,14 @@ def _forward_all(results: Results) -> str:
     return _forward_table(results, ["bf16", "fp16"])
 
 
-def _accuracy(results: Results) -> str:
+def _accuracy_table(results: Results, head_dims: Sequence[int] | None) -> str:
     record = results["accuracy"]
     columns = [(dtype, causal) for dtype in ("bf16", "fp16") for causal in (False, True)]
     found = {(row["head_dim"], row["dtype"], row["causal"]): row for row in record["rows"]}
     rows = []
     for head_dim in sorted({row["head_dim"] for row in record["rows"]}):
+        if head_dims is not None and head_dim not in head_dims:
+            continue
         cells = []
         for dtype, causal in columns:
             row = found.get((head_dim, dtype, causal))
@@ -194,6 +197,14 @@ def _accuracy(results: Results) -> str:
         f"{markdown(header, rows)}\n\n{_source(record)} Our error over that of torch's flash "
         "attention, the worst of all shapes: largest error / root mean square."
     )
+
+
+def _accuracy(results: Results) -> str:
+    return _accuracy_table(results, KERNEL_HEAD_DIMS)
+
+
+def _accuracy_all(results: Results) -> str:
+    return _accuracy_table(results, None)
 
 
 def _startup(results: Results) -> str:
@@ -218,35 +229,46 @@ def _build(results: Results) -> str:
         ["largest compiler process, GB", f"{totals['peak_rss_bytes'] / 1e9:.1f}"],
         ["wheel, MB", f"{manifest['wheel']['bytes'] / 1e6:.1f}"],
     ]
-    text = markdown([f"CUDA {manifest['cuda_toolkit']}", "wheel"], rows)
     if "build_cost_upstream" in results:
-        text += "\n\n" + _cost(manifest, results["build_cost_upstream"])
-    return text
+        pairs = _cost_pairs(results)
+        ratio = sum(theirs for _, theirs, _, _ in pairs) / sum(ours for _, _, _, ours in pairs)
+        rows.insert(3, [f"CPU time of {len(pairs)} of upstream's files, over ours", f"{ratio:.1f}"])
+    return markdown([f"CUDA {manifest['cuda_toolkit']}", "wheel"], rows)
 
 
-def _cost(manifest: Mapping[str, Any], upstream: Mapping[str, Any]) -> str:
-    own = {_unit_name(unit["output"]): unit for unit in manifest["translation_units"]}
-    rows = []
-    totals = [0.0, 0.0]
-    for unit in upstream["translation_units"]:
+def _build_cost(results: Results) -> str:
+    upstream = results["build_cost_upstream"]
+    pairs = _cost_pairs(results)
+    rows = [
+        [name, f"{theirs:.0f}", replacement, f"{ours:.0f}", f"{theirs / ours:.1f}"]
+        for name, theirs, replacement, ours in pairs
+    ]
+    theirs = sum(pair[1] for pair in pairs)
+    ours = sum(pair[3] for pair in pairs)
+    rows.append(["sum", f"{theirs:.0f}", "", f"{ours:.0f}", f"{theirs / ours:.1f}"])
+    header = ["upstream's file", "CPU s", "ours", "CPU s", "ratio"]
+    return (
+        f"{markdown(header, rows)}\n\nUpstream's own files, nothing switched off, for "
+        f"{', '.join(upstream['architectures'])} with the same toolkit and compression. One of "
+        "ours holds both masks, but none of upstream's other options."
+    )
+
+
+def _cost_pairs(results: Results) -> list[tuple[str, float, str, float]]:
+    """Upstream's files and ours for the same head dim and dtype: names and CPU seconds."""
+    own = {_unit_name(unit["output"]): unit for unit in results["build"]["translation_units"]}
+    pairs = []
+    for unit in results["build_cost_upstream"]["translation_units"]:
         parts = re.fullmatch(
             r"(fwd|bwd)(?:_split)?_hdim(\d+)_(fp16|bf16)(?:_causal)?", unit["name"]
         )
         if parts is None:
             raise ValueError(f"name {unit['name']!r}")
         replacement = f"{parts[1]}_{parts[3]}_{parts[2]}"
-        theirs, ours = unit["cpu_seconds"], own[replacement]["cpu_seconds"]
-        totals = [totals[0] + theirs, totals[1] + ours]
-        rows.append(
-            [unit["name"], f"{theirs:.0f}", replacement, f"{ours:.0f}", f"{theirs / ours:.1f}"]
+        pairs.append(
+            (unit["name"], unit["cpu_seconds"], replacement, own[replacement]["cpu_seconds"])
         )
-    rows.append(["sum", f"{totals[0]:.0f}", "", f"{totals[1]:.0f}", f"{totals[0] / totals[1]:.1f}"])
-    header = ["upstream's file", "CPU s", "ours", "CPU s", "ratio"]
-    return (
-        f"{markdown(header, rows)}\n\nUpstream's own files for the same architectures, toolkit and "
-        f"compression ({', '.join(upstream['architectures'])}). One of ours holds both masks and "
-        "takes the place of several of upstream's."
-    )
+    return pairs
 
 
 def _build_units(results: Results) -> str:
@@ -265,7 +287,11 @@ def _build_units(results: Results) -> str:
 def _matrix(results: Results) -> str:
     record = results["matrix"]
     wheels = [matrix.Wheel(**wheel) for wheel in record["wheels"]]
-    return matrix.table(wheels, [matrix.Cell(**cell) for cell in record["cells"]])
+    table = matrix.table(wheels, [matrix.Cell(**cell) for cell in record["cells"]])
+    return (
+        f"{table}\n\nCPU tests that passed on an installed wheel (preset {record['preset']}), "
+        f"Python {record['python']}."
+    )
 
 
 def _unit_name(output: str) -> str:
@@ -285,7 +311,9 @@ def _source(record: Mapping[str, Any]) -> str:
 # Name of a table: the result it can't do without, and what makes it.
 TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "accuracy": ("accuracy", _accuracy),
+    "accuracy-all": ("accuracy", _accuracy_all),
     "build": ("build", _build),
+    "build-cost": ("build_cost_upstream", _build_cost),
     "build-units": ("build", _build_units),
     "forward": ("forward", _forward),
     "forward-all": ("forward", _forward_all),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import struct
 import subprocess
 import zipfile
@@ -89,11 +90,15 @@ def contents(binary: bytes, tag: str = wheelcheck.TAG) -> dict[str, bytes]:
     return {**files, f"{dist_info}/RECORD": record.encode()}
 
 
-def pack(folder: Path, files: Mapping[str, bytes], tag: str = wheelcheck.TAG) -> Path:
-    """Zips a wheel."""
+def pack(
+    folder: Path, files: Mapping[str, bytes], tag: str = wheelcheck.TAG, mode: int = 0o644
+) -> Path:
+    """Zips a wheel whose files have a mode."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"flash_attn_deterministic-0.1.0-{tag}.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
-            archive.writestr(name, data)
+            item = zipfile.ZipInfo(name)
+            item.external_attr = (stat.S_IFREG | mode) << 16
+            archive.writestr(item, data, zipfile.ZIP_DEFLATED)
     return path

@@ -165,3 +165,15 @@ def test_command_tells_what_went_wrong(
     monkeypatch.setenv("MAX_JOBS", "all")
     assert build.main() == SettingError.exit_code
     assert "error: MAX_JOBS" in capsys.readouterr().err
+
+
+def test_command_tells_of_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(request: build.Request) -> None:
+        raise OSError(28, "No space left on device", "dist/x.whl")
+
+    monkeypatch.setattr("sys.argv", ["build"])
+    monkeypatch.setattr(build, "build", fail)
+    assert build.main() == StepError.exit_code
+    assert "error: [Errno 28] No space left on device: 'dist/x.whl'" in capsys.readouterr().err

@@ -54,6 +54,14 @@ def test_describes_the_wheel(tmp_path: Path) -> None:
     assert json.loads(json.dumps(text)) == text
 
 
+def test_flags_of_each_target() -> None:
+    kernels, ops = "CMakeFiles/kernels.dir/a.cpp.o", "CMakeFiles/ops.dir/cpp/a.cpp.o"
+    assert manifest.flags([unit(kernels, 1, 1, "-O2"), unit(ops, 1, 1, "-fPIC")], {}) == {
+        "kernels cxx": ["-O2"],
+        "ops cxx": ["-fPIC"],
+    }
+
+
 def test_no_units_no_flags() -> None:
     assert manifest.common_flags([], {}) == []
 

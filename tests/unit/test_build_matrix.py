@@ -191,7 +191,7 @@ def test_report_and_table(tmp_path: Path) -> None:
     assert saved["wheels"][0] == {"toolkit": "13.0", "name": "a.whl", "sha256": "ab", "why": ""}
     assert matrix.table(wheels, cells) == "\n".join(
         [
-            "| CUDA toolkit | torch 2.10 |",
+            "| CUDA toolkit | torch 2.10.1 |",
             "|---|---|",
             "| 13.0 | passed (40) |",
             "| 13.4 | not run |",

@@ -22,10 +22,12 @@ def test_two_builds_at_two_times_and_places_give_the_same_bytes(
     binary = fake_wheel.library(tmp_path / "library")
     files = fake_wheel.contents(binary, LINUX)
     digests = set()
-    for place, umask, order in (("one", 0o022, 1), ("two/deeper", 0o077, -1)):
+    for place, umask, order in (("one", 0o022, 1), ("two/deeper", 0o007, -1)):
         before = os.umask(umask)
         try:
-            wheel = fake_wheel.pack(tmp_path / place, dict(list(files.items())[::order]), LINUX)
+            ordered = dict(list(files.items())[::order])
+            # A checkout's files have the mode that the umask leaves them.
+            wheel = fake_wheel.pack(tmp_path / place, ordered, LINUX, 0o666 & ~umask)
             made = repair.repair(wheel, tmp_path / place / "out")
         finally:
             os.umask(before)
