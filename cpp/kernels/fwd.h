@@ -24,6 +24,7 @@ int kernel_head_dim(int head_dim);
 struct FwdPlan {
   int split_tokens;  // 0: one split
   int num_splits;    // of the longest sequence
+  int block_m;       // query rows to a CTA
   bool many_ctas;    // a CTA per split and a merge kernel, instead of one CTA per row block
   std::size_t scratch_bytes;
 };

@@ -46,7 +46,9 @@ int splits_by_occupancy(long long row_blocks, int key_blocks, int num_sms) {
 FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, int num_sms,
                  int shared_bytes_per_block) {
   const long long heads = static_cast<long long>(params.b) * params.h;
-  FwdPlan plan{split_tokens, 1, false, 0};
+  const int head_dim = kernel_head_dim(params.d);
+  const int block_m = head_dim == 256 ? 64 : kOwnerBlockM;
+  FwdPlan plan{split_tokens, 1, block_m, false, 0};
   if (!deterministic) {
     const int key_blocks = static_cast<int>(ceil_div(params.seqlen_k, kBlockN));
     const int splits = splits_by_occupancy(heads * ceil_div(params.seqlen_q, kPartBlockM),
@@ -57,10 +59,8 @@ FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, 
     return plan;
   }
   plan.num_splits = static_cast<int>(ceil_div(params.seqlen_k, plan.split_tokens));
-  const int head_dim = kernel_head_dim(params.d);
   // The one-CTA path keeps its state in shared memory; where that does not fit, the other path
   // runs.
-  const int block_m = head_dim == 256 ? 64 : kOwnerBlockM;
   const int state_bytes = block_m * (head_dim / 2 + 8) * 4;
   const int tile_bytes = (block_m + 2 * kBlockN) * head_dim * 2;
   const bool fits = tile_bytes + state_bytes <= shared_bytes_per_block;
@@ -68,6 +68,7 @@ FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, 
   const long long row_blocks = heads * ceil_div(params.seqlen_q, block_m);
   plan.many_ctas = !fits || row_blocks < 2LL * num_sms;
   if (plan.many_ctas) {
+    plan.block_m = kPartBlockM;
     const std::size_t rows = static_cast<std::size_t>(plan.num_splits) * heads * params.seqlen_q;
     plan.scratch_bytes = rows * (head_dim * sizeof(float) + sizeof(float2));
   }

@@ -8,4 +8,5 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
   m.impl("fwd", TORCH_BOX(&fad::fwd));
   m.impl("varlen_fwd", TORCH_BOX(&fad::varlen_fwd));
   m.impl("kvcache_fwd", TORCH_BOX(&fad::kvcache_fwd));
+  m.impl("plan", TORCH_BOX(&fad::plan));
 }

@@ -106,6 +106,9 @@ def _request(name: str, arguments: dict[str, Any], device: torch.device) -> Requ
         head_dim=q.shape[-1],
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
+        window=(arguments["window_left"], arguments["window_right"]),
+        has_alibi=arguments["alibi_slopes"] is not None,
+        one_query_each=name != "varlen_fwd" or q.shape[0] == batch,
         split_size=arguments["split_size"],
         deterministic=arguments["deterministic"],
     )

@@ -15,7 +15,8 @@ class Plan:
     """How a call is carried out. Its bits depend on split_size and block_n, on nothing else here.
 
     Args:
-        path: "one-cta": a thread block of the GPU walks over all splits of its rows.
+        path: "one-cta": a thread block of the GPU walks over all splits of its rows; "many-ctas":
+            one per split, and a kernel that merges their parts.
         block_m: query rows per thread block.
         block_n: keys that it takes at a time.
         split_size: tokens per split as the mode or the call has it; 0: one split.
@@ -45,6 +46,9 @@ class Request:
     head_dim: int
     seqlen_q: int
     seqlen_k: int
+    window: tuple[int, int]
+    has_alibi: bool
+    one_query_each: bool
     split_size: int
     deterministic: bool
 
@@ -53,11 +57,14 @@ def plan(request: Request) -> Plan:
     """Returns the plan of a call.
 
     Raises:
-        UnsupportedError: the mode is not enabled; only the kernels know what they then do.
+        UnsupportedError: the mode is not enabled, and the tensors are not on a CUDA device: only
+            the kernels know what they then do.
     """
+    if request.device.type == "cuda":
+        return _cuda_plan(request)
     if not request.deterministic:
         raise UnsupportedError(
-            "explain: this version of flash_attn_deterministic explains deterministic calls only; "
+            "explain: without the deterministic mode, only calls on a CUDA device have a plan; "
             "call it inside deterministic_mode()"
         )
     tile = build_info().tile(request.head_dim)
@@ -71,4 +78,30 @@ def plan(request: Request) -> Plan:
         num_splits=-(-request.seqlen_k // split_size) if several else 1,
         tokens_per_split=split_size if several else request.seqlen_k,
         scratch_bytes=0,
+    )
+
+
+def _cuda_plan(request: Request) -> Plan:
+    many_ctas, block_m, num_splits, tokens, scratch = torch.ops.flash_attn_deterministic.plan(
+        torch.empty(0, device=request.device),
+        request.batch,
+        request.seqlen_q,
+        request.seqlen_k,
+        request.nheads,
+        request.nheads_k,
+        request.head_dim,
+        *request.window,
+        request.has_alibi,
+        request.one_query_each,
+        request.split_size,
+        request.deterministic,
+    )
+    return Plan(
+        path="many-ctas" if many_ctas else "one-cta",
+        block_m=block_m,
+        block_n=build_info().tile(request.head_dim).block_n,
+        split_size=request.split_size,
+        num_splits=num_splits,
+        tokens_per_split=tokens if num_splits > 1 else request.seqlen_k,
+        scratch_bytes=scratch,
     )

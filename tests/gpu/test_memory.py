@@ -1,9 +1,10 @@
-"""The forward takes no memory beyond its results."""
+"""The forward takes no memory beyond its results and the scratch that explain() names."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from flash_attn_deterministic import explain, flash_attn_func
 
 from tests.gpu.attention import DTYPES, attend, make_qkv, skip_unless_built
 
@@ -16,10 +17,10 @@ ALLOWED = 2**20
 @pytest.mark.parametrize(
     ("batch", "seqlen_q", "seqlen_k"),
     [(4, 4096, 4096), (1, 1, 32_768), (2, 512, 8192)],
-    ids=["prefill", "decode", "chunk"],
+    ids=["prefill", "decode", "few-rows"],
 )
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16"), (256, "bf16")])
-def test_no_scratch(
+def test_scratch_is_what_explain_says(
     head_dim: int, dtype: str, batch: int, seqlen_q: int, seqlen_k: int, causal: bool
 ) -> None:
     skip_unless_built(head_dim, dtype)
@@ -31,4 +32,8 @@ def test_no_scratch(
     out, softmax_lse = attend(q, k, v, causal=causal)
     torch.cuda.synchronize()
     results = out.nbytes + softmax_lse.nbytes
-    assert torch.cuda.max_memory_allocated() - before - results <= ALLOWED
+    plan = explain(flash_attn_func, q, k, v, causal=causal)
+    assert (plan.scratch_bytes == 0) == (plan.path == "one-cta")
+    assert plan.path == ("one-cta" if batch == 4 else "many-ctas")
+    scratch = torch.cuda.max_memory_allocated() - before - results
+    assert plan.scratch_bytes <= scratch <= plan.scratch_bytes + ALLOWED

@@ -22,6 +22,9 @@ REQUEST = Request(
     head_dim=64,
     seqlen_q=100,
     seqlen_k=4096,
+    window=(-1, -1),
+    has_alibi=False,
+    one_query_each=True,
     split_size=512,
     deterministic=True,
 )
@@ -139,7 +142,7 @@ def test_other_functions_are_refused(function: Any) -> None:
 def test_schedule_dependent_mode_is_not_explained() -> None:
     with (
         deterministic_mode(enabled=False),
-        pytest.raises(UnsupportedError, match="deterministic calls only"),
+        pytest.raises(UnsupportedError, match="only calls on a CUDA device have a plan"),
     ):
         explain(flash_attn_func, **qkv_call().arguments)
 

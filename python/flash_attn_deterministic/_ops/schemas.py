@@ -29,6 +29,12 @@ FORWARD = {
     "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, "
     f"{_SCORES}, bool rotary_interleaved, {_TREE}) -> {_OUTPUTS}",
 }
+# For explain; (many_ctas, block_m, num_splits, tokens per split, scratch bytes).
+PLAN = {
+    "plan": "(Tensor device, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
+    "int head_dim, int window_left, int window_right, bool has_alibi, bool one_query_each, "
+    f"{_TREE}) -> (bool, int, int, int, int)",
+}
 # Keeps the error out of the trace: under torch.compile the backward is traced along with the
 # forward, and must fail when it runs, not when it is traced.
 BACKWARD = {
@@ -42,5 +48,5 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def define(library: Any) -> None:
     """Defines all ops in a torch.library.Library."""
-    for name, schema in {**FORWARD, **BACKWARD}.items():
+    for name, schema in {**FORWARD, **PLAN, **BACKWARD}.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

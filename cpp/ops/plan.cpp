@@ -1,0 +1,38 @@
+// The plan of a call, for `explain`.
+#include <torch/csrc/stable/accelerator.h>
+
+#include "checks.h"
+#include "device.h"
+#include "fwd.h"
+
+namespace fad {
+
+std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
+    const torch::stable::Tensor& device, std::int64_t batch, std::int64_t seqlen_q,
+    std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k, std::int64_t head_dim,
+    std::int64_t window_left, std::int64_t window_right, bool has_alibi, bool one_query_each,
+    std::int64_t split_size, bool deterministic) {
+  check(nheads_k > 0 && head_dim > 0 && head_dim <= 256, "plan: no such heads");
+  FwdParams params{};
+  params.b = static_cast<int>(batch);
+  params.seqlen_q = static_cast<int>(seqlen_q);
+  params.seqlen_k = static_cast<int>(seqlen_k);
+  params.h = static_cast<int>(nheads);
+  params.h_k = static_cast<int>(nheads_k);
+  params.h_h_k_ratio = params.h / params.h_k;
+  params.d = static_cast<int>(head_dim);
+  const OptionalTensor slopes;
+  set_masking(params, Scores{1.0, window_left, window_right, 0.0, slopes});
+  float any_slope = 0.f;
+  params.alibi_slopes_ptr = has_alibi ? &any_slope : nullptr;
+  if (one_query_each) {
+    turn_groups_into_rows(params);
+  }
+  const int index = device.get_device_index();
+  const FwdPlan plan = plan_fwd(params, static_cast<int>(split_size), deterministic, num_sms(index),
+                                shared_bytes_per_block(index));
+  return {plan.many_ctas, plan.block_m, plan.num_splits, plan.split_tokens,
+          static_cast<std::int64_t>(plan.scratch_bytes)};
+}
+
+}  // namespace fad
