@@ -190,7 +190,8 @@ class Matrix:
         done = self._run(command, {"FLASH_ATTN_WHEEL": str(wheel.path)})
         if not report.exists():
             return Cell(wheel.toolkit, torch, "failed", installed, why=reason(done))
-        suites = list(xml.etree.ElementTree.parse(report).getroot().iter("testsuite"))
+        results = xml.etree.ElementTree.parse(report).getroot()
+        suites = list(results.iter("testsuite"))
         total, failures, errors, skipped = (
             sum(int(suite.get(key, "0")) for suite in suites)
             for key in ("tests", "failures", "errors", "skipped")
@@ -199,7 +200,9 @@ class Matrix:
         cell = Cell(wheel.toolkit, torch, "passed", installed, total - failed - skipped)
         cell.failed, cell.skipped = failed, skipped
         if done.returncode or failed or not cell.passed:
-            cell.status, cell.why = "failed", reason(done)
+            wrong = [*results.iter("failure"), *results.iter("error")]
+            cell.status = "failed"
+            cell.why = wrong[0].get("message", "").partition("\n")[0] if wrong else reason(done)
         return cell
 
     def _tests(self) -> list[str]:
@@ -232,9 +235,11 @@ class Matrix:
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     print("matrix:", " ".join(command), flush=True)
+    # nox points PYTHONPATH at the source tree, which would hide the installed wheel.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
         command,
-        env={**os.environ, **environ},
+        env={**inherited, **environ},
         cwd=ROOT,
         capture_output=True,
         text=True,

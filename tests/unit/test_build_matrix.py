@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,12 @@ def test_report_and_table(tmp_path: Path) -> None:
             "- CUDA 13.4, torch 2.10: no wheel",
         ]
     )
+
+
+def test_tests_see_the_installed_wheel_and_not_the_source_tree(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ask = [sys.executable, "-c", "import os; print(os.environ.get('PYTHONPATH'))"]
+    assert matrix._run(ask, {}).stdout.strip() == "None"
+    assert matrix._run(ask, {"PYTHONPATH": "tools"}).stdout.strip() == "tools"
