@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from .errors import BuildError
 ROOT = Path(__file__).resolve().parents[2]
 NOT_MEASURED = "Not measured yet."
 KERNEL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # others run on the next of these
+_DECODE_RATIOS = ("ratio_to_fa2", "ratio_to_floor")
 
 Results = Mapping[str, Any]  # name of a file in docs/results/, without .json, to its content
 
@@ -178,6 +180,84 @@ def _forward_all(results: Results) -> str:
     return _forward_table(results, ["bf16", "fp16"])
 
 
+def _decode(results: Results) -> str:
+    record = results["decode"]
+    splits = record["splits"]
+    default = f"ours_{record['split_size']}"
+    rows = []
+    for case in record["cases"]:
+        times, to_fa2 = case["ms"], case.get("ratio_to_fa2", {})
+        rows.append(
+            [
+                case["name"],
+                _spread(times[default]),
+                _spread(times["fa2"]) if "fa2" in times else "-",
+                f"{case['floor_ms']:.3g}",
+                *(_ratio(to_fa2.get(f"ours_{size}")) for size in splits),
+                _ratio(case["ratio_to_floor"][default]),
+                f"{case['scratch_bytes'][default] / 1e6:.2f}",
+            ]
+        )
+    means = record["geometric_means"]
+    to_fa2 = means.get("ratio_to_fa2", {})
+    rows.append(
+        [
+            "geometric mean",
+            *[""] * 3,
+            *(_ratio(to_fa2.get(f"ours_{size}")) for size in splits),
+            _ratio(means["ratio_to_floor"][default]),
+            "",
+        ]
+    )
+    header = ["shape", "ours, ms", "FA2, ms", "floor, ms"]
+    header += [*(f"{size} to FA2" for size in splits), "to floor", "scratch, MB"]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} bf16, through CUDA graphs; median (10th to "
+        f"90th percentile). Ours, floor and scratch: splits of {record['split_size']} tokens, the "
+        "default. FA2: upstream's heuristic. Floor: reading keys and values as fast as a copy does."
+    )
+
+
+def _splits(results: Results) -> str:
+    record = results["forward"]
+    default = record.get("split_size")
+    prefill: dict[int, list[float]] = {}
+    for case in record["cases"]:
+        for size, one in case.get("splits", {}).items():
+            prefill.setdefault(int(size), []).append(one["ratio_to_fa2"])
+        if default is not None:
+            prefill.setdefault(default, []).append(case["ratio_to_fa2"])
+    if not prefill:
+        return NOT_MEASURED
+    cases = results["decode"]["cases"] if "decode" in results else []
+    sizes = {*prefill, *(results["decode"]["splits"] if cases else ())}
+    rows = []
+    for size in sorted(sizes, key=lambda size: size or math.inf):
+        name = f"ours_{size}"
+        columns = [
+            prefill.get(size, []),
+            *([c[key][name] for c in cases if name in c.get(key, {})] for key in _DECODE_RATIOS),
+        ]
+        cells = [cell for ratios in columns for cell in _mean_and_worst(ratios)]
+        note = " (default)" if size == default else ""
+        rows.append([f"{size}{note}" if size else "none", *cells])
+    header = ["tokens per split"]
+    for what in ("prefill to FA2", "decode to FA2", "decode to floor"):
+        header += [what, "worst"]
+    return f"{markdown(header, rows)}\n\n{_source(record)} Geometric mean and worst of all shapes."
+
+
+def _mean_and_worst(ratios: Sequence[float]) -> tuple[str, str]:
+    if not ratios:
+        return "-", "-"
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.2f}", f"{max(ratios):.2f}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
 def _accuracy_table(results: Results, head_dims: Sequence[int] | None) -> str:
     record = results["accuracy"]
     columns = [(dtype, causal) for dtype in ("bf16", "fp16") for causal in (False, True)]
@@ -320,9 +400,11 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "build": ("build", _build),
     "build-cost": ("build_cost_upstream", _build_cost),
     "build-units": ("build", _build_units),
+    "decode": ("decode", _decode),
     "forward": ("forward", _forward),
     "forward-all": ("forward", _forward_all),
     "matrix": ("matrix", _matrix),
+    "splits": ("forward", _splits),
     "startup": ("startup", _startup),
 }
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
 
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.common import (
@@ -70,24 +70,27 @@ SHAPES = (
 CASES = tuple(Case(*shape, dtype) for dtype in DTYPES for shape in SHAPES)
 
 
-def measure(case: Case, baseline: Baseline | None, repeats: int) -> dict[str, Any]:
+def measure(
+    case: Case, baseline: Baseline | None, repeats: int, splits: Sequence[int] = ()
+) -> dict[str, Any]:
     """Times one case.
 
     Args:
         case: The shape.
         baseline: Upstream's own kernels, if there.
         repeats: timed calls of each side.
+        splits: split sizes to time besides the mode's.
 
     Returns:
-        Milliseconds and memory per side, and ratios of medians.
+        Milliseconds and memory per side, and ratios of medians; those of `splits` apart.
     """
     shape = (case.batch, case.seqlen, case.nheads, case.head_dim)
     q, k, v = make_qkv(shape, dtype=DTYPES[case.dtype])
     # Views: the same memory, in the order of dimensions that torch takes.
     q_t, k_t, v_t = (t.transpose(1, 2) for t in (q, k, v))
 
-    def ours() -> torch.Tensor:
-        return flash_attn_func(q, k, v, causal=case.causal)
+    def ours(split_size: int | None = None) -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=case.causal, split_size=split_size)
 
     def sdpa() -> torch.Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
@@ -99,6 +102,8 @@ def measure(case: Case, baseline: Baseline | None, repeats: int) -> dict[str, An
     sides: dict[str, Contender] = {"ours": ours, "sdpa": sdpa}
     if baseline is not None:
         sides["fa2"] = lambda: baseline.forward(q, k, v, causal=case.causal)[0]
+    for size in splits:
+        sides[f"ours_{size}"] = lambda size=size: ours(size)  # type: ignore[misc]
     expected = sdpa().float()
     differences = {
         name: float((run().float() - expected).abs().max()) for name, run in sides.items()
@@ -108,18 +113,27 @@ def measure(case: Case, baseline: Baseline | None, repeats: int) -> dict[str, An
     del expected
     memory = {name: peak_memory(run) for name, run in sides.items()}
     times = {n: summary(ms) for n, ms in time_interleaved(sides, repeats=repeats).items()}
+    named = [name for name in sides if not name.startswith("ours_")]
     result: dict[str, Any] = {
         "name": case.name,
         **asdict(case),
-        "ms": times,
+        "ms": {name: times[name] for name in named},
         "tflops": round(case.flops / times["ours"]["median"] / 1e9, 1),
-        "peak_bytes_with_results": memory,
+        "peak_bytes_with_results": {name: memory[name] for name in named},
         "largest_difference_to_sdpa": differences,
+        "splits": {},
     }
-    for other in sides:
-        if other != "ours":
-            ratio = times["ours"]["median"] / times[other]["median"]
-            result[f"ratio_to_{other}"] = round(ratio, 4)
+    others = [name for name in named if name != "ours"]
+    for other in others:
+        ratio = times["ours"]["median"] / times[other]["median"]
+        result[f"ratio_to_{other}"] = round(ratio, 4)
+    for size in splits:
+        own = times[f"ours_{size}"]
+        result["splits"][str(size)] = {
+            "ms": own,
+            "peak_bytes_with_results": memory[f"ours_{size}"],
+            **{f"ratio_to_{o}": round(own["median"] / times[o]["median"], 4) for o in others},
+        }
     return result
 
 
@@ -131,11 +145,15 @@ def main() -> int:
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser.add_argument(
+        "--splits", type=int, nargs="*", default=[1024, 4096, 0], help="besides the mode's"
+    )
     options = parser.parse_args()
 
     record: dict[str, Any] = {
         **environment(options.wheel, sys.argv),
         "repeats": options.repeats,
+        "split_size": get_deterministic_mode().split_size,
         "baseline": None,
         "cases": [],
         "failed": [],
@@ -154,7 +172,7 @@ def main() -> int:
             record["failed"].append({"name": case.name, "error": "not in this wheel"})
             continue
         try:
-            result = measure(case, baseline, options.repeats)
+            result = measure(case, baseline, options.repeats, options.splits)
         except Exception as error:
             traceback.print_exc()
             record["failed"].append({"name": case.name, "error": fail(error)})

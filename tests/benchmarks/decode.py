@@ -1,0 +1,218 @@
+"""Times decode steps through CUDA graphs: ours by split size, upstream's heuristic, and a copy.
+
+A graph holds several calls, so that launches do not count; they go over several caches where one
+would fit in the L2 cache. The floor is the time to read the keys and values at the bandwidth of a
+device copy of the same bytes, which reads and writes: half the time of that copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
+
+from tests.benchmarks.baseline import Baseline
+from tests.benchmarks.common import (
+    environment,
+    fail,
+    peak_memory,
+    sha256,
+    summary,
+    time_interleaved,
+    write_json,
+)
+from tests.gpu.attention import is_built
+
+_ROTATED_BYTES = 512 * 2**20  # several times the largest L2 cache
+_CALLS = 8  # of a graph, at least
+
+Step = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One query for each sequence, bf16."""
+
+    batch: int
+    seqlen: int
+    nheads: int
+    nheads_k: int
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        """Returns e.g. "B8 L4096 H32/8 D128"."""
+        return f"B{self.batch} L{self.seqlen} H{self.nheads}/{self.nheads_k} D{self.head_dim}"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Returns the size of keys and values."""
+        return 4 * self.batch * self.seqlen * self.nheads_k * self.head_dim
+
+
+CASES = (
+    Case(1, 4096, 32, 8, 128),
+    Case(8, 4096, 32, 8, 128),
+    Case(64, 4096, 32, 8, 128),
+    Case(1, 32_768, 32, 8, 128),
+    Case(8, 32_768, 32, 8, 128),
+    Case(64, 16_384, 32, 8, 128),
+    Case(1, 131_072, 32, 8, 128),
+    Case(256, 2048, 32, 8, 128),
+    Case(8, 8192, 32, 1, 128),
+    Case(64, 8192, 32, 1, 128),
+    Case(8, 8192, 32, 8, 64),
+    Case(64, 4096, 32, 8, 64),
+)
+
+
+def capture(step: Step, sets: int, calls: int) -> torch.cuda.CUDAGraph:
+    """Captures calls of a step, over all sets of buffers in turns."""
+    step(0)  # loads the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(calls):
+            step(call % sets)
+    return graph
+
+
+def measure(
+    case: Case, baseline: Baseline | None, splits: Sequence[int], repeats: int
+) -> dict[str, Any]:
+    """Times one case.
+
+    Args:
+        case: The shape.
+        baseline: Upstream's own kernels, if there.
+        splits: split sizes.
+        repeats: timed replays of each side.
+
+    Returns:
+        Milliseconds of a call and memory per side, and ratios of medians.
+    """
+    sets = max(1, -(-_ROTATED_BYTES // case.kv_bytes))
+    calls = sets * max(1, -(-_CALLS // sets))
+    row = (case.head_dim,)
+    bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q = [torch.randn((case.batch, 1, case.nheads, *row), **bf16) for _ in range(sets)]
+    shape = (2, case.batch, case.seqlen, case.nheads_k, *row)
+    kv = [torch.randn(shape, **bf16) for _ in range(sets)]
+    copies = [torch.empty_like(t) for t in kv]
+
+    def ours(split_size: int) -> Callable[[int], torch.Tensor]:
+        return lambda i: flash_attn_func(q[i], kv[i][0], kv[i][1], split_size=split_size)
+
+    sides: dict[str, Callable[[int], torch.Tensor]] = {f"ours_{s}": ours(s) for s in splits}
+    if baseline is not None:
+        sides["fa2"] = lambda i: baseline.forward(q[i], kv[i][0], kv[i][1], num_splits=0)[0]
+    results = {name: step(0).float() for name, step in sides.items()}
+    expected = results["fa2" if baseline is not None else f"ours_{splits[0]}"]
+    allowed = 0.05 * float(expected.abs().max())
+    differences = {n: float((one - expected).abs().max()) for n, one in results.items()}
+    if not all(difference <= allowed for difference in differences.values()):
+        raise RuntimeError(f"the sides disagree: {differences}")
+    del results, expected
+
+    result_bytes = q[0].nbytes + 4 * case.batch * case.nheads
+    scratch = {}
+    for name, step in sides.items():
+        scratch[name] = max(0, peak_memory(lambda step=step: step(0)) - result_bytes)  # type: ignore[misc]
+
+    steps: dict[str, Step] = {**sides, "copy": lambda i: copies[i].copy_(kv[i])}
+    graphs = {name: capture(step, sets, calls) for name, step in steps.items()}
+    measured = time_interleaved({n: g.replay for n, g in graphs.items()}, repeats=repeats)
+    times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}
+    floor = times["copy"]["median"] / 2
+    result: dict[str, Any] = {
+        "name": case.name,
+        **asdict(case),
+        "dtype": "bf16",
+        "kv_bytes": case.kv_bytes,
+        "sets": sets,
+        "calls_per_graph": calls,
+        "ms": times,
+        "floor_ms": round(floor, 5),
+        "copy_gb_per_s": round(case.kv_bytes / floor / 1e6, 1),
+        "scratch_bytes": scratch,
+        "ratio_to_floor": {n: round(times[n]["median"] / floor, 4) for n in sides},
+    }
+    if baseline is not None:
+        fa2 = times["fa2"]["median"]
+        result["ratio_to_fa2"] = {
+            n: round(times[n]["median"] / fa2, 4) for n in sides if n != "fa2"
+        }
+    return result
+
+
+def geometric_means(cases: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Returns the geometric means of the ratios over all cases."""
+    means: dict[str, dict[str, float]] = {}
+    for ratio in ("ratio_to_fa2", "ratio_to_floor"):
+        found = [case[ratio] for case in cases if ratio in case]
+        for name in found[0] if found else ():
+            logs = [math.log(one[name]) for one in found]
+            means.setdefault(ratio, {})[name] = round(math.exp(sum(logs) / len(logs)), 4)
+    return means
+
+
+def main() -> int:
+    """Command line; the exit status is 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
+    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser.add_argument("--splits", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    options = parser.parse_args()
+
+    record: dict[str, Any] = {
+        **environment(options.wheel, sys.argv),
+        "repeats": options.repeats,
+        "split_size": get_deterministic_mode().split_size,
+        "splits": options.splits,
+        "baseline": None,
+        "cases": [],
+        "geometric_means": {},
+        "failed": [],
+    }
+    baseline = None
+    if options.baseline is not None:
+        try:
+            baseline = Baseline(options.baseline)
+            record["baseline"] = {"sha256": sha256(options.baseline)}
+        except (OSError, AttributeError) as error:
+            record["failed"].append({"name": "baseline", "error": fail(error)})
+    for case in CASES:
+        if options.only not in case.name:
+            continue
+        if not is_built(case.head_dim, "bf16"):
+            record["failed"].append({"name": case.name, "error": "not in this wheel"})
+            continue
+        try:
+            result = measure(case, baseline, options.splits, options.repeats)
+        except Exception as error:
+            traceback.print_exc()
+            record["failed"].append({"name": case.name, "error": fail(error)})
+        else:
+            record["cases"].append(result)
+            record["geometric_means"] = geometric_means(record["cases"])
+            medians = {name: ms["median"] for name, ms in result["ms"].items()}
+            print(f"{case.name:26} {medians} floor {result['floor_ms']}", flush=True)
+        write_json(options.out, record)
+        torch.cuda.empty_cache()
+    print(record["geometric_means"])
+    return 1 if record["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

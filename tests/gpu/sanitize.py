@@ -1,0 +1,54 @@
+"""A few small calls over every path, to run under compute-sanitizer (CONTRIBUTING.md)."""
+
+from __future__ import annotations
+
+import torch
+from flash_attn_deterministic import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+
+
+def main() -> None:
+    """Makes the calls; what they compute is the tests' business."""
+    torch.manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    for head_dim in (64, 72, 128, 192, 256):
+        # Many row blocks: one CTA walks three splits. Few: a CTA per split, and the merge kernel.
+        for batch, nheads, seqlen_q in ((9, 32, 130), (1, 2, 5), (3, 8, 1)):
+            q = draw(batch, seqlen_q, nheads, head_dim)
+            k, v = draw(batch, 150, 2, head_dim), draw(batch, 150, 2, head_dim)
+            slopes = torch.rand(nheads, device="cuda")
+            flash_attn_func(q, k, v, split_size=64)
+            flash_attn_func(q, k, v, causal=True, split_size=64)
+            flash_attn_func(
+                q, k, v, window_size=(40, 7), softcap=3.0, alibi_slopes=slopes, split_size=64
+            )
+        lengths = torch.tensor([0, 1, 1, 66, 200], device="cuda", dtype=torch.int32)
+        q, k = draw(200, 4, head_dim), draw(200, 2, head_dim)
+        flash_attn_varlen_func(q, k, k, lengths, lengths, 134, 134, causal=True, split_size=64)
+        pages = torch.randperm(40, device="cuda").to(torch.int32).view(4, 10)
+        cache = draw(40, 16, 2, head_dim)
+        angles = draw(160, 32)
+        flash_attn_with_kvcache(
+            draw(4, 3, 4, head_dim),
+            cache,
+            cache.clone(),
+            draw(4, 3, 2, head_dim),
+            draw(4, 3, 2, head_dim),
+            rotary_cos=angles,
+            rotary_sin=angles,
+            cache_seqlens=torch.tensor([0, 13, 64, 157], device="cuda", dtype=torch.int32),
+            block_table=pages,
+            causal=True,
+            split_size=64,
+        )
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,437 @@
+"""Every feature against its definition in float64, the cache against the reference on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_deterministic import (
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn_deterministic.reference import kvcache_attention
+
+from tests.gpu.attention import DTYPES, assert_same, make_qkv, same_bits, skip_unless_built
+
+pytestmark = pytest.mark.gpu
+
+Result = tuple[torch.Tensor, torch.Tensor]
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (100, 33)},
+    "window-left": {"window_size": (50, -1)},
+    "window-right": {"window_size": (-1, 9)},
+    "window-0": {"window_size": (0, 0)},
+    "causal-window": {"causal": True, "window_size": (64, 7)},
+    "softcap": {"softcap": 3.0},
+    "softcap-causal": {"softcap": 0.5, "causal": True},
+    "alibi": {"alibi": True},
+    "alibi-causal": {"alibi": True, "causal": True},
+    "everything": {"alibi": True, "softcap": 3.0, "window_size": (128, 64)},
+}
+LENGTHS = ((1, 777), (63, 64), (129, 128), (200, 1000), (300, 77), (5, 3000))
+CONFIG = pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(d, name) for d in (40, 64, 80, 128, 256) for name in DTYPES],
+    ids=lambda value: str(value),
+)
+
+
+def make_slopes(batch: int, nheads: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(7)
+    return 0.3 * torch.rand((batch, nheads), generator=generator, device="cuda")
+
+
+def assert_near_exact(
+    result: Result,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> None:
+    """Compares with the definition in float64.
+
+    The bound is for each element: probabilities and the output are rounded to the dtype, and the
+    hardware's tanh is off by up to 2^-10.
+    """
+    seqlen_q, nheads, head_dim = q.shape[1:]
+    seqlen_k = k.shape[1]
+    group = nheads // k.shape[2]
+    eps = torch.finfo(q.dtype).eps
+    q64, k64, v64 = (t.double().transpose(1, 2) for t in (q, k, v))
+    k64, v64 = (t.repeat_interleave(group, dim=1) for t in (k64, v64))
+    scores = q64 @ k64.transpose(-1, -2) * head_dim**-0.5
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    row = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device=q.device)
+    if slopes is not None:
+        scores = scores - slopes.double()[..., None, None] * (row - key).abs()
+    left, right = window_size
+    right = 0 if causal else right
+    hidden = torch.zeros((seqlen_q, seqlen_k), dtype=torch.bool, device=q.device)
+    if left >= 0:
+        hidden |= key < row - left
+    if right >= 0:
+        hidden |= key > row + right
+    scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    probs = scores.softmax(-1).nan_to_num(0.0)
+    expected = (probs @ v64).transpose(1, 2)
+    scale = (probs @ v64.abs()).transpose(1, 2)
+
+    out, softmax_lse = result
+    empty = lse == -math.inf
+    assert (softmax_lse[empty] == math.inf).all()
+    difference = (softmax_lse.double() - lse)[~empty].abs()
+    assert (difference <= 5e-4 + softcap * 2**-10).all(), float(difference.max())
+    excess = (out.double() - expected).abs() - (eps + softcap * 2**-9) * scale
+    assert (excess <= 1e-5).all(), float(excess.max())
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)
+@CONFIG
+def test_feature(head_dim: int, dtype: str, seqlen_q: int, seqlen_k: int, feature: str) -> None:
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((2, seqlen_q, 4, head_dim), seqlen_k, 2, dtype=DTYPES[dtype])
+    options = dict(FEATURES[feature])
+    slopes = make_slopes(2, 4) if options.pop("alibi", False) else None
+    for split_size in (128, 512, 0):
+        out, softmax_lse, _ = flash_attn_func(
+            q,
+            k,
+            v,
+            alibi_slopes=slopes,
+            return_attn_probs=True,
+            split_size=split_size,
+            **options,
+        )
+        assert_near_exact((out, softmax_lse), q, k, v, slopes, **options)
+
+
+@pytest.mark.parametrize("split_size", [64, 2048, 0])
+@pytest.mark.parametrize("seqlen_k", [65_537, 131_073])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16")])
+def test_decode_of_more_than_65536_tokens(
+    head_dim: int, dtype: str, seqlen_k: int, split_size: int
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((2, 1, 4, head_dim), seqlen_k, 2, dtype=DTYPES[dtype])
+    out, softmax_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, split_size=split_size)
+    assert_near_exact((out, softmax_lse), q, k, v)
+    if split_size:
+        plan = explain(flash_attn_func, q, k, v, split_size=split_size)
+        assert (plan.path, plan.num_splits) == ("many-ctas", -(-seqlen_k // split_size))
+
+
+def test_leftpad_of_varlen() -> None:
+    skip_unless_built(64, "bf16")
+    q, k, v = make_qkv((3, 70, 4, 64), 700, 2)
+    lengths, leftpad = [700, 600, 70], [0, 37, 64]
+    k[1, :37], v[2, :64] = math.nan, math.nan
+    k[1, 600:], v[2, 70:] = math.nan, math.nan
+    out, softmax_lse, _ = flash_attn_varlen_func(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        int32(range(0, 280, 70)),
+        int32(range(0, 2800, 700)),
+        70,
+        700,
+        causal=True,
+        seqused_k=int32(lengths),
+        leftpad_k=int32(leftpad),
+        return_attn_probs=True,
+    )
+    for index, (length, pad) in enumerate(zip(lengths, leftpad, strict=True)):
+        own = slice(70 * index, 70 * index + 70)
+        one = slice(index, index + 1)
+        expected = flash_attn_func(
+            q[one], k[one, pad:length], v[one, pad:length], causal=True, return_attn_probs=True
+        )
+        assert_same((out[None, own], softmax_lse[None, :, own]), expected[:2])
+
+
+def int32(values: Any) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device="cuda")
+
+
+def make_cache(
+    head_dim: int, dtype: str, batch: int = 3, capacity: int = 200, new: int = 5
+) -> tuple[torch.Tensor, ...]:
+    """Returns q, k_cache, v_cache, k and v."""
+    skip_unless_built(head_dim, dtype)
+    q, k_cache, v_cache = make_qkv((batch, new, 4, head_dim), capacity, 2, dtype=DTYPES[dtype])
+    _, k, v = make_qkv((batch, new, 4, head_dim), new, 2, dtype=DTYPES[dtype], seed=1)
+    return q, k_cache, v_cache, k, v
+
+
+def make_rotary(rotary_dim: int, seqlen: int, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = 10_000.0 ** (-torch.arange(rotary_dim // 2, device="cuda") * 2 / rotary_dim)
+    angles = torch.arange(seqlen, device="cuda")[:, None] * frequencies
+    return angles.cos().to(DTYPES[dtype]), angles.sin().to(DTYPES[dtype])
+
+
+def cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def check_against_reference(
+    tensors: tuple[torch.Tensor, ...], window_size: tuple[int, int] = (-1, -1), **options: Any
+) -> None:
+    """Compares outputs within tolerance; caches bit for bit where nothing is rotated."""
+    q, k_cache, v_cache, k, v = tensors
+    eps = torch.finfo(q.dtype).eps
+    k_expected, v_expected = k_cache.cpu(), v_cache.cpu()
+    expected = kvcache_attention(
+        q.cpu(),
+        k_expected,
+        v_expected,
+        k.cpu(),
+        v.cpu(),
+        window=window_size,
+        **{name: cpu(value) for name, value in options.items()},
+    )
+    result = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, window_size=window_size, return_softmax_lse=True, **options
+    )
+    assert same_bits(v_cache.cpu(), v_expected)
+    if "rotary_cos" in options:
+        # A rotated key may round the other way.
+        torch.testing.assert_close(k_cache.cpu(), k_expected, rtol=eps, atol=1e-5, equal_nan=True)
+    else:
+        assert same_bits(k_cache.cpu(), k_expected)
+    for one, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), wanted, rtol=4 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("rotary_dim", [32, 64])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bf16"), (64, "fp16"), (72, "bf16"), (128, "fp16")]
+)
+def test_rotary(head_dim: int, dtype: str, rotary_dim: int, mask: str, interleaved: bool) -> None:
+    masks: dict[str, dict[str, Any]] = {
+        "full": {},
+        "causal": {"causal": True},
+        "window": {"window_size": (70, 3)},
+    }
+    cos, sin = make_rotary(rotary_dim, 210, dtype)
+    check_against_reference(
+        make_cache(head_dim, dtype),
+        cache_seqlens=int32([0, 63, 195]),
+        rotary_cos=cos,
+        rotary_sin=sin,
+        rotary_interleaved=interleaved,
+        **masks[mask],
+    )
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16"), (80, "bf16")])
+@pytest.mark.parametrize("case", ["plain", "int", "batch-idx", "leftpad", "softcap", "alibi"])
+def test_cache(case: str, head_dim: int, dtype: str) -> None:
+    tensors = make_cache(head_dim, dtype)
+    options: dict[str, Any] = {"cache_seqlens": int32([64, 0, 190]), "causal": True}
+    if case == "int":
+        options["cache_seqlens"] = 129
+    elif case == "batch-idx":
+        q, _, _, k, v = tensors
+        _, k_cache, v_cache, _, _ = make_cache(head_dim, dtype, batch=6)
+        tensors = (q, k_cache, v_cache, k, v)
+        options["cache_batch_idx"] = int32([4, 0, 5])
+    elif case == "leftpad":
+        options["cache_leftpad"] = int32([0, 0, 65])
+    elif case == "softcap":
+        options["softcap"] = 3.0
+    elif case == "alibi":
+        options["alibi_slopes"] = make_slopes(3, 4)
+    check_against_reference(tensors, **options)
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 256])
+@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+def test_paged_cache(rotary: bool, page_size: int) -> None:
+    per_sequence = -(-200 // page_size)
+    _, k_pages, v_pages, _, _ = make_cache(64, "bf16", 3 * per_sequence + 1, page_size)
+    q, _, _, k, v = make_cache(64, "bf16")
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(3 * per_sequence + 1, generator=generator)[: 3 * per_sequence]
+    options: dict[str, Any] = {
+        "cache_seqlens": int32([0, 61, 190]),
+        "block_table": table.view(3, -1).to("cuda", torch.int32),
+        "causal": True,
+    }
+    if rotary:
+        cos, sin = make_rotary(64, 256 * per_sequence, "bf16")
+        options |= {"rotary_cos": cos, "rotary_sin": sin}
+    check_against_reference((q, k_pages, v_pages, k, v), **options)
+
+
+def test_equal_batch_indices_without_appending() -> None:
+    q, k_cache, v_cache, _, _ = make_cache(64, "bf16", 3)
+    result = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_batch_idx=int32([1, 1, 2]), return_softmax_lse=True
+    )
+    order = [1, 1, 2]
+    expected = flash_attn_func(q, k_cache[order], v_cache[order], return_attn_probs=True)
+    assert_same(result, expected[:2])
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 7])
+def test_num_splits_changes_nothing(num_splits: int) -> None:
+    q, k_cache, v_cache, _, _ = make_cache(64, "bf16", capacity=3000)
+    expected = flash_attn_func(q, k_cache, v_cache, return_attn_probs=True, split_size=512)
+    result = flash_attn_with_kvcache(
+        q, k_cache, v_cache, num_splits=num_splits, return_softmax_lse=True, split_size=512
+    )
+    assert_same(result, expected[:2])
+
+
+@pytest.mark.parametrize(
+    ("split_size", "error"),
+    [(-64, ValueError), (65, ValueError), (1, ValueError), (512.0, TypeError), (True, TypeError)],
+)
+def test_split_size_errors(split_size: Any, error: type[Exception]) -> None:
+    q, k, v, _, _ = make_cache(64, "bf16")
+    lengths: dict[str, Any] = {"cu_seqlens_q": int32([0, 5]), "cu_seqlens_k": int32([0, 200])}
+    with pytest.raises(error, match="split_size"):
+        flash_attn_func(q, k, v, split_size=split_size)
+    with pytest.raises(error, match="split_size"):
+        flash_attn_with_kvcache(q, k, v, split_size=split_size)
+    with pytest.raises(error, match="split_size"):
+        flash_attn_varlen_func(
+            q[0],
+            k[0],
+            v[0],
+            lengths["cu_seqlens_q"],
+            lengths["cu_seqlens_k"],
+            5,
+            200,
+            split_size=split_size,
+        )
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16")])
+def test_cuda_graph_with_other_lengths(head_dim: int, dtype: str, rotary: bool) -> None:
+    capacity = 3000
+    q, k_cache, v_cache, k, v = make_cache(head_dim, dtype, capacity=capacity, new=1)
+    options: dict[str, Any] = {"causal": True, "split_size": 512, "return_softmax_lse": True}
+    if rotary:
+        cos, sin = make_rotary(64, capacity, dtype)
+        options |= {"rotary_cos": cos, "rotary_sin": sin}
+    lengths = int32([5, 600, 700])
+    for cache in (k_cache, v_cache):
+        cache[:, 2900:] = math.nan
+    start = [t.clone() for t in (q, k_cache, v_cache, k, v)]
+    flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, **options
+        )
+    for turn, values in enumerate(([0, 511, 2890], [2047, 2048, 1], [512, 63, 64])):
+        fresh = [t * (1 + turn) for t in start]
+        for buffer, tensor in zip((q, k_cache, v_cache, k, v), fresh, strict=True):
+            buffer.copy_(tensor)
+        lengths.copy_(int32(values))
+        graph.replay()
+        eager: Any = flash_attn_with_kvcache(
+            fresh[0], fresh[1], fresh[2], fresh[3], fresh[4], cache_seqlens=int32(values), **options
+        )
+        assert_same(result, eager)
+        assert same_bits(k_cache, fresh[1])
+        assert same_bits(v_cache, fresh[2])
+
+
+# torch.compile itself warns about what it plans to change.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_torch_compile_of_varlen(causal: bool) -> None:
+    q, k, v = (t.flatten(0, 1) for t in make_cache(64, "bf16", new=200)[:3])
+    torch.compiler.reset()
+
+    def call(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Result:
+        out, softmax_lse, _ = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            200,
+            200,
+            causal=causal,
+            return_attn_probs=True,
+            split_size=128,
+        )
+        return out, softmax_lse
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for lengths in ([200, 200, 200], [150, 0, 200, 50, 200]):
+        cu_seqlens = int32([0, *itertools.accumulate(lengths)])
+        assert_same(compiled(cu_seqlens, cu_seqlens), call(cu_seqlens, cu_seqlens))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("append", [False, True], ids=["read", "append"])
+def test_torch_compile_of_kvcache(append: bool) -> None:
+    q, k_cache, v_cache, k, v = make_cache(64, "bf16")
+    torch.compiler.reset()
+
+    def call(k_cache: torch.Tensor, v_cache: torch.Tensor, lengths: torch.Tensor) -> Result:
+        return flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k if append else None,
+            v if append else None,
+            cache_seqlens=lengths,
+            causal=True,
+            return_softmax_lse=True,
+            split_size=128,
+        )
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for values in ([5, 64, 190], [1, 2, 130]):
+        caches, others = ([k_cache.clone(), v_cache.clone()] for _ in range(2))
+        lengths = int32(values)
+        result = compiled(caches[0], caches[1], lengths)
+        assert_same(result, call(others[0], others[1], lengths))
+        for one, other in zip(caches, others, strict=True):
+            assert same_bits(one, other)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_opcheck_of_varlen() -> None:
+    q, k, v = (t.flatten(0, 1) for t in make_cache(64, "bf16")[:3])
+    tree = (0.125, -1, 0, 0.0, 128, True)
+    cu_seqlens = int32([0, 5, 10, 15]), int32([0, 200, 400, 600])
+    result = torch.library.opcheck(
+        torch.ops.flash_attn_deterministic.varlen_fwd.default,
+        (q, k, v, *cu_seqlens, None, None, None, None, 5, 200, *tree),
+    )
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("append", [False, True], ids=["read", "append"])
+def test_opcheck_of_kvcache(append: bool) -> None:
+    q, k_cache, v_cache, k, v = make_cache(64, "bf16")
+    new = (k, v) if append else (None, None)
+    scores = (0.125, -1, 0, 0.0)
+    result = torch.library.opcheck(
+        torch.ops.flash_attn_deterministic.kvcache_fwd.default,
+        (q, k_cache, v_cache, *new, int32([5, 64, 190]), *[None] * 6, *scores, True, 128, True),
+    )
+    assert set(result.values()) == {"SUCCESS"}
