@@ -31,7 +31,7 @@ def main() -> None:
         lengths = torch.tensor([0, 1, 1, 66, 200], device="cuda", dtype=torch.int32)
         q, k = draw(200, 4, head_dim), draw(200, 2, head_dim)
         flash_attn_varlen_func(q, k, k, lengths, lengths, 134, 134, causal=True, split_size=64)
-        pages = torch.randperm(40, device="cuda").to(torch.int32).view(4, 10)
+        pages = torch.randperm(40).to("cuda", torch.int32).view(4, 10)
         cache = draw(40, 16, 2, head_dim)
         angles = draw(160, 32)
         flash_attn_with_kvcache(
