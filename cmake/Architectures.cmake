@@ -18,11 +18,13 @@ foreach(_architecture IN LISTS CMAKE_CUDA_ARCHITECTURES)
     list(APPEND _codes "sm_${_number}")
   endif()
   if(NOT _kind STREQUAL "-real")
-    if(NOT _number STREQUAL _lowest)
-      message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES: ${_architecture} asks for PTX above the lowest "
-                          "architecture; ask for ${_lowest}-virtual, which runs everywhere above")
+    if(_number STREQUAL _lowest)
+      list(APPEND _codes "compute_${_number}")
+    else() # PTX of its own: the front end runs once more
+      target_compile_options(
+        fad_kernels
+        PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${_number},code=[compute_${_number}]>")
     endif()
-    list(APPEND _codes "compute_${_number}")
   endif()
 endforeach()
 list(JOIN _codes "," _codes)
