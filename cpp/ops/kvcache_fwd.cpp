@@ -143,31 +143,8 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   }
 
   FwdParams params{};
-  params.q_ptr = q_rows.data_ptr();
-  params.q_batch_stride = q_rows.stride(0);
-  params.q_row_stride = q_rows.stride(1);
-  params.q_head_stride = q_rows.stride(2);
-  params.k_ptr = k_cache.data_ptr();
-  params.k_batch_stride = k_cache.stride(0);
-  params.k_row_stride = k_cache.stride(1);
-  params.k_head_stride = k_cache.stride(2);
-  params.v_ptr = v_cache.data_ptr();
-  params.v_batch_stride = v_cache.stride(0);
-  params.v_row_stride = v_cache.stride(1);
-  params.v_head_stride = v_cache.stride(2);
-  params.o_ptr = out.data_ptr();
-  params.o_batch_stride = out.stride(0);
-  params.o_row_stride = out.stride(1);
-  params.o_head_stride = out.stride(2);
-  params.softmax_lse_ptr = softmax_lse.data_ptr();
-  params.b = static_cast<int>(batch);
-  params.seqlen_q = static_cast<int>(q.size(1));
-  params.h = static_cast<int>(q.size(2));
-  params.d = static_cast<int>(head_dim);
-  params.d_rounded = kernel_head_dim(params.d);
-  params.seqlen_k = static_cast<int>(capacity);
-  params.h_k = static_cast<int>(nheads_k);
-  params.h_h_k_ratio = params.h / params.h_k;
+  set_dense(params, q_rows, k_cache, v_cache, out, softmax_lse);
+  params.seqlen_k = static_cast<int>(capacity);  // of pages, more than one of them
   // Lengths, not offsets: upstream's meaning of this flag.
   params.cu_seqlens_k = data(cache_seqlens);
   params.is_seqlens_k_cumulative = !cache_seqlens.has_value();

@@ -25,6 +25,36 @@ int window(std::int64_t size) {
 
 }  // namespace
 
+void set_dense(FwdParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
+               const Tensor& out, const Tensor& softmax_lse) {
+  params.q_ptr = q.data_ptr();
+  params.q_batch_stride = q.stride(0);
+  params.q_row_stride = q.stride(1);
+  params.q_head_stride = q.stride(2);
+  params.k_ptr = k.data_ptr();
+  params.k_batch_stride = k.stride(0);
+  params.k_row_stride = k.stride(1);
+  params.k_head_stride = k.stride(2);
+  params.v_ptr = v.data_ptr();
+  params.v_batch_stride = v.stride(0);
+  params.v_row_stride = v.stride(1);
+  params.v_head_stride = v.stride(2);
+  params.o_ptr = out.data_ptr();
+  params.o_batch_stride = out.stride(0);
+  params.o_row_stride = out.stride(1);
+  params.o_head_stride = out.stride(2);
+  params.softmax_lse_ptr = softmax_lse.data_ptr();
+  params.b = static_cast<int>(q.size(0));
+  params.seqlen_q = static_cast<int>(q.size(1));
+  params.h = static_cast<int>(q.size(2));
+  params.d = static_cast<int>(q.size(3));
+  params.d_rounded = kernel_head_dim(params.d);
+  params.seqlen_k = static_cast<int>(k.size(1));
+  params.h_k = static_cast<int>(k.size(2));
+  params.h_h_k_ratio = params.h / params.h_k;
+  params.is_seqlens_k_cumulative = true;
+}
+
 void set_softmax(FwdParams& params, const Scores& scores) {
   // Scores are scaled after masking: -inf times a scale of 0 or less would not stay masked.
   check(std::isfinite(scores.softmax_scale) && scores.softmax_scale > 0,
@@ -126,12 +156,13 @@ void run_fwd(FwdParams& params, const Tensor& like, std::int64_t split_size, boo
   params.num_parts = plan.num_splits;
   params.split_blocks =
       plan.split_tokens == 0 ? 1 << 24 : static_cast<int>(plan.split_tokens / kBlockN);
-  Tensor scratch = torch::stable::new_empty(
-      like, {static_cast<std::int64_t>(plan.scratch_bytes / sizeof(float))}, ScalarType::Float);
+  std::optional<Tensor> scratch;  // lives until the launches are queued
   if (plan.many_ctas) {
+    scratch = torch::stable::new_empty(
+        like, {static_cast<std::int64_t>(plan.scratch_bytes / sizeof(float))}, ScalarType::Float);
     const std::size_t rows =
         static_cast<std::size_t>(plan.num_splits) * params.b * params.h * params.seqlen_q;
-    params.part_acc = static_cast<float*>(scratch.data_ptr());
+    params.part_acc = static_cast<float*>(scratch->data_ptr());
     params.part_state =
         reinterpret_cast<float2*>(params.part_acc + rows * kernel_head_dim(params.d));
   }

@@ -21,6 +21,11 @@ struct Scores {
   const OptionalTensor& alibi_slopes;
 };
 
+// Where (batch, seqlen, heads, head_dim) tensors lie, and their sizes.
+void set_dense(FwdParams& params, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+               const torch::stable::Tensor& v, const torch::stable::Tensor& out,
+               const torch::stable::Tensor& softmax_lse);
+
 void set_softmax(FwdParams& params, const Scores& scores);
 void set_masking(FwdParams& params, const Scores& scores);
 void set_alibi(FwdParams& params, const Scores& scores);
