@@ -66,6 +66,9 @@ void set_qkv(FwdParams& params, const fa2_tensor& q, const fa2_tensor& k, const 
 }
 
 void set_problem(FwdParams& params, const fa2_problem& problem) {
+  if ((problem.cu_seqlens_q == nullptr) != (problem.cu_seqlens_k == nullptr)) {
+    throw std::runtime_error("cu_seqlens_q, cu_seqlens_k: expected both or neither");
+  }
   if (problem.head_dim != 64 && problem.head_dim != 128) {
     throw std::runtime_error("head_dim: the baseline holds 64 and 128, got " +
                              std::to_string(problem.head_dim));
@@ -87,6 +90,10 @@ void set_problem(FwdParams& params, const fa2_problem& problem) {
   params.window_size_left = params.is_causal ? problem.seqlen_k : -1;
   params.window_size_right = params.is_causal ? 0 : -1;
   params.is_seqlens_k_cumulative = true;
+  params.cu_seqlens_q = const_cast<int*>(problem.cu_seqlens_q);
+  params.cu_seqlens_k = const_cast<int*>(problem.cu_seqlens_k);
+  params.total_q = problem.total_q;
+  params.unpadded_lse = problem.cu_seqlens_q != nullptr;
   params.p_dropout = params.rp_dropout = 1.f;  // the probability to keep
   params.p_dropout_in_uint8_t = 255;
   params.scale_softmax_rp_dropout = params.scale_softmax;
@@ -138,6 +145,8 @@ int choose_num_splits(int row_blocks, int slots, int key_blocks) {
 
 const char* fa2_baseline_error(void) { return last_error.c_str(); }
 
+int32_t fa2_baseline_version(void) { return FA2_BASELINE_VERSION; }
+
 int32_t fa2_baseline_num_splits(const fa2_problem* problem, int32_t num_sms) {
   const int key_block = problem->head_dim <= 64 ? 256 : 128;
   const int row_blocks = problem->batch * problem->nheads * ceil_div(problem->seqlen_q, kSplitRows);
@@ -152,6 +161,10 @@ int32_t fa2_baseline_forward(const fa2_problem* problem, const fa2_tensor* q, co
     check(cudaSetDevice(problem->device), "cudaSetDevice");
     if (num_splits < 1 || num_splits > kMaxSplits) {
       throw std::runtime_error("num_splits: expected 1 to 128, got " + std::to_string(num_splits));
+    }
+    if (num_splits > 1 && problem->cu_seqlens_q != nullptr) {
+      throw std::runtime_error("num_splits: expected 1 for packed sequences, got " +
+                               std::to_string(num_splits));
     }
     FwdParams params{};
     set_problem(params, *problem);

@@ -1,6 +1,7 @@
 // Finds the launcher of a call among the instances that this build holds.
 #include <cstring>
 
+#include "bwd.h"
 #include "fwd.h"
 #include "instances.h"
 
@@ -9,21 +10,39 @@ namespace fad {
 #define FAD_DECLARE(dtype, head_dim) void fwd_##dtype##_##head_dim(FwdParams&, cudaStream_t);
 FAD_FWD_INSTANCES(FAD_DECLARE)
 #undef FAD_DECLARE
+#define FAD_DECLARE(dtype, head_dim) extern const BwdInstance bwd_##dtype##_##head_dim;
+FAD_BWD_INSTANCES(FAD_DECLARE)
+#undef FAD_DECLARE
 
 namespace {
 
 // Head dims that upstream's kernels are written for; a call takes the next one up.
 constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
 
+// Lists end with an empty entry: a build may hold one direction only.
+template <typename Instance>
 struct Entry {
   const char* dtype;
   int head_dim;
-  FwdLauncher launcher;
+  Instance instance;
 };
 
 #define FAD_ENTRY(dtype, head_dim) {#dtype, head_dim, &fwd_##dtype##_##head_dim},
-constexpr Entry kFwdEntries[] = {FAD_FWD_INSTANCES(FAD_ENTRY)};
+constexpr Entry<FwdLauncher> kFwdEntries[] = {FAD_FWD_INSTANCES(FAD_ENTRY){"", 0, nullptr}};
 #undef FAD_ENTRY
+#define FAD_ENTRY(dtype, head_dim) {#dtype, head_dim, &bwd_##dtype##_##head_dim},
+constexpr Entry<const BwdInstance*> kBwdEntries[] = {FAD_BWD_INSTANCES(FAD_ENTRY){"", 0, nullptr}};
+#undef FAD_ENTRY
+
+template <typename Instance, std::size_t kCount>
+Instance find(const Entry<Instance> (&entries)[kCount], const char* dtype, int head_dim) {
+  for (const Entry<Instance>& entry : entries) {
+    if (entry.head_dim == kernel_head_dim(head_dim) && std::strcmp(entry.dtype, dtype) == 0) {
+      return entry.instance;
+    }
+  }
+  return nullptr;
+}
 
 }  // namespace
 
@@ -36,13 +55,10 @@ int kernel_head_dim(int head_dim) {
   return 0;
 }
 
-FwdLauncher find_fwd(const char* dtype, int head_dim) {
-  for (const Entry& entry : kFwdEntries) {
-    if (entry.head_dim == kernel_head_dim(head_dim) && std::strcmp(entry.dtype, dtype) == 0) {
-      return entry.launcher;
-    }
-  }
-  return nullptr;
+FwdLauncher find_fwd(const char* dtype, int head_dim) { return find(kFwdEntries, dtype, head_dim); }
+
+const BwdInstance* find_bwd(const char* dtype, int head_dim) {
+  return find(kBwdEntries, dtype, head_dim);
 }
 
 }  // namespace fad

@@ -25,6 +25,7 @@ struct FwdPlan {
   int split_tokens;  // 0: one split
   int num_splits;    // of the longest sequence
   int block_m;       // query rows to a CTA
+  bool few_rows;     // the kernel for a few rows runs
   bool many_ctas;    // a CTA per split and a merge kernel, instead of one CTA per row block
   std::size_t scratch_bytes;
 };

@@ -4,9 +4,11 @@
 
 #include <c10/cuda/CUDAException.h>
 
+#include "decode.cuh"
 #include "flash_fwd_kernel.h"  // upstream
 #include "fwd.h"
 #include "fwd_merge.cuh"
+#include "masking.h"
 
 namespace fad {
 
@@ -21,15 +23,12 @@ struct FwdTraits
   static constexpr bool kEvenHeadDim = kEvenHeadDim_;
 };
 
-// kGeneral: windows, ALiBi and softcap; kFull and kCausal leave their cost out.
-enum class Masking { kFull, kCausal, kGeneral };
-
-template <typename Traits, Masking kMasking, bool kSoftcap>
+template <typename Traits, Masking kMasking, bool kSoftcap, bool kDropout>
 __global__ void fwd_kernel(const __grid_constant__ FwdParams params) {
   const auto [bidb, bidh, m_block] = place_of<Traits>(params, blockIdx.x);
   constexpr bool kGeneral = kMasking == Masking::kGeneral;
   FLASH_NAMESPACE::compute_attn_1rowblock<
-      Traits, /*Is_dropout=*/false, kMasking == Masking::kCausal, /*Is_local=*/kGeneral,
+      Traits, kDropout, kMasking == Masking::kCausal, /*Is_local=*/kGeneral,
       /*Has_alibi=*/kGeneral, /*Is_even_MN=*/false, Traits::kEvenHeadDim, kSoftcap,
       /*Return_softmax=*/false>(params, bidb, bidh, m_block);
 }
@@ -45,18 +44,14 @@ unsigned fwd_grid(const FwdParams& params) {
   return static_cast<unsigned>(blocks);
 }
 
-// Further than any key, and far from overflow when positions are added to it.
-constexpr int kUnlimited = 1 << 29;
-
-template <typename Traits, Masking kMasking, bool kSoftcap>
+template <typename Traits, Masking kMasking, bool kSoftcap, bool kDropout>
 void launch_kernel(FwdParams params, cudaStream_t stream) {
   if (kMasking == Masking::kGeneral) {
-    params.window_size_left = params.window_size_left < 0 ? kUnlimited : params.window_size_left;
-    params.window_size_right = params.window_size_right < 0 ? kUnlimited : params.window_size_right;
+    limit_windows(params);
   }
   // A single split keeps no state.
   const int shared = Traits::kSmemSize + (params.num_parts > 1 ? Traits::Walk::kSharedBytes : 0);
-  auto kernel = &fwd_kernel<Traits, kMasking, kSoftcap>;
+  auto kernel = &fwd_kernel<Traits, kMasking, kSoftcap, kDropout>;
   if (shared > 48 * 1024) {
     C10_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
@@ -76,6 +71,20 @@ void launch_merge(FwdParams& params, cudaStream_t stream) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+template <typename Element, int kHeadDim>
+void launch_decode(FwdParams& params, cudaStream_t stream) {
+  using Traits = DecodeTraits<Element, kHeadDim>;
+  auto kernel = &decode_kernel<Traits>;
+  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      Traits::kSharedBytes));
+  kernel<<<dim3(params.b * params.h, params.num_parts), Traits::kThreads, Traits::kSharedBytes,
+           stream>>>(params);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  if (params.num_parts > 1) {
+    launch_merge<Element, kHeadDim>(params, stream);
+  }
+}
+
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kWarps>
 void launch_fwd(FwdParams& params, cudaStream_t stream) {
   static_assert(kBlockN == 64, "plan.cpp and fwd_merge.cuh count in blocks of 64");
@@ -90,25 +99,34 @@ void launch_fwd(FwdParams& params, cudaStream_t stream) {
   const bool even = params.d == kHeadDim;
   const bool full = params.window_size_left < 0 && params.window_size_right < 0;
   const bool softcap = params.softcap > 0.f;
-  const bool plain_scores = params.alibi_slopes_ptr == nullptr && !softcap;
+  const bool dropout = params.p_dropout < 1.f;
+  const bool plain_scores = params.alibi_slopes_ptr == nullptr && !softcap && !dropout;
   const bool paged = params.block_table != nullptr || params.cache_batch_idx != nullptr;
+  constexpr Masking kFull = Masking::kFull;
+  constexpr Masking kCausal = Masking::kCausal;
+  constexpr Masking kGeneral = Masking::kGeneral;
 
+  if (params.few_rows) {
+    return launch_decode<Element, kHeadDim>(params, stream);
+  }
   if (params.part_acc != nullptr) {
-    auto launch = plain_scores && full && even ? &launch_kernel<EvenPart, Masking::kFull, false>
-                  : softcap ? &launch_kernel<GeneralPart, Masking::kGeneral, true>
-                            : &launch_kernel<GeneralPart, Masking::kGeneral, false>;
+    auto launch = plain_scores && full && even ? &launch_kernel<EvenPart, kFull, false, false>
+                  : softcap                    ? &launch_kernel<GeneralPart, kGeneral, true, false>
+                  : dropout ? &launch_kernel<GeneralPart, kGeneral, false, true>
+                            : &launch_kernel<GeneralPart, kGeneral, false, false>;
     launch(params, stream);
     return launch_merge<Element, kHeadDim>(params, stream);
   }
   if (plain_scores && !paged && (full || params.is_causal)) {
-    auto launch = params.is_causal ? (even ? &launch_kernel<Even, Masking::kCausal, false>
-                                           : &launch_kernel<Uneven, Masking::kCausal, false>)
-                                   : (even ? &launch_kernel<Even, Masking::kFull, false>
-                                           : &launch_kernel<Uneven, Masking::kFull, false>);
+    auto launch = params.is_causal ? (even ? &launch_kernel<Even, kCausal, false, false>
+                                           : &launch_kernel<Uneven, kCausal, false, false>)
+                                   : (even ? &launch_kernel<Even, kFull, false, false>
+                                           : &launch_kernel<Uneven, kFull, false, false>);
     return launch(params, stream);
   }
-  auto launch = softcap ? &launch_kernel<General, Masking::kGeneral, true>
-                        : &launch_kernel<General, Masking::kGeneral, false>;
+  auto launch = softcap   ? &launch_kernel<General, kGeneral, true, false>
+                : dropout ? &launch_kernel<General, kGeneral, false, true>
+                          : &launch_kernel<General, kGeneral, false, false>;
   launch(params, stream);
 }
 

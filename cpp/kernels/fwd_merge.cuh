@@ -3,6 +3,7 @@
 #pragma once
 
 #include "block_info.h"  // upstream
+#include "fwd_rows.cuh"
 #include "params.h"
 #include "softmax_steps.h"
 #include "split_state.h"
@@ -13,6 +14,7 @@ namespace fad {
 template <typename Element, int kHeadDim>
 __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
   constexpr int kColumns = kHeadDim / 32;
+  constexpr int kAhead = kColumns <= 4 ? 8 : 4;
   const int lane = threadIdx.x % 32;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   const int64_t rows = static_cast<int64_t>(params.b) * params.h * params.seqlen_q;
@@ -39,41 +41,51 @@ __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
   }
 
   const int split_tokens = params.split_blocks * 64;
+  const int last = end > begin ? (end + split_tokens - 1) / split_tokens - 1 : -1;
+  const int first = begin / split_tokens;
   float row_max = -INFINITY;
   float row_sum = 0.f;
   float acc[kColumns] = {};
-  bool first = true;
-  for (int split = (end + split_tokens - 1) / split_tokens - 1;
-       end > begin && split >= begin / split_tokens; --split) {
-    const int64_t part = split * rows + index;
-    const float2 state = params.part_state[part];
-    const float* const values = params.part_acc + part * kHeadDim + lane;
-    float part_max = state.x;
-    float part_sum = state.y;
-    if (first) {
-      row_max = part_max;
-      row_sum = part_sum;
+  // Parts are read several at a time, and merged one after another.
+  for (int from = last; from >= first; from -= kAhead) {
+    float2 states[kAhead];
+    float values[kAhead][kColumns];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        acc[i] = values[32 * i];
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      if (from - ahead >= first) {
+        const int64_t part = (from - ahead) * rows + index;
+        states[ahead] = params.part_state[part];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          values[ahead][i] = params.part_acc[part * kHeadDim + lane + 32 * i];
+        }
       }
-      first = false;
-      continue;
     }
-    const MergeWeights weights =
-        merge_state(row_max, row_sum, part_max, part_sum, params.scale_softmax_log2);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) {
-      acc[i] = merge_value(acc[i], weights.later, values[32 * i], weights.earlier);
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int split = from - ahead;
+      if (split == last) {
+        row_max = states[ahead].x;
+        row_sum = states[ahead].y;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          acc[i] = values[ahead][i];
+        }
+      } else if (split >= first) {
+        const MergeWeights weights = merge_state(row_max, row_sum, states[ahead].x, states[ahead].y,
+                                                 params.scale_softmax_log2);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          acc[i] = merge_value(acc[i], weights.later, values[ahead][i], weights.earlier);
+        }
+        row_max = states[ahead].x;
+        row_sum = states[ahead].y;
+      }
     }
-    row_max = part_max;
-    row_sum = part_sum;
   }
 
-  const float inverse = inverse_sum(row_sum);
-  Element* const out = static_cast<Element*>(params.o_ptr) +
-                       info.q_offset(params.o_batch_stride, params.o_row_stride, bidb) +
-                       row * params.o_row_stride + bidh * params.o_head_stride;
+  const float inverse = __fmul_rn(inverse_sum(row_sum), params.rp_dropout);  // 1 without dropout
+  Element* const out = out_row<Element>(params, info, bidb, bidh, row);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (lane + 32 * i < params.d) {
@@ -81,17 +93,7 @@ __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
     }
   }
   if (lane == 0) {
-    // As get_lse_tile in upstream's kernel: (b, h, seqlen_q), or (h, total_q) for packed sequences,
-    // or (h, seqlen_q, b) where query groups were turned into rows.
-    int64_t at = index;
-    if (params.seqlenq_ngroups_swapped) {
-      at = (static_cast<int64_t>(bidh) * params.seqlen_q + row) * params.b + bidb;
-    } else if (params.unpadded_lse) {
-      at = static_cast<int64_t>(bidh) * params.total_q + info.q_offset(params.seqlen_q, 1, bidb) +
-           row;
-    }
-    static_cast<float*>(params.softmax_lse_ptr)[at] =
-        log_sum_exp(row_max, params.scale_softmax, row_sum, INFINITY);
+    write_lse(params, info, bidb, bidh, row, row_max, row_sum);
   }
 }
 

@@ -1,7 +1,9 @@
 // Upstream's parameters and ours beside them.
 #pragma once
 
-#include "flash.h"  // upstream: Flash_fwd_params
+#include <cstdint>
+
+#include "flash.h"  // upstream: Flash_fwd_params, Flash_bwd_params
 
 namespace fad {
 
@@ -13,6 +15,24 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   float* part_acc;
   float2* part_state;
   int num_parts;  // splits that the longest sequence may have
+  bool few_rows;  // every sequence's rows fit the tile of decode.cuh
+};
+
+struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
+  // Whether CTAs add to a row block of dq in the order of their key blocks.
+  bool in_turns;
+  // A turn is for 2^turn_shift row blocks.
+  int turn_shift;
+  // (batch, head) pairs whose key blocks are worked on side by side.
+  int heads_in_flight;
+  // How many CTAs have started.
+  unsigned* tickets;
+  // How many key blocks have been added to each row block of dq, of a head.
+  unsigned* row_turns;
+  // How many query heads of a group have been added to each key block of dk and dv.
+  unsigned* key_turns;
+  // Their sums so far: dk and dv of each key block, fp32, as the threads hold them.
+  float* key_sums;
 };
 
 }  // namespace fad

@@ -11,6 +11,7 @@ namespace {
 constexpr int kBlockN = 64;        // of every instance
 constexpr int kOwnerBlockM = 128;  // of the one-CTA path (64 at head dim 256)
 constexpr int kPartBlockM = 64;    // of the many-CTA path
+constexpr int kFewRows = 16;       // of the kernel for a few rows
 
 long long ceil_div(long long a, long long b) { return (a + b - 1) / b; }
 
@@ -48,7 +49,8 @@ FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, 
   const long long heads = static_cast<long long>(params.b) * params.h;
   const int head_dim = kernel_head_dim(params.d);
   const int block_m = head_dim == 256 ? 64 : kOwnerBlockM;
-  FwdPlan plan{split_tokens, 1, block_m, false, 0};
+  const bool few_rows = params.seqlen_q <= kFewRows && params.p_dropout == 1.f;
+  FwdPlan plan{split_tokens, 1, few_rows ? kFewRows : block_m, few_rows, false, 0};
   if (!deterministic) {
     const int key_blocks = static_cast<int>(ceil_div(params.seqlen_k, kBlockN));
     const int splits = splits_by_occupancy(heads * ceil_div(params.seqlen_q, kPartBlockM),
@@ -66,9 +68,9 @@ FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, 
   const bool fits = tile_bytes + state_bytes <= shared_bytes_per_block;
   // Worth it when row blocks alone leave SMs without work.
   const long long row_blocks = heads * ceil_div(params.seqlen_q, block_m);
-  plan.many_ctas = !fits || row_blocks < 2LL * num_sms;
+  plan.many_ctas = few_rows || !fits || row_blocks < 2LL * num_sms;
   if (plan.many_ctas) {
-    plan.block_m = kPartBlockM;
+    plan.block_m = few_rows ? kFewRows : kPartBlockM;
     const std::size_t rows = static_cast<std::size_t>(plan.num_splits) * heads * params.seqlen_q;
     plan.scratch_bytes = rows * (head_dim * sizeof(float) + sizeof(float2));
   }

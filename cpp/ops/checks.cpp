@@ -1,11 +1,15 @@
 #include "checks.h"
 
+#include <limits>
+
 namespace fad {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 namespace {
+
+constexpr std::int64_t kMaxSize = std::numeric_limits<int>::max() - 1024;
 
 std::string join(const std::int64_t* values, std::size_t count) {
   std::string text = "(";
@@ -55,6 +59,18 @@ void check_heads(const Tensor& q, const Tensor& k) {
   const std::int64_t nheads_k = k.size(k.dim() - 2);
   check(nheads_k > 0 && nheads > 0 && nheads % nheads_k == 0,
         "k: expected a number of heads that divides the ", nheads, " heads of q, got ", nheads_k);
+}
+
+void check_dense(const Tensor& q, const Tensor& k, const Tensor& v) {
+  check_attention_input(q, "q", q, 4);
+  check_attention_input(k, "k", q, 4);
+  check_attention_input(v, "v", q, 4);
+  check_heads(q, k);
+  check(q.size(0) > 0, "q: expected a batch of at least 1, got shape ", shape_string(q));
+  check_shape(k, "k", {q.size(0), k.size(1), k.size(2), q.size(3)});
+  check_shape(v, "v", {q.size(0), k.size(1), k.size(2), q.size(3)});
+  check(q.size(1) <= kMaxSize && k.size(1) <= kMaxSize && q.size(0) <= kMaxSize,
+        "q, k: expected sizes below 2^31, got ", shape_string(q), " and ", shape_string(k));
 }
 
 void check_int32(const Tensor& tensor, const char* name, const Tensor& q,

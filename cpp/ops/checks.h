@@ -32,6 +32,10 @@ void check_attention_input(const torch::stable::Tensor& tensor, const char* name
 // head_dim of q, and the number of heads of q over that of k.
 void check_heads(const torch::stable::Tensor& q, const torch::stable::Tensor& k);
 
+// q, k, v: (batch, seqlen, heads, head_dim).
+void check_dense(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                 const torch::stable::Tensor& v);
+
 void check_shape(const torch::stable::Tensor& tensor, const char* name,
                  std::initializer_list<std::int64_t> expected);
 

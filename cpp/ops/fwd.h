@@ -16,11 +16,13 @@ using Outputs = std::tuple<torch::stable::Tensor, torch::stable::Tensor>;
 // q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16
 // k, v: (batch, seqlen_k, nheads_k, head_dim), like q
 // alibi_slopes: (nheads) or (batch, nheads), fp32
+// rng_state: (2), int64, seed and offset of dropout; deterministic_bwd is for autograd
 // Returns out, shaped like q, contiguous, and softmax_lse: (batch, nheads, seqlen_q), fp32.
 Outputs fwd(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
             const torch::stable::Tensor& v, const OptionalTensor& alibi_slopes,
-            double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-            double softcap, std::int64_t split_size, bool deterministic);
+            const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
+            std::int64_t window_left, std::int64_t window_right, double softcap,
+            std::int64_t split_size, bool deterministic, bool deterministic_bwd);
 
 // q: (total_q, nheads, head_dim)
 // k, v: (total_k, nheads_k, head_dim), or pages: (num_blocks, page_block_size, nheads_k, head_dim)
@@ -31,10 +33,11 @@ Outputs varlen_fwd(const torch::stable::Tensor& q, const torch::stable::Tensor& 
                    const torch::stable::Tensor& v, const torch::stable::Tensor& cu_seqlens_q,
                    const torch::stable::Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,
                    const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
-                   const OptionalTensor& alibi_slopes, std::int64_t max_seqlen_q,
-                   std::int64_t max_seqlen_k, double softmax_scale, std::int64_t window_left,
-                   std::int64_t window_right, double softcap, std::int64_t split_size,
-                   bool deterministic);
+                   const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                   std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
+                   double softmax_scale, std::int64_t window_left, std::int64_t window_right,
+                   double softcap, std::int64_t split_size, bool deterministic,
+                   bool deterministic_bwd);
 
 // q: (batch, seqlen_q, nheads, head_dim)
 // k_cache, v_cache: (batch of the cache, capacity, nheads_k, head_dim), or pages: (num_blocks,

@@ -85,7 +85,9 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   Tensor softmax_lse =
       torch::stable::new_empty(q, {batch, q.size(2), q.size(1)}, ScalarType::Float);
   Tensor q_rows = aligned(q);
-  const Scores scores{softmax_scale, window_left, window_right, softcap, alibi_slopes};
+  const OptionalTensor no_rng_state;
+  const Scores scores{softmax_scale, window_left, window_right, softcap,
+                      alibi_slopes,  0.0,         no_rng_state};
 
   AppendParams append{};
   if (k.has_value()) {
@@ -160,9 +162,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
     params.knew_ptr = k->data_ptr();
     params.seqlen_knew = static_cast<int>(k->size(1));
   }
-  set_softmax(params, scores);
-  set_masking(params, scores);
-  set_alibi(params, scores);
+  set_scores(params, scores, q);
   turn_groups_into_rows(params);
   if (params.seqlen_q > 0) {
     run_fwd(params, q, split_size, deterministic);

@@ -25,7 +25,7 @@ int window(std::int64_t size) {
 
 }  // namespace
 
-void set_dense(FwdParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
+void set_dense(Upstream& params, const Tensor& q, const Tensor& k, const Tensor& v,
                const Tensor& out, const Tensor& softmax_lse) {
   params.q_ptr = q.data_ptr();
   params.q_batch_stride = q.stride(0);
@@ -55,7 +55,50 @@ void set_dense(FwdParams& params, const Tensor& q, const Tensor& k, const Tensor
   params.is_seqlens_k_cumulative = true;
 }
 
-void set_softmax(FwdParams& params, const Scores& scores) {
+void check_packed(const Tensor& q, const Packed& packed) {
+  const std::int64_t batch = packed.cu_seqlens_q.size(0) - 1;
+  check(batch > 0, "cu_seqlens_q: expected shape (batch + 1), batch at least 1, got ",
+        shape_string(packed.cu_seqlens_q));
+  check_int32(packed.cu_seqlens_q, "cu_seqlens_q", q, {batch + 1});
+  check_int32(packed.cu_seqlens_k, "cu_seqlens_k", q, {batch + 1});
+  check(packed.max_seqlen_q >= 0 && packed.max_seqlen_k >= 0 && packed.max_seqlen_q < (1 << 30) &&
+            packed.max_seqlen_k < (1 << 30),
+        "max_seqlen_q, max_seqlen_k: expected lengths below 2^30, got ", packed.max_seqlen_q,
+        " and ", packed.max_seqlen_k);
+}
+
+void set_packed(Upstream& params, const Tensor& q, const Tensor& k, const Tensor& v,
+                const Tensor& out, const Tensor& softmax_lse, const Packed& packed) {
+  const std::int64_t row = k.dim() - 3;  // the dimension of tokens
+  params.q_ptr = q.data_ptr();
+  params.q_row_stride = q.stride(0);
+  params.q_head_stride = q.stride(1);
+  params.k_ptr = k.data_ptr();
+  params.k_row_stride = k.stride(row);
+  params.k_head_stride = k.stride(row + 1);
+  params.v_ptr = v.data_ptr();
+  params.v_row_stride = v.stride(row);
+  params.v_head_stride = v.stride(row + 1);
+  params.o_ptr = out.data_ptr();
+  params.o_row_stride = out.stride(0);
+  params.o_head_stride = out.stride(1);
+  params.softmax_lse_ptr = softmax_lse.data_ptr();
+  params.unpadded_lse = true;
+  params.total_q = static_cast<int>(q.size(0));
+  params.cu_seqlens_q = static_cast<int*>(packed.cu_seqlens_q.data_ptr());
+  params.cu_seqlens_k = static_cast<int*>(packed.cu_seqlens_k.data_ptr());
+  params.is_seqlens_k_cumulative = true;
+  params.b = static_cast<int>(packed.cu_seqlens_q.size(0) - 1);
+  params.seqlen_q = static_cast<int>(packed.max_seqlen_q);
+  params.seqlen_k = static_cast<int>(packed.max_seqlen_k);
+  params.h = static_cast<int>(q.size(1));
+  params.h_k = static_cast<int>(k.size(row + 1));
+  params.h_h_k_ratio = params.h / params.h_k;
+  params.d = static_cast<int>(q.size(2));
+  params.d_rounded = kernel_head_dim(params.d);
+}
+
+void set_softmax(Upstream& params, const Scores& scores) {
   // Scores are scaled after masking: -inf times a scale of 0 or less would not stay masked.
   check(std::isfinite(scores.softmax_scale) && scores.softmax_scale > 0,
         "softmax_scale: expected a positive, finite number, got ", scores.softmax_scale);
@@ -69,19 +112,45 @@ void set_softmax(FwdParams& params, const Scores& scores) {
   // The product is rounded once, from double: upstream's float product, on any compiler.
   params.scale_softmax_log2 =
       static_cast<float>(static_cast<double>(params.scale_softmax) * kLog2E);
-  params.p_dropout = 1.f;  // upstream's meaning: the probability to keep
-  params.p_dropout_in_uint8_t = 255;
-  params.rp_dropout = 1.f;
-  params.scale_softmax_rp_dropout = params.scale_softmax;
 }
 
-void set_masking(FwdParams& params, const Scores& scores) {
+void set_dropout(Upstream& params, const Scores& scores, const Tensor& q) {
+  const double p = scores.dropout_p;
+  check(p >= 0 && p < 1, "dropout_p: expected a number in [0, 1), got ", p);
+  check(p == 0 || scores.softcap == 0, "softcap: expected 0 together with dropout, got ",
+        scores.softcap);
+  // p_dropout has upstream's meaning: the probability to keep.
+  params.p_dropout = static_cast<float>(1.0 - p);
+  params.p_dropout_in_uint8_t =
+      static_cast<std::uint8_t>(std::floor(static_cast<double>(params.p_dropout) * 255.0));
+  params.rp_dropout = 1.f / params.p_dropout;
+  params.scale_softmax_rp_dropout = params.rp_dropout * params.scale_softmax;
+  if (p == 0) {
+    return;
+  }
+  check(scores.rng_state.has_value(), "rng_state: expected a tensor together with dropout");
+  const Tensor& state = *scores.rng_state;
+  check(state.is_cuda() && state.get_device_index() == q.get_device_index() &&
+            state.scalar_type() == ScalarType::Long && state.dim() == 1 && state.size(0) == 2 &&
+            state.is_contiguous(),
+        "rng_state: expected a contiguous int64 tensor of shape (2) on the device of q");
+  params.philox_args.seed_and_offset = static_cast<const std::uint64_t*>(state.data_ptr());
+}
+
+void set_scores(Upstream& params, const Scores& scores, const Tensor& q) {
+  set_softmax(params, scores);
+  set_masking(params, scores);
+  set_alibi(params, scores);
+  set_dropout(params, scores, q);
+}
+
+void set_masking(Upstream& params, const Scores& scores) {
   params.window_size_left = window(scores.window_left);
   params.window_size_right = window(scores.window_right);
   params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
 }
 
-void set_alibi(FwdParams& params, const Scores& scores) {
+void set_alibi(Upstream& params, const Scores& scores) {
   if (!scores.alibi_slopes.has_value()) {
     return;
   }
@@ -116,7 +185,8 @@ void turn_groups_into_rows(FwdParams& params) {
   const int group = params.h_h_k_ratio;
   const bool one_query = params.seqlen_q == 1;
   const bool sees_all = params.window_size_left < 0;
-  if (!one_query || group == 1 || !sees_all || params.alibi_slopes_ptr != nullptr) {
+  const bool plain = params.alibi_slopes_ptr == nullptr && params.p_dropout == 1.f;
+  if (!one_query || group == 1 || !sees_all || !plain) {
     return;
   }
   // A single query at the end of its sequence sees every key, causal or not.
@@ -154,6 +224,7 @@ void run_fwd(FwdParams& params, const Tensor& like, std::int64_t split_size, boo
   const FwdPlan plan = plan_fwd(params, static_cast<int>(split_size), deterministic,
                                 num_sms(device), shared_bytes_per_block(device));
   params.num_parts = plan.num_splits;
+  params.few_rows = plan.few_rows;
   params.split_blocks =
       plan.split_tokens == 0 ? 1 << 24 : static_cast<int>(plan.split_tokens / kBlockN);
   std::optional<Tensor> scratch;  // lives until the launches are queued

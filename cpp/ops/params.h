@@ -12,23 +12,43 @@ namespace fad {
 
 using OptionalTensor = std::optional<torch::stable::Tensor>;
 
+using Upstream = FLASH_NAMESPACE::Flash_fwd_params;  // what forward and backward have in common
+
 // How scores become probabilities. window_left, window_right: keys visible on either side of the
-// diagonal (aligned bottom right), negative for all; causal is window_right 0.
+// diagonal (aligned bottom right), negative for all; causal is window_right 0. dropout_p above 0
+// needs rng_state: (2), int64, seed and offset.
 struct Scores {
   double softmax_scale;
   std::int64_t window_left, window_right;
   double softcap;
   const OptionalTensor& alibi_slopes;
+  double dropout_p;
+  const OptionalTensor& rng_state;
 };
 
 // Where (batch, seqlen, heads, head_dim) tensors lie, and their sizes.
-void set_dense(FwdParams& params, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+void set_dense(Upstream& params, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                const torch::stable::Tensor& v, const torch::stable::Tensor& out,
                const torch::stable::Tensor& softmax_lse);
 
-void set_softmax(FwdParams& params, const Scores& scores);
-void set_masking(FwdParams& params, const Scores& scores);
-void set_alibi(FwdParams& params, const Scores& scores);
+// The same for (tokens, heads, head_dim), or pages of keys and values.
+struct Packed {
+  const torch::stable::Tensor& cu_seqlens_q;
+  const torch::stable::Tensor& cu_seqlens_k;
+  std::int64_t max_seqlen_q, max_seqlen_k;
+};
+void set_packed(Upstream& params, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                const torch::stable::Tensor& v, const torch::stable::Tensor& out,
+                const torch::stable::Tensor& softmax_lse, const Packed& packed);
+void check_packed(const torch::stable::Tensor& q, const Packed& packed);
+
+void set_softmax(Upstream& params, const Scores& scores);
+void set_masking(Upstream& params, const Scores& scores);
+void set_alibi(Upstream& params, const Scores& scores);
+void set_dropout(Upstream& params, const Scores& scores, const torch::stable::Tensor& q);
+
+// All four.
+void set_scores(Upstream& params, const Scores& scores, const torch::stable::Tensor& q);
 
 // The tensor, or a copy of it if its rows are strided or not aligned to the 16 bytes that kernels
 // load at a time.

@@ -21,8 +21,9 @@ std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
   params.h_k = static_cast<int>(nheads_k);
   params.h_h_k_ratio = params.h / params.h_k;
   params.d = static_cast<int>(head_dim);
-  const OptionalTensor slopes;
-  set_masking(params, Scores{1.0, window_left, window_right, 0.0, slopes});
+  const OptionalTensor none;
+  set_masking(params, Scores{1.0, window_left, window_right, 0.0, none, 0.0, none});
+  params.p_dropout = 1.f;
   float any_slope = 0.f;
   params.alibi_slopes_ptr = has_alibi ? &any_slope : nullptr;
   if (one_query_each) {

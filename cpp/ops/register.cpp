@@ -2,11 +2,14 @@
 // built for the CPU finds them too.
 #include <torch/csrc/stable/library.h>
 
+#include "bwd.h"
 #include "fwd.h"
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
   m.impl("fwd", TORCH_BOX(&fad::fwd));
   m.impl("varlen_fwd", TORCH_BOX(&fad::varlen_fwd));
   m.impl("kvcache_fwd", TORCH_BOX(&fad::kvcache_fwd));
+  m.impl("bwd", TORCH_BOX(&fad::bwd));
+  m.impl("varlen_bwd", TORCH_BOX(&fad::varlen_bwd));
   m.impl("plan", TORCH_BOX(&fad::plan));
 }

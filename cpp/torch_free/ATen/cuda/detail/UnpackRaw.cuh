@@ -10,10 +10,7 @@ namespace at::cuda::philox {
 
 __device__ __forceinline__ std::tuple<std::uint64_t, std::uint64_t> unpack(
     const at::PhiloxCudaState& state) {
-  if (state.seed_and_offset != nullptr) {
-    return std::make_tuple(state.seed_and_offset[0], state.seed_and_offset[1]);
-  }
-  return std::make_tuple(state.seed, state.offset);
+  return std::make_tuple(state.seed_and_offset[0], state.seed_and_offset[1]);
 }
 
 }  // namespace at::cuda::philox

@@ -1,0 +1,135 @@
+#include <c10/cuda/CUDAException.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+
+#include "bwd.h"
+#include "checks.h"
+#include "device.h"
+
+namespace fad {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+// Blocks of all sequences, as bwd_turns.h counts them. total: tokens of packed sequences.
+std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, int seqlen,
+                        int block) {
+  return cu_seqlens == nullptr ? batch * ceil_div(seqlen, block) : total / block + batch;
+}
+
+// Who works beside whom, and how many rows make a turn: no bits depend on it. Few key blocks of one
+// head at a time wait little for each other, several share rows in L2; few turns cost little, many
+// let the next CTA follow closely. Where every key block sees all rows, they move in step once they
+// are apart. The numbers are the best of those tried on an H200 (docs/adr/0008).
+void set_schedule(BwdParams& params, const BwdInstance& instance, int num_sms) {
+  const bool tall = instance.block_m > 64;
+  if (params.window_size_left < 0 && params.window_size_right < 0) {
+    params.heads_in_flight = num_sms / (tall ? 4 : 16);
+    params.turn_shift = 1;
+  } else {
+    params.heads_in_flight = num_sms / 2;
+    const bool few_heads = params.b * params.h < num_sms / 4;
+    params.turn_shift = few_heads ? 0 : tall ? 1 : 2;
+  }
+  params.heads_in_flight = std::max(1, params.heads_in_flight);
+}
+
+Tensor scratch(const Tensor& like, std::int64_t elements, ScalarType dtype) {
+  return torch::stable::new_empty(like, {elements}, dtype);
+}
+
+}  // namespace
+
+void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& out,
+                           const Tensor& softmax_lse) {
+  check_attention_input(dout, "dout", q, q.dim());
+  check_attention_input(out, "out", q, q.dim());
+  check(dout.sizes().equals(q.sizes()), "dout: expected the shape of q, ", shape_string(q),
+        ", got ", shape_string(dout));
+  check(out.sizes().equals(q.sizes()), "out: expected the shape of q, ", shape_string(q), ", got ",
+        shape_string(out));
+  check(softmax_lse.is_cuda() && softmax_lse.get_device_index() == q.get_device_index() &&
+            softmax_lse.scalar_type() == ScalarType::Float && softmax_lse.is_contiguous(),
+        "softmax_lse: expected a contiguous float32 tensor on the device of q");
+}
+
+void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, const Tensor& dk,
+                   const Tensor& dv) {
+  const bool packed = dout.dim() == 3;
+  const std::int64_t row = packed ? 0 : 1;
+  params.do_ptr = dout.data_ptr();
+  params.do_batch_stride = packed ? 0 : dout.stride(0);
+  params.do_row_stride = dout.stride(row);
+  params.do_head_stride = dout.stride(row + 1);
+  params.dq_ptr = dq.data_ptr();
+  params.dq_batch_stride = packed ? 0 : dq.stride(0);
+  params.dq_row_stride = dq.stride(row);
+  params.dq_head_stride = dq.stride(row + 1);
+  params.dk_ptr = dk.data_ptr();
+  params.dk_batch_stride = packed ? 0 : dk.stride(0);
+  params.dk_row_stride = dk.stride(row);
+  params.dk_head_stride = dk.stride(row + 1);
+  params.dv_ptr = dv.data_ptr();
+  params.dv_batch_stride = packed ? 0 : dv.stride(0);
+  params.dv_row_stride = dv.stride(row);
+  params.dv_head_stride = dv.stride(row + 1);
+}
+
+void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool deterministic) {
+  const char* dtype = dtype_name(like);
+  const BwdInstance* instance = find_bwd(dtype, params.d);
+  check(instance != nullptr, "this build of flash_attn_deterministic holds no backward for ", dtype,
+        " and head_dim ", params.d);
+#ifndef FLASH_ATTENTION_DETERMINISTIC
+  check(!deterministic, "this build of flash_attn_deterministic has no deterministic mode");
+#endif
+  const int device = like.get_device_index();
+  check_architecture(device);
+  check(instance->shared_bytes <= shared_bytes_per_block(device), "the backward for head_dim ",
+        params.d, " needs ", instance->shared_bytes,
+        " bytes of shared memory per block, cuda:", device, " offers ",
+        shared_bytes_per_block(device));
+  const cudaStream_t stream = current_stream(device);
+  params.is_bf16 = like.scalar_type() == ScalarType::BFloat16;
+  params.rng_state = const_cast<std::uint64_t*>(params.philox_args.seed_and_offset);
+
+  // Upstream's layout of rowsum(dout * out) and of dq's accumulator: packed sequences stand 128
+  // rows apart, so that the last tile of one stays clear of the next.
+  const bool packed = params.cu_seqlens_q != nullptr;
+  params.seqlen_q_rounded = static_cast<int>(ceil_div(params.seqlen_q, 128) * 128);
+  const std::int64_t rows = packed ? params.total_q + 128ll * params.b
+                                   : static_cast<std::int64_t>(params.b) * params.seqlen_q_rounded;
+  const Tensor row_sums = scratch(like, rows * params.h, ScalarType::Float);
+  const Tensor dq_sums = scratch(like, rows * params.h * params.d_rounded, ScalarType::Float);
+  params.dsoftmax_sum = row_sums.data_ptr();
+  params.dq_accum_ptr = dq_sums.data_ptr();
+
+  const std::int64_t row_turns =
+      params.h *
+      all_blocks(params.cu_seqlens_q, params.total_q, params.b, params.seqlen_q, instance->block_m);
+  const bool groups = params.h != params.h_k;
+  const std::int64_t key_blocks =
+      !groups ? 0
+              : params.h_k * all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k,
+                                        instance->block_n);
+  const Tensor counters = scratch(like, 1 + row_turns + key_blocks, ScalarType::Int);
+  C10_CUDA_CHECK(
+      cudaMemsetAsync(counters.data_ptr(), 0, (1 + row_turns + key_blocks) * sizeof(int), stream));
+  params.tickets = static_cast<unsigned*>(counters.data_ptr());
+  params.row_turns = params.tickets + 1;
+  params.key_turns = params.row_turns + row_turns;
+  const Tensor key_sums =
+      scratch(like, key_blocks * 2 * instance->block_n * params.d_rounded, ScalarType::Float);
+  params.key_sums = static_cast<float*>(key_sums.data_ptr());
+
+  params.in_turns = deterministic;
+  set_schedule(params, *instance, num_sms(device));
+  instance->launch(params, stream);
+}
+
+}  // namespace fad
