@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._checkpoint import checkpoint_contexts
 from ._explain import explain
 from ._mode import (
     Mode,
@@ -28,6 +29,7 @@ __all__ = [
     "Mode",
     "Plan",
     "__version__",
+    "checkpoint_contexts",
     "deterministic_mode",
     "explain",
     "flash_attn_func",

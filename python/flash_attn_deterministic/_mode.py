@@ -3,7 +3,8 @@
 torch.compile traces this module, and must compile again when a mode that it read has changed. It
 guards on plain objects: a module's global for the process, and for each thread a box that a
 threading.local creates (an attribute that only some threads have would not be guarded, and a
-ContextVar can't be traced at all).
+ContextVar can't be traced at all). Threads of the autograd engine find the mode of the thread that
+called backward() in torch's own thread-local state.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
+import torch
+
+from . import _thread_state
 from ._build_info import build_info
 from ._checks.split import check_mode_split_size
 from .errors import ArgumentError, ArgumentTypeError, BuildInfoError, MissingInstanceError
 
 DEFAULT_SPLIT_SIZE = 2048
+_HANDED_ON = "flash_attn_deterministic.mode"
 
 _WORDS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -112,6 +117,8 @@ _thread = _Thread()
 def get_deterministic_mode() -> Mode:
     """Returns the mode of calls from this thread."""
     mode = _thread.box.mode
+    if mode is None and not torch.compiler.is_compiling():
+        mode = _thread_state.handed_on(_HANDED_ON)
     return _process_mode if mode is None else mode
 
 
@@ -143,8 +150,10 @@ def set_deterministic_mode(enabled: bool = True, split_size: int | None = None) 
 class deterministic_mode:
     """Sets the mode of this thread inside a `with` block, or inside a function it decorates.
 
-    Other threads are not touched; each needs an object of its own, where a decorated function makes
-    one per call. It may be entered inside a function that torch.compile compiles, and around one.
+    Other threads are not touched, except for those in which backward() runs functions again for
+    torch.utils.checkpoint; see `checkpoint_contexts`. Each thread needs an object of its own, where
+    a decorated function makes one per call. It may be entered inside a function that torch.compile
+    compiles, and around one.
 
     Args:
         enabled: as in `set_deterministic_mode`.
@@ -166,15 +175,23 @@ class deterministic_mode:
         _changed(Mode(enabled, DEFAULT_SPLIT_SIZE), enabled, split_size)
         self._enabled = enabled
         self._split_size = split_size
-        self._before: list[Mode | None] = []
+        self._before: list[tuple[Mode | None, Mode | None]] = []
 
     def __enter__(self) -> None:
         box = _thread.box
-        self._before.append(box.mode)
-        box.mode = _changed(get_deterministic_mode(), self._enabled, self._split_size)
+        mode = _changed(get_deterministic_mode(), self._enabled, self._split_size)
+        compiling = torch.compiler.is_compiling()
+        before = None if compiling else _thread_state.handed_on(_HANDED_ON)
+        self._before.append((box.mode, before))
+        box.mode = mode
+        if not compiling:
+            _thread_state.hand_on(_HANDED_ON, mode)
 
     def __exit__(self, *exception: object) -> None:
-        _thread.box.mode = self._before.pop()
+        mode, before = self._before.pop()
+        _thread.box.mode = mode
+        if not torch.compiler.is_compiling():
+            _thread_state.hand_on(_HANDED_ON, before if mode is None else mode)
 
     def __call__(self, function: _Function) -> _Function:
         enabled, split_size = self._enabled, self._split_size
@@ -203,14 +220,28 @@ def resolve(split_size: int | None) -> Mode:
     return mode if split_size is None else Mode(True, split_size)
 
 
+def require_deterministic_kernels(name: str, otherwise: str) -> None:
+    """Checks that the wheel holds deterministic kernels.
+
+    Args:
+        name: of the argument that asks for them.
+        otherwise: what else the caller may do.
+
+    Raises:
+        MissingInstanceError: it does not.
+    """
+    if not _WHEEL_DETERMINISTIC:
+        raise _not_in_wheel(name, otherwise)
+
+
 def _changed(mode: Mode, enabled: bool, split_size: int | None) -> Mode:
     if not isinstance(enabled, bool):
         raise ArgumentTypeError(
             f"enabled: expected a bool, got {type(enabled).__name__}; a split size goes into "
             "split_size="
         )
-    if enabled and not _WHEEL_DETERMINISTIC:
-        raise _not_in_wheel("enabled", "pass enabled=False")
+    if enabled:
+        require_deterministic_kernels("enabled", "pass enabled=False")
     if split_size is None:
         return Mode(enabled, mode.split_size)
     check_mode_split_size(split_size)

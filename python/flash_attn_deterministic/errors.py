@@ -27,6 +27,10 @@ class UnsupportedDeviceError(FlashAttnError, RuntimeError):
     """The tensors are on a device that this wheel can't run on."""
 
 
+class NotDeterministicError(FlashAttnError, RuntimeError):
+    """torch.use_deterministic_algorithms forbids what the call would run."""
+
+
 class MissingInstanceError(FlashAttnError, RuntimeError):
     """This wheel was built without the kernel that the call needs."""
 

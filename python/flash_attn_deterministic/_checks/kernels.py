@@ -8,12 +8,17 @@ import torch
 
 from .._architectures import any_runs_on
 from .._build_info import build_info
-from ..errors import MissingInstanceError, UnsupportedDeviceError
+from ..errors import MissingInstanceError, UnsupportedDeviceError, UnsupportedError
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def check_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+
+
+def check_kernels(
+    device: torch.device, dtype: torch.dtype, head_dim: int, direction: str = "fwd"
+) -> None:
     """Checks that this wheel has a kernel for a call on CUDA tensors.
 
     Under torch.compile this is left to the op itself, which repeats it when it runs: what the
@@ -23,6 +28,7 @@ def check_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> No
         device: where the tensors are; only CUDA devices need kernels.
         dtype: float16 or bfloat16.
         head_dim: 1 to 256.
+        direction: "fwd" or "bwd".
 
     Raises:
         MissingInstanceError: no kernel for this dtype and head dim.
@@ -30,7 +36,7 @@ def check_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> No
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return
-    problem = _instance_problem(dtype, head_dim)
+    problem = _instance_problem(dtype, head_dim, direction)
     if problem:
         raise MissingInstanceError(problem)
     problem = device_problem(device.index or 0)
@@ -38,17 +44,35 @@ def check_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> No
         raise UnsupportedDeviceError(problem)
 
 
+def check_combination(device: torch.device, softcap: float, dropout_p: float) -> None:
+    """Checks what no kernel computes together, here as in upstream.
+
+    Args:
+        device: where the tensors are; the CPU computes all of it.
+        softcap: 0.0 for none.
+        dropout_p: 0.0 for none.
+
+    Raises:
+        UnsupportedError: softcap and dropout on a CUDA device.
+    """
+    if device.type == "cuda" and softcap > 0 and dropout_p > 0:
+        raise UnsupportedError(
+            f"softcap: expected 0.0 together with dropout on a CUDA device, got {softcap} with "
+            f"dropout_p {dropout_p}"
+        )
+
+
 @functools.cache
-def _instance_problem(dtype: torch.dtype, head_dim: int) -> str:
+def _instance_problem(dtype: torch.dtype, head_dim: int, direction: str) -> str:
     kernel_head_dim = build_info().kernel_head_dim(head_dim)
     name = DTYPE_NAMES[dtype]
-    held = [i for i in build_info().instances if i.direction == "fwd"]
+    held = [i for i in build_info().instances if i.direction == direction]
     if any((i.dtype, i.head_dim) == (name, kernel_head_dim) for i in held):
         return ""
     holds = ", ".join(f"{i.dtype} {i.head_dim}" for i in held) or "none"
     return (
-        f"q: this wheel has no forward kernel for {name} and head_dim {head_dim} (it would be "
-        f"{name} {kernel_head_dim}); it holds: {holds}; install the release wheel"
+        f"q: this wheel has no {_DIRECTIONS[direction]} kernel for {name} and head_dim {head_dim} "
+        f"(it would be {name} {kernel_head_dim}); it holds: {holds}; install the release wheel"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError
 
 _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
@@ -80,22 +80,16 @@ def check_softcap(softcap: float) -> None:
 
 
 def check_dropout(dropout_p: float) -> None:
-    """Checks a dropout probability, and refuses dropout itself.
+    """Checks a dropout probability.
 
     Raises:
         ArgumentTypeError: not a number.
         ArgumentError: not in [0, 1).
-        UnsupportedError: not 0.
     """
     if not isinstance(dropout_p, _NUMBERS):
         raise ArgumentTypeError(f"dropout_p: expected a float, got {type(dropout_p).__name__}")
     if not 0 <= dropout_p < 1:
         raise ArgumentError(f"dropout_p: expected a probability in [0, 1), got {dropout_p}")
-    if dropout_p != 0:
-        raise UnsupportedError(
-            "dropout_p: this version of flash_attn_deterministic supports 0.0 only, got "
-            f"{dropout_p}"
-        )
 
 
 def check_length(name: str, value: Any) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from .numbers import check_length
 from .paged import check_block_table, check_no_leftpad, check_page_size
 from .tensors import (
@@ -128,3 +128,28 @@ def check_lengths(
         check_no_leftpad("leftpad_k", leftpad_k)
     if leftpad_k is not None:
         check_int32("leftpad_k", leftpad_k, (batch,), "(batch,)", device)
+
+
+def check_no_gradient(
+    inputs: tuple[torch.Tensor, ...],
+    seqused_k: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Refuses a call that has no backward where a gradient is wanted.
+
+    Here rather than in the backward: there it would be found after the whole forward, and traced
+    by torch.compile along with it.
+
+    Raises:
+        UnsupportedError: an input requires a gradient, and one of the others is given.
+    """
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
+        return
+    given = (("seqused_k", seqused_k), ("leftpad_k", leftpad_k), ("block_table", block_table))
+    for name, value in given:
+        if value is not None:
+            raise UnsupportedError(
+                f"{name}: there is no backward with it, and q, k or v requires a gradient; call it "
+                f"under torch.no_grad(), or pass packed sequences without {name}"
+            )

@@ -1,45 +1,96 @@
 """Gradients of the ops.
 
 `kvcache_fwd` has none: it writes to its arguments, and torch.library.register_autograd takes only
-ops that do not.
+ops that do not. The backward ops have none either, but are registered, to say so.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from .._checks.determinism import alert_atomics
+from .._checks.kernels import check_kernels
 from ..errors import UnsupportedError
-from .schemas import NAMESPACE, Gradients, Outputs
+from .schemas import BACKWARD, NAMESPACE, Gradients, Outputs
 
 DIFFERENTIABLE = ("fwd", "varlen_fwd")
 
 
 def register(library: Any) -> None:
     """Registers the backward of each op that has one."""
-    library.impl("bwd_missing", _bwd_missing, "CompositeExplicitAutograd")
-    for name in DIFFERENTIABLE:
+    formulas = {"fwd": (_setup_fwd, _backward), "varlen_fwd": (_setup_varlen, _varlen_backward)}
+    for name, (setup_context, backward) in formulas.items():
         torch.library.register_autograd(
-            f"{NAMESPACE}::{name}", _backward, setup_context=_setup_context, lib=library
+            f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=library
         )
+    for name in BACKWARD:
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_double_backward, lib=library)
 
 
-def _bwd_missing(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Gradients:
+# What a call was told is kept in the context, the mode included: the backward may run in another
+# thread, or in another mode.
+
+
+def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    q, k, v, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
+    ctx.save_for_backward(q, k, v, *output, alibi_slopes, rng_state)
+    ctx.numbers = (dropout_p, *scores, deterministic_bwd)
+    _setup(ctx, inputs, output)
+
+
+def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *forward_only, alibi_slopes, rng_state = inputs[:10]
+    *lengths_and_scores, _, _, deterministic_bwd = inputs[10:]
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
+    ctx.forward_only = any(tensor is not None for tensor in forward_only)
+    ctx.numbers = (*lengths_and_scores, deterministic_bwd)
+    _setup(ctx, inputs, output)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    ctx.inputs = len(inputs)
+    # flash_attn drops the gradient of softmax_lse without a word.
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    return _run(ctx, torch.ops.flash_attn_deterministic.bwd, dout)
+
+
+def _varlen_backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    if ctx.forward_only:
+        raise UnsupportedError(
+            "seqused_k, leftpad_k, block_table: there is no backward with any of them; pass "
+            "packed sequences without them"
+        )
+    return _run(ctx, torch.ops.flash_attn_deterministic.varlen_bwd, dout)
+
+
+def _run(ctx: Any, op: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    inputs: int = ctx.inputs
+    if dout is None:
+        return (None,) * inputs
+    saved = ctx.saved_tensors  # once: torch.utils.checkpoint lets go of them
+    q = saved[0]
+    check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
+    *_, deterministic = ctx.numbers
+    if not deterministic:
+        alert_atomics(dout.device)
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
+    gradients: Gradients = op(dout, *saved, *ctx.numbers)
+    return (*gradients, *[None] * (inputs - len(gradients)))
+
+
+def _no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
     raise UnsupportedError(
-        "this version of flash_attn_deterministic has no backward: call it under "
-        "torch.no_grad(), or detach q, k and v"
+        "double backward: the gradients of flash_attn_deterministic have no gradient of their own; "
+        "call backward() or torch.autograd.grad() without create_graph=True"
     )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    # The inputs hold the mode, resolved once: the backward must not look it up again.
-    ctx.save_for_backward(*inputs[:3])
-    ctx.others = len(inputs) - 3
-
-
-def _backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dq, dk, dv = torch.ops.flash_attn_deterministic.bwd_missing(dout, *ctx.saved_tensors)
-    return (dq, dk, dv, *[None] * ctx.others)

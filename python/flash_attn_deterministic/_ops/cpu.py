@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .._checks.split import check_split_size
-from .schemas import Outputs
+from .schemas import Gradients, Outputs
 
 
 def register(library: Any) -> None:
@@ -15,10 +15,13 @@ def register(library: Any) -> None:
     library.impl("fwd", _fwd, "CPU")
     library.impl("varlen_fwd", _varlen_fwd, "CPU")
     library.impl("kvcache_fwd", _kvcache_fwd, "CPU")
+    library.impl("bwd", _bwd, "CPU")
+    library.impl("varlen_bwd", _varlen_bwd, "CPU")
 
 
 # The reference is imported where it is called, to keep the package's import short. It knows no
-# other order than the split tree: without `deterministic` it runs the tree of one split.
+# other order than the split tree: without `deterministic` it runs the tree of one split. Its
+# backward has one order for every call.
 
 
 def _fwd(
@@ -26,12 +29,15 @@ def _fwd(
     k: torch.Tensor,
     v: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
+    dropout_p: float,
     softmax_scale: float,
     window_left: int,
     window_right: int,
     softcap: float,
     split_size: int,
     deterministic: bool,
+    deterministic_bwd: bool,
 ) -> Outputs:
     from .. import reference
 
@@ -43,6 +49,8 @@ def _fwd(
         window=(window_left, window_right),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
         split_size=_tree(split_size, deterministic, q),
     )
 
@@ -57,14 +65,17 @@ def _varlen_fwd(
     leftpad_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    dropout_p: float,
     softmax_scale: float,
     window_left: int,
     window_right: int,
     softcap: float,
     split_size: int,
     deterministic: bool,
+    deterministic_bwd: bool,
 ) -> Outputs:
     from .. import reference
 
@@ -83,6 +94,8 @@ def _varlen_fwd(
         window=(window_left, window_right),
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
         split_size=_tree(split_size, deterministic, q),
     )
 
@@ -129,6 +142,80 @@ def _kvcache_fwd(
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
         split_size=_tree(split_size, deterministic, q),
+    )
+
+
+def _bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+) -> Gradients:
+    from .. import reference
+
+    return reference.attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        softmax_scale,
+        window=(window_left, window_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
+    )
+
+
+def _varlen_bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    deterministic: bool,
+) -> Gradients:
+    from .. import reference
+
+    return reference.varlen_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        softmax_scale,
+        window=(window_left, window_right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        rng_state=rng_state,
     )
 
 

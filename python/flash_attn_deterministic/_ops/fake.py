@@ -15,7 +15,8 @@ def register(library: Any) -> None:
         "fwd": _fwd,
         "varlen_fwd": _varlen_fwd,
         "kvcache_fwd": _kvcache_fwd,
-        "bwd_missing": _bwd_missing,
+        "bwd": _bwd,
+        "varlen_bwd": _bwd,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
@@ -36,10 +37,11 @@ def _kvcache_fwd(
     return _dense(q)
 
 
-def _bwd_missing(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+def _bwd(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any
 ) -> Gradients:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    # Contiguous, whatever the strides of q, k and v.
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _dense(q: torch.Tensor) -> Outputs:

@@ -16,30 +16,39 @@ NAMESPACE = "flash_attn_deterministic"
 # no SymInt is compiled in: torch.compile starts again for another value.
 _SCORES = "float softmax_scale, int window_left, int window_right, float softcap"
 _TREE = "int split_size, bool deterministic"
+# rng_state is (2,), int64: seed and offset of the dropout mask. They are drawn on the device
+# before the op, so that a replayed CUDA graph draws new ones.
+_SLOPES_AND_RNG = "Tensor? alibi_slopes, Tensor? rng_state"
+# Of packed sequences.
+_STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+_LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _OUTPUTS = "(Tensor out, Tensor softmax_lse)"
+_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
 
+# deterministic_bwd is what the backward will be told; the forward makes nothing of it.
 FORWARD = {
-    "fwd": f"(Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, {_SCORES}, {_TREE})"
-    f" -> {_OUTPUTS}",
-    "varlen_fwd": "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, "
-    f"SymInt max_seqlen_q, SymInt max_seqlen_k, {_SCORES}, {_TREE}) -> {_OUTPUTS}",
+    "fwd": f"(Tensor q, Tensor k, Tensor v, {_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, "
+    f"{_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
+    "varlen_fwd": f"(Tensor q, Tensor k, Tensor v, {_STARTS}, Tensor? seqused_k, "
+    f"Tensor? leftpad_k, Tensor? block_table, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, "
+    f"{_SCORES}, {_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
     "kvcache_fwd": "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
     "Tensor? cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_batch_idx, "
     "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, "
     f"{_SCORES}, bool rotary_interleaved, {_TREE}) -> {_OUTPUTS}",
+}
+BACKWARD = {
+    "bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"{_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, bool deterministic) -> {_GRADIENTS}",
+    "varlen_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
+    f"-> {_GRADIENTS}",
 }
 # For explain; (many_ctas, block_m, num_splits, tokens per split, scratch bytes).
 PLAN = {
     "plan": "(Tensor device, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool one_query_each, "
     f"{_TREE}) -> (bool, int, int, int, int)",
-}
-# Keeps the error out of the trace: under torch.compile the backward is traced along with the
-# forward, and must fail when it runs, not when it is traced.
-BACKWARD = {
-    "bwd_missing": "(Tensor dout, Tensor q, Tensor k, Tensor v)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
 }
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -48,5 +57,5 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def define(library: Any) -> None:
     """Defines all ops in a torch.library.Library."""
-    for name, schema in {**FORWARD, **PLAN, **BACKWARD}.items():
+    for name, schema in {**FORWARD, **BACKWARD, **PLAN}.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))

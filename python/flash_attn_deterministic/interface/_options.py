@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .._checks import numbers
+from .._checks.determinism import resolve_deterministic
 from .._checks.split import check_split_size
 from .._mode import resolve
 
@@ -15,7 +16,7 @@ from .. import _library as _library  # isort: skip
 
 
 class Options(NamedTuple):
-    """The scalar arguments of an op."""
+    """The scalar arguments of an op, from softmax_scale on; those of the cache op lack the last."""
 
     softmax_scale: float
     window_left: int
@@ -23,6 +24,12 @@ class Options(NamedTuple):
     softcap: float
     split_size: int
     deterministic: bool
+    deterministic_bwd: bool
+
+
+def scores(options: Options) -> tuple[float, int, int, float]:
+    """What the score of a key follows from; no property, which torch 2.10 can't trace."""
+    return options.softmax_scale, options.window_left, options.window_right, options.softcap
 
 
 def resolve_options(
@@ -32,6 +39,7 @@ def resolve_options(
     window_size: tuple[int, int],
     softcap: float,
     split_size: int | None,
+    deterministic: bool | None = None,
 ) -> Options:
     """Checks the scalar arguments of a call, and fills in what the caller left open.
 
@@ -41,6 +49,7 @@ def resolve_options(
     Raises:
         ArgumentError: a wrong value.
         ArgumentTypeError: a wrong type.
+        MissingInstanceError: deterministic is True, and the wheel holds no such kernels.
     """
     numbers.check_flag("causal", causal)
     numbers.check_window(window_size)
@@ -58,7 +67,21 @@ def resolve_options(
         float(softcap),
         mode.split_size,
         mode.enabled,
+        resolve_deterministic(deterministic, mode),
     )
+
+
+def draw_rng_state(dropout_p: float, device: torch.device) -> torch.Tensor | None:
+    """Draws seed and offset of a call's dropout mask from torch's generator of the device.
+
+    They stay on the device: a replayed CUDA graph draws new ones, and nothing waits for them.
+
+    Returns:
+        (2,), int64; None without dropout.
+    """
+    if dropout_p == 0:
+        return None
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,9 @@ from typing import Literal, overload
 
 import torch
 
+from .. import _dropout as dropout
 from .._checks import kernels, numbers, tensors
-from ._options import contiguous, padded, resolve_options
+from ._options import contiguous, draw_rng_state, padded, resolve_options, scores
 
 
 @overload
@@ -79,8 +80,11 @@ def flash_attn_func(
             0 0 1 1 1
 
     CPU tensors run through `flash_attn_deterministic.reference`: exact in its order of operations,
-    and slow; meant for tests, not for long sequences. The backward is not there yet: tensors that
-    require a gradient are accepted, and backward() raises NotImplementedError.
+    and slow; meant for tests, not for long sequences.
+
+    q, k and v get gradients; softmax_lse and S_dmask carry none, and gradients have no gradient of
+    their own. What torch.utils.checkpoint runs again in the backward has to run in the same mode:
+    see `checkpoint_contexts`.
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.
@@ -90,7 +94,12 @@ def flash_attn_func(
         k: (batch, seqlen_k, nheads_k, head_dim), like q. nheads is a multiple of nheads_k: query
             head h uses key and value head h // (nheads / nheads_k).
         v: (batch, seqlen_k, nheads_k, head_dim), like q.
-        dropout_p: only 0.0 so far.
+        dropout_p: probability in [0, 1) that the weight of a key is dropped; the others are divided
+            by 1 - dropout_p. A random byte decides, as in flash_attn, so that the probability of
+            keeping is really (floor(255 * (1 - dropout_p)) + 1) / 256. Seed and offset come from
+            torch's generator of the device: torch.manual_seed decides. Given them, the mask depends
+            on the sequence's index in the batch, the head's index and the positions of query and
+            key in their sequence, on nothing else.
         softmax_scale: positive, finite factor of q k^T; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
         window_size: (left, right), how many keys before and after its own position a query sees;
@@ -98,11 +107,13 @@ def flash_attn_func(
         softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
             - j| to the score of query i and key j.
-        deterministic: about the backward pass, in flash_attn as here; None follows the mode of
-            this package, where flash_attn's default is False. The forward pass ignores it: it
-            follows the mode.
-        return_attn_probs: whether to return softmax_lse and, in the place of flash_attn's dropout
-            mask, an empty tensor (as flash_attn does without dropout).
+        deterministic: whether the gradients' bits depend on their own inputs only; False: the
+            fastest order, with atomic additions, other bits each time; None follows the mode of
+            this package, where flash_attn's default is False. What the forward call resolves also
+            holds for its backward, whatever the mode is then. The forward pass itself follows the
+            mode.
+        return_attn_probs: whether to return softmax_lse and S_dmask. For tests: S_dmask holds
+            seqlen_q * seqlen_k numbers per head, and more is needed on the way to it.
         split_size: tokens per split, a multiple of the kernels' 64 keys per block; 0: one split;
             None: that of the mode. Part of what the bits depend on. Without effect where the mode
             is not enabled.
@@ -110,13 +121,14 @@ def flash_attn_func(
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of
         out, softmax_lse (batch, nheads, seqlen_q) in float32, the natural logarithm of the sum of
-        exp(scaled scores), and an empty tensor of shape (0,) in q's dtype. Rows without a visible
-        key: out 0, softmax_lse +inf.
+        exp(scaled scores), and S_dmask (batch, nheads, seqlen_q, seqlen_k) in q's dtype: the
+        softmax before dropout, with its sign bit set where it was dropped; without dropout an
+        empty tensor of shape (0,). Rows without a visible key: out 0, softmax_lse +inf.
 
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; dropout.
+        UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
 
@@ -125,10 +137,20 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([1, 4, 2, 64])
     """
-    out, softmax_lse = attend(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, split_size
+    return attend(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        split_size,
     )
-    return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
 
 
 def attend(
@@ -141,21 +163,37 @@ def attend(
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
+    deterministic: bool | None,
+    return_attn_probs: bool,
     split_size: int | None,
     names: tensors.Names = tensors.QKV,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Checks the arguments of a call and runs it; `names` are the caller's of q, k and v.
 
     Returns:
-        out and softmax_lse.
+        As `flash_attn_func`.
     """
     numbers.check_dropout(dropout_p)
+    numbers.check_flag("return_attn_probs", return_attn_probs)
     tensors.check_dense(q, k, v, names)
     batch, _, nheads, head_dim = q.shape
     tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    options = resolve_options(head_dim, softmax_scale, causal, window_size, softcap, split_size)
-    kernels.check_kernels(q.device, q.dtype, head_dim)
-    out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
-        padded(q), padded(k), padded(v), contiguous(alibi_slopes), *options
+    options = resolve_options(
+        head_dim, softmax_scale, causal, window_size, softcap, split_size, deterministic
     )
-    return out[..., :head_dim], softmax_lse
+    kernels.check_kernels(q.device, q.dtype, head_dim)
+    kernels.check_combination(q.device, softcap, dropout_p)
+    alibi_slopes = contiguous(alibi_slopes)
+    rng_state = draw_rng_state(dropout_p, q.device)
+    padded_out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
+        padded(q), padded(k), padded(v), alibi_slopes, rng_state, float(dropout_p), *options
+    )
+    out: torch.Tensor = padded_out[..., :head_dim]
+    if not return_attn_probs:
+        return out
+    if rng_state is None:
+        return out, softmax_lse, q.new_empty(0)
+    s_dmask = dropout.signed_probs(
+        q, k, softmax_lse, alibi_slopes, rng_state, dropout_p, scores(options)
+    )
+    return out, softmax_lse, s_dmask

@@ -63,7 +63,7 @@ def flash_attn_qkvpacked_func(
     Args:
         qkv: (batch, seqlen, 3, nheads, head_dim), float16 or bfloat16; q, k and v in this order.
             Their strides are used as they are: nothing is copied that `flash_attn_func` would not.
-        dropout_p: only 0.0 so far.
+        dropout_p: as in `flash_attn_func`.
         softmax_scale: as in `flash_attn_func`.
         causal: as in `flash_attn_func`, with its mask.
         window_size: as in `flash_attn_func`.
@@ -79,13 +79,12 @@ def flash_attn_qkvpacked_func(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; dropout.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
     check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
     q, k, v = qkv.unbind(2)
-    out, softmax_lse = attend(
+    return attend(
         q,
         k,
         v,
@@ -95,10 +94,11 @@ def flash_attn_qkvpacked_func(
         window_size,
         softcap,
         alibi_slopes,
+        deterministic,
+        return_attn_probs,
         split_size,
         _QKV,
     )
-    return (out, softmax_lse, qkv.new_empty(0)) if return_attn_probs else out
 
 
 @overload
@@ -155,7 +155,7 @@ def flash_attn_kvpacked_func(
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16.
         kv: (batch, seqlen_k, 2, nheads_k, head_dim), like q; k and v in this order. nheads is a
             multiple of nheads_k.
-        dropout_p: only 0.0 so far.
+        dropout_p: as in `flash_attn_func`.
         softmax_scale: as in `flash_attn_func`.
         causal: as in `flash_attn_func`, with its mask.
         window_size: as in `flash_attn_func`.
@@ -171,13 +171,12 @@ def flash_attn_kvpacked_func(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; dropout.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
     check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
     k, v = kv.unbind(2)
-    out, softmax_lse = attend(
+    return attend(
         q,
         k,
         v,
@@ -187,7 +186,8 @@ def flash_attn_kvpacked_func(
         window_size,
         softcap,
         alibi_slopes,
+        deterministic,
+        return_attn_probs,
         split_size,
         _KV,
     )
-    return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out

@@ -6,9 +6,10 @@ from typing import Literal, overload
 
 import torch
 
+from .. import _dropout as dropout
 from .._checks import kernels, numbers, tensors
 from .._checks import varlen as checks
-from ._options import contiguous, padded, resolve_options
+from ._options import contiguous, draw_rng_state, padded, resolve_options, scores
 
 
 @overload
@@ -91,7 +92,9 @@ def flash_attn_varlen_func(
         1 1 1 1 0
         1 1 1 1 1
 
-    A row has the bits that `flash_attn_func` gives it.
+    A row has the bits that `flash_attn_func` gives it. q, k and v get gradients, those of rows that
+    belong to no sequence are 0. With block_table, seqused_k or leftpad_k there is no backward: if a
+    tensor requires a gradient, such a call raises, unless torch.no_grad() is in force.
 
     Args:
         q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device; total_q
@@ -105,7 +108,7 @@ def flash_attn_varlen_func(
         max_seqlen_q: length of the longest sequence of q, or more; an int, because the host has to
             know it.
         max_seqlen_k: the same for k.
-        dropout_p: only 0.0 so far.
+        dropout_p: as in `flash_attn_func`.
         softmax_scale: positive, finite factor of q k^T; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
         window_size: (left, right), how many keys before and after its own position a query sees;
@@ -113,9 +116,7 @@ def flash_attn_varlen_func(
         softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
             - j| to the score of query i and key j.
-        deterministic: about the backward pass, in flash_attn as here; None follows the mode of
-            this package, where flash_attn's default is False. The forward pass ignores it: it
-            follows the mode.
+        deterministic: as in `flash_attn_func`.
         return_attn_probs: as in `flash_attn_func`.
         block_table: (batch, max_num_blocks_per_seq), int32: which blocks of k and v hold a
             sequence, in order. Sequences have the lengths of cu_seqlens_k or seqused_k.
@@ -128,16 +129,18 @@ def flash_attn_varlen_func(
 
     Returns:
         out (total_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of out,
-        softmax_lse (nheads, total_q) in float32 and an empty tensor, as in `flash_attn_func`.
+        softmax_lse (nheads, total_q) in float32 and S_dmask (batch, nheads, max_seqlen_q,
+        max_seqlen_k), 0 beyond a sequence; without dropout an empty tensor. See `flash_attn_func`.
 
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; dropout.
+        UnsupportedError: a NotImplementedError; a gradient through what has no backward, or softcap
+            and dropout on a CUDA device.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
-    out, softmax_lse = attend(
+    return attend(
         q,
         k,
         v,
@@ -151,12 +154,13 @@ def flash_attn_varlen_func(
         window_size,
         softcap,
         alibi_slopes,
+        deterministic,
+        return_attn_probs,
         split_size,
         block_table=block_table,
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out
 
 
 def attend(
@@ -173,19 +177,22 @@ def attend(
     window_size: tuple[int, int],
     softcap: float,
     alibi_slopes: torch.Tensor | None,
+    deterministic: bool | None,
+    return_attn_probs: bool,
     split_size: int | None,
     *,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     names: checks.Names = checks.NAMES,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Checks the arguments of a call and runs it; `names` are the caller's.
 
     Returns:
-        out and softmax_lse.
+        As `flash_attn_varlen_func`.
     """
     numbers.check_dropout(dropout_p)
+    numbers.check_flag("return_attn_probs", return_attn_probs)
     checks.check_varlen(q, k, v, block_table is not None, names)
     checks.check_lengths(
         cu_seqlens_q,
@@ -198,11 +205,17 @@ def attend(
         q.device,
         names,
     )
+    checks.check_no_gradient((q, k, v), seqused_k, leftpad_k, block_table)
     _, nheads, head_dim = q.shape
     tensors.check_alibi(alibi_slopes, cu_seqlens_q.shape[0] - 1, nheads, q.device)
-    options = resolve_options(head_dim, softmax_scale, causal, window_size, softcap, split_size)
+    options = resolve_options(
+        head_dim, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    )
     kernels.check_kernels(q.device, q.dtype, head_dim)
-    out, softmax_lse = torch.ops.flash_attn_deterministic.varlen_fwd(
+    kernels.check_combination(q.device, softcap, dropout_p)
+    alibi_slopes = contiguous(alibi_slopes)
+    rng_state = draw_rng_state(dropout_p, q.device)
+    padded_out, softmax_lse = torch.ops.flash_attn_deterministic.varlen_fwd(
         padded(q),
         padded(k),
         padded(v),
@@ -211,9 +224,32 @@ def attend(
         contiguous(seqused_k),
         contiguous(leftpad_k),
         contiguous(block_table),
-        contiguous(alibi_slopes),
+        alibi_slopes,
+        rng_state,
         max_seqlen_q,
         max_seqlen_k,
+        float(dropout_p),
         *options,
     )
-    return out[..., :head_dim], softmax_lse
+    out: torch.Tensor = padded_out[..., :head_dim]
+    if not return_attn_probs:
+        return out
+    if rng_state is None:
+        return out, softmax_lse, q.new_empty(0)
+    s_dmask = dropout.varlen_signed_probs(
+        q,
+        k,
+        softmax_lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        leftpad_k,
+        block_table,
+        alibi_slopes,
+        rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        scores(options),
+    )
+    return out, softmax_lse, s_dmask

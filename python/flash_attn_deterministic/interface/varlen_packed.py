@@ -79,7 +79,7 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, nheads, head_dim), float16 or bfloat16; q, k and v in this order.
         cu_seqlens: (batch + 1,), int32: tokens before each sequence, and their total.
         max_seqlen: length of the longest sequence, or more.
-        dropout_p: only 0.0 so far.
+        dropout_p: as in `flash_attn_func`.
         softmax_scale: as in `flash_attn_func`.
         causal: as in `flash_attn_func`, with its mask.
         window_size: as in `flash_attn_func`.
@@ -95,13 +95,13 @@ def flash_attn_varlen_qkvpacked_func(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; dropout.
+        UnsupportedError: a NotImplementedError; a gradient through what has no backward.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
     check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
     q, k, v = qkv.unbind(1)
-    out, softmax_lse = attend(
+    return attend(
         q,
         k,
         v,
@@ -115,10 +115,11 @@ def flash_attn_varlen_qkvpacked_func(
         window_size,
         softcap,
         alibi_slopes,
+        deterministic,
+        return_attn_probs,
         split_size,
         names=_QKV,
     )
-    return (out, softmax_lse, qkv.new_empty(0)) if return_attn_probs else out
 
 
 @overload
@@ -192,7 +193,7 @@ def flash_attn_varlen_kvpacked_func(
         max_seqlen_q: length of the longest sequence of q, or more; an int, because the host has to
             know it.
         max_seqlen_k: the same for kv.
-        dropout_p: only 0.0 so far.
+        dropout_p: as in `flash_attn_func`.
         softmax_scale: as in `flash_attn_func`.
         causal: as in `flash_attn_func`, with its mask.
         window_size: as in `flash_attn_func`.
@@ -208,13 +209,13 @@ def flash_attn_varlen_kvpacked_func(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; dropout.
+        UnsupportedError: a NotImplementedError; a gradient through what has no backward.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
     check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
     k, v = kv.unbind(1)
-    out, softmax_lse = attend(
+    return attend(
         q,
         k,
         v,
@@ -228,7 +229,8 @@ def flash_attn_varlen_kvpacked_func(
         window_size,
         softcap,
         alibi_slopes,
+        deterministic,
+        return_attn_probs,
         split_size,
         names=_KV,
     )
-    return (out, softmax_lse, q.new_empty(0)) if return_attn_probs else out

@@ -1,5 +1,7 @@
 """The kernels' reduction tree in plain torch: the CPU backend and the oracle of the tests.
 
+This is about the forward; `_backward` tells of the other direction.
+
 Keys are cut into splits of split_size tokens, counted from the sequence's own position 0, and a
 split into blocks of block_n. Blocks are visited last to first with FlashAttention-2's online
 softmax; the un-normalised states of the splits are merged last to first; one division ends it.
@@ -20,11 +22,13 @@ Three more things make bits a matter of the row alone:
 
 from __future__ import annotations
 
+from ._backward import attention_backward
 from ._dense import attention
 from ._formats import DEFAULT_FORMATS, Formats, Rounding
 from ._kvcache import kvcache_attention
 from ._state import State, merge_state
 from ._varlen import varlen_attention
+from ._varlen_backward import varlen_attention_backward
 
 __all__ = [
     "DEFAULT_FORMATS",
@@ -32,7 +36,9 @@ __all__ = [
     "Rounding",
     "State",
     "attention",
+    "attention_backward",
     "kvcache_attention",
     "merge_state",
     "varlen_attention",
+    "varlen_attention_backward",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ._dropout import Dropout, Place
 from ._formats import DEFAULT_FORMATS, Formats
 from ._walk import Walk
 from ._window import Window
@@ -28,6 +29,8 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     split_size: int = 0,
     block_n: int | None = None,
     formats: Formats = DEFAULT_FORMATS,
@@ -46,6 +49,8 @@ def attention(
         softcap: where positive, scores are softcap * tanh(scores / softcap).
         alibi_slopes: (nheads,) or (batch, nheads); slope times the distance between the positions
             of query and key is subtracted from the score.
+        dropout_p: probability that a weight is dropped; the others are divided by 1 - dropout_p.
+        rng_state: (2,), int64: seed and offset of the dropout mask.
         split_size: tokens per split, a multiple of block_n; 0: one split.
         block_n: keys per block, a power of two; None: that of the kernel for this head_dim.
         formats: number format of each step.
@@ -60,8 +65,10 @@ def attention(
         ArgumentError: split_size or block_n is not as above.
     """
     visible = Window.of(causal, window)
-    walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats)
-    return attend(walk, q, k, v, batch_slopes(alibi_slopes, q.shape[0]))
+    dropout = Dropout.of(dropout_p, rng_state)
+    walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats, dropout)
+    sequences = list(range(q.shape[0]))
+    return attend(walk, q, k, v, batch_slopes(alibi_slopes, q.shape[0]), sequences)
 
 
 def batch_slopes(alibi_slopes: torch.Tensor | None, batch: int) -> torch.Tensor | None:
@@ -70,15 +77,29 @@ def batch_slopes(alibi_slopes: torch.Tensor | None, batch: int) -> torch.Tensor 
 
 
 def attend(
-    walk: Walk, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None
+    walk: Walk,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    sequences: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs a walk over tensors as in `attention`; slopes are (batch, nheads)."""
+    """Runs a walk over tensors as in `attention`.
+
+    Args:
+        walk: how rows go over their keys.
+        q: as in `attention`; k and v too.
+        k: see q.
+        v: see q.
+        slopes: (batch, nheads), or None.
+        sequences: what indices the sequences have in the call.
+    """
     group = q.shape[2] // k.shape[2]
     q_groups = q.reshape(*q.shape[:2], k.shape[2], group, q.shape[3])
     slope_groups = None if slopes is None else slopes.reshape(q.shape[0], k.shape[2], group)
     out = q.new_empty(q.shape)
     softmax_lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=walk.dtype)
-    for batch, heads_k, rows in _tiles(q.shape, k.shape[2], walk.block_n):
+    for batch, heads_k, rows in tiles(q.shape, k.shape[2], walk.block_n):
         heads = slice(heads_k.start * group, heads_k.stop * group)
         out_tile, lse_tile = walk.rows(
             # (batch, nheads_k, group, rows, head_dim): a group shares its keys.
@@ -86,7 +107,8 @@ def attend(
             k[batch, :, heads_k],
             v[batch, :, heads_k],
             None if slope_groups is None else slope_groups[batch, heads_k],
-            position=rows.start + k.shape[1] - q.shape[1],
+            rows.start + k.shape[1] - q.shape[1],
+            Place(sequences[batch], range(heads_k.start, heads_k.stop), rows.start),
         )
         out[batch, rows, heads] = out_tile.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
         softmax_lse[batch, heads, rows] = lse_tile.flatten(1, 2)
@@ -96,9 +118,7 @@ def attend(
     return out, softmax_lse
 
 
-def _tiles(
-    q_shape: torch.Size, nheads_k: int, block_n: int
-) -> Iterator[tuple[slice, slice, slice]]:
+def tiles(q_shape: torch.Size, nheads_k: int, block_n: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yields (batch, nheads_k, seqlen_q) ranges that cover q; bits don't depend on the cut."""
     batch, seqlen_q, nheads, head_dim = q_shape
     row_elements = nheads // nheads_k * max(block_n, head_dim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,9 @@ class Formats:
         rescale: the factor for row_sum and acc when the maximum moves.
         acc: the accumulator of P v, after each block.
         out: the normalised output, before it goes to the input dtype.
+        dprobs: in the backward dP = dout v^T, once per block.
+        dscores: in the backward dS on its way into dS k and dS^T q; None is the input dtype, as in
+            the kernels. There, probs is also that of P on its way into P^T dout.
     """
 
     scores: Rounding = None
@@ -34,6 +37,13 @@ class Formats:
     rescale: Rounding = None
     acc: Rounding = None
     out: Rounding = None
+    dprobs: Rounding = None
+    dscores: Rounding = None
+
+    def filled(self, dtype: torch.dtype) -> Formats:
+        """Returns these formats, with the input dtype where that is what None means."""
+        probs = dtype if self.probs is None else self.probs
+        return replace(self, probs=probs, dscores=dtype if self.dscores is None else self.dscores)
 
 
 DEFAULT_FORMATS = Formats()

@@ -72,5 +72,6 @@ def attend_sequences(
             torch.stack(k),
             torch.stack(v),
             None if slopes is None else slopes[sequences],
+            sequences,
         )
         yield from zip(sequences, out, softmax_lse, strict=True)

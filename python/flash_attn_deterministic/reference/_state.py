@@ -75,10 +75,23 @@ def rescale_factor(
     return round_to(factor, formats.rescale)
 
 
-def normalise(state: State, scale: float, formats: Formats) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out (..., rows, head_dim) and lse (..., rows); without a visible key 0 and +inf."""
+def normalise(
+    state: State, scale: float, formats: Formats, keep_scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out (..., rows, head_dim) and lse (..., rows); without a visible key 0 and +inf.
+
+    Args:
+        state: of all keys.
+        scale: of the scores.
+        formats: number format of each step.
+        keep_scale: with dropout, what out is multiplied by; lse is that of all weights.
+    """
     empty = state.row_sum == 0
-    out = round_to(state.acc / state.row_sum, formats.out)
+    if keep_scale is None:
+        out = state.acc / state.row_sum
+    else:
+        out = state.acc * (1.0 / state.row_sum * keep_scale)
+    out = round_to(out, formats.out)
     # Also where the accumulator is -0: whether it still is depends on the blocks that were visited.
     out = torch.where(empty | (state.acc == 0), 0.0, out)
     lse = state.row_max * scale + _ieee.log(state.row_sum)

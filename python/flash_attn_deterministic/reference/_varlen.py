@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ArgumentError
 from ._dense import batch_slopes
+from ._dropout import Dropout
 from ._formats import DEFAULT_FORMATS, Formats
 from ._sequences import Slots, attend_sequences
 from ._walk import Walk
@@ -32,6 +33,8 @@ def varlen_attention(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
     split_size: int = 0,
     block_n: int | None = None,
     formats: Formats = DEFAULT_FORMATS,
@@ -57,6 +60,8 @@ def varlen_attention(
         window: as in `attention`.
         softcap: as in `attention`.
         alibi_slopes: as in `attention`.
+        dropout_p: as in `attention`.
+        rng_state: as in `attention`; the mask of a sequence depends on its index in the batch.
         split_size: as in `attention`.
         block_n: as in `attention`.
         formats: as in `attention`.
@@ -72,7 +77,8 @@ def varlen_attention(
     if leftpad_k is not None and block_table is not None:
         raise ArgumentError("leftpad_k: expected None with a block_table; leave out one of the two")
     visible = Window.of(causal, window)
-    walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats)
+    dropout = Dropout.of(dropout_p, rng_state)
+    walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats, dropout)
     q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     seqlens_q = [end - begin for begin, end in itertools.pairwise(q_starts)]
     batch = len(seqlens_q)

@@ -6,13 +6,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from .. import _ieee
 from .._build_info import build_info
 from ..errors import ArgumentError, DtypeError
+from ._dropout import Dropout, Place
 from ._formats import Formats, round_to
 from ._state import INF, State, empty_state, merge_state, normalise, rescale_factor
 from ._window import Window
@@ -29,6 +30,7 @@ class Walk:
     block_n: int
     dtype: torch.dtype
     formats: Formats
+    dropout: Dropout | None = None
 
     def __post_init__(self) -> None:
         if self.block_n < 1 or self.block_n & (self.block_n - 1):
@@ -49,6 +51,7 @@ class Walk:
         split_size: int,
         block_n: int | None,
         formats: Formats,
+        dropout: Dropout | None = None,
     ) -> Walk:
         """Fills in the defaults that follow from q's head_dim and dtype."""
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -61,7 +64,8 @@ class Walk:
             split_size=split_size,
             block_n=build_info().tile(head_dim).block_n if block_n is None else block_n,
             dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
-            formats=replace(formats, probs=q.dtype) if formats.probs is None else formats,
+            formats=formats.filled(q.dtype),
+            dropout=dropout,
         )
 
     def _rounded(self, value: float) -> float:
@@ -80,6 +84,20 @@ class Walk:
     def tanh_scale(self) -> float:
         return self._rounded(self._rounded(self.softmax_scale) / self.scale)
 
+    @functools.cached_property
+    def score_scale(self) -> float:
+        """The factor of q k^T."""
+        return self._rounded(self.softmax_scale)
+
+    @functools.cached_property
+    def keep_scale(self) -> float | None:
+        """What the weights that dropout leaves are multiplied by; None without dropout."""
+        return None if self.dropout is None else self._rounded(self.dropout.keep_scale)
+
+    def bias_slopes(self, slopes: torch.Tensor) -> torch.Tensor:
+        """Returns ALiBi slopes (..., 1, 1) for scores that are scaled later."""
+        return (slopes.to(self.dtype) / self.scale)[..., None, None]
+
     def rows(
         self,
         q: torch.Tensor,
@@ -87,6 +105,7 @@ class Walk:
         v: torch.Tensor,
         slopes: torch.Tensor | None,
         position: int,
+        place: Place,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs one tile of rows over all of its keys.
 
@@ -96,14 +115,14 @@ class Walk:
             v: like k.
             slopes: ALiBi slopes (batch, nheads_k, group), or None.
             position: the first row's own position among the keys.
+            place: of the tile in its call.
 
         Returns:
             out like q, and lse without q's last dimension, in the computing dtype.
         """
         q = q.to(self.dtype, memory_format=torch.contiguous_format)
         if slopes is not None:
-            # The scores are scaled later, the bias is not to be.
-            slopes = (slopes.to(self.dtype) / self.scale)[..., None, None]
+            slopes = self.bias_slopes(slopes)
         rows = range(position, position + q.shape[3])
         begin, end = self.window.visible(rows, k.shape[1])
         state: State | None = None
@@ -114,11 +133,12 @@ class Walk:
             last = min((split + 1) * split_size, end)
             for start in reversed(range(first, last, self.block_n)):
                 keys = range(start, min(start + self.block_n, last))
-                part = self._block(part, q, k, v, slopes, rows, keys)
+                part = self._block(part, q, k, v, slopes, rows, keys, place)
             state = (
                 part if state is None else merge_state(state, part, self.scale_log2, self.formats)
             )
-        return normalise(empty_state(q) if state is None else state, self.scale, self.formats)
+        state = empty_state(q) if state is None else state
+        return normalise(state, self.scale, self.formats, self.keep_scale)
 
     def _block(
         self,
@@ -129,16 +149,17 @@ class Walk:
         slopes: torch.Tensor | None,
         rows: range,
         keys: range,
+        place: Place,
     ) -> State:
         formats = self.formats
         # (batch, nheads_k, head_dim, keys) and (batch, nheads_k, keys, head_dim).
-        k = _copy(k[:, keys.start : keys.stop].permute(0, 2, 3, 1), self.dtype)
-        v = _copy(v[:, keys.start : keys.stop].permute(0, 2, 1, 3), self.dtype)
-        scores = self._scores(q, k, slopes, rows, keys)
+        k = copy(k[:, keys.start : keys.stop].permute(0, 2, 3, 1), self.dtype)
+        v = copy(v[:, keys.start : keys.stop].permute(0, 2, 1, 3), self.dtype)
+        scores, _ = self.scores(q, k, slopes, rows, keys)
         hidden = self.window.hidden(rows, keys, q.device)
         if hidden is not None:
             scores.masked_fill_(hidden, -INF)
-        row_max = torch.maximum(state.row_max, _fold(scores, self.block_n, torch.maximum, -INF))
+        row_max = torch.maximum(state.row_max, fold(scores, self.block_n, torch.maximum, -INF))
         row_max = round_to(row_max, formats.row_max)
         rescale = rescale_factor(state.row_max, row_max, self.scale_log2, formats)
 
@@ -149,33 +170,47 @@ class Walk:
             # Again, because -inf times a scale of 0 or less is not -inf.
             scores.masked_fill_(hidden, -INF)
         probs = _ieee.exp2(scores)
-        row_sum = state.row_sum * rescale + _fold(probs, self.block_n, torch.add, 0.0)
+        row_sum = state.row_sum * rescale + fold(probs, self.block_n, torch.add, 0.0)
 
+        # The sum is that of all weights, whatever is dropped.
+        probs = round_to(probs, formats.probs)
+        if self.dropout is not None:
+            probs.masked_fill_(~self.dropout.keep(place, q.shape[2], rows, keys), 0.0)
         acc = state.acc * rescale
-        _add_products(acc, round_to(probs, formats.probs), v)
+        add_products(acc, probs, v[:, :, None])
         return State(row_max, round_to(row_sum, formats.row_sum), round_to(acc, formats.acc))
 
-    def _scores(
+    def scores(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         slopes: torch.Tensor | None,
         rows: range,
         keys: range,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns what is then multiplied by `scale`, and with softcap the value of tanh.
+
+        Args:
+            q: (batch, nheads_k, group, rows, head_dim).
+            k: (batch, nheads_k, head_dim, keys).
+            slopes: of `bias_slopes`, or None.
+            rows: positions of the rows among the keys.
+            keys: positions of the keys.
+        """
         scores = q.new_zeros(q.shape[:-1] + k.shape[-1:])
-        _add_products(scores, q, k)
+        add_products(scores, q, k[:, :, None])
         scores = round_to(scores, self.formats.scores)
+        capped = None
         if self.softcap > 0:
-            scores = _ieee.tanh(scores * self.tanh_scale)
+            scores = capped = _ieee.tanh(scores * self.tanh_scale)
         if slopes is not None:
             row = torch.arange(rows.start, rows.stop, device=q.device)[:, None]
             key = torch.arange(keys.start, keys.stop, device=q.device)
             scores = scores - slopes * (row - key).abs().to(self.dtype)
-        return scores
+        return scores, capped
 
 
-def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Converts to a contiguous tensor, one head at a time to stay off the thread pool."""
     copy = tensor.new_empty(tensor.shape, dtype=dtype)
     for index in itertools.product(*map(range, tensor.shape[:2])):
@@ -183,22 +218,21 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return copy
 
 
-def _add_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total += left @ right, adding the products one by one in the order of the contraction.
 
     Args:
-        total: (batch, nheads_k, group, rows, columns).
-        left: (batch, nheads_k, group, rows, n).
-        right: (batch, nheads_k, n, columns).
+        total: (..., rows, columns).
+        left: (..., rows, n).
+        right: (..., n, columns); the dimensions before them broadcast.
     """
     product = torch.empty_like(total)
-    right = right[:, :, None, None]
     for index in range(left.shape[-1]):
-        torch.mul(left[..., index, None], right[..., index, :], out=product)
+        torch.mul(left[..., index, None], right[..., index, None, :], out=product)
         total.add_(product)
 
 
-def _fold(
+def fold(
     values: torch.Tensor,
     length: int,
     operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],

@@ -1,0 +1,57 @@
+"""What a call promises about its backward, and what torch was told to accept."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .._mode import Mode, require_deterministic_kernels
+from ..errors import ArgumentTypeError, NotDeterministicError
+
+
+def resolve_deterministic(deterministic: Any, mode: Mode) -> bool:
+    """Returns whether the backward of a call is to be deterministic.
+
+    Args:
+        deterministic: the call's argument; None: as the mode says.
+        mode: that of the call.
+
+    Raises:
+        ArgumentTypeError: neither a bool nor None.
+        MissingInstanceError: True, and the wheel holds no deterministic kernels.
+    """
+    if deterministic is None:
+        return mode.enabled
+    if not isinstance(deterministic, bool):
+        raise ArgumentTypeError(
+            f"deterministic: expected a bool or None, got {type(deterministic).__name__}"
+        )
+    if deterministic:
+        require_deterministic_kernels("deterministic", "pass deterministic=False")
+    return deterministic
+
+
+def alert_atomics(device: torch.device) -> None:
+    """Does what torch.use_deterministic_algorithms asks for before a backward that adds atomically.
+
+    Args:
+        device: where it runs; on the CPU nothing is added atomically.
+
+    Raises:
+        NotDeterministicError: torch is to use deterministic algorithms only. If it is to warn only,
+            this warns.
+    """
+    if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
+        return
+    asked = "but you set 'torch.use_deterministic_algorithms(True"
+    told = (
+        "the backward of flash_attn_deterministic does not have a deterministic implementation "
+        "with deterministic=False, or outside of the deterministic mode, "
+    )
+    advice = "pass deterministic=True to the call"
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        warnings.warn(f"{told}{asked}, warn_only=True)'; {advice}", stacklevel=2)
+    else:
+        raise NotDeterministicError(f"{told}{asked})'; {advice}")
