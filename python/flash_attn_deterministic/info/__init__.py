@@ -9,9 +9,9 @@ from importlib.metadata import version
 
 import torch
 
-from . import _library
-from ._build_info import BuildInfo, Upstream, build_info
-from ._checks import kernels
+from .. import _library
+from .._build_info import BuildInfo, Upstream, build_info
+from .._checks import kernels
 
 # Lowest Linux driver that runs machine code of any toolkit of a CUDA major version. Source: NVIDIA,
 # CUDA compatibility, "Minor Version Compatibility", table 1.

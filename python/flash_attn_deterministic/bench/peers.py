@@ -1,0 +1,188 @@
+"""The implementations that are timed. Each returns a call for a problem, or raises the reason."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .problem import Problem
+
+Call = Callable[[], torch.Tensor]
+
+
+class Unavailable(Exception):
+    """A peer cannot run a problem here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation.
+
+    Args:
+        name: for --peers and the tables.
+        title: for people.
+        forward: returns a call that computes out, (batch, seqlen_q, nheads, head_dim).
+        devices: where it runs.
+    """
+
+    name: str
+    title: str
+    forward: Callable[[Problem], Call]
+    devices: tuple[str, ...] = ("cuda",)
+    backward: bool = True
+
+    def call(self, problem: Problem) -> Call:
+        """Returns what to time.
+
+        Raises:
+            Unavailable: with the reason; any other exception counts as one too.
+        """
+        device = problem.q.device.type
+        if device not in self.devices:
+            raise Unavailable(f"does not run on {device}")
+        if problem.shape.kind != "backward":
+            return self.forward(problem)
+        if not self.backward:
+            raise Unavailable("has no backward")
+        out = self.forward(problem)()
+        leaves = (problem.q, problem.k, problem.v)
+        return lambda: torch.autograd.grad(out, leaves, problem.dout, retain_graph=True)[0]
+
+
+def _ours(problem: Problem) -> Call:
+    from .. import flash_attn_func, flash_attn_with_kvcache
+
+    q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
+    if problem.shape.kind == "decode":
+        return lambda: flash_attn_with_kvcache(q, k, v, causal=causal)
+    return lambda: flash_attn_func(q, k, v, causal=causal)
+
+
+def _sdpa(problem: Problem, backend: SDPBackend | None = None) -> Call:
+    q, k, v = (t.transpose(1, 2) for t in (problem.q, problem.k, problem.v))
+    shared = problem.shape.nheads != problem.shape.nheads_k
+
+    def call() -> torch.Tensor:
+        with _only(backend):
+            out = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.shape.causal, enable_gqa=shared
+            )
+        return out.transpose(1, 2)
+
+    return call
+
+
+@contextmanager
+def _only(backend: SDPBackend | None) -> Iterator[None]:
+    if backend is None:
+        yield
+        return
+    with sdpa_kernel(backend):
+        yield
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(problem: Problem) -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = (t.transpose(1, 2) for t in (problem.q, problem.k, problem.v))
+    mask = None
+    if problem.shape.causal:
+        mask = create_block_mask(
+            lambda batch, head, row, key: row >= key,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            device=str(q.device),
+        )
+    flex = _compiled_flex()
+    shared = problem.shape.nheads != problem.shape.nheads_k
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor = flex(q, k, v, block_mask=mask, enable_gqa=shared)
+        return out.transpose(1, 2)
+
+    return call
+
+
+def _installed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Unavailable(f"{name} cannot be imported ({error})") from error
+
+
+def _flash_attn(problem: Problem) -> Call:
+    module = _installed("flash_attn")
+    q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
+    if problem.shape.kind == "decode":
+        return lambda: module.flash_attn_with_kvcache(q, k, v, causal=causal)
+    return lambda: module.flash_attn_func(q, k, v, causal=causal)
+
+
+_WORKSPACE_BYTES = 256 * 2**20
+_PAGE = 16
+
+
+def _flashinfer(problem: Problem) -> Call:
+    module = _installed("flashinfer")
+    shape, device = problem.shape, problem.q.device
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    heads = (shape.nheads, shape.nheads_k, shape.head_dim)
+    counts = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
+    if shape.kind == "decode":
+        pages = shape.seqlen // _PAGE
+        cache = tuple(
+            t.reshape(shape.batch * pages, _PAGE, *t.shape[2:]) for t in (problem.k, problem.v)
+        )
+        decode = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        decode.plan(
+            counts * pages,
+            torch.arange(shape.batch * pages, dtype=torch.int32, device=device),
+            torch.full((shape.batch,), _PAGE, dtype=torch.int32, device=device),
+            *heads,
+            _PAGE,
+            q_data_type=problem.q.dtype,
+            kv_data_type=problem.q.dtype,
+        )
+        return lambda: decode.run(problem.q[:, 0], cache).unsqueeze(1)
+    prefill = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    starts = counts * shape.seqlen
+    prefill.plan(starts, starts, *heads, causal=shape.causal, q_data_type=problem.q.dtype)
+    q, k, v = (t.flatten(0, 1) for t in (problem.q, problem.k, problem.v))
+    return lambda: prefill.run(q, k, v).view(problem.q.shape)
+
+
+OURS = Peer("ours", "flash-attn-deterministic", _ours, ("cuda", "cpu"))
+PEERS = (
+    OURS,
+    Peer(
+        "sdpa-flash",
+        "torch SDPA, flash",
+        functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    ),
+    Peer(
+        "sdpa-cudnn",
+        "torch SDPA, cuDNN",
+        functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    ),
+    Peer("sdpa", "torch SDPA, default", _sdpa, ("cpu",)),
+    Peer("flex", "torch FlexAttention, compiled", _flex, ("cuda", "cpu")),
+    Peer("flash_attn", "flash_attn", _flash_attn),
+    Peer("flashinfer", "FlashInfer", _flashinfer, backward=False),
+)

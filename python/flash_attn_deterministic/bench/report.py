@@ -1,0 +1,75 @@
+"""The results of bench as a table, Markdown and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..verify.report.svg import Bar, bars_file
+from .peers import PEERS
+
+_TITLES = {peer.name: peer.title for peer in PEERS}
+
+
+def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """Returns shape, peer, milliseconds, ratio to ours and memory; a reason where it failed."""
+    found = []
+    for case in record["cases"]:
+        for name, time in case["ms"].items():
+            peak = case["peak_bytes"].get(name)
+            found.append(
+                (
+                    case["name"],
+                    _TITLES[name],
+                    f"{time['median']:.3g} ({time['p10']:.3g} to {time['p90']:.3g})",
+                    f"{case['ratio'][name]:.2f}x" if name in case["ratio"] else "",
+                    "" if peak is None else f"{peak / 1e6:.1f} MB",
+                )
+            )
+        for name, reason in case["failed"].items():
+            found.append((case["name"], _TITLES[name], f"- {reason}", "", ""))
+    return found
+
+
+HEADER = ("shape", "implementation", "ms", "of ours", "peak memory")
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """Returns the results as Markdown."""
+    lines = ["# Benchmark", "", _machine(record), ""]
+    lines += ["| " + " | ".join(HEADER) + " |", "|---|---|---:|---:|---:|"]
+    lines += ["| " + " | ".join(w.replace("|", "\\|") for w in row) + " |" for row in rows(record)]
+    return "\n".join(lines) + "\n"
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Returns the results for a terminal: a block for each shape."""
+    lines = [_machine(record)]
+    last = ""
+    for shape, peer, time, ratio, memory in rows(record):
+        if shape != last:
+            lines += ["", shape]
+            last = shape
+        lines.append(f"  {peer:<30} {time:<30} {ratio:>7} {memory:>12}".rstrip())
+    return "\n".join(lines)
+
+
+def plot(record: Mapping[str, Any]) -> str:
+    """Returns an SVG file: each peer's time over ours, shape by shape."""
+    bars = []
+    for case in record["cases"]:
+        for name, ratio in case["ratio"].items():
+            words = f"{_TITLES[name]}, {case['ms'][name]['median']:.3g} ms"
+            side = "ours" if name == "ours" else "peer"
+            bars.append(Bar(case["name"], side, ratio, words))
+    return bars_file("Time over ours; shorter is faster", bars) if bars else ""
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    environment = record["environment"]
+    device = environment["gpu"] or f"CPU, {environment['cpus']} cores"
+    return (
+        f"{device}, torch {environment['torch']}, flash-attn-deterministic {record['version']}, "
+        f"split size {record['split_size']}. Median (10th to 90th percentile) of "
+        f"{record['repeats']} calls in turns."
+    )

@@ -1,0 +1,167 @@
+"""The command `flash-attn-deterministic verify`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+exit status: 0 passed; 2 wrong usage, or a file that is no wheel of this package; 3 contract;
+4 accuracy; 5 performance or memory; 6 environment (no GPU, a wheel that is not the installed one,
+missing kernels); 7 the report cannot be written; 130 interrupted; 1 anything else
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command to the program's subparsers."""
+    parser = commands.add_parser(
+        "verify",
+        help="check the installed wheel: contract, accuracy, memory, speed; write a report",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)"
+    )
+    parser.add_argument(
+        "--wheel", type=Path, metavar="FILE", help="the wheel that the installation must be of"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("verification"),
+        metavar="DIR",
+        help="folder of verification.json, .md and .html (default: verification)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer head dims and shapes; not enough to publish"
+    )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="FILE",
+        help="libfa2_baseline.so, upstream's own kernels (`nox -s baseline`): timed too",
+    )
+    parser.add_argument(
+        "--allow-source",
+        action="store_true",
+        help="for developers: run on a source tree; the report says so and cannot be published",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+        Exit status, one of `outcome.Exit`.
+    """
+    from .installed import FileError, NotInstalledError
+    from .outcome import Exit
+    from .report import ReportError
+
+    statuses = {
+        FileError: Exit.USAGE,
+        NotInstalledError: Exit.ENVIRONMENT,
+        ReportError: Exit.REPORT,
+    }
+    try:
+        return _verify(arguments)
+    except tuple(statuses) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return next(status for kind, status in statuses.items() if isinstance(error, kind))
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from . import installed, outcome, progress, tasks
+    from . import run as runs
+    from .supervisor import Supervisor
+
+    wheel = None if arguments.wheel is None else installed.read_wheel(arguments.wheel)
+    found = installed.inspect(wheel)
+    _check_installation(found, arguments)
+    _check_device(arguments.device)
+    baseline = _baseline(arguments)
+    options = tasks.Options(
+        arguments.device, arguments.quick, None if baseline is None else str(baseline)
+    )
+    settings = runs.Settings(
+        arguments.device, arguments.quick, arguments.out, wheel, found, baseline
+    )
+    held = tasks.holds(arguments.device)
+    run = runs.Run(settings, tasks.list_tasks(arguments.device, arguments.quick, held))
+    bar = progress.Progress(run.tasks, sys.stderr)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with Supervisor(options) as supervisor:
+            run.execute(supervisor, bar)
+    except KeyboardInterrupt:
+        bar.close()
+        run.write()
+        print("interrupted", file=sys.stderr)
+    finally:
+        bar.close()
+        signal.signal(signal.SIGTERM, before)
+    record = run.record()
+    for section in record["sections"]:
+        reason = f": {section['reason']}" if section["reason"] else ""
+        print(f"{section['status']:<15} {section['title']}{reason}")
+    print(f"{record['status']}: {arguments.out / 'verification.html'}")
+    return int(outcome.exit_status(record["sections"], run.complete))
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _check_installation(found: Any, arguments: argparse.Namespace) -> None:
+    from .installed import NotInstalledError
+
+    if found.source_tree and not arguments.allow_source:
+        raise NotInstalledError(
+            "this package runs from a source tree; install the wheel that you want to verify, and "
+            "run this outside of the tree"
+        )
+    if found.matches_wheel is False and not found.source_tree:
+        raise NotInstalledError(
+            f"--wheel: the installed files are not those of {arguments.wheel.name}: "
+            + "; ".join(found.problems)
+            + "; install it with pip install --force-reinstall --no-deps"
+        )
+
+
+def _baseline(arguments: argparse.Namespace) -> Path | None:
+    from .installed import FileError
+
+    path: Path | None = arguments.baseline
+    if path is None:
+        return None
+    if arguments.device != "cuda":
+        raise FileError("--baseline: its kernels need --device cuda")
+    if not path.is_file():
+        raise FileError(f"--baseline: {path} is not a file; `nox -s baseline` builds it")
+    return path.resolve()
+
+
+def _check_device(device: str) -> None:
+    from .installed import NotInstalledError
+
+    if device == "cpu":
+        return
+    import torch
+
+    from .. import _library
+    from .._checks.kernels import device_problem
+
+    if not torch.cuda.is_available():
+        why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+        raise NotInstalledError(
+            f"--device cuda: torch {torch.__version__} {why}; use a machine with an NVIDIA GPU, or "
+            "--device cpu"
+        )
+    problem = _library.kernels_missing or device_problem(0)
+    if problem:
+        raise NotInstalledError(f"--device cuda: {problem}")

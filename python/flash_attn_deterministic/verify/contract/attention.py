@@ -1,0 +1,39 @@
+"""The functions that the checks are about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The functions under test; tests put broken ones here.
+
+    Args:
+        dense: flash_attn_func.
+        varlen: flash_attn_varlen_func.
+        kvcache: flash_attn_with_kvcache.
+        path: returns "one-cta" or "many-ctas" for the arguments of a call of `dense`.
+    """
+
+    dense: Callable[..., Any]
+    varlen: Callable[..., Any]
+    kvcache: Callable[..., Any]
+    path: Callable[..., str]
+
+    @staticmethod
+    def installed() -> Attention:
+        """Returns those of this package."""
+        import flash_attn_deterministic as package
+
+        def path(*args: Any, **kwargs: Any) -> str:
+            return package.explain(package.flash_attn_func, *args, **kwargs).path
+
+        return Attention(
+            package.flash_attn_func,
+            package.flash_attn_varlen_func,
+            package.flash_attn_with_kvcache,
+            path,
+        )

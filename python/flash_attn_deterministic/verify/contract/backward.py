@@ -1,0 +1,109 @@
+"""Checks of the gradients, and of dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from .attention import Attention
+from .call import Call, Tensors, cumulative, named_gradients, pick
+from .check import Case, expect_different, expect_same, make
+from .enumerate_cases import case_of, cases_of
+from .forward import repeat
+from .sizes import Size
+
+DROPOUT_P = 0.2
+
+
+def backward_cases(size: Size) -> Iterator[Case]:
+    for seqlen_q, seqlen_k in size.backward_lengths:
+        yield from cases_of(size, size.features, seqlen_q=(seqlen_q,), seqlen_k=(seqlen_k,))
+    if size.long_backward:
+        # Many thread blocks then add to one row of dq.
+        for (head_dim, dtype), feature in (
+            (c, f) for c in size.configs for f in ("full", "causal")
+        ):
+            lengths = {"seqlen_q": size.long_backward, "seqlen_k": size.long_backward}
+            yield case_of(head_dim, dtype, feature, lengths)
+
+
+def backward(case: Case, attention: Attention, size: Size) -> None:
+    """dq, dk and dv: run-to-run, batch, varlen, groups of heads."""
+    sequences = 3 if size.device == "cpu" else 8
+    call = make(case, attention, size, batch=sequences)
+    together = call.gradients()
+    repeat(call, call.gradients, size)
+    for place in (0, sequences // 2, sequences - 1):
+        one = call.sequences([place])
+        what = f"gradients of sequence {place} of {sequences} against the sequence alone"
+        expect_same(one, what, pick(together, place), one.gradients())
+    _packed_gradients(call)
+    groups = make(case, attention, size, batch=1, nheads=6, nheads_k=3)
+    whole = groups.gradients()
+    for begin, end in ((0, 1), (2, 3), (1, 3)):
+        alone = groups.kv_heads(begin, end)
+        expected = {
+            "dq": whole["dq"][:, :, 2 * begin : 2 * end],
+            "dk": whole["dk"][:, :, begin:end],
+            "dv": whole["dv"][:, :, begin:end],
+        }
+        what = f"gradients of KV heads [{begin}, {end}) alone against all 3 together"
+        expect_same(alone, what, alone.gradients(), expected)
+
+
+def _packed_gradients(call: Call) -> None:
+    """Sequences of several lengths, packed, against each alone."""
+    seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
+    lengths_q = [seqlen_q, max(1, seqlen_q // 2), 1][: call.q.shape[0]]
+    lengths_k = [seqlen_k, seqlen_k, max(1, seqlen_k // 3)][: call.q.shape[0]]
+    device = call.q.device
+
+    def pack(tensor: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        return torch.cat([one[:n] for one, n in zip(tensor, lengths, strict=False)])
+
+    leaves = [
+        pack(t, n).requires_grad_()
+        for t, n in ((call.q, lengths_q), (call.k, lengths_k), (call.v, lengths_k))
+    ]
+    slopes = None if call.slopes is None else call.slopes[: len(lengths_q)]
+    with torch.enable_grad():
+        out = call.attention.varlen(
+            *leaves, cumulative(lengths_q, device), cumulative(lengths_k, device),
+            max(lengths_q), max(lengths_k), **{**call.keywords, "alibi_slopes": slopes},
+        )  # fmt: skip
+        packed = named_gradients(out, leaves, pack(call.dout, lengths_q))
+    begin_q = begin_k = 0
+    for index, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        one = call.sequences([index]).queries(0, length_q).keys(length_k)
+        own: Tensors = {
+            "dq": packed["dq"][begin_q : begin_q + length_q].unsqueeze(0),
+            "dk": packed["dk"][begin_k : begin_k + length_k].unsqueeze(0),
+            "dv": packed["dv"][begin_k : begin_k + length_k].unsqueeze(0),
+        }
+        what = f"gradients of {length_q} queries and {length_k} keys, packed, against dense"
+        expect_same(one, what, own, one.gradients())
+        begin_q, begin_k = begin_q + length_q, begin_k + length_k
+
+
+# --- dropout ------------------------------------------------------------------------------------
+
+
+def dropout_cases(size: Size) -> Iterable[Case]:
+    return cases_of(size, size.features[:2], seqlen_q=size.seqlen_q)
+
+
+def dropout(case: Case, attention: Attention, size: Size) -> None:
+    """The same seed, the same bits; another seed, others."""
+    call = make(case, attention, size, seqlen_k=min(size.seqlen, 600))
+    call = call.with_options(dropout_p=DROPOUT_P)
+
+    def seeded(seed: int) -> Tensors:
+        torch.manual_seed(seed)
+        results = call()
+        torch.manual_seed(seed)
+        return {**results, **call.gradients()}
+
+    first = seeded(case.seed)
+    expect_different(call, "another seed", seeded(case.seed + 1), first)
+    expect_same(call, "the same seed again", seeded(case.seed), first)

@@ -1,0 +1,170 @@
+"""A call of attention that a check can cut, widen and run in other layouts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .attention import Attention
+
+Tensors = dict[str, torch.Tensor]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of flash_attn_func.
+
+    Args:
+        attention: the functions under test.
+        q: (batch, seqlen_q, nheads, head_dim).
+        k: (batch, seqlen_k, nheads_k, head_dim).
+        v: like k.
+        dout: like q, for the backward.
+        slopes: (batch, nheads), or None.
+        options: keyword arguments, split_size among them.
+    """
+
+    attention: Attention
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    slopes: torch.Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> Tensors:
+        """Returns out and softmax_lse."""
+        with torch.no_grad():
+            out, softmax_lse, _ = self.attention.dense(
+                self.q, self.k, self.v, return_attn_probs=True, **self.keywords
+            )
+        return {"out": out, "softmax_lse": softmax_lse}
+
+    def gradients(self) -> Tensors:
+        """Returns dq, dk and dv for dout."""
+        leaves = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
+        with torch.enable_grad():
+            out = self.attention.dense(*leaves, **self.keywords)
+            return named_gradients(out, leaves, self.dout)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Returns the keyword arguments, slopes included."""
+        return {**self.options, "alibi_slopes": self.slopes}
+
+    @property
+    def path(self) -> str:
+        """Returns the path that the kernels take."""
+        return self.attention.path(self.q, self.k, self.v, **self.keywords)
+
+    def with_options(self, **options: Any) -> Call:
+        return replace(self, options={**self.options, **options})
+
+    def sequences(self, index: slice | list[int]) -> Call:
+        slopes = None if self.slopes is None else self.slopes[index]
+        q, k, v, dout = (t[index] for t in (self.q, self.k, self.v, self.dout))
+        return replace(self, q=q, k=k, v=v, dout=dout, slopes=slopes)
+
+    def queries(self, begin: int, end: int) -> Call:
+        return replace(self, q=self.q[:, begin:end], dout=self.dout[:, begin:end])
+
+    def keys(self, end: int) -> Call:
+        return replace(self, k=self.k[:, :end], v=self.v[:, :end])
+
+    def kv_heads(self, begin: int, end: int) -> Call:
+        """Returns the call on whole groups of heads alone."""
+        group = self.q.shape[2] // self.k.shape[2]
+        heads = slice(begin * group, end * group)
+        return replace(
+            self,
+            q=self.q[:, :, heads],
+            k=self.k[:, :, begin:end],
+            v=self.v[:, :, begin:end],
+            dout=self.dout[:, :, heads],
+            slopes=None if self.slopes is None else self.slopes[:, heads],
+        )
+
+
+def named_gradients(
+    out: torch.Tensor, leaves: Sequence[torch.Tensor], dout: torch.Tensor
+) -> Tensors:
+    """Returns dq, dk and dv of an output."""
+    gradients = torch.autograd.grad(out, leaves, dout)
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def draw(
+    attention: Attention,
+    shape: tuple[int, int, int, int],
+    seqlen_k: int,
+    nheads_k: int,
+    *,
+    dtype: str,
+    device: str,
+    seed: int,
+    options: dict[str, Any],
+) -> Call:
+    """Draws a call whose q has a shape (batch, seqlen_q, nheads, head_dim).
+
+    `alibi` in options draws slopes. The same arguments give the same tensors.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    batch, seqlen_q, nheads, head_dim = shape
+
+    def normal(seqlen: int, heads: int) -> torch.Tensor:
+        size = (batch, seqlen, heads, head_dim)
+        drawn = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
+        return drawn.to(DTYPES[dtype])
+
+    options = dict(options)
+    slopes = None
+    q, k, v = normal(seqlen_q, nheads), normal(seqlen_k, nheads_k), normal(seqlen_k, nheads_k)
+    dout = normal(seqlen_q, nheads)
+    if options.pop("alibi", False):
+        slopes = 0.3 * torch.rand((batch, nheads), generator=generator, device=device)
+    return Call(attention, q, k, v, dout, slopes, options)
+
+
+def rows(result: Tensors, begin: int, end: int) -> Tensors:
+    """Picks rows of out and softmax_lse."""
+    return {
+        "out": result["out"][:, begin:end],
+        "softmax_lse": result["softmax_lse"][..., begin:end],
+    }
+
+
+def pick(result: Tensors, index: int | list[int]) -> Tensors:
+    """Picks sequences of a batch."""
+    places = [index] if isinstance(index, int) else index
+    return {name: tensor[places] for name, tensor in result.items()}
+
+
+def heads(result: Tensors, begin: int, end: int) -> Tensors:
+    """Picks heads of out and softmax_lse."""
+    return {
+        "out": result["out"][:, :, begin:end],
+        "softmax_lse": result["softmax_lse"][:, begin:end],
+    }
+
+
+def int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+
+def cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Returns what cu_seqlens wants: a 0, then running totals."""
+    return int32(list(itertools.accumulate(lengths, initial=0)), device)
+
+
+def garbage(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Returns NaN, +Inf and -Inf in turns."""
+    size = math.prod(shape)
+    values = torch.tensor([math.nan, math.inf, -math.inf], device=like.device, dtype=like.dtype)
+    return values.repeat(-(-size // 3))[:size].view(*shape)

@@ -1,0 +1,62 @@
+"""The one list of checks, in the order of the contract's table."""
+
+from __future__ import annotations
+
+from . import backward, forward, storage
+from .check import Check
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "run-to-run",
+        "repeat, stream, other work on the GPU, CUDA graph replay",
+        forward.run_to_run_cases,
+        forward.run_to_run,
+    ),
+    Check(
+        "batch",
+        "batch size, position in the batch, who else is in it",
+        forward.batch_cases,
+        forward.batch,
+    ),
+    Check("chunk", "how the queries are cut", forward.chunk_cases, forward.chunk),
+    Check(
+        "decode",
+        "a row of a prefill or a step over a cache",
+        forward.decode_cases,
+        forward.decode,
+    ),
+    Check(
+        "capacity",
+        "room behind the sequence, and what lies in it",
+        storage.capacity_cases,
+        storage.capacity,
+    ),
+    Check("paged", "contiguous or in pages of any order", storage.paged_cases, storage.paged),
+    Check("varlen", "dense, packed or padded", storage.varlen_cases, storage.varlen),
+    Check(
+        "heads",
+        "KV groups alone or together; shared or repeated keys",
+        forward.heads_cases,
+        forward.head_groups,
+    ),
+    Check(
+        "schedule",
+        "one thread block per row block or many",
+        forward.schedule_cases,
+        forward.schedule,
+        devices=("cuda",),
+    ),
+    Check(
+        "split-size",
+        "hidden splits; cut at multiples of split_size, nowhere else",
+        forward.split_size_cases,
+        forward.split_size,
+    ),
+    Check(
+        "backward",
+        "dq, dk, dv: repeat, batch, packing, KV groups",
+        backward.backward_cases,
+        backward.backward,
+    ),
+    Check("dropout", "repeats with one seed", backward.dropout_cases, backward.dropout),
+)

@@ -1,0 +1,147 @@
+"""How large the cases of the contract checks are, by device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# The windows are for long sequences; on the CPU they are cut down as the lengths are.
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 33)},
+    "window-left": {"window_size": (150, -1)},
+    "window-right": {"window_size": (-1, 40)},
+    "window-right-0": {"window_size": (700, 0)},
+    "softcap": {"causal": True, "softcap": 3.0},
+    "alibi": {"causal": True, "alibi": True},
+    "everything": {"window_size": (600, 20), "softcap": 4.0, "alibi": True},
+    "everything-causal": {"causal": True, "window_size": (600, -1), "softcap": 4.0, "alibi": True},
+}
+# Those in which no row sees a key after its own.
+CAUSAL = frozenset(
+    name
+    for name, options in FEATURES.items()
+    if options.get("causal") or options.get("window_size", (-1, -1))[1] == 0
+)
+
+Config = tuple[int, str]
+
+_CONFIGS: tuple[Config, ...] = (
+    (64, "bf16"),
+    (64, "fp16"),
+    (128, "bf16"),
+    (128, "fp16"),
+    (32, "bf16"),
+    (40, "bf16"),
+    (72, "fp16"),
+    (96, "fp16"),
+    (112, "bf16"),
+    (192, "bf16"),
+    (256, "fp16"),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What cases are drawn from.
+
+    Args:
+        device: "cpu" or "cuda".
+        configs: head dims with dtypes.
+        features: names in FEATURES.
+        window_shrink: windows are divided by it.
+        splits: split sizes; the last is the default mode's on a GPU.
+        split: the split size of checks that take one.
+        lengths: of keys: below, at and above the boundaries of blocks and splits, rising.
+        seqlen: of checks that need one longer sequence; the last of `lengths` is not above it.
+        seqlen_q: of queries: one, and enough for several blocks of rows.
+        batches: batch sizes.
+        repeats: how often run-to-run repeats a call.
+        page_sizes: tokens per page.
+        nheads: query heads, of which two groups share keys.
+        backward_lengths: (seqlen_q, seqlen_k).
+        long_backward: a length at which many thread blocks add to one row of dq; 0: none.
+    """
+
+    device: str
+    configs: tuple[Config, ...]
+    features: tuple[str, ...]
+    window_shrink: int
+    splits: tuple[int, ...]
+    split: int
+    lengths: tuple[int, ...]
+    seqlen: int
+    seqlen_q: tuple[int, ...]
+    batches: tuple[int, ...]
+    repeats: int
+    page_sizes: tuple[int, ...]
+    nheads: int
+    backward_lengths: tuple[tuple[int, int], ...]
+    long_backward: int
+
+    @property
+    def causal_features(self) -> tuple[str, ...]:
+        """Features in which no row sees a key after its own."""
+        return tuple(name for name in self.features if name in CAUSAL)
+
+    def options(self, feature: str) -> dict[str, Any]:
+        """Returns a feature's options, `alibi` among them."""
+        options = dict(FEATURES[feature])
+        if "window_size" in options:
+            options["window_size"] = tuple(
+                side if side <= 0 else max(1, side // self.window_shrink)
+                for side in options["window_size"]
+            )
+        return options
+
+
+def size_of(device: str, quick: bool, held: Callable[[Config], bool] = lambda _: True) -> Size:
+    """Returns the size of a run.
+
+    Args:
+        device: "cpu" or "cuda".
+        quick: fewer head dims and features.
+        held: whether the wheel can run a config on the device.
+    """
+    configs = tuple(filter(held, _CONFIGS))
+    features = tuple(FEATURES)
+    if device == "cpu":
+        return Size(
+            device=device,
+            configs=((64, "bf16"), (72, "fp16")) if quick else configs,
+            features=("full", "causal", "window", "everything-causal") if quick else features,
+            window_shrink=6,
+            splits=(64, 128),
+            split=64,
+            lengths=(1, 63, 64, 65, 129, 193),
+            seqlen=200,
+            seqlen_q=(1, 70),
+            batches=(1, 2, 9),
+            repeats=2,
+            page_sizes=(16, 48),
+            nheads=4,
+            backward_lengths=((70, 70), (33, 100)),
+            long_backward=0,
+        )
+    small = ("full", "causal", "window", "softcap", "alibi", "everything-causal")
+    return Size(
+        device=device,
+        configs=configs[:5] if quick else configs,
+        features=small if quick else features,
+        window_shrink=1,
+        splits=(64, 512, 2048),
+        split=512,
+        lengths=(1, 63, 64, 65, 127, 129, 511, 512, 513, 1100, 2047, 2048, 2049, 4097, 4100),
+        seqlen=4100,
+        seqlen_q=(1, 130),
+        batches=(1, 2, 3, 64, 200),
+        repeats=20,
+        page_sizes=(16, 48, 256),
+        nheads=8,
+        backward_lengths=((130, 130), (200, 513), (513, 200))
+        if quick
+        else ((1, 65), (130, 130), (200, 513), (513, 200), (1025, 1025)),
+        long_backward=4096,
+    )

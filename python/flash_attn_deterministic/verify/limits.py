@@ -1,0 +1,22 @@
+"""What a measured number may be for its section to pass. The one place with these numbers."""
+
+from __future__ import annotations
+
+# Largest error against float64, over that of torch's flash attention (on the CPU: over that of the
+# formulas with the kernels' 16-bit roundings, and otherwise exact).
+ACCURACY_RATIO = 2.0
+
+# Medians of time, over torch's flash attention in the same process, with room for noise.
+FORWARD_TIME_RATIO = 1.15
+BACKWARD_TIME_RATIO = 1.25
+# Geometric mean over the decode shapes.
+DECODE_TIME_RATIO = 1.5
+
+# Peak memory above the inputs, over torch's flash attention, and bytes on top.
+MEMORY_RATIO = 1.05
+MEMORY_BYTES = 2**20
+
+
+def memory_passes(ours: int, standard: int) -> bool:
+    """Returns whether a peak is within the limit."""
+    return ours <= MEMORY_RATIO * standard + MEMORY_BYTES

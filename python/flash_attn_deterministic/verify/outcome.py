@@ -1,0 +1,66 @@
+"""What a section of the report can come to, and the exit status of the command."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class Exit(enum.IntEnum):
+    """Exit status of `flash-attn-deterministic verify`. 1 is any other error of the package."""
+
+    PASSED = 0
+    USAGE = 2  # argparse's too
+    CONTRACT = 3
+    ACCURACY = 4
+    PERFORMANCE = 5
+    ENVIRONMENT = 6
+    REPORT = 7
+    INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+PASSED = "passed"
+FAILED = "failed"
+ERROR = "error"  # a check did not come to a result
+NOT_APPLICABLE = "not-applicable"
+NOT_RUN = "not-run"
+INCOMPLETE = "incomplete"  # of a whole report only
+
+# What a failing section makes the exit status; the first that failed decides.
+SECTION_EXITS = {
+    "environment": Exit.ENVIRONMENT,  # nothing else can be what it should be then
+    "contract": Exit.CONTRACT,
+    "batch-invariance": Exit.CONTRACT,
+    "accuracy": Exit.ACCURACY,
+    "memory": Exit.PERFORMANCE,
+    "performance": Exit.PERFORMANCE,
+    "scaling": Exit.PERFORMANCE,
+    "decode": Exit.PERFORMANCE,
+    "backward": Exit.PERFORMANCE,
+}
+
+
+def combined(statuses: Iterable[str]) -> str:
+    """Returns the status of a whole from those of its parts."""
+    found = set(statuses)
+    for status in (ERROR, FAILED, NOT_RUN):
+        if status in found:
+            return status
+    return PASSED if PASSED in found or not found else NOT_APPLICABLE
+
+
+def exit_status(sections: Iterable[Mapping[str, Any]], complete: bool) -> Exit:
+    """Returns the exit status of a run.
+
+    Args:
+        sections: of the report, each with id and status.
+        complete: whether the run went to its end.
+    """
+    if not complete:
+        return Exit.INTERRUPTED
+    bad = {str(one["id"]) for one in sections if one["status"] not in (PASSED, NOT_APPLICABLE)}
+    for name, status in SECTION_EXITS.items():
+        if name in bad:
+            return status
+    return Exit.PASSED

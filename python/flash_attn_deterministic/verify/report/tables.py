@@ -1,0 +1,340 @@
+"""The tables of a report, as rows of words: Markdown and HTML show the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import limits
+
+MARKS = {
+    "passed": "✓ passed",
+    "failed": "✗ failed",
+    "error": "✗ error",
+    "not-applicable": "- not applicable",
+    "not-run": "… not run",
+    "incomplete": "… incomplete",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Args:
+        header: names of the columns.
+        rows: as many words each.
+        numbers: the first column that holds numbers; those and all after it are set to the right.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: int = 99
+
+
+def section_of(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a section by id."""
+    found: Mapping[str, Any] = next(s for s in record["sections"] if s["id"] == name)
+    return found
+
+
+def without_empty(table: Table) -> Table:
+    """Returns a table without the columns that hold nothing, but for the last row's reference."""
+    kept = [i for i in range(len(table.header)) if i < 2 or any(row[i] for row in table.rows[:-1])]
+    return Table(
+        tuple(table.header[i] for i in kept),
+        tuple(tuple(row[i] for i in kept) for row in table.rows),
+        table.numbers,
+    )
+
+
+def ratio(value: float | None) -> str:
+    """Returns e.g. "1.05x"."""
+    return "infinite" if value is None else f"{value:.2f}x"
+
+
+def size(count: int) -> str:
+    """Returns bytes as MB."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def sections(record: Mapping[str, Any]) -> Table:
+    rows = [(s["title"], MARKS[s["status"]], f"{s['seconds']:.0f}") for s in record["sections"]]
+    return Table(("section", "result", "seconds"), tuple(rows), 2)
+
+
+def reasons(record: Mapping[str, Any]) -> list[str]:
+    """Returns why sections did not pass."""
+    return [
+        f"{section['title']}: {section['reason']}"
+        for section in record["sections"]
+        if section["reason"] and section["status"] in ("failed", "error")
+    ]
+
+
+def facts(record: Mapping[str, Any]) -> Table:
+    """What was verified, where."""
+    environment, wheel, installed = (record[n] for n in ("environment", "wheel", "installed"))
+    matches = {True: "yes", False: "no", None: "no wheel was named"}[installed["matches_wheel"]]
+    gpu = environment.get("gpu")
+    rows = [
+        ("wheel", wheel["filename"] or "not named"),
+        ("sha256", wheel["sha256"] or "-"),
+        ("installed version", installed["version"] or "source tree"),
+        ("installed files are the wheel's", matches),
+        (
+            "upstream",
+            f"{record['pins']['upstream']['name']} {record['pins']['upstream']['version']}",
+        ),
+        ("upstream sha256", record["pins"]["upstream"]["sha256"]),
+        *((f"patch {p['name']}", p["sha256"]) for p in record["pins"]["patches"]),
+        ("CUDA toolkit of the wheel", record["build"]["cuda_toolkit"]),
+        ("device", gpu or "CPU"),
+    ]
+    if gpu:
+        rows += [
+            ("compute capability", environment["compute_capability"]),
+            ("multiprocessors, memory", f"{environment['sms']}, {environment['memory_gib']} GiB"),
+            ("driver", environment["driver"] or "unknown"),
+        ]
+    rows += [
+        ("torch", f"{environment.get('torch', 'unknown')} (CUDA {environment.get('cuda') or '-'})"),
+        ("Python", f"{environment.get('python', 'unknown')}, {environment.get('system', '')}"),
+        ("begun", record["started"]),
+        ("took", f"{record['seconds']:.0f} s"),
+    ]
+    return Table(("", ""), tuple(rows))
+
+
+def architectures(record: Mapping[str, Any]) -> Table:
+    """Which GPU code of the wheel ran."""
+    found = record["architectures"]
+    rows = [(name, "machine code", "✓ ran here") for name in found["ran"]]
+    rows += [(name, "PTX, compiled by the driver", "✓ ran here") for name in found["ran_as_ptx"]]
+    rows += [(name, "machine code", "- unverified here") for name in found["unverified"]]
+    return Table(("architecture", "kind", ""), tuple(rows))
+
+
+def contract(record: Mapping[str, Any]) -> Table:
+    """Rows are checks, columns are head dims with dtypes."""
+    checks = section_of(record, "contract")["data"].get("checks", [])
+    configs: list[str] = []
+    for check in checks:
+        configs += [name for name in check["by_config"] if name not in configs]
+    rows = []
+    for check in checks:
+        cells = [_cell(check["by_config"].get(name)) for name in configs]
+        rows.append((check["id"], MARKS[check["status"]], str(check["cases"]), *cells))
+    return Table(("row", "result", "cases", *configs), tuple(rows), 2)
+
+
+def promises(record: Mapping[str, Any]) -> Table:
+    """What each row of the contract says."""
+    checks = section_of(record, "contract")["data"].get("checks", [])
+    rows = [(c["id"], c["promise"], c["reason"] or "") for c in checks]
+    return Table(("row", "the same bits whatever", ""), tuple(rows))
+
+
+def _cell(counts: Mapping[str, int] | None) -> str:
+    if counts is None:
+        return ""
+    if counts["failed"]:
+        return f"✗ {counts['failed']}/{counts['cases']}"
+    return f"✓ {counts['cases']}"
+
+
+def counter_example(check: Mapping[str, Any]) -> Table:
+    """The first case of a check that failed, in full."""
+    found = check["counter_example"]
+    rows = [
+        ("case", found["case"]),
+        ("what", found["what"]),
+        ("device", found["device"]),
+        ("dtype, head dim", f"{found['dtype']}, {found['head_dim']}"),
+        ("shapes", _pairs(found["shapes"])),
+        ("options", _pairs(found["options"])),
+        ("parameters", _pairs(found["parameters"])),
+        ("seed", str(found["seed"])),
+    ]
+    if found["index"] is not None:
+        rows += [
+            ("tensor", f"{found['tensor']}: {found['differing']} of {found['elements']} differ"),
+            ("first index", str(found["index"])),
+            ("one side", f"{found['left']['bits']} = {found['left']['value']}"),
+            ("other side", f"{found['right']['bits']} = {found['right']['value']}"),
+        ]
+    return Table(("", ""), tuple(rows))
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "-"
+
+
+def accuracy(record: Mapping[str, Any]) -> Table:
+    """The worst row of each head dim, dtype and tensor."""
+    rows = section_of(record, "accuracy")["data"].get("rows", [])
+    worst: dict[tuple[int, str, str], Mapping[str, Any]] = {}
+    for row in rows:
+        key = (row["head_dim"], row["dtype"], row["tensor"])
+        if key not in worst or _height(row) > _height(worst[key]):
+            worst[key] = row
+    table = [
+        (
+            str(row["head_dim"]),
+            row["dtype"],
+            row["tensor"],
+            row["name"].split(" ", 2)[2],
+            _error(row["ours"]["largest"]),
+            _error(row["standard"]["largest"]),
+            ("" if row["passed"] else "✗ ") + ratio(row["ratio"]),
+        )
+        for row in worst.values()
+    ]
+    header = ("head dim", "dtype", "tensor", "worst shape", "ours", "torch", "ratio")
+    return Table(header, tuple(table), 4)
+
+
+def _height(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Orders rows: by ratio, then by error; None stands for infinite."""
+    largest = row["ours"]["largest"] if "ours" in row else 0.0
+    first, second = (float("inf") if n is None else float(n) for n in (row["ratio"], largest))
+    return first, second
+
+
+def _error(value: float | None) -> str:
+    return "infinite" if value is None else f"{value:.1e}"
+
+
+SIDES = {
+    "standard": "standard",
+    "deterministic": "deterministic",
+    "deterministic_512": "deterministic, splits of 512",
+}
+
+
+def seed(section: Mapping[str, Any]) -> Table:
+    """Memory, performance or scaling: a row for each shape and side, the seed's figures last."""
+    rows = []
+    for row in section["data"].get("rows", []):
+        for side, peak in row["peak_bytes"].items():
+            time = row.get("ms", {}).get(side)
+            rows.append(
+                (
+                    f"{row['shape']} {row['dtype']}",
+                    SIDES.get(side, side),
+                    "" if time is None else milliseconds(time),
+                    ratio(row["time_ratio"][side]) if side in row.get("time_ratio", {}) else "",
+                    size(peak),
+                    ratio(row["memory_ratio"][side]) if side in row["memory_ratio"] else "",
+                )
+            )
+    figures = section["data"].get("seed")
+    if figures:
+        rows.append(
+            (
+                f"for reference: the seed's, on an {figures['gpu']}",
+                f"deterministic, splits of {figures['split_size']}",
+                "",
+                ratio(figures["time_ratio"]),
+                "",
+                ratio(figures["memory_ratio"]),
+            )
+        )
+    header = ("shape", "side", "ms", "time", "peak memory", "memory")
+    return without_empty(Table(header, tuple(rows), 2))
+
+
+def milliseconds(time: Mapping[str, float]) -> str:
+    """Returns e.g. "3.36 (3.34 to 3.70)": median, 10th and 90th percentile."""
+    return f"{time['median']:.3g} ({time['p10']:.3g} to {time['p90']:.3g})"
+
+
+def timed(section: Mapping[str, Any]) -> Table:
+    """Decode or backward: a row for each shape."""
+    rows = []
+    for row in section["data"].get("rows", []):
+        floor, peaks = row.get("floor_ms"), row.get("peak_bytes")
+        rows.append(
+            (
+                f"{row['shape']} {row['dtype']}",
+                milliseconds(row["ms"]["deterministic"]),
+                milliseconds(row["ms"]["standard"]),
+                ratio(row["time_ratio"]),
+                ratio(row["ratio_to_upstream"]) if "ratio_to_upstream" in row else "",
+                "" if floor is None else f"{ratio(row['ratio_to_floor'])} (floor {floor:.3g} ms)",
+                ""
+                if peaks is None
+                else f"{size(peaks['deterministic'])} ({ratio(row['memory_ratio'])})",
+            )
+        )
+    header = (
+        "shape",
+        "ours, ms",
+        "standard, ms",
+        "time",
+        "to upstream",
+        "to reading the cache",
+        "peak memory",
+    )
+    kept = [i for i in range(7) if i < 4 or any(row[i] for row in rows)]
+    picked = tuple(tuple(row[i] for i in kept) for row in rows)
+    return Table(tuple(header[i] for i in kept), picked, 1)
+
+
+def invariance(section: Mapping[str, Any]) -> Table:
+    """8 against 4 + 4."""
+    rows = [
+        (
+            SIDES.get(row["side"], row["side"]),
+            row["shape"],
+            f"{row['differing']} of {row['elements']}",
+            f"{row['largest_difference']:.1e}",
+        )
+        for row in section["data"].get("rows", [])
+    ]
+    header = ("side", "shape", "numbers with other bits", "largest difference")
+    return Table(header, tuple(rows), 2)
+
+
+def headline(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Returns what a reader wants to know first: title, value, explanation and status."""
+    checks = section_of(record, "contract")["data"].get("checks", [])
+    ran = [check for check in checks if check["status"] not in ("not-applicable", "not-run")]
+    good = sum(check["status"] == "passed" for check in ran)
+    cases = sum(check["cases"] for check in ran)
+    tiles = [
+        (
+            "Contract",
+            f"{good} of {len(ran)}",
+            f"rows hold: {cases} cases, compared bit for bit",
+            section_of(record, "contract")["status"],
+        )
+    ]
+    section = section_of(record, "accuracy")
+    worst = section["data"].get("worst", {})
+    if worst:
+        largest = max(worst.values(), key=_height)
+        against = "torch's" if record["device"] == "cuda" else "that of 16-bit rounding"
+        text = f"largest error over {against}; limit {ratio(limits.ACCURACY_RATIO)}"
+        tiles.append(("Accuracy", ratio(largest["ratio"]), text, section["status"]))
+    for name, key, title, text in (
+        ("performance", "time_ratio", "Forward time", "of torch's flash attention"),
+        ("memory", "memory_ratio", "Forward memory", "of torch's flash attention"),
+    ):
+        section = section_of(record, name)
+        for row in section["data"].get("rows", []):
+            value = ratio(row[key]["deterministic"])
+            tiles.append((title, value, f"{text}, {row['shape']}", section["status"]))
+    section = section_of(record, "decode")
+    if "geometric_mean" in section["data"]:
+        mean = section["data"]["geometric_mean"]
+        text = "of torch's flash attention, geometric mean"
+        tiles.append(("Decode time", ratio(mean), text, section["status"]))
+    section = section_of(record, "backward")
+    rows = section["data"].get("rows", [])
+    if rows:
+        largest = max(row["time_ratio"] for row in rows)
+        text = "of torch's flash attention, the worst shape"
+        tiles.append(("Backward time", ratio(largest), text, section["status"]))
+    return tiles

@@ -1,0 +1,265 @@
+"""One run of verify: tasks, sections, and the report that grows with them."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import _build_info
+from . import environment, outcome, report, tasks
+from .installed import Installed, Wheel
+from .progress import Progress
+from .report.record import SCHEMA_VERSION, finite
+from .supervisor import Supervisor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run was asked for.
+
+    Args:
+        device: "cpu" or "cuda".
+        quick: the smaller run.
+        out: folder of the report.
+        wheel: the wheel named, or None.
+        installed: what is known of the installed files.
+        baseline: library of upstream's own kernels, or None.
+    """
+
+    device: str
+    quick: bool
+    out: Path
+    wheel: Wheel | None
+    installed: Installed
+    baseline: Path | None = None
+
+
+@dataclass
+class Run:
+    """Results so far.
+
+    Args:
+        settings: what was asked for.
+        tasks: all tasks, in order.
+        results: by section and task id.
+        seconds: by section and task id.
+        complete: whether all tasks have ended.
+    """
+
+    settings: Settings
+    tasks: Sequence[tasks.Task]
+    results: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    complete: bool = False
+    started: datetime.datetime = field(
+        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc)
+    )
+    _begin: float = field(default_factory=time.monotonic)
+
+    def execute(self, supervisor: Supervisor, progress: Progress) -> None:
+        """Runs all tasks; writes the report anew after each.
+
+        Raises:
+            ReportError: the report cannot be written.
+        """
+        self.write()
+        for task in self.tasks:
+            key = (task.section, task.id)
+            progress.show(task)
+            begin = time.monotonic()
+
+            def on_case(name: str, case: int, total: int, task: tasks.Task = task) -> None:
+                progress.show(task, case / total, f"{case + 1}/{total}")
+
+            self.results[key] = supervisor.run(task.section, task.id, on_case)
+            self.seconds[key] = round(time.monotonic() - begin, 3)
+            progress.finish(task, self.results[key]["status"])
+            self.write()
+        self.complete = True
+        self.write()
+
+    def write(self) -> None:
+        """Writes the report as it stands.
+
+        Raises:
+            ReportError: it cannot be written.
+        """
+        record = self.record()
+        texts = (report.json_text(record), report.markdown(record), report.html(record))
+        report.write_files(self.settings.out, dict(zip(report.NAMES, texts, strict=True)))
+
+    def sections(self) -> list[dict[str, Any]]:
+        """Returns the sections of the report."""
+        return [self._section(name) for name in tasks.SECTIONS]
+
+    def record(self) -> dict[str, Any]:
+        """Returns the report; docs/verification.schema.json describes it."""
+        sections = self.sections()
+        settings, info = self.settings, _build_info.build_info()
+        found = self._data("environment", "environment")
+        status = outcome.combined(section["status"] for section in sections)
+        if not self.complete:
+            status = outcome.INCOMPLETE
+        elif status != outcome.PASSED:
+            status = outcome.FAILED
+        upstream = info.upstream
+        record: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "complete": self.complete,
+            "quick": settings.quick,
+            "source_tree": settings.installed.source_tree,
+            "device": settings.device,
+            "status": status,
+            "started": self.started.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "seconds": round(time.monotonic() - self._begin, 1),
+            "wheel": {
+                "filename": settings.wheel.path.name if settings.wheel else None,
+                "sha256": settings.wheel.sha256 if settings.wheel else None,
+            },
+            "installed": {
+                "version": settings.installed.version or None,
+                "files": settings.installed.files,
+                "matches_wheel": settings.installed.matches_wheel,
+                "problems": list(settings.installed.problems),
+            },
+            "environment": found,
+            "pins": {
+                "upstream": {
+                    "name": upstream.name,
+                    "version": upstream.version,
+                    "sha256": upstream.sha256,
+                },
+                "patches": [asdict(patch) for patch in upstream.patches],
+            },
+            "build": {
+                "cuda_toolkit": info.cuda_toolkit,
+                "architectures": list(info.architectures),
+                "deterministic": info.deterministic,
+            },
+            "architectures": environment.architectures(
+                info.architectures,
+                found.get("compute_capability"),
+                force_ptx=os.environ.get("CUDA_FORCE_PTX_JIT") == "1",
+            ),
+            "sections": sections,
+        }
+        if settings.baseline is not None:
+            digest = _sha256(settings.baseline)
+            record["baseline"] = {"filename": settings.baseline.name, "sha256": digest}
+        record = finite(record)
+        record["digest"] = report.canonical_digest(record)
+        return record
+
+    def _data(self, section: str, task: str) -> dict[str, Any]:
+        return dict(self.results.get((section, task), {}).get("data", {}))
+
+    def _section(self, name: str) -> dict[str, Any]:
+        own = [task for task in self.tasks if task.section == name]
+        results = {task.id: self.results[name, task.id] for task in own
+                   if (name, task.id) in self.results}  # fmt: skip
+        statuses = [results[t.id]["status"] if t.id in results else outcome.NOT_RUN for t in own]
+        reasons = [r["reason"] for r in results.values() if r.get("reason")]
+        section: dict[str, Any] = {
+            "id": name,
+            "title": tasks.SECTIONS[name],
+            "status": outcome.combined(statuses),
+            "reason": "; ".join(reasons) or None,
+            "seconds": round(sum(self.seconds.get((name, task.id), 0.0) for task in own), 1),
+            "data": {},
+        }
+        if not own:
+            none_held = name == "accuracy"
+            section["status"] = outcome.FAILED if none_held else outcome.NOT_APPLICABLE
+            section["reason"] = (
+                "the wheel holds none of the kernels" if none_held
+                else "measured on a GPU only: the CPU runs the reference, which is exact and slow"
+            )  # fmt: skip
+        elif name == "environment":
+            self._judge_environment(section)
+        elif name == "contract":
+            section["data"] = {"checks": self._contract_rows(results)}
+        elif name == "accuracy":
+            section["data"] = _accuracy(results)
+        else:
+            section["data"] = results.get(name, {}).get("data", {})
+        if section["reason"] is None and section["status"] == outcome.FAILED:
+            section["reason"] = _why(name, section["data"])
+        return section
+
+    def _judge_environment(self, section: dict[str, Any]) -> None:
+        settings = self.settings
+        problems = list(settings.installed.problems)
+        if section["status"] == outcome.PASSED:
+            record = self._data("environment", "environment")
+            deterministic = _build_info.build_info().deterministic
+            problems += environment.problems(settings.device, record, deterministic)
+        section["data"] = {"problems": problems}
+        if problems:
+            section["status"] = outcome.FAILED
+            section["reason"] = "; ".join(filter(None, [section["reason"], *problems]))
+
+    def _contract_rows(self, results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        from .contract.checks import CHECKS
+
+        rows = []
+        for check in CHECKS:
+            result = results.get(check.id)
+            applicable = self.settings.device in check.devices
+            status = outcome.NOT_RUN if applicable else outcome.NOT_APPLICABLE
+            reason = None if applicable else "the CPU has one path only"
+            data = {} if result is None else result["data"]
+            rows.append(
+                {
+                    "id": check.id,
+                    "promise": check.promise,
+                    "status": status if result is None else result["status"],
+                    "reason": reason if result is None else result.get("reason"),
+                    "cases": data.get("cases", 0),
+                    "failed": data.get("failed", 0),
+                    "seconds": data.get("seconds", 0.0),
+                    "by_config": data.get("by_config", {}),
+                    "counter_example": data.get("counter_example"),
+                    "stderr": data.get("stderr"),
+                }
+            )
+        return rows
+
+
+def _why(name: str, data: Mapping[str, Any]) -> str:
+    """Says in a line what failed in a section that ran to its end."""
+    if name == "contract":
+        bad = [check for check in data["checks"] if check["failed"]]
+        return ", ".join(f"{c['id']}: {c['failed']} of {c['cases']} cases" for c in bad)
+    if name == "accuracy":
+        bad = [row for row in data["rows"] if not row["passed"]]
+        return f"{len(bad)} of {len(data['rows'])} errors are above the limit"
+    return f"not met: {data.get('criterion')}"
+
+
+@functools.cache
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _accuracy(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    found = [result["data"] for result in results.values() if result["data"].get("rows")]
+    rows = [row for data in found for row in data["rows"]]
+    worst: dict[str, Any] = {}
+    for direction in ("forward", "backward"):
+        own = [row for row in rows if row["direction"] == direction]
+        if own:
+            row = max(own, key=lambda row: row["ratio"])
+            worst[direction] = {n: row[n] for n in ("name", "head_dim", "dtype", "ratio")}
+    return {
+        "rows": rows,
+        "worst": worst,
+        "standard": found[0]["standard"] if found else None,
+        "criterion": found[0]["criterion"] if found else None,
+    }

@@ -1,0 +1,1 @@
+"""Time and memory on a GPU, ours beside the standard in one process."""

@@ -1,0 +1,443 @@
+"""Upstream's own kernels (`nox -s baseline`) on torch tensors, with upstream's own allocations."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HEAD_DIMS = (64, 128)
+VERSION = 2  # of the library's interface (cpp/baseline/api.h)
+_ROUNDING = 128  # upstream rounds sequence lengths up to it for scratch
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("batch_stride", c_int64),
+        ("row_stride", c_int64),
+        ("head_stride", c_int64),
+    )
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        ("device", c_int32),
+        ("is_bf16", c_int32),
+        ("is_causal", c_int32),
+        ("batch", c_int32),
+        ("seqlen_q", c_int32),
+        ("seqlen_k", c_int32),
+        ("nheads", c_int32),
+        ("nheads_k", c_int32),
+        ("head_dim", c_int32),
+        ("softmax_scale", c_float),
+        ("stream", c_void_p),
+        ("cu_seqlens_q", c_void_p),
+        ("cu_seqlens_k", c_void_p),
+        ("total_q", c_int32),
+    )
+
+
+class BaselineError(RuntimeError):
+    """The baseline library reported a failure."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where packed sequences lie.
+
+    Args:
+        cu_seqlens_q: (batch + 1,), int32, on CUDA.
+        cu_seqlens_k: like cu_seqlens_q.
+        max_seqlen_q: length of the longest sequence of q.
+        max_seqlen_k: the same for k.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> Packed:
+        """Makes that of sequences whose q and k have the same lengths."""
+        starts = [0, *itertools.accumulate(lengths)]
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        return cls(cu_seqlens, cu_seqlens, max(lengths), max(lengths))
+
+    @property
+    def batch(self) -> int:
+        """Returns the number of sequences."""
+        return self.cu_seqlens_q.shape[0] - 1
+
+
+class Baseline:
+    """The shared library that `nox -s baseline` leaves in build/baseline.
+
+    Args:
+        path: libfa2_baseline.so.
+
+    Raises:
+        OSError: it is not there, or does not load.
+        BaselineError: it was built from other sources.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path.resolve()))
+        found = library.fa2_baseline_version() if hasattr(library, "fa2_baseline_version") else 1
+        if found != VERSION:
+            raise BaselineError(
+                f"{path}: expected version {VERSION} of the interface, got {found}; run "
+                "`nox -s baseline` again"
+            )
+        tensor, problem = POINTER(_Tensor), POINTER(_Problem)
+        library.fa2_baseline_error.restype = c_char_p
+        library.fa2_baseline_num_splits.argtypes = [problem, c_int32]
+        library.fa2_baseline_num_splits.restype = c_int32
+        library.fa2_baseline_forward.argtypes = [
+            problem,
+            *[tensor] * 4,
+            c_void_p,
+            c_int32,
+            c_void_p,
+            c_void_p,
+        ]
+        library.fa2_baseline_forward.restype = c_int32
+        library.fa2_baseline_backward.argtypes = [
+            problem,
+            *[tensor] * 5,
+            c_void_p,
+            *[tensor] * 3,
+            c_void_p,
+            c_void_p,
+            c_int32,
+            c_int64,
+        ]
+        library.fa2_baseline_backward.restype = c_int32
+        self._library = library
+
+    def num_splits(
+        self,
+        shape_q: tuple[int, int, int, int],
+        seqlen_k: int,
+        nheads_k: int,
+        *,
+        num_sms: int,
+    ) -> int:
+        """Returns upstream's own choice of num_splits for flash_attn_func.
+
+        Args:
+            shape_q: (batch, seqlen_q, nheads, head_dim).
+            seqlen_k: number of keys.
+            nheads_k: number of key and value heads.
+            num_sms: of the device.
+        """
+        batch, seqlen_q, nheads, head_dim = shape_q
+        if seqlen_q == 1 and nheads > nheads_k:
+            seqlen_q, nheads = nheads // nheads_k, nheads_k
+        problem = _Problem(
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            nheads=nheads,
+            nheads_k=nheads_k,
+            head_dim=head_dim,
+        )
+        return int(self._library.fa2_baseline_num_splits(ctypes.byref(problem), num_sms))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        num_splits: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs upstream's forward as its flash_attn_func does.
+
+        Args:
+            q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16, head_dim 64 or 128, on CUDA.
+            k: (batch, seqlen_k, nheads_k, head_dim), seqlen_k > 0.
+            v: like k.
+            softmax_scale: None: head_dim ** -0.5.
+            causal: bottom-right aligned.
+            num_splits: 0: upstream's heuristic (what flash_attn_func uses); 1: its forward
+                kernel; more: its split kernel and combine kernel.
+
+        Returns:
+            out like q, softmax_lse (batch, nheads, seqlen_q) fp32.
+
+        Raises:
+            ValueError: a head_dim that the library does not hold.
+            BaselineError: CUDA reported a failure.
+        """
+        _check_head_dim(q)
+        batch, seqlen_q, nheads, head_dim = q.shape
+        nheads_k = k.shape[2]
+        # As upstream: one query row needs no mask, and its head group becomes the rows of a tile.
+        causal = causal and seqlen_q > 1
+        swapped = seqlen_q == 1 and nheads > nheads_k
+        if swapped:
+            q = q.reshape(batch, nheads_k, nheads // nheads_k, head_dim).transpose(1, 2)
+            seqlen_q, nheads = q.shape[1], nheads_k
+        out = torch.empty_like(q)
+        lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
+        problem = _problem(q, k, softmax_scale, causal)
+        if num_splits == 0:
+            sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+            num_splits = int(self._library.fa2_baseline_num_splits(ctypes.byref(problem), sms))
+        lse_accum = out_accum = None
+        if num_splits > 1:
+            rows = (num_splits, batch, nheads, seqlen_q)
+            lse_accum = q.new_empty(rows, dtype=torch.float32)
+            out_accum = q.new_empty((*rows, head_dim), dtype=torch.float32)
+        # Upstream allocates a (seed, offset) pair and an empty P as well: bytes, not counted here.
+        self._check(
+            self._library.fa2_baseline_forward(
+                ctypes.byref(problem),
+                *(ctypes.byref(_tensor(t)) for t in (q, k, v, out)),
+                lse.data_ptr(),
+                num_splits,
+                None if out_accum is None else out_accum.data_ptr(),
+                None if lse_accum is None else lse_accum.data_ptr(),
+            )
+        )
+        if swapped:
+            shape = (batch, 1, nheads_k * seqlen_q, head_dim)
+            out = out.transpose(1, 2).reshape(shape)
+            lse = lse.reshape(batch, nheads_k * seqlen_q, 1)
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        softmax_lse: torch.Tensor,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        deterministic: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Runs upstream's backward.
+
+        Args:
+            dout: gradient of out, like q.
+            q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16, head_dim 64 or 128, on CUDA.
+            k: (batch, seqlen_k, nheads_k, head_dim).
+            v: like k.
+            out: the forward's output.
+            softmax_lse: (batch, nheads, seqlen_q) fp32, the forward's.
+            softmax_scale: None: head_dim ** -0.5.
+            causal: bottom-right aligned.
+            deterministic: upstream's deterministic mode (run to run, not over batch sizes).
+
+        Returns:
+            dq, dk, dv, like q, k, v.
+
+        Raises:
+            ValueError: a head_dim that the library does not hold.
+            BaselineError: CUDA reported a failure.
+        """
+        batch, seqlen_q, nheads, head_dim = q.shape
+        rounded = -(-seqlen_q // _ROUNDING) * _ROUNDING
+        return self._backward(
+            _problem(q, k, softmax_scale, causal),
+            (dout, q, k, v, out, softmax_lse),
+            softmax_d_shape=(batch, nheads, rounded),
+            dq_accum_shape=(batch, rounded, nheads, head_dim),
+            deterministic=deterministic,
+        )
+
+    def varlen_forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        packed: Packed,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs upstream's forward of packed sequences as its flash_attn_varlen_func does.
+
+        Args:
+            q: (total_q, nheads, head_dim), fp16 or bf16, head_dim 64 or 128, on CUDA.
+            k: (total_k, nheads_k, head_dim), total_k > 0.
+            v: like k.
+            packed: where the sequences lie; the longest has more than one query (of a single one
+                upstream turns head groups into rows, which is not done here).
+            softmax_scale: None: head_dim ** -0.5.
+            causal: bottom-right aligned.
+
+        Returns:
+            out like q, softmax_lse (nheads, total_q) fp32.
+
+        Raises:
+            ValueError: a head_dim that the library does not hold.
+            BaselineError: CUDA reported a failure.
+        """
+        _check_head_dim(q)
+        out = torch.empty_like(q)
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        self._check(
+            self._library.fa2_baseline_forward(
+                ctypes.byref(_packed_problem(q, k, packed, softmax_scale, causal)),
+                *(ctypes.byref(_tensor(t)) for t in (q, k, v, out)),
+                lse.data_ptr(),
+                1,
+                None,
+                None,
+            )
+        )
+        return out, lse
+
+    def varlen_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        softmax_lse: torch.Tensor,
+        packed: Packed,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        deterministic: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Runs upstream's backward of packed sequences.
+
+        Args:
+            dout: gradient of out, like q.
+            q: (total_q, nheads, head_dim), fp16 or bf16, head_dim 64 or 128, on CUDA.
+            k: (total_k, nheads_k, head_dim).
+            v: like k.
+            out: the forward's output.
+            softmax_lse: (nheads, total_q) fp32, the forward's.
+            packed: where the sequences lie.
+            softmax_scale: None: head_dim ** -0.5.
+            causal: bottom-right aligned.
+            deterministic: upstream's deterministic mode (run to run, not over batch sizes).
+
+        Returns:
+            dq, dk, dv, like q, k, v.
+
+        Raises:
+            ValueError: a head_dim that the library does not hold.
+            BaselineError: CUDA reported a failure.
+        """
+        total_q, nheads, head_dim = q.shape
+        rows = total_q + _ROUNDING * packed.batch
+        return self._backward(
+            _packed_problem(q, k, packed, softmax_scale, causal),
+            (dout, q, k, v, out, softmax_lse),
+            softmax_d_shape=(nheads, rows),
+            dq_accum_shape=(rows, nheads, head_dim),
+            deterministic=deterministic,
+        )
+
+    def _backward(
+        self,
+        problem: _Problem,
+        tensors: tuple[torch.Tensor, ...],
+        *,
+        softmax_d_shape: tuple[int, ...],
+        dq_accum_shape: tuple[int, ...],
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout, q, k, v, out, softmax_lse = tensors
+        _check_head_dim(q)
+        nheads, head_dim = q.shape[-2:]
+        nheads_k = k.shape[-2]
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        softmax_d = q.new_empty(softmax_d_shape, dtype=torch.float32)
+        split_stride = 0
+        if deterministic:
+            sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+            copies = -(-sms // (problem.batch * nheads))
+            dq_accum = q.new_zeros((copies, *dq_accum_shape), dtype=torch.float32)
+            split_stride = dq_accum.stride(0)
+        else:
+            dq_accum = q.new_empty(dq_accum_shape, dtype=torch.float32)
+        expanded = (*k.shape[:-2], nheads, head_dim)
+        dk_heads = dk if nheads == nheads_k else q.new_empty(expanded)
+        dv_heads = dv if nheads == nheads_k else q.new_empty(expanded)
+        self._check(
+            self._library.fa2_baseline_backward(
+                ctypes.byref(problem),
+                *(ctypes.byref(_tensor(t)) for t in (dout, q, k, v, out)),
+                softmax_lse.data_ptr(),
+                *(ctypes.byref(_tensor(t)) for t in (dq, dk_heads, dv_heads)),
+                softmax_d.data_ptr(),
+                dq_accum.data_ptr(),
+                int(deterministic),
+                split_stride,
+            )
+        )
+        if nheads != nheads_k:
+            groups = (*k.shape[:-2], nheads_k, nheads // nheads_k, head_dim)
+            torch.sum(dk_heads.reshape(groups), -2, out=dk)
+            torch.sum(dv_heads.reshape(groups), -2, out=dv)
+        return dq, dk, dv
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise BaselineError(self._library.fa2_baseline_error().decode())
+
+
+def _check_head_dim(q: torch.Tensor) -> None:
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"head_dim: the baseline holds {HEAD_DIMS}, got {q.shape[-1]}")
+
+
+def _tensor(tensor: torch.Tensor) -> _Tensor:
+    strides = tensor.stride()
+    # Packed sequences have no batch dimension.
+    batch_stride = strides[0] if len(strides) == 4 else 0
+    return _Tensor(tensor.data_ptr(), batch_stride, strides[-3], strides[-2])
+
+
+def _problem(
+    q: torch.Tensor, k: torch.Tensor, softmax_scale: float | None, causal: bool
+) -> _Problem:
+    return _Problem(
+        device=q.device.index,
+        is_bf16=int(q.dtype == torch.bfloat16),
+        is_causal=int(causal),
+        batch=q.shape[0],
+        seqlen_q=q.shape[1],
+        seqlen_k=k.shape[1],
+        nheads=q.shape[2],
+        nheads_k=k.shape[2],
+        head_dim=q.shape[3],
+        softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+        stream=torch.cuda.current_stream(q.device).cuda_stream,
+    )
+
+
+def _packed_problem(
+    q: torch.Tensor, k: torch.Tensor, packed: Packed, softmax_scale: float | None, causal: bool
+) -> _Problem:
+    return _Problem(
+        device=q.device.index,
+        is_bf16=int(q.dtype == torch.bfloat16),
+        is_causal=int(causal),
+        batch=packed.batch,
+        seqlen_q=packed.max_seqlen_q,
+        seqlen_k=packed.max_seqlen_k,
+        nheads=q.shape[1],
+        nheads_k=k.shape[1],
+        head_dim=q.shape[2],
+        softmax_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
+        stream=torch.cuda.current_stream(q.device).cuda_stream,
+        cu_seqlens_q=packed.cu_seqlens_q.data_ptr(),
+        cu_seqlens_k=packed.cu_seqlens_k.data_ptr(),
+        total_q=q.shape[0],
+    )
