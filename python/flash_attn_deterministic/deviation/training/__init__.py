@@ -1,0 +1,1 @@
+"""Identical trainings that differ in one thing, and how far their weights move apart."""
