@@ -46,6 +46,74 @@ def test(session: nox.Session) -> None:
     session.run("pytest", *arguments, env={"FLASH_ATTN_WHEEL": str(wheel)})
 
 
+@nox.session(requires=["build_dev"], default=False)
+def verify_dev(session: nox.Session) -> None:
+    """Verify the small wheel on the CPU, in a minute or two."""
+    (wheel,) = (ROOT / "dist" / "dev").glob("*.whl")
+    run_verify(session, wheel, "--device", "cpu", "--quick")
+
+
+@nox.session(default=False)
+def verify(session: nox.Session) -> None:
+    """Verify the wheel in dist/, installed in a clean environment, on this machine's GPU."""
+    wheels = [*ROOT.glob("dist/*.whl"), *ROOT.glob("dist/cu[0-9]*/*.whl")]
+    if len(wheels) != 1:
+        session.error(f"dist: expected one wheel, found {len(wheels)}; `nox -s build` makes it")
+    run_verify(session, wheels[0], *session.posargs)
+
+
+@nox.session(default=False)
+def gate(session: nox.Session) -> None:
+    """Ask the gate whether the wheels in dist/ may be published."""
+    session.install(*groups("publish"))
+    session.run(
+        "python", "-m", "flash_attn_build.release_page", "--check", *session.posargs, env=TOOLS
+    )
+
+
+@nox.session(default=False)
+def publish(session: nox.Session) -> None:
+    """Upload the wheel in dist/ to a package server, if the gate lets it (-- --dry-run)."""
+    session.install(*groups("publish"))
+    session.run("python", "-m", "flash_attn_build.publish", *session.posargs, env=TOOLS)
+
+
+@nox.session(default=False)
+def release_page(session: nox.Session) -> None:
+    """Make the release page of the wheels in dist/, if the gate lets them (-- --dry-run)."""
+    session.install(*groups("publish"))
+    session.run("python", "-m", "flash_attn_build.release_page", *session.posargs, env=TOOLS)
+
+
+@nox.session(default=False)
+def index(session: nox.Session) -> None:
+    """Write the static package index of all releases into build/index."""
+    session.install(*groups("publish"))
+    session.run("python", "-m", "flash_attn_build.index", *session.posargs, env=TOOLS)
+
+
+@nox.session(default=False)
+def wheels(session: nox.Session) -> None:
+    """Build the release's wheels in manylinux images (-- 13.0: of one CUDA toolkit)."""
+    session.install(*groups("wheels"))
+    session.run("python", "-m", "flash_attn_build.wheels", *session.posargs, env=TOOLS)
+
+
+@nox.session(default=False)
+def toolkits(session: nox.Session) -> None:
+    """List the CUDA toolkits that wheels are released for, as a CI's matrix."""
+    session.run("python", "-m", "flash_attn_build.wheels", "--list", env=TOOLS)
+
+
+@nox.session(requires=["build_dev"], default=False)
+def deviation(session: nox.Session) -> None:
+    """Run quick deviation studies and their report into build/deviation (-- ARGS: instead)."""
+    (wheel,) = (ROOT / "dist" / "dev").glob("*.whl")
+    session.install(f"{wheel}[deviation]", *groups("torch"))
+    arguments = session.posargs or ["report", "--quick", "--out", "build/deviation"]
+    session.run("flash-attn-deterministic", "deviation", *arguments)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, types, C++ format, spelling, README tables and configuration files."""
@@ -59,6 +127,8 @@ def lint(session: nox.Session) -> None:
     session.run("validate-pyproject", "pyproject.toml", silent=True)
     workflows = [str(path) for path in sorted(ROOT.glob(".github/workflows/*.yml"))]
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
+    dependabot = str(ROOT / ".github" / "dependabot.yml")
+    session.run("check-jsonschema", "--builtin-schema", "vendor.dependabot", dependabot)
     session.run("zizmor", "--offline", "--quiet", ".github")
 
 
@@ -74,6 +144,15 @@ def baseline(session: nox.Session) -> None:
     """Build upstream's own kernels, for comparisons; never part of the wheel."""
     install_compilers(session)
     session.run("python", "-m", "flash_attn_build.baseline", *session.posargs, env=TOOLS)
+
+
+def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
+    """Installs a wheel, with nothing but its requirements, and lets it verify itself."""
+    session.install(str(wheel), *groups("torch"))
+    command = ["flash-attn-deterministic", "verify", "--wheel", str(wheel)]
+    out = str(wheel.parent / "verification")
+    # The installed package, whatever the surroundings would have Python import.
+    session.run(*command, "--out", out, *arguments, env={"PYTHONPATH": ""})
 
 
 def install_compilers(session: nox.Session) -> None:

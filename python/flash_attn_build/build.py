@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import files, jobs, manifest, measure, toolchain
+from . import files, jobs, manifest, measure, sbom, toolchain
 from .errors import BuildError, SettingError, StepError
 from .repair import repair
 
@@ -67,7 +67,7 @@ def build(request: Request, root: Path = ROOT) -> Path:
     with tempfile.TemporaryDirectory(dir=request.out_dir, prefix=".build-") as folder:
         made = _compile(request, root, Path(folder, "made"), environ)
         os.environ["SOURCE_DATE_EPOCH"] = environ["SOURCE_DATE_EPOCH"]
-        wheel = repair(made, Path(folder, "repaired"))
+        wheel = repair(made, Path(folder, "repaired"), sbom.find_parts(cuda))
         info = check(wheel)
         units = manifest.read_units(log_dir(request.build_dir), request.build_dir)
         settings = {

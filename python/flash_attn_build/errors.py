@@ -31,3 +31,15 @@ class WheelError(BuildError):
     """The wheel does not hold what it must, or holds more."""
 
     exit_code = 5
+
+
+class RefusedError(BuildError):
+    """The gate does not let a wheel be published."""
+
+    exit_code = 7
+
+
+class UploadError(BuildError):
+    """A package server, or the tool that talks to it, ended with an error."""
+
+    exit_code = 8

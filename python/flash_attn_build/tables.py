@@ -247,6 +247,96 @@ def _splits(results: Results) -> str:
     return f"{markdown(header, rows)}\n\n{_source(record)} Geometric mean and worst of all shapes."
 
 
+# Sides of the backward benchmark: key in the record, column.
+_BACKWARD_SIDES = {
+    "ours": "ours",
+    "ours_atomics": "ours, atomics",
+    "fa2": "FA2",
+    "fa2_deterministic": "FA2 det.",
+    "sdpa": "SDPA",
+}
+
+
+def _backward(results: Results) -> str:
+    record = results["backward"]
+    rows = []
+    for case in record["cases"]:
+        times, scratch = case["ms"], case["scratch_bytes"]
+        rows.append(
+            [
+                case["name"],
+                *(_spread(times[side]) if side in times else "-" for side in _BACKWARD_SIDES),
+                *(_ratio(case.get(f"ratio_to_{side}")) for side in ("fa2", "fa2_deterministic")),
+                *(
+                    f"{scratch[side] / 1e6:.1f}" if side in scratch else "-"
+                    for side in ("ours", "fa2", "fa2_deterministic")
+                ),
+                f"{case['tflops']:.0f}",
+            ]
+        )
+    header = [
+        "shape",
+        *(f"{name}, ms" for name in _BACKWARD_SIDES.values()),
+        "to FA2",
+        "to FA2 det.",
+        "scratch, MB",
+        "of FA2",
+        "of FA2 det.",
+        "TFLOP/s",
+    ]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile). "
+        "FA2 det.: upstream's deterministic mode."
+    )
+
+
+def _varlen(results: Results) -> str:
+    record = results["varlen"]
+    rows = [
+        [
+            case["name"],
+            *(_spread(case["ms"][side]) for side in ("ours", "fa2")),
+            _ratio(case["ratio_to_fa2"]),
+            f"{case['tflops']:.0f}",
+        ]
+        for case in record["cases"]
+    ]
+    header = ["shape", "ours, ms", "FA2, ms", "to FA2", "TFLOP/s"]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile). L: the "
+        "shortest and the longest sequence."
+    )
+
+
+def _summary(results: Results) -> str:
+    """What users ask first: how much slower than upstream, in one line for each use."""
+    prefill = [c["ratio_to_fa2"] for c in results["forward"]["cases"] if "ratio_to_fa2" in c]
+    rows = [["prefill", "FA2", *_mean_and_worst(prefill), "none"]]
+    if "varlen" in results:
+        packed = [case["ratio_to_fa2"] for case in results["varlen"]["cases"]]
+        rows.append(["prefill, packed sequences", "FA2", *_mean_and_worst(packed), "none"])
+    if "decode" in results:
+        cases, side = results["decode"]["cases"], f"ours_{results['decode']['split_size']}"
+        decode = [case["ratio_to_fa2"][side] for case in cases if "ratio_to_fa2" in case]
+        scratch = max(case["scratch_bytes"][side] for case in cases) / 1e6
+        rows.append(["decode", "FA2", *_mean_and_worst(decode), f"at most {scratch:.0f} MB"])
+    if "backward" in results:
+        cases = results["backward"]["cases"]
+        for side, name in (("fa2", "FA2, atomics"), ("fa2_deterministic", "FA2, deterministic")):
+            ratios = [c[f"ratio_to_{side}"] for c in cases if f"ratio_to_{side}" in c]
+            least = max(
+                c["scratch_bytes"]["ours"] / c["scratch_bytes"][side]
+                for c in cases
+                if side in c["scratch_bytes"]
+            )
+            rows.append(["backward", name, *_mean_and_worst(ratios), f"at most {least:.2f} x"])
+    header = ["deterministic", "against", "time, mean", "worst", "scratch memory"]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(results['forward'])} Ratios of medians in one "
+        "process, geometric mean of all shapes in `docs/benchmarks.md`; at the default split size."
+    )
+
+
 def _mean_and_worst(ratios: Sequence[float]) -> tuple[str, str]:
     if not ratios:
         return "-", "-"
@@ -397,6 +487,7 @@ def _source(record: Mapping[str, Any]) -> str:
 TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "accuracy": ("accuracy", _accuracy),
     "accuracy-all": ("accuracy", _accuracy_all),
+    "backward": ("backward", _backward),
     "build": ("build", _build),
     "build-cost": ("build_cost_upstream", _build_cost),
     "build-units": ("build", _build_units),
@@ -405,7 +496,9 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "forward-all": ("forward", _forward_all),
     "matrix": ("matrix", _matrix),
     "splits": ("forward", _splits),
+    "summary": ("forward", _summary),
     "startup": ("startup", _startup),
+    "varlen": ("varlen", _varlen),
 }
 
 

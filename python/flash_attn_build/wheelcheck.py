@@ -15,7 +15,7 @@ from typing import Any
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from torch_abi_audit import inspect_extension
 
-from . import cubins, elf
+from . import cubins, elf, sbom
 from .errors import WheelError
 
 PACKAGE = "flash_attn_deterministic"
@@ -67,7 +67,7 @@ def check(wheel: Path) -> dict[str, Any]:
             data = archive.read(LIBRARY)
             library = elf.read(data)
             problems += [*_library(library), *_stable_abi(data, info), *_gpu_code(library, info)]
-            problems += _folders(data)
+            problems += [*_folders(data), *_bill(archive, names, info, data)]
         for name in names:
             if name.endswith(".dist-info/WHEEL"):
                 problems += _tags(archive.read(name).decode())
@@ -135,6 +135,17 @@ def _folders(data: bytes) -> Iterator[str]:
             f"{LIBRARY}: names folders of the machine it was built on ({min(found)}); "
             "map them with -ffile-prefix-map"
         )
+
+
+def _bill(
+    archive: zipfile.ZipFile, names: list[str], info: dict[str, Any], library: bytes
+) -> Iterator[str]:
+    bills = [name for name in names if ".dist-info/sboms/" in name]
+    expected = [name for name in bills if name.endswith(f"/{sbom.FILE_NAME}")]
+    if bills != expected or len(bills) != 1:
+        yield f"contents: expected one bill of materials, .dist-info/sboms/{sbom.FILE_NAME}"
+    elif info:
+        yield from sbom.problems(archive.read(bills[0]), info, library)
 
 
 def _stable_abi(data: bytes, info: dict[str, Any]) -> Iterator[str]:
