@@ -8,17 +8,25 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-_FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache
+from tests.benchmarks.baseline import Baseline, BaselineError
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Case = TypeVar("_Case", bound=_Named)
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -95,61 +103,17 @@ def _driver() -> str | None:
     return answer.stdout.splitlines()[0].strip() if answer.stdout.strip() else None
 
 
-def summary(values: Sequence[float]) -> dict[str, float]:
-    """Returns median, 10th and 90th percentile of at least two values."""
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return {
-        "median": round(statistics.median(values), 5),
-        "p10": round(deciles[0], 5),
-        "p90": round(deciles[-1], 5),
-    }
-
-
-def time_interleaved(
-    contenders: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 3
-) -> dict[str, list[float]]:
-    """Times calls in turns, so that a drifting clock meets all of them alike.
-
-    The L2 cache is overwritten before each call; that also gives the GPU work to do while the host
-    prepares the launch.
-
-    Args:
-        contenders: a call per name, on the current stream.
-        repeats: timed rounds; each round runs every contender once, in rotated order.
-        warmup: rounds before them.
-
-    Returns:
-        Milliseconds of each timed call, per name.
-    """
-    flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    names = list(contenders)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in names}
-    for turn in range(warmup + repeats):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
-            begin, end = _event(), _event()
-            flush.fill_(turn)
-            begin.record()
-            contenders[name]()
-            end.record()
-            if turn >= warmup:
-                events[name].append((begin, end))
-        torch.cuda.synchronize()
-    return {name: [b.elapsed_time(e) for b, e in pairs] for name, pairs in events.items()}
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call, unused-ignore]
-
-
 def peak_memory(call: Callable[[], object]) -> int:
-    """Returns the most bytes that a call had allocated at once, its results included."""
+    """Returns the most bytes that a call held at once, its results included.
+
+    Those that it asked for: the allocator may hand out blocks that are larger.
+    """
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     result = call()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
     del result
     return peak
 
@@ -159,3 +123,66 @@ def fail(error: Exception) -> str:
     line = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     print(line, file=sys.stderr, flush=True)
     return line
+
+
+def open_baseline(path: Path | None, record: dict[str, Any]) -> Baseline | None:
+    """Opens upstream's own kernels, and says in a record which they are or why there are none.
+
+    Args:
+        path: libfa2_baseline.so; None: none asked for.
+        record: gets the library's hash, or a failure.
+    """
+    if path is None:
+        return None
+    try:
+        baseline = Baseline(path)
+        record["baseline"] = {"sha256": sha256(path)}
+    except (OSError, BaselineError) as error:
+        record["failed"].append({"name": "baseline", "error": fail(error)})
+        return None
+    return baseline
+
+
+def run_cases(
+    out: Path,
+    record: dict[str, Any],
+    cases: Iterable[_Case],
+    *,
+    built: Callable[[_Case], bool],
+    measure: Callable[[_Case], dict[str, Any]],
+    only: str = "",
+    summarise: Callable[[], None] = lambda: None,
+) -> int:
+    """Measures cases one after another, and writes JSON after each: a cut leaves what there was.
+
+    Args:
+        out: the file to write.
+        record: gets each result, or its failure.
+        cases: shapes, each with a name.
+        built: whether the installed wheel holds what a case needs.
+        measure: returns the result of a case, with times by side under "ms".
+        only: part of the names of the cases to run.
+        summarise: called after each result, to bring the record up to date.
+
+    Returns:
+        Exit status: 1 if anything failed.
+    """
+    for case in cases:
+        if only not in case.name:
+            continue
+        if not built(case):
+            record["failed"].append({"name": case.name, "error": "not in this wheel"})
+            continue
+        try:
+            result = measure(case)
+        except Exception as error:
+            traceback.print_exc()
+            record["failed"].append({"name": case.name, "error": fail(error)})
+        else:
+            record["cases"].append(result)
+            summarise()
+            medians = {name: ms["median"] for name, ms in result["ms"].items()}
+            print(f"{case.name:36} {medians}", flush=True)
+        write_json(out, record)
+        torch.cuda.empty_cache()
+    return 1 if record["failed"] else 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,16 +17,15 @@ from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
+from flash_attn_deterministic.verify.speed.decode import capture
+from flash_attn_deterministic.verify.speed.measure import interleaved, summary
 
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.common import (
     environment,
-    fail,
+    open_baseline,
     peak_memory,
-    sha256,
-    summary,
-    time_interleaved,
-    write_json,
+    run_cases,
 )
 from tests.gpu.attention import is_built
 
@@ -74,17 +72,6 @@ CASES = (
 )
 
 
-def capture(step: Step, sets: int, calls: int) -> torch.cuda.CUDAGraph:
-    """Captures calls of a step, over all sets of buffers in turns."""
-    step(0)  # loads the kernels
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in range(calls):
-            step(call % sets)
-    return graph
-
-
 def measure(
     case: Case, baseline: Baseline | None, splits: Sequence[int], repeats: int
 ) -> dict[str, Any]:
@@ -129,7 +116,7 @@ def measure(
 
     steps: dict[str, Step] = {**sides, "copy": lambda i: copies[i].copy_(kv[i])}
     graphs = {name: capture(step, sets, calls) for name, step in steps.items()}
-    measured = time_interleaved({n: g.replay for n, g in graphs.items()}, repeats=repeats)
+    measured = interleaved({n: g.replay for n, g in graphs.items()}, repeats=repeats)
     times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}
     floor = times["copy"]["median"] / 2
     result: dict[str, Any] = {
@@ -185,33 +172,22 @@ def main() -> int:
         "geometric_means": {},
         "failed": [],
     }
-    baseline = None
-    if options.baseline is not None:
-        try:
-            baseline = Baseline(options.baseline)
-            record["baseline"] = {"sha256": sha256(options.baseline)}
-        except (OSError, AttributeError) as error:
-            record["failed"].append({"name": "baseline", "error": fail(error)})
-    for case in CASES:
-        if options.only not in case.name:
-            continue
-        if not is_built(case.head_dim, "bf16"):
-            record["failed"].append({"name": case.name, "error": "not in this wheel"})
-            continue
-        try:
-            result = measure(case, baseline, options.splits, options.repeats)
-        except Exception as error:
-            traceback.print_exc()
-            record["failed"].append({"name": case.name, "error": fail(error)})
-        else:
-            record["cases"].append(result)
-            record["geometric_means"] = geometric_means(record["cases"])
-            medians = {name: ms["median"] for name, ms in result["ms"].items()}
-            print(f"{case.name:26} {medians} floor {result['floor_ms']}", flush=True)
-        write_json(options.out, record)
-        torch.cuda.empty_cache()
+    baseline = open_baseline(options.baseline, record)
+
+    def summarise() -> None:
+        record["geometric_means"] = geometric_means(record["cases"])
+
+    status = run_cases(
+        options.out,
+        record,
+        CASES,
+        built=lambda case: is_built(case.head_dim, "bf16"),
+        measure=lambda case: measure(case, baseline, options.splits, options.repeats),
+        only=options.only,
+        summarise=summarise,
+    )
     print(record["geometric_means"])
-    return 1 if record["failed"] else 0
+    return status
 
 
 if __name__ == "__main__":

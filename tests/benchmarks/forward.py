@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,16 +15,14 @@ from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
+from flash_attn_deterministic.verify.speed.measure import interleaved, summary
 
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.common import (
     environment,
-    fail,
+    open_baseline,
     peak_memory,
-    sha256,
-    summary,
-    time_interleaved,
-    write_json,
+    run_cases,
 )
 from tests.gpu.attention import DTYPES, is_built, make_qkv
 
@@ -112,7 +109,7 @@ def measure(
         raise RuntimeError(f"the sides disagree: {differences}")
     del expected
     memory = {name: peak_memory(run) for name, run in sides.items()}
-    times = {n: summary(ms) for n, ms in time_interleaved(sides, repeats=repeats).items()}
+    times = {n: summary(ms) for n, ms in interleaved(sides, repeats=repeats).items()}
     named = [name for name in sides if not name.startswith("ours_")]
     result: dict[str, Any] = {
         "name": case.name,
@@ -158,31 +155,15 @@ def main() -> int:
         "cases": [],
         "failed": [],
     }
-    baseline = None
-    if options.baseline is not None:
-        try:
-            baseline = Baseline(options.baseline)
-            record["baseline"] = {"sha256": sha256(options.baseline)}
-        except (OSError, AttributeError) as error:
-            record["failed"].append({"name": "baseline", "error": fail(error)})
-    for case in CASES:
-        if options.only not in case.name:
-            continue
-        if not is_built(case.head_dim, case.dtype):
-            record["failed"].append({"name": case.name, "error": "not in this wheel"})
-            continue
-        try:
-            result = measure(case, baseline, options.repeats, options.splits)
-        except Exception as error:
-            traceback.print_exc()
-            record["failed"].append({"name": case.name, "error": fail(error)})
-        else:
-            record["cases"].append(result)
-            medians = {name: ms["median"] for name, ms in result["ms"].items()}
-            print(f"{case.name:32} {medians}", flush=True)
-        write_json(options.out, record)
-        torch.cuda.empty_cache()
-    return 1 if record["failed"] else 0
+    baseline = open_baseline(options.baseline, record)
+    return run_cases(
+        options.out,
+        record,
+        CASES,
+        built=lambda case: is_built(case.head_dim, case.dtype),
+        measure=lambda case: measure(case, baseline, options.repeats, options.splits),
+        only=options.only,
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.common import environment, fail, summary, write_json
+from flash_attn_deterministic.verify.speed.measure import summary
+
+from tests.benchmarks.common import environment, fail, write_json
 
 _PROCESS = """
 import json, sys, time

@@ -27,16 +27,16 @@ _REFERENCE_SCORES = 2**26  # float64 scores in flight: 512 MiB a matrix
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def is_built(head_dim: int, dtype: str) -> bool:
-    """Returns whether the installed wheel holds the forward for a head dim and a dtype."""
-    wanted = ("fwd", dtype, build_info().kernel_head_dim(head_dim))
+def is_built(head_dim: int, dtype: str, direction: str = "fwd") -> bool:
+    """Returns whether the installed wheel holds a kernel; direction is "fwd" or "bwd"."""
+    wanted = (direction, dtype, build_info().kernel_head_dim(head_dim))
     return any((i.direction, i.dtype, i.head_dim) == wanted for i in build_info().instances)
 
 
-def skip_unless_built(head_dim: int, dtype: str) -> None:
+def skip_unless_built(head_dim: int, dtype: str, direction: str = "fwd") -> None:
     """Skips the running test if the installed wheel lacks the kernel."""
-    if not is_built(head_dim, dtype):
-        pytest.skip(f"this wheel holds no forward for {dtype} and head_dim {head_dim}")
+    if not is_built(head_dim, dtype, direction):
+        pytest.skip(f"this wheel holds no {direction} kernel for {dtype} and head_dim {head_dim}")
 
 
 def make_qkv(
@@ -243,10 +243,12 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def assert_same(
-    left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]
+    left: tuple[torch.Tensor, ...],
+    right: tuple[torch.Tensor, ...],
+    names: tuple[str, ...] = ("out", "softmax_lse"),
 ) -> None:
-    """Asserts that two (out, softmax_lse) pairs are equal bit for bit."""
-    for name, a, b in zip(("out", "softmax_lse"), left, right, strict=True):
+    """Asserts that two tuples of tensors, by default of a forward, are equal bit for bit."""
+    for name, a, b in zip(names, left, right, strict=True):
         assert a.shape == b.shape, f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}"
         assert same_bits(a, b), f"{name}: {_describe(a, b)}"
 

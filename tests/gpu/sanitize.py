@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from flash_attn_deterministic import (
     flash_attn_func,
@@ -10,13 +12,37 @@ from flash_attn_deterministic import (
 )
 
 
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def backward(head_dim: int) -> None:
+    """Turns and atomics, groups of heads, every mask, dropout; dense and packed."""
+    features: tuple[dict[str, Any], ...] = (
+        {},
+        {"causal": True},
+        {"causal": True, "deterministic": False},
+        {"window_size": (40, 7), "softcap": 3.0, "alibi_slopes": torch.rand(4, device="cuda")},
+        {"window_size": (3, -1)},
+        {"dropout_p": 0.2, "causal": True},
+    )
+    starts = torch.tensor([0, 0, 1, 2, 67, 200], device="cuda", dtype=torch.int32)
+    for nheads_k in (4, 2, 1):
+        for options in features:
+            for seqlen_q, seqlen_k in ((150, 270), (270, 150), (1, 1)):
+                q = draw(2, seqlen_q, 4, head_dim).requires_grad_()
+                k, v = (draw(2, seqlen_k, nheads_k, head_dim).requires_grad_() for _ in "kv")
+                flash_attn_func(q, k, v, **options).backward(draw(*q.shape))
+            # The last 10 tokens belong to no sequence.
+            q = draw(210, 4, head_dim).requires_grad_()
+            k, v = (draw(210, nheads_k, head_dim).requires_grad_() for _ in "kv")
+            out = flash_attn_varlen_func(q, k, v, starts, starts, 133, 133, **options)
+            out.backward(draw(*q.shape))
+
+
 def main() -> None:
     """Makes the calls; what they compute is the tests' business."""
     torch.manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
     for head_dim in (64, 72, 128, 192, 256):
         # Many row blocks: one CTA walks three splits. Few: a CTA per split, and the merge kernel.
         for batch, nheads, seqlen_q in ((9, 32, 130), (1, 2, 5), (3, 8, 1)):
@@ -47,6 +73,9 @@ def main() -> None:
             causal=True,
             split_size=64,
         )
+        backward(head_dim)
+    for head_dim in (32, 96):
+        backward(head_dim)
     torch.cuda.synchronize()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.benchmarks.baseline import HEAD_DIMS, Baseline
+from tests.benchmarks.baseline import HEAD_DIMS, Baseline, Packed
 from tests.gpu.attention import DTYPES, errors, exact, make_qkv, torch_flash
 
 pytestmark = pytest.mark.gpu
@@ -88,3 +88,42 @@ def test_backward(
         error = (gradient.double() - wanted).norm() / wanted.norm()
         # Three roundings to 8 (bf16) or 11 bits: P, dS and the result.
         assert error <= 3 * torch.finfo(DTYPES[dtype]).eps, name
+
+
+LENGTHS = (333, 1, 256, 64, 700)
+
+
+@CAUSAL
+@pytest.mark.parametrize("nheads_k", [2, 8], ids=["gqa", "mha"])
+@DTYPE
+@HEAD_DIM
+def test_packed_sequences(
+    baseline: Baseline, head_dim: int, dtype: str, nheads_k: int, causal: bool
+) -> None:
+    """Each sequence comes out as it does alone."""
+    shape = (1, sum(LENGTHS), 8, head_dim)
+    q, k, v = (t[0] for t in make_qkv(shape, nheads_k=nheads_k, dtype=DTYPES[dtype]))
+    dout = make_qkv(shape, dtype=DTYPES[dtype], seed=1)[0][0]
+    packed = Packed.of(LENGTHS)
+    out, lse = baseline.varlen_forward(q, k, v, packed, causal=causal)
+    eps = torch.finfo(DTYPES[dtype]).eps
+    for deterministic in (False, True):
+        gradients = baseline.varlen_backward(
+            dout, q, k, v, out, lse, packed, causal=causal, deterministic=deterministic
+        )
+        begin = 0
+        for length in LENGTHS:
+            own = slice(begin, begin + length)
+            begin += length
+            q_one, k_one, v_one = (t[None, own] for t in (q, k, v))
+            # Not its heuristic: it splits keys, and packed sequences are never split.
+            alone, alone_lse = baseline.forward(q_one, k_one, v_one, causal=causal, num_splits=1)
+            torch.testing.assert_close(out[None, own], alone, rtol=eps, atol=eps / 8)
+            torch.testing.assert_close(lse[None, :, own], alone_lse, rtol=1e-5, atol=1e-5)
+            wanted = baseline.backward(
+                dout[None, own], q_one, k_one, v_one, alone, alone_lse, causal=causal
+            )
+            for name, gradient, expected in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+                difference = (gradient[None, own].double() - expected.double()).norm()
+                # With one key dq and dk are 0 but for rounding.
+                assert difference <= eps * (expected.double().norm() + 1), name

@@ -405,7 +405,20 @@ def test_heads(head_dim: int, dtype: str, seqlen_q: int, feature: str) -> None:
 
 @FEATURE
 @pytest.mark.parametrize("split_size", SPLITS)
-@pytest.mark.parametrize("seqlen_q", [1, 5, 64, 129, 1000, 4096])
+@CONFIG
+def test_few_rows(head_dim: int, dtype: str, split_size: int, feature: str) -> None:
+    """The last rows alone, which the kernel for a few rows takes, and among others."""
+    call = draw(
+        head_dim, dtype, feature, seqlen_q=150, seqlen_k=2049, nheads=4, split_size=split_size
+    )
+    whole = call()
+    for count in (1, 5, 15, 16, 17):
+        assert_same(call.queries(150 - count, 150)(), rows(whole, 150 - count, 150))
+
+
+@FEATURE
+@pytest.mark.parametrize("split_size", SPLITS)
+@pytest.mark.parametrize("seqlen_q", [17, 64, 129, 1000, 4096])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "bf16"), (112, "fp16")])
 def test_schedule(head_dim: int, dtype: str, seqlen_q: int, split_size: int, feature: str) -> None:
     """The same sequence alone and often enough to give each multiprocessor row blocks."""

@@ -52,7 +52,8 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Change]] = {
     "scale-inf": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": math.inf}),
     "scale-zero": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": 0.0}),
     "scale-negative": (ValueError, "softmax_scale", lambda q, k, v: {"softmax_scale": -0.125}),
-    "dropout": (NotImplementedError, "dropout_p", lambda q, k, v: {"dropout_p": 0.1}),
+    "dropout-1": (ValueError, "dropout_p", lambda q, k, v: {"dropout_p": 1.0}),
+    "dropout-negative": (ValueError, "dropout_p", lambda q, k, v: {"dropout_p": -0.1}),
     "window-float": (TypeError, "window_size", lambda q, k, v: {"window_size": (8.0, 0)}),
     "softcap-negative": (ValueError, "softcap", lambda q, k, v: {"softcap": -30.0}),
     "split-size": (ValueError, "split_size", lambda q, k, v: {"split_size": 100}),
@@ -120,14 +121,74 @@ def test_bad_op_call(name: str) -> None:
     arguments: dict[str, Any] = {
         **inputs(),
         "alibi_slopes": None,
+        "rng_state": None,
+        "dropout_p": 0.0,
         "softmax_scale": 0.125,
         "window_left": -1,
         "window_right": 0,
         "softcap": 0.0,
         "split_size": 2048,
         "deterministic": True,
+        "deterministic_bwd": True,
     }
     arguments.update(BAD_OP_CALLS[name](**inputs()))
     with pytest.raises(RuntimeError, match=r"\b(q|k|v|softmax_scale): expected"):
         torch.ops.flash_attn_deterministic.fwd(**arguments)
+    assert_still_works()
+
+
+BAD_BACKWARD_CALLS: dict[str, tuple[str, Change]] = {
+    "dout-other-dtype": ("dout", lambda dout, **rest: {"dout": dout.half()}),
+    "dout-on-cpu": ("dout", lambda dout, **rest: {"dout": dout.cpu()}),
+    "dout-other-shape": ("dout", lambda dout, **rest: {"dout": dout[:, 1:]}),
+    "dout-rank-3": ("dout", lambda dout, **rest: {"dout": dout[0]}),
+    "out-other-shape": ("out", lambda out, **rest: {"out": out[:, :, :2]}),
+    "lse-other-dtype": (
+        "softmax_lse",
+        lambda softmax_lse, **rest: {"softmax_lse": softmax_lse.half()},
+    ),
+    "lse-transposed": (
+        "softmax_lse",
+        lambda softmax_lse, **rest: {"softmax_lse": softmax_lse.transpose(1, 2)},
+    ),
+    "lse-other-shape": (
+        "softmax_lse",
+        lambda softmax_lse, **rest: {"softmax_lse": softmax_lse[..., :3].contiguous()},
+    ),
+    "dropout-without-state": ("rng_state", lambda **rest: {"dropout_p": 0.1}),
+    "state-on-cpu": (
+        "rng_state",
+        lambda **rest: {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
+    ),
+    "state-of-one": (
+        "rng_state",
+        lambda **rest: {"dropout_p": 0.1, "rng_state": torch.tensor([1], device="cuda")},
+    ),
+    "dropout-1": ("dropout_p", lambda **rest: {"dropout_p": 1.0}),
+    "scale-zero": ("softmax_scale", lambda **rest: {"softmax_scale": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BACKWARD_CALLS)
+def test_bad_backward_op_call(name: str) -> None:
+    skip_unless_built(64, "bf16", "bwd")
+    argument, change = BAD_BACKWARD_CALLS[name]
+    qkv = inputs()
+    out, softmax_lse = attend(qkv["q"], qkv["k"], qkv["v"])
+    good: dict[str, Any] = {
+        "dout": torch.ones_like(out),
+        **qkv,
+        "out": out,
+        "softmax_lse": softmax_lse,
+        "alibi_slopes": None,
+        "rng_state": None,
+        "dropout_p": 0.0,
+        "softmax_scale": 0.125,
+        "window_left": -1,
+        "window_right": -1,
+        "softcap": 0.0,
+        "deterministic": True,
+    }
+    with pytest.raises(RuntimeError, match=rf"\b{argument}: expected"):
+        torch.ops.flash_attn_deterministic.bwd(**{**good, **change(**good)})
     assert_still_works()

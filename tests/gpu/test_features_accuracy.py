@@ -415,11 +415,11 @@ def test_torch_compile_of_kvcache(append: bool) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_opcheck_of_varlen() -> None:
     q, k, v = (t.flatten(0, 1) for t in make_cache(64, "bf16")[:3])
-    tree = (0.125, -1, 0, 0.0, 128, True)
+    tree = (0.0, 0.125, -1, 0, 0.0, 128, True, True)
     cu_seqlens = int32([0, 5, 10, 15]), int32([0, 200, 400, 600])
     result = torch.library.opcheck(
         torch.ops.flash_attn_deterministic.varlen_fwd.default,
-        (q, k, v, *cu_seqlens, None, None, None, None, 5, 200, *tree),
+        (q, k, v, *cu_seqlens, *[None] * 5, 5, 200, *tree),
     )
     assert set(result.values()) == {"SUCCESS"}
 

@@ -330,7 +330,7 @@ def test_opcheck(causal: bool) -> None:
     q, k, v = draw(64, "bf16", seqlen_q=65)
     result = torch.library.opcheck(
         torch.ops.flash_attn_deterministic.fwd.default,
-        (q, k, v, None, 0.125, -1, 0 if causal else -1, 0.0, 2048, True),
+        (q, k, v, None, None, 0.0, 0.125, -1, 0 if causal else -1, 0.0, 2048, True, True),
     )
     assert set(result.values()) == {"SUCCESS"}
 

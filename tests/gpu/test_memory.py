@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from flash_attn_deterministic import explain, flash_attn_func
@@ -26,6 +28,7 @@ def test_scratch_is_what_explain_says(
     skip_unless_built(head_dim, dtype)
     q, k, v = make_qkv((batch, seqlen_q, 8, head_dim), seqlen_k, 2, dtype=DTYPES[dtype])
     attend(q, k, v, causal=causal)  # loads the kernel
+    gc.collect()  # what earlier tests left must not be freed in between
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -11,11 +11,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flash_attn_build import toolchain, wheelcheck
+from flash_attn_build import sbom, toolchain, wheelcheck
 
 INFO: Mapping[str, Any] = {
     "schema": 1,
-    "upstream": {"name": "flash-attn", "version": "2.8.3.post2", "sha256": "0", "patches": []},
+    "upstream": {
+        "name": "flash-attn",
+        "version": "2.8.3.post2",
+        "sha256": "d0" * 32,
+        "patches": [{"name": "0001-a.patch", "sha256": "a1" * 32}],
+    },
     "cuda_toolkit": "13.0.88",
     "architectures": ["80-real", "90-real", "90-virtual"],
     "deterministic": True,
@@ -24,6 +29,12 @@ INFO: Mapping[str, Any] = {
     "instances": [{"direction": "fwd", "dtype": "bf16", "head_dim": 64}],
 }
 GPU_CODE = ((2, 80), (1, 90), (2, 90))
+PARTS = sbom.Parts(
+    cudart=sbom.Part("13.0.96", "c0" * 32),
+    zig=sbom.Part("0.17.0", "21" * 32),
+    glibc=sbom.Part("2.28 (ziglang 0.17.0)", "61" * 32),
+    torch=sbom.Part("2.13.0", "70" * 32),
+)
 SHIMS = ("aoti_torch_get_dtype", "torch_library_impl")
 
 
@@ -84,6 +95,7 @@ def contents(binary: bytes, tag: str = wheelcheck.TAG) -> dict[str, bytes]:
         f"{dist_info}/METADATA": b"Metadata-Version: 2.4\nName: flash-attn-deterministic\n"
         b"Version: 0.1.0\n",
         f"{dist_info}/WHEEL": metadata.encode(),
+        f"{dist_info}/sboms/{sbom.FILE_NAME}": sbom.describe("0.1.0", INFO, binary, PARTS, 0),
     }
     # auditwheel looks at the files that are recorded.
     record = "".join(f"{name},,\n" for name in [*files, f"{dist_info}/RECORD"])

@@ -120,9 +120,10 @@ def test_bad_name_is_an_exit_status_with_a_message(
 def test_python_mirrors_the_c_structs() -> None:
     """ctypes takes field names and order on trust."""
     pytest.importorskip("torch")
-    from tests.benchmarks import baseline as api
+    from flash_attn_deterministic.verify.speed import upstream as api
 
     header = (SOURCES / "api.h").read_text()
+    assert f"#define FA2_BASELINE_VERSION {api.VERSION}\n" in header
     for struct, name in ((api._Tensor, "fa2_tensor"), (api._Problem, "fa2_problem")):
         match = re.search(rf"typedef struct {{([^}}]*)}} {name};", header)
         assert match is not None

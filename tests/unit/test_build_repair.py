@@ -28,7 +28,7 @@ def test_two_builds_at_two_times_and_places_give_the_same_bytes(
             ordered = dict(list(files.items())[::order])
             # A checkout's files have the mode that the umask leaves them.
             wheel = fake_wheel.pack(tmp_path / place, ordered, LINUX, 0o666 & ~umask)
-            made = repair.repair(wheel, tmp_path / place / "out")
+            made = repair.repair(wheel, tmp_path / place / "out", fake_wheel.PARTS)
         finally:
             os.umask(before)
         wheelcheck.check(made)
@@ -68,6 +68,6 @@ def test_what_the_platform_does_not_allow_is_refused(
         monkeypatch.setenv("AUDITWHEEL_LD_LIBRARY_PATH", str(tmp_path / "library"))
     wheel = fake_wheel.pack(tmp_path, fake_wheel.contents(binary, LINUX), LINUX)
     with pytest.raises(StepError, match="auditwheel refuses"):
-        repair.repair(wheel, tmp_path / "out")
+        repair.repair(wheel, tmp_path / "out", fake_wheel.PARTS)
     assert not list(tmp_path.glob("out/*.whl"))
     assert expected in capfd.readouterr().err

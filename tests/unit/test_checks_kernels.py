@@ -11,7 +11,11 @@ from attention_cases import make_inputs
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic._build_info import Instance, build_info
 from flash_attn_deterministic._checks import kernels
-from flash_attn_deterministic.errors import MissingInstanceError, UnsupportedDeviceError
+from flash_attn_deterministic.errors import (
+    MissingInstanceError,
+    UnsupportedDeviceError,
+    UnsupportedError,
+)
 
 CUDA = torch.device("cuda", 0)
 Pretend = Callable[..., None]
@@ -75,6 +79,16 @@ def test_instances_of_another_direction_do_not_count(pretend: Pretend) -> None:
         kernels.check_kernels(CUDA, torch.bfloat16, 64)
 
 
+def test_backward_wants_an_instance_of_its_own(pretend: Pretend) -> None:
+    pretend()
+    kernels.check_kernels(CUDA, torch.bfloat16, 64)
+    with pytest.raises(MissingInstanceError, match=r"no backward kernel for bf16 .* holds: none"):
+        kernels.check_kernels(CUDA, torch.bfloat16, 64, "bwd")
+    pretend(instances=(Instance("bwd", "bf16", 64),))
+    kernels._instance_problem.cache_clear()
+    kernels.check_kernels(CUDA, torch.bfloat16, 64, "bwd")
+
+
 @pytest.mark.parametrize("capability", [(7, 5), (10, 0)])
 def test_other_gpu_is_named_with_what_the_wheel_holds(
     capability: tuple[int, int], pretend: Pretend
@@ -99,3 +113,11 @@ def test_cpu_needs_no_kernel(pretend: Pretend) -> None:
     pretend(architectures=(), instances=())
     q, k, v = make_inputs()
     assert flash_attn_func(q, k, v).shape == q.shape
+
+
+def test_softcap_and_dropout_have_no_kernel_together() -> None:
+    with pytest.raises(UnsupportedError, match=r"softcap: expected 0\.0 .* got 3\.0 .* 0\.1"):
+        kernels.check_combination(CUDA, 3.0, 0.1)
+    kernels.check_combination(CUDA, 3.0, 0.0)
+    kernels.check_combination(CUDA, 0.0, 0.1)
+    kernels.check_combination(torch.device("cpu"), 3.0, 0.1)

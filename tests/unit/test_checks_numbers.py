@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from calls import CALLS, kvcache_call, qkv_call, varlen_call
+from calls import CALLS, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,
     FlashAttnError,
-    UnsupportedError,
 )
 
 GOOD = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
@@ -91,17 +90,24 @@ DROPOUT = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 
 
 @pytest.mark.parametrize("name", DROPOUT)
-def test_dropout_is_not_there_yet(name: str) -> None:
-    message = r"dropout_p: .* supports 0\.0 only, got 0\.1"
-    with pytest.raises(UnsupportedError, match=message) as caught:
-        CALLS[name](32)(dropout_p=0.1)
-    assert isinstance(caught.value, NotImplementedError)
+def test_dropout_is_a_number(name: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="dropout_p: expected a float, got str"):
+        CALLS[name](32)(dropout_p="0.1")
 
 
 @pytest.mark.parametrize("dropout_p", [-0.1, 1.0, 2, math.nan])
-def test_dropout_is_a_probability(dropout_p: float) -> None:
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout_is_a_probability(name: str, dropout_p: float) -> None:
     with pytest.raises(ArgumentError, match=r"dropout_p: expected a probability in \[0, 1\), got"):
-        qkv_call()(dropout_p=dropout_p)
+        CALLS[name](32)(dropout_p=dropout_p)
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_flags_of_the_backward(name: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="deterministic: expected a bool or None, got int"):
+        CALLS[name](32)(deterministic=1)
+    with pytest.raises(ArgumentTypeError, match="return_attn_probs: expected a bool, got str"):
+        CALLS[name](32)(return_attn_probs="yes")
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])

@@ -245,7 +245,7 @@ def test_head_dims_in_the_kernels_blocks(feature: str, split_size: int, head_dim
 
 
 def normalise_and_keep_the_sign_of_zero(
-    state: State, scale: float, formats: object
+    state: State, scale: float, formats: object, keep_scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return state.acc / state.row_sum, torch.log(state.row_sum).squeeze(-1)
 

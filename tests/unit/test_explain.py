@@ -67,6 +67,15 @@ def test_plan_is_immutable() -> None:
         plan(REQUEST).path = "other"  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS if "kvcache" not in name])
+def test_dropout_changes_no_plan_and_draws_nothing(name: str) -> None:
+    call = CALLS[name](20)
+    before = torch.get_rng_state()
+    dropping = explain(name, **call.arguments, dropout_p=0.3, return_attn_probs=True)
+    assert dropping == explain(name, **call.arguments)
+    assert torch.equal(before, torch.get_rng_state())
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_each_function_can_be_explained(name: str) -> None:
     call = CALLS[name](20)

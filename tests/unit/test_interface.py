@@ -11,7 +11,7 @@ from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from calls import CALLS, Call, fresh, int32, kvcache_call, paged_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, interface, reference
-from flash_attn_deterministic.errors import DtypeError, UnsupportedError
+from flash_attn_deterministic.errors import DtypeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -193,22 +193,6 @@ def test_meta_tensors_give_shapes() -> None:
     assert (softmax_lse.shape, softmax_lse.dtype) == ((2, 2, 3), torch.float32)
 
 
-def test_backward_says_that_it_is_missing() -> None:
-    q, k, v = (x.requires_grad_() for x in make_inputs())
-    out = flash_attn_func(q, k, v)
-    assert out.requires_grad
-    with pytest.raises(UnsupportedError, match=r"has no backward: .* torch\.no_grad\(\)") as caught:
-        out.sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
-    assert isinstance(caught.value, NotImplementedError)
-
-
-def test_backward_from_softmax_lse_says_so_too() -> None:
-    q, k, v = (x.requires_grad_() for x in make_inputs())
-    _, softmax_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    with pytest.raises(UnsupportedError, match="has no backward"):
-        softmax_lse.sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
-
-
 # --- All functions ------------------------------------------------------------------------------
 
 
@@ -347,16 +331,6 @@ def test_cache_call_has_no_gradient() -> None:
     assert not call.arguments["k_cache"].requires_grad
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if "kvcache" not in name])
-def test_each_backward_says_that_it_is_missing(name: str) -> None:
-    call = CALLS[name](20)
-    for value in call.arguments.values():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value.requires_grad_()
-    with pytest.raises(UnsupportedError, match="has no backward"):
-        call().sum().backward()
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_windows_and_causal_that_mean_the_same(name: str) -> None:
     # With a window, a rotary embedding moves on from query to query.
@@ -412,15 +386,6 @@ def test_compiles_once_for_all_lengths_and_batches() -> None:
         counts.append(counter.frame_count)
     assert counts[0] > 0
     assert counts == counts[:1] * 3
-
-
-@pytest.mark.usefixtures("dynamo")
-def test_compiled_backward_fails_when_it_runs() -> None:
-    q, k, v = (x.requires_grad_() for x in make_inputs())
-    compiled = _compile(fullgraph=True, backend="aot_eager")
-    out = compiled(q, k, v)
-    with pytest.raises(UnsupportedError, match="has no backward"):
-        out.sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
 
 
 @pytest.mark.usefixtures("dynamo")

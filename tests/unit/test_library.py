@@ -7,7 +7,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from calls import CALLS
-from flash_attn_deterministic._ops.schemas import FORWARD
+from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD
 
 
 def test_import_stays_light() -> None:
@@ -23,7 +23,7 @@ def test_import_stays_light() -> None:
     assert [name for name in loaded if not name.startswith("flash_attn_deterministic")] == []
 
 
-@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 @pytest.mark.parametrize("key", ["CPU", "CUDA", "Meta"])
 def test_op_is_registered(name: str, key: str) -> None:
     op = f"flash_attn_deterministic::{name}"

@@ -11,26 +11,32 @@ from attention_cases import make_inputs
 from calls import int32, normal
 from flash_attn_deterministic import _library
 from flash_attn_deterministic._ops import cuda
-from flash_attn_deterministic._ops.autograd import DIFFERENTIABLE
-from flash_attn_deterministic.errors import (
-    ArgumentError,
-    LibraryError,
-    MissingInstanceError,
-    UnsupportedError,
-)
+from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD
+from flash_attn_deterministic.errors import ArgumentError, LibraryError, MissingInstanceError
 
 OPS = torch.ops.flash_attn_deterministic
 TREE = (64, True)
 CAUSAL = (0.125, -1, 0, 0.0)
 LOCAL = (0.125, 3, 2, 5.0)
+RNG = torch.tensor([123, 456])
 Arguments = tuple[Any, ...]
 
 
-def fwd(seqlen_q: int = 5, seqlen_k: int = 9, scores: Arguments = CAUSAL) -> Arguments:
-    return (*make_inputs(2, seqlen_q, seqlen_k, 4, 2, 32), None, *scores, *TREE)
+def fwd(
+    seqlen_q: int = 5,
+    seqlen_k: int = 9,
+    scores: Arguments = CAUSAL,
+    dropout_p: float = 0.0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Arguments:
+    qkv = make_inputs(2, seqlen_q, seqlen_k, 4, 2, 32, dtype)
+    rng_state = RNG if dropout_p else None
+    return (*qkv, None, rng_state, dropout_p, *scores, *TREE, True)
 
 
-def varlen_fwd(scores: Arguments = CAUSAL, **given: torch.Tensor) -> Arguments:
+def varlen_fwd(
+    scores: Arguments = CAUSAL, dropout_p: float = 0.0, **given: torch.Tensor
+) -> Arguments:
     optional = ("seqused_k", "leftpad_k", "block_table", "alibi_slopes")
     page = (4, 16) if "block_table" in given else (16,)
     return (
@@ -40,11 +46,28 @@ def varlen_fwd(scores: Arguments = CAUSAL, **given: torch.Tensor) -> Arguments:
         int32(0, 3, 3, 8),
         int32(0, 5, 7, 16),
         *(given.get(name) for name in optional),
+        RNG if dropout_p else None,
         5,
         9,
+        dropout_p,
         *scores,
         *TREE,
+        True,
     )
+
+
+def bwd(*arguments: Any, **options: Any) -> Arguments:
+    """Arguments of the backward of a call of fwd."""
+    call = fwd(*arguments, **options)
+    out, softmax_lse = OPS.fwd(*call)
+    return (torch.ones_like(out), *call[:3], out, softmax_lse, *call[3:10], True)
+
+
+def varlen_bwd(**options: Any) -> Arguments:
+    """Arguments of the backward of a call of varlen_fwd."""
+    call = varlen_fwd(**options)
+    out, softmax_lse = OPS.varlen_fwd(*call)
+    return (torch.ones_like(out), *call[:3], out, softmax_lse, *call[3:5], *call[8:17], True)
 
 
 def kvcache_fwd(scores: Arguments = CAUSAL, paged: bool = False, **given: Any) -> Arguments:
@@ -74,6 +97,7 @@ CASES = [
     pytest.param("fwd", fwd(scores=LOCAL), id="fwd-local"),
     pytest.param("fwd", fwd(3, 0), id="fwd-no-keys"),
     pytest.param("fwd", fwd(0, 3), id="fwd-no-queries"),
+    pytest.param("fwd", fwd(dropout_p=0.25), id="fwd-dropout"),
     pytest.param("varlen_fwd", varlen_fwd(), id="varlen"),
     pytest.param(
         "varlen_fwd",
@@ -84,6 +108,7 @@ CASES = [
     pytest.param(
         "varlen_fwd", varlen_fwd(block_table=int32(2, 0, 3).reshape(3, 1)), id="varlen-paged"
     ),
+    pytest.param("varlen_fwd", varlen_fwd(dropout_p=0.25), id="varlen-dropout"),
     pytest.param("kvcache_fwd", kvcache_fwd(), id="kvcache-read-only"),
     pytest.param(
         "kvcache_fwd", kvcache_fwd(**NEW, cache_batch_idx=int32(2, 0)), id="kvcache-append"
@@ -92,52 +117,97 @@ CASES = [
     pytest.param("kvcache_fwd", kvcache_fwd(paged=True, **NEW, **ROTARY), id="kvcache-paged"),
     pytest.param("kvcache_fwd", kvcache_fwd(cache_leftpad=int32(1, 0)), id="kvcache-leftpad"),
 ]
+BACKWARD_CASES = [
+    pytest.param("bwd", bwd(), id="bwd-causal"),
+    pytest.param("bwd", bwd(scores=LOCAL, dropout_p=0.25), id="bwd-local-dropout"),
+    pytest.param("bwd", bwd(3, 0), id="bwd-no-keys"),
+    pytest.param("bwd", bwd(0, 3), id="bwd-no-queries"),
+    pytest.param("varlen_bwd", varlen_bwd(), id="varlen-bwd"),
+    pytest.param(
+        "varlen_bwd",
+        varlen_bwd(scores=LOCAL, dropout_p=0.25, alibi_slopes=SLOPES),
+        id="varlen-bwd-local-dropout",
+    ),
+]
+ALL_CASES = CASES + BACKWARD_CASES
 
 
 def op(name: str) -> Any:
     return getattr(OPS, name).default
 
 
-@pytest.mark.parametrize(("name", "arguments"), CASES)
+@pytest.mark.parametrize(("name", "arguments"), ALL_CASES)
 def test_op_passes_opcheck(name: str, arguments: Arguments) -> None:
     torch.library.opcheck(op(name), arguments)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_op_passes_opcheck_where_a_gradient_is_wanted(name: str) -> None:
-    arguments = fwd() if name == "fwd" else varlen_fwd()
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        pytest.param("fwd", fwd(), id="fwd"),
+        pytest.param("fwd", fwd(scores=LOCAL, dropout_p=0.25), id="fwd-local-dropout"),
+        pytest.param("fwd", fwd(dtype=torch.float64), id="fwd-float64"),
+        pytest.param("varlen_fwd", varlen_fwd(), id="varlen_fwd"),
+        pytest.param(
+            "varlen_fwd", varlen_fwd(dropout_p=0.25, alibi_slopes=SLOPES), id="varlen_fwd-dropout"
+        ),
+    ],
+)
+def test_op_passes_opcheck_where_a_gradient_is_wanted(name: str, arguments: Arguments) -> None:
     wanted = tuple(x.clone().requires_grad_() for x in arguments[:3])
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(op(name), (*wanted, *arguments[3:]), test_utils=utils)
-    with pytest.raises(UnsupportedError, match="has no backward"):
-        op(name)(*wanted, *arguments[3:])[0].sum().backward()
+    torch.library.opcheck(op(name), (*wanted, *arguments[3:]))
 
 
-def test_op_passes_opcheck_on_strided_inputs() -> None:
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_op_passes_opcheck_on_strided_inputs(name: str) -> None:
     q, k, v = (x.transpose(1, 2) for x in make_inputs(2, 4, 4, 5, 5, 32))
-    torch.library.opcheck(OPS.fwd.default, (q, k, v, None, *CAUSAL, *TREE))
+    arguments: Arguments = (q, k, v, None, None, 0.0, *CAUSAL, *TREE, True)
+    if name == "bwd":
+        arguments = (q, q, k, v, *OPS.fwd(*arguments), None, None, 0.0, *CAUSAL, True)
+    torch.library.opcheck(op(name), arguments)
 
 
 SCORES = "float softmax_scale, int window_left, int window_right, float softcap, "
-OUTPUTS = "int split_size, bool deterministic) -> (Tensor out, Tensor softmax_lse)"
+TREE_AND_OUTPUTS = "int split_size, bool deterministic) -> (Tensor out, Tensor softmax_lse)"
+QKV = "Tensor q, Tensor k, Tensor v, "
+STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+SLOPES_AND_RNG = "Tensor? alibi_slopes, Tensor? rng_state, "
+LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k, "
+DROPOUT = "float dropout_p, "
+OUTPUTS = "int split_size, bool deterministic, bool deterministic_bwd) -> (Tensor out, "
+GRADIENTS = "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)"
 
 
 @pytest.mark.parametrize(
     ("name", "schema"),
     [
-        pytest.param("fwd", "Tensor? alibi_slopes, ", id="fwd"),
+        pytest.param(
+            "fwd",
+            f"{QKV}{SLOPES_AND_RNG}{DROPOUT}{SCORES}{OUTPUTS}Tensor softmax_lse)",
+            id="fwd",
+        ),
         pytest.param(
             "varlen_fwd",
-            "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, "
-            "Tensor? block_table, Tensor? alibi_slopes, SymInt max_seqlen_q, SymInt max_seqlen_k, ",
+            f"{QKV}{STARTS}Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, "
+            f"{SLOPES_AND_RNG}{LENGTHS}{DROPOUT}{SCORES}{OUTPUTS}Tensor softmax_lse)",
             id="varlen_fwd",
+        ),
+        pytest.param(
+            "bwd",
+            f"Tensor dout, {QKV}Tensor out, Tensor softmax_lse, {SLOPES_AND_RNG}{DROPOUT}{SCORES}"
+            f"{GRADIENTS}",
+            id="bwd",
+        ),
+        pytest.param(
+            "varlen_bwd",
+            f"Tensor dout, {QKV}Tensor out, Tensor softmax_lse, {STARTS}{SLOPES_AND_RNG}{LENGTHS}"
+            f"{DROPOUT}{SCORES}{GRADIENTS}",
+            id="varlen_bwd",
         ),
     ],
 )
 def test_schema(name: str, schema: str) -> None:
-    assert str(op(name)._schema) == (
-        f"flash_attn_deterministic::{name}(Tensor q, Tensor k, Tensor v, {schema}{SCORES}{OUTPUTS}"
-    )
+    assert str(op(name)._schema) == f"flash_attn_deterministic::{name}({schema}"
     assert torch.Tag.pt2_compliant_tag in op(name).tags
 
 
@@ -146,7 +216,7 @@ def test_schema_of_the_op_that_writes() -> None:
         "flash_attn_deterministic::kvcache_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
         "Tensor? k, Tensor? v, Tensor? cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, "
         "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, "
-        f"Tensor? alibi_slopes, {SCORES}bool rotary_interleaved, {OUTPUTS}"
+        f"Tensor? alibi_slopes, {SCORES}bool rotary_interleaved, {TREE_AND_OUTPUTS}"
     )
     assert op("kvcache_fwd")._schema.is_mutable
     assert torch.Tag.pt2_compliant_tag in op("kvcache_fwd").tags
@@ -155,14 +225,17 @@ def test_schema_of_the_op_that_writes() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "float64"])
 def test_outputs_are_contiguous_and_like_the_meta_kernels(dtype: torch.dtype) -> None:
     q, k, v = (x.transpose(1, 2) for x in make_inputs(2, 4, 4, 5, 5, 32, dtype))
-    real = OPS.fwd(q, k, v, None, *CAUSAL, *TREE)
-    fake = OPS.fwd(q.to("meta"), k.to("meta"), v.to("meta"), None, *CAUSAL, *TREE)
+    options: Arguments = (None, None, 0.0, *CAUSAL)
+    meta = [x.to("meta") for x in (q, k, v)]
+    real, fake = OPS.fwd(q, k, v, *options, *TREE, True), OPS.fwd(*meta, *options, *TREE, True)
+    real += OPS.bwd(q, q, k, v, *real, *options, True)
+    fake += OPS.bwd(meta[0], *meta, *fake, *options, True)
     for a, b in zip(real, fake, strict=True):
         assert a.is_contiguous()
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
-@pytest.mark.parametrize(("name", "arguments"), CASES)
+@pytest.mark.parametrize(("name", "arguments"), ALL_CASES)
 def test_meta_tensors_give_the_shapes(name: str, arguments: Arguments) -> None:
     real = op(name)(*(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))
     meta = op(name)(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
@@ -172,15 +245,16 @@ def test_meta_tensors_give_the_shapes(name: str, arguments: Arguments) -> None:
 
 @pytest.mark.parametrize(("name", "arguments"), CASES)
 def test_op_checks_the_split_size(name: str, arguments: Arguments) -> None:
+    place = [argument.name for argument in op(name)._schema.arguments].index("split_size")
     with pytest.raises(ArgumentError, match=r"split_size: .* the nearest valid: 64 and 128"):
-        op(name)(*arguments[:-2], 100, True)
+        op(name)(*arguments[:place], 100, *arguments[place + 1 :])
 
 
 # --- CUDA ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(_library.kernels_missing == "", reason="the CUDA kernels are loaded")
-@pytest.mark.parametrize(("name", "arguments"), CASES)
+@pytest.mark.parametrize(("name", "arguments"), ALL_CASES)
 def test_cuda_call_without_kernels_says_why(name: str, arguments: Arguments) -> None:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with pytest.raises(MissingInstanceError, match=r"no CUDA kernels: .*; install the release"):
@@ -202,7 +276,7 @@ def test_op_that_the_loaded_library_lacks_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda, "has_kernel", lambda name: name == "fwd")
     library = _Library()
     cuda.register_missing(library, "")
-    assert set(library.functions) == {"varlen_fwd", "kvcache_fwd"}
+    assert set(library.functions) == {*FORWARD, *BACKWARD} - {"fwd"}
     with pytest.raises(
         MissingInstanceError, match="the wheel's library does not implement varlen_fwd; install"
     ):

@@ -48,6 +48,41 @@ RESULTS: dict[str, Any] = {
             case("B3 L3 fp16", "fp16"),
         ],
     },
+    "backward": {
+        **ENVIRONMENT,
+        "cases": [
+            case(
+                "B1 L1 bf16",
+                "bf16",
+                ms={"ours": spread(2.0), "ours_atomics": spread(1.8), "sdpa": spread(2.5)},
+                scratch_bytes={"ours": 1_500_000, "ours_atomics": 1_500_000, "sdpa": 0},
+            ),
+            case(
+                "B2 L1..5 bf16",
+                "bf16",
+                ms={
+                    "ours": spread(2.0),
+                    "ours_atomics": spread(1.8),
+                    "fa2": spread(1.6),
+                    "fa2_deterministic": spread(4.0),
+                },
+                scratch_bytes={"ours": 1_500_000, "fa2": 2_000_000, "fa2_deterministic": 9e6},
+                ratio_to_fa2=1.25,
+                ratio_to_fa2_deterministic=0.5,
+            ),
+        ],
+    },
+    "varlen": {
+        **ENVIRONMENT,
+        "cases": [
+            case(
+                "B64 L1..5 bf16",
+                "bf16",
+                ms={"ours": spread(2.0), "fa2": spread(1.6)},
+                ratio_to_fa2=1.25,
+            )
+        ],
+    },
     "accuracy": {
         **ENVIRONMENT,
         "rows": [
@@ -112,6 +147,17 @@ def tree(tmp_path: Path) -> Path:
             "| B3 L3 fp16 | 2 (1.98 to 2.02) | - | 2.5 (2.48 to 2.52) | - | 0.80 | 400 |",
         ),
         ("accuracy", "| 128 | 1.50 / 1.00 | - | - | - |"),
+        (
+            "backward",
+            "| B1 L1 bf16 | 2 (1.98 to 2.02) | 1.8 (1.78 to 1.82) | - | - | 2.5 (2.48 to 2.52) | - "
+            "| - | 1.5 | - | - | 400 |",
+        ),
+        (
+            "backward",
+            "| B2 L1..5 bf16 | 2 (1.98 to 2.02) | 1.8 (1.78 to 1.82) | 1.6 (1.58 to 1.62) "
+            "| 4 (3.96 to 4.04) | - | 1.25 | 0.50 | 1.5 | 2.0 | 9.0 | 400 |",
+        ),
+        ("varlen", "| B64 L1..5 bf16 | 2 (1.98 to 2.02) | 1.6 (1.58 to 1.62) | 1.25 | 400 |"),
         ("startup", "| import, on top of torch | 12.3 (12.2 to 12.4) |"),
         ("build", "| CPU time, minutes | 1.5 |"),
         ("build", "| CPU time of 1 of upstream's files, over ours | 2.0 |"),
@@ -195,3 +241,19 @@ def test_one_bad_page_leaves_the_others_alone(tree: Path) -> None:
     before = (tree / "README.md").read_text()
     assert tables.main(["--root", str(tree)]) == TableError.exit_code
     assert (tree / "README.md").read_text() == before
+
+
+def test_summary_has_a_line_for_each_use() -> None:
+    page = tables.fill("<!-- table:summary -->\n<!-- /table -->\n", RESULTS, "page")
+    assert "| prefill | FA2 | 1.25 | 1.25 | none |" in page
+    assert "| prefill, packed sequences | FA2 | 1.25 | 1.25 | none |" in page
+    assert "| backward | FA2, atomics | 1.25 | 1.25 | at most 0.75 x |" in page
+    assert "| backward | FA2, deterministic | 0.50 | 0.50 | at most 0.17 x |" in page
+
+
+def test_summary_of_the_forward_alone() -> None:
+    page = tables.fill(
+        "<!-- table:summary -->\n<!-- /table -->\n", {"forward": RESULTS["forward"]}, "page"
+    )
+    assert "backward" not in page
+    assert "| prefill | FA2 | 1.25 | 1.25 | none |" in page

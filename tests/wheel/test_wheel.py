@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 from flash_attn_build import cubins, elf, manifest, wheelcheck
 
 pytestmark = pytest.mark.build
@@ -83,7 +85,23 @@ def test_metadata(archive: zipfile.ZipFile) -> None:
     metadata = archive.read(path).decode()
     assert "\nRequires-Python: >=3.10\n" in metadata
     assert "\nLicense-Expression: BSD-3-Clause\n" in metadata
-    assert re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE) == ["torch>=2.10"]
+    requirements = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
+    assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.10"]
+
+
+def test_bill_of_materials(archive: zipfile.ZipFile, info: Any) -> None:
+    (path,) = (n for n in archive.namelist() if n.endswith(".cdx.json"))
+    text = archive.read(path).decode()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    bill = json.loads(text)
+    versions = {c["name"]: c["version"] for c in bill["components"]}
+    assert versions["flash-attn"] == info["upstream"]["version"]
+    toolkit = info["cuda_toolkit"].split(".")[0]
+    assert versions["CUDA Runtime (static)"].split(".")[0] == toolkit
+    described = bill["metadata"]["component"]["components"][0]["hashes"][0]["content"]
+    assert described == hashlib.sha256(archive.read(wheelcheck.LIBRARY)).hexdigest()
+    (record,) = (n for n in archive.namelist() if n.endswith(".dist-info/RECORD"))
+    assert f"{path},sha256=" in archive.read(record).decode()
 
 
 def test_every_file_bears_the_same_date(archive: zipfile.ZipFile) -> None:

@@ -1,0 +1,111 @@
+"""Times the forward of packed sequences against upstream's own kernels."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from flash_attn_deterministic import flash_attn_varlen_func, get_deterministic_mode
+from flash_attn_deterministic.verify.speed.measure import interleaved, summary
+
+from tests.benchmarks.backward import Case, ragged
+from tests.benchmarks.baseline import Baseline, Packed
+from tests.benchmarks.common import (
+    environment,
+    open_baseline,
+    peak_memory,
+    run_cases,
+)
+from tests.gpu.attention import DTYPES, is_built, make_qkv
+
+RAGGED = ragged(64, 128, 4096)
+# nheads, nheads_k, head_dim
+SHAPES = ((32, 8, 128), (16, 16, 128), (32, 32, 64))
+CASES = tuple(
+    Case(len(RAGGED), max(RAGGED), *shape, causal, lengths=RAGGED)
+    for shape in SHAPES
+    for causal in (False, True)
+)
+
+
+def measure(case: Case, baseline: Baseline, repeats: int) -> dict[str, Any]:
+    """Times one case.
+
+    Returns:
+        Milliseconds and memory per side, and the ratio of medians.
+
+    Raises:
+        RuntimeError: the sides disagree.
+    """
+    packed = Packed.of(case.lengths)
+    shape = (1, sum(case.lengths), case.nheads, case.head_dim)
+    q, k, v = (t[0] for t in make_qkv(shape, nheads_k=case.nheads_k, dtype=DTYPES[case.dtype]))
+
+    def ours() -> torch.Tensor:
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_k,
+            packed.max_seqlen_q,
+            packed.max_seqlen_k,
+            causal=case.causal,
+        )
+
+    def fa2() -> torch.Tensor:
+        return baseline.varlen_forward(q, k, v, packed, causal=case.causal)[0]
+
+    difference = float((ours().float() - fa2().float()).abs().max())
+    if not difference <= 0.1:
+        raise RuntimeError(f"the sides disagree by {difference}")
+    sides = {"ours": ours, "fa2": fa2}
+    memory = {name: peak_memory(run) for name, run in sides.items()}
+    times = {n: summary(ms) for n, ms in interleaved(sides, repeats=repeats).items()}
+    # Of the five matrix products of the backward, the forward has two.
+    flops = case.flops * 2 / 5
+    return {
+        "name": case.name,
+        **asdict(case),
+        "ms": times,
+        "tflops": round(flops / times["ours"]["median"] / 1e9, 1),
+        "peak_bytes_with_results": memory,
+        "largest_difference": difference,
+        "ratio_to_fa2": round(times["ours"]["median"] / times["fa2"]["median"], 4),
+    }
+
+
+def main() -> int:
+    """Command line; the exit status is 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--baseline", type=Path, required=True, help="libfa2_baseline.so")
+    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
+    parser.add_argument("--repeats", type=int, default=30)
+    options = parser.parse_args()
+
+    record: dict[str, Any] = {
+        **environment(options.wheel, sys.argv),
+        "repeats": options.repeats,
+        "split_size": get_deterministic_mode().split_size,
+        "cases": [],
+        "failed": [],
+    }
+    baseline = open_baseline(options.baseline, record)
+    if baseline is None:
+        return 1
+    return run_cases(
+        options.out,
+        record,
+        CASES,
+        built=lambda case: is_built(case.head_dim, case.dtype),
+        measure=lambda case: measure(case, baseline, options.repeats),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

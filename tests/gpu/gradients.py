@@ -1,0 +1,294 @@
+"""What the tests of the backward share: calls and parts of them, definitions, comparison."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
+from flash_attn_deterministic._dropout import keep_mask, keep_probability
+
+from tests.gpu.attention import DTYPES, assert_same, make_qkv, skip_unless_built
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 33)},
+    "window-left": {"window_size": (150, -1)},
+    "window-right": {"window_size": (-1, 40)},
+    "window-0": {"window_size": (0, 0)},
+    "window-causal": {"causal": True, "window_size": (64, -1)},
+    "softcap": {"causal": True, "softcap": 3.0},
+    "alibi": {"alibi": True},
+    "alibi-causal": {"causal": True, "alibi": True},
+    "everything": {"window_size": (200, 20), "softcap": 4.0, "alibi": True},
+}
+DROPOUT_FEATURES: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout_p": 0.2},
+    "dropout-causal": {"dropout_p": 0.2, "causal": True},
+    "dropout-everything": {"dropout_p": 0.4, "window_size": (200, 20), "alibi": True},
+}
+ALL_FEATURES = {**FEATURES, **DROPOUT_FEATURES}
+
+
+@dataclass(frozen=True)
+class GradientCall:
+    """A forward and its backward: dout is like q, slopes are (batch, nheads).
+
+    A call with dropout draws its mask from `seed`, so that it has the same one each time.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    slopes: torch.Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 5
+
+    def forward(self) -> tuple[Gradients, torch.Tensor]:
+        """Runs the forward.
+
+        Returns:
+            What its gradients belong to, and out.
+        """
+        q, k, v = (t.detach().requires_grad_() for t in (self.q, self.k, self.v))
+        torch.manual_seed(self.seed)
+        out = flash_attn_func(q, k, v, alibi_slopes=self.slopes, **self.options)
+        return (q, k, v), out
+
+    def __call__(self) -> Gradients:
+        leaves, out = self.forward()
+        dq, dk, dv = torch.autograd.grad(out, leaves, self.dout)
+        return dq, dk, dv
+
+    def repeated(self) -> Callable[[], Gradients]:
+        """Runs the forward once, and returns what runs the backward alone."""
+        leaves, out = self.forward()
+
+        def backward() -> Gradients:
+            dq, dk, dv = torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
+            return dq, dk, dv
+
+        return backward
+
+    def with_options(self, **options: Any) -> GradientCall:
+        return replace(self, options={**self.options, **options})
+
+    def sequences(self, index: slice | list[int]) -> GradientCall:
+        return replace(
+            self,
+            q=self.q[index],
+            k=self.k[index],
+            v=self.v[index],
+            dout=self.dout[index],
+            slopes=None if self.slopes is None else self.slopes[index],
+        )
+
+    def lengths(self, seqlen_q: int, seqlen_k: int) -> GradientCall:
+        """The first queries and keys alone."""
+        return replace(
+            self,
+            q=self.q[:, :seqlen_q],
+            k=self.k[:, :seqlen_k],
+            v=self.v[:, :seqlen_k],
+            dout=self.dout[:, :seqlen_q],
+        )
+
+    def kv_heads(self, begin: int, end: int) -> GradientCall:
+        """Whole groups of heads alone."""
+        group = self.q.shape[2] // self.k.shape[2]
+        heads = slice(begin * group, end * group)
+        return replace(
+            self,
+            q=self.q[:, :, heads],
+            k=self.k[:, :, begin:end],
+            v=self.v[:, :, begin:end],
+            dout=self.dout[:, :, heads],
+            slopes=None if self.slopes is None else self.slopes[:, heads],
+        )
+
+
+def draw_call(
+    head_dim: int,
+    dtype: str,
+    feature: str = "full",
+    *,
+    batch: int = 2,
+    seqlen_q: int = 333,
+    seqlen_k: int | None = None,
+    nheads: int = 4,
+    nheads_k: int = 2,
+    seed: int = 0,
+) -> GradientCall:
+    """Draws a call with a feature of ALL_FEATURES; skips the test if the wheel can't run it."""
+    skip_unless_built(head_dim, dtype)
+    skip_unless_built(head_dim, dtype, "bwd")
+    shape = (batch, seqlen_q, nheads, head_dim)
+    q, k, v = make_qkv(shape, seqlen_k, nheads_k, dtype=DTYPES[dtype], seed=seed)
+    dout = make_qkv(shape, dtype=DTYPES[dtype], seed=seed + 1000)[0]
+    options = dict(ALL_FEATURES[feature])
+    slopes = None
+    if options.pop("alibi", False):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        slopes = 0.3 * torch.rand((batch, nheads), generator=generator, device="cuda")
+    return GradientCall(q, k, v, dout, slopes, options)
+
+
+def run_packed(calls: Sequence[GradientCall], spare: int = 0) -> list[Gradients]:
+    """Runs calls of one sequence each as one packed call.
+
+    Args:
+        calls: of one sequence each, with the same options.
+        spare: rows of NaN behind the last sequence, in every tensor. Their gradients must be 0.
+
+    Returns:
+        The gradients of each sequence, as the call alone gives them.
+    """
+
+    def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        shape = (spare, *tensors[0].shape[2:])
+        garbage = torch.full(shape, math.nan, dtype=tensors[0].dtype, device=tensors[0].device)
+        return torch.cat([*(t[0] for t in tensors), garbage]).requires_grad_()
+
+    q, k, v, dout = (
+        packed([getattr(call, name) for call in calls]) for name in ("q", "k", "v", "dout")
+    )
+    starts_q = [0, *itertools.accumulate(call.q.shape[1] for call in calls)]
+    starts_k = [0, *itertools.accumulate(call.k.shape[1] for call in calls)]
+    slopes = [call.slopes for call in calls if call.slopes is not None]
+    torch.manual_seed(calls[0].seed)
+    out = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        int32(starts_q),
+        int32(starts_k),
+        max(call.q.shape[1] for call in calls),
+        max(call.k.shape[1] for call in calls),
+        alibi_slopes=torch.cat(slopes) if slopes else None,
+        **calls[0].options,
+    )
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout.detach())
+    for gradient, starts in ((dq, starts_q), (dk, starts_k), (dv, starts_k)):
+        assert not gradient[starts[-1] :].count_nonzero(), "rows that no sequence owns are not 0"
+    return [
+        (dq[None, a:b], dk[None, c:d], dv[None, c:d])
+        for (a, b), (c, d) in zip(
+            itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True
+        )
+    ]
+
+
+def int32(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def assert_same_gradients(left: Gradients, right: Gradients) -> None:
+    """Asserts that dq, dk and dv are equal bit for bit."""
+    assert_same(left, right, ("dq", "dk", "dv"))
+
+
+def rng_state(seed: int) -> torch.Tensor:
+    """The seed and offset that a call with dropout draws first after torch.manual_seed(seed)."""
+    from flash_attn_deterministic.interface._options import draw_rng_state
+
+    torch.manual_seed(seed)
+    state = draw_rng_state(0.5, torch.device("cuda"))
+    assert state is not None
+    return state
+
+
+def visible_keys(
+    seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int, int]
+) -> torch.Tensor:
+    """Which keys a query sees: (seqlen_q, seqlen_k), bool."""
+    row = torch.arange(seqlen_q, device="cuda")[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device="cuda")
+    left, right = window_size
+    right = 0 if causal else right
+    visible = torch.ones((seqlen_q, seqlen_k), dtype=torch.bool, device="cuda")
+    if left >= 0:
+        visible &= key >= row - left
+    if right >= 0:
+        visible &= key <= row + right
+    return visible
+
+
+def kept(call: GradientCall) -> torch.Tensor:
+    """The dropout mask of a call: (batch, nheads, seqlen_q, seqlen_k), bool."""
+    batch, seqlen_q, nheads, _ = call.q.shape
+    return keep_mask(
+        rng_state(call.seed),
+        call.options["dropout_p"],
+        torch.arange(batch, device="cuda"),
+        torch.arange(nheads, device="cuda"),
+        (0, seqlen_q),
+        (0, call.k.shape[1]),
+    )
+
+
+def defined(
+    call: GradientCall, dtype: torch.dtype, keep: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Gradients]:
+    """Attention by its definition, and its gradients by autograd, every step in one dtype.
+
+    Args:
+        call: what to compute.
+        dtype: float64 for the truth; that of the call for what plain torch makes of it.
+        keep: the dropout mask, (batch, nheads, seqlen_q, seqlen_k).
+
+    Returns:
+        out like q, and dq, dk, dv, in dtype; rows without a visible key are 0.
+    """
+    leaves = tuple(t.detach().to(dtype).requires_grad_() for t in (call.q, call.k, call.v))
+    options = {"causal": False, "window_size": (-1, -1), "softcap": 0.0, **call.options}
+    seqlen_q, nheads, head_dim = call.q.shape[1:]
+    seqlen_k, nheads_k = call.k.shape[1:3]
+    q, k, v = (t.transpose(1, 2) for t in leaves)
+    k, v = (t.repeat_interleave(nheads // nheads_k, dim=1) for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * head_dim**-0.5
+    if options["softcap"] > 0:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    if call.slopes is not None:
+        row = torch.arange(seqlen_q, device="cuda")[:, None] + seqlen_k - seqlen_q
+        distance = (row - torch.arange(seqlen_k, device="cuda")).abs()
+        scores = scores - (call.slopes[..., None, None] * distance).to(dtype)
+    visible = visible_keys(seqlen_q, seqlen_k, options["causal"], options["window_size"])
+    # Of a row without keys every score is masked, so nothing of its NaNs flows back.
+    probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    probs = torch.where(visible.any(-1, keepdim=True), probs, 0.0)
+    if keep is not None:
+        probs = torch.where(keep, probs / keep_probability(options["dropout_p"]), 0.0)
+    out = (probs @ v).transpose(1, 2)
+    dq, dk, dv = torch.autograd.grad(out, leaves, call.dout.to(dtype))
+    return out.detach(), (dq, dk, dv)
+
+
+@dataclass(frozen=True)
+class GradientErrors:
+    """Distance of one gradient from the exact one."""
+
+    largest: float
+    rmse: float
+    relative: float  # 2-norm of the difference over that of the exact gradient
+
+
+def gradient_errors(found: Gradients, exact: Gradients) -> dict[str, GradientErrors]:
+    """Compares dq, dk and dv with float64; a NaN is an infinite error."""
+    errors = {}
+    for name, one, wanted in zip(("dq", "dk", "dv"), found, exact, strict=True):
+        difference = (one.double() - wanted).abs().nan_to_num(math.inf)
+        norm = float(wanted.norm())
+        errors[name] = GradientErrors(
+            largest=float(difference.max()),
+            rmse=float(difference.square().mean().sqrt()),
+            relative=float(difference.norm()) / norm if norm > 0 else 0.0,
+        )
+    return errors

@@ -1,0 +1,345 @@
+"""The backward row of the contract: what the bits of dq, dk and dv must not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from flash_attn_deterministic import flash_attn_func, flash_attn_qkvpacked_func
+
+from tests.gpu.attention import BIT_CONFIGS, bits, same_bits
+from tests.gpu.gradients import (
+    ALL_FEATURES,
+    DROPOUT_FEATURES,
+    FEATURES,
+    GradientCall,
+    Gradients,
+    assert_same_gradients,
+    draw_call,
+    run_packed,
+)
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = (*BIT_CONFIGS, (32, "bf16"), (40, "fp16"), (96, "bf16"), (192, "bf16"))
+CONFIG = pytest.mark.parametrize(
+    ("head_dim", "dtype"), CONFIGS, ids=[f"d{d}-{name}" for d, name in CONFIGS]
+)
+FEATURE = pytest.mark.parametrize("feature", FEATURES)
+ALL = pytest.mark.parametrize("feature", ALL_FEATURES)
+DROPOUT = pytest.mark.parametrize("feature", DROPOUT_FEATURES)
+OFTEN = ("full", "causal", "everything", "dropout")
+
+# (seqlen_q, seqlen_k) around the tiles of 64 and 128 rows and keys, with nothing, with one token,
+# with more queries than keys and fewer.
+RAGGED = (
+    (1, 1),
+    (1, 129),
+    (0, 70),
+    (63, 64),
+    (64, 63),
+    (65, 65),
+    (0, 0),
+    (127, 128),
+    (128, 127),
+    (129, 129),
+    (70, 0),
+    (200, 400),
+    (400, 200),
+    (257, 255),
+    (1, 1),
+    (129, 1),
+)
+LONGEST = 400
+
+
+def picked(gradients: Gradients, index: slice | list[int]) -> Gradients:
+    """The gradients of some sequences."""
+    dq, dk, dv = gradients
+    return dq[index], dk[index], dv[index]
+
+
+@ALL
+@CONFIG
+def test_run_to_run_beside_other_work(head_dim: int, dtype: str, feature: str) -> None:
+    backward = draw_call(head_dim, dtype, feature, batch=3, seqlen_q=700).repeated()
+    expected = backward()
+    other = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    busy = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(100 if feature in OFTEN else 10):
+        with torch.cuda.stream(busy):
+            other = (other @ other).clamp(-1, 1)
+        for one, wanted in zip(backward(), expected, strict=True):
+            different |= (bits(one) != bits(wanted)).any()
+    torch.cuda.synchronize()
+    assert not bool(different)
+
+
+@ALL
+@CONFIG
+def test_forward_again(head_dim: int, dtype: str, feature: str) -> None:
+    call = draw_call(head_dim, dtype, feature)
+    assert_same_gradients(call(), call())
+
+
+@FEATURE
+@CONFIG
+def test_batch(head_dim: int, dtype: str, feature: str) -> None:
+    call = draw_call(head_dim, dtype, feature, batch=8)
+    together = call()
+    for index in range(8):
+        alone = call.sequences([index])()
+        assert_same_gradients(picked(together, slice(index, index + 1)), alone)
+    for order in ([5, 0, 7, 2, 1, 6, 3, 4], [3, 3, 1]):
+        assert_same_gradients(picked(together, order), call.sequences(order)())
+
+
+@FEATURE
+@pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
+def test_number_of_batch_mates(head_dim: int, feature: str) -> None:
+    """Up to far more key blocks than there are places for them on a GPU."""
+    call = draw_call(head_dim, "bf16", feature, batch=201, seqlen_q=260, seqlen_k=270)
+    alone = {place: call.sequences([place])() for place in (0, 1, 100, 200)}
+    for mates in (1, 2, 100, 200):
+        together = call.sequences(slice(0, mates + 1))()
+        for place in (place for place in alone if place <= mates):
+            one = picked(together, slice(place, place + 1))
+            assert_same_gradients(one, alone[place])
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
+def test_long_sequences(head_dim: int, causal: bool) -> None:
+    """Many turns to each row block, and one GPU's worth of heads or a few of them."""
+    feature = "causal" if causal else "full"
+    call = draw_call(head_dim, "bf16", feature, batch=4, seqlen_q=4096 + 65, nheads=16, nheads_k=4)
+    together = call()
+    for index in (0, 3):
+        alone = call.sequences([index])
+        expected = alone()
+        assert_same_gradients(picked(together, slice(index, index + 1)), expected)
+        dq, dk, dv = alone.kv_heads(1, 2)()
+        assert_same_gradients(
+            (dq, dk, dv),
+            (expected[0][:, :, 4:8], expected[1][:, :, 1:2], expected[2][:, :, 1:2]),
+        )
+
+
+def ragged(call: GradientCall) -> list[GradientCall]:
+    """A call of one sequence for each of RAGGED."""
+    return [call.sequences([i]).lengths(*lengths) for i, lengths in enumerate(RAGGED)]
+
+
+@FEATURE
+@CONFIG
+def test_packed_is_dense(head_dim: int, dtype: str, feature: str) -> None:
+    size = len(RAGGED)
+    calls = ragged(draw_call(head_dim, dtype, feature, batch=size, seqlen_q=LONGEST))
+    alone = [call() for call in calls]
+    for spare in (0, 77):
+        for one, expected in zip(run_packed(calls, spare), alone, strict=True):
+            assert_same_gradients(one, expected)
+    backwards = run_packed(calls[::-1], 1)
+    for one, expected in zip(backwards[::-1], alone, strict=True):
+        assert_same_gradients(one, expected)
+
+
+@FEATURE
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), RAGGED)
+@pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
+def test_lengths_in_a_batch(head_dim: int, seqlen_q: int, seqlen_k: int, feature: str) -> None:
+    call = draw_call(head_dim, "bf16", feature, batch=3, seqlen_q=LONGEST)
+    call = call.lengths(seqlen_q, seqlen_k)
+    together = call()
+    assert [g.shape for g in together] == [t.shape for t in (call.q, call.k, call.v)]
+    for index in range(3):
+        assert_same_gradients(picked(together, slice(index, index + 1)), call.sequences([index])())
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 70), (70, 0), (0, 0)])
+@CONFIG
+def test_nothing_to_see(head_dim: int, dtype: str, seqlen_q: int, seqlen_k: int) -> None:
+    for gradient in draw_call(head_dim, dtype).lengths(seqlen_q, seqlen_k)():
+        assert not bits(gradient).count_nonzero()
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 64, 127, 128, 129, 200])
+@CONFIG
+def test_rows_without_a_key(head_dim: int, dtype: str, seqlen_k: int) -> None:
+    call = draw_call(head_dim, dtype, "causal").lengths(333, seqlen_k)
+    dq, dk, dv = call()
+    empty = 333 - seqlen_k
+    assert not dq[:, :empty].count_nonzero()
+    assert dq[:, empty:].isfinite().all()
+    # The same keys seen by the rows that see any; the tiles of rows begin elsewhere.
+    square = replace(call, q=call.q[:, empty:], dout=call.dout[:, empty:])
+    for one, other in zip((dq[:, empty:], dk, dv), square(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("nheads", "nheads_k"), [(8, 4), (12, 4), (8, 2), (16, 2), (32, 2)], ids=str
+)
+@FEATURE
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(64, "bf16"), (80, "fp16"), (128, "bf16"), (192, "fp16"), (256, "bf16")],
+)
+def test_kv_groups_alone(
+    head_dim: int, dtype: str, feature: str, nheads: int, nheads_k: int
+) -> None:
+    call = draw_call(head_dim, dtype, feature, nheads=nheads, nheads_k=nheads_k)
+    dq, dk, dv = call()
+    group = nheads // nheads_k
+    for begin, end in {(0, 1), (nheads_k - 1, nheads_k), (0, nheads_k - 1)}:
+        heads, heads_k = slice(begin * group, end * group), slice(begin, end)
+        assert_same_gradients(
+            call.kv_heads(begin, end)(), (dq[:, :, heads], dk[:, :, heads_k], dv[:, :, heads_k])
+        )
+
+
+@FEATURE
+@CONFIG
+def test_dq_of_gqa_is_that_of_mha_on_repeated_kv(head_dim: int, dtype: str, feature: str) -> None:
+    call = draw_call(head_dim, dtype, feature, nheads=8, nheads_k=1)
+    k, v = (t.repeat_interleave(8, dim=2) for t in (call.k, call.v))
+    assert same_bits(call()[0], replace(call, k=k, v=v)()[0])
+
+
+@DROPOUT
+@CONFIG
+def test_dropout_in_a_smaller_batch(head_dim: int, dtype: str, feature: str) -> None:
+    """A mask follows a sequence's index in the batch, so only the last ones can go."""
+    call = draw_call(head_dim, dtype, feature, batch=4)
+    together = call()
+    for size in (1, 3):
+        first = slice(0, size)
+        assert_same_gradients(picked(together, first), call.sequences(first)())
+    other = replace(call, seed=call.seed + 1)()
+    assert not any(map(same_bits, together, other))
+
+
+@DROPOUT
+@CONFIG
+def test_dropout_of_packed_sequences(head_dim: int, dtype: str, feature: str) -> None:
+    call = draw_call(head_dim, dtype, feature, batch=3)
+    dq, dk, dv = call()
+    calls = [call.sequences([index]) for index in range(3)]
+    for index, one in enumerate(run_packed(calls, spare=5)):
+        assert_same_gradients(one, picked((dq, dk, dv), slice(index, index + 1)))
+
+
+@DROPOUT
+@CONFIG
+def test_dropout_of_the_first_heads_alone(head_dim: int, dtype: str, feature: str) -> None:
+    call = draw_call(head_dim, dtype, feature, nheads=12, nheads_k=4)
+    dq, dk, dv = call()
+    for end in (1, 3):
+        assert_same_gradients(
+            call.kv_heads(0, end)(), (dq[:, :, : 3 * end], dk[:, :, :end], dv[:, :, :end])
+        )
+
+
+def heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its heads apart in memory."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, at an address that is no multiple of 16 bytes."""
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return flat[1:].view(tensor.shape).copy_(tensor)
+
+
+def odd_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, its rows and heads an odd number of elements apart."""
+    wide = torch.empty(
+        (*tensor.shape[:-1], tensor.shape[-1] + 1), dtype=tensor.dtype, device=tensor.device
+    )
+    return wide[..., :-1].copy_(tensor)
+
+
+@pytest.mark.parametrize("change", [heads_first, unaligned, odd_rows], ids=lambda f: f.__name__)
+@CONFIG
+def test_strides(head_dim: int, dtype: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    call = draw_call(head_dim, dtype, "causal")
+    expected = call()
+    assert_same_gradients(replace(call, dout=change(call.dout))(), expected)
+    q, k, v = map(change, (call.q, call.k, call.v))
+    assert_same_gradients(replace(call, q=q, k=k, v=v)(), expected)
+
+
+@CONFIG
+def test_dout_that_is_expanded(head_dim: int, dtype: str) -> None:
+    """The gradient of a sum has stride 0; that of a mean over rows repeats itself."""
+    call = draw_call(head_dim, dtype)
+    one = torch.ones((), dtype=call.q.dtype, device="cuda")
+    rows = call.dout[:, :1].expand(call.q.shape)
+    for dout in (one.expand(call.q.shape), rows):
+        expected = replace(call, dout=dout.contiguous())()
+        assert_same_gradients(replace(call, dout=dout)(), expected)
+
+
+@CONFIG
+def test_packed_qkv(head_dim: int, dtype: str) -> None:
+    call = draw_call(head_dim, dtype, "causal", nheads=3, nheads_k=3)
+    qkv = torch.stack([call.q, call.k, call.v], dim=2).requires_grad_()
+    out = flash_attn_qkvpacked_func(qkv, causal=True)
+    (dqkv,) = torch.autograd.grad(out, qkv, call.dout)
+    dq, dk, dv = dqkv.unbind(2)
+    assert_same_gradients((dq, dk, dv), call())
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])
+def test_gradients_of_some_inputs_only(wanted: str) -> None:
+    call = draw_call(64, "bf16", "causal")
+    expected = dict(zip("qkv", call(), strict=True))
+    tensors = {name: getattr(call, name).detach().clone() for name in "qkv"}
+    for name in wanted:
+        tensors[name].requires_grad_()
+    out = flash_attn_func(**tensors, causal=True)
+    leaves = [tensors[name] for name in wanted]
+    found = torch.autograd.grad(out, leaves, call.dout)
+    for name, gradient in zip(wanted, found, strict=True):
+        assert same_bits(gradient, expected[name])
+
+
+@CONFIG
+def test_op_called_directly(head_dim: int, dtype: str) -> None:
+    call = draw_call(head_dim, dtype)
+    _, out = call.forward()
+    lse = flash_attn_func(call.q, call.k, call.v, return_attn_probs=True)[1]
+    tensors = [torch.nn.functional.pad(t, (0, -head_dim % 8)) for t in (call.q, call.k, call.v)]
+    dout, out = (torch.nn.functional.pad(t, (0, -head_dim % 8)) for t in (call.dout, out.detach()))
+    scores = (head_dim**-0.5, -1, -1, 0.0)
+    direct = torch.ops.flash_attn_deterministic.bwd(
+        dout, *tensors, out, lse, None, None, 0.0, *scores, True
+    )
+    dq, dk, dv = (t[..., :head_dim] for t in direct)
+    assert_same_gradients((dq, dk, dv), call())
+
+
+@pytest.mark.parametrize("nheads_k", [1, 2], ids=["gqa", "mha"])
+@pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
+def test_atomics_are_seen(head_dim: int, nheads_k: int) -> None:
+    """The tests above could not see anything otherwise: atomics change dq, and nothing else."""
+    call = draw_call(
+        head_dim, "bf16", batch=2, seqlen_q=8192, nheads=2, nheads_k=nheads_k
+    ).with_options(deterministic=False)
+    backward = call.repeated()
+    first = backward()
+    seen = False
+    for _ in range(50):
+        dq, dk, dv = backward()
+        assert same_bits(dk, first[1])
+        assert same_bits(dv, first[2])
+        seen = seen or not same_bits(dq, first[0])
+    assert seen
+    in_turns = call.with_options(deterministic=True)()
+    assert same_bits(in_turns[1], first[1])
+    assert same_bits(in_turns[2], first[2])
+    torch.testing.assert_close(in_turns[0], first[0], rtol=0.02, atol=1e-4)

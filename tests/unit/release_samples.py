@@ -1,0 +1,180 @@
+"""A small project that is ready for release: tagged tree, wheel with manifest, passing report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fake_wheel
+from flash_attn_build import files, manifest, sbom, wheelcheck
+from flash_attn_build.gate.decision import Verdict, decide
+from flash_attn_build.gate.policy import Policy, load_policy
+from flash_attn_build.gate.report import digest
+from flash_attn_build.gate.tree import read_tree
+
+_SCHEMA_FILE = Path(__file__).resolve().parents[2] / "docs" / "verification.schema.json"
+SCHEMA: Mapping[str, Any] = json.loads(_SCHEMA_FILE.read_text())
+SETTINGS = {"preset": "release", "defines": [], "source_date_epoch": 0}
+POLICY = load_policy()
+
+
+@dataclass
+class Project:
+    """Where everything lies.
+
+    Attributes:
+        root: The source tree, a git checkout.
+        dist: Folder for wheels.
+        wheel: The wheel.
+        policy: The release policy.
+    """
+
+    root: Path
+    dist: Path
+    wheel: Path
+    policy: Policy = POLICY
+
+    @property
+    def report_path(self) -> Path:
+        return self.dist / "verification" / "verification.json"
+
+    @property
+    def ptx_path(self) -> Path:
+        return self.root / POLICY.unverified_architectures["sm_80"].ptx_report
+
+    @property
+    def report(self) -> dict[str, Any]:
+        content = json.loads(self.report_path.read_text())
+        assert isinstance(content, dict)
+        return content
+
+    def edit_report(self, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
+        """Changes the report; without `sign`, as someone does who knows of no digest."""
+        content = self.report
+        change(content)
+        if sign:
+            content["digest"] = digest(content)
+        files.write_json(self.report_path, content)
+
+    def edit_manifest(self, change: Callable[[dict[str, Any]], object]) -> None:
+        path = self.wheel.with_name(manifest.file_name(self.wheel.name))
+        content = json.loads(path.read_text())
+        change(content)
+        files.write_json(path, content)
+
+    def git(self, *arguments: str) -> None:
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", *who, "-C", str(self.root), *arguments], check=True)
+
+    def decide(self) -> Verdict:
+        reports = sorted(self.dist.rglob("verification.json"))
+        return decide(self.wheel, reports, self.policy, read_tree(self.root), self.root)
+
+    def reasons(self) -> str:
+        return "\n".join(self.decide().reasons)
+
+
+def make(root: Path, wheel: Path) -> Project:
+    """Lays the project out around a wheel, which is copied."""
+    dist = root / "dist"
+    dist.mkdir(parents=True)
+    placed = dist / wheel.name
+    placed.write_bytes(wheel.read_bytes())
+    upstream = describe(placed)["upstream"]
+    pin = {"name": upstream["name"], "version": upstream["version"],
+           "sdist": {"sha256": upstream["sha256"]}, "patches": upstream["patches"]}  # fmt: skip
+    files.write_json(root / "cpp" / "upstream" / "upstream.json", pin)
+    files.write_json(root / "docs" / "verification.schema.json", SCHEMA)
+    files.write_text(root / "README.md", "Nobody could verify sm_80.\n")
+    files.write_text(
+        root / "CHANGELOG.md", "# Changelog\n\n## 0.1.0 (2026)\n\n- First.\n\n## 0.0.1\n"
+    )
+    files.write_text(root / ".gitignore", "/dist/\n/build/\n")
+    with zipfile.ZipFile(placed) as archive:
+        for name in archive.namelist():
+            if name.startswith(f"{wheelcheck.PACKAGE}/") and name.endswith((".py", ".typed")):
+                (root / "python" / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / "python" / name).write_bytes(archive.read(name))
+    project = Project(root, dist, placed)
+    write_report(placed, project.report_path)
+    wheel_of_ptx = {"filename": wheel.name, "sha256": "80" * 32}
+    ran = {"ran": [], "ran_as_ptx": ["compute_80"], "unverified": []}
+    write_report(placed, project.ptx_path, quick=True, wheel=wheel_of_ptx, architectures=ran)
+    project.git("init", "--quiet")
+    project.git("add", "--all")
+    project.git("commit", "--quiet", "-m", "x")
+    project.git("tag", f"v{wheel.name.split('-')[1]}")
+    return project
+
+
+def describe(wheel: Path, /, **changes: Any) -> dict[str, Any]:
+    """Writes the manifest beside a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        info = json.loads(archive.read(wheelcheck.BUILD_INFO))
+    text = {**manifest.describe(wheel, info, [], SETTINGS, {}, {}), **changes}
+    files.write_json(wheel.with_name(manifest.file_name(wheel.name)), text)
+    return text
+
+
+def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
+    """Writes a report as a full run on a GPU of compute capability 9.0 leaves it."""
+    text = json.loads(wheel.with_name(manifest.file_name(wheel.name)).read_text())
+    upstream = text["upstream"]
+    content: dict[str, Any] = {
+        "schema_version": 1,
+        "complete": True,
+        "quick": False,
+        "source_tree": False,
+        "device": "cuda",
+        "status": "passed",
+        "started": "2026-01-01T00:00:00Z",
+        "seconds": 200.0,
+        "wheel": {"filename": wheel.name, "sha256": text["wheel"]["sha256"]},
+        "installed": {"version": "0.1.0", "files": 9, "matches_wheel": True, "problems": []},
+        "environment": {"gpu": "NVIDIA H200", "compute_capability": "9.0"},
+        "pins": {
+            "upstream": {key: upstream[key] for key in ("name", "version", "sha256")},
+            "patches": upstream["patches"],
+        },
+        "build": {key: text[key] for key in ("cuda_toolkit", "architectures", "deterministic")},
+        "architectures": {"ran": ["sm_90"], "ran_as_ptx": [], "unverified": ["sm_80"]},
+        "sections": sections(),
+        **changes,
+    }
+    content["digest"] = digest(content)
+    files.write_json(path, content)
+
+
+def sections() -> list[dict[str, Any]]:
+    """The sections of a report, all passed."""
+    checks: list[dict[str, Any]] = [
+        {"id": name, "promise": "", "status": "passed", "reason": None, "cases": 1, "failed": 0,
+         "seconds": 1.0, "by_config": {}, "counter_example": None, "stderr": None}
+        for name in (*POLICY.required_checks, "split-size", "dropout")
+    ]  # fmt: skip
+    return [
+        {"id": name, "title": name, "status": "passed", "reason": None, "seconds": 1.0,
+         "data": {"checks": checks} if name == "contract" else {}}
+        for name in POLICY.required_sections
+    ]  # fmt: skip
+
+
+def wheel(folder: Path, files: Mapping[str, bytes] | None = None, **info: Any) -> Path:
+    """Makes a wheel that passes every check of the build, with more files if given."""
+    contents = fake_wheel.contents(fake_wheel.library(folder / "library"))
+    stated = {**fake_wheel.INFO, **info}
+    contents[wheelcheck.BUILD_INFO] = json.dumps(stated).encode()
+    bill = next(name for name in contents if name.endswith(sbom.FILE_NAME))
+    contents[bill] = sbom.describe(
+        "0.1.0", stated, contents[wheelcheck.LIBRARY], fake_wheel.PARTS, 0
+    )
+    contents |= files or {}
+    # pip reads names and hashes there.
+    record = next(name for name in contents if name.endswith("/RECORD"))
+    contents[record] = "".join(f"{name},,\n" for name in contents).encode()
+    return fake_wheel.pack(folder, contents)

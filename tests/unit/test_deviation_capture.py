@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_deterministic.deviation.capture import dual_compute
+from flash_attn_deterministic.deviation.inputs import read_inputs
+from flash_attn_deterministic.errors import ArgumentError
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Layer(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 48)
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.linear(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        out = scaled_dot_product_attention(q, k, v, **self.options)
+        return out.transpose(1, 2).flatten(2)
+
+
+def _inputs() -> torch.Tensor:
+    return torch.randn(2, 40, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"is_causal": True}, id="causal"),
+        pytest.param({"attn_mask": torch.ones(40, 40).tril().bool()}, id="bool-mask"),
+        pytest.param({"attn_mask": torch.linspace(-3, 0, 40)[None].expand(40, 40)}, id="bias"),
+        pytest.param({"scale": 0.7}, id="scale"),
+    ],
+)
+def test_every_layer_is_seen_and_nothing_changes(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(**options), Layer(**options))
+    plain = model(_inputs())
+    with dual_compute(model, block_c=16) as record:
+        seen = model(_inputs())
+    assert torch.equal(plain, seen)
+    assert [call.layer for call in record.calls] == ["0", "1"]
+    for call in record.calls:
+        assert call.shape == (2, 2, 40, 8)
+        # One number per sequence and head; the model itself, in float32, is nearly exact but for
+        # the rounding of its inputs to bfloat16.
+        assert len(call.flash["max"]) == 4
+        assert max(call.model["max"]) < 0.05
+        assert max(call.baseline["max"]) < 0.05
+        assert 0 < max(call.difference["max"]) < 0.05
+
+
+def test_gradients_still_flow() -> None:
+    model = Layer()
+    with dual_compute(model):
+        model(_inputs()).sum().backward()
+    assert model.linear.weight.grad is not None
+
+
+def test_multihead_attention_in_eval_mode_is_seen() -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    with torch.no_grad(), dual_compute(model) as record:
+        model(_inputs())
+    assert [call.layer for call in record.calls] == ["self_attn"]
+
+
+def test_our_function_is_seen() -> None:
+    from flash_attn_deterministic import flash_attn_func
+
+    class Ours(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.reshape(2, 40, 2, 8).to(torch.bfloat16)
+            out = flash_attn_func(q, q, q, causal=True)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+    model = Ours()
+    with dual_compute(model) as record:
+        model(_inputs())
+    (call,) = record.calls
+    assert call.function == "fwd"
+    assert call.shape == (2, 2, 40, 8)
+    assert max(call.model["relative"]) < 0.01
+
+
+def test_packed_sequences_are_seen_one_by_one() -> None:
+    from flash_attn_deterministic import flash_attn_varlen_func
+
+    starts = torch.tensor([0, 30, 30, 80], dtype=torch.int32)
+
+    class Packed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.reshape(80, 2, 8).to(torch.bfloat16)
+            out = flash_attn_varlen_func(q, q, q, starts, starts, 50, 50, window_size=(10, 0))
+            assert isinstance(out, torch.Tensor)
+            return out
+
+    model = Packed()
+    with dual_compute(model) as record:
+        model(_inputs())
+    assert [call.shape for call in record.calls] == [(1, 2, 30, 8), (1, 2, 50, 8)]
+    assert all(max(call.model["relative"]) < 0.01 for call in record.calls)
+
+
+def test_calls_that_are_not_compared_are_counted() -> None:
+    from flash_attn_deterministic import flash_attn_func
+
+    class Capped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.reshape(2, 40, 2, 8).to(torch.bfloat16)
+            out = flash_attn_func(q, q, q, softcap=5.0)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+    model = Capped()
+    with pytest.raises(ArgumentError, match=r"not compared: \{'fwd': 1\}"), dual_compute(model):
+        model(_inputs())
+
+
+def test_attention_that_is_written_out_cannot_be_hooked() -> None:
+    model = nn.Linear(16, 16)
+    with (
+        pytest.raises(ArgumentError, match="model: expected calls of scaled_dot_product_attention"),
+        dual_compute(model),
+    ):
+        model(_inputs())
+
+
+def test_unknown_names_are_refused_before_the_model_runs() -> None:
+    with pytest.raises(ArgumentError, match="format: expected"), dual_compute(Layer(), "fp7"):
+        pass
+    with (
+        pytest.raises(ArgumentError, match="preset: expected"),
+        dual_compute(Layer(), preset="none"),
+    ):
+        pass
+
+
+def test_nan_in_a_model_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="expected finite values"), dual_compute(Layer()) as _:
+        Layer()(_inputs() * torch.nan)
+
+
+def test_captured_tensors_are_saved_for_the_microbenchmark(tmp_path: Path) -> None:
+    model = Layer()
+    with dual_compute(model, keep=True) as record:
+        model(_inputs())
+    record.save(tmp_path / "calls.pt")
+    ((q, k, v),) = read_inputs(tmp_path / "calls.pt")
+    assert q.shape == k.shape == v.shape == (4, 40, 8)
+    with dual_compute(model) as record:
+        model(_inputs())
+    with pytest.raises(ArgumentError, match="keep=True"):
+        record.save(tmp_path / "nothing.pt")
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    model = Layer()
+    with dual_compute(model) as record:
+        model(_inputs())
+    model(_inputs())
+    assert len(record.calls) == 1
+    assert not model._forward_pre_hooks
+    assert torch.backends.mha.get_fastpath_enabled()

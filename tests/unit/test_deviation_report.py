@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import builtins
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.deviation import plots, report
+from flash_attn_deterministic.deviation.claims import CLAIMS
+from flash_attn_deterministic.deviation.forward import FIGURES, Plan, run_forward
+from flash_attn_deterministic.deviation.kernels import KernelPlan, run_kernels
+from flash_attn_deterministic.deviation.plots import MissingExtraError
+from flash_attn_deterministic.deviation.report import CAPTIONS, write_report
+from flash_attn_deterministic.deviation.training.runs import Setup
+from flash_attn_deterministic.deviation.training.study import TrainingPlan, run_training
+from flash_attn_deterministic.errors import ArgumentError
+
+PLAN = Plan(
+    figures=tuple(FIGURES), inputs=("uniform", "normal"), seeds=2, seqlens=(64, 128, 256, 512),
+    head_dim=16, sram=1024, quick=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("studies")
+    run_forward(PLAN, folder / "forward")
+    run_kernels(KernelPlan("cpu", quick=True, seeds=1), folder / "kernels")
+    setup = Setup("", "tiny", steps=4, every=2, device="cpu")
+    run_training(TrainingPlan(setup, ("repeat", "flash", "init")), folder / "training")
+    return [folder / name for name in ("forward", "kernels", "training")]
+
+
+@pytest.fixture
+def drawn(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the figures that are drawn already: drawing is what a report takes long for."""
+    monkeypatch.setattr(report, "plot_folder", lambda folder: sorted(folder.glob("plots/*.svg")))
+
+
+@pytest.fixture(scope="module")
+def page(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("report")
+    written = write_report(folders, out)
+    assert [path.name for path in written] == ["report.html", "report.md"]
+    return written[0].read_text()
+
+
+def test_the_page_needs_no_other_file(page: str) -> None:
+    sources = re.findall(r"(?:src|href)='([^']*)'", page)
+    assert sources
+    for source in sources:
+        assert source.startswith(("data:image/svg+xml;base64,", "#")), source
+    assert "http" not in re.sub(r"base64,[^']*", "", page)
+
+
+def test_every_claim_has_a_row_a_section_and_a_verdict(page: str) -> None:
+    for claim in CLAIMS:
+        assert page.count(f"href='#{claim.key}'") == 1
+        assert page.count(f"id='{claim.key}'") == 1
+    assert page.count("<span class='verdict") == 2 * len(CLAIMS)
+
+
+def test_every_figure_is_there_once_with_a_caption(page: str, folders: list[Path]) -> None:
+    drawn = [path.stem for folder in folders for path in (folder / "plots").glob("*.svg")]
+    assert set(drawn) == set(CAPTIONS)
+    assert page.count("<figure>") == len(drawn)
+
+
+def test_figures_are_the_same_bytes_each_time(folders: list[Path]) -> None:
+    before = {path: path.read_bytes() for path in (folders[0] / "plots").glob("*.svg")}
+    for path in plots.plot_folder(folders[0]):
+        assert path.read_bytes() == before[path]
+
+
+@pytest.mark.usefixtures("drawn")
+def test_the_text_links_the_figures(folders: list[Path], tmp_path: Path) -> None:
+    _, text = write_report(folders, tmp_path / "deep" / "report")
+    links = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text.read_text())
+    assert links
+    assert all((text.parent / link).exists() for link in links)
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Path) -> None:
+    """Verdicts come from the data: a repeat that differs is not a control."""
+    value = json.loads((folders[2] / "training.json").read_text())
+    _, text = write_report([folders[2]], tmp_path / "before")
+    claim = next(claim for claim in CLAIMS if claim.key == "repeat")
+    row = f"| {claim.text} | {claim.source} | **{{}}** |"
+    assert row.format("reproduced") in text.read_text()
+    value["runs"]["repeat"]["history"]["max_difference"][-1][0] = 1e-9
+    (tmp_path / "changed").mkdir()
+    (tmp_path / "changed" / "training.json").write_text(json.dumps(value))
+    _, text = write_report([tmp_path / "changed"], tmp_path / "after")
+    assert row.format("not reproduced") in text.read_text()
+
+
+@pytest.mark.usefixtures("drawn")
+def test_studies_that_are_missing_are_said_to_be(folders: list[Path], tmp_path: Path) -> None:
+    _, text = write_report(folders[:1], tmp_path)
+    assert "not tested**: the study of training was not run" in text.read_text()
+
+
+@pytest.mark.parametrize("case", ["none", "empty", "twice"])
+@pytest.mark.usefixtures("drawn")
+def test_bad_folders_are_refused(case: str, folders: list[Path], tmp_path: Path) -> None:
+    given = {"none": [], "empty": [tmp_path], "twice": [folders[0], folders[0]]}[case]
+    with pytest.raises(ArgumentError, match="results: expected"):
+        write_report(given, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"install flash-attn-deterministic\[deviation\]"):
+        plots.load_pyplot()
+
+
+# --- The command ---------------------------------------------------------------------------------
+
+
+def test_command_runs_a_study_and_its_report(tmp_path: Path) -> None:
+    forward = ["deviation", "forward", "--quick", "--preset", "paper", "--figures", "3,bias",
+               "--seeds", "1", "--jobs", "1", "--out", str(tmp_path / "forward")]  # fmt: skip
+    assert main(forward) == 0
+    assert (tmp_path / "forward" / "plots" / "fig3.svg").exists()
+    assert main(["deviation", "report", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["forward", "--preset", "gpu"], "preset: expected", id="preset"),
+        pytest.param(["forward", "--formats", "fp9"], "format: expected", id="format"),
+        pytest.param(["forward", "--block-c", "9999"], "block_r, block_c: expected", id="block"),
+        pytest.param(["training", "--steps", "0"], "steps: expected", id="steps"),
+        pytest.param(["training", "--workload", "no:no"], "workload: expected", id="workload"),
+        pytest.param(["kernels", "--device", "cpu", "--seeds", "0"], "seeds: expected", id="seeds"),
+        pytest.param(["report"], "results: expected", id="no-results"),
+    ],
+)
+def test_command_says_what_is_wrong(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["deviation", *arguments, "--out", str(tmp_path / "out")]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_package_imports_without_the_studies() -> None:
+    """Help is printed without importing torch's heavy parts, matplotlib or the studies."""
+    code = (
+        "import sys, flash_attn_deterministic.__main__ as m\n"
+        "import argparse\n"
+        "names = [n for n in sys.modules if n.startswith('flash_attn_deterministic.deviation.')]\n"
+        "assert set(names) <= {'flash_attn_deterministic.deviation.cli'}, names\n"
+        "assert 'matplotlib' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

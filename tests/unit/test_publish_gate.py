@@ -1,0 +1,463 @@
+"""Each way in which a wheel lacks its proof is refused, with its reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import release_samples
+from flash_attn_build import wheelcheck
+from flash_attn_build.errors import SettingError
+from flash_attn_build.gate.candidate import Candidate, read_candidate
+from flash_attn_build.gate.policy import PATH, load_policy
+from flash_attn_build.gate.report import Report, content_faults, digest, read_report
+from flash_attn_build.gate.report import faults as report_faults
+from flash_attn_build.gate.tree import read_tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from release_samples import POLICY, Project
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return release_samples.wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def project(wheel: Path, tmp_path: Path) -> Project:
+    return release_samples.make(tmp_path / "project", wheel)
+
+
+def section(name: str, status: str) -> Change:
+    def change(report: dict[str, Any]) -> None:
+        for row in report["sections"]:
+            if row["id"] == name:
+                row["status"] = status
+
+    return change
+
+
+def without_section(report: dict[str, Any]) -> None:
+    report["sections"] = [row for row in report["sections"] if row["id"] != "decode"]
+
+
+def check(name: str, status: str) -> Change:
+    def change(report: dict[str, Any]) -> None:
+        for row in report["sections"]:
+            for one in row["data"].get("checks", []):
+                if one["id"] == name:
+                    one["status"] = status
+
+    return change
+
+
+def without_checks(report: dict[str, Any]) -> None:
+    for row in report["sections"]:
+        row["data"] = {}
+
+
+def test_a_wheel_with_its_proof_passes(project: Project) -> None:
+    verdict = project.decide()
+    assert verdict.reasons == ()
+    assert list(verdict.verified) == ["sm_90"]
+    assert list(verdict.unverified) == ["sm_80"]
+    assert "no GPU" in verdict.unverified["sm_80"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(lambda r: r.update(complete=False), "is not complete", id="cut short"),
+        pytest.param(lambda r: r.update(quick=True), "is of a quick run", id="quick"),
+        pytest.param(lambda r: r.update(source_tree=True), "against the source tree", id="source"),
+        pytest.param(lambda r: r.update(device="cpu"), "ran on 'cpu', not on a GPU", id="CPU"),
+        pytest.param(lambda r: r.update(status="failed"), "its status is 'failed'", id="failed"),
+        pytest.param(
+            lambda r: r.update(status="incomplete"), "its status is 'incomplete'", id="incomplete"
+        ),
+        pytest.param(section("contract", "failed"), "section contract: failed", id="contract"),
+        pytest.param(section("decode", "skipped"), "section decode: skipped", id="skipped"),
+        pytest.param(without_section, "section decode is missing", id="section left out"),
+        pytest.param(check("paged", "failed"), "contract, paged: failed", id="a row failed"),
+        pytest.param(
+            check("schedule", "not-applicable"),
+            "contract, schedule: not-applicable",
+            id="a row that did not apply",
+        ),
+        pytest.param(without_checks, "contract, run-to-run: missing", id="rows left out"),
+        pytest.param(
+            lambda r: r["sections"].append({"id": "extra", "status": "failed"}),
+            "section extra: failed",
+            id="a section that is not required",
+        ),
+        pytest.param(
+            lambda r: r["sections"].append({"id": "contract", "status": "failed"}),
+            "section contract: failed",
+            id="a section twice",
+        ),
+        pytest.param(
+            lambda r: r["wheel"].update(sha256="0" * 64),
+            "is for other bytes (sha256 " + "0" * 64,
+            id="other bytes",
+        ),
+        pytest.param(lambda r: r.update(wheel=None), "other bytes (sha256 not named)", id="none"),
+        pytest.param(
+            lambda r: r["installed"].update(matches_wheel=False),
+            "the installed files were not those of the wheel",
+            id="installed",
+        ),
+        pytest.param(
+            lambda r: r["pins"]["upstream"].update(version="2.8.2"),
+            "its upstream is not that of the manifest",
+            id="upstream",
+        ),
+        pytest.param(
+            lambda r: r["pins"]["patches"][0].update(sha256="0" * 64),
+            "its patches are not those of the manifest",
+            id="patches",
+        ),
+        pytest.param(
+            lambda r: r.update(schema_version=2), "expected schema_version 1, got 2", id="version"
+        ),
+        pytest.param(lambda r: r.pop("status"), "'status' is a required property", id="schema"),
+        pytest.param(
+            lambda r: r["architectures"].update(ran=["sm_80"]),
+            "sm_90: no complete, passing report",
+            id="missing architecture",
+        ),
+        pytest.param(
+            lambda r: r["architectures"].update(unverified=[]),
+            "sm_80: unverified, but verification/verification.json does not say so",
+            id="unverified architecture not named",
+        ),
+    ],
+)
+def test_a_report_that_is_no_proof(project: Project, change: Change, expected: str) -> None:
+    project.edit_report(change)
+    assert expected in project.reasons()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda r: r["environment"].update(gpu="NVIDIA B200"), id="harmless value"),
+        pytest.param(section("contract", "passed "), id="space"),
+        pytest.param(lambda r: r.update(remark="all fine"), id="new key"),
+        pytest.param(lambda r: r.pop("digest"), id="digest taken out"),
+    ],
+)
+def test_a_tampered_report(project: Project, change: Change) -> None:
+    project.edit_report(change, sign=False)
+    assert "was changed after it was written" in project.reasons()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("{", "is unreadable"), ("[]", "expected a JSON object"), ("{}", "expected schema_version 1")],
+    ids=["cut off", "list", "empty"],
+)
+def test_a_file_that_is_no_report(project: Project, text: str, expected: str) -> None:
+    project.report_path.write_text(text)
+    assert expected in project.reasons()
+    assert "sm_90: no complete, passing report" in project.reasons()
+
+
+def test_no_report_at_all(project: Project) -> None:
+    project.report_path.unlink()
+    assert project.decide().reasons == (
+        f"sm_90: no complete, passing report for sha256 {project.decide().wheel.sha256}",
+    )
+
+
+def test_every_reason_is_told_at_once(project: Project) -> None:
+    project.edit_report(lambda r: r.update(quick=True, complete=False), sign=False)
+    project.git("tag", "--delete", "v0.1.0")
+    (project.root / "new").write_text("")
+    found = project.reasons()
+    for expected in ("changed after", "quick run", "not complete", "no tag", "commit: new"):
+        assert expected in found
+
+
+def test_a_failure_is_not_undone_by_another_report(project: Project) -> None:
+    second = project.dist / "second" / "verification.json"
+    sections = [{"id": "contract", "status": "failed"}]
+    release_samples.write_report(project.wheel, second, status="failed", sections=sections)
+    assert "second/verification.json: section contract: failed" in project.reasons()
+
+
+@pytest.mark.parametrize("changes", [{"quick": True}, {"complete": False}], ids=["quick", "cut"])
+def test_a_lesser_report_beside_a_full_one_does_no_harm(
+    project: Project, changes: dict[str, Any]
+) -> None:
+    second = project.dist / "second" / "verification.json"
+    release_samples.write_report(project.wheel, second, **changes)
+    assert project.reasons() == ""
+
+
+def test_reports_of_other_wheels_do_no_harm(project: Project) -> None:
+    second = project.dist / "second" / "verification.json"
+    wheel = {"filename": project.wheel.name, "sha256": "1" * 64}
+    release_samples.write_report(project.wheel, second, status="failed", wheel=wheel)
+    assert project.reasons() == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(
+            lambda m: m["wheel"].update(sha256="0" * 64), "is of another wheel", id="other bytes"
+        ),
+        pytest.param(lambda m: m.update(schema=2), "manifest: expected schema 1", id="schema"),
+        pytest.param(
+            lambda m: m["upstream"].update(version="9"), "that cpp/upstream/upstream", id="pin"
+        ),
+        pytest.param(
+            lambda m: m["upstream"]["patches"].clear(), "upstream or patches are not", id="patches"
+        ),
+        pytest.param(lambda m: m["build"].update(preset="dev"), "preset 'dev'", id="preset"),
+        pytest.param(
+            lambda m: m["build"].update(defines=["A=1"]), "options of its own: A=1", id="options"
+        ),
+        pytest.param(lambda m: m.update(deterministic=False), "DETERMINISTIC=OFF", id="mode"),
+        pytest.param(
+            lambda m: m.update(architectures=["90-real"]),
+            "manifest: architectures is not what the wheel says",
+            id="architectures",
+        ),
+        pytest.param(lambda m: m.update(wheel=[]), "not laid out as the build", id="wheel"),
+        pytest.param(lambda m: m.update(build="x"), "not laid out as the build", id="build"),
+        pytest.param(
+            lambda m: m.update(architectures=None), "not laid out as the build", id="no list"
+        ),
+    ],
+)
+def test_a_wrong_manifest(project: Project, change: Change, expected: str) -> None:
+    project.edit_manifest(change)
+    assert expected in project.reasons()
+
+
+def test_no_manifest(project: Project) -> None:
+    project.wheel.with_name(f"{project.wheel.name}.manifest.json").unlink()
+    assert "manifest.json is missing; the build writes it" in project.reasons()
+
+
+def test_a_single_byte_more(project: Project) -> None:
+    with project.wheel.open("ab") as file:
+        file.write(b"\0")
+    found = project.reasons()
+    assert "manifest: is of another wheel" in found
+    assert "is for other bytes" in found
+
+
+def test_a_wheel_that_is_not_ours(project: Project) -> None:
+    wrong = project.wheel.with_name("other-1.0-py3-none-any.whl")
+    shutil.copy(project.wheel, wrong)
+    project.wheel = wrong
+    found = project.reasons()
+    assert "name: expected flash_attn_deterministic-" in found
+    assert "is not tagged v1.0: it has v0.1.0" in found
+
+
+@pytest.mark.parametrize(
+    ("disturb", "expected"),
+    [
+        pytest.param(
+            lambda p: p.git("commit", "--quiet", "--allow-empty", "-m", "later"),
+            "is not tagged v0.1.0: it has no tag",
+            id="a commit later",
+        ),
+        pytest.param(
+            lambda p: (p.root / "README.md").write_text("sm_80"),
+            "differs from its commit: README.md",
+            id="edited",
+        ),
+        pytest.param(
+            lambda p: (p.root / "new file").write_text(""), "commit: new file", id="new file"
+        ),
+        pytest.param(
+            lambda p: shutil.rmtree(p.root / ".git"), "git does not know", id="no checkout"
+        ),
+    ],
+)
+def test_a_tree_that_is_not_the_tagged_one(
+    project: Project, disturb: Callable[[Project], object], expected: str
+) -> None:
+    disturb(project)
+    assert expected in project.reasons()
+
+
+def test_an_architecture_that_the_policy_does_not_know(project: Project) -> None:
+    project.policy = replace(project.policy, unverified_architectures={})
+    assert "sm_80: unverified, and the release policy does not allow" in project.reasons()
+
+
+def test_a_required_architecture_that_the_wheel_lacks(project: Project) -> None:
+    project.policy = replace(project.policy, required_architectures=("sm_90", "sm_100"))
+    assert "sm_100: the wheel holds no machine code for it" in project.reasons()
+
+
+def test_an_unverified_architecture_that_the_readme_does_not_name(project: Project) -> None:
+    (project.root / "README.md").write_text("All is well.\n")
+    assert "sm_80: unverified, but README.md does not name it" in project.reasons()
+
+
+def edit_ptx(project: Project, **changes: Any) -> None:
+    content = {**json.loads(project.ptx_path.read_text()), **changes}
+    if "digest" not in changes:
+        content["digest"] = digest(content)
+    project.ptx_path.write_text(json.dumps(content))
+    project.git("commit", "--quiet", "--all", "-m", "y")
+    project.git("tag", "--force", "v0.1.0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"complete": False}, "is not complete", id="cut short"),
+        pytest.param({"architectures": {}}, "did not run compute_80 as PTX", id="other PTX"),
+        pytest.param({"sections": []}, "section contract is missing", id="nothing checked"),
+        pytest.param({"pins": {}}, "its upstream is not that of the manifest", id="older sources"),
+        pytest.param({"digest": "0"}, "was changed after it was written", id="tampered"),
+    ],
+)
+def test_ptx_that_was_not_run(project: Project, changes: dict[str, Any], expected: str) -> None:
+    edit_ptx(project, **changes)
+    where = "sm_80: docs/results/verification-compute_80.json"
+    assert f"{where}: {expected}" in project.reasons()
+
+
+def test_how_fast_ptx_is_is_of_no_account(project: Project) -> None:
+    rows = release_samples.sections()
+    section("performance", "failed")({"sections": rows})
+    edit_ptx(project, status="failed", sections=rows)
+    assert project.reasons() == ""
+
+
+def test_no_report_of_ptx(project: Project) -> None:
+    project.ptx_path.unlink()
+    assert "sm_80: docs/results/verification-compute_80.json: is unreadable" in project.reasons()
+
+
+@pytest.fixture(scope="module")
+def still(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Candidate]:
+    made = release_samples.make(tmp_path_factory.mktemp("still") / "project", wheel)
+    return made, read_candidate(made.wheel, made.root)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+
+
+FREE = ("environment", "digest", "started", "seconds", "build", "baseline")  # of a report
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_change_of_what_is_demanded_gets_through(
+    still: tuple[Project, Candidate], data: st.DataObject
+) -> None:
+    """Whoever signs a changed report anew still has to leave what is demanded as it is."""
+    project, candidate = still
+    content = project.report
+    demanded = [key for key in content if key not in FREE]
+    key = data.draw(st.sampled_from(demanded))
+    changed = {**content, key: data.draw(JSON.filter(lambda value: value != content[key]))}
+    changed["digest"] = digest(changed)
+    wrong = content_faults(changed, release_samples.SCHEMA)
+    report = Report(Path("verification.json"), changed, wrong)
+    faults = list(report_faults(report, candidate, project.policy))
+    proves = not faults and "sm_90" in report.ran and "sm_80" in report.unverified
+    assert not proves
+
+
+def test_no_schema_of_reports(project: Project) -> None:
+    (project.root / "docs" / "verification.schema.json").unlink()
+    assert "schema: docs/verification.schema.json is unreadable" in project.reasons()
+
+
+@pytest.mark.parametrize("change", ["edited", "new", "gone"])
+def test_a_wheel_of_another_tree(project: Project, change: str) -> None:
+    package = project.root / "python" / "flash_attn_deterministic"
+    if change == "gone":
+        (package / "__init__.py").unlink()
+    else:
+        name = "__init__.py" if change == "edited" else "new.py"
+        (package / name).write_text("a = 1\n")
+    project.git("add", "--all")
+    project.git("commit", "--quiet", "-m", "y")
+    project.git("tag", "--force", "v0.1.0")
+    name = "new" if change == "new" else "__init__"
+    expected = f"wheel: built from another tree: flash_attn_deterministic/{name}.py"
+    assert project.decide().reasons == (expected,)
+
+
+def test_the_policy_demands_what_reports_have() -> None:
+    schema = release_samples.SCHEMA
+    rows = schema["properties"]["sections"]["prefixItems"]
+    assert list(POLICY.required_sections) == [row["properties"]["id"]["const"] for row in rows]
+    assert set(POLICY.required_checks) <= set(schema["$defs"]["check"]["properties"]["id"]["enum"])
+
+
+def test_the_samples_are_reports(project: Project) -> None:
+    for path in (project.report_path, project.ptx_path):
+        assert read_report(path, release_samples.SCHEMA).faults == ()
+
+
+def test_a_library_that_is_not_fit(project: Project, tmp_path: Path) -> None:
+    import fake_wheel
+
+    contents = fake_wheel.contents(fake_wheel.library(tmp_path / "library", options=[]))
+    project.wheel = fake_wheel.pack(project.dist, contents)
+    release_samples.describe(project.wheel)
+    release_samples.write_report(project.wheel, project.report_path)
+    assert f"{wheelcheck.LIBRARY}: not stripped" in project.reasons()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param(lambda p: p.update(schema=9), "expected schema 1, got 9", id="schema"),
+        pytest.param(lambda p: p.pop("toolkits"), "not a release policy", id="key missing"),
+        pytest.param(
+            lambda p: p.update(required_architectures=[]), "lets everything through", id="empty"
+        ),
+        pytest.param(
+            lambda p: p.update(required_sections=[]), "lets everything through", id="no section"
+        ),
+        pytest.param(
+            lambda p: p["unverified_architectures"].update(sm_90={"reason": "x"}),
+            "both required and allowed unverified: sm_90",
+            id="contradiction",
+        ),
+        pytest.param(
+            lambda p: p.update(package_index="11.8"), "package_index: expected", id="toolkit"
+        ),
+    ],
+)
+def test_a_policy_that_makes_no_sense(tmp_path: Path, change: Change, expected: str) -> None:
+    record = json.loads(PATH.read_text())
+    change(record)
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(SettingError, match=expected):
+        load_policy(path)
+
+
+def test_no_policy(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="not a release policy"):
+        load_policy(tmp_path / "none.json")
+
+
+def test_tree_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "git" in read_tree(tmp_path).why

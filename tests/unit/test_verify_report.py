@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flash_attn_deterministic.verify import environment, outcome, report, tasks
+from flash_attn_deterministic.verify.report.record import finite
+from flash_attn_deterministic.verify.run import Run
+from jsonschema import Draft202012Validator
+from verify_samples import cuda_run, times
+
+SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "verification.schema.json"
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+@pytest.fixture(autouse=True)
+def release_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reports are those of a wheel with every kernel; the one under test may be small."""
+    monkeypatch.setattr(tasks, "holds", lambda device: lambda config: True)
+    monkeypatch.setattr(
+        environment, "architectures", functools.partial(_release, environment.architectures)
+    )
+
+
+def _release(real: Callable[..., Any], names: Iterable[str], *args: Any, **kwargs: Any) -> Any:
+    return real(("80-real", "90-real", "80-virtual"), *args, **kwargs)
+
+
+def written(run: Run) -> dict[str, Any]:
+    run.write()
+    record: dict[str, Any] = json.loads((run.settings.out / "verification.json").read_text())
+    return record
+
+
+def status_of(record: dict[str, Any], section: str) -> str:
+    return str(next(s["status"] for s in record["sections"] if s["id"] == section))
+
+
+def test_a_passing_report(tmp_path: Path, validator: Draft202012Validator) -> None:
+    record = written(cuda_run(tmp_path))
+    assert not list(validator.iter_errors(record))
+    assert (record["status"], record["complete"]) == ("passed", True)
+    assert record["architectures"]["ran"] == ["sm_90"]
+    assert record["digest"] == report.canonical_digest(record)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(report.NAMES)
+
+
+def test_a_failed_row_is_shown_in_full(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path, failed=3)
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert (record["status"], status_of(record, "contract")) == ("failed", "failed")
+    assert record["sections"][1]["reason"] == "batch: 3 of 120 cases"
+    for name in report.NAMES[1:]:
+        text = (tmp_path / name).read_text()
+        for fact in ("0x3f80", "0x3f81", "12345", "d128-bf16-causal-q1", "3/20"):
+            assert fact in text, name
+
+
+def test_a_crash_is_shown(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path)
+    run.results["contract", "schedule"] = {
+        "status": outcome.ERROR,
+        "data": {"stderr": "an illegal memory access <was> encountered"},
+        "reason": "the process was killed by SIGABRT",
+    }
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert record["status"] == "failed"
+    page = (tmp_path / "verification.html").read_text()
+    assert "killed by SIGABRT" in page
+    assert "access &lt;was&gt; encountered" in page
+
+
+def test_every_failed_section_says_why(tmp_path: Path) -> None:
+    run = cuda_run(tmp_path, ratio=2.5)
+    for key in run.results:
+        if key[0] not in ("environment", "contract", "accuracy"):
+            run.results[key]["status"] = outcome.FAILED
+    sections = {s["id"]: s["reason"] for s in run.sections() if s["status"] == "failed"}
+    assert sections["accuracy"] == "24 of 24 errors are above the limit"
+    assert sections["decode"] == "not met: a limit"
+    assert None not in sections.values()
+
+
+def test_upstreams_own_kernels_are_shown(tmp_path: Path, validator: Draft202012Validator) -> None:
+    library = tmp_path / "libfa2_baseline.so"
+    library.write_bytes(b"kernels")
+    run = cuda_run(tmp_path / "out")
+    run.settings = dataclasses.replace(run.settings, baseline=library)
+    for section in ("decode", "backward"):
+        for row in run.results[section, section]["data"]["rows"]:
+            row["ms"]["upstream"] = times(0.04)
+            row["ratio_to_upstream"] = 1.234
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert record["baseline"]["filename"] == "libfa2_baseline.so"
+    for name in report.NAMES[1:]:
+        text = (tmp_path / "out" / name).read_text()
+        assert text.count("1.23x") == 4
+        assert "to upstream" in text
+
+
+def test_an_unfinished_run_is_incomplete(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path)
+    run.complete = False
+    for key in list(run.results)[5:]:
+        del run.results[key]
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert (record["status"], record["complete"]) == ("incomplete", False)
+    assert status_of(record, "decode") == "not-run"
+    for name in report.NAMES[1:]:
+        assert "ncomplete" in (tmp_path / name).read_text()
+
+
+def test_nothing_has_run_yet(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path)
+    run.complete = False
+    run.results.clear()
+    assert not list(validator.iter_errors(written(run)))
+
+
+def test_an_infinite_error_is_null(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path)
+    result = run.results["accuracy", "64 bf16"]
+    result["status"] = outcome.FAILED
+    row = {"ratio": float("inf"), "passed": False, "ours": {"largest": float("inf"), "rmse": 0.0}}
+    result["data"]["rows"][0] |= row
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    (accuracy,) = (s for s in record["sections"] if s["id"] == "accuracy")
+    assert accuracy["data"]["rows"][0]["ratio"] is None
+    assert accuracy["data"]["worst"]["forward"]["ratio"] is None
+    assert "infinite" in (tmp_path / "verification.html").read_text()
+
+
+class Page(HTMLParser):
+    """Looks that tags match and nothing is fetched."""
+
+    VOID = ("meta", "line", "rect", "circle", "polyline")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.references += [str(v) for n, v in attrs if n in ("src", "href")]
+        if tag not in self.VOID and tag != "li":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "li":
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+def test_the_page_needs_nothing_else(tmp_path: Path, failed: int) -> None:
+    cuda_run(tmp_path, failed=failed).write()
+    text = (tmp_path / "verification.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.references == []
+    assert "url(" not in text
+    assert page.seen.count("svg") == 6
+    assert "width=device-width" in text
+
+
+def test_plots_say_what_is_measured(tmp_path: Path) -> None:
+    cuda_run(tmp_path).write()
+    text = (tmp_path / "verification.html").read_text()
+    titles = re.findall(r"<figcaption>(.*?)</figcaption>", text)
+    for word in ("Time", "memory", "Scaling", "error", "Decode", "Backward"):
+        assert any(word in title for title in titles)
+    # The seed's figures, as it reported them.
+    for figure in ("2.20x", "18.70x", "A100"):
+        assert figure in text
+
+
+def test_markdown_tables_are_tables(tmp_path: Path) -> None:
+    cuda_run(tmp_path, failed=1).write()
+    text = (tmp_path / "verification.md").read_text()
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
+        counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(counts) == 1, block
+
+
+def test_digest_follows_the_content(tmp_path: Path) -> None:
+    record = cuda_run(tmp_path).record()
+    before = report.canonical_digest(record)
+    record["sections"][1]["status"] = "passed!"
+    assert report.canonical_digest(record) != before
+
+
+def test_finite() -> None:
+    values = {"a": [1.0, float("nan"), (float("-inf"),)], "b": "inf"}
+    assert finite(values) == {"a": [1.0, None, [None]], "b": "inf"}
+
+
+# --- Writing ------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write_files(tmp_path, {"a": "old", "b": "old"})
+    synced = []
+
+    def full(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(report.ReportError, match="No space left on device"):
+        report.write_files(tmp_path, {"a": "new", "b": "new"})
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "old", "b": "old"}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(report.ReportError, match="choose another folder with --out"):
+        report.write_files(tmp_path / "file" / "out", {"a": ""})
