@@ -66,7 +66,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     monkeypatch.setattr(seed, "SCALING", (small, seed.Shape(2, 64, 2)))
     monkeypatch.setattr(decode, "_QUICK", ((1, 64, 4, 2, 64), (2, 64, 4, 2, 64)))
     monkeypatch.setattr(decode, "_ROTATED_BYTES", 1)
-    monkeypatch.setattr(decode, "_capture", lambda step, sets, calls: Graph(step))
+    monkeypatch.setattr(decode, "capture", lambda step, sets, calls: Graph(step))
     monkeypatch.setattr(backward, "_QUICK", ((1, 64, 2, 64, True),))
     return one
 
