@@ -70,7 +70,7 @@ __global__ void append_kernel(const __grid_constant__ AppendParams params) {
       const bool is_key = head < params.nheads_k;
       head -= is_key ? 0 : params.nheads_k;
       const std::int64_t position = static_cast<std::int64_t>(used) + token;
-      if (token >= params.seqlen_new || position >= params.capacity) {
+      if (token >= params.seqlen_new || position < 0 || position >= params.capacity) {
         continue;
       }
       std::int64_t cache_batch =
@@ -87,9 +87,11 @@ __global__ void append_kernel(const __grid_constant__ AppendParams params) {
           is_key ? params.rotary_dim : 0, static_cast<int>(position));
     } else if (token < params.seqlen_q) {
       head -= 2 * params.nheads_k;
+      // A cache_seqlens beyond the cache must not reach beyond the angles.
+      const int position = used + (params.query_positions_advance ? token : 0);
       copy_rotated(params, at<Element>(params.q, batch, token, head),
                    at<Element>(params.rotated_q, batch, token, head), params.rotary_dim,
-                   used + (params.query_positions_advance ? token : 0));
+                   max(0, min(position, params.rotary_positions - 1)));
     }
   }
 }

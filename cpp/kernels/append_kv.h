@@ -32,6 +32,7 @@ struct AppendParams {
   int rotary_dim;
   bool rotary_interleaved;
   bool query_positions_advance;  // causal or windowed: query i stands at cache_seqlens + i
+  int rotary_positions;
   const void* rotary_cos;
   const void* rotary_sin;
 };

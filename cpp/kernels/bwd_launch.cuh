@@ -42,8 +42,10 @@ inline unsigned bwd_grid(const BwdParams& params, int seqlen, int block, const c
   const long long blocks =
       static_cast<long long>((seqlen + block - 1) / block) * params.b * params.h;
   if (blocks > 0x7fffffffLL) {
-    throw std::runtime_error(std::string("batch * nheads * blocks of ") + what + " is " +
-                             std::to_string(blocks) + ", more than a CUDA grid holds (2^31 - 1)");
+    throw std::runtime_error(std::string("q: expected batch * nheads * ceil(") + what + " / " +
+                             std::to_string(block) + ") below 2^31, the size of a CUDA grid, got " +
+                             std::to_string(params.b) + " * " + std::to_string(params.h) + " * " +
+                             std::to_string((seqlen + block - 1) / block));
   }
   return static_cast<unsigned>(blocks);
 }

@@ -28,7 +28,7 @@ template <typename Element_, int kHeadDim_>
 struct DecodeTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kRows = 16;
+  static constexpr int kRows = kFewRows;
   static constexpr int kKeys = 64;
   static constexpr int kWarps = kHeadDim % 64 == 0 ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
@@ -180,7 +180,8 @@ __global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
   const int bidh = blockIdx.x % params.h;
   const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
   const int rows = info.actual_seqlen_q;
-  if (rows <= 0) {
+  const int batch = row_batch(params, bidb);
+  if (rows <= 0 || batch < 0) {
     return;
   }
   const int seqlen_k = info.actual_seqlen_k;
@@ -231,7 +232,7 @@ __global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
   uint32_t q[kSteps][4];
   {
     const Element* const from = static_cast<const Element*>(params.q_ptr) +
-                                info.q_offset(params.q_batch_stride, params.q_row_stride, bidb) +
+                                info.q_offset(params.q_batch_stride, params.q_row_stride, batch) +
                                 bidh * params.q_head_stride;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -422,14 +423,14 @@ __global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
   }
   __syncthreads();
   if (writes_state) {
-    write_lse(params, info, bidb, bidh, sum_row, sum_max, row_sum);
+    write_lse(params, info, batch, bidh, sum_row, sum_max, row_sum);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + 8 * half;
     if (row < rows) {
       const float inverse = maxima[row];
-      Element* const out = out_row<Element>(params, info, bidb, bidh, row) + column;
+      Element* const out = out_row<Element>(params, info, batch, bidh, row) + column;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         if (column + tile * 8 < params.d) {

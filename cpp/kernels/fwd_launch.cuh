@@ -33,13 +33,14 @@ __global__ void fwd_kernel(const __grid_constant__ FwdParams params) {
       /*Return_softmax=*/false>(params, bidb, bidh, m_block);
 }
 
-template <typename Traits>
-unsigned fwd_grid(const FwdParams& params) {
-  const long long num_m_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+inline unsigned fwd_grid(const FwdParams& params, int block_m) {
+  const long long num_m_blocks = (params.seqlen_q + block_m - 1) / block_m;
   const long long blocks = num_m_blocks * params.b * params.h;
   if (blocks > 0x7fffffffLL) {
-    throw std::runtime_error("batch * nheads * row blocks of seqlen_q is " +
-                             std::to_string(blocks) + ", more than a CUDA grid holds (2^31 - 1)");
+    throw std::runtime_error(
+        "q: expected batch * nheads * ceil(seqlen_q / " + std::to_string(block_m) +
+        ") below 2^31, the size of a CUDA grid, got " + std::to_string(params.b) + " * " +
+        std::to_string(params.h) + " * " + std::to_string(num_m_blocks));
   }
   return static_cast<unsigned>(blocks);
 }
@@ -56,7 +57,8 @@ void launch_kernel(FwdParams params, cudaStream_t stream) {
     C10_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
   }
-  const dim3 grid(fwd_grid<Traits>(params), Traits::Walk::kWritesParts ? params.num_parts : 1);
+  const dim3 grid(fwd_grid(params, Traits::kBlockM),
+                  Traits::Walk::kWritesParts ? params.num_parts : 1);
   kernel<<<grid, Traits::kNThreads, shared, stream>>>(params);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -77,8 +79,8 @@ void launch_decode(FwdParams& params, cudaStream_t stream) {
   auto kernel = &decode_kernel<Traits>;
   C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       Traits::kSharedBytes));
-  kernel<<<dim3(params.b * params.h, params.num_parts), Traits::kThreads, Traits::kSharedBytes,
-           stream>>>(params);
+  const dim3 grid(fwd_grid(params, Traits::kRows), params.num_parts);
+  kernel<<<grid, Traits::kThreads, Traits::kSharedBytes, stream>>>(params);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (params.num_parts > 1) {
     launch_merge<Element, kHeadDim>(params, stream);

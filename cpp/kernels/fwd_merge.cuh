@@ -25,7 +25,8 @@ __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
   const int bidh = index / params.seqlen_q % params.h;
   const int bidb = index / params.seqlen_q / params.h;
   const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
-  if (row >= info.actual_seqlen_q) {
+  const int batch = row_batch(params, bidb);
+  if (row >= info.actual_seqlen_q || batch < 0) {
     return;
   }
 
@@ -85,7 +86,7 @@ __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
   }
 
   const float inverse = __fmul_rn(inverse_sum(row_sum), params.rp_dropout);  // 1 without dropout
-  Element* const out = out_row<Element>(params, info, bidb, bidh, row);
+  Element* const out = out_row<Element>(params, info, batch, bidh, row);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (lane + 32 * i < params.d) {
@@ -93,7 +94,7 @@ __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
     }
   }
   if (lane == 0) {
-    write_lse(params, info, bidb, bidh, row, row_max, row_sum);
+    write_lse(params, info, batch, bidh, row, row_max, row_sum);
   }
 }
 

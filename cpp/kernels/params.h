@@ -7,6 +7,8 @@
 
 namespace fad {
 
+constexpr int kFewRows = 16;  // that decode.cuh takes
+
 struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   // Key blocks to a split, counted from the sequence's own position 0.
   int split_blocks;
@@ -16,6 +18,9 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   float2* part_state;
   int num_parts;  // splits that the longest sequence may have
   bool few_rows;  // every sequence's rows fit the tile of decode.cuh
+  // cu_seqlens_q of packed sequences of at most one query, whose groups were turned into rows;
+  // nullptr otherwise. Only decode.cuh and fwd_merge.cuh know it.
+  const int* token_of;
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {

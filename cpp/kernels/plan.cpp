@@ -1,6 +1,8 @@
 // Which path a call takes. Shapes and the device decide, never the contents of device memory.
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
+#include <string>
 
 #include "fwd.h"
 
@@ -11,7 +13,7 @@ namespace {
 constexpr int kBlockN = 64;        // of every instance
 constexpr int kOwnerBlockM = 128;  // of the one-CTA path (64 at head dim 256)
 constexpr int kPartBlockM = 64;    // of the many-CTA path
-constexpr int kFewRows = 16;       // of the kernel for a few rows
+constexpr int kMaxParts = 65535;   // of the many-CTA path: a part is a y of its grid
 
 long long ceil_div(long long a, long long b) { return (a + b - 1) / b; }
 
@@ -69,6 +71,17 @@ FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, 
   // Worth it when row blocks alone leave SMs without work.
   const long long row_blocks = heads * ceil_div(params.seqlen_q, block_m);
   plan.many_ctas = few_rows || !fits || row_blocks < 2LL * num_sms;
+  if (plan.num_splits > kMaxParts) {
+    if (!fits || params.token_of != nullptr) {
+      throw std::runtime_error(
+          "split_size: expected 0 or at least " +
+          std::to_string(ceil_div(params.seqlen_k, kMaxParts * kBlockN) * kBlockN) +
+          " for a call like this with seqlen_k " + std::to_string(params.seqlen_k) + ", got " +
+          std::to_string(plan.split_tokens));
+    }
+    plan.many_ctas = plan.few_rows = false;
+    plan.block_m = block_m;
+  }
   if (plan.many_ctas) {
     plan.block_m = few_rows ? kFewRows : kPartBlockM;
     const std::size_t rows = static_cast<std::size_t>(plan.num_splits) * heads * params.seqlen_q;

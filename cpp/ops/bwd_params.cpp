@@ -49,13 +49,14 @@ void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& ou
                            const Tensor& softmax_lse) {
   check_attention_input(dout, "dout", q, q.dim());
   check_attention_input(out, "out", q, q.dim());
-  check(dout.sizes().equals(q.sizes()), "dout: expected the shape of q, ", shape_string(q),
-        ", got ", shape_string(dout));
-  check(out.sizes().equals(q.sizes()), "out: expected the shape of q, ", shape_string(q), ", got ",
-        shape_string(out));
+  check(dout.sizes().equals(q.sizes()), "dout: expected the shape of q, ", Shape{q}, ", got ",
+        Shape{dout});
+  check(out.sizes().equals(q.sizes()), "out: expected the shape of q, ", Shape{q}, ", got ",
+        Shape{out});
   check(softmax_lse.is_cuda() && softmax_lse.get_device_index() == q.get_device_index() &&
             softmax_lse.scalar_type() == ScalarType::Float && softmax_lse.is_contiguous(),
-        "softmax_lse: expected a contiguous float32 tensor on the device of q");
+        "softmax_lse: expected a contiguous float32 tensor on the device of q, got ",
+        Described{softmax_lse});
 }
 
 void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, const Tensor& dk,
@@ -83,14 +84,15 @@ void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, cons
 void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool deterministic) {
   const char* dtype = dtype_name(like);
   const BwdInstance* instance = find_bwd(dtype, params.d);
-  check(instance != nullptr, "this build of flash_attn_deterministic holds no backward for ", dtype,
-        " and head_dim ", params.d);
+  check(instance != nullptr, "q: this build of flash_attn_deterministic holds no backward for ",
+        dtype, " and head_dim ", params.d);
 #ifndef FLASH_ATTENTION_DETERMINISTIC
-  check(!deterministic, "this build of flash_attn_deterministic has no deterministic mode");
+  check(!deterministic,
+        "deterministic: this build of flash_attn_deterministic has no deterministic mode");
 #endif
   const int device = like.get_device_index();
   check_architecture(device);
-  check(instance->shared_bytes <= shared_bytes_per_block(device), "the backward for head_dim ",
+  check(instance->shared_bytes <= shared_bytes_per_block(device), "q: the backward for head_dim ",
         params.d, " needs ", instance->shared_bytes,
         " bytes of shared memory per block, cuda:", device, " offers ",
         shared_bytes_per_block(device));

@@ -1,7 +1,5 @@
 #include "checks.h"
 
-#include <limits>
-
 namespace fad {
 
 using torch::headeronly::ScalarType;
@@ -9,14 +7,28 @@ using torch::stable::Tensor;
 
 namespace {
 
-constexpr std::int64_t kMaxSize = std::numeric_limits<int>::max() - 1024;
+// Positions, and sums of two of them, are ints.
+constexpr std::int64_t kMaxSize = (1 << 30) - 1;
 
-std::string join(const std::int64_t* values, std::size_t count) {
-  std::string text = "(";
-  for (std::size_t i = 0; i < count; ++i) {
-    text += (i ? ", " : "") + std::to_string(values[i]);
+template <typename Numbers>
+void write(std::ostream& out, const Numbers& numbers) {
+  out << '(';
+  const char* comma = "";
+  for (const std::int64_t number : numbers) {
+    out << comma << number;
+    comma = ", ";
   }
-  return text + ")";
+  out << ')';
+}
+
+// An expected shape.
+struct Sizes {
+  std::initializer_list<std::int64_t> sizes;
+};
+
+std::ostream& operator<<(std::ostream& out, Sizes expected) {
+  write(out, expected.sizes);
+  return out;
 }
 
 }  // namespace
@@ -30,25 +42,31 @@ const char* dtype_name(const Tensor& tensor) {
     default:
       break;
   }
-  check(false, "q: expected dtype torch.float16 or torch.bfloat16, got ScalarType ",
-        static_cast<int>(tensor.scalar_type()));
+  check(false, "q: expected dtype torch.float16 or torch.bfloat16, got ", Described{tensor});
   return nullptr;
 }
 
-std::string shape_string(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  return join(sizes.data(), sizes.size());
+std::ostream& operator<<(std::ostream& out, Shape shape) {
+  write(out, shape.tensor.sizes());
+  return out;
+}
+
+std::ostream& operator<<(std::ostream& out, Described described) {
+  const Tensor& tensor = described.tensor;
+  out << torch::headeronly::toString(tensor.scalar_type()) << ' ' << Shape{tensor} << ", strides ";
+  write(out, tensor.strides());
+  out << (tensor.is_cuda() ? ", on cuda:" : ", not on a GPU");
+  return tensor.is_cuda() ? out << tensor.get_device_index() : out;
 }
 
 void check_attention_input(const Tensor& tensor, const char* name, const Tensor& q,
                            std::int64_t dims) {
-  check(tensor.is_cuda(), name, ": expected a CUDA tensor, got one on the CPU");
+  check(tensor.is_cuda(), name, ": expected a CUDA tensor, got ", Described{tensor});
   check(tensor.get_device_index() == q.get_device_index(), name,
-        ": expected the device of q (cuda:", q.get_device_index(),
-        "), got cuda:", tensor.get_device_index());
-  check(tensor.scalar_type() == q.scalar_type(), name, ": expected the dtype of q");
-  check(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ",
-        shape_string(tensor));
+        ": expected the device of q, cuda:", q.get_device_index(), ", got ", Described{tensor});
+  check(tensor.scalar_type() == q.scalar_type(), name, ": expected the dtype of q, ",
+        torch::headeronly::toString(q.scalar_type()), ", got ", Described{tensor});
+  check(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ", Shape{tensor});
 }
 
 void check_heads(const Tensor& q, const Tensor& k) {
@@ -66,22 +84,28 @@ void check_dense(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_attention_input(k, "k", q, 4);
   check_attention_input(v, "v", q, 4);
   check_heads(q, k);
-  check(q.size(0) > 0, "q: expected a batch of at least 1, got shape ", shape_string(q));
+  check(q.size(0) > 0, "q: expected a batch of at least 1, got shape ", Shape{q});
   check_shape(k, "k", {q.size(0), k.size(1), k.size(2), q.size(3)});
   check_shape(v, "v", {q.size(0), k.size(1), k.size(2), q.size(3)});
   check(q.size(1) <= kMaxSize && k.size(1) <= kMaxSize && q.size(0) <= kMaxSize,
-        "q, k: expected sizes below 2^31, got ", shape_string(q), " and ", shape_string(k));
+        "q, k: expected a batch and lengths below 2^30, got ", Shape{q}, " and ", Shape{k});
+}
+
+void check_pages(const Tensor& block_table, const Tensor& q, std::int64_t batch) {
+  check(block_table.dim() == 2, "block_table: expected 2 dimensions, got shape ",
+        Shape{block_table});
+  check_int32(block_table, "block_table", q, {batch, block_table.size(1)});
 }
 
 void check_int32(const Tensor& tensor, const char* name, const Tensor& q,
                  std::initializer_list<std::int64_t> expected) {
   check(tensor.is_cuda() && tensor.get_device_index() == q.get_device_index(), name,
-        ": expected a tensor on the device of q");
-  check(tensor.scalar_type() == torch::headeronly::ScalarType::Int, name,
-        ": expected dtype torch.int32");
+        ": expected a tensor on the device of q, got ", Described{tensor});
+  check(tensor.scalar_type() == ScalarType::Int, name, ": expected dtype torch.int32, got ",
+        Described{tensor});
   check_shape(tensor, name, expected);
   check(tensor.stride(tensor.dim() - 1) == 1 || tensor.size(tensor.dim() - 1) <= 1, name,
-        ": expected a contiguous last dimension");
+        ": expected a contiguous last dimension, got ", Described{tensor});
 }
 
 void check_shape(const Tensor& tensor, const char* name,
@@ -91,8 +115,7 @@ void check_shape(const Tensor& tensor, const char* name,
   for (const std::int64_t size : expected) {
     same = same && tensor.size(dim++) == size;
   }
-  check(same, name, ": expected shape ", join(expected.begin(), expected.size()), ", got ",
-        shape_string(tensor));
+  check(same, name, ": expected shape ", Sizes{expected}, ", got ", Shape{tensor});
 }
 
 }  // namespace fad

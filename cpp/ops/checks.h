@@ -24,7 +24,16 @@ void check(bool condition, const Words&... words) {
 
 const char* dtype_name(const torch::stable::Tensor& tensor);  // "fp16", "bf16", or throws
 
-std::string shape_string(const torch::stable::Tensor& tensor);
+// What messages say of a tensor; made only where a check fails.
+struct Shape {
+  const torch::stable::Tensor& tensor;
+};
+std::ostream& operator<<(std::ostream& out, Shape shape);
+
+struct Described {  // dtype, shape, strides, device
+  const torch::stable::Tensor& tensor;
+};
+std::ostream& operator<<(std::ostream& out, Described described);
 
 void check_attention_input(const torch::stable::Tensor& tensor, const char* name,
                            const torch::stable::Tensor& q, std::int64_t dims);
@@ -38,6 +47,10 @@ void check_dense(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
 
 void check_shape(const torch::stable::Tensor& tensor, const char* name,
                  std::initializer_list<std::int64_t> expected);
+
+// block_table: (batch, blocks of the longest sequence).
+void check_pages(const torch::stable::Tensor& block_table, const torch::stable::Tensor& q,
+                 std::int64_t batch);
 
 // A contiguous int32 tensor on q's device.
 void check_int32(const torch::stable::Tensor& tensor, const char* name,

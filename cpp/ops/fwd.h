@@ -57,11 +57,11 @@ Outputs kvcache_fwd(const torch::stable::Tensor& q, torch::stable::Tensor k_cach
 
 // The plan of a call whose longest sequences are seqlen_q and seqlen_k: whether many CTAs share a
 // row block, rows to a CTA, splits of the longest sequence, tokens to a split (0: all), scratch
-// bytes. one_query_each: no sequence has more or less than one query.
+// bytes. packed: sequences stand one after another, as in varlen_fwd.
 std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
     const torch::stable::Tensor& device, std::int64_t batch, std::int64_t seqlen_q,
     std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k, std::int64_t head_dim,
-    std::int64_t window_left, std::int64_t window_right, bool has_alibi, bool one_query_each,
-    std::int64_t split_size, bool deterministic);
+    std::int64_t window_left, std::int64_t window_right, bool has_alibi, bool has_dropout,
+    bool packed, std::int64_t split_size, bool deterministic);
 
 }  // namespace fad

@@ -2,6 +2,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "checks.h"
 #include "device.h"
 #include "fwd.h"
@@ -30,7 +32,27 @@ void check_cache(const Tensor& cache, const char* name, const Tensor& q) {
     good = good && (cache.stride(dim) % 8 == 0 || cache.size(dim) == 1);
   }
   check(good, name,
-        ": expected rows that start at multiples of 16 bytes, the last dimension contiguous");
+        ": expected rows that start at multiples of 16 bytes, the last dimension contiguous, got ",
+        Described{cache});
+}
+
+// Angles of `positions` positions.
+void check_rotary(const Tensor& rotary_cos, const Tensor& rotary_sin, const Tensor& q,
+                  std::int64_t positions) {
+  check_attention_input(rotary_cos, "rotary_cos", q, 2);
+  check_attention_input(rotary_sin, "rotary_sin", q, 2);
+  check(rotary_cos.is_contiguous(), "rotary_cos: expected a contiguous tensor, got ",
+        Described{rotary_cos});
+  check(rotary_sin.is_contiguous(), "rotary_sin: expected a contiguous tensor, got ",
+        Described{rotary_sin});
+  const std::int64_t half = rotary_cos.size(1);
+  check(half > 0 && 2 * half <= q.size(3) && half % 8 == 0,
+        "rotary_cos: expected a rotary_dim that is a multiple of 16 and at most head_dim, got ",
+        2 * half);
+  check(rotary_cos.size(0) >= positions, "rotary_cos: expected at least ", positions,
+        " positions, those of all keys and queries at the end of the cache, got ",
+        rotary_cos.size(0));
+  check_shape(rotary_sin, "rotary_sin", {rotary_cos.size(0), half});
 }
 
 }  // namespace
@@ -51,22 +73,24 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   const std::int64_t head_dim = q.size(3);
   const std::int64_t nheads_k = k_cache.size(2);
   const bool paged = block_table.has_value();
-  check(batch > 0, "q: expected a batch of at least 1, got shape ", shape_string(q));
+  check(batch > 0, "q: expected a batch of at least 1, got shape ", Shape{q});
   check_shape(k_cache, "k_cache", {k_cache.size(0), k_cache.size(1), nheads_k, head_dim});
   check_shape(v_cache, "v_cache", {k_cache.size(0), k_cache.size(1), nheads_k, head_dim});
   std::int64_t capacity = k_cache.size(1);
   if (paged) {
-    check(!cache_batch_idx.has_value(), "cache_batch_idx: not supported together with block_table");
-    check(!cache_leftpad.has_value(), "cache_leftpad: not supported together with block_table");
+    check(!cache_batch_idx.has_value(),
+          "cache_batch_idx: expected None together with block_table, got a tensor");
+    check(!cache_leftpad.has_value(),
+          "cache_leftpad: expected None together with block_table, got a tensor");
     check(k_cache.size(1) > 0 && k_cache.size(1) % 16 == 0,
           "k_cache: expected pages of a multiple of 16 tokens, got ", k_cache.size(1));
-    check_int32(*block_table, "block_table", q, {batch, block_table->size(1)});
+    check_pages(*block_table, q, batch);
     capacity = block_table->size(1) * k_cache.size(1);
   } else if (cache_batch_idx.has_value()) {
     check_int32(*cache_batch_idx, "cache_batch_idx", q, {batch});
   } else {
-    check(k_cache.size(0) == batch, "k_cache: expected a batch of ", batch, ", got shape ",
-          shape_string(k_cache));
+    check(k_cache.size(0) >= batch, "k_cache: expected a batch of at least ", batch, ", got shape ",
+          Shape{k_cache});
   }
   check(capacity < (1 << 30), "k_cache: expected sequences below 2^30 tokens, got ", capacity);
   if (cache_seqlens.has_value()) {
@@ -75,33 +99,64 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   if (cache_leftpad.has_value()) {
     check_int32(*cache_leftpad, "cache_leftpad", q, {batch});
   }
-  check(k.has_value() == v.has_value(), "k, v: expected both or neither");
+  check(k.has_value() == v.has_value(), "k, v: expected both or neither, got ",
+        k.has_value() ? "k" : "v", " alone");
   const bool rotates = rotary_cos.has_value();
-  check(rotates == rotary_sin.has_value(), "rotary_cos, rotary_sin: expected both or neither");
-  check(k.has_value() || !rotates, "rotary_cos: expected k and v to append as well");
+  check(rotates == rotary_sin.has_value(), "rotary_cos, rotary_sin: expected both or neither, got ",
+        rotates ? "rotary_cos" : "rotary_sin", " alone");
+  check(k.has_value() || !rotates, "rotary_cos: expected None without k and v, got a tensor");
+  if (k.has_value()) {
+    check(cache_seqlens.has_value(),
+          "cache_seqlens: expected a tensor where k and v are appended, got None");
+    check_attention_input(*k, "k", q, 4);
+    check_attention_input(*v, "v", q, 4);
+    check_shape(*k, "k", {batch, k->size(1), nheads_k, head_dim});
+    check_shape(*v, "v", {batch, k->size(1), nheads_k, head_dim});
+  }
+  const bool positions_advance = window_left >= 0 || window_right >= 0;
+  if (rotates) {
+    check_rotary(
+        *rotary_cos, *rotary_sin, q,
+        capacity + (positions_advance ? std::max<std::int64_t>(q.size(1) - k->size(1), 0) : 0));
+  }
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   Tensor out = torch::stable::new_empty(q, q.sizes());
   Tensor softmax_lse =
       torch::stable::new_empty(q, {batch, q.size(2), q.size(1)}, ScalarType::Float);
-  Tensor q_rows = aligned(q);
+  const Tensor q_rows = aligned(q);
+  const Tensor attending = rotates ? torch::stable::new_empty(q, q.sizes()) : q_rows;
   const OptionalTensor no_rng_state;
-  const Scores scores{softmax_scale, window_left, window_right, softcap,
-                      alibi_slopes,  0.0,         no_rng_state};
+  FwdParams params{};
+  set_dense(params, attending, k_cache, v_cache, out, softmax_lse);
+  params.seqlen_k = static_cast<int>(capacity);  // of pages, more than one of them
+  // Lengths, not offsets: upstream's meaning of this flag.
+  params.cu_seqlens_k = data(cache_seqlens);
+  params.is_seqlens_k_cumulative = !cache_seqlens.has_value();
+  params.leftpad_k = data(cache_leftpad);
+  params.cache_batch_idx = data(cache_batch_idx);
+  if (paged) {
+    params.block_table = data(block_table);
+    params.block_table_batch_stride = block_table->stride(0);
+    params.page_block_size = static_cast<int>(k_cache.size(1));
+  }
+  set_scores(params,
+             {softmax_scale, window_left, window_right, softcap, alibi_slopes, 0.0, no_rng_state},
+             q);
+  // The cache stays as it is if anything is wrong.
+  ready_fwd(q, params.d, split_size, deterministic);
 
-  AppendParams append{};
   if (k.has_value()) {
-    check(cache_seqlens.has_value(), "cache_seqlens: expected a tensor where k and v are appended");
-    check_attention_input(*k, "k", q, 4);
-    check_attention_input(*v, "v", q, 4);
-    check_shape(*k, "k", {batch, k->size(1), nheads_k, head_dim});
-    check_shape(*v, "v", {batch, k->size(1), nheads_k, head_dim});
+    // Makes the kernels count them; they will be in the cache.
+    params.knew_ptr = k->data_ptr();
+    params.seqlen_knew = static_cast<int>(k->size(1));
     const Tensor new_k = aligned(*k);
     const Tensor new_v = aligned(*v);
+    AppendParams append{};
     append.batch = static_cast<int>(batch);
     append.head_dim = static_cast<int>(head_dim);
     append.element_is_bf16 = q.scalar_type() == ScalarType::BFloat16;
-    append.seqlen_new = static_cast<int>(k->size(1));
+    append.seqlen_new = params.seqlen_knew;
     append.nheads_k = static_cast<int>(nheads_k);
     append.new_k = rows_of(new_k);
     append.new_v = rows_of(new_v);
@@ -114,56 +169,20 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
     append.block_table_batch_stride = paged ? block_table->stride(0) : 0;
     append.page_block_size = static_cast<int>(k_cache.size(1));
     if (rotates) {
-      const std::int64_t half = rotary_cos->size(1);
-      check(rotary_cos->scalar_type() == q.scalar_type() &&
-                rotary_sin->scalar_type() == q.scalar_type(),
-            "rotary_cos, rotary_sin: expected the dtype of q");
-      check(rotary_cos->is_cuda() && rotary_sin->is_cuda() && rotary_cos->is_contiguous() &&
-                rotary_sin->is_contiguous(),
-            "rotary_cos, rotary_sin: expected contiguous CUDA tensors");
-      check(2 * half <= head_dim && half % 8 == 0,
-            "rotary_cos: expected a rotary_dim that is a multiple of 16 and at most head_dim, got ",
-            2 * half);
-      check(rotary_cos->size(0) >= capacity, "rotary_cos: expected at least ", capacity,
-            " positions, the capacity of the cache, got ", rotary_cos->size(0));
-      check_shape(*rotary_sin, "rotary_sin", {rotary_cos->size(0), half});
-      const Tensor rotated = torch::stable::new_empty(q, q.sizes());
       append.seqlen_q = static_cast<int>(q.size(1));
       append.nheads = static_cast<int>(q.size(2));
       append.q = rows_of(q_rows);
-      append.rotated_q = rows_of(rotated);
-      append.rotary_dim = static_cast<int>(2 * half);
+      append.rotated_q = rows_of(attending);
+      append.rotary_dim = static_cast<int>(2 * rotary_cos->size(1));
       append.rotary_interleaved = rotary_interleaved;
-      append.query_positions_advance = window_left >= 0 || window_right >= 0;
+      append.query_positions_advance = positions_advance;
+      append.rotary_positions = static_cast<int>(rotary_cos->size(0));
       append.rotary_cos = rotary_cos->data_ptr();
       append.rotary_sin = rotary_sin->data_ptr();
-      append_kv(append, current_stream(q.get_device_index()));
-      q_rows = rotated;
-    } else {
-      append_kv(append, current_stream(q.get_device_index()));
     }
+    append_kv(append, current_stream(q.get_device_index()));
   }
-
-  FwdParams params{};
-  set_dense(params, q_rows, k_cache, v_cache, out, softmax_lse);
-  params.seqlen_k = static_cast<int>(capacity);  // of pages, more than one of them
-  // Lengths, not offsets: upstream's meaning of this flag.
-  params.cu_seqlens_k = data(cache_seqlens);
-  params.is_seqlens_k_cumulative = !cache_seqlens.has_value();
-  params.leftpad_k = data(cache_leftpad);
-  params.cache_batch_idx = data(cache_batch_idx);
-  if (paged) {
-    params.block_table = data(block_table);
-    params.block_table_batch_stride = block_table->stride(0);
-    params.page_block_size = static_cast<int>(k_cache.size(1));
-  }
-  if (k.has_value()) {
-    // Makes the kernel count them; they are in the cache already.
-    params.knew_ptr = k->data_ptr();
-    params.seqlen_knew = static_cast<int>(k->size(1));
-  }
-  set_scores(params, scores, q);
-  turn_groups_into_rows(params);
+  turn_groups_into_rows(params, /*packed=*/false);
   if (params.seqlen_q > 0) {
     run_fwd(params, q, split_size, deterministic);
   }

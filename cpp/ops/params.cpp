@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "checks.h"
 #include "device.h"
@@ -18,6 +19,9 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr std::int64_t kBlockN = 64;
+constexpr std::int64_t kMaxSplitSize = 1 << 29;
+// Upstream's kernels step over a block of rows, at most 128, with an int.
+constexpr std::int64_t kMaxStride = std::numeric_limits<int>::max() / 128;
 
 int window(std::int64_t size) {
   return size < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(size, 1 << 29));
@@ -56,9 +60,10 @@ void set_dense(Upstream& params, const Tensor& q, const Tensor& k, const Tensor&
 }
 
 void check_packed(const Tensor& q, const Packed& packed) {
-  const std::int64_t batch = packed.cu_seqlens_q.size(0) - 1;
+  const bool flat = packed.cu_seqlens_q.dim() == 1;
+  const std::int64_t batch = flat ? packed.cu_seqlens_q.size(0) - 1 : 0;
   check(batch > 0, "cu_seqlens_q: expected shape (batch + 1), batch at least 1, got ",
-        shape_string(packed.cu_seqlens_q));
+        Shape{packed.cu_seqlens_q});
   check_int32(packed.cu_seqlens_q, "cu_seqlens_q", q, {batch + 1});
   check_int32(packed.cu_seqlens_k, "cu_seqlens_k", q, {batch + 1});
   check(packed.max_seqlen_q >= 0 && packed.max_seqlen_k >= 0 && packed.max_seqlen_q < (1 << 30) &&
@@ -128,19 +133,21 @@ void set_dropout(Upstream& params, const Scores& scores, const Tensor& q) {
   if (p == 0) {
     return;
   }
-  check(scores.rng_state.has_value(), "rng_state: expected a tensor together with dropout");
+  check(scores.rng_state.has_value(),
+        "rng_state: expected a tensor together with dropout, got None");
   const Tensor& state = *scores.rng_state;
   check(state.is_cuda() && state.get_device_index() == q.get_device_index() &&
             state.scalar_type() == ScalarType::Long && state.dim() == 1 && state.size(0) == 2 &&
             state.is_contiguous(),
-        "rng_state: expected a contiguous int64 tensor of shape (2) on the device of q");
+        "rng_state: expected a contiguous int64 tensor of shape (2) on the device of q, got ",
+        Described{state});
   params.philox_args.seed_and_offset = static_cast<const std::uint64_t*>(state.data_ptr());
 }
 
 void set_scores(Upstream& params, const Scores& scores, const Tensor& q) {
   set_softmax(params, scores);
   set_masking(params, scores);
-  set_alibi(params, scores);
+  set_alibi(params, scores, q);
   set_dropout(params, scores, q);
 }
 
@@ -150,19 +157,21 @@ void set_masking(Upstream& params, const Scores& scores) {
   params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
 }
 
-void set_alibi(Upstream& params, const Scores& scores) {
+void set_alibi(Upstream& params, const Scores& scores, const Tensor& q) {
   if (!scores.alibi_slopes.has_value()) {
     return;
   }
   const Tensor& slopes = *scores.alibi_slopes;
-  check(slopes.is_cuda() && slopes.scalar_type() == ScalarType::Float,
-        "alibi_slopes: expected a float32 CUDA tensor");
+  check(slopes.is_cuda() && slopes.get_device_index() == q.get_device_index() &&
+            slopes.scalar_type() == ScalarType::Float,
+        "alibi_slopes: expected a float32 tensor on the device of q, got ", Described{slopes});
   const bool per_batch = slopes.dim() == 2;
   check((per_batch && slopes.size(0) == params.b && slopes.size(1) == params.h) ||
             (slopes.dim() == 1 && slopes.size(0) == params.h),
         "alibi_slopes: expected shape (", params.h, ") or (", params.b, ", ", params.h, "), got ",
-        shape_string(slopes));
-  check(slopes.stride(slopes.dim() - 1) == 1, "alibi_slopes: expected a contiguous last dimension");
+        Shape{slopes});
+  check(slopes.stride(slopes.dim() - 1) == 1,
+        "alibi_slopes: expected a contiguous last dimension, got ", Described{slopes});
   params.alibi_slopes_ptr = slopes.data_ptr();
   params.alibi_slopes_batch_stride = per_batch ? slopes.stride(0) : 0;
 }
@@ -172,7 +181,8 @@ Tensor aligned(const Tensor& tensor) {
   bool good =
       tensor.stride(last) == 1 && reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % 16 == 0;
   for (std::int64_t dim = 0; dim < last; ++dim) {
-    good = good && (tensor.stride(dim) % 8 == 0 || tensor.size(dim) == 1);
+    good = good && ((tensor.stride(dim) % 8 == 0 && tensor.stride(dim) <= kMaxStride) ||
+                    tensor.size(dim) == 1);
   }
   if (good) {
     return tensor;
@@ -181,45 +191,64 @@ Tensor aligned(const Tensor& tensor) {
   return torch::stable::copy_(copy, tensor);
 }
 
-void turn_groups_into_rows(FwdParams& params) {
+void turn_groups_into_rows(FwdParams& params, bool packed) {
   const int group = params.h_h_k_ratio;
   const bool one_query = params.seqlen_q == 1;
   const bool sees_all = params.window_size_left < 0;
   const bool plain = params.alibi_slopes_ptr == nullptr && params.p_dropout == 1.f;
-  if (!one_query || group == 1 || !sees_all || !plain) {
+  // Only the kernel for a few rows can tell a packed sequence of one query from an empty one: a
+  // larger group is several heads of as many rows as it takes.
+  int rows = packed ? std::min(group, kFewRows) : group;
+  while (group % rows != 0) {
+    --rows;
+  }
+  if (!one_query || rows == 1 || !sees_all || !plain) {
     return;
   }
   // A single query at the end of its sequence sees every key, causal or not.
   params.is_causal = false;
   params.window_size_right = -1;
-  // Tells how softmax_lse lies; dense it is (batch, nheads, 1) either way.
-  params.seqlenq_ngroups_swapped = params.unpadded_lse;
-  if (params.cu_seqlens_q != nullptr) {
+  if (packed) {
     params.q_batch_stride = params.q_row_stride;
     params.o_batch_stride = params.o_row_stride;
+    params.token_of = params.cu_seqlens_q;
     params.cu_seqlens_q = nullptr;
   }
   params.q_row_stride = params.q_head_stride;
-  params.q_head_stride *= group;
+  params.q_head_stride *= rows;
   params.o_row_stride = params.o_head_stride;
-  params.o_head_stride *= group;
-  params.seqlen_q = group;
-  params.h = params.h_k;
-  params.h_h_k_ratio = 1;
+  params.o_head_stride *= rows;
+  params.seqlen_q = rows;
+  params.h /= rows;
+  params.h_h_k_ratio = group / rows;
+}
+
+FwdLauncher ready_fwd(const Tensor& like, int head_dim, std::int64_t split_size,
+                      [[maybe_unused]] bool deterministic) {
+  check(split_size >= 0 && split_size % kBlockN == 0 && split_size <= kMaxSplitSize,
+        "split_size: expected 0 or a multiple of ", kBlockN, " up to ", kMaxSplitSize, ", got ",
+        split_size);
+  std::int64_t rows = 1;
+  for (std::int64_t dim = 0; dim + 1 < like.dim(); ++dim) {
+    rows *= like.size(dim);
+  }
+  check(rows <= std::numeric_limits<int>::max(),
+        "q: expected less than 2^31 rows of all heads together, got shape ", Shape{like});
+  const char* dtype = dtype_name(like);
+  const FwdLauncher launch = find_fwd(dtype, head_dim);
+  check(launch != nullptr, "q: this build of flash_attn_deterministic holds no forward for ", dtype,
+        " and head_dim ", head_dim);
+#ifndef FLASH_ATTENTION_DETERMINISTIC
+  check(!deterministic,
+        "deterministic: this build of flash_attn_deterministic has no deterministic mode");
+#endif
+  check_architecture(like.get_device_index());
+  return launch;
 }
 
 void run_fwd(FwdParams& params, const Tensor& like, std::int64_t split_size, bool deterministic) {
-  check(split_size >= 0 && split_size % kBlockN == 0 && split_size <= (1 << 29),
-        "split_size: expected 0 or a multiple of ", kBlockN, ", got ", split_size);
-  const char* dtype = dtype_name(like);
-  const FwdLauncher launch = find_fwd(dtype, params.d);
-  check(launch != nullptr, "this build of flash_attn_deterministic holds no forward for ", dtype,
-        " and head_dim ", params.d);
-#ifndef FLASH_ATTENTION_DETERMINISTIC
-  check(!deterministic, "this build of flash_attn_deterministic has no deterministic mode");
-#endif
+  const FwdLauncher launch = ready_fwd(like, params.d, split_size, deterministic);
   const int device = like.get_device_index();
-  check_architecture(device);
   params.is_bf16 = like.scalar_type() == ScalarType::BFloat16;
   const FwdPlan plan = plan_fwd(params, static_cast<int>(split_size), deterministic,
                                 num_sms(device), shared_bytes_per_block(device));

@@ -44,7 +44,7 @@ void check_packed(const torch::stable::Tensor& q, const Packed& packed);
 
 void set_softmax(Upstream& params, const Scores& scores);
 void set_masking(Upstream& params, const Scores& scores);
-void set_alibi(Upstream& params, const Scores& scores);
+void set_alibi(Upstream& params, const Scores& scores, const torch::stable::Tensor& q);
 void set_dropout(Upstream& params, const Scores& scores, const torch::stable::Tensor& q);
 
 // All four.
@@ -54,10 +54,14 @@ void set_scores(Upstream& params, const Scores& scores, const torch::stable::Ten
 // load at a time.
 torch::stable::Tensor aligned(const torch::stable::Tensor& tensor);
 
-// Turns the query heads that share a key head into rows of one block, where each sequence has one
-// query: keys are then read once for the group. Rows of a block may do so, as they don't share
-// bits.
-void turn_groups_into_rows(FwdParams& params);
+// Turns the query heads that share a key head into rows of one block, where sequences have one
+// query (packed: at most one): keys are then read once for the group. Rows of a block may do so, as
+// they don't share bits.
+void turn_groups_into_rows(FwdParams& params, bool packed);
+
+// Checks all that run_fwd checks, for callers that launch something before it.
+FwdLauncher ready_fwd(const torch::stable::Tensor& q, int head_dim, std::int64_t split_size,
+                      bool deterministic);
 
 // Picks the path and launches it; scratch comes from torch's allocator, like a tensor of the size
 // of `like`'s device.

@@ -10,9 +10,12 @@ namespace fad {
 std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
     const torch::stable::Tensor& device, std::int64_t batch, std::int64_t seqlen_q,
     std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k, std::int64_t head_dim,
-    std::int64_t window_left, std::int64_t window_right, bool has_alibi, bool one_query_each,
-    std::int64_t split_size, bool deterministic) {
-  check(nheads_k > 0 && head_dim > 0 && head_dim <= 256, "plan: no such heads");
+    std::int64_t window_left, std::int64_t window_right, bool has_alibi, bool has_dropout,
+    bool packed, std::int64_t split_size, bool deterministic) {
+  check(nheads_k > 0 && nheads % nheads_k == 0, "nheads_k: expected a number that divides the ",
+        nheads, " heads of q, got ", nheads_k);
+  check(head_dim > 0 && head_dim <= 256, "head_dim: expected a number from 1 to 256, got ",
+        head_dim);
   FwdParams params{};
   params.b = static_cast<int>(batch);
   params.seqlen_q = static_cast<int>(seqlen_q);
@@ -23,12 +26,12 @@ std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
   params.d = static_cast<int>(head_dim);
   const OptionalTensor none;
   set_masking(params, Scores{1.0, window_left, window_right, 0.0, none, 0.0, none});
-  params.p_dropout = 1.f;
+  params.p_dropout = has_dropout ? 0.5f : 1.f;  // whether there is some is all that counts
   float any_slope = 0.f;
   params.alibi_slopes_ptr = has_alibi ? &any_slope : nullptr;
-  if (one_query_each) {
-    turn_groups_into_rows(params);
-  }
+  int any_length = 0;
+  params.cu_seqlens_q = packed ? &any_length : nullptr;
+  turn_groups_into_rows(params, packed);
   const int index = device.get_device_index();
   const FwdPlan plan = plan_fwd(params, static_cast<int>(split_size), deterministic, num_sms(index),
                                 shared_bytes_per_block(index));

@@ -2,8 +2,12 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "checks.h"
+#include "device.h"
 #include "fwd.h"
+#include "kernels/zero_tail.h"
 
 namespace fad {
 
@@ -26,8 +30,7 @@ void check_layout(const Tensor& q, const Tensor& k, const Tensor& v, const Packe
     check_shape(v, "v", {k.size(0), k.size(1), nheads_k, q.size(2)});
     check(k.size(1) > 0 && k.size(1) % 16 == 0,
           "k: expected pages of a multiple of 16 tokens, got ", k.size(1));
-    check_int32(*block_table, "block_table", q,
-                {packed.cu_seqlens_q.size(0) - 1, block_table->size(1)});
+    check_pages(*block_table, q, packed.cu_seqlens_q.size(0) - 1);
   } else {
     check_shape(k, "k", {k.size(0), nheads_k, q.size(2)});
     check_shape(v, "v", {k.size(0), nheads_k, q.size(2)});
@@ -56,7 +59,7 @@ Outputs varlen_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const Packed packed{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
   check_layout(q, k, v, packed, block_table);
   check(!leftpad_k.has_value() || !block_table.has_value(),
-        "leftpad_k: not supported together with block_table");
+        "leftpad_k: expected None together with block_table, got a tensor");
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   Tensor out = torch::stable::new_empty(q, q.sizes());
   Tensor softmax_lse = torch::stable::new_empty(q, {q.size(1), q.size(0)}, ScalarType::Float);
@@ -74,16 +77,21 @@ Outputs varlen_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     params.block_table = static_cast<int*>(block_table->data_ptr());
     params.block_table_batch_stride = block_table->stride(0);
     params.page_block_size = static_cast<int>(k.size(1));
+    // No key beyond the pages, whatever the lengths say.
+    params.seqlen_k =
+        static_cast<int>(std::min<std::int64_t>(params.seqlen_k, block_table->size(1) * k.size(1)));
   }
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  if (params.total_q == params.b) {
-    turn_groups_into_rows(params);
-  }
+  turn_groups_into_rows(params, /*packed=*/true);
   if (params.seqlen_q > 0 && params.total_q > 0) {
     run_fwd(params, q, split_size, deterministic);
   }
+  // After the kernels: what they may have written there is of no sequence either.
+  empty_tail(out.data_ptr(), static_cast<float*>(softmax_lse.data_ptr()),
+             static_cast<const int*>(cu_seqlens_q.data_ptr()), params.b, q.size(0),
+             out.stride(0) * 2, q.size(1), current_stream(q.get_device_index()));
   return {out, softmax_lse};
 }
 

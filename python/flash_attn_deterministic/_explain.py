@@ -108,7 +108,8 @@ def _request(name: str, arguments: dict[str, Any], device: torch.device) -> Requ
         seqlen_k=seqlen_k,
         window=(arguments["window_left"], arguments["window_right"]),
         has_alibi=arguments["alibi_slopes"] is not None,
-        one_query_each=name != "varlen_fwd" or q.shape[0] == batch,
+        has_dropout=arguments.get("dropout_p", 0.0) > 0.0,
+        packed=name == "varlen_fwd",
         split_size=arguments["split_size"],
         deterministic=arguments["deterministic"],
     )

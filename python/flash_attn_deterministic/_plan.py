@@ -48,7 +48,8 @@ class Request:
     seqlen_k: int
     window: tuple[int, int]
     has_alibi: bool
-    one_query_each: bool
+    has_dropout: bool
+    packed: bool
     split_size: int
     deterministic: bool
 
@@ -92,7 +93,8 @@ def _cuda_plan(request: Request) -> Plan:
         request.head_dim,
         *request.window,
         request.has_alibi,
-        request.one_query_each,
+        request.has_dropout,
+        request.packed,
         request.split_size,
         request.deterministic,
     )

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_kvcache
 
 from tests.gpu.attention import (
     BIT_CONFIGS,
@@ -341,6 +341,24 @@ def test_batch_larger_than_a_grid_dimension() -> None:
     for i in (0, 65_535, 65_536, 69_999):
         one = slice(i, i + 1)
         assert_same(attend(q[one], k[one], v[one], causal=True), (out[one], softmax_lse[one]))
+
+
+def test_more_splits_than_a_grid_dimension() -> None:
+    """A split per thread block is then no way to go; one thread block walks over all of them."""
+    q, k, v = draw(64, "bf16", batch=1, seqlen_q=1, seqlen_k=64 * 65_536 + 1, nheads=2, nheads_k=1)
+    plan = explain(flash_attn_func, q, k, v, split_size=64)
+    assert (plan.path, plan.num_splits, plan.scratch_bytes) == ("one-cta", 65_537, 0)
+    _, softmax_lse, _ = flash_attn_func(q, k, v, split_size=64, return_attn_probs=True)
+    scores = torch.einsum("hd,td->ht", q[0, 0].double(), k[0, :, 0].double()) / math.sqrt(64)
+    wanted = scores.logsumexp(1)
+    torch.testing.assert_close(softmax_lse[0, :, 0].double(), wanted, atol=1e-3, rtol=0)
+
+    # The room in a cache chooses the path, and no bits.
+    used = torch.tensor([5000], dtype=torch.int32, device="cuda")
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, split_size=64)
+    less = (k[:, :5000], v[:, :5000])
+    assert explain(flash_attn_func, q, *less, split_size=64).path == "many-ctas"
+    assert same_bits(out, flash_attn_func(q, *less, split_size=64))
 
 
 @pytest.mark.slow

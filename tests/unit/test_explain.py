@@ -24,7 +24,8 @@ REQUEST = Request(
     seqlen_k=4096,
     window=(-1, -1),
     has_alibi=False,
-    one_query_each=True,
+    has_dropout=False,
+    packed=False,
     split_size=512,
     deterministic=True,
 )
@@ -68,7 +69,7 @@ def test_plan_is_immutable() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "kvcache" not in name])
-def test_dropout_changes_no_plan_and_draws_nothing(name: str) -> None:
+def test_dropout_draws_nothing_and_changes_no_plan_on_the_cpu(name: str) -> None:
     call = CALLS[name](20)
     before = torch.get_rng_state()
     dropping = explain(name, **call.arguments, dropout_p=0.3, return_attn_probs=True)

@@ -47,8 +47,8 @@ BACKWARD = {
 # For explain; (many_ctas, block_m, num_splits, tokens per split, scratch bytes).
 PLAN = {
     "plan": "(Tensor device, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
-    "int head_dim, int window_left, int window_right, bool has_alibi, bool one_query_each, "
-    f"{_TREE}) -> (bool, int, int, int, int)",
+    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_dropout, "
+    f"bool packed, {_TREE}) -> (bool, int, int, int, int)",
 }
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
