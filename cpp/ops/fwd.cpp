@@ -29,10 +29,7 @@ Outputs fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTen
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  turn_groups_into_rows(params, /*packed=*/false);
-  if (params.seqlen_q > 0) {
-    run_fwd(params, q, split_size, deterministic);
-  }
+  run_fwd(params, q, ready_fwd(params, q, split_size, deterministic));
   return {out, softmax_lse};
 }
 

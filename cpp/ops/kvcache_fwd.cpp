@@ -2,8 +2,6 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-
 #include "checks.h"
 #include "device.h"
 #include "fwd.h"
@@ -36,9 +34,8 @@ void check_cache(const Tensor& cache, const char* name, const Tensor& q) {
         Described{cache});
 }
 
-// Angles of `positions` positions.
 void check_rotary(const Tensor& rotary_cos, const Tensor& rotary_sin, const Tensor& q,
-                  std::int64_t positions) {
+                  std::int64_t capacity) {
   check_attention_input(rotary_cos, "rotary_cos", q, 2);
   check_attention_input(rotary_sin, "rotary_sin", q, 2);
   check(rotary_cos.is_contiguous(), "rotary_cos: expected a contiguous tensor, got ",
@@ -49,9 +46,8 @@ void check_rotary(const Tensor& rotary_cos, const Tensor& rotary_sin, const Tens
   check(half > 0 && 2 * half <= q.size(3) && half % 8 == 0,
         "rotary_cos: expected a rotary_dim that is a multiple of 16 and at most head_dim, got ",
         2 * half);
-  check(rotary_cos.size(0) >= positions, "rotary_cos: expected at least ", positions,
-        " positions, those of all keys and queries at the end of the cache, got ",
-        rotary_cos.size(0));
+  check(rotary_cos.size(0) >= capacity, "rotary_cos: expected at least ", capacity,
+        " positions, the capacity of the cache, got ", rotary_cos.size(0));
   check_shape(rotary_sin, "rotary_sin", {rotary_cos.size(0), half});
 }
 
@@ -113,11 +109,8 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
     check_shape(*k, "k", {batch, k->size(1), nheads_k, head_dim});
     check_shape(*v, "v", {batch, k->size(1), nheads_k, head_dim});
   }
-  const bool positions_advance = window_left >= 0 || window_right >= 0;
   if (rotates) {
-    check_rotary(
-        *rotary_cos, *rotary_sin, q,
-        capacity + (positions_advance ? std::max<std::int64_t>(q.size(1) - k->size(1), 0) : 0));
+    check_rotary(*rotary_cos, *rotary_sin, q, capacity);
   }
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
@@ -143,8 +136,8 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   set_scores(params,
              {softmax_scale, window_left, window_right, softcap, alibi_slopes, 0.0, no_rng_state},
              q);
-  // The cache stays as it is if anything is wrong.
-  ready_fwd(q, params.d, split_size, deterministic);
+  // Everything is checked before the cache is written to.
+  const ReadyFwd ready = ready_fwd(params, q, split_size, deterministic);
 
   if (k.has_value()) {
     // Makes the kernels count them; they will be in the cache.
@@ -175,17 +168,14 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
       append.rotated_q = rows_of(attending);
       append.rotary_dim = static_cast<int>(2 * rotary_cos->size(1));
       append.rotary_interleaved = rotary_interleaved;
-      append.query_positions_advance = positions_advance;
+      append.query_positions_advance = window_left >= 0 || window_right >= 0;
       append.rotary_positions = static_cast<int>(rotary_cos->size(0));
       append.rotary_cos = rotary_cos->data_ptr();
       append.rotary_sin = rotary_sin->data_ptr();
     }
     append_kv(append, current_stream(q.get_device_index()));
   }
-  turn_groups_into_rows(params, /*packed=*/false);
-  if (params.seqlen_q > 0) {
-    run_fwd(params, q, split_size, deterministic);
-  }
+  run_fwd(params, q, ready);
   return {out, softmax_lse};
 }
 

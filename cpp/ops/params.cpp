@@ -21,7 +21,7 @@ constexpr double kLog2E = 1.4426950408889634074;
 constexpr std::int64_t kBlockN = 64;
 constexpr std::int64_t kMaxSplitSize = 1 << 29;
 // Upstream's kernels step over a block of rows, at most 128, with an int.
-constexpr std::int64_t kMaxStride = std::numeric_limits<int>::max() / 128;
+constexpr std::int64_t kMaxRowStride = std::numeric_limits<int>::max() / 128;
 
 int window(std::int64_t size) {
   return size < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(size, 1 << 29));
@@ -181,8 +181,9 @@ Tensor aligned(const Tensor& tensor) {
   bool good =
       tensor.stride(last) == 1 && reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % 16 == 0;
   for (std::int64_t dim = 0; dim < last; ++dim) {
-    good = good && ((tensor.stride(dim) % 8 == 0 && tensor.stride(dim) <= kMaxStride) ||
-                    tensor.size(dim) == 1);
+    const std::int64_t most = dim == last - 2 ? kMaxRowStride : tensor.stride(dim);
+    good = good &&
+           ((tensor.stride(dim) % 8 == 0 && tensor.stride(dim) <= most) || tensor.size(dim) == 1);
   }
   if (good) {
     return tensor;
@@ -223,35 +224,38 @@ void turn_groups_into_rows(FwdParams& params, bool packed) {
   params.h_h_k_ratio = group / rows;
 }
 
-FwdLauncher ready_fwd(const Tensor& like, int head_dim, std::int64_t split_size,
-                      [[maybe_unused]] bool deterministic) {
+ReadyFwd ready_fwd(FwdParams& params, const Tensor& q, std::int64_t split_size,
+                   bool deterministic) {
   check(split_size >= 0 && split_size % kBlockN == 0 && split_size <= kMaxSplitSize,
         "split_size: expected 0 or a multiple of ", kBlockN, " up to ", kMaxSplitSize, ", got ",
         split_size);
   std::int64_t rows = 1;
-  for (std::int64_t dim = 0; dim + 1 < like.dim(); ++dim) {
-    rows *= like.size(dim);
+  for (std::int64_t dim = 0; dim + 1 < q.dim(); ++dim) {
+    rows *= q.size(dim);
   }
   check(rows <= std::numeric_limits<int>::max(),
-        "q: expected less than 2^31 rows of all heads together, got shape ", Shape{like});
-  const char* dtype = dtype_name(like);
-  const FwdLauncher launch = find_fwd(dtype, head_dim);
+        "q: expected less than 2^31 rows of all heads together, got shape ", Shape{q});
+  const char* dtype = dtype_name(q);
+  const FwdLauncher launch = find_fwd(dtype, params.d);
   check(launch != nullptr, "q: this build of flash_attn_deterministic holds no forward for ", dtype,
-        " and head_dim ", head_dim);
+        " and head_dim ", params.d);
 #ifndef FLASH_ATTENTION_DETERMINISTIC
   check(!deterministic,
         "deterministic: this build of flash_attn_deterministic has no deterministic mode");
 #endif
-  check_architecture(like.get_device_index());
-  return launch;
+  const int device = q.get_device_index();
+  check_architecture(device);
+  turn_groups_into_rows(params, params.cu_seqlens_q != nullptr);
+  return {launch, plan_fwd(params, static_cast<int>(split_size), deterministic, num_sms(device),
+                           shared_bytes_per_block(device))};
 }
 
-void run_fwd(FwdParams& params, const Tensor& like, std::int64_t split_size, bool deterministic) {
-  const FwdLauncher launch = ready_fwd(like, params.d, split_size, deterministic);
-  const int device = like.get_device_index();
-  params.is_bf16 = like.scalar_type() == ScalarType::BFloat16;
-  const FwdPlan plan = plan_fwd(params, static_cast<int>(split_size), deterministic,
-                                num_sms(device), shared_bytes_per_block(device));
+void run_fwd(FwdParams& params, const Tensor& q, const ReadyFwd& ready) {
+  if (params.seqlen_q == 0 || q.size(0) == 0) {
+    return;
+  }
+  const FwdPlan& plan = ready.plan;
+  params.is_bf16 = q.scalar_type() == ScalarType::BFloat16;
   params.num_parts = plan.num_splits;
   params.few_rows = plan.few_rows;
   params.split_blocks =
@@ -259,14 +263,14 @@ void run_fwd(FwdParams& params, const Tensor& like, std::int64_t split_size, boo
   std::optional<Tensor> scratch;  // lives until the launches are queued
   if (plan.many_ctas) {
     scratch = torch::stable::new_empty(
-        like, {static_cast<std::int64_t>(plan.scratch_bytes / sizeof(float))}, ScalarType::Float);
+        q, {static_cast<std::int64_t>(plan.scratch_bytes / sizeof(float))}, ScalarType::Float);
     const std::size_t rows =
         static_cast<std::size_t>(plan.num_splits) * params.b * params.h * params.seqlen_q;
     params.part_acc = static_cast<float*>(scratch->data_ptr());
     params.part_state =
         reinterpret_cast<float2*>(params.part_acc + rows * kernel_head_dim(params.d));
   }
-  launch(params, current_stream(device));
+  ready.launch(params, current_stream(q.get_device_index()));
 }
 
 }  // namespace fad

@@ -59,13 +59,16 @@ torch::stable::Tensor aligned(const torch::stable::Tensor& tensor);
 // they don't share bits.
 void turn_groups_into_rows(FwdParams& params, bool packed);
 
-// Checks all that run_fwd checks, for callers that launch something before it.
-FwdLauncher ready_fwd(const torch::stable::Tensor& q, int head_dim, std::int64_t split_size,
-                      bool deterministic);
+// How a call will run. Checks what is left to check, and turns groups into rows; launches nothing.
+struct ReadyFwd {
+  FwdLauncher launch;
+  FwdPlan plan;
+};
+ReadyFwd ready_fwd(FwdParams& params, const torch::stable::Tensor& q, std::int64_t split_size,
+                   bool deterministic);
 
-// Picks the path and launches it; scratch comes from torch's allocator, like a tensor of the size
-// of `like`'s device.
-void run_fwd(FwdParams& params, const torch::stable::Tensor& like, std::int64_t split_size,
-             bool deterministic);
+// Launches it, if there is anything to compute; scratch comes from torch's allocator, on the device
+// of q.
+void run_fwd(FwdParams& params, const torch::stable::Tensor& q, const ReadyFwd& ready);
 
 }  // namespace fad

@@ -12,8 +12,8 @@ std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
     std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k, std::int64_t head_dim,
     std::int64_t window_left, std::int64_t window_right, bool has_alibi, bool has_dropout,
     bool packed, std::int64_t split_size, bool deterministic) {
-  check(nheads_k > 0 && nheads % nheads_k == 0, "nheads_k: expected a number that divides the ",
-        nheads, " heads of q, got ", nheads_k);
+  check(nheads_k > 0 && nheads > 0 && nheads % nheads_k == 0,
+        "nheads_k: expected a number that divides the ", nheads, " heads of q, got ", nheads_k);
   check(head_dim > 0 && head_dim <= 256, "head_dim: expected a number from 1 to 256, got ",
         head_dim);
   FwdParams params{};

@@ -84,10 +84,7 @@ Outputs varlen_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  turn_groups_into_rows(params, /*packed=*/true);
-  if (params.seqlen_q > 0 && params.total_q > 0) {
-    run_fwd(params, q, split_size, deterministic);
-  }
+  run_fwd(params, q, ready_fwd(params, q, split_size, deterministic));
   // After the kernels: what they may have written there is of no sequence either.
   empty_tail(out.data_ptr(), static_cast<float*>(softmax_lse.data_ptr()),
              static_cast<const int*>(cu_seqlens_q.data_ptr()), params.b, q.size(0),

@@ -90,12 +90,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
 def _request(name: str, arguments: dict[str, Any], device: torch.device) -> Request:
     q = arguments["q"]
     keys = arguments["k_cache" if name == "kvcache_fwd" else "k"]
+    table = arguments.get("block_table")
     if name == "varlen_fwd":
         batch = arguments["cu_seqlens_q"].shape[0] - 1
         seqlen_q, seqlen_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
+        if table is not None:
+            seqlen_k = min(seqlen_k, table.shape[1] * keys.shape[1])
     else:
         batch, seqlen_q = q.shape[:2]
-        table = arguments.get("block_table")
         seqlen_k = keys.shape[1] if table is None else table.shape[1] * keys.shape[1]
     return Request(
         device=device,

@@ -6,6 +6,7 @@ else's bits change and no memory of others is touched.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 
@@ -184,6 +185,7 @@ def test_explain_knows_what_dropout_does(seqlen_q: int) -> None:
     """The kernel for a few rows has none, nor are groups turned into rows."""
     q, k, v = make_qkv((1, seqlen_q, 8, 64), 4096, 2)
     plan = explain(flash_attn_func, q, k, v, dropout_p=0.1, split_size=512)
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

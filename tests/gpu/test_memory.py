@@ -18,8 +18,8 @@ ALLOWED = 2**20
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("batch", "seqlen_q", "seqlen_k"),
-    [(4, 4096, 4096), (1, 1, 32_768), (2, 512, 8192)],
-    ids=["prefill", "decode", "few-rows"],
+    [(4, 4096, 4096), (1, 1, 32_768), (2, 1, 131_072), (2, 512, 8192)],
+    ids=["prefill", "decode", "long-decode", "few-rows"],
 )
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16"), (256, "bf16")])
 def test_scratch_is_what_explain_says(
