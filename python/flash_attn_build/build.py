@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import files, jobs, manifest, measure, sbom, toolchain
+from . import cache, files, jobs, manifest, measure, sbom, surroundings, toolchain
 from .errors import BuildError, SettingError, StepError
 from .repair import repair
 
@@ -61,6 +61,9 @@ def build(request: Request, root: Path = ROOT) -> Path:
     job_count = jobs.count()
     environ = environment(cuda, job_count, request.build_dir, os.environ, root)
     _say(f"preset {request.preset}, CUDA {cuda.version} ({cuda.root}), {job_count} at once")
+    tools, influences = manifest.tool_versions(compiler), surroundings.given(os.environ)
+    compilers = {"nvcc": cuda.version, compiler.name: tools[compiler.name]}
+    cache.renew(request.build_dir, {"compilers": compilers, "environment": influences})
     request.out_dir.mkdir(parents=True, exist_ok=True)
     begin = time.time()
     # Beside its final place, so that the last step is a rename.
@@ -73,6 +76,7 @@ def build(request: Request, root: Path = ROOT) -> Path:
         settings = {
             "preset": request.preset,
             "defines": list(request.defines),
+            "environment": influences,
             "source_date_epoch": int(environ["SOURCE_DATE_EPOCH"]),
             "jobs": job_count,
             "wall_seconds": round(time.time() - begin, 1),
@@ -87,7 +91,6 @@ def build(request: Request, root: Path = ROOT) -> Path:
             str(cuda.root): "<cuda>",
             sys.prefix: "<environment>",
         }
-        tools = manifest.tool_versions(compiler)
         text = manifest.describe(wheel, info, units, settings, tools, places)
         files.write_json(request.out_dir / manifest.file_name(wheel.name), text)
         final = request.out_dir / wheel.name

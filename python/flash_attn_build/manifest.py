@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 _TOOLS = ("auditwheel", "build", "cmake", "ninja", "scikit-build-core", "torch", "ziglang")
 
 
@@ -63,8 +63,7 @@ def describe(
             "bytes": len(data),
         },
         **{k: info[k] for k in ("upstream", "cuda_toolkit", "architectures", "deterministic")},
-        "torch_target": info["torch_target"],
-        "instances": info["instances"],
+        **{k: info[k] for k in ("torch_target", "instances", "sources")},
         "build": dict(settings),
         "tools": dict(tools),
         "flags": flags(units, places),

@@ -123,6 +123,9 @@ def main() -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {error}. There is no repaired wheel.", file=sys.stderr)
+        return StepError.exit_code
     return 0
 
 

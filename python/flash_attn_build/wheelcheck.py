@@ -186,6 +186,8 @@ def _gpu_code(library: elf.Library, info: dict[str, Any]) -> Iterator[str]:
         )
     if not info["instances"]:
         yield f"{BUILD_INFO}: lists no instance"
+    if not info.get("sources"):
+        yield f"{BUILD_INFO}: does not say what sources the GPU code is compiled from"
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import build, files, manifest
+from . import build, files, manifest, outputs, surroundings
 from .errors import BuildError, SettingError, StepError
 from .gate.policy import Policy, Toolkit, load_policy
 
@@ -49,7 +49,12 @@ def build_wheel(kit: Toolkit, dist: Path, root: Path = ROOT) -> Path:
         if status or len(made) != 1:
             raise StepError(f"cibuildwheel made no wheel (exit status {status}, see above)")
         info = check(made[0])
-        settings = {"preset": "release", "defines": [], "source_date_epoch": int(epoch)}
+        settings = {
+            "preset": "release",
+            "defines": [],
+            "environment": surroundings.given(os.environ),
+            "source_date_epoch": int(epoch),
+        }
         tools = {"cibuildwheel": importlib.metadata.version("cibuildwheel")}
         # What each translation unit cost stays in the container.
         text = manifest.describe(made[0], info, [], settings, tools, {})
@@ -91,9 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.list:
             text = listing(policy)
             print(text)
-            if output := os.environ.get("GITHUB_OUTPUT"):
-                with open(output, "a", encoding="utf-8") as file:
-                    file.write(f"toolkits={text}\n")
+            outputs.set_output("toolkits", text)
             return 0
         for series in given.toolkits or policy.toolkits:
             if series not in policy.toolkits:
@@ -103,6 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {error}. Wheels that were there are as they were.", file=sys.stderr)
+        return StepError.exit_code
     return 0
 
 

@@ -58,6 +58,8 @@ class BuildInfo:
     torch_target: str
     tiles: Mapping[int, Tile]
     instances: tuple[Instance, ...]
+    # sha256 by part of the source tree that the machine code is compiled from.
+    sources: Mapping[str, str]
 
     def kernel_head_dim(self, head_dim: int) -> int:
         """Returns the head dim of the kernel that serves `head_dim` (1 to 256)."""
@@ -106,6 +108,7 @@ def parse(record: Mapping[str, Any]) -> BuildInfo:
             instances=tuple(
                 Instance(i["direction"], i["dtype"], i["head_dim"]) for i in record["instances"]
             ),
+            sources={str(part): str(sha256) for part, sha256 in record["sources"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BuildInfoError(

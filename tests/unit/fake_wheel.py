@@ -26,7 +26,11 @@ INFO: Mapping[str, Any] = {
     "deterministic": True,
     "torch_target": "2.10",
     "tiles": {},
-    "instances": [{"direction": "fwd", "dtype": "bf16", "head_dim": 64}],
+    "instances": [
+        {"direction": "fwd", "dtype": "bf16", "head_dim": 64},
+        {"direction": "bwd", "dtype": "bf16", "head_dim": 64},
+    ],
+    "sources": {"cpp": "5e" * 32},
 }
 GPU_CODE = ((2, 80), (1, 90), (2, 90))
 PARTS = sbom.Parts(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from typing import Any
 
 import fake_wheel
 import pytest
-from flash_attn_build import build, sbom, toolchain
+from flash_attn_build import build, cache, sbom, surroundings, toolchain
 from flash_attn_build.errors import SettingError, StepError, WheelError
 
 CUDA = toolchain.Toolchain(
@@ -54,6 +55,8 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sbom, "find_parts", lambda cuda: fake_wheel.PARTS)
     monkeypatch.setenv("MAX_JOBS", "3")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    for name in surroundings.given(os.environ):
+        monkeypatch.delenv(name)
 
 
 def test_puts_wheel_and_manifest_into_dist(
@@ -69,10 +72,44 @@ def test_puts_wheel_and_manifest_into_dist(
     assert text["build"]["preset"] == "dev"
     assert text["build"]["jobs"] == 3
     assert text["build"]["source_date_epoch"] == 1700000000
+    assert text["build"]["environment"] == {}
+    assert text["sources"] == fake_wheel.INFO["sources"]
     assert "-Ccmake.args=--preset=dev" in backend.command
     assert "-Ccmake.define.A=1;2" in backend.command
     assert f"-Cbuild-dir={request_.build_dir}" in backend.command
     assert backend.env["SOURCE_DATE_EPOCH"] == "1700000000"
+
+
+def test_the_manifest_tells_what_the_environment_had_a_say_in(
+    request_: build.Request, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", Backend(files))
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "--use_fast_math")
+    wheel = build.build(request_)
+    text = json.loads(wheel.with_name(f"{wheel.name}.manifest.json").read_text())
+    assert text["build"]["environment"] == {"NVCC_APPEND_FLAGS": "--use_fast_math"}
+
+
+def test_a_build_does_not_go_on_with_what_another_one_left(
+    request_: build.Request, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_file = request_.build_dir / "CMakeCache.txt"
+    found = []
+
+    class Looking(Backend):
+        def __call__(self, command: Sequence[str], **options: Any) -> Any:
+            if list(command[1:3]) == ["-m", "build"]:
+                found.append(cache_file.exists())
+                cache_file.write_text("CMAKE_CUDA_FLAGS:STRING=--use_fast_math\n")
+            return super().__call__(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", Looking(files))
+    for _ in range(2):
+        build.build(request_)
+    assert found == [False, False]
+    made_with = json.loads((request_.build_dir / cache.STAMP).read_text())
+    assert made_with["compilers"]["nvcc"] == CUDA.version
+    assert len(made_with["compilers"]) == 2
 
 
 def test_a_failed_compilation_leaves_dist_as_it_was(

@@ -27,6 +27,7 @@ RECORD: dict[str, Any] = {
         "64": {"block_m": 128, "block_n": 128, "warps": 4},
     },
     "instances": [{"direction": "fwd", "dtype": "bf16", "head_dim": 64}],
+    "sources": {"cpp": "cc"},
 }
 
 
@@ -38,6 +39,7 @@ def test_parse_types_every_field() -> None:
     assert info.tiles == {64: Tile(128, 128, 4), 128: Tile(128, 64, 4)}
     assert info.instances == (Instance("fwd", "bf16", 64),)
     assert info.deterministic is True
+    assert info.sources == {"cpp": "cc"}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,12 @@ def test_field_of_a_wrong_type_is_an_error() -> None:
     record["tiles"]["wide"] = record["tiles"]["64"]
     with pytest.raises(BuildInfoError, match="wide"):
         parse(record)
+
+
+@pytest.mark.parametrize("sources", [None, "cc", ["cpp"]])
+def test_sources_of_a_wrong_type_are_an_error(sources: object) -> None:
+    with pytest.raises(BuildInfoError, match="missing or wrong field"):
+        parse({**RECORD, "sources": sources})
 
 
 def test_source_tree_says_how_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def test_describes_the_wheel(tmp_path: Path) -> None:
     }
     assert text["upstream"] == fake_wheel.INFO["upstream"]
     assert text["instances"] == fake_wheel.INFO["instances"]
+    assert text["sources"] == fake_wheel.INFO["sources"]
     assert text["build"] == {"preset": "dev"}
     assert [row["output"] for row in text["translation_units"]] == ["a.cu.o", "b.cu.o", "c.cpp.o"]
     assert text["totals"] == {

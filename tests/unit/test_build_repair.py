@@ -9,7 +9,7 @@ from typing import Any
 
 import fake_wheel
 import pytest
-from flash_attn_build import repair, wheelcheck
+from flash_attn_build import repair, sbom, toolchain, wheelcheck
 from flash_attn_build.errors import StepError
 
 LINUX = "py3-none-linux_x86_64"
@@ -71,3 +71,14 @@ def test_what_the_platform_does_not_allow_is_refused(
         repair.repair(wheel, tmp_path / "out", fake_wheel.PARTS)
     assert not list(tmp_path.glob("out/*.whl"))
     assert expected in capfd.readouterr().err
+
+
+def test_command_tells_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(toolchain, "find", lambda: None)
+    monkeypatch.setattr(sbom, "find_parts", lambda cuda: fake_wheel.PARTS)
+    monkeypatch.setattr("sys.argv", ["repair", str(tmp_path / "none.whl"), str(tmp_path / "out")])
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    assert repair.main() == StepError.exit_code
+    assert "error: [Errno 2] No such file or directory" in capsys.readouterr().err

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import release_samples
-from flash_attn_build import manifest, wheels
+from flash_attn_build import files, manifest, surroundings, wheels
 from flash_attn_build.errors import SettingError, StepError, WheelError
 from flash_attn_build.gate.policy import load_policy
 
@@ -46,6 +47,8 @@ def images(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Images:
     stand_in = Images(wheel)
     monkeypatch.setattr(subprocess, "run", stand_in)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    for name in surroundings.given(os.environ):
+        monkeypatch.delenv(name)
     return stand_in
 
 
@@ -69,8 +72,37 @@ def test_the_manifest_is_one_that_the_gate_takes(images: Images, tmp_path: Path)
     text = json.loads((made.parent / manifest.file_name(made.name)).read_text())
     assert text["schema"] == manifest.SCHEMA
     assert text["wheel"]["sha256"] == hashlib.sha256(made.read_bytes()).hexdigest()
-    assert text["build"] == {"preset": "release", "defines": [], "source_date_epoch": 1700000000}
+    assert text["build"] == {
+        "preset": "release",
+        "defines": [],
+        "environment": {},
+        "source_date_epoch": 1700000000,
+    }
     assert "cibuildwheel" in text["tools"]
+
+
+def test_settings_of_cibuildwheel_that_are_not_the_projects_are_told(
+    images: Images, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CIBW_CONFIG_SETTINGS", "cmake.define.CMAKE_CUDA_FLAGS=-G")
+    made = wheels.build_wheel(POLICY.toolkits["13.0"], tmp_path)
+    text = json.loads((made.parent / manifest.file_name(made.name)).read_text())
+    assert list(text["build"]["environment"]) == ["CIBW_CONFIG_SETTINGS"]
+
+
+def test_a_full_disk(
+    images: Images,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", "x.whl")
+
+    monkeypatch.setattr(files, "write_json", fail)
+    assert wheels.main(["13.0", "--dist", str(tmp_path)]) == StepError.exit_code
+    assert "error: [Errno 28] No space left on device: 'x.whl'" in capsys.readouterr().err
+    assert list((tmp_path / "cu130").iterdir()) == []
 
 
 def test_a_failed_build_leaves_nothing(images: Images, tmp_path: Path) -> None:
