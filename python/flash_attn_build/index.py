@@ -1,7 +1,7 @@
 """Writes a static package index (PEP 503) of all releases, one folder per CUDA toolkit.
 
-It takes the bundles of the release pages, whose wheels have passed the gate, and checks that each
-still holds a wheel and a report of the same bytes. dumb-pypi writes the pages.
+It takes the bundles of the release pages, whose wheels have passed the gate, and holds the reports
+in each to its wheel anew. dumb-pypi writes the pages.
 """
 
 from __future__ import annotations
@@ -15,40 +15,43 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from packaging.metadata import Metadata
 
-from . import files
+from . import bundles, files
+from .bundles import Bundle
 from .errors import BuildError, RefusedError, UploadError
-from .gate.policy import load_policy
-from .gate.report import digest
+from .gate.decision import read_schema
+from .gate.policy import Policy, load_policy
 from .publish import ROOT
 
 
-def write_index(bundles: Sequence[Path], out: Path, labels: Sequence[str]) -> None:
+def write_index(
+    paths: Sequence[Path], out: Path, policy: Policy, schema: Mapping[str, Any]
+) -> None:
     """Writes the index.
 
     Args:
-        bundles: Bundles, as `release_page.bundle` makes them.
+        paths: Bundles, as `bundles.pack` makes them.
         out: Folder for the index; it is replaced as a whole.
-        labels: Of the toolkits, such as "cu130"; bundles end in one.
+        policy: The release policy.
+        schema: JSON Schema of reports.
 
     Raises:
-        RefusedError: A bundle is not one of ours, or its report is not of its wheel.
+        RefusedError: A bundle is not one of ours, or lacks its proof.
         UploadError: The pages could not be written.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         made = Path(name, "index")
         rows: dict[str, list[dict[str, str]]] = {}
-        for path in sorted(bundles):
-            label = path.stem.rpartition("-")[2]
-            if label not in labels:
-                raise RefusedError(f"{path.name}: expected a name ending in {', '.join(labels)}")
-            rows.setdefault(label, []).append(_unpack(path, made / label / "packages"))
+        for path in sorted(paths):
+            bundle = bundles.unpack(path, policy, schema)
+            row = _place(bundle, made / bundle.label / "packages", path.name)
+            rows.setdefault(bundle.label, []).append(row)
         if not rows:
             raise RefusedError("the index would be empty: there is no bundle of any release")
         for label, packages in rows.items():
@@ -73,37 +76,16 @@ def write_index(bundles: Sequence[Path], out: Path, labels: Sequence[str]) -> No
             raise
 
 
-def _unpack(path: Path, packages: Path) -> dict[str, str]:
+def _place(bundle: Bundle, packages: Path, origin: str) -> dict[str, str]:
     """Puts a bundle's wheel and its metadata (PEP 658) into place; returns its row."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            (name,) = (n for n in archive.namelist() if n.endswith(".whl"))
-            data = archive.read(name)
-            sha256 = hashlib.sha256(data).hexdigest()
-            reports = [
-                json.loads(archive.read(n))
-                for n in archive.namelist()
-                if n.endswith("/verification.json")
-            ]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise RefusedError(f"{path.name}: not a bundle of a release ({error})") from error
-    proofs = [
-        report for report in reports
-        if report.get("status") == "passed"
-        and report.get("wheel", {}).get("sha256") == sha256
-        and report.get("digest") == digest(report)
-    ]  # fmt: skip
-    if not proofs or "/" in name:
-        raise RefusedError(f"{path.name}: holds no passing report of its wheel (sha256 {sha256})")
+    if (packages / bundle.name).exists():
+        raise RefusedError(f"{origin}: another bundle of {bundle.label} has {bundle.name} as well")
     packages.mkdir(parents=True, exist_ok=True)
-    (packages / name).write_bytes(data)
-    with zipfile.ZipFile(packages / name) as wheel:
-        (member,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = wheel.read(member)
-    (packages / f"{name}.metadata").write_bytes(metadata)
-    row = {"filename": name, "hash": f"sha256={sha256}"}
-    row["core_metadata"] = f"sha256={hashlib.sha256(metadata).hexdigest()}"
-    if python := Metadata.from_email(metadata, validate=False).requires_python:
+    (packages / bundle.name).write_bytes(bundle.data)
+    (packages / f"{bundle.name}.metadata").write_bytes(bundle.metadata)
+    row = {"filename": bundle.name, "hash": f"sha256={bundle.sha256}"}
+    row["core_metadata"] = f"sha256={hashlib.sha256(bundle.metadata).hexdigest()}"
+    if python := Metadata.from_email(bundle.metadata, validate=False).requires_python:
         row["requires_python"] = str(python)
     return row
 
@@ -133,14 +115,30 @@ def download_bundles(folder: Path, root: Path = ROOT) -> None:
     """
     if not shutil.which("gh"):
         raise UploadError("gh, GitHub's command line tool, is not installed here; give --bundles")
-    listing = ["gh", "release", "list", "--exclude-drafts", "--limit", "1000", "--json", "tagName"]
-    done = subprocess.run(listing, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        rows = _gh(root, "list", "--exclude-drafts", "--limit", "1000", "--json", "tagName")
+        for tag in [row["tagName"] for row in rows]:
+            assets = _gh(root, "view", tag, "--json", "assets")["assets"]
+            names = [name for name in (each["name"] for each in assets) if bundles.label_of(name)]
+            if not names:  # a page that is older than bundles, or of something else
+                continue
+            words = [word for name in names for word in ("--pattern", name)]
+            fetch = ["gh", "release", "download", tag, "--dir", str(folder), *words]
+            if subprocess.run(fetch, cwd=root, check=False).returncode:
+                raise UploadError(f"gh did not fetch the bundles of {tag}, see above")
+    except (ValueError, LookupError, TypeError) as error:
+        raise UploadError(f"gh answered what is not understood ({error!r})") from error
+
+
+def _gh(root: Path, *words: str) -> Any:
+    """What `gh release ...` answers, parsed."""
+    command = ["gh", "release", *words]
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise UploadError("gh did not list the releases, see above")
-    for row in json.loads(done.stdout):
-        fetch = ["gh", "release", "download", row["tagName"], "--dir", str(folder)]
-        if subprocess.run([*fetch, "--pattern", "*-cu*.zip"], cwd=root, check=False).returncode:
-            raise UploadError(f"gh did not fetch the bundles of {row['tagName']}, see above")
+        raise UploadError(
+            f"`{' '.join(command)}` failed (exit status {done.returncode}, see above)"
+        )
+    return json.loads(done.stdout)
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -157,13 +155,15 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--bundles", type=Path, help="a folder of them (those of all releases)")
     parser.add_argument("--out", type=Path, default=root / "build" / "index", help="build/index")
     given = parser.parse_args(arguments)
-    labels = [kit.label for kit in load_policy().toolkits.values()]
     try:
+        schema, why = read_schema(root)
+        if why:
+            raise RefusedError(why)
         with tempfile.TemporaryDirectory(prefix="bundles-") as folder:
-            bundles = given.bundles or Path(folder)
+            found = given.bundles or Path(folder)
             if given.bundles is None:
-                download_bundles(bundles, root)
-            write_index(sorted(bundles.glob("*.zip")), given.out.resolve(), labels)
+                download_bundles(found, root)
+            write_index([*found.glob("*.zip")], given.out.resolve(), load_policy(), schema)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,11 +10,11 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import shelf
+from . import built, shelf
 from .errors import BuildError, RefusedError, UploadError
 from .gate.decision import Verdict, decide
 from .gate.policy import Policy, load_policy
@@ -32,12 +32,14 @@ class Request:
         dist: Folder for wheels.
         reports: Folder that holds the verification reports.
         server: twine's options that name the server.
+        told: What the build handed over, to compare with; None: this machine built it.
         dry_run: Show what would be done.
     """
 
     dist: Path
     reports: Path
     server: tuple[str, ...] = ()
+    told: Mapping[str, str] | None = None
     dry_run: bool = False
 
 
@@ -54,28 +56,49 @@ def publish(request: Request, policy: Policy, root: Path = ROOT) -> Verdict:
 
     Raises:
         SettingError: There is no such wheel, or more than one.
-        RefusedError: The gate does not let it through; the message has every reason.
+        RefusedError: It is not what was built, or the gate does not let it through; the message
+            has every reason.
         UploadError: The server does not take it.
     """
+    if request.told is not None and (wrong := [*built.faults(request.dist, request.told)]):
+        raise RefusedError("not published: not what was built:\n  " + "\n  ".join(wrong))
     chosen = shelf.choose(request.dist, policy.package_index, policy)
     with tempfile.TemporaryDirectory(prefix="publish-") as folder:
         wheel = shelf.copy_with_manifest(chosen, Path(folder))
         verdict = decide(wheel, shelf.find_reports(request.reports), policy, read_tree(root), root)
         refuse([verdict])
-        command = [sys.executable, "-m", "twine", "upload", "--non-interactive"]
-        command += ["--disable-progress-bar", *request.server, str(wheel)]
         _say(f"{wheel.name}, sha256 {verdict.wheel.sha256}: the gate is open")
         if request.dry_run:
-            _say("would run: " + " ".join(["twine", *command[3:-1], wheel.name]))
+            command = [*_twine(request.server)[2:], wheel.name]
+            _say("would run: " + " ".join(command))
             print(release_notes([verdict], policy, root / "CHANGELOG.md"), end="", flush=True)
-        elif status := subprocess.run(command, check=False).returncode:
-            raise UploadError(
-                f"twine did not upload {wheel.name} (exit status {status}, see above). A server "
-                "keeps the first file of a name: after a fault, raise the version."
-            )
         else:
+            upload(wheel, request.server)
             _say(f"{wheel.name} is published")
         return verdict
+
+
+def upload(wheel: Path, server: Sequence[str]) -> None:
+    """Uploads a wheel, which the gate was asked about.
+
+    Args:
+        wheel: The wheel.
+        server: twine's options that name the server.
+
+    Raises:
+        UploadError: The server does not take it.
+    """
+    status = subprocess.run([*_twine(server), str(wheel)], check=False).returncode
+    if status:
+        raise UploadError(
+            f"twine did not upload {wheel.name} (exit status {status}, see above). A server "
+            "keeps the first file of a name: after a fault, raise the version."
+        )
+
+
+def _twine(server: Sequence[str]) -> list[str]:
+    options = ["--non-interactive", "--disable-progress-bar", *server]
+    return [sys.executable, "-m", "twine", "upload", *options]
 
 
 def refuse(verdicts: Sequence[Verdict]) -> None:
@@ -105,6 +128,11 @@ def add_folders(parser: argparse.ArgumentParser, root: Path = ROOT) -> None:
     """
     parser.add_argument("--dist", type=Path, default=root / "dist", help="wheels (dist)")
     parser.add_argument("--reports", type=Path, help="verification reports (those below --dist)")
+    parser.add_argument(
+        "--built-sha256",
+        metavar="JSON",
+        help="what the build handed over (`nox -s digests`), to compare with",
+    )
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -129,8 +157,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         options = ("--repository", given.repository)
     elif given.repository_url:
         options = ("--repository-url", given.repository_url)
-    request = Request(given.dist, given.reports or given.dist, options, given.dry_run)
     try:
+        told = None if given.built_sha256 is None else built.read(given.built_sha256)
+        reports = given.reports or given.dist
+        request = Request(given.dist, reports, options, told, given.dry_run)
         publish(request, load_policy(), root)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

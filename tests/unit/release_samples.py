@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable, Mapping
@@ -11,16 +12,35 @@ from pathlib import Path
 from typing import Any
 
 import fake_wheel
-from flash_attn_build import files, manifest, sbom, wheelcheck
+from flash_attn_build import files, manifest, sbom, sources, wheelcheck
 from flash_attn_build.gate.decision import Verdict, decide
 from flash_attn_build.gate.policy import Policy, load_policy
+from flash_attn_build.gate.ptx import manifest_path
 from flash_attn_build.gate.report import digest
 from flash_attn_build.gate.tree import read_tree
 
 _SCHEMA_FILE = Path(__file__).resolve().parents[2] / "docs" / "verification.schema.json"
 SCHEMA: Mapping[str, Any] = json.loads(_SCHEMA_FILE.read_text())
-SETTINGS = {"preset": "release", "defines": [], "source_date_epoch": 0}
+SETTINGS = {"preset": "release", "defines": [], "environment": {}, "source_date_epoch": 0}
 POLICY = load_policy()
+# What the library of the samples is said to be compiled from.
+_PIN = {
+    "name": fake_wheel.INFO["upstream"]["name"],
+    "version": fake_wheel.INFO["upstream"]["version"],
+    "sdist": {"sha256": fake_wheel.INFO["upstream"]["sha256"]},
+    "patches": fake_wheel.INFO["upstream"]["patches"],
+}
+_TABLE = {"dtypes": {"bf16": "bfloat16_t"}, "tiles": {"64": {}}, "bwd_tiles": {"64": {}}}
+NATIVE = {
+    "CMakeLists.txt": "project(x)\n",
+    "CMakePresets.json": "{}\n",
+    "cmake/Link.cmake": "# link\n",
+    "cpp/instances.json": json.dumps(_TABLE),
+    "cpp/kernels/fwd.cu.in": "__global__ void fwd();\n",
+    "cpp/upstream/upstream.json": json.dumps(_PIN),
+    "pyproject.toml": "[build-system]\n",
+    "python/flash_attn_build/upstream/patch.py": "",
+}
 
 
 @dataclass
@@ -41,11 +61,15 @@ class Project:
 
     @property
     def report_path(self) -> Path:
-        return self.dist / "verification" / "verification.json"
+        return self.dist / "verification" / "1" / "verification.json"
 
     @property
     def ptx_path(self) -> Path:
         return self.root / POLICY.unverified_architectures["sm_80"].ptx_report
+
+    @property
+    def ptx_manifest(self) -> Path:
+        return self.root / manifest_path(POLICY.unverified_architectures["sm_80"].ptx_report)
 
     @property
     def report(self) -> dict[str, Any]:
@@ -62,7 +86,10 @@ class Project:
         files.write_json(self.report_path, content)
 
     def edit_manifest(self, change: Callable[[dict[str, Any]], object]) -> None:
-        path = self.wheel.with_name(manifest.file_name(self.wheel.name))
+        self.edit(self.wheel.with_name(manifest.file_name(self.wheel.name)), change)
+
+    @staticmethod
+    def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         content = json.loads(path.read_text())
         change(content)
         files.write_json(path, content)
@@ -70,6 +97,12 @@ class Project:
     def git(self, *arguments: str) -> None:
         who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
         subprocess.run(["git", *who, "-C", str(self.root), *arguments], check=True)
+
+    def tag(self) -> None:
+        """Commits everything, and lets the release be of that commit."""
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--allow-empty", "-m", "y")
+        self.git("tag", "--force", "v0.1.0")
 
     def decide(self) -> Verdict:
         reports = sorted(self.dist.rglob("verification.json"))
@@ -85,10 +118,8 @@ def make(root: Path, wheel: Path) -> Project:
     dist.mkdir(parents=True)
     placed = dist / wheel.name
     placed.write_bytes(wheel.read_bytes())
-    upstream = describe(placed)["upstream"]
-    pin = {"name": upstream["name"], "version": upstream["version"],
-           "sdist": {"sha256": upstream["sha256"]}, "patches": upstream["patches"]}  # fmt: skip
-    files.write_json(root / "cpp" / "upstream" / "upstream.json", pin)
+    describe(placed)
+    write_native(root)
     files.write_json(root / "docs" / "verification.schema.json", SCHEMA)
     files.write_text(root / "README.md", "Nobody could verify sm_80.\n")
     files.write_text(
@@ -105,11 +136,19 @@ def make(root: Path, wheel: Path) -> Project:
     wheel_of_ptx = {"filename": wheel.name, "sha256": "80" * 32}
     ran = {"ran": [], "ran_as_ptx": ["compute_80"], "unverified": []}
     write_report(placed, project.ptx_path, quick=True, wheel=wheel_of_ptx, architectures=ran)
+    shutil.copy(placed.with_name(manifest.file_name(wheel.name)), project.ptx_manifest)
+    project.edit(project.ptx_manifest, lambda m: m["wheel"].update(sha256="80" * 32))
     project.git("init", "--quiet")
     project.git("add", "--all")
     project.git("commit", "--quiet", "-m", "x")
     project.git("tag", f"v{wheel.name.split('-')[1]}")
     return project
+
+
+def write_native(root: Path) -> None:
+    """Writes what the library is said to be compiled from."""
+    for name, text in NATIVE.items():
+        files.write_text(root / name, text)
 
 
 def describe(wheel: Path, /, **changes: Any) -> dict[str, Any]:
@@ -155,7 +194,7 @@ def sections() -> list[dict[str, Any]]:
     checks: list[dict[str, Any]] = [
         {"id": name, "promise": "", "status": "passed", "reason": None, "cases": 1, "failed": 0,
          "seconds": 1.0, "by_config": {}, "counter_example": None, "stderr": None}
-        for name in (*POLICY.required_checks, "split-size", "dropout")
+        for name in POLICY.required_checks
     ]  # fmt: skip
     return [
         {"id": name, "title": name, "status": "passed", "reason": None, "seconds": 1.0,
@@ -167,7 +206,8 @@ def sections() -> list[dict[str, Any]]:
 def wheel(folder: Path, files: Mapping[str, bytes] | None = None, **info: Any) -> Path:
     """Makes a wheel that passes every check of the build, with more files if given."""
     contents = fake_wheel.contents(fake_wheel.library(folder / "library"))
-    stated = {**fake_wheel.INFO, **info}
+    write_native(folder / "tree")
+    stated = {**fake_wheel.INFO, "sources": sources.digests(folder / "tree"), **info}
     contents[wheelcheck.BUILD_INFO] = json.dumps(stated).encode()
     bill = next(name for name in contents if name.endswith(sbom.FILE_NAME))
     contents[bill] = sbom.describe(

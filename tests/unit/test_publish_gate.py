@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import release_samples
-from flash_attn_build import wheelcheck
+from flash_attn_build import sources, wheelcheck
 from flash_attn_build.errors import SettingError
+from flash_attn_build.gate import candidate
 from flash_attn_build.gate.candidate import Candidate, read_candidate
 from flash_attn_build.gate.policy import PATH, load_policy
 from flash_attn_build.gate.report import Report, content_faults, digest, read_report
 from flash_attn_build.gate.report import faults as report_faults
 from flash_attn_build.gate.tree import read_tree
+from flash_attn_deterministic.verify.contract.checks import CHECKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from release_samples import POLICY, Project
@@ -91,6 +93,8 @@ def test_a_wheel_with_its_proof_passes(project: Project) -> None:
             "contract, schedule: not-applicable",
             id="a row that did not apply",
         ),
+        pytest.param(check("dropout", "failed"), "contract, dropout: failed", id="dropout"),
+        pytest.param(check("split-size", "error"), "contract, split-size: error", id="split size"),
         pytest.param(without_checks, "contract, run-to-run: missing", id="rows left out"),
         pytest.param(
             lambda r: r["sections"].append({"id": "extra", "status": "failed"}),
@@ -134,7 +138,7 @@ def test_a_wheel_with_its_proof_passes(project: Project) -> None:
         ),
         pytest.param(
             lambda r: r["architectures"].update(unverified=[]),
-            "sm_80: unverified, but verification/verification.json does not say so",
+            "sm_80: unverified, but 1/verification.json does not say so",
             id="unverified architecture not named",
         ),
     ],
@@ -192,6 +196,26 @@ def test_a_failure_is_not_undone_by_another_report(project: Project) -> None:
     assert "second/verification.json: section contract: failed" in project.reasons()
 
 
+@pytest.mark.parametrize("state", ["failed", "error"])
+def test_a_row_that_the_policy_does_not_name_may_not_fail(project: Project, state: str) -> None:
+    named = tuple(name for name in POLICY.required_checks if name != "dropout")
+    project.policy = replace(project.policy, required_checks=named)
+    assert project.reasons() == ""
+    project.edit_report(check("dropout", state))
+    assert f"contract, dropout: {state}" in project.reasons()
+
+
+@pytest.mark.parametrize("state", ["failed", "error"])
+def test_a_row_that_failed_is_not_undone_by_another_report(project: Project, state: str) -> None:
+    # Cut short: neither the report nor the section says that it failed.
+    rows = release_samples.sections()
+    check("chunk", state)({"sections": rows})
+    second = project.dist / "verification" / "2" / "verification.json"
+    changes = {"complete": False, "status": "incomplete", "sections": rows}
+    release_samples.write_report(project.wheel, second, **changes)
+    assert f"2/verification.json: contract, chunk: {state}" in project.reasons()
+
+
 @pytest.mark.parametrize("changes", [{"quick": True}, {"complete": False}], ids=["quick", "cut"])
 def test_a_lesser_report_beside_a_full_one_does_no_harm(
     project: Project, changes: dict[str, Any]
@@ -214,7 +238,7 @@ def test_reports_of_other_wheels_do_no_harm(project: Project) -> None:
         pytest.param(
             lambda m: m["wheel"].update(sha256="0" * 64), "is of another wheel", id="other bytes"
         ),
-        pytest.param(lambda m: m.update(schema=2), "manifest: expected schema 1", id="schema"),
+        pytest.param(lambda m: m.update(schema=1), "manifest: expected schema 2", id="schema"),
         pytest.param(
             lambda m: m["upstream"].update(version="9"), "that cpp/upstream/upstream", id="pin"
         ),
@@ -224,6 +248,21 @@ def test_reports_of_other_wheels_do_no_harm(project: Project) -> None:
         pytest.param(lambda m: m["build"].update(preset="dev"), "preset 'dev'", id="preset"),
         pytest.param(
             lambda m: m["build"].update(defines=["A=1"]), "options of its own: A=1", id="options"
+        ),
+        pytest.param(
+            lambda m: m["build"].update(environment={"CXXFLAGS": "-ffast-math"}),
+            "the environment told the compilers of its own: CXXFLAGS",
+            id="environment",
+        ),
+        pytest.param(
+            lambda m: m["build"].pop("environment"),
+            "does not say what the environment told the compilers",
+            id="no environment",
+        ),
+        pytest.param(
+            lambda m: m.update(sources={"cpp": "0" * 64}),
+            "manifest: sources is not what the wheel says",
+            id="sources",
         ),
         pytest.param(lambda m: m.update(deterministic=False), "DETERMINISTIC=OFF", id="mode"),
         pytest.param(
@@ -308,43 +347,6 @@ def test_an_unverified_architecture_that_the_readme_does_not_name(project: Proje
     assert "sm_80: unverified, but README.md does not name it" in project.reasons()
 
 
-def edit_ptx(project: Project, **changes: Any) -> None:
-    content = {**json.loads(project.ptx_path.read_text()), **changes}
-    if "digest" not in changes:
-        content["digest"] = digest(content)
-    project.ptx_path.write_text(json.dumps(content))
-    project.git("commit", "--quiet", "--all", "-m", "y")
-    project.git("tag", "--force", "v0.1.0")
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param({"complete": False}, "is not complete", id="cut short"),
-        pytest.param({"architectures": {}}, "did not run compute_80 as PTX", id="other PTX"),
-        pytest.param({"sections": []}, "section contract is missing", id="nothing checked"),
-        pytest.param({"pins": {}}, "its upstream is not that of the manifest", id="older sources"),
-        pytest.param({"digest": "0"}, "was changed after it was written", id="tampered"),
-    ],
-)
-def test_ptx_that_was_not_run(project: Project, changes: dict[str, Any], expected: str) -> None:
-    edit_ptx(project, **changes)
-    where = "sm_80: docs/results/verification-compute_80.json"
-    assert f"{where}: {expected}" in project.reasons()
-
-
-def test_how_fast_ptx_is_is_of_no_account(project: Project) -> None:
-    rows = release_samples.sections()
-    section("performance", "failed")({"sections": rows})
-    edit_ptx(project, status="failed", sections=rows)
-    assert project.reasons() == ""
-
-
-def test_no_report_of_ptx(project: Project) -> None:
-    project.ptx_path.unlink()
-    assert "sm_80: docs/results/verification-compute_80.json: is unreadable" in project.reasons()
-
-
 @pytest.fixture(scope="module")
 def still(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Candidate]:
     made = release_samples.make(tmp_path_factory.mktemp("still") / "project", wheel)
@@ -367,7 +369,7 @@ def test_no_change_of_what_is_demanded_gets_through(
     still: tuple[Project, Candidate], data: st.DataObject
 ) -> None:
     """Whoever signs a changed report anew still has to leave what is demanded as it is."""
-    project, candidate = still
+    project, judged = still
     content = project.report
     demanded = [key for key in content if key not in FREE]
     key = data.draw(st.sampled_from(demanded))
@@ -375,7 +377,7 @@ def test_no_change_of_what_is_demanded_gets_through(
     changed["digest"] = digest(changed)
     wrong = content_faults(changed, release_samples.SCHEMA)
     report = Report(Path("verification.json"), changed, wrong)
-    faults = list(report_faults(report, candidate, project.policy))
+    faults = list(report_faults(report, judged, project.policy))
     proves = not faults and "sm_90" in report.ran and "sm_80" in report.unverified
     assert not proves
 
@@ -393,19 +395,78 @@ def test_a_wheel_of_another_tree(project: Project, change: str) -> None:
     else:
         name = "__init__.py" if change == "edited" else "new.py"
         (package / name).write_text("a = 1\n")
-    project.git("add", "--all")
-    project.git("commit", "--quiet", "-m", "y")
-    project.git("tag", "--force", "v0.1.0")
+    project.tag()
     name = "new" if change == "new" else "__init__"
     expected = f"wheel: built from another tree: flash_attn_deterministic/{name}.py"
     assert project.decide().reasons == (expected,)
+
+
+@pytest.mark.parametrize("name", release_samples.NATIVE)
+def test_a_wheel_whose_machine_code_is_of_another_tree(project: Project, name: str) -> None:
+    # What lay there when the wheel was built, and was put back before the tag, is not in git.
+    with (project.root / name).open("a") as file:
+        file.write(" ")
+    project.tag()
+    part = next(part for part in sources.PARTS if name == part or name.startswith(f"{part}/"))
+    assert f"wheel: built from another tree: {part}" in project.decide().reasons
+
+
+def test_a_tree_without_its_native_sources(project: Project) -> None:
+    shutil.rmtree(project.root / "cmake")
+    project.tag()
+    assert "FileNotFoundError" in project.reasons()
+
+
+def test_a_tree_without_its_pin(project: Project) -> None:
+    (project.root / "cpp" / "upstream" / "upstream.json").unlink()
+    project.tag()
+    assert "tree: cpp/upstream/upstream.json is unreadable" in project.reasons()
+
+
+@pytest.mark.parametrize(
+    ("held", "missing"),
+    [
+        ([("fwd", 64)], "bwd bf16 64"),
+        ([], "bwd bf16 64, fwd bf16 64"),
+        ([("fwd", 64), ("bwd", 64), ("bwd", 64)], "none"),
+        ([("fwd", 64), ("bwd", 64), ("fwd", 32)], "none"),
+    ],
+    ids=["no backward", "nothing", "twice", "one more"],
+)
+def test_a_wheel_with_other_kernels_than_the_tree_has(
+    held: list[tuple[str, int]], missing: str, tmp_path: Path
+) -> None:
+    instances = [{"direction": d, "dtype": "bf16", "head_dim": n} for d, n in held]
+    made = release_samples.wheel(tmp_path / "wheel", instances=instances)
+    project = release_samples.make(tmp_path / "project", made)
+    if not held:
+        assert "lists no instance" in project.reasons()
+        return
+    (reason,) = project.decide().reasons
+    assert reason == (
+        f"wheel: its kernels are not those of cpp/instances.json: missing are {missing}"
+    )
+
+
+def test_the_real_table_of_kernels_is_understood() -> None:
+    root = Path(__file__).resolve().parents[2]
+    table = json.loads((root / "cpp" / "instances.json").read_text())
+    instances = [
+        {"direction": direction, "dtype": dtype, "head_dim": int(head_dim)}
+        for dtype in table["dtypes"]
+        for head_dim in table["tiles"]
+        for direction in ("fwd", "bwd")
+    ]
+    assert list(candidate.instance_faults({"instances": instances}, root)) == []
+    assert len(list(candidate.instance_faults({"instances": instances[1:]}, root))) == 1
 
 
 def test_the_policy_demands_what_reports_have() -> None:
     schema = release_samples.SCHEMA
     rows = schema["properties"]["sections"]["prefixItems"]
     assert list(POLICY.required_sections) == [row["properties"]["id"]["const"] for row in rows]
-    assert set(POLICY.required_checks) <= set(schema["$defs"]["check"]["properties"]["id"]["enum"])
+    listed = schema["$defs"]["check"]["properties"]["id"]["enum"]
+    assert list(POLICY.required_checks) == listed == [check.id for check in CHECKS]
 
 
 def test_the_samples_are_reports(project: Project) -> None:

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 import release_samples
-from flash_attn_build import manifest, release_page
+from flash_attn_build import built, bundles, files, manifest, release_page
 from flash_attn_build.errors import RefusedError, SettingError, UploadError
 from flash_attn_build.notes import changes, release_notes
 from release_samples import Project
@@ -64,12 +65,12 @@ def test_the_page_has_every_wheel_with_its_proof(project: Project, gh: Path) -> 
     assert command[:3] == ["release", "create", "v0.1.0"]
     assert "--verify-tag" in command
     name = project.wheel.name
-    bundles = [f"flash_attn_deterministic-0.1.0-{label}.zip" for label in ("cu128", "cu130")]
+    packed = [f"flash_attn_deterministic-0.1.0-{label}.zip" for label in ("cu128", "cu130")]
     assert {path.name for path in gh.iterdir()} == {
-        "command", "notes.md", name, manifest.file_name(name), *bundles,
+        "command", "notes.md", name, manifest.file_name(name), *packed,
     }  # fmt: skip
     assert (gh / name).read_bytes() == project.wheel.read_bytes()
-    for bundle, label in zip(bundles, ("cu128", "cu130"), strict=True):
+    for bundle, label in zip(packed, ("cu128", "cu130"), strict=True):
         with zipfile.ZipFile(gh / bundle) as archive:
             assert archive.read(name) == (project.dist / label / name).read_bytes()
             report = json.loads(archive.read("verification-0/verification.json"))
@@ -94,7 +95,7 @@ def test_the_same_release_gives_the_same_bundle(project: Project, tmp_path: Path
     made = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        made.append(release_page.bundle(verdict, kit, tmp_path / name).read_bytes())
+        made.append(bundles.pack(verdict, kit, tmp_path / name).read_bytes())
     assert made[0] == made[1]
 
 
@@ -133,6 +134,73 @@ def test_the_gate_alone(project: Project, capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out.count("the gate is open") == 2
     (project.root / "new").write_text("")
     assert release_page.main(arguments, project.root) == RefusedError.exit_code
+
+
+@pytest.mark.parametrize("command", [["--check"], []], ids=["gate", "page"])
+def test_a_wheel_that_was_not_judged_stops_them_all(
+    project: Project, gh: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # No manifest of a known toolkit: none of the release's wheels is missed because of it.
+    shutil.copy(project.wheel, project.dist / project.wheel.name)
+    arguments = [*command, "--dist", str(project.dist)]
+    assert release_page.main(arguments, project.root) == RefusedError.exit_code
+    said = capsys.readouterr().err
+    assert f"holds wheels of no toolkit of the release: {project.wheel.name}" in said
+    assert list(gh.iterdir()) == []
+
+
+def test_what_is_signed_is_what_was_judged(project: Project, tmp_path: Path) -> None:
+    listed = tmp_path / "build" / "checksums.txt"
+    arguments = ["--check", "--dist", str(project.dist), "--checksums", str(listed)]
+    assert release_page.main(arguments, project.root) == 0
+    done = subprocess.run(
+        ["sha256sum", "--check", str(listed)], cwd=project.dist, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == [
+        f"{label}/{project.wheel.name}: OK" for label in ("cu128", "cu130")
+    ]
+
+
+def test_nothing_is_signed_that_the_gate_refuses(project: Project, tmp_path: Path) -> None:
+    shutil.rmtree(project.dist / "verification-cu128")
+    listed = tmp_path / "checksums.txt"
+    arguments = ["--check", "--dist", str(project.dist), "--checksums", str(listed)]
+    assert release_page.main(arguments, project.root) == RefusedError.exit_code
+    assert not listed.exists()
+
+
+@pytest.mark.parametrize("command", [["--check"], []], ids=["gate", "page"])
+def test_a_wheel_that_was_replaced_after_the_build(
+    project: Project, gh: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.dumps(built.listing(project.dist))
+    arguments = [*command, "--dist", str(project.dist), "--built-sha256", told]
+    assert release_page.main(arguments, project.root) == 0
+    for path in gh.iterdir():
+        path.unlink()
+    # Whoever rules the GPU runner replaces the wheel, and writes what goes with it.
+    with project.wheel.open("ab") as file:
+        file.write(b"\0")
+    release_samples.describe(project.wheel)
+    report = project.dist / "verification-cu130" / "verification.json"
+    release_samples.write_report(project.wheel, report)
+    assert release_page.main(arguments[:-2], project.root) == 0
+    for path in gh.iterdir():
+        path.unlink()
+    assert release_page.main(arguments, project.root) == RefusedError.exit_code
+    assert f"cu130/{project.wheel.name}: has sha256 " in capsys.readouterr().err
+    assert list(gh.iterdir()) == []
+
+
+def test_a_full_disk(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device", "notes.md")
+
+    monkeypatch.setattr(files, "write_text", fail)
+    assert release_page.main(["--dist", str(project.dist)], project.root) == UploadError.exit_code
+    assert "error: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
 def test_gh_fails(

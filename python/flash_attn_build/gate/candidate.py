@@ -12,10 +12,15 @@ from typing import Any
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from .. import manifest, wheelcheck
+from .. import manifest, sources, wheelcheck
 from ..errors import WheelError
 
 _PIN = "cpp/upstream/upstream.json"
+_INSTANCES = "cpp/instances.json"
+# By the manifest and by the wheel's own record.
+_SAID_TWICE = (
+    "upstream", "architectures", "cuda_toolkit", "deterministic", "instances", "sources",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def read_candidate(wheel: Path, root: Path) -> Candidate:
 
     Args:
         wheel: The wheel.
-        root: The source tree, for the pin of upstream.
+        root: The source tree that it must be built from.
 
     Returns:
         The wheel with its faults.
@@ -78,19 +83,22 @@ def read_candidate(wheel: Path, root: Path) -> Candidate:
         text = {}
     try:
         info = wheelcheck.check(wheel)
-    except (WheelError, OSError, ValueError) as error:
-        faults.append(f"wheel: {error}")
-    else:
-        faults += _source_faults(wheel, root)
-        for name in ("upstream", "architectures", "cuda_toolkit", "deterministic", "instances"):
+        faults += _source_faults(wheel, info, root)
+        faults += instance_faults(info, root)
+        for name in _SAID_TWICE:
             if text and text.get(name) != info.get(name):
                 faults.append(f"manifest: {name} is not what the wheel says of itself")
+    except WheelError as error:
+        faults.append(f"wheel: {error}")
+    # Whatever readers of zip, ELF and JSON throw at a damaged file: it is no reason to let it out.
+    except Exception as error:
+        faults.append(f"wheel: cannot be read and held to the tree ({error!r})")
     return Candidate(wheel, version, digest, text, tuple(faults))
 
 
-def _source_faults(wheel: Path, root: Path) -> Iterator[str]:
-    """What can be seen of the wheel's sources is that of the tree: the Python files."""
-    sources = root / "python"
+def _source_faults(wheel: Path, info: Mapping[str, Any], root: Path) -> Iterator[str]:
+    """The wheel's Python files, and those its machine code was compiled from, are the tree's."""
+    package = root / "python" / wheelcheck.PACKAGE
     with zipfile.ZipFile(wheel) as archive:
         held = {
             name: archive.read(name)
@@ -98,14 +106,42 @@ def _source_faults(wheel: Path, root: Path) -> Iterator[str]:
             if name.startswith(f"{wheelcheck.PACKAGE}/") and name.endswith((".py", ".pyi"))
         }
     there = {
-        path.relative_to(sources).as_posix(): path.read_bytes()
-        for path in (sources / wheelcheck.PACKAGE).rglob("*.py*")
+        path.relative_to(package.parent).as_posix(): path.read_bytes()
+        for path in package.rglob("*.py*")
         if path.suffix in (".py", ".pyi")
     }
-    differing = sorted(name for name in {*held, *there} if held.get(name) != there.get(name))
+    native, stated = sources.digests(root), info["sources"]
+    differing = [name for name in {*held, *there} if held.get(name) != there.get(name)]
+    differing += [part for part in {*native, *stated} if native.get(part) != stated.get(part)]
     if differing:
+        some = ", ".join(sorted(differing)[:3])
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        yield f"wheel: built from another tree: {', '.join(differing[:3])}{more}"
+        yield f"wheel: built from another tree: {some}{more}"
+
+
+def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
+    """Says where a wheel lacks kernels that a tree has tiles for, or has others.
+
+    Args:
+        info: What the wheel says of itself.
+        root: The source tree.
+
+    Yields:
+        Every reason.
+    """
+    table = json.loads((root / _INSTANCES).read_text(encoding="utf-8"))
+    wanted = {
+        (direction, dtype, int(head_dim))
+        for direction, tiles in (("fwd", "tiles"), ("bwd", "bwd_tiles"))
+        for dtype in table["dtypes"]
+        for head_dim in table[tiles]
+    }
+    held = [(each["direction"], each["dtype"], each["head_dim"]) for each in info["instances"]]
+    if sorted(held) != sorted(wanted):
+        missing = sorted(wanted.difference(held))
+        some = ", ".join(" ".join(map(str, each)) for each in missing[:3]) or "none"
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        yield f"wheel: its kernels are not those of {_INSTANCES}: missing are {some}{more}"
 
 
 def _read_manifest(wheel: Path) -> tuple[dict[str, Any], str]:
@@ -132,7 +168,16 @@ def _manifest_faults(text: Mapping[str, Any], digest: str, size: int, root: Path
         yield f"manifest: built with preset {build.get('preset')!r}, not 'release'"
     if build.get("defines"):
         yield f"manifest: built with options of its own: {' '.join(build['defines'])}"
-    pin = json.loads((root / _PIN).read_text(encoding="utf-8"))
+    influences = build.get("environment")
+    if influences is None:
+        yield "manifest: does not say what the environment told the compilers"
+    elif influences:
+        yield f"manifest: the environment told the compilers of its own: {', '.join(influences)}"
+    try:
+        pin = json.loads((root / _PIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield f"tree: {_PIN} is unreadable ({error})"
+        return
     expected = {
         "name": pin["name"],
         "version": pin["version"],

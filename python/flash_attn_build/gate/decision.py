@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import ptx as ptx_of
 from . import report as reports_of
 from . import tree as tree_of
 from .candidate import Candidate, read_candidate
@@ -51,7 +52,7 @@ def decide(wheel: Path, reports: Iterable[Path], policy: Policy, tree: Tree, roo
     """
     candidate = read_candidate(wheel, root)
     reasons = [*tree_of.reasons(tree, candidate.version), *candidate.faults]
-    schema, why = _schema(root / SCHEMA)
+    schema, why = read_schema(root)
     reasons += [why] if why else []
     read = [read_report(path, schema) for path in sorted(reports)]
     of_these_bytes = [report for report in read if report.sha256 == candidate.sha256]
@@ -83,10 +84,8 @@ def decide(wheel: Path, reports: Iterable[Path], policy: Policy, tree: Tree, roo
     reasons += _named(unverified, policy, of_these_bytes, root)
     for name in unverified:
         if name in allowed and allowed[name].ptx:
-            path = root / allowed[name].ptx_report
-            instead = read_report(path, schema)
-            found = reports_of.ptx_faults(instead, candidate, allowed[name].ptx)
-            reasons += [f"{name}: {allowed[name].ptx_report}: {fault}" for fault in found]
+            found = ptx_of.faults(root, schema, candidate, allowed[name], policy)
+            reasons += [f"{name}: {fault}" for fault in found]
     return Verdict(candidate, tuple(dict.fromkeys(reasons)), verified, unverified)
 
 
@@ -114,9 +113,17 @@ def _where(report: Report) -> str:
     return f"{report.path.parent.name}/{report.path.name}"
 
 
-def _schema(path: Path) -> tuple[dict[str, Any], str]:
+def read_schema(root: Path) -> tuple[dict[str, Any], str]:
+    """Reads the JSON Schema of reports.
+
+    Args:
+        root: The source tree.
+
+    Returns:
+        The schema, and "" or why there is none.
+    """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return {}, f"schema: {SCHEMA} is unreadable, so no report can be held to it ({error})"
     return found, ""

@@ -35,7 +35,7 @@ class Report:
     @property
     def sha256(self) -> str:
         """The sha256 of the wheel that the report is of; "" if it names none."""
-        return str(_at(self.content, "wheel", "sha256") or "")
+        return str(at(self.content, "wheel", "sha256") or "")
 
     @property
     def ran(self) -> tuple[str, ...]:
@@ -81,8 +81,26 @@ def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
         The report, with what is wrong with the file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        data = path.read_bytes()
+    except OSError as error:
+        return Report(path, {}, (f"is unreadable ({error})",))
+    return parse_report(path, data, schema)
+
+
+def parse_report(path: Path, data: bytes, schema: Mapping[str, Any]) -> Report:
+    """Reads a report that is in memory.
+
+    Args:
+        path: What to call it.
+        data: The content of the file.
+        schema: JSON Schema of reports.
+
+    Returns:
+        The report, with what is wrong with it.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
         return Report(path, {}, (f"is unreadable ({error})",))
     if not isinstance(content, dict):
         return Report(path, {}, ("is not a report: expected a JSON object",))
@@ -135,36 +153,13 @@ def faults(report: Report, wheel: Candidate, policy: Policy) -> Iterator[str]:
         yield "was run against the source tree, not the installed wheel"
     if content.get("device") != "cuda":
         yield f"ran on {content.get('device')!r}, not on a GPU"
-    if _at(content, "installed", "matches_wheel") is not True:
+    if at(content, "installed", "matches_wheel") is not True:
         yield "the installed files were not those of the wheel"
     if content.get("status") != "passed":
         yield f"its status is {content.get('status')!r}, not 'passed'"
-    yield from _section_faults(content, policy.required_sections)
-    yield from _check_faults(content, policy.required_checks)
-    yield from _pin_faults(content, wheel)
-
-
-def ptx_faults(report: Report, wheel: Candidate, ptx: str) -> Iterator[str]:
-    """Says why a report of a test build does not show that PTX works.
-
-    Args:
-        report: The report of a run in which the driver compiled that PTX.
-        wheel: The wheel that is to be published: both must be of the same sources.
-        ptx: Such as "compute_80".
-
-    Yields:
-        Every reason.
-    """
-    yield from report.faults
-    if not report.content or report.content.get("schema_version") != SCHEMA_VERSION:
-        return
-    if report.content.get("complete") is not True:
-        yield "is not complete: the run was cut short"
-    if ptx not in report.ran_as_ptx:
-        yield f"did not run {ptx} as PTX"
-    # How fast PTX is, is of no account here.
-    yield from _section_faults(report.content, ("contract", "accuracy"), others=False)
-    yield from _pin_faults(report.content, wheel)
+    yield from section_faults(content, policy.required_sections)
+    yield from check_faults(content, policy.required_checks)
+    yield from pin_faults(content, wheel)
 
 
 def failed(report: Report) -> bool:
@@ -174,15 +169,29 @@ def failed(report: Report) -> bool:
         report: The report.
 
     Returns:
-        Whether it, or a section of it, failed.
+        Whether it, a section of it or a row of its contract failed.
     """
-    states = [report.content.get("status"), *_states(report.content.get("sections")).values()]
+    states = [
+        report.content.get("status"),
+        *_states(report.content.get("sections")).values(),
+        *_check_states(report.content).values(),
+    ]
     return any(state in _BAD for state in states)
 
 
-def _section_faults(
-    content: Mapping[str, Any], wanted: Sequence[str], others: bool = True
+def section_faults(
+    content: Mapping[str, Any], wanted: Sequence[str], *, others: bool = True
 ) -> Iterator[str]:
+    """Says which sections have not passed.
+
+    Args:
+        content: The report.
+        wanted: Sections that must have passed.
+        others: Whether none of the rest may have failed.
+
+    Yields:
+        Every reason.
+    """
     states = _states(content.get("sections"))
     for name in wanted:
         if name not in states:
@@ -194,15 +203,34 @@ def _section_faults(
             yield f"section {name}: {state}"
 
 
-def _check_faults(content: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[str]:
+def check_faults(content: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[str]:
+    """Says which rows of the contract have not passed.
+
+    Args:
+        content: The report.
+        wanted: Rows that must have passed; of the rest none may have failed.
+
+    Yields:
+        Every reason.
+    """
+    states = _check_states(content)
+    for name in wanted:
+        if states.get(name) != "passed":
+            yield f"contract, {name}: {states.get(name, 'missing')}"
+    for name, state in states.items():
+        if name not in wanted and state in _BAD:
+            yield f"contract, {name}: {state}"
+
+
+def _check_states(content: Mapping[str, Any]) -> dict[str, str]:
+    """Status of each row of the contract."""
     sections = content.get("sections")
+    rows: list[object] = []
     for section in sections if isinstance(sections, list) else []:
-        if not isinstance(section, dict) or section.get("id") != "contract":
-            continue
-        states = _states(_at(section, "data", "checks"))
-        for name in wanted:
-            if states.get(name) != "passed":
-                yield f"contract, {name}: {states.get(name, 'missing')}"
+        if isinstance(section, dict) and section.get("id") == "contract":
+            found = at(section, "data", "checks")
+            rows += found if isinstance(found, list) else []
+    return _states(rows)
 
 
 def _states(rows: object) -> dict[str, str]:
@@ -216,23 +244,41 @@ def _states(rows: object) -> dict[str, str]:
     return states
 
 
-def _pin_faults(content: Mapping[str, Any], wheel: Candidate) -> Iterator[str]:
+def pin_faults(content: Mapping[str, Any], wheel: Candidate) -> Iterator[str]:
+    """Says where a report is of another upstream, or of other patches, than a wheel.
+
+    Args:
+        content: The report.
+        wheel: The wheel.
+
+    Yields:
+        Every reason.
+    """
     expected = wheel.upstream
     upstream = {key: expected.get(key) for key in ("version", "sha256")}
-    stated = _at(content, "pins", "upstream")
+    stated = at(content, "pins", "upstream")
     stated = stated if isinstance(stated, dict) else {}
     if any(stated.get(key) != value for key, value in upstream.items()):
         yield "its upstream is not that of the manifest"
-    if _at(content, "pins", "patches") != expected.get("patches"):
+    if at(content, "pins", "patches") != expected.get("patches"):
         yield "its patches are not those of the manifest"
 
 
 def _names(content: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    found = _at(content, "architectures", key)
+    found = at(content, "architectures", key)
     return tuple(str(name) for name in found) if isinstance(found, list) else ()
 
 
-def _at(content: Mapping[str, Any], *keys: str) -> Any:
+def at(content: Mapping[str, Any], *keys: str) -> Any:
+    """Looks up a value deep in a report that may be of any form.
+
+    Args:
+        content: The report, or a part of it.
+        keys: The way there.
+
+    Returns:
+        The value; None if it is not there.
+    """
     value: Any = content
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
