@@ -63,6 +63,12 @@ def verify(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def digests(session: nox.Session) -> None:
+    """List the sha256 of the wheels in dist/ and their manifests, as a CI's output."""
+    session.run("python", "-m", "flash_attn_build.built", *session.posargs, env=TOOLS)
+
+
+@nox.session(default=False)
 def gate(session: nox.Session) -> None:
     """Ask the gate whether the wheels in dist/ may be published."""
     session.install(*groups("publish"))
@@ -150,7 +156,9 @@ def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
     """Installs a wheel, with nothing but its requirements, and lets it verify itself."""
     session.install(str(wheel), *groups("torch"))
     command = ["flash-attn-deterministic", "verify", "--wheel", str(wheel)]
-    out = str(wheel.parent / "verification")
+    next_folder = ["python", "-m", "flash_attn_build.verification_folder"]
+    made = session.run(*next_folder, str(wheel.parent / "verification"), env=TOOLS, silent=True)
+    out = str(made).strip()
     # The installed package, whatever the surroundings would have Python import.
     session.run(*command, "--out", out, *arguments, env={"PYTHONPATH": ""})
 

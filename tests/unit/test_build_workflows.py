@@ -59,9 +59,30 @@ def test_every_command_is_a_session_that_exists(where: str, run: str, sessions: 
 
 def test_every_session_that_releases_is_run_somewhere(sessions: set[str]) -> None:
     run = {name for _, _, job in jobs() for name in sessions_of(job)}
-    release = {"wheels", "toolkits", "verify", "gate", "publish", "release_page", "index"}
-    assert release | {"lint", "test", "verify_dev"} == run
+    release = {
+        "wheels",
+        "toolkits",
+        "digests",
+        "verify",
+        "gate",
+        "publish",
+        "release_page",
+        "index",
+    }
+    assert release | {"lint", "test", "verify_dev", "deviation"} == run
     assert run <= sessions
+
+
+def test_the_script_and_the_workflow_run_the_same() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    run = {name for job in WORKFLOWS["test"]["jobs"].values() for name in sessions_of(job)}
+    found = re.search(r"--sessions ((?:\w+ )+)", script)
+    assert found
+    assert set(found[1].split()) == run
+    (line,) = re.findall(
+        r"`\.ci/run` is what CI runs: (.+)\.$", (ROOT / "CONTRIBUTING.md").read_text(), re.M
+    )
+    assert set(re.findall(r"`(\w+)`", line)) == run
 
 
 @pytest.mark.parametrize(("where", "uses"), USES, ids=[f"{w}: {u}" for w, u in USES])
@@ -119,7 +140,7 @@ def before(name: str) -> set[str]:
 
 @pytest.mark.parametrize("name", ["attest", "page", "index", "pages", "publish"])
 def test_nothing_leaves_before_it_is_verified(name: str) -> None:
-    assert {"build", "verify"} <= before(name)
+    assert {"build", "digests", "verify"} <= before(name)
 
 
 @pytest.mark.parametrize("name", ["attest", "page", "publish"])
@@ -128,8 +149,58 @@ def test_what_lets_bytes_out_asks_the_gate_first(name: str) -> None:
     assert sessions_of(job) & GATED
     # Only artifacts of this run, and the gate before anything else is done with them.
     words = [step.get("run", step.get("uses", "")).split("@")[0] for step in job["steps"]]
-    assert words[:2] == ["actions/checkout", "actions/download-artifact"]
-    assert words[2].startswith("pipx run nox")
+    assert words[:3] == ["actions/checkout", *["actions/download-artifact"] * 2]
+    assert words[3].startswith("pipx run nox")
+    wheels, reports = (step["with"] for step in job["steps"][1:3])
+    assert wheels == {"pattern": "cu*", "path": "dist"}
+    assert reports == {"pattern": "verification-*", "path": "build/reports"}
+    assert "--reports build/reports" in words[3]
+
+
+@pytest.mark.parametrize("name", ["attest", "page", "publish"])
+def test_what_lets_bytes_out_compares_them_with_what_was_built(name: str) -> None:
+    job = WORKFLOWS["release"]["jobs"][name]
+    step = job["steps"][3]
+    assert step["run"].endswith('--built-sha256 "$BUILT_SHA256"')
+    assert step["env"]["BUILT_SHA256"] == "${{ needs.digests.outputs.sha256 }}"
+    assert "digests" in needs(job)
+
+
+def test_what_was_built_is_told_before_the_gpu_runner_starts() -> None:
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert before("digests") == {"build"}
+    assert "digests" in needs(jobs["verify"])
+    assert jobs["digests"]["runs-on"] == "ubuntu-24.04"
+    assert sessions_of(jobs["digests"]) == {"digests"}
+    own = [name for _, name, job in jobs_of_runners() if "self-hosted" in job["runs-on"]]
+    assert own == ["verify"]
+
+
+def jobs_of_runners() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    return ((workflow, name, job) for workflow, name, job in jobs() if "runs-on" in job)
+
+
+def test_artifacts_are_asked_for_by_name() -> None:
+    # What the GPU runner puts into the run's store must not lie among the wheels.
+    for where, step in steps():
+        if step.get("uses", "").startswith("actions/download-artifact@"):
+            assert {"name", "pattern"} & set(step["with"]), where
+
+
+def test_no_attempt_to_verify_takes_the_place_of_another() -> None:
+    (upload,) = (
+        step for step in WORKFLOWS["release"]["jobs"]["verify"]["steps"]
+        if step.get("uses", "").startswith("actions/upload-artifact@")
+    )  # fmt: skip
+    expected = "verification-${{ matrix.toolkit.label }}-${{ github.run_attempt }}"
+    assert upload["with"]["name"] == expected
+    assert upload["if"] == "always()"
+
+
+def test_only_what_the_gate_judged_is_signed() -> None:
+    gate, sign = WORKFLOWS["release"]["jobs"]["attest"]["steps"][3:]
+    assert "--checksums build/checksums.txt " in gate["run"]
+    assert sign["with"] == {"subject-checksums": "build/checksums.txt"}
 
 
 def test_the_upload_that_cannot_be_undone_is_the_last() -> None:
