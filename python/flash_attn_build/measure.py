@@ -14,6 +14,8 @@ import sys
 import time
 from types import FrameType
 
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def main(arguments: list[str]) -> int:
     """Runs the command.
@@ -29,8 +31,10 @@ def main(arguments: list[str]) -> int:
         return 2
     log_dir, command = arguments[1], arguments[3:]
     begin = time.monotonic()
+    # A signal that comes before it can be passed on waits: it must not leave the command behind.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
-        child = os.posix_spawnp(command[0], command, os.environ)
+        child = os.posix_spawnp(command[0], command, os.environ, setsigmask=mask)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
@@ -38,8 +42,9 @@ def main(arguments: list[str]) -> int:
     def forward(number: int, _frame: FrameType | None) -> None:
         os.kill(child, number)
 
-    for forwarded in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for forwarded in _FORWARDED:
         signal.signal(forwarded, forward)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     # Counts every descendant that its parent waited for: all stages of nvcc.
     _, status, usage = os.wait4(child, 0)
     wall = time.monotonic() - begin

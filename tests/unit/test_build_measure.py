@@ -58,6 +58,25 @@ def test_signals_reach_the_command(tmp_path: Path) -> None:
     assert process.returncode == 7
 
 
+def test_a_signal_right_after_the_start_leaves_no_command_behind(tmp_path: Path) -> None:
+    program = f"""
+import os, runpy, signal, sys
+spawn = os.posix_spawnp
+def interrupted(*words, **options):
+    child = spawn(*words, **options)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return child
+os.posix_spawnp = interrupted
+sys.argv = ["measure.py", "--log-dir", {str(tmp_path)!r}, "--", "sleep", "60"]
+runpy.run_path({str(measure.__file__)!r}, run_name="__main__")
+"""
+    # The pipe stays open as long as the command lives.
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, check=False, timeout=30
+    )
+    assert done.returncode == -signal.SIGTERM
+
+
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     done = launch(tmp_path, "no-such-compiler")
     assert done.returncode == 127
