@@ -4,8 +4,62 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 _NAME = re.compile(r"(\d+)(\d)([a-z]?)(?:-(real|virtual))?")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One entry of CMAKE_CUDA_ARCHITECTURES.
+
+    Args:
+        capability: the compute capability that it is built for, (major, minor).
+        name: without a prefix, such as "90a".
+        exact: whether a letter ties it to exactly that capability.
+        real: whether it is machine code.
+        virtual: whether it is PTX.
+    """
+
+    capability: tuple[int, int]
+    name: str
+    exact: bool
+    real: bool
+    virtual: bool
+
+    def real_runs_on(self, capability: tuple[int, int]) -> bool:
+        """Tells whether its machine code, if any, runs on a GPU."""
+        if self.exact:
+            return self.real and capability == self.capability
+        same_major = capability[0] == self.capability[0]
+        return self.real and same_major and capability >= self.capability
+
+    def virtual_runs_on(self, capability: tuple[int, int]) -> bool:
+        """Tells whether a driver can compile its PTX, if any, for a GPU."""
+        if self.exact:
+            return self.virtual and capability == self.capability
+        return self.virtual and capability >= self.capability
+
+
+def parse(architecture: str) -> Architecture:
+    """Takes an entry of CMAKE_CUDA_ARCHITECTURES apart.
+
+    Args:
+        architecture: such as "80-real" or "90-virtual".
+
+    Raises:
+        ValueError: no such form of architecture.
+    """
+    match = _NAME.fullmatch(architecture)
+    if match is None:
+        raise ValueError(f"architecture: expected a form like '90-real', got {architecture!r}")
+    return Architecture(
+        capability=(int(match[1]), int(match[2])),
+        name=f"{match[1]}{match[2]}{match[3]}",
+        exact=bool(match[3]),
+        real=match[4] != "virtual",
+        virtual=match[4] != "real",
+    )
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
@@ -25,15 +79,8 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     Raises:
         ValueError: no such form of architecture.
     """
-    match = _NAME.fullmatch(architecture)
-    if match is None:
-        raise ValueError(f"architecture: expected a form like '90-real', got {architecture!r}")
-    built_for = int(match[1]), int(match[2])
-    if match[3]:
-        return capability == built_for
-    real = match[4] != "virtual" and capability[0] == built_for[0] and capability >= built_for
-    virtual = match[4] != "real" and capability >= built_for
-    return real or virtual
+    parsed = parse(architecture)
+    return parsed.real_runs_on(capability) or parsed.virtual_runs_on(capability)
 
 
 def any_runs_on(architectures: Iterable[str], capability: tuple[int, int]) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Iterable
 from typing import Any
 
+from .. import _architectures
+from .._build_info import BuildInfo
+
 # Head dims and dtypes without which the sections can't run as they are meant to.
 NEEDED = ((64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16"))
-_NAME = re.compile(r"(\d+)(\d)([a-z]?)(?:-(real|virtual))?")
+_DTYPES = ("bf16", "fp16")
+_DIRECTIONS = ("fwd", "bwd")
 
 
 def collect(device: str) -> dict[str, Any]:
@@ -74,28 +78,47 @@ def architectures(
         `ran`: machine code that ran, such as "sm_90"; `ran_as_ptx`: PTX that the driver compiled;
         `unverified`: machine code that did not run.
     """
-    real: dict[str, tuple[int, int]] = {}
-    virtual: dict[str, tuple[int, int]] = {}
+    parsed: list[_architectures.Architecture] = []
     for name in names:
-        match = _NAME.fullmatch(name)
-        if match is None:
-            continue
-        number = (int(match[1]), int(match[2]))
-        if match[4] != "virtual":
-            real[f"sm_{match[1]}{match[2]}{match[3]}"] = number
-        if match[4] != "real":
-            virtual[f"compute_{match[1]}{match[2]}{match[3]}"] = number
+        with contextlib.suppress(ValueError):  # a form such as "native" says nothing
+            parsed.append(_architectures.parse(name))
     ran: list[str] = []
     ptx: list[str] = []
     if capability is not None:
         major, minor = map(int, capability.split("."))
-        ours = {n: v for n, v in real.items() if v[0] == major and v[1] <= minor and not force_ptx}
-        below = {n: v for n, v in virtual.items() if v <= (major, minor)}
+        gpu = (major, minor)
+        ours = [one for one in parsed if one.real_runs_on(gpu) and not force_ptx]
+        below = [one for one in parsed if one.virtual_runs_on(gpu)]
+        # Of two for one capability the driver takes the one with a letter, which is for it alone.
         if ours:
-            ran = [max(ours, key=lambda n: ours[n])]
+            ran = [f"sm_{max(ours, key=_closeness).name}"]
         elif below:
-            ptx = [max(below, key=lambda n: below[n])]
+            ptx = [f"compute_{max(below, key=_closeness).name}"]
+    real = dict.fromkeys(f"sm_{one.name}" for one in parsed if one.real)
     return {"ran": ran, "ran_as_ptx": ptx, "unverified": [n for n in real if n not in ran]}
+
+
+def _closeness(architecture: _architectures.Architecture) -> tuple[tuple[int, int], bool]:
+    return architecture.capability, architecture.exact
+
+
+def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
+    """Lists the kernels that the package could run and the wheel does not hold: never tested.
+
+    Args:
+        info: of the wheel.
+
+    Returns:
+        `direction`, `dtype` and `head_dim`, the largest that the kernel would take.
+    """
+    held = {(one.direction, one.dtype, one.head_dim) for one in info.instances}
+    return [
+        {"direction": direction, "dtype": dtype, "head_dim": head_dim}
+        for direction in _DIRECTIONS
+        for dtype in _DTYPES
+        for head_dim in info.tiles
+        if (direction, dtype, head_dim) not in held
+    ]
 
 
 def problems(device: str, record: dict[str, Any], deterministic: bool) -> list[str]:
