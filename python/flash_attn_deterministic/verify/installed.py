@@ -65,21 +65,42 @@ def read_wheel(path: Path) -> Wheel:
     if path.suffix != ".whl":
         raise FileError(f"--wheel: expected a file that ends in .whl, got {path.name}")
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-            names = archive.namelist()
-            found = [n for n in names if n.endswith(".dist-info/METADATA") and n.count("/") == 1]
-            text = archive.read(found[0]).decode() if found else ""
-    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+        text = _metadata(path)
+    except FileError:
+        raise
+    except Exception as error:  # zipfile's own, and what it lets through of a broken directory
         raise FileError(f"--wheel: {path.name} is not a wheel ({error})") from error
-    if damaged is not None:
-        raise FileError(f"--wheel: {path.name} is damaged at {damaged}")
     project = next((x[5:].strip() for x in text.splitlines() if x.startswith("Name:")), "")
     if project.lower().replace("_", "-") != NAME:
         raise FileError(
             f"--wheel: {path.name} is a wheel of {project or 'nothing known'}, not of {NAME}"
         )
     return Wheel(path, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def _metadata(path: Path) -> str:
+    """Reads a wheel through, which compares all checksums.
+
+    Returns:
+        The metadata; "" if there are none.
+
+    Raises:
+        FileError: a file in it cannot be read.
+    """
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        for name in names:
+            try:
+                with archive.open(name) as file:
+                    while file.read(2**20):
+                        pass
+            # Cut off, encrypted, compressed in an unknown way; or whatever a decompressor raises.
+            except Exception as error:
+                raise FileError(
+                    f"--wheel: {path.name} is damaged at {name} ({error or type(error).__name__})"
+                ) from error
+        found = [n for n in names if n.endswith(".dist-info/METADATA") and n.count("/") == 1]
+        return archive.read(found[0]).decode() if found else ""
 
 
 def inspect(wheel: Wheel | None) -> Installed:
