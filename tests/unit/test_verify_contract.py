@@ -22,6 +22,7 @@ from flash_attn_deterministic.verify.contract import (
     run_check,
     size_of,
 )
+from flash_attn_deterministic.verify.contract.check import Mismatch, expect_numbers
 from flash_attn_deterministic.verify.contract.sizes import FEATURES
 
 BY_ID = {check.id: check for check in CHECKS}
@@ -301,6 +302,36 @@ def test_what_is_not_there_at_all_is_asked_for_once(small: Size) -> None:
 
     outcome = run_check(BY_ID["backward"], small, broken(missing))
     assert outcome.failed == outcome.cases == 1
+
+
+def not_a_number(value: float) -> Dense:
+    """Every result is the same NaN or infinity; the graph for gradients is kept."""
+
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        out = flash_attn_func(*args, **kwargs)
+        if isinstance(out, tuple):
+            return (out[0] * value, *out[1:])
+        return out * value
+
+    return dense
+
+
+@pytest.mark.parametrize("row", ["run-to-run", "batch", "chunk", "heads", "backward"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_equal_bits_of_what_is_no_number(row: str, value: float, small: Size) -> None:
+    """The checks compare bits, and those of two NaN are equal."""
+    outcome = run_check(BY_ID[row], small, broken(not_a_number(value)))
+    assert outcome.failed == outcome.cases > 0
+    assert outcome.counter_example is not None
+    assert "NaN or infinite" in outcome.counter_example.what
+    assert outcome.counter_example.tensor in ("out", "dq", "dk", "dv")
+
+
+def test_an_lse_may_be_infinite_and_not_a_nan() -> None:
+    call: Any = None
+    expect_numbers(call, "a row without keys", {"softmax_lse": torch.tensor([float("inf")])})
+    with pytest.raises(Mismatch, match="1 of 2 elements are NaN"):
+        expect_numbers(call, "a", {"softmax_lse": torch.tensor([float("nan"), 1.0])})
 
 
 def test_progress_is_told_before_each_case(small: Size) -> None:

@@ -153,12 +153,26 @@ def expect_same(call: Call, what: str, left: Tensors, right: Tensors) -> None:
         right: results by the same names.
 
     Raises:
-        Mismatch: they differ.
+        Mismatch: they differ, or are no numbers.
     """
     for name in left:
         found = difference(left[name], right[name])
         if found is not None:
             raise Mismatch(f"{what}: {name}: {found.words}", call, name, found)
+    expect_numbers(call, what, left)
+
+
+def expect_numbers(call: Call, what: str, results: Tensors) -> None:
+    """Looks for NaN and Inf: kernels that return nothing else would be equal bit for bit.
+
+    Raises:
+        Mismatch: there is one. A softmax_lse may be infinite: that of a row that sees no key is.
+    """
+    for name, tensor in results.items():
+        odd = tensor.isnan() if name == "softmax_lse" else ~tensor.isfinite()
+        if bool(odd.any()):
+            words = f"{int(odd.sum())} of {odd.numel()} elements are NaN or infinite"
+            raise Mismatch(f"{what}: {name}: {words}", call, name)
 
 
 def expect_different(call: Call, what: str, left: Tensors, right: Tensors) -> None:

@@ -11,7 +11,7 @@ import torch
 from ..bits import bits
 from .attention import Attention
 from .call import Call, Tensors, garbage, heads, int32, pick, rows
-from .check import Case, Mismatch, expect_different, expect_same, make
+from .check import Case, Mismatch, expect_different, expect_numbers, expect_same, make
 from .enumerate_cases import case_of, cases_of
 from .sizes import Size
 
@@ -37,6 +37,7 @@ _CAPTURED = ("full", "everything-causal")  # torch collects garbage before each 
 def repeat(call: Call, run: Callable[[], Tensors], size: Size) -> None:
     """Runs the same thing again and again, on a GPU with other work beside it."""
     expected = run()
+    expect_numbers(call, "the first run", expected)
     for number in range(size.repeats):
         with _busy(size.device):
             again = run()
