@@ -8,9 +8,9 @@ ACCURACY_RATIO = 2.0
 
 # Medians of time, over torch's flash attention in the same process, with room for noise.
 FORWARD_TIME_RATIO = 1.15
-BACKWARD_TIME_RATIO = 1.25
+BACKWARD_TIME_RATIO = 1.2
 # Geometric mean over the decode shapes.
-DECODE_TIME_RATIO = 1.5
+DECODE_TIME_RATIO = 1.25
 
 # Peak memory above the inputs, over torch's flash attention, and bytes on top.
 MEMORY_RATIO = 1.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,7 +12,12 @@ _FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Returns median, 10th and 90th percentile of at least two values, in milliseconds."""
+    """Returns median, 10th and 90th percentile of at least two values, in milliseconds.
+
+    Of values that are not all finite, all three are NaN: sorting would hide some places of a NaN.
+    """
+    if not all(map(math.isfinite, values)):
+        return dict.fromkeys(("median", "p10", "p90"), math.nan)
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     return {
         "median": round(statistics.median(values), 5),
