@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ from typing import Any
 import flash_attn_deterministic
 import pytest
 import torch
+from flash_attn_deterministic import _build_info
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.verify import cli, environment, installed, outcome, progress, tasks
 from flash_attn_deterministic.verify import run as runs
 from flash_attn_deterministic.verify import supervisor as supervisors
+from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.installed import Installed
 from flash_attn_deterministic.verify.outcome import Exit
+from flash_attn_deterministic.verify.speed import seed
 from jsonschema import Draft202012Validator
 from verify_samples import ENVIRONMENT, accuracy, contract, measured
 
@@ -159,6 +164,92 @@ def test_the_report_of_an_earlier_run_does_not_outlive_a_killed_one(
     assert read(tmp_path)["complete"] is False
 
 
+def test_interrupted_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(wheel: object) -> Installed:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(installed, "inspect", interrupted)
+    assert verify(tmp_path / "out") == Exit.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupted_again_while_the_report_is_written(
+    stand_in: type[StandIn],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    def answer(section: str, task: str) -> dict[str, Any]:
+        if task == "decode":
+            monkeypatch.setattr(os, "fsync", interrupted)
+            raise KeyboardInterrupt
+        return good(section, task)
+
+    stand_in.answer = staticmethod(answer)
+    assert verify(tmp_path) == Exit.INTERRUPTED
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert read(tmp_path)["complete"] is False
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_result_that_is_no_number_fails_and_the_rest_goes_on(
+    stand_in: type[StandIn], tmp_path: Path
+) -> None:
+    def half(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        out: torch.Tensor = ours.dense(q, *arguments, **options)
+        return out * (float("nan") if q.shape[0] == 4 else 1)
+
+    def answer(section: str, task: str) -> dict[str, Any]:
+        if section != "batch-invariance":
+            return good(section, task)
+        broken = dataclasses.replace(ours, dense=half)
+        data = seed.batch_invariance(broken, None, "cpu")
+        return {"status": "passed" if data["passed"] else "failed", "data": data}
+
+    ours = Attention.installed()
+    stand_in.answer = staticmethod(answer)
+    assert verify(tmp_path) == Exit.CONTRACT
+    record = read(tmp_path)
+    assert record["complete"] is True
+    sections = {section["id"]: section for section in record["sections"]}
+    assert sections["batch-invariance"]["status"] == "failed"
+    assert sections["batch-invariance"]["data"]["rows"][0]["largest_difference"] is None
+    assert "not finite" in (tmp_path / "verification.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("failed", "status"), [("", Exit.REPORT), ("accuracy", Exit.ACCURACY)], ids=["passed", "failed"]
+)
+def test_a_page_that_cannot_be_made(
+    stand_in: type[StandIn],
+    failed: str,
+    status: Exit,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken(record: Any) -> str:
+        raise TypeError("unsupported format")
+
+    def answer(section: str, task: str) -> dict[str, Any]:
+        found = good(section, task)
+        return {**found, "status": "failed"} if section == failed else found
+
+    stand_in.answer = staticmethod(answer)
+    monkeypatch.setattr("flash_attn_deterministic.verify.report.texts.markdown", broken)
+    assert verify(tmp_path) == status
+    assert read(tmp_path)["complete"] is True
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: verification.md and .html could not be made (TypeError: unsup")
+    assert error.endswith("verification.json has the results")
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_unwritable_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
@@ -188,6 +279,20 @@ def test_disk_full_at_the_end(
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_a_damaged_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "flash_attn_deterministic-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("code.so", bytes(range(256)) * 16)
+    content = bytearray(path.read_bytes())
+    content[37:45] = b"\xff" * 8
+    path.write_bytes(content)
+    assert verify(tmp_path / "out", "--wheel", str(path)) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --wheel: {path.name} is damaged at code.so (")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_wheel_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "numpy-2.0-py3-none-any.whl").write_text("not even an archive")
     status = verify(tmp_path / "out", "--wheel", str(tmp_path / "numpy-2.0-py3-none-any.whl"))
@@ -211,6 +316,17 @@ def test_no_baseline(
     arguments = ["--device", device, "--baseline", str(tmp_path / "fa2.so")]
     assert main(["verify", "--out", str(tmp_path / "out"), *arguments]) == Exit.USAGE
     assert words in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "--help"])
+    assert caught.value.code == Exit.PASSED
+    printed = " ".join(capsys.readouterr().out.split())
+    for status in Exit:
+        assert f" {int(status)} " in printed
+    for option in ("--wheel FILE", "--out DIR", "--quick", "--baseline FILE", "--allow-source"):
+        assert option in printed
 
 
 @pytest.mark.parametrize(
@@ -306,6 +422,36 @@ def test_architectures(
     names = ("80-real", "90-real", "80-virtual", "90-virtual")
     expected = {"ran": ran, "ran_as_ptx": ptx, "unverified": unverified}
     assert environment.architectures(names, capability) == expected
+
+
+def test_a_letter_ties_machine_code_to_one_capability() -> None:
+    names = ["90-real", "90a-real", "100a-real", "100-virtual"]
+    found = environment.architectures(names, "9.0")
+    assert found == {"ran": ["sm_90a"], "ran_as_ptx": [], "unverified": ["sm_90", "sm_100a"]}
+    found = environment.architectures(names, "10.3")
+    assert (found["ran"], found["ran_as_ptx"]) == ([], ["compute_100"])
+
+
+def test_a_form_of_architecture_that_says_nothing_is_left_out() -> None:
+    found = environment.architectures(["native", "90-real"], "9.0")
+    assert found == {"ran": ["sm_90"], "ran_as_ptx": [], "unverified": []}
+
+
+def test_missing_kernels() -> None:
+    tile = _build_info.Tile(128, 64, 4)
+    held = [("fwd", "bf16", 64), ("fwd", "bf16", 128), ("bwd", "bf16", 64), ("fwd", "fp16", 64)]
+    info = dataclasses.replace(
+        _build_info.build_info(),
+        tiles={64: tile, 128: tile},
+        instances=tuple(_build_info.Instance(*one) for one in held),
+    )
+    missing = [tuple(one.values()) for one in environment.missing_kernels(info)]
+    assert missing == [
+        ("fwd", "fp16", 128),
+        ("bwd", "bf16", 128),
+        ("bwd", "fp16", 64),
+        ("bwd", "fp16", 128),
+    ]
 
 
 def test_ptx_alone_is_exercised() -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def release_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         environment, "architectures", functools.partial(_release, environment.architectures)
     )
+    monkeypatch.setattr(environment, "missing_kernels", lambda info: [])
 
 
 def _release(real: Callable[..., Any], names: Iterable[str], *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +149,100 @@ def test_an_infinite_error_is_null(tmp_path: Path, validator: Draft202012Validat
     (accuracy,) = (s for s in record["sections"] if s["id"] == "accuracy")
     assert accuracy["data"]["rows"][0]["ratio"] is None
     assert accuracy["data"]["worst"]["forward"]["ratio"] is None
-    assert "infinite" in (tmp_path / "verification.html").read_text()
+    for name in report.NAMES[1:]:
+        assert "✗ not finite" in (tmp_path / name).read_text()
+
+
+def test_the_worst_error_is_the_one_that_is_no_number(tmp_path: Path) -> None:
+    """Whatever place it has among the others."""
+    run = cuda_run(tmp_path)
+    run.results["accuracy", "128 bf16"]["data"]["rows"][0]["ratio"] = float("nan")
+    (found,) = (s for s in run.sections() if s["id"] == "accuracy")
+    assert found["data"]["worst"]["forward"]["head_dim"] == 128
+
+
+def numbers_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Where the measured numbers of a section's data are: containers, each with a key."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(item, float):
+            yield value, key
+        elif isinstance(item, (dict, list)) and key != "seed":
+            yield from numbers_of(item)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "section", [name for name in tasks.SECTIONS if name not in ("environment", "contract")]
+)
+def test_any_number_may_be_missing(
+    section: str, value: float, tmp_path: Path, validator: Draft202012Validator
+) -> None:
+    run = cuda_run(tmp_path)
+    for (own, _), result in run.results.items():
+        if own == section:
+            result |= {"status": outcome.FAILED, "data": copy.deepcopy(result["data"])}
+            for container, key in numbers_of(result["data"]):
+                container[key] = value
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert run.unrendered == ""
+    for name in report.NAMES[1:]:
+        text = (tmp_path / name).read_text()
+        assert "None" not in text
+        assert "not finite" in text
+
+
+def test_a_page_that_cannot_be_made_does_not_cost_the_results(
+    tmp_path: Path, validator: Draft202012Validator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(record: Any) -> str:
+        raise TypeError("unsupported <format>")
+
+    monkeypatch.setattr("flash_attn_deterministic.verify.report.texts.html", broken)
+    run = cuda_run(tmp_path)
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert (record["status"], record["complete"]) == ("passed", True)
+    assert run.unrendered == "TypeError: unsupported <format>"
+    assert "unsupported &lt;format&gt;" in (tmp_path / "verification.html").read_text()
+    for name in report.NAMES[1:]:
+        text = (tmp_path / name).read_text()
+        assert "The results are in verification.json" in text
+        assert "passed" not in text
+
+
+def test_kernels_that_the_wheel_lacks_are_named(
+    tmp_path: Path, validator: Draft202012Validator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = [("fwd", "bf16", 192), ("fwd", "bf16", 256), ("bwd", "fp16", 96)]
+    monkeypatch.setattr(
+        environment,
+        "missing_kernels",
+        lambda info: [
+            dict(zip(("direction", "dtype", "head_dim"), m, strict=True)) for m in missing
+        ],
+    )
+    run = cuda_run(tmp_path)
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert record["status"] == "passed"
+    words = (
+        "Not in the wheel, and so not tested: forward bf16, head_dim up to: 192, 256; backward "
+        "fp16, head_dim up to: 96."
+    )
+    for name in report.NAMES[1:]:
+        assert words in (tmp_path / name).read_text()
+
+
+def test_a_wheel_with_all_kernels_is_not_said_to_lack_any(tmp_path: Path) -> None:
+    assert written(cuda_run(tmp_path))["build"]["missing_kernels"] == []
+    for name in report.NAMES[1:]:
+        assert "Not in the wheel" not in (tmp_path / name).read_text()
+
+
+def test_the_committed_report_is_valid(validator: Draft202012Validator) -> None:
+    path = SCHEMA.parent / "results" / "verification" / "verification.json"
+    assert not list(validator.iter_errors(json.loads(path.read_text(encoding="utf-8"))))
 
 
 class Page(HTMLParser):
@@ -235,6 +330,20 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(report.ReportError, match="No space left on device"):
         report.write_files(tmp_path, {"a": "new", "b": "new"})
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "old", "b": "old"}
+
+
+def test_an_interruption_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report.write_files(tmp_path, {"a": "old"})
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.write_files(tmp_path, {"a": "new"})
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "old"}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -59,6 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         Exit status, one of `outcome.Exit`.
     """
+    from .outcome import Exit
+
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # before the run has begun, or again while it ends
+        print("interrupted", file=sys.stderr)
+        return Exit.INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from .installed import FileError, NotInstalledError
     from .outcome import Exit
     from .report import ReportError
@@ -110,7 +120,15 @@ def _verify(arguments: argparse.Namespace) -> int:
         reason = f": {section['reason']}" if section["reason"] else ""
         print(f"{section['status']:<15} {section['title']}{reason}")
     print(f"{record['status']}: {arguments.out / 'verification.html'}")
-    return int(outcome.exit_status(record["sections"], run.complete))
+    status = outcome.exit_status(record["sections"], run.complete)
+    if run.unrendered:
+        print(
+            f"error: verification.md and .html could not be made ({run.unrendered}); "
+            f"{arguments.out / 'verification.json'} has the results",
+            file=sys.stderr,
+        )
+        status = status or outcome.Exit.REPORT
+    return int(status)
 
 
 def _interrupt(signum: int, frame: object) -> None:

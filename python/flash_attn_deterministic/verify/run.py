@@ -16,6 +16,7 @@ from .. import _build_info
 from . import environment, outcome, report, tasks
 from .installed import Installed, Wheel
 from .progress import Progress
+from .report import numbers
 from .report.record import SCHEMA_VERSION, finite
 from .supervisor import Supervisor
 
@@ -51,6 +52,7 @@ class Run:
         results: by section and task id.
         seconds: by section and task id.
         complete: whether all tasks have ended.
+        unrendered: why the last report could not be made readable; "": it could.
     """
 
     settings: Settings
@@ -58,6 +60,7 @@ class Run:
     results: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     seconds: dict[tuple[str, str], float] = field(default_factory=dict)
     complete: bool = False
+    unrendered: str = ""
     started: datetime.datetime = field(
         default_factory=lambda: datetime.datetime.now(datetime.timezone.utc)
     )
@@ -91,9 +94,8 @@ class Run:
         Raises:
             ReportError: it cannot be written.
         """
-        record = self.record()
-        texts = (report.json_text(record), report.markdown(record), report.html(record))
-        report.write_files(self.settings.out, dict(zip(report.NAMES, texts, strict=True)))
+        texts, self.unrendered = report.render(self.record())
+        report.write_files(self.settings.out, texts)
 
     def sections(self) -> list[dict[str, Any]]:
         """Returns the sections of the report."""
@@ -142,6 +144,7 @@ class Run:
                 "cuda_toolkit": info.cuda_toolkit,
                 "architectures": list(info.architectures),
                 "deterministic": info.deterministic,
+                "missing_kernels": environment.missing_kernels(info),
             },
             "architectures": environment.architectures(
                 info.architectures,
@@ -255,7 +258,7 @@ def _accuracy(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for direction in ("forward", "backward"):
         own = [row for row in rows if row["direction"] == direction]
         if own:
-            row = max(own, key=lambda row: row["ratio"])
+            row = max(own, key=lambda row: numbers.height(finite(row["ratio"])))
             worst[direction] = {n: row[n] for n in ("name", "head_dim", "dtype", "ratio")}
     return {
         "rows": rows,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from .files import ReportError, write_files
-from .html import html
-from .markdown import markdown
 from .record import NAMES, canonical_digest, json_text
+from .texts import render
 
 __all__ = [
     "NAMES",
     "ReportError",
     "canonical_digest",
-    "html",
     "json_text",
-    "markdown",
+    "render",
     "write_files",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import tables
 from .tables import MARKS, Table
+
+_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -30,7 +32,20 @@ def notices(record: Mapping[str, Any]) -> list[str]:
     elif record["architectures"]["unverified"]:
         names = ", ".join(record["architectures"]["unverified"])
         found.append(f"Not verified, because it does not run on this GPU: {names}.")
+    # Reports of earlier versions do not have them.
+    missing = record["build"].get("missing_kernels", [])
+    if missing and record["device"] == "cuda":
+        found.append(f"Not in the wheel, and so not tested: {_kernels(missing)}.")
     return found
+
+
+def _kernels(missing: Sequence[Mapping[str, Any]]) -> str:
+    """Names kernels as the command info does: direction and dtype, then head dims."""
+    head_dims: dict[str, list[str]] = {}
+    for one in missing:
+        kind = f"{_DIRECTIONS[one['direction']]} {one['dtype']}"
+        head_dims.setdefault(kind, []).append(str(one["head_dim"]))
+    return "; ".join(f"{kind}, head_dim up to: {', '.join(n)}" for kind, n in head_dims.items())
 
 
 def _lines(record: Mapping[str, Any]) -> Iterator[str]:

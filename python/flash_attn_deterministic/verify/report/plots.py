@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import limits
-from . import svg, tables
+from . import numbers, svg, tables
 from .svg import Bar
 
 
@@ -37,12 +37,12 @@ def _seed(record: Mapping[str, Any], name: str, key: str, title: str) -> str:
                 if side == "upstream"
                 else (f"ours, {split}", "ours")
             )
-            bars.append(Bar(label, whose, value, tables.ratio(value)))
+            bars.append(Bar(label, whose, value, numbers.ratio(value)))
     if not bars:
         return ""
     seed = data["seed"]
     label = f"for reference: the seed on an {seed['gpu']}, splits of {seed['split_size']}"
-    bars.append(Bar(label, "the seed, as it reported", seed[key], tables.ratio(seed[key])))
+    bars.append(Bar(label, "the seed, as it reported", seed[key], numbers.ratio(seed[key])))
     return svg.bars(title, bars)
 
 
@@ -59,14 +59,14 @@ def _scaling(record: Mapping[str, Any]) -> str:
 
 
 def _accuracy(record: Mapping[str, Any]) -> str:
-    worst: dict[tuple[str, str], float] = {}
+    worst: dict[tuple[str, str], float | None] = {}
     for row in tables.section_of(record, "accuracy")["data"].get("rows", []):
         key = (f"{row['head_dim']} {row['dtype']}", row["direction"])
-        worst[key] = max(worst.get(key, 0.0), row["ratio"] or 0.0)
+        worst[key] = numbers.worst((worst.get(key, 0.0), row["ratio"]))
     if not worst:
         return ""
     bars = [
-        Bar(f"head dim {config}", direction, value, tables.ratio(value))
+        Bar(f"head dim {config}", direction, value, numbers.ratio(value))
         for (config, direction), value in sorted(
             worst.items(), key=lambda item: (int(item[0][0].split()[0]), item[0][0])
         )
@@ -74,7 +74,7 @@ def _accuracy(record: Mapping[str, Any]) -> str:
     limit = limits.ACCURACY_RATIO
     whose = "torch's" if record["device"] == "cuda" else "that of 16-bit rounding"
     title = f"Largest error over {whose}, the worst of each"
-    return svg.bars(title, bars, limit, f"limit {tables.ratio(limit)}")
+    return svg.bars(title, bars, limit, f"limit {numbers.ratio(limit)}")
 
 
 def _timed(record: Mapping[str, Any], name: str, title: str, limit: float) -> str:
@@ -84,11 +84,11 @@ def _timed(record: Mapping[str, Any], name: str, title: str, limit: float) -> st
             f"{row['shape']} {row['dtype']}",
             "ours",
             row["time_ratio"],
-            tables.ratio(row["time_ratio"]),
+            numbers.ratio(row["time_ratio"]),
         )
         for row in rows
     ]
     if not bars:
         return ""
-    text = f"limit {tables.ratio(limit)}" + (" on the geometric mean" if name == "decode" else "")
+    text = f"limit {numbers.ratio(limit)}" + (" on the geometric mean" if name == "decode" else "")
     return svg.bars(title, bars, limit, text)

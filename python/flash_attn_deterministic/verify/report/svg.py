@@ -19,13 +19,13 @@ class Bar:
     Args:
         label: above a group of bars.
         name: of the series.
-        value: its length.
+        value: its length; None draws no bar, only the text.
         text: written at its end.
     """
 
     label: str
     name: str
-    value: float
+    value: float | None
     text: str
 
 
@@ -70,7 +70,7 @@ def _bars(
     room: float,
 ) -> tuple[float, list[str]]:
     """Returns the height and the parts; room is kept for the text at a bar's end."""
-    longest = max([bar.value for bar in found] + ([line] if line is not None else [])) or 1.0
+    longest = max([line or 0.0, *(bar.value or 0.0 for bar in found)]) or 1.0
     scale = (_WIDTH - room) / longest
     parts: list[str] = []
     y, label = 0.0, ""
@@ -79,7 +79,7 @@ def _bars(
             label = bar.label
             y += 18
             parts.append(f'<text x="0" y="{y - 4:.1f}">{escape(label)}</text>')
-        width = max(1.0, bar.value * scale)
+        width = 0.0 if bar.value is None else max(1.0, bar.value * scale)
         colour = _COLOURS[names.index(bar.name) % len(_COLOURS)] if len(names) > 1 else "b"
         parts.append(
             f'<rect class="{colour}" x="0" y="{y:.1f}" width="{width:.1f}" height="{_ROW - 5}" '
@@ -102,15 +102,19 @@ def _bars(
     return y + 6, parts
 
 
-def lines(title: str, categories: Sequence[str], series: Mapping[str, Sequence[float]]) -> str:
-    """Draws a line for each series over named categories, on a logarithmic axis.
+def lines(
+    title: str, categories: Sequence[str], series: Mapping[str, Sequence[float | None]]
+) -> str:
+    """Draws a line for each series over named categories, on a logarithmic axis; "" without any.
 
     Args:
         title: for those who can't see the plot.
         categories: names along the bottom.
-        series: positive values by name, one for each category.
+        series: values by name, one for each category; what has no logarithm is left out.
     """
-    values = [value for one in series.values() for value in one]
+    values = [value for one in series.values() for value in one if value]
+    if not values:
+        return ""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     high = max(high, low + 1)
     left, right, top, bottom = 44.0, 24.0, 14.0, 170.0
@@ -134,7 +138,7 @@ def lines(title: str, categories: Sequence[str], series: Mapping[str, Sequence[f
         )
     for number, one in enumerate(series.values()):
         colour = _COLOURS[number % len(_COLOURS)]
-        points = [(x, height(value)) for x, value in zip(places, one, strict=True)]
+        points = [(x, height(value)) for x, value in zip(places, one, strict=True) if value]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline class="{colour}" points="{path}"/>')
         parts += [

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import limits
+from . import numbers
+from .numbers import milliseconds, ratio, size
 
 MARKS = {
     "passed": "✓ passed",
@@ -47,16 +49,6 @@ def without_empty(table: Table) -> Table:
         tuple(tuple(row[i] for i in kept) for row in table.rows),
         table.numbers,
     )
-
-
-def ratio(value: float | None) -> str:
-    """Returns e.g. "1.05x"."""
-    return "infinite" if value is None else f"{value:.2f}x"
-
-
-def size(count: int) -> str:
-    """Returns bytes as MB."""
-    return f"{count / 1e6:.1f} MB"
 
 
 def sections(record: Mapping[str, Any]) -> Table:
@@ -185,8 +177,8 @@ def accuracy(record: Mapping[str, Any]) -> Table:
             row["dtype"],
             row["tensor"],
             row["name"].split(" ", 2)[2],
-            _error(row["ours"]["largest"]),
-            _error(row["standard"]["largest"]),
+            numbers.error(row["ours"]["largest"]),
+            numbers.error(row["standard"]["largest"]),
             ("" if row["passed"] else "✗ ") + ratio(row["ratio"]),
         )
         for row in worst.values()
@@ -196,14 +188,9 @@ def accuracy(record: Mapping[str, Any]) -> Table:
 
 
 def _height(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Orders rows: by ratio, then by error; None stands for infinite."""
+    """Orders rows: by ratio, then by error."""
     largest = row["ours"]["largest"] if "ours" in row else 0.0
-    first, second = (float("inf") if n is None else float(n) for n in (row["ratio"], largest))
-    return first, second
-
-
-def _error(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.1e}"
+    return numbers.height(row["ratio"]), numbers.height(largest)
 
 
 SIDES = {
@@ -245,16 +232,11 @@ def seed(section: Mapping[str, Any]) -> Table:
     return without_empty(Table(header, tuple(rows), 2))
 
 
-def milliseconds(time: Mapping[str, float]) -> str:
-    """Returns e.g. "3.36 (3.34 to 3.70)": median, 10th and 90th percentile."""
-    return f"{time['median']:.3g} ({time['p10']:.3g} to {time['p90']:.3g})"
-
-
 def timed(section: Mapping[str, Any]) -> Table:
     """Decode or backward: a row for each shape."""
     rows = []
     for row in section["data"].get("rows", []):
-        floor, peaks = row.get("floor_ms"), row.get("peak_bytes")
+        peaks = row.get("peak_bytes")
         rows.append(
             (
                 f"{row['shape']} {row['dtype']}",
@@ -262,7 +244,9 @@ def timed(section: Mapping[str, Any]) -> Table:
                 milliseconds(row["ms"]["standard"]),
                 ratio(row["time_ratio"]),
                 ratio(row["ratio_to_upstream"]) if "ratio_to_upstream" in row else "",
-                "" if floor is None else f"{ratio(row['ratio_to_floor'])} (floor {floor:.3g} ms)",
+                f"{ratio(row['ratio_to_floor'])} (floor {numbers.short(row['floor_ms'])} ms)"
+                if "floor_ms" in row
+                else "",
                 ""
                 if peaks is None
                 else f"{size(peaks['deterministic'])} ({ratio(row['memory_ratio'])})",
@@ -289,7 +273,7 @@ def invariance(section: Mapping[str, Any]) -> Table:
             SIDES.get(row["side"], row["side"]),
             row["shape"],
             f"{row['differing']} of {row['elements']}",
-            f"{row['largest_difference']:.1e}",
+            numbers.error(row["largest_difference"]),
         )
         for row in section["data"].get("rows", [])
     ]
@@ -334,7 +318,7 @@ def headline(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     section = section_of(record, "backward")
     rows = section["data"].get("rows", [])
     if rows:
-        largest = max(row["time_ratio"] for row in rows)
+        largest = numbers.worst(row["time_ratio"] for row in rows)
         text = "of torch's flash attention, the worst shape"
         tiles.append(("Backward time", ratio(largest), text, section["status"]))
     return tiles
