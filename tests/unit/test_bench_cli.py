@@ -6,17 +6,18 @@ import errno
 import json
 import os
 import xml.etree.ElementTree as ET
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flash_attn_deterministic import _build_info
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.bench import measure as measuring
 from flash_attn_deterministic.bench import peers, problem
-from flash_attn_deterministic.bench.problem import Problem, Shape
-
-SHAPE = Shape("forward", 1, 64, 2, 1, 64, causal=True)
+from flash_attn_deterministic.bench.problem import Problem
+from flash_attn_deterministic.verify import environment
 
 
 def bench(out: Path, *arguments: str) -> int:
@@ -53,49 +54,6 @@ def test_one_kind(tmp_path: Path) -> None:
     assert [case["kind"] for case in read(tmp_path)["cases"]] == ["decode"]
 
 
-def run_with(peer: peers.Peer) -> dict[str, Any]:
-    return measuring.measure(SHAPE, "cpu", [peers.OURS, peer], 2)
-
-
-def test_a_peer_that_fails_is_listed_with_its_reason() -> None:
-    def forward(one: Problem) -> peers.Call:
-        raise RuntimeError("no kernel for this GPU\nwith a long trace")
-
-    found = run_with(peers.Peer("sdpa", "broken", forward, ("cpu",)))
-    assert found["failed"] == {"sdpa": "RuntimeError: no kernel for this GPU"}
-    assert set(found["ms"]) == {"ours"}
-
-
-def test_a_peer_that_computes_something_else_is_no_peer() -> None:
-    found = run_with(peers.Peer("sdpa", "other", lambda p: lambda: p.q + 1, ("cpu",)))
-    assert "differs from ours" in found["failed"]["sdpa"]
-
-
-def test_a_nan_differs() -> None:
-    found = run_with(peers.Peer("sdpa", "nan", lambda p: lambda: p.q * torch.nan, ("cpu",)))
-    assert "differs from ours" in found["failed"]["sdpa"]
-
-
-@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
-def test_what_is_not_installed_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, name, None)
-    (peer,) = (one for one in peers.PEERS if one.name == name)
-    with pytest.raises(peers.Unavailable, match=f"{name} cannot be imported"):
-        peer.forward(Problem.draw(SHAPE, "cpu"))
-
-
-def test_a_peer_without_backward() -> None:
-    shape = Shape("backward", 1, 64, 2, 2, 64)
-    peer = peers.Peer("sdpa", "no backward", peers._sdpa, ("cpu",), backward=False)
-    found = measuring.measure(shape, "cpu", [peers.OURS, peer], 2)
-    assert found["failed"] == {"sdpa": "Unavailable: has no backward"}
-    assert "ours" in found["ms"]
-
-
-def test_peers_have_names_of_their_own() -> None:
-    assert len({peer.name for peer in peers.PEERS}) == len(peers.PEERS)
-
-
 def test_shapes_have_names_of_their_own() -> None:
     for device in ("cpu", "cuda"):
         found = problem.shapes(device, ("forward", "decode", "backward"))
@@ -104,7 +62,7 @@ def test_shapes_have_names_of_their_own() -> None:
 
 
 def test_ours_failing_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(one: Problem) -> peers.Call:
+    def forward(one: Problem) -> peers.Forward:
         raise RuntimeError("no kernel")
 
     ours = peers.Peer("ours", "broken", forward, ("cpu",))
@@ -115,13 +73,40 @@ def test_ours_failing_fails_the_command(tmp_path: Path, monkeypatch: pytest.Monk
     assert read(tmp_path)["cases"][0]["failed"] == {"ours": "RuntimeError: no kernel"}
 
 
-def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def stopped(*arguments: object) -> dict[str, Any]:
         raise KeyboardInterrupt
 
+    assert bench(tmp_path, "--peers", "sdpa", "--kinds", "decode") == 0
+    for name in ("bench.md", "bench.svg"):
+        assert "ncomplete" not in (tmp_path / name).read_text()
     monkeypatch.setattr(measuring, "measure", stopped)
     assert bench(tmp_path) == 130
+    assert capsys.readouterr().err.endswith("interrupted\n")
     assert read(tmp_path)["complete"] is False
+    # Nor do the others look whole, though nothing was measured yet.
+    assert "Incomplete: the run did not come to its end" in (tmp_path / "bench.md").read_text()
+    assert "(incomplete)" in "".join(ET.fromstring((tmp_path / "bench.svg").read_text()).itertext())
+
+
+def test_interrupted_before_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(device: str) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(environment, "collect", stopped)
+    assert bench(tmp_path / "out") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_unwritable_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert bench(tmp_path / "file" / "out") == 7
+    assert "choose another folder with --out" in capsys.readouterr().err
 
 
 def test_unknown_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,11 +114,92 @@ def test_unknown_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--peers: no xformers; known: ours, sdpa-flash" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--repeats", "1"], ["--kinds", "training"], ["--fast"]])
-def test_wrong_usage(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--repeats", "1"], "--repeats: expected a whole number of 2 or more, got '1'"),
+        (["--repeats", "abc"], "--repeats: expected a whole number of 2 or more, got 'abc'"),
+        (["--repeats", "2.5"], "--repeats: expected a whole number of 2 or more, got '2.5'"),
+        (["--kinds", "training"], "invalid choice: 'training'"),
+        (["--device", "tpu"], "invalid choice: 'tpu'"),
+        (["--fast"], "unrecognized arguments: --fast"),
+        (["--out"], "expected one argument"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", *arguments])
     assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    for word in ("--repeats N", "exit status: 0 done", "7 the results cannot be written"):
+        assert word in printed
+
+
+@pytest.fixture
+def source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package as it is in a source tree: nothing was built, nothing is installed."""
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(_build_info, "_PATH", Path("nowhere") / "_build_info.json")
+    _build_info.build_info.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--device", "cpu"], 6, "this is the source tree, not an installed wheel"),
+        (["--device", "cpu", "--peers", "nope"], 2, "--peers: no nope"),
+        (["--device", "cuda"], 6, "finds no CUDA device"),
+    ],
+)
+@pytest.mark.usefixtures("source_tree")
+def test_source_tree(
+    arguments: list[str],
+    status: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "out"
+    try:
+        assert main(["bench", "--out", str(out), *arguments]) == status
+    finally:
+        _build_info.build_info.cache_clear()
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_files_without_an_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert bench(tmp_path / "out") == 6
+    assert "flash-attn-deterministic is not installed" in capsys.readouterr().err
+
+
+def test_a_peer_asked_for_is_listed_even_where_it_does_not_run(tmp_path: Path) -> None:
+    assert bench(tmp_path, "--peers", "flash_attn", "flash_attn", "--kinds", "decode") == 0
+    (case,) = read(tmp_path)["cases"]
+    assert case["failed"] == {"flash_attn": "Unavailable: does not run on cpu"}
+    assert set(case["ms"]) == {"ours"}
 
 
 def test_no_gpu(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .peers import Peer
 
 KINDS = ("forward", "decode", "backward")
 _EPILOG = """\
 exit status: 0 done (a peer that cannot run is listed with its reason); 1 ours failed; 2 wrong
-usage; 6 no such device; 7 the results cannot be written; 130 interrupted (what was measured is
-written)
+usage; 6 no such device, or a source tree; 7 the results cannot be written; 130 interrupted (what
+was measured is written)
 """
 
 
@@ -33,7 +36,7 @@ def add_command(commands: Any) -> None:
         "--peers", nargs="+", metavar="NAME", help="which to time besides ours (default: all)"
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=20, metavar="N", help="timed calls (default: 20)"
+        "--repeats", type=_repeats, default=20, metavar="N", help="timed calls (default: 20)"
     )
     parser.add_argument(
         "--out",
@@ -45,10 +48,14 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
+def _repeats(text: str) -> int:
+    words = f"expected a whole number of 2 or more, got {text!r}"
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(words) from None
     if number < 2:
-        raise argparse.ArgumentTypeError(f"expected 2 or more, got {number}")
+        raise argparse.ArgumentTypeError(words)
     return number
 
 
@@ -58,72 +65,135 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         Exit status; see the command's help.
     """
-    import torch
+    from ..verify.outcome import Exit
 
-    from .. import __version__, get_deterministic_mode
-    from ..verify.environment import collect
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # before anything was measured
+        print("interrupted", file=sys.stderr)
+        return Exit.INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from ..errors import ArgumentError, BuildInfoError
+    from ..verify.installed import NotInstalledError
     from ..verify.outcome import Exit
     from ..verify.report import ReportError
+
+    statuses = {
+        ArgumentError: Exit.USAGE,
+        BuildInfoError: Exit.ENVIRONMENT,
+        NotInstalledError: Exit.ENVIRONMENT,
+        ReportError: Exit.REPORT,
+    }
+    try:
+        return _bench(arguments)
+    except tuple(statuses) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return next(status for kind, status in statuses.items() if isinstance(error, kind))
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from .peers import OURS
+
+    # What was asked for comes first: the rest takes its time, or needs a GPU.
+    peers = _peers(arguments)
+    _check_device(arguments.device)
+    record = _begin(arguments)
+
+    from ..verify.outcome import Exit
     from .measure import measure
-    from .peers import OURS, PEERS
     from .problem import shapes
+    from .report import text
+
+    status = Exit.PASSED
+    _write(arguments.out, record)
+    try:
+        for shape in shapes(arguments.device, tuple(dict.fromkeys(arguments.kinds))):
+            print(shape.name, file=sys.stderr, flush=True)
+            case = measure(shape, arguments.device, peers, arguments.repeats)
+            record["cases"].append(case)
+            _write(arguments.out, record)
+        record["complete"] = True
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = Exit.INTERRUPTED
+    _write(arguments.out, record)
+    print(text(record))
+    if status == Exit.PASSED and any(OURS.name in case["failed"] for case in record["cases"]):
+        return 1
+    return status
+
+
+def _peers(arguments: argparse.Namespace) -> list[Peer]:
+    """Returns ours, then the peers asked for; all that run on the device, if none were.
+
+    Raises:
+        ArgumentError: there is no such peer.
+    """
+    from ..errors import ArgumentError
+    from .peers import OURS, PEERS
 
     known = {peer.name: peer for peer in PEERS}
     unknown = [name for name in arguments.peers or () if name not in known]
     if unknown:
-        print(
-            f"error: --peers: no {', '.join(unknown)}; known: {', '.join(known)}", file=sys.stderr
+        raise ArgumentError(f"--peers: no {', '.join(unknown)}; known: {', '.join(known)}")
+    if arguments.peers:
+        # One that does not run on the device will be listed with that as its reason.
+        chosen = [known[name] for name in dict.fromkeys(arguments.peers)]
+    else:
+        chosen = [peer for peer in PEERS if arguments.device in peer.devices]
+    return [OURS, *(peer for peer in chosen if peer is not OURS)]
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    from ..verify.installed import NotInstalledError
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise NotInstalledError(
+            f"--device cuda: torch {torch.__version__} finds no CUDA device; use a machine with an "
+            "NVIDIA GPU, or --device cpu"
         )
-        return Exit.USAGE
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print(
-            f"error: --device cuda: torch {torch.__version__} finds no CUDA device; use a machine "
-            "with an NVIDIA GPU, or --device cpu",
-            file=sys.stderr,
-        )
-        return Exit.ENVIRONMENT
-    chosen = [known[name] for name in arguments.peers] if arguments.peers else list(PEERS)
-    peers = [peer for peer in chosen if arguments.device in peer.devices]
-    if OURS not in peers:
-        peers = [OURS, *peers]
-    record: dict[str, Any] = {
+
+
+def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the record of a run that has measured nothing yet.
+
+    Raises:
+        BuildInfoError: this is a source tree.
+        NotInstalledError: nothing tells the version.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    from .. import get_deterministic_mode
+    from .._build_info import build_info
+    from ..verify.environment import collect
+    from ..verify.installed import NAME, NotInstalledError
+
+    build_info()
+    try:
+        found = version(NAME)
+    except PackageNotFoundError as error:
+        raise NotInstalledError(f"{NAME} is not installed; install the wheel") from error
+    return {
         "schema_version": 1,
         "complete": False,
-        "version": __version__,
+        "version": found,
         "environment": collect(arguments.device),
         "split_size": get_deterministic_mode().split_size,
         "repeats": arguments.repeats,
         "cases": [],
     }
-    status = Exit.PASSED
-    try:
-        _write(arguments.out, record)
-        try:
-            for shape in shapes(arguments.device, tuple(arguments.kinds)):
-                print(shape.name, file=sys.stderr, flush=True)
-                case = measure(shape, arguments.device, peers, arguments.repeats)
-                record["cases"].append(case)
-                _write(arguments.out, record)
-            record["complete"] = True
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            status = Exit.INTERRUPTED
-        _write(arguments.out, record)
-    except ReportError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return Exit.REPORT
-    from .report import text
-
-    print(text(record))
-    if any(OURS.name in case["failed"] for case in record["cases"]):
-        return 1
-    return status
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
     from ..verify.report import json_text, write_files
+    from ..verify.report.record import finite
     from .report import markdown, plot
 
+    record = finite(record)
     write_files(
         folder,
         {"bench.json": json_text(record), "bench.md": markdown(record), "bench.svg": plot(record)},

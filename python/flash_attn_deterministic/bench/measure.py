@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from ..verify.speed.measure import interleaved, peak_memory, summary
-from .peers import OURS, Call, Peer
+from .compare import compare
+from .peers import OURS, Call, Peer, Result, Unavailable
 from .problem import Problem, Shape
-
-# Largest difference from ours that still counts as the same function, over the largest number.
-_TOLERANCE = 0.05
 
 
 def measure(shape: Shape, device: str, peers: Sequence[Peer], repeats: int) -> dict[str, Any]:
@@ -30,30 +28,37 @@ def measure(shape: Shape, device: str, peers: Sequence[Peer], repeats: int) -> d
         `ms` and, on CUDA, `peak_bytes` above the inputs by peer; `ratio` of each median to ours;
         `failed`: reasons by peer.
     """
-    problem = Problem.draw(shape, device)
-    calls: dict[str, Call] = {}
+    calls: dict[str, _Isolated] = {}
     failed: dict[str, str] = {}
-    expected: torch.Tensor | None = None
     peaks: dict[str, int] = {}
-    with torch.set_grad_enabled(shape.kind == "backward"):
-        for peer in sorted(peers, key=lambda peer: peer is not OURS):
-            try:
-                call = peer.call(problem)
-                result = call().detach().float()
-                if expected is None and peer is OURS:
+    expected: Result | None = None
+    try:
+        if device == "cuda":
+            # The graphs of the last shape had memory of their own.
+            torch.cuda.empty_cache()
+        problem = Problem.draw(shape, device)
+        with torch.set_grad_enabled(shape.kind == "backward"):
+            for peer in sorted(peers, key=lambda peer: peer is not OURS):
+                try:
+                    call, result, peak = _prepare(peer, problem, expected, device)
+                except Exception as error:
+                    failed[peer.name] = _reason(error)
+                    continue
+                calls[peer.name] = _Isolated(call)
+                if peak is not None:
+                    peaks[peer.name] = peak
+                if peer is OURS:
                     expected = result
-                elif expected is not None:
-                    _compare(result, expected)
-                if device == "cuda":
-                    peaks[peer.name] = peak_memory(call)
-                    if shape.kind == "decode":
-                        call = _graph(call)
-                calls[peer.name] = call
-            except Exception as error:
-                text = str(error).strip().splitlines()
-                failed[peer.name] = f"{type(error).__name__}: {text[0] if text else ''}"[:300]
-        timed = interleaved(calls, repeats=repeats) if device == "cuda" else _cpu(calls, repeats)
-    times = {name: summary(values) for name, values in timed.items()}
+            timed = (
+                interleaved(calls, repeats=repeats) if device == "cuda" else _cpu(calls, repeats)
+            )
+    except Exception as error:  # no room for the tensors, or a GPU that one of the calls broke
+        timed = {}
+        failed = {peer.name: failed.get(peer.name, _reason(error)) for peer in peers}
+    for name, one in calls.items():
+        if one.reason:
+            failed[name] = one.reason
+    times = {name: summary(values) for name, values in timed.items() if name not in failed}
     ours = times.get(OURS.name)
     return {
         "name": shape.name,
@@ -62,19 +67,50 @@ def measure(shape: Shape, device: str, peers: Sequence[Peer], repeats: int) -> d
         "ratio": {}
         if ours is None
         else {name: round(one["median"] / ours["median"], 4) for name, one in times.items()},
-        "peak_bytes": peaks,
+        "peak_bytes": {name: peak for name, peak in peaks.items() if name in times},
         "failed": failed,
     }
 
 
-def _compare(result: torch.Tensor, expected: torch.Tensor) -> None:
-    gap = float((result - expected).abs().max())
-    if not gap <= _TOLERANCE * float(expected.abs().max()):
-        raise ValueError(f"the result differs from ours by {gap:.3g}")
+def _prepare(
+    peer: Peer, problem: Problem, expected: Result | None, device: str
+) -> tuple[Callable[[], object], Result, int | None]:
+    """Makes a peer ready to be timed, and looks that it computes what ours does.
+
+    Returns:
+        What to time, its result, and its peak memory on CUDA.
+
+    Raises:
+        Exception: the peer can't run the problem, or computes something else.
+    """
+    cuda, kind = device == "cuda", problem.shape.kind
+    before = torch.cuda.memory_allocated() if cuda else 0
+    call = peer.call(problem)
+    # A workspace that a peer keeps is memory that it needs. What autograd saved is another's count.
+    kept = torch.cuda.memory_allocated() - before if cuda and kind != "backward" else 0
+    result = _detached(call())
+    if expected is not None:
+        compare(result, expected)
+    if not cuda:
+        return call, result, None
+    peak = kept + peak_memory(call)
+    if kind != "decode":
+        return call, result, peak
+    replay, replayed = _graph(call)
+    compare(_detached(replayed), result)
+    return replay, result, peak
 
 
-def _graph(call: Call) -> Callable[[], Any]:
-    """Captures a call, so that the host's launches do not count; serving does the same."""
+def _detached(result: Result) -> Result:
+    return tuple(tensor.detach() for tensor in result)
+
+
+def _graph(call: Call) -> tuple[Callable[[], object], Result]:
+    """Captures a call, so that the host's launches do not count; serving does the same.
+
+    Returns:
+        What replays it, and the result of a first replay.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -82,15 +118,43 @@ def _graph(call: Call) -> Callable[[], Any]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        result = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay, result
 
 
-def _cpu(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
+class _Isolated:
+    """A call that, once it has raised, keeps the reason and does nothing more."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self.reason = ""
+
+    def __call__(self) -> None:
+        if self.reason:
+            return
+        try:
+            self._call()
+        except Exception as error:
+            self.reason = _reason(error)
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the first line of an exception, or of its cause: a compiler's own says little."""
+    while error.__cause__ is not None and not isinstance(error, Unavailable):
+        error = error.__cause__
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+
+
+def _cpu(calls: Mapping[str, _Isolated], repeats: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(max(2, repeats)):
-        for name, call in calls.items():
+    names = list(calls)
+    for turn in range(repeats):
+        for place in range(len(names)):
+            name = names[(turn + place) % len(names)]
             begin = time.perf_counter()
-            call()
+            calls[name]()
             times[name].append(1e3 * (time.perf_counter() - begin))
     return times

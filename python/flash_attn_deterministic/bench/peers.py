@@ -15,7 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .problem import Problem
 
-Call = Callable[[], torch.Tensor]
+Forward = Callable[[], torch.Tensor]
+Result = tuple[torch.Tensor, ...]
+Call = Callable[[], Result]
 
 
 class Unavailable(Exception):
@@ -31,16 +33,17 @@ class Peer:
         title: for people.
         forward: returns a call that computes out, (batch, seqlen_q, nheads, head_dim).
         devices: where it runs.
+        backward: whether it has gradients.
     """
 
     name: str
     title: str
-    forward: Callable[[Problem], Call]
+    forward: Callable[[Problem], Forward]
     devices: tuple[str, ...] = ("cuda",)
     backward: bool = True
 
     def call(self, problem: Problem) -> Call:
-        """Returns what to time.
+        """Returns what to time: it computes out, or for a backward dq, dk and dv.
 
         Raises:
             Unavailable: with the reason; any other exception counts as one too.
@@ -49,15 +52,16 @@ class Peer:
         if device not in self.devices:
             raise Unavailable(f"does not run on {device}")
         if problem.shape.kind != "backward":
-            return self.forward(problem)
+            forward = self.forward(problem)
+            return lambda: (forward(),)
         if not self.backward:
             raise Unavailable("has no backward")
         out = self.forward(problem)()
         leaves = (problem.q, problem.k, problem.v)
-        return lambda: torch.autograd.grad(out, leaves, problem.dout, retain_graph=True)[0]
+        return lambda: torch.autograd.grad(out, leaves, problem.dout, retain_graph=True)
 
 
-def _ours(problem: Problem) -> Call:
+def _ours(problem: Problem) -> Forward:
     from .. import flash_attn_func, flash_attn_with_kvcache
 
     q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
@@ -66,7 +70,7 @@ def _ours(problem: Problem) -> Call:
     return lambda: flash_attn_func(q, k, v, causal=causal)
 
 
-def _sdpa(problem: Problem, backend: SDPBackend | None = None) -> Call:
+def _sdpa(problem: Problem, backend: SDPBackend | None = None) -> Forward:
     q, k, v = (t.transpose(1, 2) for t in (problem.q, problem.k, problem.v))
     shared = problem.shape.nheads != problem.shape.nheads_k
 
@@ -89,14 +93,16 @@ def _only(backend: SDPBackend | None) -> Iterator[None]:
         yield
 
 
-@functools.cache
 def _compiled_flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    # Else the ninth shape would meet the limit of recompilations, and run without compilation.
+    torch.compiler.reset()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def _flex(problem: Problem) -> Call:
+def _flex(problem: Problem) -> Forward:
+    from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask
 
     q, k, v = (t.transpose(1, 2) for t in (problem.q, problem.k, problem.v))
@@ -117,6 +123,9 @@ def _flex(problem: Problem) -> Call:
         out: torch.Tensor = flex(q, k, v, block_mask=mask, enable_gqa=shared)
         return out.transpose(1, 2)
 
+    # Compiled here, with a backward that leaves what the forward saved: it is timed many times.
+    with config.patch(donated_buffer=False):
+        call()
     return call
 
 
@@ -127,7 +136,7 @@ def _installed(name: str) -> Any:
         raise Unavailable(f"{name} cannot be imported ({error})") from error
 
 
-def _flash_attn(problem: Problem) -> Call:
+def _flash_attn(problem: Problem) -> Forward:
     module = _installed("flash_attn")
     q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
     if problem.shape.kind == "decode":
@@ -139,13 +148,15 @@ _WORKSPACE_BYTES = 256 * 2**20
 _PAGE = 16
 
 
-def _flashinfer(problem: Problem) -> Call:
+def _flashinfer(problem: Problem) -> Forward:
     module = _installed("flashinfer")
     shape, device = problem.shape, problem.q.device
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     heads = (shape.nheads, shape.nheads_k, shape.head_dim)
     counts = torch.arange(shape.batch + 1, dtype=torch.int32, device=device)
     if shape.kind == "decode":
+        if shape.seqlen % _PAGE:
+            raise Unavailable(f"expected a multiple of {_PAGE} keys, got {shape.seqlen}")
         pages = shape.seqlen // _PAGE
         cache = tuple(
             t.reshape(shape.batch * pages, _PAGE, *t.shape[2:]) for t in (problem.k, problem.v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..verify.report.numbers import milliseconds, ratio, short, size
 from ..verify.report.svg import Bar, bars_file
 from .peers import PEERS
 
@@ -21,9 +22,9 @@ def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
                 (
                     case["name"],
                     _TITLES[name],
-                    f"{time['median']:.3g} ({time['p10']:.3g} to {time['p90']:.3g})",
-                    f"{case['ratio'][name]:.2f}x" if name in case["ratio"] else "",
-                    "" if peak is None else f"{peak / 1e6:.1f} MB",
+                    milliseconds(time),
+                    ratio(case["ratio"][name]) if name in case["ratio"] else "",
+                    "" if peak is None else size(peak),
                 )
             )
         for name, reason in case["failed"].items():
@@ -36,7 +37,7 @@ HEADER = ("shape", "implementation", "ms", "of ours", "peak memory")
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Returns the results as Markdown."""
-    lines = ["# Benchmark", "", _machine(record), ""]
+    lines = ["# Benchmark", "", *_notice(record), _machine(record), ""]
     lines += ["| " + " | ".join(HEADER) + " |", "|---|---|---:|---:|---:|"]
     lines += ["| " + " | ".join(w.replace("|", "\\|") for w in row) + " |" for row in rows(record)]
     return "\n".join(lines) + "\n"
@@ -44,13 +45,13 @@ def markdown(record: Mapping[str, Any]) -> str:
 
 def text(record: Mapping[str, Any]) -> str:
     """Returns the results for a terminal: a block for each shape."""
-    lines = [_machine(record)]
+    lines = [*_notice(record), _machine(record)]
     last = ""
-    for shape, peer, time, ratio, memory in rows(record):
+    for shape, peer, time, relative, memory in rows(record):
         if shape != last:
             lines += ["", shape]
             last = shape
-        lines.append(f"  {peer:<30} {time:<30} {ratio:>7} {memory:>12}".rstrip())
+        lines.append(f"  {peer:<30} {time:<30} {relative:>7} {memory:>12}".rstrip())
     return "\n".join(lines)
 
 
@@ -58,11 +59,18 @@ def plot(record: Mapping[str, Any]) -> str:
     """Returns an SVG file: each peer's time over ours, shape by shape."""
     bars = []
     for case in record["cases"]:
-        for name, ratio in case["ratio"].items():
-            words = f"{_TITLES[name]}, {case['ms'][name]['median']:.3g} ms"
+        for name, relative in case["ratio"].items():
+            words = f"{_TITLES[name]}, {short(case['ms'][name]['median'])} ms"
             side = "ours" if name == "ours" else "peer"
-            bars.append(Bar(case["name"], side, ratio, words))
-    return bars_file("Time over ours; shorter is faster", bars) if bars else ""
+            bars.append(Bar(case["name"], side, relative, words))
+    title = "Time over ours; shorter is faster"
+    return bars_file(title if record["complete"] else f"{title} (incomplete)", bars)
+
+
+def _notice(record: Mapping[str, Any]) -> list[str]:
+    if record["complete"]:
+        return []
+    return ["Incomplete: the run did not come to its end; what is missing was not measured.", ""]
 
 
 def _machine(record: Mapping[str, Any]) -> str:
