@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from flash_attn_deterministic.verify.contract import (
 from flash_attn_deterministic.verify.contract.check import Mismatch, expect_numbers
 from flash_attn_deterministic.verify.contract.sizes import FEATURES
 
+ROOT = Path(__file__).parents[2]
 BY_ID = {check.id: check for check in CHECKS}
 ON_CPU = [check for check in CHECKS if "cpu" in check.devices]
 
@@ -81,6 +85,17 @@ def test_a_full_run_has_all_that_a_quick_one_has() -> None:
         quick, full = size_of(device, True), size_of(device, False)
         assert set(quick.configs) < set(full.configs)
         assert set(quick.features) < set(full.features) == set(FEATURES)
+
+
+def test_a_full_run_meets_every_kernel_of_the_release() -> None:
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text(encoding="utf-8"))
+    assert table["tiles"].keys() == table["bwd_tiles"].keys()
+    compiled = sorted(map(int, table["tiles"]))
+    met = {
+        (next(kernel for kernel in compiled if kernel >= head_dim), dtype)
+        for head_dim, dtype in size_of("cuda", quick=False).configs
+    }
+    assert met == set(itertools.product(compiled, table["dtypes"]))
 
 
 def test_configs_that_the_wheel_lacks_are_left_out() -> None:

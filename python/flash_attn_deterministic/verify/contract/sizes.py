@@ -28,17 +28,22 @@ CAUSAL = frozenset(
 
 Config = tuple[int, str]
 
+# Head dim and dtype: every kernel of the release wheel, and head dims that are padded.
 _CONFIGS: tuple[Config, ...] = (
     (64, "bf16"),
     (64, "fp16"),
     (128, "bf16"),
     (128, "fp16"),
     (32, "bf16"),
+    (32, "fp16"),
     (40, "bf16"),
     (72, "fp16"),
+    (96, "bf16"),
     (96, "fp16"),
     (112, "bf16"),
     (192, "bf16"),
+    (192, "fp16"),
+    (256, "bf16"),
     (256, "fp16"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -110,17 +111,26 @@ def _pages(
 
 
 def varlen_cases(size: Size) -> Iterable[Case]:
-    return cases_of(size, size.features, ragged=(0, 1))
+    return cases_of(size, size.features, ragged=(0, 1), spare_rows=(0, 3))
 
 
 def varlen(case: Case, attention: Attention, size: Size) -> None:
-    """Packed, and padded with seqused_k, against each sequence alone; empty ones among them."""
+    """Packed, and padded with seqused_k, against each sequence alone; empty ones among them.
+
+    Where there are spare rows, which belong to no sequence, sequences of one query each become of
+    one at most: as many rows as sequences, but not row by row.
+    """
     longest = min(size.seqlen, 1100)
     lengths_k = [0, 65, min(512, longest - 9), 0, longest, 64, min(513, longest - 8), 1, 127]
-    lengths_q = [3, 65, 0, 0, min(200, longest), 129, 1, 64, 5] if case["ragged"] else [1] * 9
+    spare = case["spare_rows"]
+    if case["ragged"]:
+        lengths_q = [3, 65, 0, 0, min(200, longest), 129, 1, 64, 5]
+    else:
+        lengths_q = [1, 0, 1, 1, 0, 1, 1, 0, 1] if spare else [1] * 9
     call = make(case, attention, size, batch=9, seqlen_q=max(lengths_q), seqlen_k=longest)
     device, room = call.q.device, longest + 100
     q = torch.cat([one[:n] for one, n in zip(call.q, lengths_q, strict=True)])
+    q = torch.cat([q, q[:spare]])
     k, v = (
         torch.cat([one[:n] for one, n in zip(t, lengths_k, strict=True)]) for t in (call.k, call.v)
     )
@@ -154,3 +164,9 @@ def varlen(case: Case, attention: Attention, size: Size) -> None:
             )
             expect_same(one, what, own, one())
         begin += length_q
+    own = {"out": out[begin:], "softmax_lse": softmax_lse[:, begin:]}
+    nothing = {
+        "out": torch.zeros_like(own["out"]),
+        "softmax_lse": torch.full_like(own["softmax_lse"], math.inf),
+    }
+    expect_same(call, "rows of no sequence against rows without keys", own, nothing)
