@@ -10,6 +10,7 @@ called backward() in torch's own thread-local state.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ import torch
 
 from . import _thread_state
 from ._build_info import build_info
+from ._checks.describe import type_name
 from ._checks.split import check_mode_split_size
 from .errors import ArgumentError, ArgumentTypeError, BuildInfoError, MissingInstanceError
 
@@ -99,9 +101,25 @@ def _wheel_holds_deterministic() -> bool:
         return True  # a source tree: it can be imported, and says so where it needs the record
 
 
+class _Entry:
+    """One block that a thread is inside; told from others by what it is, not by its mode."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+
+
 class _Box:
+    """The blocks that a thread is inside, and the mode of the last of them, all that calls read.
+
+    That mode is kept apart: a function that torch.compile has compiled then depends on it alone,
+    not on how many blocks there are around it.
+    """
+
     def __init__(self) -> None:
         self.mode: Mode | None = None
+        self.entries: tuple[_Entry, ...] = ()
+        # What this thread had been handed on before the first of them.
+        self.handed_on: Mode | None = None
 
 
 class _Thread(threading.local):
@@ -134,9 +152,9 @@ def set_deterministic_mode(enabled: bool = True, split_size: int | None = None) 
         enabled: whether the bits of a row depend on that row's inputs only; False: the fastest
             order for the call's shape and the GPU.
         split_size: tokens per split, counted from the sequence's own start: a multiple of the
-            kernels' 64 keys per block; 0: one split; None: as it was. Part of what the bits depend
-            on. Smaller splits give short batches of long sequences more parallelism, and cost more
-            merges.
+            kernels' 64 keys per block, at most 2^29; 0: one split; None: as it was. Part of what
+            the bits depend on. Smaller splits give short batches of long sequences more
+            parallelism, and cost more merges.
 
     Raises:
         ArgumentError: a ValueError; split_size is no such number.
@@ -155,13 +173,19 @@ class deterministic_mode:
     a decorated function makes one per call. It may be entered inside a function that torch.compile
     compiles, and around one.
 
+    A block must not span an `await` or a `yield`: what the thread runs meanwhile would have its
+    mode, and it the mode of another block entered meanwhile. Blocks left in another order than
+    that of nesting still leave nothing behind. Coroutine and generator functions can't be
+    decorated, because their body runs after the call.
+
     Args:
         enabled: as in `set_deterministic_mode`.
         split_size: as in `set_deterministic_mode`; None: that of the mode around it.
 
     Raises:
         ArgumentError: a ValueError; split_size is no valid number.
-        ArgumentTypeError: a TypeError; enabled is no bool, or split_size no int.
+        ArgumentTypeError: a TypeError; enabled is no bool, split_size no int, or what is decorated
+            no ordinary function.
         MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
 
     Example:
@@ -175,25 +199,31 @@ class deterministic_mode:
         _changed(Mode(enabled, DEFAULT_SPLIT_SIZE), enabled, split_size)
         self._enabled = enabled
         self._split_size = split_size
-        self._before: list[tuple[Mode | None, Mode | None]] = []
+        self._entered: list[_Entry] = []
 
     def __enter__(self) -> None:
         box = _thread.box
-        mode = _changed(get_deterministic_mode(), self._enabled, self._split_size)
+        entry = _Entry(_changed(get_deterministic_mode(), self._enabled, self._split_size))
         compiling = torch.compiler.is_compiling()
-        before = None if compiling else _thread_state.handed_on(_HANDED_ON)
-        self._before.append((box.mode, before))
-        box.mode = mode
+        if not box.entries:
+            box.handed_on = None if compiling else _thread_state.handed_on(_HANDED_ON)
+        box.entries = (*box.entries, entry)
+        box.mode = entry.mode
+        self._entered.append(entry)
         if not compiling:
-            _thread_state.hand_on(_HANDED_ON, mode)
+            _thread_state.hand_on(_HANDED_ON, entry.mode)
 
     def __exit__(self, *exception: object) -> None:
-        mode, before = self._before.pop()
-        _thread.box.mode = mode
+        box = _thread.box
+        entry = self._entered.pop()
+        # Its own, which is not the last one where coroutines or generators took turns.
+        box.entries = tuple(other for other in box.entries if other is not entry)
+        box.mode = box.entries[-1].mode if box.entries else None
         if not torch.compiler.is_compiling():
-            _thread_state.hand_on(_HANDED_ON, before if mode is None else mode)
+            _thread_state.hand_on(_HANDED_ON, box.handed_on if box.mode is None else box.mode)
 
     def __call__(self, function: _Function) -> _Function:
+        _check_body_runs_in_the_call(function)
         enabled, split_size = self._enabled, self._split_size
 
         @functools.wraps(function)
@@ -237,7 +267,7 @@ def require_deterministic_kernels(name: str, otherwise: str) -> None:
 def _changed(mode: Mode, enabled: bool, split_size: int | None) -> Mode:
     if not isinstance(enabled, bool):
         raise ArgumentTypeError(
-            f"enabled: expected a bool, got {type(enabled).__name__}; a split size goes into "
+            f"enabled: expected a bool, got {type_name(enabled)}; a split size goes into "
             "split_size="
         )
     if enabled:
@@ -246,3 +276,19 @@ def _changed(mode: Mode, enabled: bool, split_size: int | None) -> Mode:
         return Mode(enabled, mode.split_size)
     check_mode_split_size(split_size)
     return Mode(enabled, split_size)
+
+
+_LATER = (
+    ("coroutine", inspect.iscoroutinefunction),
+    ("generator", inspect.isgeneratorfunction),
+    ("async generator", inspect.isasyncgenfunction),
+)
+
+
+def _check_body_runs_in_the_call(function: Callable[..., object]) -> None:
+    for kind, is_kind in _LATER:
+        if is_kind(function):
+            raise ArgumentTypeError(
+                f"function: expected an ordinary function, got a {kind} function, whose body runs "
+                "after the call; put the block inside it, around what has no await and no yield"
+            )

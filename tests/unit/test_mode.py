@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import flash_attn_deterministic as package
@@ -22,9 +23,12 @@ from flash_attn_deterministic import (
     reference,
     set_deterministic_mode,
 )
+from flash_attn_deterministic import _thread_state as thread_state
+from flash_attn_deterministic._checks import split
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,
+    BuildInfoError,
     FlashAttnError,
     MissingInstanceError,
 )
@@ -140,7 +144,75 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert wrong == []
 
 
+def test_tasks_that_take_turns_leave_nothing() -> None:
+    """A block must not span an await; where it does, no wrong mode stays for good."""
+    seen: list[int] = []
+
+    async def task(split_size: int, turns: int) -> None:
+        with deterministic_mode(split_size=split_size):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        seen.append(get_deterministic_mode().split_size)
+
+    async def both() -> None:
+        await asyncio.gather(task(64, 1), task(128, 3))
+
+    asyncio.run(both())
+    assert seen == [128, 2048]  # the other's, while it lasts
+    assert get_deterministic_mode() == Mode(True, 2048)
+    assert thread_state.handed_on(_mode._HANDED_ON) is None
+
+
+def test_blocks_left_in_any_order() -> None:
+    blocks = {size: deterministic_mode(split_size=size) for size in (64, 128, 192)}
+    for block in blocks.values():
+        block.__enter__()
+    for leave, then in ((128, 192), (192, 64), (64, 2048)):
+        blocks[leave].__exit__()
+        assert get_deterministic_mode().split_size == then
+        assert thread_state.handed_on(_mode._HANDED_ON) in (Mode(True, then), None)
+    assert thread_state.handed_on(_mode._HANDED_ON) is None
+
+
+def test_generators_that_take_turns_leave_nothing() -> None:
+    def generator(split_size: int) -> Iterator[int]:
+        with deterministic_mode(split_size=split_size):
+            yield get_deterministic_mode().split_size
+
+    first, second = generator(64), generator(128)
+    assert [next(first), next(second)] == [64, 128]
+    assert next(first, None) is None
+    assert get_deterministic_mode().split_size == 128
+    assert next(second, None) is None
+    assert get_deterministic_mode().split_size == 2048
+
+
 # --- Errors -------------------------------------------------------------------------------------
+
+
+async def _coroutine() -> None:
+    await asyncio.sleep(0)
+
+
+def _generator() -> Iterator[int]:
+    yield 0
+
+
+async def _async_generator() -> AsyncIterator[int]:
+    yield 0
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        pytest.param(_coroutine, "coroutine", id="coroutine"),
+        pytest.param(_generator, "generator", id="generator"),
+        pytest.param(_async_generator, "async generator", id="async-generator"),
+    ],
+)
+def test_functions_that_cannot_be_decorated(function: Any, kind: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"function: expected .* got a {kind} function"):
+        deterministic_mode(split_size=512)(function)
 
 
 @pytest.mark.parametrize("use", [set_deterministic_mode, deterministic_mode], ids=["set", "with"])
@@ -155,6 +227,12 @@ def test_threads_do_not_disturb_each_other() -> None:
         ),
         pytest.param({"split_size": 63}, ArgumentError, "nearest valid: 64 ", id="below-the-first"),
         pytest.param({"split_size": -64}, ArgumentError, "split_size: .* got -64", id="negative"),
+        pytest.param(
+            {"split_size": 2**29 + 64},
+            ArgumentError,
+            r"split_size: expected .* up to 2\*\*29, .* got 536870976",
+            id="too-large",
+        ),
         pytest.param(
             {"split_size": 64.0}, ArgumentTypeError, "split_size: .* got float", id="float"
         ),
@@ -178,6 +256,15 @@ def test_wheel_without_deterministic_kernels(use: Any, monkeypatch: pytest.Monke
     with pytest.raises(MissingInstanceError, match=r"enabled: .*DETERMINISTIC=OFF.*enabled=False"):
         use()
     use(enabled=False)
+
+
+def test_source_tree_knows_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_record() -> None:
+        raise BuildInfoError("a source tree")
+
+    assert split._block_n_of_all() == 64
+    monkeypatch.setattr(split, "build_info", no_record)
+    assert split._block_n_of_all() == 64
 
 
 # --- Environment --------------------------------------------------------------------------------
@@ -210,6 +297,11 @@ def test_environment(environ: dict[str, str], expected: Mode) -> None:
         ),
         pytest.param({"FA2_SPLIT_SIZE": "big"}, "FA2_SPLIT_SIZE: .* got 'big'", id="no-number"),
         pytest.param({"FA2_SPLIT_SIZE": "-64"}, "FA2_SPLIT_SIZE: .* got '-64'", id="negative"),
+        pytest.param(
+            {"FA2_SPLIT_SIZE": "536870976"},
+            r"FA2_SPLIT_SIZE: expected .* up to 2\*\*29, .* got 536870976",
+            id="too-large",
+        ),
         pytest.param({"FA2_SPLIT_SIZE": "6_4"}, "FA2_SPLIT_SIZE: .* got '6_4'", id="underscore"),
         pytest.param(
             {"FA2_SPLIT_SIZE": "100"},
@@ -380,6 +472,40 @@ def test_mode_set_by_a_compiled_function() -> None:
 
     Counted(set_and_call).check(64, 1)
     assert get_deterministic_mode() == Mode(True, 64)
+
+
+@pytest.mark.parametrize("split_size", [100, -64, 2**29 + 64])
+def test_compiled_function_cannot_set_a_wrong_mode(split_size: int) -> None:
+    def set_and_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        set_deterministic_mode(split_size=split_size)
+        return flash_attn_func(q, k, v)
+
+    torch._dynamo.reset()
+    with pytest.raises(ArgumentError, match=f"split_size: .* got {split_size}"):
+        torch.compile(set_and_call, backend="aot_eager")(*long_call())
+    assert get_deterministic_mode() == Mode(True, 2048)
+
+
+def test_compiled_function_does_not_depend_on_how_blocks_nest() -> None:
+    counted = Counted(flash_attn_func)
+    with deterministic_mode(split_size=64):
+        counted.check(64, 1)
+        with deterministic_mode(split_size=128), deterministic_mode(split_size=64):
+            counted.check(64, 1)
+
+
+def test_block_in_a_compiled_function_nests_in_any_mode() -> None:
+    @deterministic_mode(split_size=128)
+    def inside(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with deterministic_mode(enabled=False), deterministic_mode(split_size=64):
+            pass
+        return flash_attn_func(q, k, v)
+
+    counted = Counted(inside)
+    counted.check(128, 1)
+    with deterministic_mode(split_size=64):
+        counted.check(128, counted.backend.frame_count + 1)
+        assert get_deterministic_mode() == Mode(True, 64)
 
 
 def test_compiled_call_with_a_split_size() -> None:

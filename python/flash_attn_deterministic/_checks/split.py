@@ -7,7 +7,23 @@ import math
 import torch
 
 from .._build_info import build_info
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, BuildInfoError
+from .describe import type_name
+
+_MAX_SPLIT_SIZE = 2**29  # from here on the kernels' numbers of keys could leave 32 bits
+
+
+def _block_n_of_all() -> int:
+    """The number that the keys per block of every head dim divide."""
+    try:
+        tiles = build_info().tiles
+    except BuildInfoError:
+        return 64  # a source tree: what all kernels have so far
+    return math.lcm(*(tile.block_n for tile in tiles.values()))
+
+
+# Once, at import: torch.compile can't trace the reading of a file.
+_BLOCK_N_OF_ALL = _block_n_of_all()
 
 
 def check_split_size(split_size: int | None, head_dim: int) -> None:
@@ -22,7 +38,8 @@ def check_split_size(split_size: int | None, head_dim: int) -> None:
 
     Raises:
         ArgumentTypeError: not an int.
-        ArgumentError: negative, or no multiple of the keys per block of this head dim's kernel.
+        ArgumentError: negative, above 2^29, or no multiple of the keys per block of this head
+            dim's kernel.
     """
     if split_size is None:
         return
@@ -34,17 +51,15 @@ def check_split_size(split_size: int | None, head_dim: int) -> None:
 def check_mode_split_size(split_size: int, name: str = "split_size") -> None:
     """Checks a split size that has to serve every head dim; see `check_split_size`."""
     _check_number(split_size, name)
-    if split_size != 0 and not torch.compiler.is_compiling():
-        block_n = math.lcm(*(tile.block_n for tile in build_info().tiles.values()))
-        _check_multiple(split_size, block_n, name)
+    _check_multiple(split_size, _BLOCK_N_OF_ALL, name)
 
 
 def _check_number(split_size: int, name: str) -> None:
     if isinstance(split_size, bool) or not isinstance(split_size, (int, torch.SymInt)):
-        raise ArgumentTypeError(f"{name}: expected an int or None, got {type(split_size).__name__}")
-    if split_size < 0:
+        raise ArgumentTypeError(f"{name}: expected an int or None, got {type_name(split_size)}")
+    if not 0 <= split_size <= _MAX_SPLIT_SIZE:
         raise ArgumentError(
-            f"{name}: expected a number of tokens, or 0 for one split, got {split_size}"
+            f"{name}: expected a number of tokens up to 2**29, or 0 for one split, got {split_size}"
         )
 
 
