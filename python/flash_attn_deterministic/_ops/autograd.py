@@ -1,15 +1,18 @@
 """Gradients of the ops.
 
 `kvcache_fwd` has none: it writes to its arguments, and torch.library.register_autograd takes only
-ops that do not. The backward ops have none either, but are registered, to say so.
+ops that do not. The backward ops have none either, but are registered, to say so. Nor are there
+formulas for forward mode and for torch.func, which is said before an op runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
+from .._checks.derivatives import check_no_function_transform, check_no_tangent
 from .._checks.determinism import alert_atomics
 from .._checks.kernels import check_kernels
 from ..errors import UnsupportedError
@@ -20,13 +23,35 @@ DIFFERENTIABLE = ("fwd", "varlen_fwd")
 
 def register(library: Any) -> None:
     """Registers the backward of each op that has one."""
+    checked: Any = _Checked(library)
     formulas = {"fwd": (_setup_fwd, _backward), "varlen_fwd": (_setup_varlen, _varlen_backward)}
     for name, (setup_context, backward) in formulas.items():
         torch.library.register_autograd(
-            f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=library
+            f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=checked
         )
     for name in BACKWARD:
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_double_backward, lib=library)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_double_backward, lib=checked)
+
+
+class _Checked:
+    """Stands for a library, and puts a check in front of the autograd kernel registered in it.
+
+    There, rather than before the op is called: torch runs that kernel at each level of a nest of
+    transforms, and a compiled graph runs it with the tensors that torch.compile traced without.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def impl(self, name: str, kernel: Callable[..., Any], key: str, **options: Any) -> None:
+        """Registers as torch.library.Library.impl does."""
+
+        def checked(keyset: Any, *arguments: Any, **keyword_arguments: Any) -> Any:
+            check_no_tangent(arguments)
+            check_no_function_transform(arguments)
+            return kernel(keyset, *arguments, **keyword_arguments)
+
+        self._library.impl(name, checked, key, **options)
 
 
 # What a call was told is kept in the context, the mode included: the backward may run in another
