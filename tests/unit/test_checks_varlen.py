@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from calls import int32, normal, paged_call, varlen_call, varlen_qkvpacked_call
+from bits import bits_equal
+from calls import Call, int32, normal, paged_call, varlen_call, varlen_qkvpacked_call
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -144,3 +147,134 @@ def test_packed_arguments_have_the_callers_names() -> None:
         call(cu_seqlens=call.arguments["cu_seqlens"].long())
     with pytest.raises(ArgumentTypeError, match="max_seqlen: expected an int"):
         call(max_seqlen=5.0)
+
+
+# --- Values, which the CPU can read -------------------------------------------------------------
+
+ZEROS = int32(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        pytest.param(
+            varlen_call, {"cu_seqlens_q": int32(1, 3, 3, 8)},
+            "cu_seqlens_q: expected 0 as its first element, got 1", id="q-first",
+        ),
+        pytest.param(
+            varlen_call, {"cu_seqlens_q": int32(0, 3, 2, 8)},
+            r"cu_seqlens_q: expected elements that do not decrease, got 2 after 3 \(sequence 1\)",
+            id="q-decreases",
+        ),
+        pytest.param(
+            varlen_call, {"cu_seqlens_q": int32(0, 3, 4, 9)},
+            "cu_seqlens_q: expected at most the 8 tokens .* last element, got 9", id="q-beyond",
+        ),
+        pytest.param(
+            varlen_call, {"cu_seqlens_k": int32(-1, 5, 7, 16)},
+            "cu_seqlens_k: expected 0 as its first element, got -1", id="k-first",
+        ),
+        pytest.param(
+            varlen_call, {"cu_seqlens_k": int32(0, 7, 5, 16)},
+            "cu_seqlens_k: expected elements that do not decrease, got 5 after 7", id="k-decreases",
+        ),
+        pytest.param(
+            varlen_call, {"cu_seqlens_k": int32(0, 5, 7, 17)},
+            "cu_seqlens_k: expected at most the 16 tokens .* last element, got 17", id="k-beyond",
+        ),
+        pytest.param(
+            varlen_call, {"max_seqlen_q": 4},
+            "max_seqlen_q: expected at least 5, the length of the longest sequence, got 4",
+            id="max-q",
+        ),
+        pytest.param(
+            varlen_call, {"max_seqlen_k": 8},
+            "max_seqlen_k: expected at least 9, the length of the longest sequence, got 8",
+            id="max-k",
+        ),
+        pytest.param(
+            varlen_qkvpacked_call, {"max_seqlen": 4}, "max_seqlen_q: expected at least 5",
+            id="max-packed",
+        ),
+        pytest.param(
+            varlen_call, {"seqused_k": int32(4, -1, 9)},
+            "seqused_k: expected 0 to 2, the keys that cu_seqlens_k has room for, for sequence 1, "
+            "got -1", id="seqused-negative",
+        ),
+        pytest.param(
+            varlen_call, {"seqused_k": int32(6, 2, 9)},
+            "seqused_k: expected 0 to 5, .* sequence 0, got 6", id="seqused-beyond",
+        ),
+        pytest.param(
+            varlen_call, {"leftpad_k": int32(0, 0, -2)},
+            "leftpad_k: expected 0 to 9, the length, for sequence 2, got -2", id="leftpad-negative",
+        ),
+        pytest.param(
+            varlen_call, {"seqused_k": int32(4, 2, 9), "leftpad_k": int32(5, 0, 0)},
+            "leftpad_k: expected 0 to 4, the length, for sequence 0, got 5", id="leftpad-beyond",
+        ),
+        pytest.param(
+            paged_call, {"block_table": int32(2, 4, 3).view(3, 1)},
+            "block_table: expected pages 0 to 3, got 4 for sequence 1", id="page-beyond",
+        ),
+        pytest.param(
+            paged_call, {"block_table": int32(-1, 0, 3).view(3, 1)},
+            "block_table: expected pages 0 to 3, got -1 for sequence 0", id="page-negative",
+        ),
+        pytest.param(
+            paged_call, {"cu_seqlens_k": int32(0, 5, 7, 24), "max_seqlen_k": 17},
+            "block_table: expected at least 2 pages of 16 tokens for the 17 of sequence 2, got 1",
+            id="table-too-short",
+        ),
+        pytest.param(
+            paged_call, {"cu_seqlens_k": int32(0, 7, 5, 16)},
+            "cu_seqlens_k: expected elements that do not decrease", id="paged-decreases",
+        ),
+        pytest.param(
+            paged_call, {"seqused_k": int32(4, 17, 9)},
+            "seqused_k: expected 0 to 16, the tokens of its pages, for sequence 1, got 17",
+            id="paged-seqused-beyond",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_values(
+    make: Callable[[], Call], changes: dict[str, Any], message: str, compiles: bool
+) -> None:
+    torch._dynamo.reset()
+    call = make()
+    function = call.function
+    if compiles:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ArgumentError, match=message):
+        function(**{**call.arguments, **changes})
+
+
+def test_rows_of_no_sequence() -> None:
+    call = varlen_call()
+    q = torch.cat([call.arguments["q"], normal(2, 4, 32)]).requires_grad_()
+    k, v = (torch.cat([call.arguments[n], normal(3, 2, 32)]).requires_grad_() for n in "kv")
+    out, softmax_lse, _ = call(q=q, k=k, v=v, return_attn_probs=True)
+    expected, expected_lse, _ = call(return_attn_probs=True)
+    assert bits_equal(out[:8], expected)
+    assert bits_equal(out[8:], torch.zeros_like(q[8:]))
+    assert bits_equal(softmax_lse[:, :8], expected_lse)
+    assert bits_equal(softmax_lse[:, 8:], torch.full((4, 2), math.inf))
+    out.sum().backward()
+    for tensor, total in ((q, 8), (k, 16), (v, 16)):
+        assert tensor.grad is not None
+        assert bits_equal(tensor.grad[total:], torch.zeros_like(tensor[total:]))
+
+
+@pytest.mark.parametrize("longer", [0, 1, 1000])
+def test_longest_sequence_or_more(longer: int) -> None:
+    lengths = {"max_seqlen_q": 5 + longer, "max_seqlen_k": 9 + longer}
+    assert bits_equal(varlen_call()(**lengths), varlen_call()())
+    # Only the keys that count do.
+    cut = {"seqused_k": int32(4, 2, 7), "leftpad_k": int32(0, 0, 2)}
+    assert bits_equal(varlen_call()(**cut, max_seqlen_k=5 + longer), varlen_call()(**cut))
+
+
+def test_pages_have_the_lengths_of_seqused_alone() -> None:
+    used = {"seqused_k": int32(5, 2, 9)}
+    assert bits_equal(paged_call()(**used, cu_seqlens_k=ZEROS), paged_call()())

@@ -15,6 +15,7 @@ from flash_attn_deterministic.reference import (
     attention,
     kvcache_attention,
     varlen_attention,
+    varlen_attention_backward,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -328,8 +329,27 @@ def test_kvcache_arguments_that_need_or_exclude_each_other() -> None:
 
 def test_more_tokens_than_the_cache_has_room_for() -> None:
     _, k, v = make_inputs(2, 3, 3)
-    assert "at most 20 tokens" in kvcache_error(cache_seqlens=21)
-    assert "got 21" in kvcache_error(k=k, v=v, cache_seqlens=int32([0, 18]))
+    assert "expected 0 to 20, the 20 tokens" in kvcache_error(cache_seqlens=21)
+    assert (
+        "expected 0 to 17, the 20 tokens of the cache less 3 new ones, for sequence 1, got 18"
+        in (kvcache_error(k=k, v=v, cache_seqlens=int32([0, 18])))
+    )
+
+
+def test_fewer_rows_of_the_cache_than_sequences() -> None:
+    q, k, v = make_inputs(2, 3, 20)
+    with pytest.raises(ArgumentError, match=r"k_cache: expected 0 to 0, .* sequence 1, got 1"):
+        kvcache_attention(q, k[:1], v[:1])
+
+
+def test_backward_reads_where_sequences_begin() -> None:
+    q, k, v = (x[0] for x in make_inputs(1, 3, 7))
+    out, softmax_lse = varlen_attention(q, k, v, int32([0, 3]), int32([0, 7]))
+    for starts_q, starts_k, name in (([0, 4], [0, 7], "q"), ([0, 3], [1, 7], "k")):
+        with pytest.raises(ArgumentError, match=f"cu_seqlens_{name}: expected"):
+            varlen_attention_backward(
+                out, q, k, v, out, softmax_lse, int32(starts_q), int32(starts_k)
+            )
 
 
 def test_leftpad_with_pages_is_refused() -> None:

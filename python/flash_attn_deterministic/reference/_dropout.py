@@ -66,12 +66,14 @@ class Dropout:
             rows: as many as there are in the tile.
             keys: counted from the beginning of the sequence.
         """
-        heads = torch.arange(place.heads_k.start * group, place.heads_k.stop * group)
+        device = self.rng_state.device
+        first_head, last_head = (head * group for head in (place.heads_k.start, place.heads_k.stop))
+        heads = torch.arange(first_head, last_head, device=device)
         first = place.first_row
         mask = keep_mask(
             self.rng_state,
             self.probability,
-            torch.tensor(place.sequences),
+            torch.tensor(place.sequences, device=device),
             heads,
             (first, first + len(rows)),
             (keys.start, keys.stop),

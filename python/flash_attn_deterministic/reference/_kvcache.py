@@ -7,6 +7,7 @@ import torch
 from ..errors import ArgumentError
 from ._dense import batch_slopes
 from ._formats import DEFAULT_FORMATS, Formats
+from ._lengths import check_each, check_pages
 from ._rotary import rotate
 from ._sequences import Slots, attend_sequences
 from ._walk import Walk
@@ -73,8 +74,9 @@ def kvcache_attention(
 
     Raises:
         DtypeError: as in `attention`.
-        ArgumentError: as in `attention`; arguments that exclude or need each other; or more tokens
-            than the cache has room for.
+        ArgumentError: as in `attention`; arguments that exclude or need each other; more tokens
+            than the cache has room for; or a length, a row or a page that can't be. Then the caches
+            are as they were.
     """
     _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if block_table is not None and (cache_leftpad is not None or cache_batch_idx is not None):
@@ -87,12 +89,16 @@ def kvcache_attention(
     slots = Slots(k_cache.shape[1], cache_rows, block_table)
     skipped = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
     used = _used(cache_seqlens, batch, slots.capacity)
-    ends = [end + (0 if k is None else k.shape[1]) for end in used]
-    if max(ends, default=0) > slots.capacity:
-        raise ArgumentError(
-            f"cache_seqlens: expected at most {slots.capacity} tokens in a sequence, those to "
-            f"append included, got {max(ends)}; use a longer cache"
-        )
+    new = 0 if k is None else k.shape[1]
+    ends = [end + new for end in used]
+    room = f"the {slots.capacity} tokens of the cache less {new} new ones"
+    check_each("cache_seqlens", used, [slots.capacity - new] * batch, room)
+    check_each("cache_leftpad", skipped, ends, "the length")
+    if block_table is None:
+        name = "k_cache" if cache_batch_idx is None else "cache_batch_idx"
+        check_each(name, cache_rows, [k_cache.shape[0] - 1] * batch, "the places in the cache")
+    else:
+        check_pages(block_table, k_cache.shape[1], k_cache.shape[0], ends)
     if k is not None and v is not None:
         for b in range(batch):
             index = slots(b, used[b], ends[b])
@@ -112,12 +118,12 @@ def kvcache_attention(
         )
 
     def keys(sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        index = slots(sequence, skipped[sequence], max(skipped[sequence], ends[sequence]))
+        index = slots(sequence, skipped[sequence], ends[sequence])
         return k_cache[index], v_cache[index]
 
     out = q.new_zeros(q.shape)
     softmax_lse = q.new_full((batch, q.shape[2], seqlen_q), float("inf"), dtype=walk.dtype)
-    lengths = [(seqlen_q, max(0, ends[b] - skipped[b])) for b in range(batch)]
+    lengths = [(seqlen_q, ends[b] - skipped[b]) for b in range(batch)]
     slopes = batch_slopes(alibi_slopes, batch)
     for sequence, out_rows, lse_rows in attend_sequences(walk, lengths, rows, keys, slopes):
         out[sequence], softmax_lse[sequence] = out_rows, lse_rows
@@ -161,7 +167,7 @@ def _rotated(
     """Rotates the rows of x as of `position`, or as of position, position + 1 and so on."""
     if cos is None or sin is None:
         return x
-    positions = torch.full((x.shape[0],), position)
+    positions = torch.full((x.shape[0],), position, device=cos.device)
     if advance:
-        positions += torch.arange(x.shape[0])
+        positions += torch.arange(x.shape[0], device=cos.device)
     return rotate(x, cos[positions], sin[positions], interleaved)

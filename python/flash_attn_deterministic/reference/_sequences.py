@@ -33,7 +33,7 @@ class Slots:
 
     def __call__(self, sequence: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns row and place of the tokens [begin, end), as indices into the buffer."""
-        token = torch.arange(begin, end)
+        token = torch.arange(begin, end, device="cpu")
         if self.block_table is None:
             return torch.full_like(token, self.rows[sequence]), token
         page = torch.div(token, self.tokens, rounding_mode="floor")

@@ -69,7 +69,7 @@ class Walk:
         )
 
     def _rounded(self, value: float) -> float:
-        return float(torch.tensor(value, dtype=self.dtype))
+        return float(torch.tensor(value, dtype=self.dtype, device="cpu"))
 
     @functools.cached_property
     def scale(self) -> float:
