@@ -24,7 +24,8 @@ Scores = tuple[float, int, int, float]
 
 def keep_probability(dropout_p: float) -> float:
     """Returns 1 - dropout_p as the float32 that the kernels divide by."""
-    return float(torch.tensor(1.0 - dropout_p, dtype=torch.float32))
+    # On the CPU whatever torch.set_default_device says: nothing is to be waited for.
+    return float(torch.tensor(1.0 - dropout_p, dtype=torch.float32, device="cpu"))
 
 
 def largest_kept_byte(dropout_p: float) -> int:
@@ -243,7 +244,7 @@ def _signed_probs(
     seqlen_k, nheads_k = k.shape[1:3]
     device = q.device
     keys = k.repeat_interleave(nheads // nheads_k, dim=2)
-    values = torch.einsum("bihd,bjhd->bhij", q.float(), keys.float()) * scale
+    values = _products(q, keys) * scale
     if softcap > 0:
         values = torch.tanh(values / softcap) * softcap
     row = torch.arange(seqlen_q, device=device)[:, None]
@@ -269,3 +270,11 @@ def _signed_probs(
         (0, seqlen_k),
     )
     return torch.where(keep, probs, -probs)
+
+
+def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Returns q k^T (batch, nheads, seqlen_q, seqlen_k) in float32, whatever autocast says."""
+    # Autocast knows no meta device; tensors without data have no values that it could change.
+    device_type = "cpu" if q.device.type == "meta" else q.device.type
+    with torch.autocast(device_type, enabled=False):
+        return torch.einsum("bihd,bjhd->bhij", q.float(), k.float())

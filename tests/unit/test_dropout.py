@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import pytest
 import torch
@@ -268,6 +269,60 @@ def test_s_dmask_where_keys_are_cut_or_in_pages() -> None:
     plain = _seeded(call, **flat, block_table=None, return_attn_probs=True, dropout_p=0.3)
     for a, b in zip(pages, plain, strict=True):
         assert bits_equal(a, b)
+
+
+# --- What surrounds a call ----------------------------------------------------------------------
+
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default-device": lambda: cast(AbstractContextManager[Any], torch.device("meta")),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_s_dmask_depends_on_nothing_around(around: str, feature: str) -> None:
+    q, k, v = make_inputs(2, 17, 33, 4, 2, 64, torch.float16)
+    arguments = {"q": q, "k": k, "v": v, "dropout_p": 0.3, **FEATURES[feature]}
+    arguments["return_attn_probs"] = True
+    expected = _seeded(flash_attn_func, **arguments)
+    with AROUND[around]():
+        found = _seeded(flash_attn_func, **arguments)
+    for a, b in zip(found, expected, strict=True):
+        assert bits_equal(a, b)
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", CALLS)
+def test_call_depends_on_nothing_around(name: str, around: str) -> None:
+    options = {"dropout_p": 0.3} if name in DROPOUT else {}
+    call, inside = CALLS[name](32), CALLS[name](32)
+    expected = _seeded(call, **options, **call.lse())
+    with AROUND[around]():
+        found = _seeded(inside, **options, **call.lse())
+    for a, b in zip(found, expected, strict=True):
+        assert bits_equal(a, b)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_backward_depends_on_nothing_around(around: str) -> None:
+    q, k, v = make_inputs(1, 9, 17, 2, 2, 32)
+    leaf = q.clone().requires_grad_()
+    expected = _seeded(flash_attn_func, q=leaf, k=k, v=v, dropout_p=0.3, causal=True)
+    (gradient,) = torch.autograd.grad(expected, leaf, torch.ones_like(expected))
+    with AROUND[around]():
+        out = _seeded(flash_attn_func, q=leaf, k=k, v=v, dropout_p=0.3, causal=True)
+        (found,) = torch.autograd.grad(out, leaf, torch.ones_like(out))
+    assert bits_equal(found, gradient)
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_s_dmask_of_tensors_without_data(name: str) -> None:
+    call = CALLS[name](32)
+    _, _, expected = call(dropout_p=0.3, return_attn_probs=True)
+    meta = {n: x.to("meta") if torch.is_tensor(x) else x for n, x in call.arguments.items()}
+    _, _, s_dmask = call.function(**meta, dropout_p=0.3, return_attn_probs=True)
+    assert (s_dmask.shape, s_dmask.dtype) == (expected.shape, expected.dtype)
 
 
 # --- The reference ------------------------------------------------------------------------------
