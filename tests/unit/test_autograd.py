@@ -192,6 +192,23 @@ def test_softmax_lse_and_s_dmask_have_no_gradient(name: str) -> None:
         softmax_lse.sum().backward()
 
 
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@names
+def test_alibi_slopes_have_no_gradient(name: str, form: str) -> None:
+    torch._dynamo.reset()
+    call = CALLS[name](32)
+    function = call.function
+    if form == "compiled":
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    slopes = torch.ones(4, requires_grad=True)
+    out = function(**call.arguments, alibi_slopes=slopes)
+    assert not out.requires_grad
+    leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
+    function(**{**call.arguments, **leaves}, alibi_slopes=slopes).sum().backward()
+    assert slopes.grad is None
+    assert all(leaf.grad is not None for leaf in leaves.values())
+
+
 @names
 def test_double_backward_says_that_there_is_none(name: str) -> None:
     call = CALLS[name](32)

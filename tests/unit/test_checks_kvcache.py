@@ -8,6 +8,7 @@ import pytest
 import torch
 from bits import bits_equal
 from calls import int32, kvcache_call, normal
+from flash_attn_deterministic._checks.kvcache import check_rows_aligned
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -143,6 +144,19 @@ READ_ONLY = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
             "rotary_cos: expected a seqlen_ro of at least the 20 tokens", id="rotary-short",
         ),
         pytest.param(
+            {"q": normal(2, 5, 4, 32)}, ArgumentError,
+            "rotary_cos: expected a seqlen_ro of at least 22, the 20 .* and 2 more, .* 3 new keys",
+            id="rotary-more-queries",
+        ),
+        pytest.param(
+            {"q": normal(2, 5, 4, 32), "causal": False, "window_size": (2, -1)}, ArgumentError,
+            "rotary_cos: expected a seqlen_ro of at least 22", id="rotary-more-queries-window",
+        ),
+        pytest.param(
+            {"k": normal(2, 0, 2, 32), "v": normal(2, 0, 2, 32), "causal": False}, ArgumentError,
+            "rotary_cos: expected a seqlen_ro of at least 21", id="rotary-nothing-new",
+        ),
+        pytest.param(
             {"rotary_sin": normal(21, 8)}, ArgumentError, "rotary_sin: expected shape",
             id="sin-shape",
         ),
@@ -171,3 +185,145 @@ def test_last_place_of_the_cache_can_be_taken() -> None:
     call = kvcache_call()
     call(cache_seqlens=17)
     assert bits_equal(call.arguments["v_cache"][:, 17:], call.arguments["v"])
+
+
+def test_more_queries_than_new_keys_turn_with_the_longer_table() -> None:
+    q = normal(2, 5, 4, 32)
+    table = {"rotary_cos": normal(22, 8, seed=5), "rotary_sin": normal(22, 8, seed=6)}
+    full = {"q": q, "cache_seqlens": 17}
+    assert kvcache_call()(**full, **table).shape == q.shape
+    # Without causal or a window all queries stand at cache_seqlens.
+    assert kvcache_call()(**full, causal=False).shape == q.shape
+
+
+# --- Values, which the CPU can read -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param(
+            {"cache_seqlens": int32(9, -4)},
+            "cache_seqlens: expected 0 to 17, the 20 tokens of the cache less 3 new ones, for "
+            "sequence 1, got -4", id="seqlens-negative",
+        ),
+        pytest.param(
+            {"cache_seqlens": int32(18, 4)}, "cache_seqlens: expected 0 to 17, .* 0, got 18",
+            id="seqlens-no-room",
+        ),
+        pytest.param(
+            {**READ_ONLY, "cache_seqlens": int32(20, 21)},
+            "cache_seqlens: expected 0 to 20, .* 1, got 21", id="seqlens-beyond",
+        ),
+        pytest.param(
+            {"cache_batch_idx": int32(0, 2)},
+            "cache_batch_idx: expected 0 to 1, the places in the cache, for sequence 1, got 2",
+            id="batch-idx-beyond",
+        ),
+        pytest.param(
+            {"cache_batch_idx": int32(-1, 0)}, "cache_batch_idx: expected 0 to 1, .* 0, got -1",
+            id="batch-idx-negative",
+        ),
+        pytest.param(
+            {"cache_leftpad": int32(0, -1)},
+            "cache_leftpad: expected 0 to 7, the length, for sequence 1, got -1",
+            id="leftpad-negative",
+        ),
+        pytest.param(
+            {"cache_leftpad": int32(0, 8)}, "cache_leftpad: expected 0 to 7, .* 1, got 8",
+            id="leftpad-beyond",
+        ),
+        pytest.param(
+            {**PAGES, "block_table": int32(0, 1, 2, 4).view(2, 2), "cache_seqlens": int32(9, 14)},
+            "block_table: expected pages 0 to 3, got 4 for sequence 1", id="page-beyond",
+        ),
+        pytest.param(
+            {**PAGES, "block_table": int32(0, 1, -1, 3).reshape(2, 2)},
+            "block_table: expected pages 0 to 3, got -1 for sequence 1", id="page-negative",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_values(changes: dict[str, Any], message: str, compiles: bool) -> None:
+    torch._dynamo.reset()
+    call = kvcache_call()
+    arguments = {**call.arguments, **changes}
+    before = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+    function = call.function
+    if compiles:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ArgumentError, match=message):
+        function(**arguments)
+    for name, cache in before.items():
+        assert bits_equal(arguments[name], cache)
+
+
+def test_pages_that_are_not_used_may_be_anything() -> None:
+    table = int32(0, -1, 2, 99).reshape(2, 2)
+    lengths = {"cache_seqlens": int32(9, 13)}
+    out = kvcache_call()(**{**PAGES, **lengths, "block_table": table})
+    assert bits_equal(out, kvcache_call()(**{**PAGES, **lengths}))
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["read-only", "append"])
+def test_cache_with_more_rows_than_the_batch(new: bool) -> None:
+    options: dict[str, Any] = {} if new else READ_ONLY
+    sliced = kvcache_call()
+    caches = {
+        name: torch.cat([sliced.arguments[name], normal(3, 20, 2, 32, seed=9)])
+        for name in ("k_cache", "v_cache")
+    }
+    rest = {name: cache[2:].clone() for name, cache in caches.items()}
+    longer = kvcache_call()(**caches, **options, return_softmax_lse=True)
+    expected = sliced(**options, return_softmax_lse=True)
+    assert all(bits_equal(a, b) for a, b in zip(longer, expected, strict=True))
+    for name, cache in caches.items():
+        assert bits_equal(cache[:2], sliced.arguments[name])
+        assert bits_equal(cache[2:], rest[name])
+
+
+# --- What CUDA kernels need ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        pytest.param(
+            normal(2, 20, 2, 36)[..., :32], r"multiples of 8 elements, got strides \(1440, 72, 36",
+            id="heads",
+        ),
+        pytest.param(
+            torch.zeros(2 * 20 * 64 + 2, dtype=torch.bfloat16)[1:-1].view(2, 20, 2, 32)
+            .as_strided((2, 20, 2, 32), (1281, 64, 32, 1)),
+            r"got strides \(1281, ", id="batch",
+        ),
+        pytest.param(
+            torch.zeros(2 * 20 * 64 + 4, dtype=torch.bfloat16)[4:].view(2, 20, 2, 32),
+            r"got a first one 8 bytes after such a multiple \(storage_offset 4\)", id="address",
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_cuda_kernels_cannot_load(cache: torch.Tensor, message: str) -> None:
+    with pytest.raises(
+        ArgumentError, match=f"k_cache: expected rows that start at multiples of 16 .*{message}"
+    ):
+        check_rows_aligned("k_cache", cache)
+    # The CPU reads anything.
+    call = kvcache_call()
+    contiguous = call(k_cache=cache.clone(memory_format=torch.contiguous_format))
+    assert bits_equal(kvcache_call()(k_cache=cache), contiguous)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        pytest.param(CACHE, id="contiguous"),
+        pytest.param(normal(2, 20, 3, 40)[:, :, 1:, 8:], id="slice"),
+        pytest.param(normal(1, 20, 1, 32).as_strided((1, 20, 1, 32), (7, 32, 5, 1)), id="one"),
+        pytest.param(normal(2, 20, 2, 36).to("meta")[..., :32], id="meta-checked-by-the-op"),
+    ],
+)
+def test_rows_that_they_can(cache: torch.Tensor) -> None:
+    if cache.device.type == "meta":
+        cache = torch._subclasses.FakeTensorMode().from_tensor(cache)
+    check_rows_aligned("k_cache", cache)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from bits import bits_equal
 from calls import CALLS, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.errors import (
@@ -18,13 +21,71 @@ from flash_attn_deterministic.errors import (
 GOOD = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("softmax_scale", [math.nan, math.inf, -math.inf, 0, 0.0, -1.5])
+# What the kernels' float32 would turn into 0, into a subnormal number, or times log2(e) infinity.
+TOO_SMALL, TOO_LARGE = 2.0**-126 * (1 - 2.0**-50), 2.0**127 * (1 + 2.0**-50)
+
+
+@pytest.mark.parametrize(
+    "softmax_scale",
+    [math.nan, math.inf, -math.inf, 0, 0.0, -1.5, 1e-60, TOO_SMALL, TOO_LARGE, 1e300, 10**400],
+)
 def test_softmax_scale_is_positive_and_finite(softmax_scale: float) -> None:
-    with pytest.raises(
-        ArgumentError,
-        match=f"softmax_scale: expected a positive, finite number, got {softmax_scale}",
-    ):
+    message = (
+        rf"softmax_scale: expected a positive, .* 2\*\*127 .* got {re.escape(str(softmax_scale))};"
+    )
+    with pytest.raises(ArgumentError, match=message):
         flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale)
+
+
+@pytest.mark.parametrize(
+    ("softmax_scale", "softcap"),
+    [
+        pytest.param(0.125, 1e-50, id="cap-zero"),
+        pytest.param(0.125, TOO_SMALL, id="cap-subnormal"),
+        pytest.param(1.0, 1e40, id="cap-infinite"),
+        pytest.param(2.0**-100, 2.0**30, id="ratio-subnormal"),
+        pytest.param(2.0**100, 2.0**-30, id="ratio-infinite"),
+    ],
+)
+def test_softcap_and_its_ratio_are_numbers_of_float32(softmax_scale: float, softcap: float) -> None:
+    with pytest.raises(ArgumentError, match=r"softcap: expected .*2\*\*-126 to 2\*\*127"):
+        flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", [0, 0.0, -0.0])
+def test_no_softcap(softcap: float) -> None:
+    out = flash_attn_func(GOOD + 1, GOOD + 1, GOOD + 1, softcap=softcap)
+    assert bits_equal(out, flash_attn_func(GOOD + 1, GOOD + 1, GOOD + 1))
+
+
+@pytest.mark.parametrize("softmax_scale", [2.0**-126, 2.0**127], ids=["smallest", "largest"])
+def test_scales_at_the_limits_keep_the_mask(softmax_scale: float) -> None:
+    q = torch.full((1, 4, 1, 32), 0.25, dtype=torch.bfloat16)
+    v = torch.arange(4.0).to(torch.bfloat16)[None, :, None, None].expand(1, 4, 1, 32)
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": True}
+    out = flash_attn_func(q * 0 if softmax_scale > 1 else q, q, v, **options)
+    assert out[0, :, 0, 0].tolist() == [0.0, 0.5, 1.0, 1.5]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_window_beyond_what_an_int_holds(name: str) -> None:
+    rotary = {"rotary_cos": None, "rotary_sin": None} if "kvcache" in name else {}
+
+    def call(left: int, right: int) -> torch.Tensor:
+        out: torch.Tensor = CALLS[name](32)(causal=False, window_size=(left, right), **rotary)
+        return out
+
+    for wide in (2**31, 2**63, 10**30):
+        assert bits_equal(call(wide, wide), call(-1, -1))
+        assert bits_equal(call(-wide, 0), call(-1, 0))
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_max_seqlen_fits_into_an_int(name: str) -> None:
+    assert bits_equal(varlen_call()(**{name: 2**30 - 1}), varlen_call()())
+    for longest in (2**30, 2**63):
+        with pytest.raises(ArgumentError, match=f"{name}: expected 0 to 1073741823 .* {longest}"):
+            varlen_call()(**{name: longest})
 
 
 @pytest.mark.parametrize("softmax_scale", [torch.tensor(1.0), "1"], ids=["tensor", "str"])
@@ -74,6 +135,12 @@ def test_causal_is_a_flag() -> None:
             {"split_size": -64}, ArgumentError, "split_size: .* got -64", id="split-negative"
         ),
         pytest.param(
+            {"split_size": 2**29 + 64},
+            ArgumentError,
+            r"split_size: expected .* up to 2\*\*29, .* got 536870976",
+            id="split-too-large",
+        ),
+        pytest.param(
             {"split_size": 64.0}, ArgumentTypeError, "split_size: .* got float", id="split-float"
         ),
     ],
@@ -112,9 +179,9 @@ def test_flags_of_the_backward(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
 def test_max_seqlen_is_an_int(name: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"{name}: expected an int, got Tensor"):
+    with pytest.raises(ArgumentTypeError, match=rf"{name}: expected an int, got torch\.Tensor"):
         varlen_call()(**{name: torch.tensor(9)})
-    with pytest.raises(ArgumentError, match=f"{name}: expected 0 or more tokens, got -1"):
+    with pytest.raises(ArgumentError, match=f"{name}: expected 0 to .* tokens, got -1"):
         varlen_call()(**{name: -1})
 
 
@@ -126,5 +193,11 @@ def test_num_splits_is_an_int() -> None:
 
 
 def test_flags_of_the_cache() -> None:
-    with pytest.raises(ArgumentTypeError, match="rotary_interleaved: expected a bool, got str"):
-        kvcache_call()(rotary_interleaved="yes")
+    for name in ("rotary_interleaved", "return_softmax_lse"):
+        with pytest.raises(ArgumentTypeError, match=f"{name}: expected a bool, got str"):
+            kvcache_call()(**{name: "yes"})
+
+
+def test_types_that_share_a_name_with_a_built_in_one_have_their_module() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"causal: expected a bool, got numpy\.bool_?$"):
+        flash_attn_func(GOOD, GOOD, GOOD, causal=np.bool_(True))  # type: ignore[call-overload]

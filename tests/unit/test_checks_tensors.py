@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from calls import Call, kvpacked_call, qkv_call, qkvpacked_call
+from calls import (
+    Call,
+    int32,
+    kvcache_call,
+    kvpacked_call,
+    qkv_call,
+    qkvpacked_call,
+    varlen_call,
+)
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic._checks.tensors import check_alike
 from flash_attn_deterministic.errors import (
@@ -134,6 +144,52 @@ def test_wrong_tensors(
 ) -> None:
     with pytest.raises(error, match=message):
         flash_attn_func(q, k, v)
+
+
+def _jagged() -> torch.Tensor:
+    parts = [GOOD[0], SHORT_K[0].repeat(1, 2, 1)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+OTHER_LAYOUTS = {
+    "jagged": (_jagged, "a nested tensor of layout torch.jagged; pass its values"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([GOOD[0], GOOD[0]]),
+        "a nested tensor of layout torch.strided; pass its values",
+    ),
+    "sparse": (lambda: GOOD.to_sparse(), "one of layout torch.sparse_coo; convert it with"),
+    "mkldnn": (lambda: GOOD.to_mkldnn(), "one of layout torch._mkldnn; convert it with"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_other_layouts_are_refused(layout: str, place: str) -> None:
+    make, message = OTHER_LAYOUTS[layout]
+    tensors: dict[str, Any] = {"q": GOOD, "k": GOOD, "v": GOOD, place: make()}
+    with pytest.raises(
+        ArgumentError, match=rf"{place}: expected .* torch\.strided, got {re.escape(message)}"
+    ):
+        flash_attn_func(**tensors)
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        pytest.param(varlen_call, {"cu_seqlens_q": int32(0, 3, 3, 8).to_sparse()}, id="lengths"),
+        pytest.param(qkv_call, {"alibi_slopes": torch.ones(4).to_sparse()}, id="slopes"),
+        pytest.param(qkvpacked_call, {"qkv": GOOD.to_sparse()}, id="qkv"),
+        pytest.param(kvcache_call, {"k_cache": torch.zeros(2, 20, 2, 32).to_sparse()}, id="cache"),
+    ],
+)
+def test_other_layouts_are_refused_everywhere(
+    make: Callable[[], Call], changes: dict[str, Any]
+) -> None:
+    (name,) = changes
+    with pytest.raises(ArgumentError, match=rf"{name}: expected .* layout torch\.strided"):
+        make()(**changes)
 
 
 class _Elsewhere:

@@ -9,6 +9,7 @@ import torch
 
 from .._mode import Mode, require_deterministic_kernels
 from ..errors import ArgumentTypeError, NotDeterministicError
+from .describe import type_name
 
 
 def resolve_deterministic(deterministic: Any, mode: Mode) -> bool:
@@ -26,7 +27,7 @@ def resolve_deterministic(deterministic: Any, mode: Mode) -> bool:
         return mode.enabled
     if not isinstance(deterministic, bool):
         raise ArgumentTypeError(
-            f"deterministic: expected a bool or None, got {type(deterministic).__name__}"
+            f"deterministic: expected a bool or None, got {type_name(deterministic)}"
         )
     if deterministic:
         require_deterministic_kernels("deterministic", "pass deterministic=False")

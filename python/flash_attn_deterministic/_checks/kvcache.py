@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentError, ArgumentTypeError
+from .describe import type_name
 from .paged import check_block_table, check_no_leftpad, check_page_size
 from .tensors import (
     DENSE,
@@ -19,6 +20,7 @@ from .tensors import (
 )
 
 _ROTARY_MULTIPLE = 16
+_ROW_MULTIPLE, _ROW_BYTES = 8, 16
 _NAMES = Names("q", "k_cache", "v_cache")
 
 
@@ -83,6 +85,35 @@ def check_cache(
             f"{tuple(k_cache.shape)}; name their places with cache_batch_idx"
         )
     return k_cache.shape[1]
+
+
+def check_rows_aligned(name: str, cache: torch.Tensor) -> None:
+    """Checks what CUDA kernels, which load 16 bytes at a time, need of a cache.
+
+    What torch.compile traces, and tensors without data, are left to the op itself.
+
+    Args:
+        name: of the argument.
+        cache: as in `check_cache`, float16 or bfloat16, with a head_dim that is a multiple of 8.
+
+    Raises:
+        ArgumentError: a row does not start at a multiple of 16 bytes.
+    """
+    if torch.compiler.is_compiling() or type(cache) not in (torch.Tensor, torch.nn.Parameter):
+        return
+    rule = "expected rows that start at multiples of 16 bytes on a CUDA device"
+    # A dimension of size 1 is never stepped along.
+    for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True):
+        if size != 1 and stride % _ROW_MULTIPLE:
+            raise ArgumentError(
+                f"{name}: {rule}, so strides that are multiples of {_ROW_MULTIPLE} elements, got "
+                f"strides {cache.stride()}"
+            )
+    if cache.data_ptr() % _ROW_BYTES:
+        raise ArgumentError(
+            f"{name}: {rule}, got a first one {cache.data_ptr() % _ROW_BYTES} bytes after such a "
+            f"multiple (storage_offset {cache.storage_offset()})"
+        )
 
 
 def check_new(
@@ -155,7 +186,7 @@ def check_cache_seqlens(
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
         raise ArgumentTypeError(
             "cache_seqlens: expected an int, a torch.Tensor or None, got "
-            f"{type(cache_seqlens).__name__}"
+            f"{type_name(cache_seqlens)}"
         )
     if not 0 <= cache_seqlens <= capacity - seqlen_new:
         raise ArgumentError(
@@ -188,6 +219,7 @@ def check_rotary(
     rotary_cos: torch.Tensor | None,
     rotary_sin: torch.Tensor | None,
     capacity: int,
+    queries_advance: bool,
 ) -> None:
     """Checks the tables of a rotary embedding.
 
@@ -197,6 +229,9 @@ def check_rotary(
         rotary_cos: (seqlen_ro, rotary_dim / 2), like q, or None.
         rotary_sin: like rotary_cos.
         capacity: tokens that the cache can hold for one sequence; seqlen_ro is no less.
+        queries_advance: whether query i is rotated as of cache_seqlens + i, which may lie beyond
+            the capacity where there are more queries than keys to append; otherwise all are as of
+            cache_seqlens.
 
     Raises:
         ArgumentTypeError: a wrong type; DtypeError: a wrong dtype.
@@ -226,5 +261,14 @@ def check_rotary(
         raise ArgumentError(
             f"rotary_cos: expected a seqlen_ro of at least the {capacity} tokens that the cache "
             f"holds for a sequence, got shape {tuple(rotary_cos.shape)}"
+        )
+    seqlen_q = q.shape[1] if queries_advance else min(q.shape[1], 1)
+    beyond = seqlen_q - k.shape[1]
+    if beyond > 0 and seqlen_ro < capacity + beyond:
+        raise ArgumentError(
+            f"rotary_cos: expected a seqlen_ro of at least {capacity + beyond}, the {capacity} "
+            f"tokens that the cache holds for a sequence and {beyond} more, because so many "
+            f"queries may stand after the last of the {k.shape[1]} new keys, got shape "
+            f"{tuple(rotary_cos.shape)}"
         )
     check_shape("rotary_sin", rotary_sin, (seqlen_ro, half), "the shape of rotary_cos")

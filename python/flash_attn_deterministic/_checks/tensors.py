@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError, ArgumentTypeError, DtypeError, UnsupportedDeviceError
+from .describe import type_name
 from .kernels import DTYPE_NAMES
 
 MAX_HEAD_DIM = 256
@@ -31,15 +32,31 @@ def check_rank(name: str, tensor: Any, layout: str) -> None:
 
     Raises:
         ArgumentTypeError: not a tensor.
-        ArgumentError: another number of dimensions.
+        ArgumentError: nested, sparse or of another layout than torch.strided, or another number of
+            dimensions.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
+    _check_strided(name, tensor)
     rank = layout.count(",") + 1
     if tensor.dim() != rank:
         raise ArgumentError(
             f"{name}: expected {rank} dimension{'s' * (rank > 1)} {layout}, got shape "
             f"{tuple(tensor.shape)}"
+        )
+
+
+def _check_strided(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else "one"
+        advice = (
+            "pass its values() and offsets() to flash_attn_varlen_func"
+            if tensor.is_nested
+            else f"convert it with {name}.to_dense()"
+        )
+        raise ArgumentError(
+            f"{name}: expected a tensor of layout torch.strided, got {kind} of layout "
+            f"{tensor.layout}; {advice}"
         )
 
 
@@ -200,7 +217,8 @@ def check_int32(
         ArgumentError: another shape or device.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        raise ArgumentTypeError(f"{name}: expected a torch.Tensor, got {type_name(tensor)}")
+    _check_strided(name, tensor)
     if tensor.dtype != torch.int32:
         raise DtypeError(
             f"{name}: expected dtype torch.int32, got {tensor.dtype}; convert it with "
@@ -227,8 +245,9 @@ def check_alibi(alibi_slopes: Any, batch: int, nheads: int, device: torch.device
         return
     if not isinstance(alibi_slopes, torch.Tensor):
         raise ArgumentTypeError(
-            f"alibi_slopes: expected a torch.Tensor or None, got {type(alibi_slopes).__name__}"
+            f"alibi_slopes: expected a torch.Tensor or None, got {type_name(alibi_slopes)}"
         )
+    _check_strided("alibi_slopes", alibi_slopes)
     if alibi_slopes.dtype != torch.float32:
         raise DtypeError(
             f"alibi_slopes: expected dtype torch.float32, got {alibi_slopes.dtype}; convert it "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,17 +54,17 @@ def resolve_options(
     """
     numbers.check_flag("causal", causal)
     numbers.check_window(window_size)
-    numbers.check_softcap(softcap)
     check_split_size(split_size, head_dim)
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
     numbers.check_scale(softmax_scale)
-    left, right = window_size
+    numbers.check_softcap(softcap, softmax_scale)
+    left, right = (numbers.clamped(side) for side in window_size)
     mode = resolve(split_size)
     return Options(
         float(softmax_scale),
-        left if left >= 0 else -1,
-        0 if causal else right if right >= 0 else -1,
+        left,
+        0 if causal else right,
         float(softcap),
         mode.split_size,
         mode.enabled,
@@ -90,6 +91,31 @@ def padded(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor
 
 
+def slopes_for_op(alibi_slopes: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns ALiBi slopes as the ops take them; nothing of the call is differentiable in them."""
+    return None if alibi_slopes is None else alibi_slopes.detach().contiguous()
+
+
+def returned(
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    return_attn_probs: bool,
+    signed_probs: Callable[[], torch.Tensor] | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Puts together what a call returns.
+
+    Args:
+        out: without the padding of head_dim.
+        softmax_lse: in float32.
+        return_attn_probs: whether all of it is returned.
+        signed_probs: computes S_dmask; None without dropout.
+    """
+    if not return_attn_probs:
+        return out
+    s_dmask = out.new_empty(0) if signed_probs is None else signed_probs()
+    return out, softmax_lse, s_dmask
+
+
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Copies a small tensor of lengths, indices or slopes unless it is contiguous."""
+    """Copies a small tensor of lengths or indices unless it is contiguous."""
     return None if tensor is None else tensor.contiguous()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, overload
 
 import torch
 
 from .. import _dropout as dropout
 from .._checks import kernels, numbers, tensors
-from ._options import contiguous, draw_rng_state, padded, resolve_options, scores
+from ._options import draw_rng_state, padded, resolve_options, returned, scores, slopes_for_op
 
 
 @overload
@@ -82,9 +83,10 @@ def flash_attn_func(
     CPU tensors run through `flash_attn_deterministic.reference`: exact in its order of operations,
     and slow; meant for tests, not for long sequences.
 
-    q, k and v get gradients; softmax_lse and S_dmask carry none, and gradients have no gradient of
-    their own. What torch.utils.checkpoint runs again in the backward has to run in the same mode:
-    see `checkpoint_contexts`.
+    q, k and v get gradients; alibi_slopes gets none, softmax_lse and S_dmask carry none, and
+    gradients have no gradient of their own. There is no forward-mode derivative (torch.func.jvp),
+    and none through torch.func.grad. What torch.utils.checkpoint runs again in the backward has to
+    run in the same mode: see `checkpoint_contexts`.
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.
@@ -100,13 +102,14 @@ def flash_attn_func(
             torch's generator of the device: torch.manual_seed decides. Given them, the mask depends
             on the sequence's index in the batch, the head's index and the positions of query and
             key in their sequence, on nothing else.
-        softmax_scale: positive, finite factor of q k^T; None: head_dim ** -0.5.
+        softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
         window_size: (left, right), how many keys before and after its own position a query sees;
             -1: no limit. With causal, right counts as 0.
-        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale.
+        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale; c and
+            softmax_scale / c are in the same range as softmax_scale.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
-            - j| to the score of query i and key j.
+            - j| to the score of query i and key j. Without gradient.
         deterministic: whether the gradients' bits depend on their own inputs only; False: the
             fastest order, with atomic additions, other bits each time; None follows the mode of
             this package, where flash_attn's default is False. What the forward call resolves also
@@ -114,9 +117,9 @@ def flash_attn_func(
             mode.
         return_attn_probs: whether to return softmax_lse and S_dmask. For tests: S_dmask holds
             seqlen_q * seqlen_k numbers per head, and more is needed on the way to it.
-        split_size: tokens per split, a multiple of the kernels' 64 keys per block; 0: one split;
-            None: that of the mode. Part of what the bits depend on. Without effect where the mode
-            is not enabled.
+        split_size: tokens per split, a multiple of the kernels' 64 keys per block, at most 2^29;
+            0: one split; None: that of the mode. Part of what the bits depend on. Without effect
+            where the mode is not enabled.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of
@@ -128,9 +131,16 @@ def flash_attn_func(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device.
+        UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device, or a
+            derivative by forward mode or torch.func; from the backward: a gradient of a gradient.
+        NotDeterministicError: a RuntimeError, from the backward: torch is to use deterministic
+            algorithms only, and this one adds atomically.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+
+    Source:
+        flash_attn_func of flash_attn 2.8.3 (flash_attn_interface.py); FlashAttention-2 (Dao, 2023,
+        arXiv 2307.08691).
 
     Example:
         >>> q = k = v = torch.ones(1, 4, 2, 64, dtype=torch.bfloat16)
@@ -183,17 +193,21 @@ def attend(
     )
     kernels.check_kernels(q.device, q.dtype, head_dim)
     kernels.check_combination(q.device, softcap, dropout_p)
-    alibi_slopes = contiguous(alibi_slopes)
+    alibi_slopes = slopes_for_op(alibi_slopes)
     rng_state = draw_rng_state(dropout_p, q.device)
-    padded_out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
+    out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
         padded(q), padded(k), padded(v), alibi_slopes, rng_state, float(dropout_p), *options
     )
-    out: torch.Tensor = padded_out[..., :head_dim]
-    if not return_attn_probs:
-        return out
-    if rng_state is None:
-        return out, softmax_lse, q.new_empty(0)
-    s_dmask = dropout.signed_probs(
-        q, k, softmax_lse, alibi_slopes, rng_state, dropout_p, scores(options)
-    )
-    return out, softmax_lse, s_dmask
+    signed_probs = None
+    if rng_state is not None:
+        signed_probs = functools.partial(
+            dropout.signed_probs,
+            q,
+            k,
+            softmax_lse,
+            alibi_slopes,
+            rng_state,
+            dropout_p,
+            scores(options),
+        )
+    return returned(out[..., :head_dim], softmax_lse, return_attn_probs, signed_probs)

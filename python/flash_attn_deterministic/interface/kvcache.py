@@ -6,9 +6,9 @@ from typing import Literal, overload
 
 import torch
 
-from .._checks import kernels, numbers, tensors
+from .._checks import derivatives, kernels, numbers, tensors
 from .._checks import kvcache as checks
-from ._options import contiguous, padded, resolve_options
+from ._options import contiguous, padded, resolve_options, slopes_for_op
 
 
 @overload
@@ -98,12 +98,19 @@ def flash_attn_with_kvcache(
     A row has the bits that `flash_attn_func` gives it. There is no gradient: out never requires
     one, as in flash_attn.
 
+    What cache_seqlens, cache_batch_idx, cache_leftpad and block_table hold is the caller's promise
+    on a CUDA device, where reading them would make the host wait: sequences, new tokens included,
+    fit into the cache, and rows and used pages are those of the cache. For CPU tensors all of it is
+    checked, before anything is written.
+
     Args:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.
             head_dim is 1 to 256; if no multiple of 8, the cache is copied at each call.
         k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), like q, last dimension contiguous;
             with block_table (num_blocks, page_block_size, nheads_k, head_dim), where
-            page_block_size is a multiple of 16. nheads is a multiple of nheads_k.
+            page_block_size is a multiple of 16. nheads is a multiple of nheads_k. batch_cache may
+            be more than batch. On a CUDA device rows start at multiples of 16 bytes: the strides of
+            dimensions larger than 1 are multiples of 8 elements (not so where head_dim is none).
         v_cache: like k_cache.
         k: (batch, seqlen_new, nheads_k, head_dim), like q: goes into k_cache at cache_seqlens;
             None: nothing to append. The cache must have room.
@@ -111,7 +118,9 @@ def flash_attn_with_kvcache(
         rotary_cos: (seqlen_ro, rotary_dim / 2), like q: rotates k, at positions cache_seqlens and
             following, and q: at the same positions with causal or a window, otherwise all at
             cache_seqlens. rotary_dim is a multiple of 16 and at most head_dim; seqlen_ro at least
-            what the cache can hold for a sequence. Only together with k.
+            what the cache can hold for a sequence, and more by the queries that may stand after its
+            last token: seqlen_q (without causal or a window 1) - seqlen_new, if that is positive.
+            Only together with k.
         rotary_sin: like rotary_cos; both or none.
         cache_seqlens: tokens of each sequence before k is appended: (batch,), int32, or one int for
             all; None: seqlen_cache.
@@ -121,21 +130,22 @@ def flash_attn_with_kvcache(
             together with block_table.
         block_table: (batch, max_num_blocks_per_seq), int32: which blocks of the cache hold a
             sequence, in order.
-        softmax_scale: positive, finite factor of q k^T; None: head_dim ** -0.5.
+        softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
         window_size: (left, right), how many keys before and after its own position a query sees;
             -1: no limit. With causal, right counts as 0.
-        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale.
+        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale; c and
+            softmax_scale / c are in the same range as softmax_scale.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
-            - j| to the score of query i and key j.
+            - j| to the score of query i and key j. Without gradient.
         rotary_interleaved: True: dimensions 0 and 1, 2 and 3 and so on are rotated together; False:
             0 and rotary_dim / 2, 1 and rotary_dim / 2 + 1 and so on, as in GPT-NeoX.
         num_splits: 0 or more; accepted for code that passes it. It never changes a bit, and the
             kernels choose their schedule without it. See split_size.
         return_softmax_lse: whether to return softmax_lse too.
-        split_size: tokens per split, a multiple of the kernels' 64 keys per block; 0: one split;
-            None: that of the mode. Part of what the bits depend on. Without effect where the mode
-            is not enabled.
+        split_size: tokens per split, a multiple of the kernels' 64 keys per block, at most 2^29;
+            0: one split; None: that of the mode. Part of what the bits depend on. Without effect
+            where the mode is not enabled.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_softmax_lse the tuple of
@@ -144,20 +154,32 @@ def flash_attn_with_kvcache(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
+        UnsupportedError: a NotImplementedError; forward-mode differentiation.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+
+    Source:
+        flash_attn_with_kvcache of flash_attn 2.8.3 (flash_attn_interface.py); FlashAttention-2
+        (Dao, 2023, arXiv 2307.08691). Rotary embedding: RoFormer (Su et al., 2021, arXiv
+        2104.09864).
     """
     numbers.check_num_splits(num_splits)
     numbers.check_flag("rotary_interleaved", rotary_interleaved)
+    numbers.check_flag("return_softmax_lse", return_softmax_lse)
     capacity = checks.check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
     batch, _, nheads, head_dim = q.shape
     seqlen_new = checks.check_new(q, k_cache, k, v, cache_seqlens, capacity)
     checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
     checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
-    checks.check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
     options = resolve_options(head_dim, softmax_scale, causal, window_size, softcap, split_size)
+    queries_advance = options.window_left >= 0 or options.window_right >= 0
+    checks.check_rotary(q, k, rotary_cos, rotary_sin, capacity, queries_advance)
     kernels.check_kernels(q.device, q.dtype, head_dim)
+    if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
+        checks.check_rows_aligned("k_cache", k_cache)
+        checks.check_rows_aligned("v_cache", v_cache)
+    derivatives.check_no_tangent((q, k_cache, v_cache, k, v))
 
     if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -175,7 +197,7 @@ def flash_attn_with_kvcache(
             contiguous(cache_batch_idx),
             contiguous(cache_leftpad),
             contiguous(block_table),
-            contiguous(alibi_slopes),
+            slopes_for_op(alibi_slopes),
             options.softmax_scale,
             options.window_left,
             options.window_right,

@@ -68,7 +68,8 @@ def flash_attn_qkvpacked_func(
         causal: as in `flash_attn_func`, with its mask.
         window_size: as in `flash_attn_func`.
         softcap: as in `flash_attn_func`.
-        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`.
+        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`; without
+            gradient.
         deterministic: as in `flash_attn_func`.
         return_attn_probs: as in `flash_attn_func`.
         split_size: as in `flash_attn_func`.
@@ -79,8 +80,14 @@ def flash_attn_qkvpacked_func(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
+        UnsupportedError: a NotImplementedError; as in `flash_attn_func`.
+        NotDeterministicError: a RuntimeError; as in `flash_attn_func`.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+
+    Source:
+        flash_attn_qkvpacked_func of flash_attn 2.8.3 (flash_attn_interface.py);
+        FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
     """
     check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
     q, k, v = qkv.unbind(2)
@@ -160,7 +167,8 @@ def flash_attn_kvpacked_func(
         causal: as in `flash_attn_func`, with its mask.
         window_size: as in `flash_attn_func`.
         softcap: as in `flash_attn_func`.
-        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`.
+        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`; without
+            gradient.
         deterministic: as in `flash_attn_func`.
         return_attn_probs: as in `flash_attn_func`.
         split_size: as in `flash_attn_func`.
@@ -171,8 +179,14 @@ def flash_attn_kvpacked_func(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
+        UnsupportedError: a NotImplementedError; as in `flash_attn_func`.
+        NotDeterministicError: a RuntimeError; as in `flash_attn_func`.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+
+    Source:
+        flash_attn_kvpacked_func of flash_attn 2.8.3 (flash_attn_interface.py);
+        FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
     """
     check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
     k, v = kv.unbind(2)

@@ -77,27 +77,35 @@ def flash_attn_varlen_qkvpacked_func(
 
     Args:
         qkv: (total, 3, nheads, head_dim), float16 or bfloat16; q, k and v in this order.
-        cu_seqlens: (batch + 1,), int32: tokens before each sequence, and their total.
-        max_seqlen: length of the longest sequence, or more.
+        cu_seqlens: (batch + 1,), int32: tokens before each sequence, and their total; read as in
+            `flash_attn_varlen_func`.
+        max_seqlen: length of the longest sequence, or more, as in `flash_attn_varlen_func`.
         dropout_p: as in `flash_attn_func`.
         softmax_scale: as in `flash_attn_func`.
         causal: as in `flash_attn_func`, with its mask.
         window_size: as in `flash_attn_func`.
         softcap: as in `flash_attn_func`.
-        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`.
+        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`; without
+            gradient.
         deterministic: as in `flash_attn_func`.
         return_attn_probs: as in `flash_attn_func`.
         split_size: as in `flash_attn_func`.
 
     Returns:
-        out (total, nheads, head_dim); with return_attn_probs as in `flash_attn_varlen_func`.
+        out (total, nheads, head_dim), 0 in rows of no sequence; with return_attn_probs as in
+        `flash_attn_varlen_func`.
 
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; a gradient through what has no backward.
+        UnsupportedError: a NotImplementedError; as in `flash_attn_func`.
+        NotDeterministicError: a RuntimeError; as in `flash_attn_func`.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+
+    Source:
+        flash_attn_varlen_qkvpacked_func of flash_attn 2.8.3 (flash_attn_interface.py);
+        FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
     """
     check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
     q, k, v = qkv.unbind(1)
@@ -190,28 +198,35 @@ def flash_attn_varlen_kvpacked_func(
             nheads_k.
         cu_seqlens_q: (batch + 1,), int32: tokens of q before each sequence, and their total.
         cu_seqlens_k: (batch + 1,), int32, the same for kv.
-        max_seqlen_q: length of the longest sequence of q, or more; an int, because the host has to
-            know it.
+        max_seqlen_q: length of the longest sequence of q, or more, as in `flash_attn_varlen_func`;
+            an int, because the host has to know it.
         max_seqlen_k: the same for kv.
         dropout_p: as in `flash_attn_func`.
         softmax_scale: as in `flash_attn_func`.
         causal: as in `flash_attn_func`, with its mask.
         window_size: as in `flash_attn_func`.
         softcap: as in `flash_attn_func`.
-        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`.
+        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`; without
+            gradient.
         deterministic: as in `flash_attn_func`.
         return_attn_probs: as in `flash_attn_func`.
         split_size: as in `flash_attn_func`.
 
     Returns:
-        out (total_q, nheads, head_dim); with return_attn_probs as in `flash_attn_varlen_func`.
+        out (total_q, nheads, head_dim), 0 in rows of no sequence; with return_attn_probs as in
+        `flash_attn_varlen_func`.
 
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; a gradient through what has no backward.
+        UnsupportedError: a NotImplementedError; as in `flash_attn_func`.
+        NotDeterministicError: a RuntimeError; as in `flash_attn_func`.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+
+    Source:
+        flash_attn_varlen_kvpacked_func of flash_attn 2.8.3 (flash_attn_interface.py);
+        FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
     """
     check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
     k, v = kv.unbind(1)
