@@ -28,7 +28,6 @@ __all__ = [
     "FlashAttnError",
     "Mode",
     "Plan",
-    "__version__",
     "checkpoint_contexts",
     "deterministic_mode",
     "explain",

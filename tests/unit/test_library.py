@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 
 import flash_attn_deterministic as package
 import pytest
@@ -30,9 +31,31 @@ def test_op_is_registered(name: str, key: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
+def test_star_import_of_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_installed)
+    names: dict[str, object] = {}
+    exec("from flash_attn_deterministic import *", names)
+    assert set(package.__all__) <= set(names)
+    with pytest.raises(AttributeError, match="this is a source tree"):
+        package.__version__  # noqa: B018
+
+
 def test_all_functions_are_public() -> None:
     assert set(CALLS) <= set(package.__all__)
     assert package.__all__ == sorted(package.__all__)
     for name in package.__all__:
-        if name != "__version__":
-            assert getattr(package, name).__doc__
+        assert getattr(package, name).__doc__
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_docstring_tells_errors_and_source(name: str) -> None:
+    text = getattr(package, name).__doc__
+    assert f"{name} of flash_attn 2.8.3" in text
+    assert "2307.08691" in text.replace("\n", " ")
+    cache = name == "flash_attn_with_kvcache"
+    for error in ("ArgumentError", "UnsupportedError", "MissingInstanceError"):
+        assert f"{error}: a" in text
+    assert ("NotDeterministicError: a" in text) is not cache
