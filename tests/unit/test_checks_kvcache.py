@@ -8,6 +8,7 @@ import pytest
 import torch
 from bits import bits_equal
 from calls import int32, kvcache_call, normal
+from flash_attn_deterministic._checks import kernels, kvcache
 from flash_attn_deterministic._checks.kvcache import check_rows_aligned
 from flash_attn_deterministic.errors import (
     ArgumentError,
@@ -327,3 +328,33 @@ def test_rows_that_they_can(cache: torch.Tensor) -> None:
     if cache.device.type == "meta":
         cache = torch._subclasses.FakeTensorMode().from_tensor(cache)
     check_rows_aligned("k_cache", cache)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "device", "asked"),
+    [
+        pytest.param(32, "cuda", ["k_cache", "v_cache"], id="cuda"),
+        pytest.param(20, "cuda", [], id="cuda-copies"),
+        pytest.param(32, "cpu", [], id="cpu"),
+    ],
+)
+def test_rows_are_checked_where_cuda_kernels_read_them(
+    head_dim: int, device: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = []
+
+    def stop(*arguments: Any) -> None:
+        raise KeyError("the op")
+
+    monkeypatch.setattr(kvcache, "check_rows_aligned", lambda name, cache: names.append(name))
+    monkeypatch.setattr(torch.ops.flash_attn_deterministic, "kvcache_fwd", stop)
+    monkeypatch.setattr(kernels, "check_kernels", lambda *arguments: None)
+    call = kvcache_call(head_dim)
+    with torch._subclasses.FakeTensorMode():
+        fakes = {
+            name: torch.empty(x.shape, dtype=x.dtype, device=device) if torch.is_tensor(x) else x
+            for name, x in call.arguments.items()
+        }
+        with pytest.raises(KeyError, match="the op"):
+            call.function(**fakes)
+    assert names == asked
