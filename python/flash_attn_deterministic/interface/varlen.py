@@ -122,9 +122,10 @@ def flash_attn_varlen_func(
             may be less than total_q.
         cu_seqlens_k: (batch + 1,), int32, the same for k.
         max_seqlen_q: length of the longest sequence of q, or more; an int, because the host has to
-            know it. Less is an error, which only the CPU can tell; a CUDA device leaves out the
-            rows beyond.
-        max_seqlen_k: the same for the keys that count of a sequence of k.
+            know it. Less is an error, which only the CPU can tell; a CUDA device does not compute
+            the rows beyond.
+        max_seqlen_k: the same for the keys that count of a sequence; a CUDA device leaves out those
+            beyond.
         dropout_p: as in `flash_attn_func`.
         softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
