@@ -23,6 +23,9 @@ constexpr std::int64_t kMaxSplitSize = 1 << 29;
 // Upstream's kernels step over a block of rows, at most 128, with an int.
 constexpr std::int64_t kMaxRowStride = std::numeric_limits<int>::max() / 128;
 
+// Whether a factor is a normal number in float, also times log2(e).
+bool is_factor(double number) { return number >= 0x1p-126 && number <= 0x1p127; }
+
 int window(std::int64_t size) {
   return size < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(size, 1 << 29));
 }
@@ -105,10 +108,14 @@ void set_packed(Upstream& params, const Tensor& q, const Tensor& k, const Tensor
 
 void set_softmax(Upstream& params, const Scores& scores) {
   // Scores are scaled after masking: -inf times a scale of 0 or less would not stay masked.
-  check(std::isfinite(scores.softmax_scale) && scores.softmax_scale > 0,
-        "softmax_scale: expected a positive, finite number, got ", scores.softmax_scale);
-  check(std::isfinite(scores.softcap) && scores.softcap >= 0,
-        "softcap: expected a finite number of at least 0, got ", scores.softcap);
+  const double ratio = scores.softcap == 0 ? 1 : scores.softmax_scale / scores.softcap;
+  check(is_factor(scores.softmax_scale),
+        "softmax_scale: expected a number from 2^-126 to 2^127, got ", scores.softmax_scale);
+  check(scores.softcap == 0 || is_factor(scores.softcap),
+        "softcap: expected 0 or a number from 2^-126 to 2^127, got ", scores.softcap);
+  check(is_factor(ratio),
+        "softcap: expected softmax_scale / softcap from 2^-126 to 2^127, got a softcap of ",
+        scores.softcap, " and a softmax_scale of ", scores.softmax_scale);
   const float scale = static_cast<float>(scores.softmax_scale);
   const float softcap = static_cast<float>(scores.softcap);
   // With softcap the kernels compute tanh(score * scale / softcap), then scale by softcap.
