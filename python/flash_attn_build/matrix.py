@@ -30,8 +30,6 @@ OLDEST_TOOLKIT = "13.0"
 TORCH_BYTES = 14 * GIB
 TOOLKIT_BYTES = 4 * GIB
 
-TEST_REQUIREMENTS = ("pytest>=9", "hypothesis", "numpy")
-
 Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
 
@@ -169,7 +167,8 @@ class Matrix:
         folder = self.work / f"torch-{torch}"
         try:
             python = self._environment(folder)
-            self._must(python, "install", "--no-compile", f"torch=={torch}.*", *TEST_REQUIREMENTS)
+            tests = f"{self.root / 'pyproject.toml'}:test"
+            self._must(python, "install", "--no-compile", f"torch=={torch}.*", "--group", tests)
             ask = "import importlib.metadata as m; print(m.version('torch'))"
             installed = self._run([str(python), "-c", ask], {}).stdout.strip()
             return [self._cell(python, wheel, torch, installed) for wheel in wheels]

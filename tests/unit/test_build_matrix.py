@@ -112,6 +112,12 @@ def test_runs_only_the_tests_of_what_the_wheel_holds(runner: Matrix, machine: Ma
     assert tests == ["test_attention.py"]
 
 
+def test_a_torch_comes_with_what_the_tests_need(runner: Matrix, machine: Machine) -> None:
+    runner.test([runner.build("13.0")], "2.10")
+    (install,) = (words for words in machine.commands if "torch==2.10.*" in words)
+    assert install[-2:] == ["--group", f"{machine.root / 'pyproject.toml'}:test"]
+
+
 def test_failing_tests_fail_the_cell(runner: Matrix, machine: Machine) -> None:
     wheel = runner.build("13.0")
     machine.failures = 3
