@@ -58,7 +58,7 @@ def test_a_new_folder(tmp_path: Path) -> None:
 
 
 PROJECT = """
-cmake_minimum_required(VERSION 3.26)
+cmake_minimum_required(VERSION 3.20)
 project(x LANGUAGES CXX)
 add_library(x OBJECT x.cpp)
 """
