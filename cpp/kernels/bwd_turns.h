@@ -1,7 +1,7 @@
 // Who adds to a gradient when. A CTA works on one key block of one head and adds to every row block
 // of dq that sees it; the query heads of a group add to one dk and dv. Sums in fp32 depend on the
 // order, so each has one: dq of a row block takes key blocks first to last, dk and dv of a key
-// block take query heads first to last, and a CTA waits for its turn.
+// block take query heads first to last. A CTA has a whole head to itself, or waits for its turn.
 //
 // Nothing here can wait forever: a CTA waits only for CTAs with a smaller ticket (key blocks below
 // its own, or heads before its own at its own key block), tickets are handed out as CTAs start, and
@@ -16,19 +16,26 @@
 
 namespace fad {
 
-__device__ __forceinline__ unsigned load_acquire(const unsigned* address) {
-  unsigned value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ void store_release(unsigned* address, unsigned value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void wait_until(const unsigned* address, unsigned value) {
-  while (load_acquire(address) != value) {
-  }
+// Waits until a counter is at least as high as wanted, and returns it. In assembly: a loop that the
+// compiler sees costs registers of the loop around it.
+__device__ __forceinline__ unsigned wait_for(const unsigned* counter, unsigned wanted) {
+  unsigned value;
+  asm volatile(
+      "{\n"
+      "  .reg .pred waits;\n"
+      "again:\n"
+      "  ld.acquire.gpu.global.u32 %0, [%1];\n"
+      "  setp.lt.u32 waits, %0, %2;\n"
+      "  @waits bra again;\n"
+      "}\n"
+      : "=&r"(value)
+      : "l"(counter), "r"(wanted)
+      : "memory");
+  return value;
 }
 
 // Blocks of all sequences before this one, without knowing their lengths: packed sequences may
@@ -55,8 +62,8 @@ __device__ __forceinline__ RowPlace row_place(const Params& params) {
 // in registers beside upstream's loop over row blocks cost a fifth of the time.
 struct BwdPlace {
   int bidb, bidh, n_block;
-  int window_start;     // queries before the first that sees key 0, if the window is limited
-  unsigned* row_turns;  // of the head's first row block
+  unsigned* rows_done;  // of this key block; that of the key block before is params.h in front
+  int free_above;       // row blocks from here on may be added to, as far as this CTA knows
 };
 
 __device__ __forceinline__ BwdPlace& shared_place() {
@@ -64,13 +71,20 @@ __device__ __forceinline__ BwdPlace& shared_place() {
   return place;
 }
 
-// Takes the next place: key blocks in order, several heads side by side, so that those who wait for
-// each other don't start together.
-template <typename Traits>
+template <int kBlock>
+__device__ __forceinline__ int num_blocks(int seqlen) {
+  return (seqlen + kBlock - 1) / kBlock;
+}
+
+// Takes the next place: a head if a CTA works on whole heads, else a key block. Key blocks come in
+// order, those of several heads side by side, so that those who wait for each other don't start
+// together.
+template <typename Traits, bool kLocal>
 __device__ __forceinline__ void take_place(const BwdParams& params) {
   if (threadIdx.x == 0) {
     const unsigned ticket = atomicAdd(params.tickets, 1u);
-    const unsigned num_n_blocks = (params.seqlen_k + Traits::kBlockN - 1) / Traits::kBlockN;
+    const unsigned num_n_blocks =
+        params.whole_heads ? 1 : num_blocks<Traits::kBlockN>(params.seqlen_k);
     const unsigned heads = static_cast<unsigned>(params.b) * params.h;
     const unsigned first =
         ticket / (params.heads_in_flight * num_n_blocks) * params.heads_in_flight;
@@ -81,48 +95,98 @@ __device__ __forceinline__ void take_place(const BwdParams& params) {
     place.bidb = head / params.h;
     place.bidh = head % params.h;
     place.n_block = rest / beside;
-    const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, place.bidb);
-    place.window_start = info.actual_seqlen_q - info.actual_seqlen_k + params.window_size_left;
-    place.row_turns =
-        params.row_turns + place.bidh +
-        params.h * blocks_before(params.cu_seqlens_q, place.bidb, params.seqlen_q, Traits::kBlockM);
+    if constexpr (Traits::kInTurns) {
+      place.rows_done = params.rows_done + place.bidh +
+                        params.h * (blocks_before(params.cu_seqlens_k, place.bidb, params.seqlen_k,
+                                                  Traits::kBlockN) +
+                                    place.n_block);
+      place.free_above = 0;
+      if (params.in_turns && place.n_block > 0) {
+        place.free_above = num_blocks<Traits::kBlockM>(params.seqlen_q);
+        if (kLocal) {
+          // The end of upstream's range of row blocks (m_block_max) of the key block before: rows
+          // further down see neither it nor any key block before it.
+          const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, place.bidb);
+          const int rows = place.n_block * Traits::kBlockN + info.actual_seqlen_q -
+                           info.actual_seqlen_k + params.window_size_left;
+          place.free_above = min(place.free_above, num_blocks<Traits::kBlockM>(max(rows, 0)));
+        }
+      }
+    }
   }
   __syncthreads();
 }
 
-// The turns of one CTA. A turn is a group of 2^turn_shift row blocks, which the CTA walks last to
-// first: few turns cost little, many turns let the next CTA follow closely. Patches call these
+// Whether the CTA has another key block to work on. Each of its threads adds to the same elements
+// of dq every time, so that the key blocks of a whole head need no turns.
+template <typename Traits>
+__device__ __forceinline__ bool next_place(const BwdParams& params) {
+  if (!params.whole_heads) {
+    return false;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ++shared_place().n_block;
+  }
+  __syncthreads();
+  return shared_place().n_block * Traits::kBlockN < params.seqlen_k;
+}
+
+// The turns of one CTA, which walks row blocks last to first, 2^turn_shift of them to a turn: few
+// turns cost little, many let the next CTA follow closely. After a turn it says how far it is;
+// before one it waits, unless it knows that the key block before has been there. Patches call these
 // hooks from upstream's kernel:
 //
-//   await   before adding to dq of a row block; waits at the first one of a group
-//   pass    after a barrier that follows the adding; passes the turn on after the last one
+//   begin   before the loop over the row blocks of a turn; says which one is the last
+//   pass    after the barrier that follows the adding to the row block before
+//   await   before a barrier that comes before the adding to this row block
 //   finish  at the end; says whether dk and dv are whole and this CTA's to write
-template <typename Traits, bool kLocal>
+//
+// Where every register is taken, a hook in the loop costs some per cent even if it does nothing. A
+// tile of 128 rows does better with a loop per turn, others with hooks in one loop that are passed
+// by with a single branch (docs/adr/0008).
+template <typename Traits>
 struct Turns {
-  __device__ __forceinline__ static void await(const BwdParams& params, int m_block,
-                                               int first_m_block) {
-    const int last = (1 << params.turn_shift) - 1;
-    if (params.in_turns && (m_block == first_m_block || (m_block & last) == last) &&
-        threadIdx.x == Traits::kNThreads - 32) {
-      wait_until(row_turn(params, m_block), turn(params, m_block));
+  static constexpr bool kLoopPerTurn = Traits::kInTurns && Traits::kBlockM > 64;
+  static constexpr bool kHooksInLoop = Traits::kInTurns && !kLoopPerTurn;
+
+  __device__ __forceinline__ static int begin(const BwdParams& params, int m_block,
+                                              int m_block_min) {
+    if constexpr (kLoopPerTurn) {
+      __syncthreads();
+      tell(params, m_block + 1);
+      const int last = max(m_block >> params.turn_shift << params.turn_shift, m_block_min);
+      wait(params, last);
+      return last;
+    }
+    return m_block_min;
+  }
+
+  __device__ __forceinline__ static void pass(const BwdParams& params, int m_block,
+                                              int m_block_max) {
+    if constexpr (kHooksInLoop) {
+      if (starts_turn(params, m_block, m_block_max)) {
+        tell(params, m_block + 1);
+      }
     }
   }
 
-  __device__ __forceinline__ static void pass(const BwdParams& params, int m_block, bool at_end) {
-    if (params.in_turns && (at_end || (m_block & ((1 << params.turn_shift) - 1)) == 0) &&
-        threadIdx.x == 0) {
-      store_release(row_turn(params, m_block), turn(params, m_block) + 1);
+  __device__ __forceinline__ static void await(const BwdParams& params, int m_block,
+                                               int m_block_min, int m_block_max) {
+    if constexpr (kHooksInLoop) {
+      if (starts_turn(params, m_block, m_block_max)) {
+        wait(params, max(m_block >> params.turn_shift << params.turn_shift, m_block_min));
+      }
     }
   }
 
   template <typename Acc>
-  __device__ __forceinline__ static bool finish(const BwdParams& params, int last_m_block,
-                                                Acc& acc_dk, Acc& acc_dv) {
-    const int group = params.h_h_k_ratio;
-    if (params.in_turns || group > 1) {
+  __device__ __forceinline__ static bool finish(const BwdParams& params, Acc& acc_dk, Acc& acc_dv) {
+    if constexpr (Traits::kInTurns) {
       __syncthreads();
-      pass(params, last_m_block, /*at_end=*/true);
+      tell(params, 0);
     }
+    const int group = params.h_h_k_ratio;
     if (group == 1) {
       return true;
     }
@@ -137,7 +201,7 @@ struct Turns {
         params.key_sums + block * (2 * Traits::kBlockN * Traits::kHeadDim) + threadIdx.x;
     if (head > 0) {
       if (threadIdx.x == 0) {
-        wait_until(params.key_turns + block, head);
+        wait_for(params.key_turns + block, head);
       }
       __syncthreads();
 #pragma unroll
@@ -168,20 +232,30 @@ struct Turns {
   }
 
  private:
-  __device__ __forceinline__ static unsigned* row_turn(const BwdParams& params, int m_block) {
-    return shared_place().row_turns + (m_block >> params.turn_shift) * params.h;
+  __device__ __forceinline__ static bool starts_turn(const BwdParams& params, int m_block,
+                                                     int m_block_max) {
+    const int low_bits = (1 << params.turn_shift) - 1;
+    return (m_block & low_bits) == low_bits || m_block == m_block_max - 1;
   }
 
-  // Key blocks of a group of row blocks before this one. With a window the first is where
-  // upstream's m range of a key block (m_block_max) begins to reach into the group.
-  __device__ __forceinline__ static unsigned turn(const BwdParams& params, int m_block) {
-    const BwdPlace& place = shared_place();
-    if constexpr (!kLocal) {
-      return place.n_block;
+  // Says that the row blocks from m_block on have been added to.
+  __device__ __forceinline__ static void tell(const BwdParams& params, int m_block) {
+    if (threadIdx.x == 0) {
+      store_release(shared_place().rows_done,
+                    num_blocks<Traits::kBlockM>(params.seqlen_q) - m_block);
     }
-    const int lowest = m_block >> params.turn_shift << params.turn_shift;
-    const int begin = lowest * Traits::kBlockM - place.window_start;
-    return place.n_block - (begin > 0 ? begin / Traits::kBlockN : 0);
+  }
+
+  // Waits until the key block before has been added to the row blocks from m_block on. This is one
+  // thread's work, and not that of the one who tells: the barrier after it holds up the others.
+  __device__ __forceinline__ static void wait(const BwdParams& params, int m_block) {
+    BwdPlace& place = shared_place();
+    // Volatile, so that it stays this thread's: the compiler would have all of them read it.
+    volatile int& free_above = place.free_above;
+    if (threadIdx.x == Traits::kNThreads - 32 && m_block < free_above) {
+      const int blocks = num_blocks<Traits::kBlockM>(params.seqlen_q);
+      free_above = blocks - wait_for(place.rows_done - params.h, blocks - m_block);
+    }
   }
 };
 

@@ -8,6 +8,7 @@
 #include "flash_fwd_kernel.h"  // upstream
 #include "fwd.h"
 #include "fwd_merge.cuh"
+#include "launch.cuh"
 #include "masking.h"
 
 namespace fad {
@@ -33,18 +34,6 @@ __global__ void fwd_kernel(const __grid_constant__ FwdParams params) {
       /*Return_softmax=*/false>(params, bidb, bidh, m_block);
 }
 
-inline unsigned fwd_grid(const FwdParams& params, int block_m) {
-  const long long num_m_blocks = (params.seqlen_q + block_m - 1) / block_m;
-  const long long blocks = num_m_blocks * params.b * params.h;
-  if (blocks > 0x7fffffffLL) {
-    throw std::runtime_error(
-        "q: expected batch * nheads * ceil(seqlen_q / " + std::to_string(block_m) +
-        ") below 2^31, the size of a CUDA grid, got " + std::to_string(params.b) + " * " +
-        std::to_string(params.h) + " * " + std::to_string(num_m_blocks));
-  }
-  return static_cast<unsigned>(blocks);
-}
-
 template <typename Traits, Masking kMasking, bool kSoftcap, bool kDropout>
 void launch_kernel(FwdParams params, cudaStream_t stream) {
   if (kMasking == Masking::kGeneral) {
@@ -52,15 +41,10 @@ void launch_kernel(FwdParams params, cudaStream_t stream) {
   }
   // A single split keeps no state.
   const int shared = Traits::kSmemSize + (params.num_parts > 1 ? Traits::Walk::kSharedBytes : 0);
-  auto kernel = &fwd_kernel<Traits, kMasking, kSoftcap, kDropout>;
-  if (shared > 48 * 1024) {
-    C10_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  }
-  const dim3 grid(fwd_grid(params, Traits::kBlockM),
+  const dim3 grid(grid_of(params, params.seqlen_q, Traits::kBlockM, "seqlen_q"),
                   Traits::Walk::kWritesParts ? params.num_parts : 1);
-  kernel<<<grid, Traits::kNThreads, shared, stream>>>(params);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch(&fwd_kernel<Traits, kMasking, kSoftcap, kDropout>, grid, Traits::kNThreads, shared, params,
+         stream);
 }
 
 template <typename Element, int kHeadDim>
@@ -76,12 +60,8 @@ void launch_merge(FwdParams& params, cudaStream_t stream) {
 template <typename Element, int kHeadDim>
 void launch_decode(FwdParams& params, cudaStream_t stream) {
   using Traits = DecodeTraits<Element, kHeadDim>;
-  auto kernel = &decode_kernel<Traits>;
-  C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      Traits::kSharedBytes));
-  const dim3 grid(fwd_grid(params, Traits::kRows), params.num_parts);
-  kernel<<<grid, Traits::kThreads, Traits::kSharedBytes, stream>>>(params);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const dim3 grid(grid_of(params, params.seqlen_q, Traits::kRows, "seqlen_q"), params.num_parts);
+  launch(&decode_kernel<Traits>, grid, Traits::kThreads, Traits::kSharedBytes, params, stream);
   if (params.num_parts > 1) {
     launch_merge<Element, kHeadDim>(params, stream);
   }

@@ -24,16 +24,18 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
-  // Whether CTAs add to a row block of dq in the order of their key blocks.
+  // Whether CTAs wait for each other, to add to a row block of dq in the order of key blocks.
   bool in_turns;
+  // Whether a CTA works on all key blocks of a head, one after another.
+  bool whole_heads;
   // A turn is for 2^turn_shift row blocks.
   int turn_shift;
   // (batch, head) pairs whose key blocks are worked on side by side.
   int heads_in_flight;
   // How many CTAs have started.
   unsigned* tickets;
-  // How many key blocks have been added to each row block of dq, of a head.
-  unsigned* row_turns;
+  // How many row blocks of dq each key block of a head has been added to, from the last one down.
+  unsigned* rows_done;
   // How many query heads of a group have been added to each key block of dk and dv.
   unsigned* key_turns;
   // Their sums so far: dk and dv of each key block, fp32, as the threads hold them.

@@ -242,6 +242,16 @@ struct OwnerWalk {
   __device__ __noinline__ static void merge_and_leave(const Params& params,
                                                       const Registers& registers) {
     const Waiting waiting(params);
+    // From the output's rows all at once: as far as the compiler knows, a store may change what the
+    // next load reads, and each of these takes as long as a good part of a block.
+    float4 far[F::kMmaM][F::kMmaN - kInShared];
+#pragma unroll
+    for (int mi = 0; mi < F::kMmaM; ++mi) {
+#pragma unroll
+      for (int nj = kInShared; nj < F::kMmaN; ++nj) {
+        far[mi][nj - kInShared] = waiting.load(params, mi, nj);
+      }
+    }
 #pragma unroll
     for (int mi = 0; mi < F::kMmaM; ++mi) {
       const float4 later = waiting.state(mi);
@@ -253,7 +263,8 @@ struct OwnerWalk {
       waiting.state(mi) = state;
 #pragma unroll
       for (int nj = 0; nj < F::kMmaN; ++nj) {
-        const float4 value = waiting.load(params, mi, nj);
+        const float4 value =
+            nj < kInShared ? waiting.load(params, mi, nj) : far[mi][nj - kInShared];
         const float4 here = registers.acc[mi][nj];
         waiting.store(params, mi, nj,
                       make_float4(merge_value(value.x, upper.later, here.x, upper.earlier),

@@ -22,19 +22,38 @@ std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, in
   return cu_seqlens == nullptr ? batch * ceil_div(seqlen, block) : total / block + batch;
 }
 
+// Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then nobody needs
+// to wait. Heads of a group would still wait for each other at every key block; and of packed
+// sequences only the sum of lengths is known here.
+bool suits_whole_heads(const BwdParams& params, std::int64_t total_k, int num_sms) {
+  const std::int64_t heads = static_cast<std::int64_t>(params.b) * params.h;
+  const bool even = params.cu_seqlens_k == nullptr ||
+                    total_k * 20 >= static_cast<std::int64_t>(params.b) * params.seqlen_k * 19;
+  return params.h == params.h_k && even && heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
+}
+
 // Who works beside whom, and how many rows make a turn: no bits depend on it. Few key blocks of one
 // head at a time wait little for each other, several share rows in L2; few turns cost little, many
 // let the next CTA follow closely. Where every key block sees all rows, they move in step once they
-// are apart. The numbers are the best of those tried on an H200 (docs/adr/0008).
-void set_schedule(BwdParams& params, const BwdInstance& instance, int num_sms) {
+// are apart; under a causal mask each has fewer rows than the one before and catches up with it.
+// The numbers are the best of those tried on an H200 (docs/adr/0008).
+void set_schedule(BwdParams& params, const BwdInstance& instance, std::int64_t total_k, int num_sms,
+                  bool deterministic) {
+  params.whole_heads = deterministic && suits_whole_heads(params, total_k, num_sms);
+  params.in_turns = deterministic && !params.whole_heads;
+  params.heads_in_flight = 1;
+  params.turn_shift = 0;
+  if (!params.in_turns) {
+    return;
+  }
   const bool tall = instance.block_m > 64;
   if (params.window_size_left < 0 && params.window_size_right < 0) {
-    params.heads_in_flight = num_sms / (tall ? 4 : 16);
-    params.turn_shift = 1;
+    params.heads_in_flight = num_sms / (tall ? 4 : 8);
+    params.turn_shift = tall ? 2 : 1;
   } else {
-    params.heads_in_flight = num_sms / 2;
-    const bool few_heads = params.b * params.h < num_sms / 4;
-    params.turn_shift = few_heads ? 0 : tall ? 1 : 2;
+    const bool few_heads = params.b * params.h <= num_sms / 16;
+    params.heads_in_flight = num_sms / (params.cu_seqlens_k == nullptr ? 2 : 4);
+    params.turn_shift = few_heads ? 0 : 1;
   }
   params.heads_in_flight = std::max(1, params.heads_in_flight);
 }
@@ -111,26 +130,21 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   params.dsoftmax_sum = row_sums.data_ptr();
   params.dq_accum_ptr = dq_sums.data_ptr();
 
-  const std::int64_t row_turns =
-      params.h *
-      all_blocks(params.cu_seqlens_q, params.total_q, params.b, params.seqlen_q, instance->block_m);
-  const bool groups = params.h != params.h_k;
   const std::int64_t key_blocks =
-      !groups ? 0
-              : params.h_k * all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k,
-                                        instance->block_n);
-  const Tensor counters = scratch(like, 1 + row_turns + key_blocks, ScalarType::Int);
-  C10_CUDA_CHECK(
-      cudaMemsetAsync(counters.data_ptr(), 0, (1 + row_turns + key_blocks) * sizeof(int), stream));
+      all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, instance->block_n);
+  const std::int64_t rows_done = params.h * key_blocks;
+  const std::int64_t key_turns = params.h == params.h_k ? 0 : params.h_k * key_blocks;
+  const std::int64_t num_counters = 1 + rows_done + key_turns;
+  const Tensor counters = scratch(like, num_counters, ScalarType::Int);
+  C10_CUDA_CHECK(cudaMemsetAsync(counters.data_ptr(), 0, num_counters * sizeof(int), stream));
   params.tickets = static_cast<unsigned*>(counters.data_ptr());
-  params.row_turns = params.tickets + 1;
-  params.key_turns = params.row_turns + row_turns;
+  params.rows_done = params.tickets + 1;
+  params.key_turns = params.rows_done + rows_done;
   const Tensor key_sums =
-      scratch(like, key_blocks * 2 * instance->block_n * params.d_rounded, ScalarType::Float);
+      scratch(like, key_turns * 2 * instance->block_n * params.d_rounded, ScalarType::Float);
   params.key_sums = static_cast<float*>(key_sums.data_ptr());
 
-  params.in_turns = deterministic;
-  set_schedule(params, *instance, num_sms(device));
+  set_schedule(params, *instance, total_k, num_sms(device), deterministic);
   instance->launch(params, stream);
 }
 

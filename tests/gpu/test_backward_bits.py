@@ -111,6 +111,22 @@ def test_number_of_batch_mates(head_dim: int, feature: str) -> None:
             assert_same_gradients(one, alone[place])
 
 
+@FEATURE
+@CONFIG
+def test_a_head_for_each_multiprocessor(head_dim: int, dtype: str, feature: str) -> None:
+    """Then a thread block works on a whole head, and nobody takes turns; alone they do."""
+    heads = torch.cuda.get_device_properties("cuda").multi_processor_count
+    call = draw_call(
+        head_dim, dtype, feature, batch=heads, seqlen_q=300, seqlen_k=333, nheads=1, nheads_k=1
+    )
+    together = call()
+    packed = run_packed([call.sequences([place]) for place in range(heads)], spare=9)
+    for place in (0, heads // 2, heads - 1):
+        alone = call.sequences([place])()
+        assert_same_gradients(picked(together, slice(place, place + 1)), alone)
+        assert_same_gradients(packed[place], alone)
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
 def test_long_sequences(head_dim: int, causal: bool) -> None:

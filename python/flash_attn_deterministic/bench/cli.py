@@ -65,32 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         Exit status; see the command's help.
     """
-    from ..verify.outcome import Exit
-
-    try:
-        return _run(arguments)
-    except KeyboardInterrupt:  # before anything was measured
-        print("interrupted", file=sys.stderr)
-        return Exit.INTERRUPTED
-
-
-def _run(arguments: argparse.Namespace) -> int:
     from ..errors import ArgumentError, BuildInfoError
-    from ..verify.installed import NotInstalledError
+    from ..verify.ending import ended
     from ..verify.outcome import Exit
-    from ..verify.report import ReportError
 
-    statuses = {
+    statuses: dict[type[Exception], Exit] = {
         ArgumentError: Exit.USAGE,
         BuildInfoError: Exit.ENVIRONMENT,
-        NotInstalledError: Exit.ENVIRONMENT,
-        ReportError: Exit.REPORT,
     }
-    try:
-        return _bench(arguments)
-    except tuple(statuses) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return next(status for kind, status in statuses.items() if isinstance(error, kind))
+    return ended(lambda: _bench(arguments), statuses)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -59,30 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         Exit status, one of `outcome.Exit`.
     """
+    from .ending import ended
+    from .installed import FileError
     from .outcome import Exit
 
-    try:
-        return _run(arguments)
-    except KeyboardInterrupt:  # before the run has begun, or again while it ends
-        print("interrupted", file=sys.stderr)
-        return Exit.INTERRUPTED
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    from .installed import FileError, NotInstalledError
-    from .outcome import Exit
-    from .report import ReportError
-
-    statuses = {
-        FileError: Exit.USAGE,
-        NotInstalledError: Exit.ENVIRONMENT,
-        ReportError: Exit.REPORT,
-    }
-    try:
-        return _verify(arguments)
-    except tuple(statuses) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return next(status for kind, status in statuses.items() if isinstance(error, kind))
+    return ended(lambda: _verify(arguments), {FileError: Exit.USAGE})
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -39,6 +39,8 @@ def backward(case: Case, attention: Attention, size: Size) -> None:
         what = f"gradients of sequence {place} of {sequences} against the sequence alone"
         expect_same(one, what, pick(together, place), one.gradients())
     _packed_gradients(call)
+    if size.device == "cuda":
+        _a_head_for_each_multiprocessor(case, attention, size)
     groups = make(case, attention, size, batch=1, nheads=6, nheads_k=3)
     whole = groups.gradients()
     for begin, end in ((0, 1), (2, 3), (1, 3)):
@@ -50,6 +52,17 @@ def backward(case: Case, attention: Attention, size: Size) -> None:
         }
         what = f"gradients of KV heads [{begin}, {end}) alone against all 3 together"
         expect_same(alone, what, alone.gradients(), expected)
+
+
+def _a_head_for_each_multiprocessor(case: Case, attention: Attention, size: Size) -> None:
+    """Other schedules suit a GPU that is full than one that is not."""
+    heads = torch.cuda.get_device_properties("cuda").multi_processor_count
+    call = make(case, attention, size, batch=heads, nheads=1, nheads_k=1)
+    together = call.gradients()
+    for place in (0, heads - 1):
+        one = call.sequences([place])
+        what = f"gradients of sequence {place} of {heads} with one head against the sequence alone"
+        expect_same(one, what, pick(together, place), one.gradients())
 
 
 def _packed_gradients(call: Call) -> None:
