@@ -32,15 +32,14 @@ def backward(case: Case, attention: Attention, size: Size) -> None:
     """dq, dk and dv: run-to-run, batch, varlen, groups of heads."""
     sequences = 3 if size.device == "cpu" else 8
     call = make(case, attention, size, batch=sequences)
-    together = call.gradients()
     repeat(call, call.gradients, size)
-    for place in (0, sequences // 2, sequences - 1):
-        one = call.sequences([place])
-        what = f"gradients of sequence {place} of {sequences} against the sequence alone"
-        expect_same(one, what, pick(together, place), one.gradients())
+    _each_alone(call, (0, sequences // 2, sequences - 1))
     _packed_gradients(call)
     if size.device == "cuda":
-        _a_head_for_each_multiprocessor(case, attention, size)
+        # Other schedules suit a GPU that is full than one that is not.
+        heads = torch.cuda.get_device_properties("cuda").multi_processor_count
+        full = make(case, attention, size, batch=heads, nheads=1, nheads_k=1)
+        _each_alone(full, (0, heads - 1))
     groups = make(case, attention, size, batch=1, nheads=6, nheads_k=3)
     whole = groups.gradients()
     for begin, end in ((0, 1), (2, 3), (1, 3)):
@@ -54,14 +53,12 @@ def backward(case: Case, attention: Attention, size: Size) -> None:
         expect_same(alone, what, alone.gradients(), expected)
 
 
-def _a_head_for_each_multiprocessor(case: Case, attention: Attention, size: Size) -> None:
-    """Other schedules suit a GPU that is full than one that is not."""
-    heads = torch.cuda.get_device_properties("cuda").multi_processor_count
-    call = make(case, attention, size, batch=heads, nheads=1, nheads_k=1)
+def _each_alone(call: Call, places: Iterable[int]) -> None:
+    """Gradients of a batch against those of its sequences alone."""
     together = call.gradients()
-    for place in (0, heads - 1):
+    for place in places:
         one = call.sequences([place])
-        what = f"gradients of sequence {place} of {heads} with one head against the sequence alone"
+        what = f"gradients of sequence {place} of {len(call.q)} against the sequence alone"
         expect_same(one, what, pick(together, place), one.gradients())
 
 
