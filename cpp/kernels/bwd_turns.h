@@ -38,11 +38,15 @@ __device__ __forceinline__ unsigned wait_for(const unsigned* counter, unsigned w
   return value;
 }
 
+__device__ __forceinline__ int num_blocks(int seqlen, int block) {
+  return (seqlen + block - 1) / block;
+}
+
 // Blocks of all sequences before this one, without knowing their lengths: packed sequences may
 // leave a block unused each.
 __device__ __forceinline__ int64_t blocks_before(const int* cu_seqlens, int bidb, int seqlen,
                                                  int block) {
-  return cu_seqlens == nullptr ? static_cast<int64_t>(bidb) * ((seqlen + block - 1) / block)
+  return cu_seqlens == nullptr ? static_cast<int64_t>(bidb) * num_blocks(seqlen, block)
                                : static_cast<int64_t>(cu_seqlens[bidb] / block) + bidb;
 }
 
@@ -53,7 +57,7 @@ struct RowPlace {
 
 template <int kBlockM, typename Params>
 __device__ __forceinline__ RowPlace row_place(const Params& params) {
-  const int num_m_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const int num_m_blocks = num_blocks(params.seqlen_q, kBlockM);
   const int head = blockIdx.x / num_m_blocks;
   return {head / params.h, head % params.h, static_cast<int>(blockIdx.x) - head * num_m_blocks};
 }
@@ -71,20 +75,15 @@ __device__ __forceinline__ BwdPlace& shared_place() {
   return place;
 }
 
-template <int kBlock>
-__device__ __forceinline__ int num_blocks(int seqlen) {
-  return (seqlen + kBlock - 1) / kBlock;
-}
-
 // Takes the next place: a head if a CTA works on whole heads, else a key block. Key blocks come in
-// order, those of several heads side by side, so that those who wait for each other don't start
-// together.
+// order, those of several heads side by side, and of the heads the first ones of all groups come
+// before the second ones: so those who wait for each other don't start together.
 template <typename Traits, bool kLocal>
 __device__ __forceinline__ void take_place(const BwdParams& params) {
   if (threadIdx.x == 0) {
     const unsigned ticket = atomicAdd(params.tickets, 1u);
     const unsigned num_n_blocks =
-        params.whole_heads ? 1 : num_blocks<Traits::kBlockN>(params.seqlen_k);
+        params.whole_heads ? 1 : num_blocks(params.seqlen_k, Traits::kBlockN);
     const unsigned heads = static_cast<unsigned>(params.b) * params.h;
     const unsigned first =
         ticket / (params.heads_in_flight * num_n_blocks) * params.heads_in_flight;
@@ -93,7 +92,8 @@ __device__ __forceinline__ void take_place(const BwdParams& params) {
     const unsigned head = first + rest % beside;
     BwdPlace& place = shared_place();
     place.bidb = head / params.h;
-    place.bidh = head % params.h;
+    const int turn = head % params.h;
+    place.bidh = turn % params.h_k * params.h_h_k_ratio + turn / params.h_k;
     place.n_block = rest / beside;
     if constexpr (Traits::kInTurns) {
       place.rows_done = params.rows_done + place.bidh +
@@ -102,14 +102,14 @@ __device__ __forceinline__ void take_place(const BwdParams& params) {
                                     place.n_block);
       place.free_above = 0;
       if (params.in_turns && place.n_block > 0) {
-        place.free_above = num_blocks<Traits::kBlockM>(params.seqlen_q);
+        place.free_above = num_blocks(params.seqlen_q, Traits::kBlockM);
         if (kLocal) {
           // The end of upstream's range of row blocks (m_block_max) of the key block before: rows
           // further down see neither it nor any key block before it.
           const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, place.bidb);
           const int rows = place.n_block * Traits::kBlockN + info.actual_seqlen_q -
                            info.actual_seqlen_k + params.window_size_left;
-          place.free_above = min(place.free_above, num_blocks<Traits::kBlockM>(max(rows, 0)));
+          place.free_above = min(place.free_above, num_blocks(max(rows, 0), Traits::kBlockM));
         }
       }
     }
@@ -144,7 +144,7 @@ __device__ __forceinline__ bool next_place(const BwdParams& params) {
 //
 // Where every register is taken, a hook in the loop costs some per cent even if it does nothing. A
 // tile of 128 rows does better with a loop per turn, others with hooks in one loop that are passed
-// by with a single branch (docs/adr/0008).
+// by with a single branch (docs/adr/0011).
 template <typename Traits>
 struct Turns {
   static constexpr bool kLoopPerTurn = Traits::kInTurns && Traits::kBlockM > 64;
@@ -242,7 +242,7 @@ struct Turns {
   __device__ __forceinline__ static void tell(const BwdParams& params, int m_block) {
     if (threadIdx.x == 0) {
       store_release(shared_place().rows_done,
-                    num_blocks<Traits::kBlockM>(params.seqlen_q) - m_block);
+                    num_blocks(params.seqlen_q, Traits::kBlockM) - m_block);
     }
   }
 
@@ -253,7 +253,7 @@ struct Turns {
     // Volatile, so that it stays this thread's: the compiler would have all of them read it.
     volatile int& free_above = place.free_above;
     if (threadIdx.x == Traits::kNThreads - 32 && m_block < free_above) {
-      const int blocks = num_blocks<Traits::kBlockM>(params.seqlen_q);
+      const int blocks = num_blocks(params.seqlen_q, Traits::kBlockM);
       free_above = blocks - wait_for(place.rows_done - params.h, blocks - m_block);
     }
   }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "fwd.h"
+#include "state_room.h"
 
 namespace fad {
 
@@ -65,9 +66,7 @@ FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, 
   plan.num_splits = static_cast<int>(ceil_div(params.seqlen_k, plan.split_tokens));
   // The one-CTA path keeps its state in shared memory; where that does not fit, the other path
   // runs.
-  const int state_bytes = block_m * (head_dim / 2 + 8) * 4;
-  const int tile_bytes = (block_m + 2 * kBlockN) * head_dim * 2;
-  const bool fits = tile_bytes + state_bytes <= shared_bytes_per_block;
+  const bool fits = state_room(head_dim, block_m, kBlockN).bytes <= shared_bytes_per_block;
   // Worth it when row blocks alone leave SMs without work.
   const long long row_blocks = heads * ceil_div(params.seqlen_q, block_m);
   plan.many_ctas = few_rows || !fits || row_blocks < 2LL * num_sms;

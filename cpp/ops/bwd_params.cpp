@@ -36,14 +36,14 @@ bool suits_whole_heads(const BwdParams& params, std::int64_t total_k, int num_sm
 // head at a time wait little for each other, several share rows in L2; few turns cost little, many
 // let the next CTA follow closely. Where every key block sees all rows, they move in step once they
 // are apart; under a causal mask each has fewer rows than the one before and catches up with it.
-// The numbers are the best of those tried on an H200 (docs/adr/0008).
+// The numbers are the best of those tried on an H200 (docs/adr/0008, 0011).
 void set_schedule(BwdParams& params, const BwdInstance& instance, std::int64_t total_k, int num_sms,
                   bool deterministic) {
   params.whole_heads = deterministic && suits_whole_heads(params, total_k, num_sms);
   params.in_turns = deterministic && !params.whole_heads;
   params.heads_in_flight = 1;
-  params.turn_shift = 0;
   if (!params.in_turns) {
+    params.turn_shift = 30;  // one turn: nobody asks how far a CTA has come
     return;
   }
   const bool tall = instance.block_m > 64;

@@ -22,7 +22,7 @@ from tests.benchmarks.common import (
 )
 from tests.gpu.attention import DTYPES, is_built, make_qkv
 
-RAGGED = ragged(64, 128, 4096)
+RAGGED = ragged(64, 1, 8192)
 # nheads, nheads_k, head_dim
 SHAPES = ((32, 8, 128), (16, 16, 128), (32, 32, 64))
 CASES = tuple(

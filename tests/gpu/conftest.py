@@ -25,3 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _autograd_thread() -> None:
+    """Starts autograd's thread for the GPU with a kernel.
+
+    Were a matrix product its first work there, cuBLAS would warn that it has no context yet.
+    """
+    if not _missing():
+        torch.ones(1, device="cuda", requires_grad=True).exp().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import torch
@@ -44,41 +45,52 @@ def backward(head_dim: int) -> None:
             out.backward(draw(*q.shape))
 
 
+def forward(head_dim: int) -> None:
+    """Every path of the forward: dense, packed, paged with new keys."""
+    # Many row blocks: one CTA walks three splits. Few: a CTA per split, and the merge kernel.
+    for batch, nheads, seqlen_q in ((9, 32, 130), (1, 2, 5), (3, 8, 1)):
+        q = draw(batch, seqlen_q, nheads, head_dim)
+        k, v = draw(batch, 150, 2, head_dim), draw(batch, 150, 2, head_dim)
+        slopes = torch.rand(nheads, device="cuda")
+        flash_attn_func(q, k, v, split_size=64)
+        flash_attn_func(q, k, v, causal=True, split_size=64)
+        flash_attn_func(
+            q, k, v, window_size=(40, 7), softcap=3.0, alibi_slopes=slopes, split_size=64
+        )
+    lengths = torch.tensor([0, 1, 1, 66, 200], device="cuda", dtype=torch.int32)
+    q, k = draw(200, 4, head_dim), draw(200, 2, head_dim)
+    flash_attn_varlen_func(q, k, k, lengths, lengths, 134, 134, causal=True, split_size=64)
+    pages = torch.randperm(40).to("cuda", torch.int32).view(4, 10)
+    cache = draw(40, 16, 2, head_dim)
+    angles = draw(160, min(head_dim, 64) // 2)
+    flash_attn_with_kvcache(
+        draw(4, 3, 4, head_dim),
+        cache,
+        cache.clone(),
+        draw(4, 3, 2, head_dim),
+        draw(4, 3, 2, head_dim),
+        rotary_cos=angles,
+        rotary_sin=angles,
+        cache_seqlens=torch.tensor([0, 13, 64, 157], device="cuda", dtype=torch.int32),
+        block_table=pages,
+        causal=True,
+        split_size=64,
+    )
+
+
 def main() -> None:
     """Makes the calls; what they compute is the tests' business."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "head_dims",
+        type=int,
+        nargs="*",
+        default=[32, 64, 72, 96, 128, 192, 256],
+        help="all of them",
+    )
     torch.manual_seed(0)
-    for head_dim in (64, 72, 128, 192, 256):
-        # Many row blocks: one CTA walks three splits. Few: a CTA per split, and the merge kernel.
-        for batch, nheads, seqlen_q in ((9, 32, 130), (1, 2, 5), (3, 8, 1)):
-            q = draw(batch, seqlen_q, nheads, head_dim)
-            k, v = draw(batch, 150, 2, head_dim), draw(batch, 150, 2, head_dim)
-            slopes = torch.rand(nheads, device="cuda")
-            flash_attn_func(q, k, v, split_size=64)
-            flash_attn_func(q, k, v, causal=True, split_size=64)
-            flash_attn_func(
-                q, k, v, window_size=(40, 7), softcap=3.0, alibi_slopes=slopes, split_size=64
-            )
-        lengths = torch.tensor([0, 1, 1, 66, 200], device="cuda", dtype=torch.int32)
-        q, k = draw(200, 4, head_dim), draw(200, 2, head_dim)
-        flash_attn_varlen_func(q, k, k, lengths, lengths, 134, 134, causal=True, split_size=64)
-        pages = torch.randperm(40).to("cuda", torch.int32).view(4, 10)
-        cache = draw(40, 16, 2, head_dim)
-        angles = draw(160, 32)
-        flash_attn_with_kvcache(
-            draw(4, 3, 4, head_dim),
-            cache,
-            cache.clone(),
-            draw(4, 3, 2, head_dim),
-            draw(4, 3, 2, head_dim),
-            rotary_cos=angles,
-            rotary_sin=angles,
-            cache_seqlens=torch.tensor([0, 13, 64, 157], device="cuda", dtype=torch.int32),
-            block_table=pages,
-            causal=True,
-            split_size=64,
-        )
-        backward(head_dim)
-    for head_dim in (32, 96):
+    for head_dim in parser.parse_args().head_dims:
+        forward(head_dim)
         backward(head_dim)
     torch.cuda.synchronize()
 
