@@ -47,8 +47,9 @@ def backward(head_dim: int) -> None:
 
 def forward(head_dim: int) -> None:
     """Every path of the forward: dense, packed, paged with new keys."""
-    # Many row blocks: one CTA walks three splits. Few: a CTA per split, and the merge kernel.
-    for batch, nheads, seqlen_q in ((9, 32, 130), (1, 2, 5), (3, 8, 1)):
+    # Many row blocks: one CTA walks three splits. Few: a CTA per split, and the merge kernel; few
+    # rows besides: the kernel for them.
+    for batch, nheads, seqlen_q in ((9, 32, 130), (1, 2, 130), (1, 2, 5), (3, 8, 1)):
         q = draw(batch, seqlen_q, nheads, head_dim)
         k, v = draw(batch, 150, 2, head_dim), draw(batch, 150, 2, head_dim)
         slopes = torch.rand(nheads, device="cuda")
@@ -76,6 +77,15 @@ def forward(head_dim: int) -> None:
         causal=True,
         split_size=64,
     )
+    flash_attn_with_kvcache(  # more rows than the kernel for a few takes
+        draw(4, 20, 4, head_dim),
+        cache,
+        cache.clone(),
+        cache_seqlens=torch.tensor([20, 33, 64, 157], device="cuda", dtype=torch.int32),
+        block_table=pages,
+        causal=True,
+        split_size=64,
+    )
 
 
 def main() -> None:
@@ -86,7 +96,7 @@ def main() -> None:
         type=int,
         nargs="*",
         default=[32, 64, 72, 96, 128, 192, 256],
-        help="all of them",
+        help="default: one for each kernel, and 72",
     )
     torch.manual_seed(0)
     for head_dim in parser.parse_args().head_dims:
