@@ -46,7 +46,7 @@ def backward(head_dim: int) -> None:
 
 
 def forward(head_dim: int) -> None:
-    """Every path of the forward: dense, packed, paged with new keys."""
+    """Every path of the forward; dense, packed, paged, with new keys."""
     # Many row blocks: one CTA walks three splits. Few: a CTA per split, and the merge kernel; few
     # rows besides: the kernel for them.
     for batch, nheads, seqlen_q in ((9, 32, 130), (1, 2, 130), (1, 2, 5), (3, 8, 1)):
