@@ -13,6 +13,7 @@
 
 #include "block_info.h"  // upstream
 #include "params.h"
+#include "row_block.h"
 
 namespace fad {
 
@@ -36,10 +37,6 @@ __device__ __forceinline__ unsigned wait_for(const unsigned* counter, unsigned w
       : "l"(counter), "r"(wanted)
       : "memory");
   return value;
-}
-
-__device__ __forceinline__ int num_blocks(int seqlen, int block) {
-  return (seqlen + block - 1) / block;
 }
 
 // Blocks of all sequences before this one, without knowing their lengths: packed sequences may

@@ -1,8 +1,8 @@
 // Attention of a few rows (decode): one CTA takes up to 16 rows and one split. Upstream's body
 // gives each warp rows of its own, most of which a decode leaves empty; here the warps share the
 // rows, and divide the keys of a block among them for q k^T, the columns of the head dim for P V.
-// A decode waits for latency, not for arithmetic: q k^T of the next block stands beside P V of this
-// one.
+// A decode waits for latency and for shared memory, not for arithmetic: q k^T of the next block
+// stands beside P V of this one.
 //
 // The bits are those of upstream's patched body: it sees the same blocks of 64 keys in the same
 // order, each element of q k^T and P V is the same chain of the same tensor core instructions, and
@@ -11,155 +11,22 @@
 
 #include <cutlass/fast_math.h>
 
-#include <algorithm>
 #include <type_traits>
 
 #include "kernel_traits.h"  // upstream; its other headers lean on this one
 
 #include "block_info.h"  // upstream
+#include "decode_copy.cuh"
+#include "decode_fragments.cuh"
+#include "decode_traits.h"
 #include "fwd_rows.cuh"
-#include "kv_rows.h"
 #include "params.h"
 #include "softmax_steps.h"
 
 namespace fad {
 
-template <typename Element_, int kHeadDim_>
-struct DecodeTraits {
-  using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kRows = kFewRows;
-  static constexpr int kKeys = 64;
-  static constexpr int kWarps = kHeadDim % 64 == 0 ? 8 : 4;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kWarpKeys = kKeys / kWarps;    // of q k^T, to a warp
-  static constexpr int kColumns = kHeadDim / kWarps;  // of P V, to a warp
-  // Shared memory: blocks of keys and of values on their way, in turn; scores, as fp32 to be summed
-  // up and as Element to be multiplied; maxima.
-  static constexpr int kSlotBytes = kKeys * kHeadDim * 2;
-  static constexpr int kProbsStride = kKeys + 8;  // no bank conflicts
-  static constexpr int kProbsBytes = kRows * kProbsStride * (4 + 2);
-  static constexpr int kMaximaBytes = kWarps * kRows * 4;
-  static constexpr int kSlots = std::min(8, (98 * 1024 - kProbsBytes - kMaximaBytes) / kSlotBytes);
-  static constexpr int kSharedBytes = kSlots * kSlotBytes + kProbsBytes + kMaximaBytes;
-  static_assert(kSlots >= 2 && kColumns % 8 == 0);
-};
-
-template <typename Element>
-__device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
-                                    uint32_t b1) {
-  using Op =
-      std::conditional_t<std::is_same_v<Element, cutlass::half_t>,
-                         cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
-  Op::fma(acc[0], acc[1], acc[2], acc[3], a[0], a[1], a[2], a[3], b0, b1, acc[0], acc[1], acc[2],
-          acc[3]);
-}
-
-// Where 16 bytes of a row of keys or values lie in a slot, so that eight rows can be read at once.
-template <int kHeadDim>
-__device__ __forceinline__ int slot_offset(int row, int chunk) {
-  constexpr int kChunks = kHeadDim / 8;
-  const int swizzled = kChunks % 8 == 0 ? chunk ^ (row % 8) : chunk ^ (row / 2 % 4);
-  return (row * kChunks + swizzled) * 16;
-}
-
-// Where keys or values of one head of one sequence lie in memory.
-struct KvHead {
-  const char* data;
-  int64_t row_bytes, page_bytes;
-  const int* pages;  // nullptr: no pages
-  int page_block_size;
-
-  __device__ __forceinline__ const char* row(int key) const {
-    if (pages == nullptr) {
-      return data + key * row_bytes;
-    }
-    const int page = key / page_block_size;
-    return data + pages[page] * page_bytes + (key - page * page_block_size) * row_bytes;
-  }
-};
-
-template <typename Info>
-__device__ __forceinline__ KvHead kv_head(const FwdParams& params, const Info& info, int bidb,
-                                          int head, void* data, int64_t batch_stride,
-                                          int64_t row_stride, int64_t head_stride) {
-  using Rows = KvRows</*kMayBePaged=*/true>;
-  const int64_t first =
-      Rows::offset(params, info, batch_stride, row_stride, bidb) + head * head_stride;
-  return {static_cast<const char*>(data) + 2 * first, 2 * row_stride, 2 * batch_stride,
-          params.block_table == nullptr
-              ? nullptr
-              : params.block_table + bidb * params.block_table_batch_stride,
-          params.page_block_size};
-}
-
-// Starts the copy of a block of keys or values; rows from `rows` on and columns from d on are
-// zeros.
 template <typename Traits>
-__device__ __forceinline__ void copy_block(const KvHead& from, int first_key, int rows, int d,
-                                           char* slot) {
-  using Chunk = cute::uint128_t;
-  constexpr int kChunks = Traits::kHeadDim / 8;
-  constexpr int kRowsAtOnce = Traits::kThreads / kChunks;
-  const int first_row = threadIdx.x / kChunks;
-  const int chunk = threadIdx.x % kChunks;
-  if (first_row >= kRowsAtOnce) {
-    return;
-  }
-  const auto to = [&](int row) -> Chunk& {
-    return *reinterpret_cast<Chunk*>(slot + slot_offset<Traits::kHeadDim>(row, chunk));
-  };
-  if (from.pages == nullptr && rows >= Traits::kKeys && d == Traits::kHeadDim) {
-    const char* source = from.data + (first_key + first_row) * from.row_bytes + chunk * 16;
-#pragma unroll
-    for (int row = 0; row < Traits::kKeys; row += kRowsAtOnce) {
-      if (Traits::kKeys % kRowsAtOnce == 0 || first_row + row < Traits::kKeys) {
-        cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>::copy(*reinterpret_cast<const Chunk*>(source),
-                                                     to(first_row + row));
-      }
-      source += kRowsAtOnce * from.row_bytes;
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int row = first_row; row < Traits::kKeys; row += kRowsAtOnce) {
-    const bool inside = row < rows && chunk * 8 < d;
-    const char* const source = inside ? from.row(first_key + row) + chunk * 16 : from.data;
-    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(*reinterpret_cast<const Chunk*>(source),
-                                                       to(row), inside);
-  }
-}
-
-// Scores of one warp's keys with q, before anything else is done to them.
-template <typename Traits, int kSteps, int kTiles>
-__device__ __forceinline__ void multiply_keys(const uint32_t (&q)[kSteps][4], const char* slot,
-                                              float (&scores)[kTiles][4]) {
-  const int lane = threadIdx.x % 32;
-  const int first_row = threadIdx.x / 32 * Traits::kWarpKeys + lane % 8;
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    uint32_t k[kSteps / 2][4];  // eight keys, two steps at a time
-#pragma unroll
-    for (int pair = 0; pair < kSteps / 2; ++pair) {
-      cute::SM75_U32x4_LDSM_N::copy(
-          *reinterpret_cast<const cute::uint128_t*>(
-              slot + slot_offset<Traits::kHeadDim>(first_row + tile * 8, pair * 4 + lane / 8)),
-          k[pair][0], k[pair][1], k[pair][2], k[pair][3]);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores[tile][i] = 0.f;
-    }
-#pragma unroll
-    for (int pair = 0; pair < kSteps / 2; ++pair) {
-      mma<typename Traits::Element>(scores[tile], q[2 * pair], k[pair][0], k[pair][1]);
-      mma<typename Traits::Element>(scores[tile], q[2 * pair + 1], k[pair][2], k[pair][3]);
-    }
-  }
-}
-
-template <typename Traits>
-__global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
+__global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void decode_kernel(
     const __grid_constant__ FwdParams params) {
   using Element = typename Traits::Element;
   constexpr int kKeys = Traits::kKeys;
@@ -202,51 +69,47 @@ __global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
   if (n_max <= n_min && !whole) {
     return;
   }
-  const int items = 2 * max(n_max - n_min, 0);  // blocks of keys and of values, in turn
+  const int items = 2 * max(n_max - n_min, 0);
 
   const int head_k = bidh / params.h_h_k_ratio;
   const KvHead keys = kv_head(params, info, bidb, head_k, params.k_ptr, params.k_batch_stride,
                               params.k_row_stride, params.k_head_stride);
   const KvHead values = kv_head(params, info, bidb, head_k, params.v_ptr, params.v_batch_stride,
                                 params.v_row_stride, params.v_head_stride);
+  // Item 2 n is block n of keys, item 2 n + 1 of values; they go around through the slots.
   const auto slot_of = [&](int item) { return smem + item % Traits::kSlots * Traits::kSlotBytes; };
-  const auto copy_item = [&](int item, auto is_values) {
-    if (item < items) {
-      const int first_key = (n_max - 1 - item / 2) * kKeys;
-      copy_block<Traits>(is_values ? values : keys, first_key, seqlen_k - first_key, params.d,
-                         slot_of(item));
-    }
-    cute::cp_async_fence();
+  const PageTable table{
+      Traits::kPaged ? params.block_table + bidb * params.block_table_batch_stride : nullptr,
+      params.page_block_size};
+  const auto key_of = [&](int item) { return (n_max - 1 - item / 2) * kKeys; };
+  const auto pages_of = [&](int item) {  // of an item that is not there: nobody's
+    return BlockPages<Traits>(table, item < items ? key_of(item) : seqlen_k, seqlen_k);
   };
-  using Even = std::bool_constant<Traits::kSlots % 2 != 0>;  // whether item + kSlots is of values
-  using Odd = std::bool_constant<Traits::kSlots % 2 == 0>;   // and item + kSlots - 1
+  const auto start_copy = [&](int item, auto is_values, const BlockPages<Traits>& pages) {
+    if (item < items) {
+      const int first_key = key_of(item);
+      copy_block<Traits>(is_values ? values : keys, pages, first_key, seqlen_k - first_key,
+                         params.d, slot_of(item));
+    }
+  };
+  char* const q_slot = slot_of(Traits::kSlots - 1);  // nothing else comes there before the loop
 #pragma unroll 1
   for (int item = 0; item < Traits::kSlots - 1; item += 2) {
-    copy_item(item, std::false_type{});
+    const BlockPages<Traits> pages = pages_of(item);
+    start_copy(item, std::false_type{}, pages);
+    if (item == 0) {
+      copy_queries<Traits>(static_cast<const Element*>(params.q_ptr) +
+                               info.q_offset(params.q_batch_stride, params.q_row_stride, batch) +
+                               bidh * params.q_head_stride,
+                           params.q_row_stride, rows, params.d, q_slot);
+    }
+    cute::cp_async_fence();
     if (item + 1 < Traits::kSlots - 1) {
-      copy_item(item + 1, std::true_type{});
+      start_copy(item + 1, std::true_type{}, pages);
+      cute::cp_async_fence();
     }
   }
 
-  // q, as the tensor cores take it: rows lane / 4 and 8 below, in each step 16 columns.
-  uint32_t q[kSteps][4];
-  {
-    const Element* const from = static_cast<const Element*>(params.q_ptr) +
-                                info.q_offset(params.q_batch_stride, params.q_row_stride, batch) +
-                                bidh * params.q_head_stride;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const int row = lane / 4 + part % 2 * 8;
-        const int column = step * 16 + lane % 4 * 2 + part / 2 * 8;
-        q[step][part] =
-            row < rows && column < params.d
-                ? *reinterpret_cast<const uint32_t*>(from + row * params.q_row_stride + column)
-                : 0;
-      }
-    }
-  }
   const float slope =
       params.alibi_slopes_ptr == nullptr
           ? 0.f
@@ -258,19 +121,37 @@ __global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
   float row_max[2] = {-INFINITY, -INFINITY};
   float acc[kTiles][4] = {};
   // The sum of a row is that of four threads, each of which takes every fourth pair of columns.
-  // Here they are the first two warps, row thread / 4.
-  const int sum_row = thread / 4 % Traits::kRows;
-  float sum_max = -INFINITY;
+  // Every second warp has the same eight rows; the first two write them.
+  const int sum_half = warp % 2;
+  const int sum_row = lane / 4 + 8 * sum_half;
   float row_sum = 0.f;
 
-  float scores[kKeyTiles][4];
+  uint32_t q[kSteps][4];
+  uint32_t k[kKeyTiles][kSteps / 2][4];
+  float scores[kKeyTiles][4] = {};
+  const auto multiply_keys = [&](int step) {
+#pragma unroll
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+      const uint32_t (&pair)[4] = k[tile][step / 2];
+      mma<Element>(scores[tile], q[step], pair[step % 2 * 2], pair[step % 2 * 2 + 1]);
+    }
+  };
   cute::cp_async_wait<Traits::kSlots - 2>();
   __syncthreads();
-  multiply_keys<Traits>(q, slot_of(0), scores);
+  load_queries<Traits::kHeadDim>(q_slot, q);
+  load_keys<Traits>(slot_of(0), k);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    multiply_keys(step);
+  }
 
+  using Even = std::bool_constant<Traits::kSlots % 2 != 0>;  // whether item + kSlots is of values
+  using Odd = std::bool_constant<Traits::kSlots % 2 == 0>;   // and item + kSlots - 1
 #pragma unroll 1
   for (int item = 0; item < items; item += 2) {
-    const int first_key = (n_max - 1 - item / 2) * kKeys;
+    const BlockPages<Traits> first_pages = pages_of(item + Traits::kSlots - 1);
+    const BlockPages<Traits> second_pages = pages_of(item + Traits::kSlots);
+    const int first_key = key_of(item);
     const int warp_key = first_key + warp * Traits::kWarpKeys + lane % 4 * 2;
     const int position = lane / 4 + shift;
     if (params.softcap > 0.f) {
@@ -314,28 +195,30 @@ __global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
     }
     // Maxima are here; nobody reads these keys, or the values before them, any more.
     __syncthreads();
-    copy_item(item + Traits::kSlots - 1, Odd{});
-    copy_item(item + Traits::kSlots, Even{});
-    const auto raise = [&](float& most, int row) {  // and returns what brings older terms down
-      const float before = most;
+    // Read before copies start: they share a queue.
+    float most[2] = {row_max[0], row_max[1]};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int w = 0; w < Traits::kWarps; w += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(maxima + row * Traits::kWarps + w);
-        most = fmaxf(most, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+        const float4 four =
+            *reinterpret_cast<const float4*>(maxima + (lane / 4 + 8 * half) * Traits::kWarps + w);
+        most[half] = fmaxf(most[half], fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
       }
-      const float now = most == -INFINITY ? 0.f : most;
-      return exp2f((before - now) * params.scale_softmax_log2);
-    };
-    row_sum = rescaled_sum(row_sum, raise(sum_max, sum_row));
+    }
+    start_copy(item + Traits::kSlots - 1, Odd{}, first_pages);
+    cute::cp_async_fence();
+    if (!Traits::kFillsApart) {
+      start_copy(item + Traits::kSlots, Even{}, second_pages);
+      cute::cp_async_fence();
+    }
+    float rescale[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + 8 * half;
-      const float rescale = raise(row_max[half], row);
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        acc[tile][2 * half] *= rescale;
-        acc[tile][2 * half + 1] *= rescale;
-      }
+      const float now = most[half] == -INFINITY ? 0.f : most[half];
+      rescale[half] = exp2f((row_max[half] - now) * params.scale_softmax_log2);
+      row_max[half] = most[half];
       const float max_scaled =
           row_max[half] == -INFINITY ? 0.f : scaled_max(row_max[half], params.scale_softmax_log2);
 #pragma unroll
@@ -352,50 +235,60 @@ __global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
         *reinterpret_cast<uint32_t*>(probs16 + at) = reinterpret_cast<const uint32_t&>(two);
       }
     }
-    cute::cp_async_wait<Traits::kSlots - 2>();
+    cute::cp_async_wait<Traits::kSlots - 2 - Traits::kFillsApart>();
     __syncthreads();  // probabilities, values and the next keys are here
 
+    // After the last block there are no keys; what is worked out then goes nowhere.
+    load_keys<Traits>(slot_of(item + 2), k);
     uint32_t v[2][kTiles][4];
-    const char* const value_slot = slot_of(item + 1);
+    load_values<Traits>(slot_of(item + 1), v);
+    uint32_t p[4][4];
+    load_probs<Traits>(probs16, p);
+    row_sum = rescaled_sum(row_sum, sum_half == 0 ? rescale[0] : rescale[1]);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // 32 keys
+    for (int pair = 0; pair < kKeys / 8; ++pair) {
+      const float2 two =
+          *reinterpret_cast<const float2*>(probs + sum_row * kStride + pair * 8 + lane % 4 * 2);
+      row_sum = __fadd_rn(row_sum, two.x);
+      row_sum = __fadd_rn(row_sum, two.y);
+    }
+    if (Traits::kFillsApart) {
+      start_copy(item + Traits::kSlots, Even{}, second_pages);
+      cute::cp_async_fence();
+    }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        cute::SM75_U16x8_LDSM_T::copy(
-            *reinterpret_cast<const cute::uint128_t*>(
-                value_slot + slot_offset<Traits::kHeadDim>(half * 32 + lane, warp * kTiles + tile)),
-            v[half][tile][0], v[half][tile][1], v[half][tile][2], v[half][tile][3]);
+    for (int tile = 0; tile < kKeyTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[tile][i] = 0.f;
       }
     }
-    if (item + 2 < items) {
-      multiply_keys<Traits>(q, slot_of(item + 2), scores);
-    }
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint32_t p[4];
-      cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(
-                                        probs16 + lane % 16 * kStride + step * 16 + lane / 16 * 8),
-                                    p[0], p[1], p[2], p[3]);
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        mma<Element>(acc[tile], p, v[step / 2][tile][step % 2 * 2],
-                     v[step / 2][tile][step % 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i) {
+        acc[tile][i] *= rescale[i / 2];
       }
     }
-    if (thread < 4 * Traits::kRows) {
+    // Side by side: each is a chain of tensor core instructions, and waits for itself only.
 #pragma unroll
-      for (int pair = 0; pair < kKeys / 8; ++pair) {
-        const float2 two =
-            *reinterpret_cast<const float2*>(probs + sum_row * kStride + pair * 8 + thread % 4 * 2);
-        row_sum = __fadd_rn(row_sum, two.x);
-        row_sum = __fadd_rn(row_sum, two.y);
+    for (int step = 0; step < kSteps; ++step) {
+      multiply_keys(step);
+#pragma unroll
+      for (int keys = step * 4 / kSteps; keys < (step + 1) * 4 / kSteps; ++keys) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const uint32_t (&four)[4] = v[keys / 2][tile];
+          mma<Element>(acc[tile], p[keys], four[keys % 2 * 2], four[keys % 2 * 2 + 1]);
+        }
       }
     }
   }
 
   row_sum += __shfl_xor_sync(0xffffffff, row_sum, 2);
   row_sum += __shfl_xor_sync(0xffffffff, row_sum, 1);
-  const bool writes_state = thread < 4 * Traits::kRows && thread % 4 == 0 && sum_row < rows;
+  const float sum_max = sum_half == 0 ? row_max[0] : row_max[1];
+  const bool writes_state = warp < 2 && lane % 4 == 0 && sum_row < rows;
   const int column = warp * Traits::kColumns + lane % 4 * 2;
   if (!whole) {
     const int64_t first =
@@ -418,7 +311,7 @@ __global__ __launch_bounds__(Traits::kThreads) void decode_kernel(
     return;
   }
   __syncthreads();
-  if (thread < 4 * Traits::kRows && thread % 4 == 0) {
+  if (warp < 2 && lane % 4 == 0) {
     maxima[sum_row] = inverse_sum(row_sum);
   }
   __syncthreads();

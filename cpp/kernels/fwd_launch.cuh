@@ -57,11 +57,19 @@ void launch_merge(FwdParams& params, cudaStream_t stream) {
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template <typename Element, int kHeadDim>
-void launch_decode(FwdParams& params, cudaStream_t stream) {
-  using Traits = DecodeTraits<Element, kHeadDim>;
+template <typename Traits>
+void launch_decode_kernel(FwdParams& params, cudaStream_t stream) {
   const dim3 grid(grid_of(params, params.seqlen_q, Traits::kRows, "seqlen_q"), params.num_parts);
   launch(&decode_kernel<Traits>, grid, Traits::kThreads, Traits::kSharedBytes, params, stream);
+}
+
+template <typename Element, int kHeadDim>
+void launch_decode(FwdParams& params, cudaStream_t stream) {
+  if (params.block_table != nullptr) {
+    launch_decode_kernel<DecodeTraits<Element, kHeadDim, true>>(params, stream);
+  } else {
+    launch_decode_kernel<DecodeTraits<Element, kHeadDim, false>>(params, stream);
+  }
   if (params.num_parts > 1) {
     launch_merge<Element, kHeadDim>(params, stream);
   }

@@ -6,13 +6,15 @@
 #include <stdexcept>
 #include <string>
 
+#include "row_block.h"
+
 namespace fad {
 
 // CTAs of a one-dimensional grid: a block of a sequence each, of each head and sequence. what: the
 // length, for the message.
 template <typename Params>
 unsigned grid_of(const Params& params, int seqlen, int block, const char* what) {
-  const long long blocks_each = (seqlen + block - 1) / block;
+  const long long blocks_each = num_blocks(seqlen, block);
   const long long blocks = blocks_each * params.b * params.h;
   if (blocks > 0x7fffffffLL) {
     throw std::runtime_error(std::string("q: expected batch * nheads * ceil(") + what + " / " +

@@ -5,6 +5,11 @@
 
 namespace fad {
 
+// Blocks that a sequence takes.
+__host__ __device__ constexpr int num_blocks(int seqlen, int block) {
+  return (seqlen + block - 1) / block;
+}
+
 // Which row block a CTA works on. One-dimensional grid: y and z stop at 65535, and a batch may be
 // larger. The row blocks of one head stay neighbours, so that they find its K and V in L2.
 struct Place {
@@ -13,7 +18,7 @@ struct Place {
 
 template <typename Traits, typename Params>
 __device__ __forceinline__ Place place_of(const Params& params, int cta) {
-  const int num_m_blocks = (params.seqlen_q + Traits::kBlockM - 1) / Traits::kBlockM;
+  const int num_m_blocks = num_blocks(params.seqlen_q, Traits::kBlockM);
   const int head = cta / num_m_blocks;
   const int bidb = head / params.h;
   // Causal row blocks near the end have the most keys: start them first.

@@ -53,7 +53,7 @@ struct OwnerWalk {
   }
 
   // A middle split takes both branches, in registers: through a call its accumulator would go
-  // through local memory, three times as slow.
+  // through local memory, about twice as slow.
   template <typename Params, typename Acc, typename Softmax>
   __device__ __forceinline__ bool leave(const Params& params, int lowest, int n_block_min,
                                         int& n_block_max, Acc& acc, Softmax& softmax) const {

@@ -1,6 +1,8 @@
 // The shared memory of the one-CTA path, for its kernels and for the host that picks a path.
 #pragma once
 
+#include <initializer_list>
+
 namespace fad {
 
 struct StateRoom {

@@ -1,4 +1,5 @@
-"""Times decode steps through CUDA graphs: ours by split size, upstream's heuristic, and a copy.
+"""Times decode steps through CUDA graphs: ours by split size and from pages, upstream's heuristic,
+and a copy.
 
 A graph holds several calls, so that launches do not count; they go over several caches where one
 would fit in the L2 cache. The floor is the time to read the keys and values at the bandwidth of a
@@ -16,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
+from flash_attn_deterministic import (
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    get_deterministic_mode,
+)
 from flash_attn_deterministic.verify.speed.decode import capture
 from flash_attn_deterministic.verify.speed.measure import interleaved, summary
 
@@ -31,6 +36,7 @@ from tests.gpu.attention import is_built
 
 _ROTATED_BYTES = 512 * 2**20  # several times the largest L2 cache
 _CALLS = 8  # of a graph, at least
+_PAGE_BLOCK_SIZE = 16  # serving engines' usual one
 
 Step = Callable[[int], object]
 
@@ -72,6 +78,23 @@ CASES = (
 )
 
 
+def shuffled_pages(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cuts keys and values into pages of 16 tokens that lie in any order.
+
+    Args:
+        kv: (2, batch, seqlen, nheads_k, head_dim); seqlen a multiple of 16.
+
+    Returns:
+        Pages, (2, batch * seqlen / 16, 16, nheads_k, head_dim), and the block table, int32
+        (batch, seqlen / 16).
+    """
+    pages = kv.view(2, -1, _PAGE_BLOCK_SIZE, *kv.shape[3:])
+    table = torch.randperm(pages.shape[1], device=kv.device)
+    shuffled = torch.empty_like(pages)
+    shuffled[:, table] = pages
+    return shuffled, table.int().view(kv.shape[1], -1)
+
+
 def measure(
     case: Case, baseline: Baseline | None, splits: Sequence[int], repeats: int
 ) -> dict[str, Any]:
@@ -94,11 +117,18 @@ def measure(
     shape = (2, case.batch, case.seqlen, case.nheads_k, *row)
     kv = [torch.randn(shape, **bf16) for _ in range(sets)]
     copies = [torch.empty_like(t) for t in kv]
+    paged = [shuffled_pages(t) for t in kv]
+    lengths = torch.full((case.batch,), case.seqlen, device="cuda", dtype=torch.int32)
+
+    def from_pages(i: int) -> torch.Tensor:
+        (key, value), table = paged[i]
+        return flash_attn_with_kvcache(q[i], key, value, cache_seqlens=lengths, block_table=table)
 
     def ours(split_size: int) -> Callable[[int], torch.Tensor]:
         return lambda i: flash_attn_func(q[i], kv[i][0], kv[i][1], split_size=split_size)
 
     sides: dict[str, Callable[[int], torch.Tensor]] = {f"ours_{s}": ours(s) for s in splits}
+    sides["ours_paged"] = from_pages  # at the default split size
     if baseline is not None:
         sides["fa2"] = lambda i: baseline.forward(q[i], kv[i][0], kv[i][1], num_splits=0)[0]
     results = {name: step(0).float() for name, step in sides.items()}

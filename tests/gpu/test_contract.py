@@ -66,6 +66,11 @@ SPLITS = (64, 512, 2048)
 CONFIG = pytest.mark.parametrize(
     ("head_dim", "dtype"), CONFIGS, ids=[f"d{d}-{name}" for d, name in CONFIGS]
 )
+# decode.cuh copies and multiplies in another way for each head dim it is made for.
+DECODE_CONFIGS = (*CONFIGS, (32, "bf16"), (96, "bf16"), (192, "fp16"))
+DECODE_CONFIG = pytest.mark.parametrize(
+    ("head_dim", "dtype"), DECODE_CONFIGS, ids=[f"d{d}-{name}" for d, name in DECODE_CONFIGS]
+)
 FEATURE = pytest.mark.parametrize("feature", FEATURES)
 CAUSAL_FEATURE = pytest.mark.parametrize("feature", CAUSAL_FEATURES)
 
@@ -285,7 +290,7 @@ def test_capacity(head_dim: int, dtype: str, seqlen_q: int, feature: str) -> Non
 @FEATURE
 @pytest.mark.parametrize("page_size", [16, 48, 256])
 @pytest.mark.parametrize("seqlen_q", [1, 70])
-@CONFIG
+@DECODE_CONFIG
 def test_paged(head_dim: int, dtype: str, seqlen_q: int, page_size: int, feature: str) -> None:
     lengths = [64, 513, 1100]
     call = draw(head_dim, dtype, feature, seqlen_q=seqlen_q)
@@ -405,7 +410,7 @@ def test_heads(head_dim: int, dtype: str, seqlen_q: int, feature: str) -> None:
 
 @FEATURE
 @pytest.mark.parametrize("split_size", SPLITS)
-@CONFIG
+@DECODE_CONFIG
 def test_few_rows(head_dim: int, dtype: str, split_size: int, feature: str) -> None:
     """The last rows alone, which the kernel for a few rows takes, and among others."""
     call = draw(

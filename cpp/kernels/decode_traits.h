@@ -1,0 +1,48 @@
+// What decode.cuh is made for, and where its CTA keeps things in shared memory.
+#pragma once
+
+#include <algorithm>
+
+#include "params.h"
+
+namespace fad {
+
+template <typename Element_, int kHeadDim_, bool kPaged_>
+struct DecodeTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kPaged = kPaged_;
+  static constexpr int kRows = kFewRows;
+  static constexpr int kKeys = 64;
+  static constexpr int kWarps = kHeadDim % 64 == 0 ? 8 : 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kWarpKeys = kKeys / kWarps;    // of q k^T, to a warp
+  static constexpr int kColumns = kHeadDim / kWarps;  // of P V, to a warp
+  // Copies: 16 bytes to a thread, so many rows at a time.
+  static constexpr int kChunks = kHeadDim / 8;
+  static constexpr int kRowsAtOnce = kThreads / kChunks;
+  // Shared memory: slots, for blocks of keys and of values in turn; probabilities, as fp32 to be
+  // summed up and as Element to be multiplied; maxima.
+  static constexpr int kSlotBytes = kKeys * kHeadDim * 2;
+  static constexpr int kProbsStride = kKeys + 8;  // no bank conflicts
+  static constexpr int kProbsBytes = kRows * kProbsStride * (4 + 2);
+  static constexpr int kMaximaBytes = kWarps * kRows * 4;
+  static constexpr int kSlots = std::min(8, (98 * 1024 - kProbsBytes - kMaximaBytes) / kSlotBytes);
+  static constexpr int kSharedBytes = kSlots * kSlotBytes + kProbsBytes + kMaximaBytes;
+  static constexpr int kCtas = 2;  // to an SM: one computes while the other waits
+  static_assert(kSlots >= 2 && kColumns % 8 == 0);
+  // When the slots of a block's keys and of the values before it are filled again: both once its
+  // maxima are known, or one of them after its probabilities. Measured: apart is 4 to 8 % faster
+  // where blocks are small and the slots many, at once 3 to 10 % where they are few.
+  static constexpr bool kFillsApart = kSlots == 8;
+};
+
+// Where 16 bytes of a row of keys or values lie in a slot, so that eight rows can be read at once.
+template <int kHeadDim>
+__device__ __forceinline__ int slot_offset(int row, int chunk) {
+  constexpr int kChunks = kHeadDim / 8;
+  const int swizzled = kChunks % 8 == 0 ? chunk ^ (row % 8) : chunk ^ (row / 2 % 4);
+  return (row * kChunks + swizzled) * 16;
+}
+
+}  // namespace fad
