@@ -72,11 +72,21 @@ def lend_packages(python: Path) -> None:
 
 
 def pip_install(python: Path, index: str, *requirements: str) -> str:
-    """Installs from one index and nowhere else, whatever pip's settings are; returns the output."""
+    """Installs from one index and nowhere else, whatever pip's settings are; returns the output.
+
+    With this environment's pip: the one that comes with a Python may be too old for PEP 658.
+    """
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHONPATH"))}
     environ["PIP_CONFIG_FILE"] = os.devnull
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
-    command += ["--no-cache-dir", "--ignore-installed", "--index-url", index, *requirements]
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
+    command += [
+        "--disable-pip-version-check",
+        "--no-cache-dir",
+        "--ignore-installed",
+        "--index-url",
+        index,
+        *requirements,
+    ]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

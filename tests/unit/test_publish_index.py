@@ -58,6 +58,8 @@ def test_pip_installs_from_each_folder(project: Project, bundles: Path, tmp_path
             )
     log = (tmp_path / "log").read_text()
     for label in LABELS:
+        # Metadata first (PEP 658), then the wheel.
+        assert f"GET /{label}/packages/{project.wheel.name}.metadata" in log
         assert f"GET /{label}/packages/{project.wheel.name} " in log
     assert list((tmp_path / "environment").rglob("flash_attn_deterministic/_C.so"))
 
