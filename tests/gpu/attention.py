@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -25,6 +26,12 @@ HEAD_DIMS = (32, 36, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
 _REFERENCE_SCORES = 2**26  # float64 scores in flight: 512 MiB a matrix
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def each_config(configs: Sequence[tuple[int, str]]) -> pytest.MarkDecorator:
+    """Runs a test with each head_dim and dtype."""
+    names = [f"d{head_dim}-{dtype}" for head_dim, dtype in configs]
+    return pytest.mark.parametrize(("head_dim", "dtype"), configs, ids=names)
 
 
 def is_built(head_dim: int, dtype: str, direction: str = "fwd") -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_qkvpacked_func
 
-from tests.gpu.attention import BIT_CONFIGS, bits, same_bits
+from tests.gpu.attention import BIT_CONFIGS, bits, each_config, same_bits
 from tests.gpu.gradients import (
     ALL_FEATURES,
     DROPOUT_FEATURES,
@@ -24,9 +24,7 @@ from tests.gpu.gradients import (
 pytestmark = pytest.mark.gpu
 
 CONFIGS = (*BIT_CONFIGS, (32, "bf16"), (40, "fp16"), (96, "bf16"), (192, "bf16"))
-CONFIG = pytest.mark.parametrize(
-    ("head_dim", "dtype"), CONFIGS, ids=[f"d{d}-{name}" for d, name in CONFIGS]
-)
+CONFIG = each_config(CONFIGS)
 FEATURE = pytest.mark.parametrize("feature", FEATURES)
 ALL = pytest.mark.parametrize("feature", ALL_FEATURES)
 DROPOUT = pytest.mark.parametrize("feature", DROPOUT_FEATURES)

@@ -21,7 +21,15 @@ from flash_attn_deterministic import (
     flash_attn_with_kvcache,
 )
 
-from tests.gpu.attention import DTYPES, assert_same, bits, make_qkv, same_bits, skip_unless_built
+from tests.gpu.attention import (
+    DTYPES,
+    assert_same,
+    bits,
+    each_config,
+    make_qkv,
+    same_bits,
+    skip_unless_built,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -63,14 +71,10 @@ CONFIGS = (
 )
 SPLITS = (64, 512, 2048)
 
-CONFIG = pytest.mark.parametrize(
-    ("head_dim", "dtype"), CONFIGS, ids=[f"d{d}-{name}" for d, name in CONFIGS]
-)
+CONFIG = each_config(CONFIGS)
 # decode.cuh copies and multiplies in another way for each head dim it is made for.
 DECODE_CONFIGS = (*CONFIGS, (32, "bf16"), (96, "bf16"), (192, "fp16"))
-DECODE_CONFIG = pytest.mark.parametrize(
-    ("head_dim", "dtype"), DECODE_CONFIGS, ids=[f"d{d}-{name}" for d, name in DECODE_CONFIGS]
-)
+DECODE_CONFIG = each_config(DECODE_CONFIGS)
 FEATURE = pytest.mark.parametrize("feature", FEATURES)
 CAUSAL_FEATURE = pytest.mark.parametrize("feature", CAUSAL_FEATURES)
 

@@ -12,7 +12,7 @@ import torch
 from flash_attn_deterministic import explain, flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic._dropout import keep_mask, keep_probability, largest_kept_byte
 
-from tests.gpu.attention import DTYPES, assert_same, same_bits
+from tests.gpu.attention import DTYPES, assert_same, each_config, same_bits
 from tests.gpu.gradients import (
     DROPOUT_FEATURES,
     GradientCall,
@@ -37,9 +37,7 @@ CONFIGS = (
     (192, "bf16"),
     (256, "bf16"),
 )
-CONFIG = pytest.mark.parametrize(
-    ("head_dim", "dtype"), CONFIGS, ids=[f"d{d}-{name}" for d, name in CONFIGS]
-)
+CONFIG = each_config(CONFIGS)
 FEATURE = pytest.mark.parametrize("feature", DROPOUT_FEATURES)
 
 

@@ -16,6 +16,7 @@ from tests.gpu.attention import (
     assert_same,
     attend,
     bits,
+    each_config,
     make_qkv,
     same_bits,
     skip_unless_built,
@@ -24,9 +25,7 @@ from tests.gpu.attention import (
 pytestmark = pytest.mark.gpu
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-CONFIGS = pytest.mark.parametrize(
-    ("head_dim", "dtype"), BIT_CONFIGS, ids=[f"d{d}-{name}" for d, name in BIT_CONFIGS]
-)
+CONFIGS = each_config(BIT_CONFIGS)
 
 
 def draw(
