@@ -66,9 +66,9 @@ void launch_decode_kernel(FwdParams& params, cudaStream_t stream) {
 template <typename Element, int kHeadDim>
 void launch_decode(FwdParams& params, cudaStream_t stream) {
   if (params.block_table != nullptr) {
-    launch_decode_kernel<DecodeTraits<Element, kHeadDim, true>>(params, stream);
+    launch_decode_kernel<DecodeTraits<Element, kHeadDim, /*kPaged=*/true>>(params, stream);
   } else {
-    launch_decode_kernel<DecodeTraits<Element, kHeadDim, false>>(params, stream);
+    launch_decode_kernel<DecodeTraits<Element, kHeadDim, /*kPaged=*/false>>(params, stream);
   }
   if (params.num_parts > 1) {
     launch_merge<Element, kHeadDim>(params, stream);

@@ -28,14 +28,12 @@ struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   bool in_turns;
   // Whether a CTA works on all key blocks of a head, one after another.
   bool whole_heads;
-  // A turn is for 2^turn_shift row blocks.
-  int turn_shift;
   // (batch, head) pairs whose key blocks are worked on side by side.
   int heads_in_flight;
   // How many CTAs have started.
   unsigned* tickets;
-  // How many row blocks of dq each key block of a head has been added to, from the last one down.
-  unsigned* rows_done;
+  // To which row blocks of dq each key block of a head has been added, from the last one down.
+  unsigned* progress;
   // How many query heads of a group have been added to each key block of dk and dv.
   unsigned* key_turns;
   // Their sums so far: dk and dv of each key block, fp32, as the threads hold them.

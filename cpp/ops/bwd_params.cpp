@@ -23,39 +23,32 @@ std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, in
 }
 
 // Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then nobody needs
-// to wait. Heads of a group would still wait for each other at every key block; and of packed
-// sequences only the sum of lengths is known here.
-bool suits_whole_heads(const BwdParams& params, std::int64_t total_k, int num_sms) {
+// to wait, which pays where tiles are tall. Heads of a group would still wait for each other at
+// every key block; and of packed sequences only the sum of lengths is known here.
+bool suits_whole_heads(const BwdParams& params, const BwdInstance& instance, std::int64_t total_k,
+                       int num_sms) {
   const std::int64_t heads = static_cast<std::int64_t>(params.b) * params.h;
   const bool even = params.cu_seqlens_k == nullptr ||
                     total_k * 20 >= static_cast<std::int64_t>(params.b) * params.seqlen_k * 19;
-  return params.h == params.h_k && even && heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
+  return instance.block_m > 64 && params.h == params.h_k && even &&
+         heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
 }
 
-// Who works beside whom, and how many rows make a turn: no bits depend on it. Few key blocks of one
-// head at a time wait little for each other, several share rows in L2; few turns cost little, many
-// let the next CTA follow closely. Where every key block sees all rows, they move in step once they
-// are apart; under a causal mask each has fewer rows than the one before and catches up with it.
-// The numbers are the best of those tried on an H200 (docs/adr/0008, 0011).
+// Who works beside whom: no bits depend on it. With many key blocks of a head side by side these
+// share rows in L2, which counts most where sequences of uneven lengths pull them apart; with few
+// they wait less for each other under a causal mask, where each has fewer rows than the one before.
+// The numbers are the best of those tried on an H200 (docs/adr/0008).
 void set_schedule(BwdParams& params, const BwdInstance& instance, std::int64_t total_k, int num_sms,
                   bool deterministic) {
-  params.whole_heads = deterministic && suits_whole_heads(params, total_k, num_sms);
+  params.whole_heads = deterministic && suits_whole_heads(params, instance, total_k, num_sms);
   params.in_turns = deterministic && !params.whole_heads;
   params.heads_in_flight = 1;
-  if (!params.in_turns) {
-    params.turn_shift = 30;  // one turn: nobody asks how far a CTA has come
-    return;
+  if (params.in_turns) {
+    const bool full = params.window_size_left < 0 && params.window_size_right < 0;
+    const bool packed = params.cu_seqlens_k != nullptr;
+    const int beside = full || (packed && instance.block_m <= 64) ? 8 : 4;
+    params.heads_in_flight = std::max(1, num_sms / beside);
   }
-  const bool tall = instance.block_m > 64;
-  if (params.window_size_left < 0 && params.window_size_right < 0) {
-    params.heads_in_flight = num_sms / (tall ? 4 : 8);
-    params.turn_shift = tall ? 2 : 1;
-  } else {
-    const bool few_heads = params.b * params.h <= num_sms / 16;
-    params.heads_in_flight = num_sms / (params.cu_seqlens_k == nullptr ? 2 : 4);
-    params.turn_shift = few_heads ? 0 : 1;
-  }
-  params.heads_in_flight = std::max(1, params.heads_in_flight);
 }
 
 Tensor scratch(const Tensor& like, std::int64_t elements, ScalarType dtype) {
@@ -119,8 +112,8 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   params.is_bf16 = like.scalar_type() == ScalarType::BFloat16;
   params.rng_state = const_cast<std::uint64_t*>(params.philox_args.seed_and_offset);
 
-  // Upstream's layout of rowsum(dout * out) and of dq's accumulator: packed sequences stand 128
-  // rows apart, so that the last tile of one stays clear of the next.
+  // Upstream's layout of rowsum(dout * out), head by head, and dq's sums have the same rows: packed
+  // sequences stand 128 rows apart, so that the last tile of one stays clear of the next.
   const bool packed = params.cu_seqlens_q != nullptr;
   params.seqlen_q_rounded = static_cast<int>(ceil_div(params.seqlen_q, 128) * 128);
   const std::int64_t rows = packed ? params.total_q + 128ll * params.b
@@ -132,14 +125,14 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
 
   const std::int64_t key_blocks =
       all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, instance->block_n);
-  const std::int64_t rows_done = params.h * key_blocks;
+  const std::int64_t positions = params.h * key_blocks;
   const std::int64_t key_turns = params.h == params.h_k ? 0 : params.h_k * key_blocks;
-  const std::int64_t num_counters = 1 + rows_done + key_turns;
+  const std::int64_t num_counters = 1 + positions + key_turns;
   const Tensor counters = scratch(like, num_counters, ScalarType::Int);
   C10_CUDA_CHECK(cudaMemsetAsync(counters.data_ptr(), 0, num_counters * sizeof(int), stream));
   params.tickets = static_cast<unsigned*>(counters.data_ptr());
-  params.rows_done = params.tickets + 1;
-  params.key_turns = params.rows_done + rows_done;
+  params.progress = params.tickets + 1;
+  params.key_turns = params.progress + positions;
   const Tensor key_sums =
       scratch(like, key_turns * 2 * instance->block_n * params.d_rounded, ScalarType::Float);
   params.key_sums = static_cast<float*>(key_sums.data_ptr());

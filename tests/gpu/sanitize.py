@@ -28,7 +28,7 @@ def backward(head_dim: int) -> None:
         {"dropout_p": 0.2, "causal": True},
     )
     heads = torch.cuda.get_device_properties("cuda").multi_processor_count
-    for options in features[:2]:  # a thread block to each head
+    for options in features[:2]:  # a thread block to each head, up to head dim 64
         q, k, v = (draw(heads, 150, 1, head_dim).requires_grad_() for _ in "qkv")
         flash_attn_func(q, k, v, **options).backward(draw(*q.shape))
     starts = torch.tensor([0, 0, 1, 2, 67, 200], device="cuda", dtype=torch.int32)

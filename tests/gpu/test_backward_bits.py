@@ -112,7 +112,7 @@ def test_number_of_batch_mates(head_dim: int, feature: str) -> None:
 @FEATURE
 @CONFIG
 def test_a_head_for_each_multiprocessor(head_dim: int, dtype: str, feature: str) -> None:
-    """Then a thread block works on a whole head, and nobody takes turns; alone they do."""
+    """Up to head dim 64 a thread block then works on a whole head; alone they take turns."""
     heads = torch.cuda.get_device_properties("cuda").multi_processor_count
     call = draw_call(
         head_dim, dtype, feature, batch=heads, seqlen_q=300, seqlen_k=333, nheads=1, nheads_k=1
