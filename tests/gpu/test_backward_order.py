@@ -113,14 +113,12 @@ def test_dk_and_dv_take_query_heads_first_to_last(causal: bool, head_dim: int) -
     dout[:, :, 0] = 1.0
     values = torch.zeros(seqlen_k, 1, head_dim)
     values[:, 0, :1] = alternating(seqlen_k)
-    if causal:  # every query sees the first keys; one group of rows of them all
+    if causal:  # only the last query sees all keys
         q[:-1], dout[:-1] = 0.0, 0.0
-    inputs = [
-        tensor[None].to("cuda", torch.bfloat16).requires_grad_()
-        for tensor in (q, torch.zeros_like(values), values)
-    ]
-    out = flash_attn_func(*inputs, softmax_scale=1.0, causal=causal)
-    _, dk, dv = torch.autograd.grad(out, inputs, dout[None].to("cuda", torch.bfloat16))
+    inputs = (q, torch.zeros_like(values), values)
+    q, k, v = (t[None].to("cuda", torch.bfloat16).requires_grad_() for t in inputs)
+    out = flash_attn_func(q, k, v, softmax_scale=1.0, causal=causal)
+    _, dk, dv = torch.autograd.grad(out, (q, k, v), dout[None].to("cuda", torch.bfloat16))
     rows = 1 if causal else seqlen_q
     total = first_to_last(terms * (rows / seqlen_k)).to(torch.bfloat16)
     assert same_bits(dv[0, :, 0, 1:], total[1:].cuda().expand(seqlen_k, head_dim - 1))
