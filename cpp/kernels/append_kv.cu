@@ -1,10 +1,11 @@
 #include "append_kv.h"
 
-#include <c10/cuda/CUDAException.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
+
+#include "launch.h"
 
 namespace fad {
 
@@ -53,45 +54,62 @@ __device__ void copy_rotated(const AppendParams& params, const Element* from, El
 }
 
 template <typename Element>
-__device__ Element* at(const Rows& rows, std::int64_t batch, std::int64_t row, int head) {
+__device__ Element* at(const StridedRows& rows, std::int64_t batch, std::int64_t row, int head) {
   return static_cast<Element*>(rows.data) + batch * rows.batch_stride + row * rows.row_stride +
          head * rows.head_stride;
 }
 
-// blockIdx.x: token, blockIdx.y: head of keys, then of values, then of queries; blockIdx.z: batch,
-// in steps, because z stops at 65535.
+// Writes one head of a new key or value into the cache.
 template <typename Element>
-__global__ void append_kernel(const __grid_constant__ AppendParams params) {
+__device__ void append_row(const AppendParams& params, int batch, int token, int head,
+                           bool is_key) {
+  const std::int64_t position = static_cast<std::int64_t>(params.cache_seqlens[batch]) + token;
+  if (token >= params.seqlen_new || position < 0 || position >= params.capacity) {
+    return;
+  }
+  std::int64_t cache_batch =
+      params.cache_batch_idx == nullptr ? batch : params.cache_batch_idx[batch];
+  std::int64_t cache_row = position;
+  if (params.block_table != nullptr) {
+    cache_batch = params.block_table[batch * params.block_table_batch_stride +
+                                     position / params.page_block_size];
+    cache_row = position % params.page_block_size;
+  }
+  copy_rotated(params, at<Element>(is_key ? params.new_k : params.new_v, batch, token, head),
+               at<Element>(is_key ? params.k_cache : params.v_cache, cache_batch, cache_row, head),
+               is_key ? params.rotary_dim : 0, static_cast<int>(position));
+}
+
+template <typename Element>
+__device__ void rotate_query(const AppendParams& params, int batch, int token, int head) {
+  if (token >= params.seqlen_q) {
+    return;
+  }
+  // A cache_seqlens beyond the cache must not reach beyond the angles.
+  const int position = params.cache_seqlens[batch] + (params.query_positions_advance ? token : 0);
+  copy_rotated(params, at<Element>(params.q, batch, token, head),
+               at<Element>(params.rotated_q, batch, token, head), params.rotary_dim,
+               max(0, min(position, params.rotary_positions - 1)));
+}
+
+// Heads of all three tensors: of keys, then of values, then of queries if they are rotated.
+int num_heads(const AppendParams& params) {
+  return 2 * params.nheads_k + (params.rotary_dim > 0 ? params.nheads : 0);
+}
+
+// blockIdx.x: token, blockIdx.y: head, as num_heads counts them, blockIdx.z: batch. Heads and batch
+// in steps, as y and z stop at 65535.
+template <typename Element>
+__global__ void append_kernel(const __grid_constant__ AppendParams params, int heads) {
   const int token = blockIdx.x;
   for (int batch = blockIdx.z; batch < params.batch; batch += gridDim.z) {
-    const int used = params.cache_seqlens[batch];
-    int head = blockIdx.y;
-    if (head < 2 * params.nheads_k) {
-      const bool is_key = head < params.nheads_k;
-      head -= is_key ? 0 : params.nheads_k;
-      const std::int64_t position = static_cast<std::int64_t>(used) + token;
-      if (token >= params.seqlen_new || position < 0 || position >= params.capacity) {
-        continue;
+    for (int head = blockIdx.y; head < heads; head += gridDim.y) {
+      if (head < 2 * params.nheads_k) {
+        const bool is_key = head < params.nheads_k;
+        append_row<Element>(params, batch, token, is_key ? head : head - params.nheads_k, is_key);
+      } else {
+        rotate_query<Element>(params, batch, token, head - 2 * params.nheads_k);
       }
-      std::int64_t cache_batch =
-          params.cache_batch_idx == nullptr ? batch : params.cache_batch_idx[batch];
-      std::int64_t cache_row = position;
-      if (params.block_table != nullptr) {
-        cache_batch = params.block_table[batch * params.block_table_batch_stride +
-                                         position / params.page_block_size];
-        cache_row = position % params.page_block_size;
-      }
-      copy_rotated(
-          params, at<Element>(is_key ? params.new_k : params.new_v, batch, token, head),
-          at<Element>(is_key ? params.k_cache : params.v_cache, cache_batch, cache_row, head),
-          is_key ? params.rotary_dim : 0, static_cast<int>(position));
-    } else if (token < params.seqlen_q) {
-      head -= 2 * params.nheads_k;
-      // A cache_seqlens beyond the cache must not reach beyond the angles.
-      const int position = used + (params.query_positions_advance ? token : 0);
-      copy_rotated(params, at<Element>(params.q, batch, token, head),
-                   at<Element>(params.rotated_q, batch, token, head), params.rotary_dim,
-                   max(0, min(position, params.rotary_positions - 1)));
     }
   }
 }
@@ -99,16 +117,15 @@ __global__ void append_kernel(const __grid_constant__ AppendParams params) {
 }  // namespace
 
 void append_kv(const AppendParams& params, cudaStream_t stream) {
-  const bool rotates = params.rotary_dim > 0;
-  const int tokens = std::max(params.seqlen_new, rotates ? params.seqlen_q : 0);
-  const int heads = 2 * params.nheads_k + (rotates ? params.nheads : 0);
-  if (tokens == 0) {
-    return;
+  constexpr int kMaxYz = 65535;
+  const int heads = num_heads(params);
+  const int tokens = std::max(params.seqlen_new, params.rotary_dim > 0 ? params.seqlen_q : 0);
+  const dim3 grid(tokens, std::min(heads, kMaxYz), std::min(params.batch, kMaxYz));
+  if (params.element_is_bf16) {
+    launch<&append_kernel<__nv_bfloat16>>(grid, kThreads, 0, 0, stream, params, heads);
+  } else {
+    launch<&append_kernel<__half>>(grid, kThreads, 0, 0, stream, params, heads);
   }
-  const dim3 grid(tokens, heads, std::min(params.batch, 65535));
-  auto kernel = params.element_is_bf16 ? &append_kernel<__nv_bfloat16> : &append_kernel<__half>;
-  kernel<<<grid, kThreads, 0, stream>>>(params);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 }  // namespace fad

@@ -9,7 +9,7 @@
 namespace fad {
 
 // Rows (batch, seqlen, heads, head_dim) of 16-bit elements; strides in elements.
-struct Rows {
+struct StridedRows {
   void* data;
   std::int64_t batch_stride, row_stride, head_stride;
 };
@@ -18,7 +18,7 @@ struct AppendParams {
   int batch, head_dim, element_is_bf16;
   // New keys and values, each (batch, seqlen_new, nheads_k, head_dim), and the caches they go to.
   int seqlen_new, nheads_k;
-  Rows new_k, new_v, k_cache, v_cache;
+  StridedRows new_k, new_v, k_cache, v_cache;
   int capacity;  // tokens of one sequence that the cache holds; rows beyond it are dropped
   const int* cache_seqlens;    // (batch): tokens already there
   const int* cache_batch_idx;  // (batch) or nullptr
@@ -27,7 +27,7 @@ struct AppendParams {
   int page_block_size;
   // Queries; without rotary embedding they are not touched.
   int seqlen_q, nheads;
-  Rows q, rotated_q;
+  StridedRows q, rotated_q;
   // Rotary tables (positions, rotary_dim / 2), of the elements' type; rotary_dim 0: none.
   int rotary_dim;
   bool rotary_interleaved;

@@ -1,4 +1,4 @@
-// The door to the backward kernels for code that knows nothing of CUDA C++.
+// The backward's kernels, for code that knows no CUDA C++.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,7 @@
 
 namespace fad {
 
-using BwdLauncher = void (*)(BwdParams&, cudaStream_t);
+using BwdLauncher = void (*)(const BwdParams&, cudaStream_t);
 
 struct BwdInstance {
   BwdLauncher launch;

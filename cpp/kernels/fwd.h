@@ -1,5 +1,5 @@
-// The door to the kernels for code that knows nothing of CUDA C++: one launcher per instance, and
-// one function that picks it.
+// The forward's kernels, for code that knows no CUDA C++: what each of them covers, and how to
+// launch it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,26 +10,54 @@
 
 namespace fad {
 
-using FwdLauncher = void (*)(FwdParams&, cudaStream_t);
+// Kernels of one make. All compute the same tree; which one runs decides no bit.
+enum class Family { kSm80, kSm90 };
 
-// The launcher for a dtype and a head dim (rounded up to the next compiled one), or nullptr if this
+// How CTAs share the work.
+enum class Path {
+  kOneCta,   // a CTA walks all splits of its row block, and merges them itself
+  kParts,    // a CTA per split leaves a part of its row block; the merge kernel merges them
+  kFewRows,  // the same for up to kFewRows rows; a single split needs no merge kernel
+};
+
+constexpr int kFewRows = 16;
+
+// What a call may ask for beyond full attention at the kernel's own head dim.
+enum Feature : unsigned {
+  kCausal = 1,  // window (all, 0)
+  kWindow = 2,  // any other window
+  kAlibi = 4,
+  kSoftcap = 8,
+  kDropout = 16,
+  kIndirect = 32,  // keys in pages, or sequences picked by cache_batch_idx
+  kPadded = 64,    // head_dim below the kernel's
+};
+using Features = unsigned;
+
+Features features_of(const FLASH_NAMESPACE::Flash_fwd_params& params);
+
+struct FwdKernel {
+  Family family;
+  Path path;
+  Features covers;
+  int block_m;       // query rows to a CTA
+  int shared_bytes;  // of a CTA that walks one split
+  int state_bytes;   // the same, with room for the state of later splits
+  void (*launch)(const FwdParams& params, unsigned ctas, cudaStream_t stream);
+};
+
+// All kernels of one (dtype, head dim) and family, those that cover less (and are faster) first.
+struct FwdInstance {
+  const FwdKernel* kernels;
+  int num_kernels;
+  void (*merge)(const FwdParams& params, cudaStream_t stream);
+};
+
+// The instance for a dtype and a head dim (rounded up to the next compiled one), or nullptr if this
 // build does not hold it. dtype is a name in instances.json.
-FwdLauncher find_fwd(const char* dtype, int head_dim);
+const FwdInstance* find_fwd(const char* dtype, int head_dim);
 
 // Head dim of the kernel that serves this one.
 int kernel_head_dim(int head_dim);
-
-// How a call is spread over CTAs. In deterministic mode bits do not depend on it: split_tokens is
-// the caller's. Otherwise split_tokens is chosen here, from the batch and the number of SMs.
-struct FwdPlan {
-  int split_tokens;  // 0: one split
-  int num_splits;    // of the longest sequence
-  int block_m;       // query rows to a CTA
-  bool few_rows;     // the kernel for a few rows runs
-  bool many_ctas;    // a CTA per split and a merge kernel, instead of one CTA per row block
-  std::size_t scratch_bytes;
-};
-FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, int num_sms,
-                 int shared_bytes_per_block);
 
 }  // namespace fad

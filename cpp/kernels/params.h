@@ -1,25 +1,29 @@
-// Upstream's parameters and ours beside them.
+// What kernels are called with: upstream's parameters, and ours beside them.
 #pragma once
 
 #include <cstdint>
 
 #include "flash.h"  // upstream: Flash_fwd_params, Flash_bwd_params
+#include "tree/tree.h"
 
 namespace fad {
 
-constexpr int kFewRows = 16;  // that decode.cuh takes
+// Where CTAs that share a row block leave their parts, one per split, and which row blocks one
+// launch works on: a call may take several launches, so that parts fit a bounded scratch memory.
+struct Parts {
+  float* acc;     // (num_splits, ctas, rows, head dim of the kernel), not normalised
+  float2* state;  // (num_splits, ctas, rows): maximum and sum
+  int block_m;    // query rows of a row block, ...
+  int rows;       // ... and how many of them the longest sequence can fill
+  unsigned first_cta, ctas;
+};
 
 struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
-  // Key blocks to a split, counted from the sequence's own position 0.
-  int split_blocks;
-  // Where CTAs that share a row block leave their parts, one per (split, batch, head, row):
-  // accumulators (head dim of the kernel, fp32), and (row maximum, row sum).
-  float* part_acc;
-  float2* part_state;
-  int num_parts;  // splits that the longest sequence may have
-  bool few_rows;  // every sequence's rows fit the tile of decode.cuh
+  Tree tree;
+  int num_splits;  // of the longest sequence; with one split there is nothing to merge
+  Parts parts;
   // cu_seqlens_q of packed sequences of at most one query, whose groups were turned into rows;
-  // nullptr otherwise. Only decode.cuh and fwd_merge.cuh know it.
+  // nullptr otherwise. Only the few-rows kernel and the merge kernel read it.
   const int* token_of;
 };
 

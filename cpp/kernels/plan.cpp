@@ -1,20 +1,21 @@
-// Which path a call takes. Shapes and the device decide, never the contents of device memory.
+// Shapes and the device decide how a call is carried out, never the contents of device memory.
+#include "plan.h"
+
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
 
-#include "fwd.h"
-#include "state_room.h"
-
 namespace fad {
 
 namespace {
 
-constexpr int kBlockN = 64;        // of every instance
-constexpr int kOwnerBlockM = 128;  // of the one-CTA path (64 at head dim 256)
-constexpr int kPartBlockM = 64;    // of the many-CTA path
-constexpr int kMaxParts = 65535;   // of the many-CTA path: a part is a y of its grid
+constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: a y of the grid
+constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
+
+// Parts are computed in tiles of fewer rows, and written and read once more: the one-CTA path is
+// faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0012.)
+constexpr double kFullEnough = 0.83;
 
 long long ceil_div(long long a, long long b) { return (a + b - 1) / b; }
 
@@ -45,48 +46,174 @@ int splits_by_occupancy(long long row_blocks, int key_blocks, int num_sms) {
   return 1;
 }
 
+long long row_blocks(const FwdParams& params, int block_m) {
+  return ceil_div(params.seqlen_q, block_m) * params.b * params.h;
+}
+
+// The first kernel of a path that covers the call: those that cover least come first.
+const FwdKernel* find_kernel(const FwdInstance& instance, Path path, Features features) {
+  for (int i = 0; i < instance.num_kernels; ++i) {
+    const FwdKernel& kernel = instance.kernels[i];
+    if (kernel.path == path && (features & ~kernel.covers) == 0) {
+      return &kernel;
+    }
+  }
+  return nullptr;
+}
+
+Tree tree_of(const FwdParams& params, int split_tokens, bool deterministic, int num_sms) {
+  Tree tree;
+  if (deterministic) {
+    if (split_tokens > 0) {
+      tree.blocks_per_split = split_tokens / tree.keys_per_block;
+    }
+    return tree;
+  }
+  constexpr int kPartRows = 64;  // that upstream's rule counts in
+  const int key_blocks = static_cast<int>(ceil_div(params.seqlen_k, tree.keys_per_block));
+  const int splits =
+      splits_by_occupancy(row_blocks(params, kPartRows), std::max(key_blocks, 1), num_sms);
+  if (splits > 1) {
+    tree.blocks_per_split = static_cast<int>(ceil_div(key_blocks, splits));
+  }
+  return tree;
+}
+
+// Bytes that the parts of one row block take.
+std::size_t part_bytes(const FwdParams& params, int num_splits, int rows) {
+  const std::size_t row_bytes = kernel_head_dim(params.d) * sizeof(float) + sizeof(float2);
+  return static_cast<std::size_t>(num_splits) * rows * row_bytes;
+}
+
+struct Candidate {
+  const FwdKernel* kernel;
+  bool writes_parts;
+  bool possible;  // on this device, within the limits of a grid
+};
+
+Candidate candidate(const FwdParams& params, const FwdInstance& instance, Path path, int num_splits,
+                    const Device& device) {
+  const FwdKernel* kernel = find_kernel(instance, path, features_of(params));
+  if (kernel == nullptr) {
+    return {nullptr, false, false};
+  }
+  const bool splits = num_splits > 1;
+  if (path == Path::kOneCta) {
+    const int shared = splits ? kernel->state_bytes : kernel->shared_bytes;
+    return {kernel, false,
+            shared <= device.shared_bytes_per_block && params.token_of == nullptr &&
+                row_blocks(params, kernel->block_m) <= kMaxCtas};
+  }
+  const bool rows_fit = path != Path::kFewRows || params.seqlen_q <= kFewRows;
+  return {kernel, splits, rows_fit && num_splits <= kMaxSplits && (splits || path != Path::kParts)};
+}
+
+// One CTA per row block, or one per split of it.
+const Candidate& better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
+                        int num_splits, const Device& device) {
+  if (!parts.possible || !one_cta.possible) {
+    return parts.possible ? parts : one_cta;
+  }
+  const int rows = std::min(parts.kernel->block_m, params.seqlen_q);
+  const bool fits_scratch = part_bytes(params, num_splits, rows) <= kScratchBytes;
+  const double slots = 2.0 * device.num_sms;
+  const bool fills = row_blocks(params, one_cta.kernel->block_m) >= kFullEnough * slots;
+  return fits_scratch && !fills ? parts : one_cta;
+}
+
 }  // namespace
 
-FwdPlan plan_fwd(const FwdParams& params, int split_tokens, bool deterministic, int num_sms,
-                 int shared_bytes_per_block) {
-  const long long heads = static_cast<long long>(params.b) * params.h;
-  const int head_dim = kernel_head_dim(params.d);
-  const int block_m = head_dim == 256 ? 64 : kOwnerBlockM;
-  const bool few_rows = params.seqlen_q <= kFewRows && params.p_dropout == 1.f;
-  FwdPlan plan{split_tokens, 1, few_rows ? kFewRows : block_m, few_rows, false, 0};
-  if (!deterministic) {
-    const int key_blocks = static_cast<int>(ceil_div(params.seqlen_k, kBlockN));
-    const int splits = splits_by_occupancy(heads * ceil_div(params.seqlen_q, kPartBlockM),
-                                           std::max(key_blocks, 1), num_sms);
-    plan.split_tokens = splits == 1 ? 0 : static_cast<int>(ceil_div(key_blocks, splits)) * kBlockN;
+Features features_of(const FLASH_NAMESPACE::Flash_fwd_params& params) {
+  Features features = 0;
+  if (params.is_causal) {
+    features |= kCausal;
+  } else if (params.window_size_left >= 0 || params.window_size_right >= 0) {
+    features |= kWindow;
   }
-  if (plan.split_tokens == 0 || params.seqlen_k <= plan.split_tokens) {
-    return plan;
+  features |= params.alibi_slopes_ptr != nullptr ? kAlibi : 0;
+  features |= params.softcap > 0.f ? kSoftcap : 0;
+  features |= params.p_dropout < 1.f ? kDropout : 0;
+  features |= params.block_table != nullptr || params.cache_batch_idx != nullptr ? kIndirect : 0;
+  features |= params.d < kernel_head_dim(params.d) ? kPadded : 0;
+  return features;
+}
+
+FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split_tokens,
+                 bool deterministic, const Device& device) {
+  FwdPlan plan{};
+  plan.instance = &instance;
+  plan.tree = tree_of(params, split_tokens, deterministic, device.num_sms);
+  const long long tokens =
+      static_cast<long long>(plan.tree.blocks_per_split) * plan.tree.keys_per_block;
+  const long long splits = std::max(ceil_div(params.seqlen_k, tokens), 1LL);
+  plan.num_splits = static_cast<int>(splits);
+
+  const auto on = [&](Path path) {
+    return candidate(params, instance, path, plan.num_splits, device);
+  };
+  const Candidate one_cta = on(Path::kOneCta);
+  const Candidate parts = on(Path::kParts);
+  const Candidate few_rows = on(Path::kFewRows);
+  Candidate chosen =
+      few_rows.possible ? few_rows : better(params, one_cta, parts, plan.num_splits, device);
+  if (device.path.has_value() && on(*device.path).possible) {
+    chosen = on(*device.path);
   }
-  plan.num_splits = static_cast<int>(ceil_div(params.seqlen_k, plan.split_tokens));
-  // The one-CTA path keeps its state in shared memory; where that does not fit, the other path
-  // runs.
-  const bool fits = state_room(head_dim, block_m, kBlockN).bytes <= shared_bytes_per_block;
-  // Worth it when row blocks alone leave SMs without work.
-  const long long row_blocks = heads * ceil_div(params.seqlen_q, block_m);
-  plan.many_ctas = few_rows || !fits || row_blocks < 2LL * num_sms;
-  if (plan.num_splits > kMaxParts) {
-    if (!fits || params.token_of != nullptr) {
+  if (!chosen.possible) {
+    if (plan.num_splits > kMaxSplits) {
       throw std::runtime_error(
           "split_size: expected 0 or at least " +
-          std::to_string(ceil_div(params.seqlen_k, kMaxParts * kBlockN) * kBlockN) +
+          std::to_string(ceil_div(params.seqlen_k, kMaxSplits * kKeysPerBlock) * kKeysPerBlock) +
           " for a call like this with seqlen_k " + std::to_string(params.seqlen_k) + ", got " +
-          std::to_string(plan.split_tokens));
+          std::to_string(tokens));
     }
-    plan.many_ctas = plan.few_rows = false;
-    plan.block_m = block_m;
+    throw std::runtime_error(
+        "q: expected batch * nheads * seqlen_q that a CUDA grid and this GPU's shared memory can "
+        "hold, got " +
+        std::to_string(params.b) + " * " + std::to_string(params.h) + " * " +
+        std::to_string(params.seqlen_q) + " at head_dim " + std::to_string(params.d));
   }
-  if (plan.many_ctas) {
-    plan.block_m = few_rows ? kFewRows : kPartBlockM;
-    const std::size_t rows = static_cast<std::size_t>(plan.num_splits) * heads * params.seqlen_q;
-    plan.scratch_bytes = rows * (head_dim * sizeof(float) + sizeof(float2));
+  plan.kernel = chosen.kernel;
+  plan.writes_parts = chosen.writes_parts;
+  const long long ctas = row_blocks(params, chosen.kernel->block_m);
+  if (ctas > kMaxCtas) {
+    throw std::runtime_error("q: expected batch * nheads * ceil(seqlen_q / " +
+                             std::to_string(chosen.kernel->block_m) +
+                             ") below 2^31, the size of a CUDA grid, got " + std::to_string(ctas));
+  }
+  plan.ctas = plan.ctas_per_launch = static_cast<unsigned>(std::max(ctas, 1LL));
+  if (plan.writes_parts) {
+    plan.part_rows = std::max(std::min(chosen.kernel->block_m, params.seqlen_q), 1);
+    const std::size_t each = part_bytes(params, plan.num_splits, plan.part_rows);
+    const long long most = std::max<long long>(kScratchBytes / each, 1);
+    // Launches of equal size, rather than full ones and a small rest.
+    plan.ctas_per_launch = static_cast<unsigned>(ceil_div(plan.ctas, ceil_div(plan.ctas, most)));
+    plan.scratch_bytes = plan.ctas_per_launch * each;
   }
   return plan;
+}
+
+void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t stream) {
+  params.tree = plan.tree;
+  params.num_splits = plan.num_splits;
+  if (!plan.writes_parts) {
+    params.parts = Parts{};
+    plan.kernel->launch(params, plan.ctas, stream);
+    return;
+  }
+  const std::size_t rows =
+      static_cast<std::size_t>(plan.num_splits) * plan.ctas_per_launch * plan.part_rows;
+  params.parts.acc = static_cast<float*>(scratch);
+  params.parts.state =
+      reinterpret_cast<float2*>(params.parts.acc + rows * kernel_head_dim(params.d));
+  params.parts.block_m = plan.kernel->block_m;
+  params.parts.rows = plan.part_rows;
+  for (unsigned first = 0; first < plan.ctas; first += plan.ctas_per_launch) {
+    params.parts.first_cta = first;
+    params.parts.ctas = std::min(plan.ctas_per_launch, plan.ctas - first);
+    plan.kernel->launch(params, params.parts.ctas, stream);
+    plan.instance->merge(params, stream);
+  }
 }
 
 }  // namespace fad

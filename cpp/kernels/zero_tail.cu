@@ -1,6 +1,6 @@
 #include "zero_tail.h"
 
-#include <c10/cuda/CUDAException.h>
+#include "launch.h"
 
 namespace fad {
 
@@ -30,9 +30,8 @@ void empty_tail(void* out, float* softmax_lse, const int* cu_seqlens, int batch,
   if (rows == 0) {
     return;
   }
-  tail_kernel<<<kBlocks, kThreads, 0, stream>>>(static_cast<uint4*>(out), softmax_lse, cu_seqlens,
-                                                batch, rows, row_bytes / 16, nheads);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch<&tail_kernel>(kBlocks, kThreads, 0, 0, stream, static_cast<uint4*>(out), softmax_lse,
+                       cu_seqlens, batch, rows, row_bytes / 16, nheads);
 }
 
 void zero_tail(void* data, const int* cu_seqlens, int batch, std::int64_t rows,

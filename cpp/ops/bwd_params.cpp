@@ -104,12 +104,12 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
 #endif
   const int device = like.get_device_index();
   check_architecture(device);
-  check(instance->shared_bytes <= shared_bytes_per_block(device), "q: the backward for head_dim ",
+  const Device planned = planning_device(device);
+  check(instance->shared_bytes <= planned.shared_bytes_per_block, "q: the backward for head_dim ",
         params.d, " needs ", instance->shared_bytes,
         " bytes of shared memory per block, cuda:", device, " offers ",
-        shared_bytes_per_block(device));
+        planned.shared_bytes_per_block);
   const cudaStream_t stream = current_stream(device);
-  params.is_bf16 = like.scalar_type() == ScalarType::BFloat16;
   params.rng_state = const_cast<std::uint64_t*>(params.philox_args.seed_and_offset);
 
   // Upstream's layout of rowsum(dout * out), head by head, and dq's sums have the same rows: packed
@@ -137,7 +137,7 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
       scratch(like, key_turns * 2 * instance->block_n * params.d_rounded, ScalarType::Float);
   params.key_sums = static_cast<float*>(key_sums.data_ptr());
 
-  set_schedule(params, *instance, total_k, num_sms(device), deterministic);
+  set_schedule(params, *instance, total_k, planned.num_sms, deterministic);
   instance->launch(params, stream);
 }
 

@@ -4,10 +4,13 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <charconv>
 #include <cstdlib>
 #include <string_view>
+#include <utility>
 
 #include "checks.h"
 
@@ -41,6 +44,49 @@ bool holds_code_for(int capability) {
   return false;
 }
 
+constexpr const char* kTestDevice = "FLASH_ATTENTION_TEST_DEVICE";
+
+// A positive number, or throws.
+int number(std::string_view key, std::string_view value) {
+  int result = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
+  check(error == std::errc{} && end == value.data() + value.size() && result > 0, kTestDevice, ": ",
+        key, ": expected a positive number, got ", value);
+  return result;
+}
+
+Path path(std::string_view value) {
+  constexpr std::pair<std::string_view, Path> kPaths[] = {
+      {"one_cta", Path::kOneCta}, {"parts", Path::kParts}, {"few_rows", Path::kFewRows}};
+  for (const auto& [name, which] : kPaths) {
+    if (value == name) {
+      return which;
+    }
+  }
+  check(false, kTestDevice, ": path: expected one_cta, parts or few_rows, got ", value);
+  return Path::kOneCta;
+}
+
+void override(std::string_view rest, Device& device) {
+  while (!rest.empty()) {
+    const std::string_view item = rest.substr(0, rest.find(','));
+    rest.remove_prefix(std::min(item.size() + 1, rest.size()));
+    const auto equals = item.find('=');
+    const std::string_view key = item.substr(0, equals);
+    const std::string_view value =
+        equals == std::string_view::npos ? std::string_view{} : item.substr(equals + 1);
+    if (key == "sms") {
+      device.num_sms = number(key, value);
+    } else if (key == "shared") {
+      device.shared_bytes_per_block = number(key, value);
+    } else if (key == "path") {
+      device.path = path(value);
+    } else {
+      check(false, kTestDevice, ": expected sms, shared or path, got ", key);
+    }
+  }
+}
+
 }  // namespace
 
 void check_architecture(int device) {
@@ -59,10 +105,13 @@ void check_architecture(int device) {
   }
 }
 
-int num_sms(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
-
-int shared_bytes_per_block(int device) {
-  return attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+Device planning_device(int device) {
+  Device planned{attribute(cudaDevAttrMultiProcessorCount, device),
+                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device), std::nullopt};
+  if (const char* words = std::getenv(kTestDevice)) {
+    override(words, planned);
+  }
+  return planned;
 }
 
 cudaStream_t current_stream(int device) {

@@ -29,7 +29,7 @@ Outputs fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTen
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  run_fwd(params, q, ready_fwd(params, q, split_size, deterministic));
+  run_fwd(params, q, plan_call(params, q, split_size, deterministic));
   return {out, softmax_lse};
 }
 

@@ -55,13 +55,18 @@ Outputs kvcache_fwd(const torch::stable::Tensor& q, torch::stable::Tensor k_cach
                     std::int64_t window_left, std::int64_t window_right, double softcap,
                     bool rotary_interleaved, std::int64_t split_size, bool deterministic);
 
-// The plan of a call whose longest sequences are seqlen_q and seqlen_k: whether many CTAs share a
-// row block, rows to a CTA, splits of the longest sequence, tokens to a split (0: all), scratch
-// bytes. packed: sequences stand one after another, as in varlen_fwd.
-std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
-    const torch::stable::Tensor& device, std::int64_t batch, std::int64_t seqlen_q,
-    std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k, std::int64_t head_dim,
-    std::int64_t window_left, std::int64_t window_right, bool has_alibi, bool has_dropout,
-    bool packed, std::int64_t split_size, bool deterministic);
+// family, path (both as in kernels/fwd.h), rows to a CTA, splits of the longest sequence, tokens to
+// a split (0: one split), launches, scratch bytes.
+using PlanOutputs = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                               std::int64_t, std::int64_t>;
+
+// The plan of a call whose longest sequences are seqlen_q and seqlen_k, on the device and in the
+// dtype of `like`. packed: sequences stand one after another, as in varlen_fwd; indirect: keys in
+// pages, or cache_batch_idx.
+PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
+                 std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
+                 std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
+                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed, bool indirect,
+                 std::int64_t split_size, bool deterministic);
 
 }  // namespace fad

@@ -14,7 +14,7 @@ using torch::stable::Tensor;
 
 namespace {
 
-Rows rows_of(const Tensor& tensor) {
+StridedRows rows_of(const Tensor& tensor) {
   return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
@@ -137,7 +137,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
              {softmax_scale, window_left, window_right, softcap, alibi_slopes, 0.0, no_rng_state},
              q);
   // Everything is checked before the cache is written to.
-  const ReadyFwd ready = ready_fwd(params, q, split_size, deterministic);
+  const FwdPlan plan = plan_call(params, q, split_size, deterministic);
 
   if (k.has_value()) {
     // Makes the kernels count them; they will be in the cache.
@@ -175,7 +175,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
     }
     append_kv(append, current_stream(q.get_device_index()));
   }
-  run_fwd(params, q, ready);
+  run_fwd(params, q, plan);
   return {out, softmax_lse};
 }
 

@@ -9,6 +9,7 @@
 
 #include "checks.h"
 #include "device.h"
+#include "kernels/tree/masking.h"
 
 namespace fad {
 
@@ -18,7 +19,6 @@ using torch::stable::Tensor;
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634074;
-constexpr std::int64_t kBlockN = 64;
 constexpr std::int64_t kMaxSplitSize = 1 << 29;
 // Upstream's kernels step over a block of rows, at most 128, with an int.
 constexpr std::int64_t kMaxRowStride = std::numeric_limits<int>::max() / 128;
@@ -27,12 +27,12 @@ constexpr std::int64_t kMaxRowStride = std::numeric_limits<int>::max() / 128;
 bool is_factor(double number) { return number >= 0x1p-126 && number <= 0x1p127; }
 
 int window(std::int64_t size) {
-  return size < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(size, 1 << 29));
+  return size < 0 ? -1 : static_cast<int>(std::min<std::int64_t>(size, kUnlimited));
 }
 
 }  // namespace
 
-void set_dense(Upstream& params, const Tensor& q, const Tensor& k, const Tensor& v,
+void set_dense(CommonParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
                const Tensor& out, const Tensor& softmax_lse) {
   params.q_ptr = q.data_ptr();
   params.q_batch_stride = q.stride(0);
@@ -60,6 +60,7 @@ void set_dense(Upstream& params, const Tensor& q, const Tensor& k, const Tensor&
   params.h_k = static_cast<int>(k.size(2));
   params.h_h_k_ratio = params.h / params.h_k;
   params.is_seqlens_k_cumulative = true;
+  params.is_bf16 = q.scalar_type() == ScalarType::BFloat16;
 }
 
 void check_packed(const Tensor& q, const Packed& packed) {
@@ -75,7 +76,7 @@ void check_packed(const Tensor& q, const Packed& packed) {
         " and ", packed.max_seqlen_k);
 }
 
-void set_packed(Upstream& params, const Tensor& q, const Tensor& k, const Tensor& v,
+void set_packed(CommonParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& out, const Tensor& softmax_lse, const Packed& packed) {
   const std::int64_t row = k.dim() - 3;  // the dimension of tokens
   params.q_ptr = q.data_ptr();
@@ -104,9 +105,10 @@ void set_packed(Upstream& params, const Tensor& q, const Tensor& k, const Tensor
   params.h_h_k_ratio = params.h / params.h_k;
   params.d = static_cast<int>(q.size(2));
   params.d_rounded = kernel_head_dim(params.d);
+  params.is_bf16 = q.scalar_type() == ScalarType::BFloat16;
 }
 
-void set_softmax(Upstream& params, const Scores& scores) {
+void set_softmax(CommonParams& params, const Scores& scores) {
   // Scores are scaled after masking: -inf times a scale of 0 or less would not stay masked.
   const double ratio = scores.softcap == 0 ? 1 : scores.softmax_scale / scores.softcap;
   check(is_factor(scores.softmax_scale),
@@ -126,7 +128,7 @@ void set_softmax(Upstream& params, const Scores& scores) {
       static_cast<float>(static_cast<double>(params.scale_softmax) * kLog2E);
 }
 
-void set_dropout(Upstream& params, const Scores& scores, const Tensor& q) {
+void set_dropout(CommonParams& params, const Scores& scores, const Tensor& q) {
   const double p = scores.dropout_p;
   check(p >= 0 && p < 1, "dropout_p: expected a number in [0, 1), got ", p);
   check(p == 0 || scores.softcap == 0, "softcap: expected 0 together with dropout, got ",
@@ -151,20 +153,20 @@ void set_dropout(Upstream& params, const Scores& scores, const Tensor& q) {
   params.philox_args.seed_and_offset = static_cast<const std::uint64_t*>(state.data_ptr());
 }
 
-void set_scores(Upstream& params, const Scores& scores, const Tensor& q) {
+void set_scores(CommonParams& params, const Scores& scores, const Tensor& q) {
   set_softmax(params, scores);
   set_masking(params, scores);
   set_alibi(params, scores, q);
   set_dropout(params, scores, q);
 }
 
-void set_masking(Upstream& params, const Scores& scores) {
+void set_masking(CommonParams& params, const Scores& scores) {
   params.window_size_left = window(scores.window_left);
   params.window_size_right = window(scores.window_right);
   params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
 }
 
-void set_alibi(Upstream& params, const Scores& scores, const Tensor& q) {
+void set_alibi(CommonParams& params, const Scores& scores, const Tensor& q) {
   if (!scores.alibi_slopes.has_value()) {
     return;
   }
@@ -231,11 +233,10 @@ void turn_groups_into_rows(FwdParams& params, bool packed) {
   params.h_h_k_ratio = group / rows;
 }
 
-ReadyFwd ready_fwd(FwdParams& params, const Tensor& q, std::int64_t split_size,
-                   bool deterministic) {
-  check(split_size >= 0 && split_size % kBlockN == 0 && split_size <= kMaxSplitSize,
-        "split_size: expected 0 or a multiple of ", kBlockN, " up to ", kMaxSplitSize, ", got ",
-        split_size);
+FwdPlan plan_call(FwdParams& params, const Tensor& q, std::int64_t split_size, bool deterministic) {
+  check(split_size >= 0 && split_size % kKeysPerBlock == 0 && split_size <= kMaxSplitSize,
+        "split_size: expected 0 or a multiple of ", kKeysPerBlock, " up to ", kMaxSplitSize,
+        ", got ", split_size);
   std::int64_t rows = 1;
   for (std::int64_t dim = 0; dim + 1 < q.dim(); ++dim) {
     rows *= q.size(dim);
@@ -243,9 +244,9 @@ ReadyFwd ready_fwd(FwdParams& params, const Tensor& q, std::int64_t split_size,
   check(rows <= std::numeric_limits<int>::max(),
         "q: expected less than 2^31 rows of all heads together, got shape ", Shape{q});
   const char* dtype = dtype_name(q);
-  const FwdLauncher launch = find_fwd(dtype, params.d);
-  check(launch != nullptr, "q: this build of flash_attn_deterministic holds no forward for ", dtype,
-        " and head_dim ", params.d);
+  const FwdInstance* instance = find_fwd(dtype, params.d);
+  check(instance != nullptr, "q: this build of flash_attn_deterministic holds no forward for ",
+        dtype, " and head_dim ", params.d);
 #ifndef FLASH_ATTENTION_DETERMINISTIC
   check(!deterministic,
         "deterministic: this build of flash_attn_deterministic has no deterministic mode");
@@ -253,31 +254,21 @@ ReadyFwd ready_fwd(FwdParams& params, const Tensor& q, std::int64_t split_size,
   const int device = q.get_device_index();
   check_architecture(device);
   turn_groups_into_rows(params, params.cu_seqlens_q != nullptr);
-  return {launch, plan_fwd(params, static_cast<int>(split_size), deterministic, num_sms(device),
-                           shared_bytes_per_block(device))};
+  return plan_fwd(params, *instance, static_cast<int>(split_size), deterministic,
+                  planning_device(device));
 }
 
-void run_fwd(FwdParams& params, const Tensor& q, const ReadyFwd& ready) {
+void run_fwd(const FwdParams& params, const Tensor& q, const FwdPlan& plan) {
   if (params.seqlen_q == 0 || q.size(0) == 0) {
     return;
   }
-  const FwdPlan& plan = ready.plan;
-  params.is_bf16 = q.scalar_type() == ScalarType::BFloat16;
-  params.num_parts = plan.num_splits;
-  params.few_rows = plan.few_rows;
-  params.split_blocks =
-      plan.split_tokens == 0 ? 1 << 24 : static_cast<int>(plan.split_tokens / kBlockN);
   std::optional<Tensor> scratch;  // lives until the launches are queued
-  if (plan.many_ctas) {
+  if (plan.scratch_bytes > 0) {
     scratch = torch::stable::new_empty(
         q, {static_cast<std::int64_t>(plan.scratch_bytes / sizeof(float))}, ScalarType::Float);
-    const std::size_t rows =
-        static_cast<std::size_t>(plan.num_splits) * params.b * params.h * params.seqlen_q;
-    params.part_acc = static_cast<float*>(scratch->data_ptr());
-    params.part_state =
-        reinterpret_cast<float2*>(params.part_acc + rows * kernel_head_dim(params.d));
   }
-  ready.launch(params, current_stream(q.get_device_index()));
+  run_plan(plan, params, scratch.has_value() ? scratch->data_ptr() : nullptr,
+           current_stream(q.get_device_index()));
 }
 
 }  // namespace fad

@@ -6,13 +6,14 @@
 #include <cstdint>
 #include <optional>
 
-#include "kernels/fwd.h"
+#include "kernels/plan.h"
 
 namespace fad {
 
 using OptionalTensor = std::optional<torch::stable::Tensor>;
 
-using Upstream = FLASH_NAMESPACE::Flash_fwd_params;  // what forward and backward have in common
+// What parameters of forward and backward have in common.
+using CommonParams = FLASH_NAMESPACE::Flash_fwd_params;
 
 // How scores become probabilities. window_left, window_right: keys visible on either side of the
 // diagonal (aligned bottom right), negative for all; causal is window_right 0. dropout_p above 0
@@ -27,7 +28,7 @@ struct Scores {
 };
 
 // Where (batch, seqlen, heads, head_dim) tensors lie, and their sizes.
-void set_dense(Upstream& params, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+void set_dense(CommonParams& params, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                const torch::stable::Tensor& v, const torch::stable::Tensor& out,
                const torch::stable::Tensor& softmax_lse);
 
@@ -37,18 +38,19 @@ struct Packed {
   const torch::stable::Tensor& cu_seqlens_k;
   std::int64_t max_seqlen_q, max_seqlen_k;
 };
-void set_packed(Upstream& params, const torch::stable::Tensor& q, const torch::stable::Tensor& k,
-                const torch::stable::Tensor& v, const torch::stable::Tensor& out,
-                const torch::stable::Tensor& softmax_lse, const Packed& packed);
+void set_packed(CommonParams& params, const torch::stable::Tensor& q,
+                const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+                const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
+                const Packed& packed);
 void check_packed(const torch::stable::Tensor& q, const Packed& packed);
 
-void set_softmax(Upstream& params, const Scores& scores);
-void set_masking(Upstream& params, const Scores& scores);
-void set_alibi(Upstream& params, const Scores& scores, const torch::stable::Tensor& q);
-void set_dropout(Upstream& params, const Scores& scores, const torch::stable::Tensor& q);
+void set_softmax(CommonParams& params, const Scores& scores);
+void set_masking(CommonParams& params, const Scores& scores);
+void set_alibi(CommonParams& params, const Scores& scores, const torch::stable::Tensor& q);
+void set_dropout(CommonParams& params, const Scores& scores, const torch::stable::Tensor& q);
 
 // All four.
-void set_scores(Upstream& params, const Scores& scores, const torch::stable::Tensor& q);
+void set_scores(CommonParams& params, const Scores& scores, const torch::stable::Tensor& q);
 
 // The tensor, or a copy of it if its rows are strided or not aligned to the 16 bytes that kernels
 // load at a time.
@@ -59,16 +61,13 @@ torch::stable::Tensor aligned(const torch::stable::Tensor& tensor);
 // they don't share bits.
 void turn_groups_into_rows(FwdParams& params, bool packed);
 
-// How a call will run. Checks what is left to check, and turns groups into rows; launches nothing.
-struct ReadyFwd {
-  FwdLauncher launch;
-  FwdPlan plan;
-};
-ReadyFwd ready_fwd(FwdParams& params, const torch::stable::Tensor& q, std::int64_t split_size,
-                   bool deterministic);
+// How a call will be carried out. Checks what is left to check, and turns groups into rows;
+// launches nothing.
+FwdPlan plan_call(FwdParams& params, const torch::stable::Tensor& q, std::int64_t split_size,
+                  bool deterministic);
 
-// Launches it, if there is anything to compute; scratch comes from torch's allocator, on the device
-// of q.
-void run_fwd(FwdParams& params, const torch::stable::Tensor& q, const ReadyFwd& ready);
+// Carries it out, if there is anything to compute; scratch comes from torch's allocator, on the
+// device of q.
+void run_fwd(const FwdParams& params, const torch::stable::Tensor& q, const FwdPlan& plan);
 
 }  // namespace fad

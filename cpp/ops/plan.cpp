@@ -2,16 +2,15 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "checks.h"
-#include "device.h"
 #include "fwd.h"
 
 namespace fad {
 
-std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
-    const torch::stable::Tensor& device, std::int64_t batch, std::int64_t seqlen_q,
-    std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k, std::int64_t head_dim,
-    std::int64_t window_left, std::int64_t window_right, bool has_alibi, bool has_dropout,
-    bool packed, std::int64_t split_size, bool deterministic) {
+PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
+                 std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
+                 std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
+                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed, bool indirect,
+                 std::int64_t split_size, bool deterministic) {
   check(nheads_k > 0 && nheads > 0 && nheads % nheads_k == 0,
         "nheads_k: expected a number that divides the ", nheads, " heads of q, got ", nheads_k);
   check(head_dim > 0 && head_dim <= 256, "head_dim: expected a number from 1 to 256, got ",
@@ -25,17 +24,24 @@ std::tuple<bool, std::int64_t, std::int64_t, std::int64_t, std::int64_t> plan(
   params.h_h_k_ratio = params.h / params.h_k;
   params.d = static_cast<int>(head_dim);
   const OptionalTensor none;
+  params.softcap = has_softcap ? 1.f : 0.f;  // whether there is some is all that counts
   set_masking(params, Scores{1.0, window_left, window_right, 0.0, none, 0.0, none});
-  params.p_dropout = has_dropout ? 0.5f : 1.f;  // whether there is some is all that counts
+  params.p_dropout = has_dropout ? 0.5f : 1.f;
   float any_slope = 0.f;
   params.alibi_slopes_ptr = has_alibi ? &any_slope : nullptr;
   int any_length = 0;
   params.cu_seqlens_q = packed ? &any_length : nullptr;
-  turn_groups_into_rows(params, packed);
-  const int index = device.get_device_index();
-  const FwdPlan plan = plan_fwd(params, static_cast<int>(split_size), deterministic, num_sms(index),
-                                shared_bytes_per_block(index));
-  return {plan.many_ctas, plan.block_m, plan.num_splits, plan.split_tokens,
+  int any_page = 0;
+  params.block_table = indirect ? &any_page : nullptr;
+  const FwdPlan plan = plan_call(params, like, split_size, deterministic);
+  return {static_cast<std::int64_t>(plan.kernel->family),
+          static_cast<std::int64_t>(plan.kernel->path),
+          plan.kernel->block_m,
+          plan.num_splits,
+          plan.num_splits > 1
+              ? static_cast<std::int64_t>(plan.tree.blocks_per_split) * plan.tree.keys_per_block
+              : 0,
+          plan.launches(),
           static_cast<std::int64_t>(plan.scratch_bytes)};
 }
 

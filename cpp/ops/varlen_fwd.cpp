@@ -84,7 +84,7 @@ Outputs varlen_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  run_fwd(params, q, ready_fwd(params, q, split_size, deterministic));
+  run_fwd(params, q, plan_call(params, q, split_size, deterministic));
   // After the kernels: what they may have written there is of no sequence either.
   empty_tail(out.data_ptr(), static_cast<float*>(softmax_lse.data_ptr()),
              static_cast<const int*>(cu_seqlens_q.data_ptr()), params.b, q.size(0),

@@ -3,7 +3,7 @@
 // depend on how many CTAs worked on it. Every rounding is spelled out.
 #pragma once
 
-#include <cmath>
+#include "arithmetic.h"
 
 namespace fad {
 
@@ -11,7 +11,7 @@ namespace fad {
 // weighs -0: its accumulator is +0, and t + (+0 * -0) is t for every t, -0 and NaN included.
 __device__ __forceinline__ float merge_weight(float row_max, float row_sum, float merged_max,
                                               float scale_log2) {
-  return row_sum == 0.f ? -0.f : exp2f(__fmul_rn(__fsub_rn(row_max, merged_max), scale_log2));
+  return row_sum == 0.f ? -0.f : exp2_approx(__fmul_rn(__fsub_rn(row_max, merged_max), scale_log2));
 }
 
 // Sums and accumulators: later * weight + earlier * weight.

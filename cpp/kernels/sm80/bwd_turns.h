@@ -1,12 +1,13 @@
-// Who adds to a gradient when. A CTA works on one key block of one head and adds to every row block
-// of dq that sees it; the query heads of a group add to one dk and dv. Sums in fp32 depend on the
-// order, so each has one: dq of a row block takes key blocks first to last, dk and dv of a key
-// block take query heads first to last. A CTA has a whole head to itself, or waits for its turn.
+// The order in which CTAs add to shared gradients. A CTA works on one key block of one head. It
+// adds to every row block of dq that sees its keys, and the query heads of a group add to one dk
+// and dv. fp32 sums depend on the order of their terms, so each has a fixed one: a row block of dq
+// takes key blocks first to last, a key block of dk and dv takes query heads first to last. Either
+// one CTA works on all key blocks of a head, or CTAs take turns: each waits for the key block
+// before it.
 //
-// Nothing here can wait forever: a CTA waits only for CTAs with a smaller ticket (key blocks below
-// its own, or heads before its own at its own key block), tickets are handed out as CTAs start, and
-// the CTA with the smallest ticket that has not ended waits for nobody. How many CTAs fit on the
-// GPU, and what else runs there, plays no part.
+// There is no deadlock. A CTA waits only for CTAs with a smaller ticket (key blocks below its own,
+// or earlier heads at its own key block), tickets are drawn as CTAs start, and the CTA with the
+// smallest ticket that has not ended waits for no one. This holds however few CTAs fit on the GPU.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -27,8 +28,8 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* address) {
   return value;
 }
 
-// Waits until a counter is at least as high as wanted, and returns it. In assembly, as a short loop
-// sees the new value sooner.
+// Waits until a counter is at least as high as wanted, and returns it. In assembly: a loop of three
+// instructions sees the new value sooner than what the compiler makes of a C++ loop.
 __device__ __forceinline__ unsigned wait_for(const unsigned* counter, unsigned wanted) {
   unsigned value;
   asm volatile(
@@ -45,21 +46,17 @@ __device__ __forceinline__ unsigned wait_for(const unsigned* counter, unsigned w
   return value;
 }
 
-// Blocks of all sequences before this one, without knowing their lengths: packed sequences may
-// leave a block unused each.
+// Blocks of all sequences before this one, without knowing their lengths: of packed sequences, each
+// may leave one block unused.
 __device__ __forceinline__ int64_t blocks_before(const int* cu_seqlens, int bidb, int seqlen,
                                                  int block) {
   return cu_seqlens == nullptr ? static_cast<int64_t>(bidb) * num_blocks(seqlen, block)
                                : static_cast<int64_t>(cu_seqlens[bidb] / block) + bidb;
 }
 
-// A row block; grids have one dimension, as y and z stop at 65535.
-struct RowPlace {
-  int bidb, bidh, m_block;
-};
-
+// The row block of a CTA of the kernels before and after the loop.
 template <int kBlockM, typename Params>
-__device__ __forceinline__ RowPlace row_place(const Params& params) {
+__device__ __forceinline__ Place row_place(const Params& params) {
   const int num_m_blocks = num_blocks(params.seqlen_q, kBlockM);
   const int head = blockIdx.x / num_m_blocks;
   return {head / params.h, head % params.h, static_cast<int>(blockIdx.x) - head * num_m_blocks};
@@ -82,17 +79,20 @@ __device__ __forceinline__ auto dq_sums(const Params& params, const BlockInfo& i
                            cute::Stride<cute::Int<Traits::kHeadDim>, cute::_1>{});
 }
 
-// How far a CTA has come, as its counter tells it: row blocks go last to first, counters go up.
+// A CTA's counter when it has added to the row blocks from m_block up. Row blocks go last to first,
+// counters go up; the function is its own inverse.
 __device__ __forceinline__ unsigned progress(int m_block) { return 0x40000000u - m_block; }
 
-// What a CTA works on, and what it needs to know for its turns. It waits in shared memory: what sat
-// in registers beside upstream's loop over row blocks cost a fifth of the time. Aligned, so that
-// the tiles that follow it in shared memory are, too: tiles 16 bytes off cost 2 %.
+// What a CTA works on, and the state of its turns. In shared memory: held in registers beside
+// upstream's loop over row blocks it cost a fifth of the time. Aligned to 128 bytes, as upstream's
+// tiles follow it in shared memory: tiles 16 bytes off cost 2 %.
 struct alignas(128) BwdPlace {
   int bidb, bidh, n_block;
   unsigned* counter;               // of this key block
   const unsigned* counter_before;  // of the key block before
-  int free_above;  // row blocks from here on may be added to, as far as this CTA knows
+  // Row blocks from here on are free: the key block before has added to them, or never will. Grows
+  // downwards as the CTA reads the counter.
+  int free_above;
 };
 
 __device__ __forceinline__ BwdPlace& shared_place() {
@@ -100,19 +100,18 @@ __device__ __forceinline__ BwdPlace& shared_place() {
   return place;
 }
 
-// Looks once how far the key block before has come, if that is not known to be far enough.
-__device__ __forceinline__ void ask(int m_block) {
+// Reads the counter of the key block before once, unless row block m_block is known to be free.
+__device__ __forceinline__ void look(int m_block) {
   BwdPlace& place = shared_place();
-  // Volatile, so that it stays this thread's: the compiler would have all of them read it.
+  // Volatile keeps the read in this thread: the compiler would hoist it to all threads.
   volatile int& free_above = place.free_above;
   if (m_block < free_above) {
-    free_above = progress(load_acquire(place.counter_before));  // its own inverse
+    free_above = progress(load_acquire(place.counter_before));
   }
 }
 
-// Waits until the key block before has come far enough. A call: with another loop inside it,
-// upstream's loop over row blocks is no longer an innermost one, and ptxas schedules it worse (5
-// %).
+// Waits until row block m_block is free. Not inlined: with another loop inside it, upstream's loop
+// over row blocks is no innermost loop any more, and ptxas schedules it 5 % slower.
 static __device__ __noinline__ void wait(int m_block) {
   BwdPlace& place = shared_place();
   if (m_block < place.free_above) {
@@ -120,9 +119,10 @@ static __device__ __noinline__ void wait(int m_block) {
   }
 }
 
-// Takes the next place: a head if a CTA works on whole heads, else a key block. Key blocks come in
-// order, those of several heads side by side, and of the heads the first ones of all groups come
-// before the second ones: so those who wait for each other don't start together.
+// Draws a ticket, and takes the place that belongs to it: a head where CTAs work on whole heads,
+// else a key block. Key blocks come in order, those of heads_in_flight heads side by side. The
+// first heads of all groups come before the second ones, so that heads of one group, which wait for
+// each other at every key block, do not start together.
 template <typename Traits, bool kLocal>
 __device__ __forceinline__ void take_place(const BwdParams& params) {
   if (threadIdx.x == 0) {
@@ -178,32 +178,34 @@ __device__ __forceinline__ bool next_place(const BwdParams& params) {
   return shared_place().n_block * Traits::kBlockN < params.seqlen_k;
 }
 
-// The turns of one CTA, which walks row blocks last to first. After each it tells how far it is;
-// before each it waits, unless it knows that the key block before has been there. Patches call
-// these hooks from upstream's kernel:
+// The turns of one CTA, which walks row blocks last to first. After each it publishes how far it
+// is; before each it waits, unless it knows that the key block before has been there. Patches call
+// all but the last of these from upstream's kernel:
 //
 //   pass    after the barrier that follows the adding to the row block before
 //   await   before a barrier that comes before the adding to this row block
-//   finish  at the end; says whether dk and dv are whole and this CTA's to write
+//   finish  at the end; returns whether dk and dv are complete and this CTA's to write
+//   leave   after upstream's kernel, which may have returned early
 //
-// What takes long has half a step to do so: telling waits until all has arrived that the CTA has
-// added, asking for an answer. Two warps do it, which the others then need not wait for.
+// What takes long overlaps half a step of the loop: the release waits until all that the CTA has
+// added has arrived, the look for an answer from L2. One thread each of two warps does it, so that
+// the other warps go on.
 template <typename Traits>
 struct Turns {
   __device__ __forceinline__ static void pass(const BwdParams& params, int m_block) {
     if constexpr (Traits::kInTurns) {
       if (params.in_turns && threadIdx.x == 0) {
-        store_release(shared_place().counter, progress(m_block + 1));
+        publish(m_block + 1);
       }
-      if (params.in_turns && threadIdx.x == kAsking) {
-        ask(m_block);
+      if (params.in_turns && threadIdx.x == kLooking) {
+        look(m_block);
       }
     }
   }
 
   __device__ __forceinline__ static void await(const BwdParams& params, int m_block) {
     if constexpr (Traits::kInTurns) {
-      if (params.in_turns && threadIdx.x == kAsking) {
+      if (params.in_turns && threadIdx.x == kLooking) {
         wait(m_block);
       }
     }
@@ -214,7 +216,7 @@ struct Turns {
     if constexpr (Traits::kInTurns) {
       __syncthreads();
       if (params.in_turns && threadIdx.x == 0) {
-        store_release(shared_place().counter, progress(0));
+        publish(0);
       }
     }
     const int group = params.h_h_k_ratio;
@@ -262,8 +264,32 @@ struct Turns {
     return false;
   }
 
+  // Upstream's kernel returns early where no row sees the key block, and then has not come to
+  // `finish`. A later key block may still wait for this one, so the CTA publishes here. A counter
+  // says that this key block and all before it have added, hence the wait; it is short, as the key
+  // blocks before that still work are ones that some row sees. Key blocks beyond the end of the
+  // sequence publish nothing: all later ones lie there too, and none of them adds to a row.
+  __device__ __forceinline__ static void leave(const BwdParams& params) {
+    if constexpr (Traits::kInTurns) {
+      const BwdPlace& place = shared_place();
+      if (params.in_turns && threadIdx.x == 0 && *place.counter != progress(0)) {
+        const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, place.bidb);
+        if (place.n_block * Traits::kBlockN < info.actual_seqlen_k) {
+          if (place.n_block > 0) {
+            wait_for(place.counter_before, progress(0));
+          }
+          publish(0);
+        }
+      }
+    }
+  }
+
  private:
-  static constexpr int kAsking = Traits::kNThreads - 32;  // a thread of the last warp
+  static constexpr int kLooking = Traits::kNThreads - 32;  // a thread of the last warp
+
+  __device__ __forceinline__ static void publish(int m_block) {
+    store_release(shared_place().counter, progress(m_block));
+  }
 };
 
 }  // namespace fad

@@ -19,7 +19,7 @@ struct WaitingState {
 
   // A note of the CTA's rows of the output, in shared memory: they take two divisions and, for
   // packed sequences, loads to find, and would take registers to keep.
-  struct Rows {
+  struct OutputRows {
     char* first;
     int count;
   };
@@ -29,7 +29,7 @@ struct WaitingState {
   int64_t row_bytes = 0;
   int rows = 0;
 
-  // is_first: nothing waits yet. To be said alike by all threads.
+  // is_first: this is the first split whose state waits. All threads pass the same value.
   template <typename Params>
   __device__ __forceinline__ WaitingState(const Params& params, bool is_first) {
     extern __shared__ char smem[];
@@ -37,10 +37,10 @@ struct WaitingState {
     char* const room = smem + Traits::kSmemSize;
     shared = reinterpret_cast<float4*>(room) + 1 + thread;
     if constexpr (kUsesOut) {
-      volatile Rows& note = *reinterpret_cast<volatile Rows*>(room);
-      static_assert(sizeof(Rows) <= sizeof(float4));
+      volatile OutputRows& note = *reinterpret_cast<volatile OutputRows*>(room);
+      static_assert(sizeof(OutputRows) <= sizeof(float4));
       if (is_first && thread == 0) {
-        const auto [bidb, bidh, m_block] = place_of<Traits>(params, read_cta());
+        const auto [bidb, bidh, m_block] = place_of<Traits::kBlockM>(params, read_cta());
         const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
         const int64_t row = m_block * Traits::kBlockM;
         note.first = static_cast<char*>(params.o_ptr) +

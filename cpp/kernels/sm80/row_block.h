@@ -16,17 +16,23 @@ struct Place {
   int bidb, bidh, m_block;
 };
 
-template <typename Traits, typename Params>
-__device__ __forceinline__ Place place_of(const Params& params, int cta) {
-  const int num_m_blocks = num_blocks(params.seqlen_q, Traits::kBlockM);
+template <typename Params>
+__device__ __forceinline__ Place place_of(const Params& params, int block_m, int cta) {
+  const int num_m_blocks = num_blocks(params.seqlen_q, block_m);
   const int head = cta / num_m_blocks;
   const int bidb = head / params.h;
   // Causal row blocks near the end have the most keys: start them first.
   return {bidb, head - bidb * params.h, num_m_blocks - 1 - (cta - head * num_m_blocks)};
 }
 
-// The thread's and the CTA's index, read anew where this stands: what only the end of a split needs
-// must not sit in registers during the loop over key blocks, which costs up to a tenth of the time.
+template <int kBlockM, typename Params>
+__device__ __forceinline__ Place place_of(const Params& params, int cta) {
+  return place_of(params, kBlockM, cta);
+}
+
+// The thread's and the CTA's index, read from their special registers at this place (volatile):
+// values that only the end of a split needs must not occupy registers during the loop over key
+// blocks, which costs up to a tenth of the time.
 __device__ __forceinline__ int read_thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

@@ -1,13 +1,14 @@
-// What hides keys from queries, as kernel instances know it.
+// What hides keys from queries.
 #pragma once
 
 namespace fad {
 
-// kGeneral: windows, ALiBi and softcap; kFull and kCausal leave their cost out.
-enum class Masking { kFull, kCausal, kGeneral };
-
 // Further than any key, and far from overflow when positions are added to it.
 constexpr int kUnlimited = 1 << 29;
+
+// The masks that upstream's body is compiled for. kLocal: windows, whose edges are numbers (a
+// missing one is kUnlimited); kFull and kCausal leave their cost out.
+enum class Masking { kFull, kCausal, kLocal };
 
 template <typename Params>
 void limit_windows(Params& params) {

@@ -1,9 +1,12 @@
-// How a CTA goes over the splits of its row block. Patches call these hooks from upstream's kernel:
+// How a CTA goes over the splits of its row block. Patches call these functions from upstream's
+// kernel:
 //
+//   first_cta   where in the grid of all row blocks this launch begins
 //   limit       which key blocks are this CTA's
-//   enter       the next split, from the last one down
-//   hides_keys  whether some key of the split's last blocks is hidden from some row
-//   leave       the split is done; says whether there is another one
+//   enter       the first block of the split, whose last one is known; splits go last to first
+//   hides_keys  whether some of the split's last keys are hidden from some row
+//   finish_uncut_block  the scores of a block that no mask cuts
+//   leave       the split is done; returns whether there is another one
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -11,7 +14,8 @@
 #include "block_info.h"  // upstream
 #include "row_block.h"
 #include "softmax.h"  // upstream
-#include "split_state.h"
+#include "tree/softmax_steps.h"
+#include "tree/split_state.h"
 #include "waiting_state.h"
 
 namespace fad {
@@ -22,13 +26,61 @@ __device__ __forceinline__ void sum_row(FLASH_NAMESPACE::Softmax<2 * Fragment<Tr
   FLASH_NAMESPACE::quad_allreduce_(s.row_sum, s.row_sum, sum);
 }
 
-template <typename Traits, typename Info>
-__device__ __forceinline__ bool hides_keys(const Info& info, int m_block, int n_block_max,
-                                           bool causal) {
-  const int first_row_end =
-      causal ? m_block * Traits::kBlockM + 1 + info.actual_seqlen_k - info.actual_seqlen_q
-             : info.actual_seqlen_k;
-  return n_block_max * Traits::kBlockN > min(first_row_end, info.actual_seqlen_k);
+// kBounded: causal, or with a right window; without, all rows end at the end of the sequence.
+template <typename Traits, bool kBounded, typename Params, typename Info>
+__device__ __forceinline__ bool hides_keys(const Params& params, const Info& info, int m_block,
+                                           int n_block_max) {
+  int end = info.actual_seqlen_k;
+  if constexpr (kBounded) {  // the first row ends first
+    end = min(end, m_block * Traits::kBlockM + 1 + info.actual_seqlen_k - info.actual_seqlen_q +
+                       params.window_size_right);
+  }
+  return n_block_max * Traits::kBlockN > end;
+}
+
+// The last row's window begins last.
+template <typename Traits, typename Params, typename Info>
+__device__ __forceinline__ bool hides_early_keys(const Params& params, const Info& info,
+                                                 int m_block, int n_block) {
+  return n_block * Traits::kBlockN < (m_block + 1) * Traits::kBlockM - 1 + info.actual_seqlen_k -
+                                         info.actual_seqlen_q - params.window_size_left;
+}
+
+// Finishes the scores of a block below those that the right edge of the mask can cut: adds the bias
+// of ALiBi. Returns false, with nothing done, where a left window cuts the block: upstream's mask,
+// which compares every score with its row's edges and adds the bias itself, has to run.
+template <typename Traits, bool kLocal, bool kAlibi, typename Params, typename Info, typename Acc>
+__device__ __forceinline__ bool finish_uncut_block(const Params& params, const Info& info,
+                                                   int m_block, int n_block, float slope,
+                                                   Acc& scores) {
+  if (kLocal && hides_early_keys<Traits>(params, info, m_block, n_block)) {
+    return false;
+  }
+  if (kAlibi && params.alibi_slopes_ptr != nullptr) {
+    using F = Fragment<Traits>;
+    if (info.actual_seqlen_q + info.actual_seqlen_k >= kExactInFloat) {
+      return false;
+    }
+    const int first_key = n_block * Traits::kBlockN + threadIdx.x % 4 * 2;
+    const int position = m_block * Traits::kBlockM + thread_row() + info.actual_seqlen_k -
+                         info.actual_seqlen_q - first_key;
+#pragma unroll
+    for (int mi = 0; mi < F::kMmaM; ++mi) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float row = static_cast<float>(position + mi * F::kRowStep + 8 * half);
+#pragma unroll
+        for (int nj = 0; nj < Traits::kBlockN / 8; ++nj) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            float& score = scores(2 * half + j, mi, nj);
+            score = alibi_score(score, slope, __fsub_rn(row, static_cast<float>(nj * 8 + j)));
+          }
+        }
+      }
+    }
+  }
+  return true;
 }
 
 // One CTA owns the row block and walks all of its splits. While it works on one, the state of the
@@ -44,12 +96,15 @@ struct OwnerWalk {
 
   __device__ __forceinline__ explicit OwnerWalk(int n_block_max) : highest(n_block_max) {}
 
+  __device__ __forceinline__ static unsigned first_cta(const FwdParams&) { return 0; }
+
   template <typename Params>
   __device__ __forceinline__ static void limit(const Params&, int&, int&) {}
 
   template <typename Params>
   __device__ __forceinline__ static int enter(const Params& params, int lowest, int n_block_max) {
-    return max(lowest, (n_block_max - 1) / params.split_blocks * params.split_blocks);
+    return max(lowest,
+               (n_block_max - 1) / params.tree.blocks_per_split * params.tree.blocks_per_split);
   }
 
   // A middle split takes both branches, in registers: through a call its accumulator would go
@@ -94,7 +149,8 @@ struct OwnerWalk {
         }
       }
     }
-    // Asked anew: left from within the branch above, the loop over key blocks gets fewer registers.
+    // Tested a second time: with the return inside the branch above, ptxas leaves the loop over key
+    // blocks fewer registers.
     if (has_earlier) {
       n_block_max = n_block_min;
       return true;
@@ -118,12 +174,16 @@ struct PartWalk {
 
   __device__ __forceinline__ explicit PartWalk(int) {}
 
+  __device__ __forceinline__ static unsigned first_cta(const FwdParams& params) {
+    return params.parts.first_cta;
+  }
+
   template <typename Params>
   __device__ __forceinline__ static void limit(const Params& params, int& n_block_min,
                                                int& n_block_max) {
-    const int first = blockIdx.y * params.split_blocks;
+    const int first = blockIdx.y * params.tree.blocks_per_split;
     n_block_min = max(n_block_min, first);
-    n_block_max = min(n_block_max, first + params.split_blocks);
+    n_block_max = min(n_block_max, first + params.tree.blocks_per_split);
   }
 
   template <typename Params>
@@ -136,24 +196,26 @@ struct PartWalk {
                                         Softmax& softmax) const {
     sum_row<Traits>(softmax);
     const int thread = read_thread();
-    const auto [bidb, bidh, m_block] = place_of<Traits>(params, read_cta());
+    const unsigned cta = read_cta();
+    const auto [bidb, bidh, m_block] =
+        place_of<Traits::kBlockM>(params, params.parts.first_cta + cta);
     const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
-    const int row = m_block * Traits::kBlockM + thread_row();
+    const int rows = info.actual_seqlen_q - m_block * Traits::kBlockM;
+    const int row = thread_row();
     const int64_t first =
-        ((static_cast<int64_t>(blockIdx.y) * params.b + bidb) * params.h + bidh) * params.seqlen_q +
-        row;
+        (static_cast<int64_t>(blockIdx.y) * params.parts.ctas + cta) * params.parts.rows + row;
 #pragma unroll
     for (int mi = 0; mi < F::kMmaM; ++mi) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int down = mi * F::kRowStep + 8 * half;
-        if (row + down < info.actual_seqlen_q) {
+        if (row + down < rows) {
           if (thread % 4 == 0) {
-            params.part_state[first + down] =
+            params.parts.state[first + down] =
                 make_float2(softmax.row_max(2 * mi + half), softmax.row_sum(2 * mi + half));
           }
           float2* const values =
-              reinterpret_cast<float2*>(params.part_acc + (first + down) * Traits::kHeadDim) +
+              reinterpret_cast<float2*>(params.parts.acc + (first + down) * Traits::kHeadDim) +
               thread % 4;
 #pragma unroll
           for (int nj = 0; nj < F::kMmaN; ++nj) {

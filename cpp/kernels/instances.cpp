@@ -1,4 +1,4 @@
-// Finds the launcher of a call among the instances that this build holds.
+// Finds a call's instance among those that this build holds.
 #include <cstring>
 
 #include "bwd.h"
@@ -7,7 +7,7 @@
 
 namespace fad {
 
-#define FAD_DECLARE(dtype, head_dim) void fwd_##dtype##_##head_dim(FwdParams&, cudaStream_t);
+#define FAD_DECLARE(dtype, head_dim) extern const FwdInstance fwd_##dtype##_##head_dim;
 FAD_FWD_INSTANCES(FAD_DECLARE)
 #undef FAD_DECLARE
 #define FAD_DECLARE(dtype, head_dim) extern const BwdInstance bwd_##dtype##_##head_dim;
@@ -24,18 +24,18 @@ template <typename Instance>
 struct Entry {
   const char* dtype;
   int head_dim;
-  Instance instance;
+  const Instance* instance;
 };
 
 #define FAD_ENTRY(dtype, head_dim) {#dtype, head_dim, &fwd_##dtype##_##head_dim},
-constexpr Entry<FwdLauncher> kFwdEntries[] = {FAD_FWD_INSTANCES(FAD_ENTRY){"", 0, nullptr}};
+constexpr Entry<FwdInstance> kFwdEntries[] = {FAD_FWD_INSTANCES(FAD_ENTRY){"", 0, nullptr}};
 #undef FAD_ENTRY
 #define FAD_ENTRY(dtype, head_dim) {#dtype, head_dim, &bwd_##dtype##_##head_dim},
-constexpr Entry<const BwdInstance*> kBwdEntries[] = {FAD_BWD_INSTANCES(FAD_ENTRY){"", 0, nullptr}};
+constexpr Entry<BwdInstance> kBwdEntries[] = {FAD_BWD_INSTANCES(FAD_ENTRY){"", 0, nullptr}};
 #undef FAD_ENTRY
 
 template <typename Instance, std::size_t kCount>
-Instance find(const Entry<Instance> (&entries)[kCount], const char* dtype, int head_dim) {
+const Instance* find(const Entry<Instance> (&entries)[kCount], const char* dtype, int head_dim) {
   for (const Entry<Instance>& entry : entries) {
     if (entry.head_dim == kernel_head_dim(head_dim) && std::strcmp(entry.dtype, dtype) == 0) {
       return entry.instance;
@@ -55,7 +55,9 @@ int kernel_head_dim(int head_dim) {
   return 0;
 }
 
-FwdLauncher find_fwd(const char* dtype, int head_dim) { return find(kFwdEntries, dtype, head_dim); }
+const FwdInstance* find_fwd(const char* dtype, int head_dim) {
+  return find(kFwdEntries, dtype, head_dim);
+}
 
 const BwdInstance* find_bwd(const char* dtype, int head_dim) {
   return find(kBwdEntries, dtype, head_dim);

@@ -1,7 +1,7 @@
-// Where the rows of a sequence lie, and where their results go.
+// The end of a row: where its queries lie, and where its output and log-sum-exp go.
 #pragma once
 
-#include "params.h"
+#include "../params.h"
 #include "softmax_steps.h"
 
 namespace fad {

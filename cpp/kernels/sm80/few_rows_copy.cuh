@@ -1,9 +1,9 @@
-// The way of queries, keys and values from memory to the slots of decode.cuh.
+// The way of queries, keys and values from memory to the slots of few_rows.cuh.
 #pragma once
 
 #include <cute/tensor.hpp>
 
-#include "decode_traits.h"
+#include "few_rows_traits.h"
 #include "kv_rows.h"
 
 namespace fad {
@@ -30,15 +30,15 @@ template <typename Info>
 __device__ __forceinline__ KvHead kv_head(const FwdParams& params, const Info& info, int bidb,
                                           int head, void* data, int64_t batch_stride,
                                           int64_t row_stride, int64_t head_stride) {
-  using Rows = KvRows</*kMayBePaged=*/true>;
+  using Layout = KvRows</*kIndirect=*/true>;
   const int64_t first =
-      Rows::offset(params, info, batch_stride, row_stride, bidb) + head * head_stride;
+      Layout::offset(params, info, batch_stride, row_stride, bidb) + head * head_stride;
   return {static_cast<const char*>(data) + 2 * first, 2 * row_stride, 2 * batch_stride};
 }
 
-// Where the rows of a block lie: pages hold a multiple of 16, and each of a warp's lanes knows
-// of 16. To be asked some time before the copy, as page numbers take their time to come. Entries
-// from seqlen_k on may be anything, and are not read.
+// Where the rows of a block lie: pages hold a multiple of 16, and each of a warp's lanes looks up
+// 16 of them. Made some time before the copy, as the page number is a load. Entries of the table
+// from seqlen_k on may hold anything, and are not read.
 template <typename Traits>
 struct BlockPages {
   int2 place;
@@ -50,8 +50,8 @@ struct BlockPages {
     }
   }
 
-  // Where the 16 rows around this one start. All lanes ask together; `mine` is the start of those
-  // that this lane knows of.
+  // Where the 16 rows around this one start. All lanes call together; `mine` is the start of the 16
+  // that this lane looked up.
   __device__ __forceinline__ static const char* find(const char* mine, int row) {
     const auto start = reinterpret_cast<unsigned long long>(mine);
     return reinterpret_cast<const char*>(
@@ -72,11 +72,11 @@ __device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages<
     return (Traits::kThreads % Traits::kChunks == 0 || first_row < kRowsAtOnce) &&
            (Traits::kKeys % kRowsAtOnce == 0 || row < Traits::kKeys);
   };
-  // Of the first row, or of the rows that this lane knows of.
+  // Of the first row, or of the 16 rows that this lane looked up.
   const char* source =
       Traits::kPaged ? from.data + pages.place.x * from.page_bytes + pages.place.y * from.row_bytes
                      : from.data + (first_key + first_row) * from.row_bytes;
-  // Asked for each row in turn: to go on from one to the next takes few instructions.
+  // Called for each row in turn: stepping from one to the next takes few instructions.
   const auto next_source = [&](int row) {
     const char* found = source;
     if (Traits::kPaged) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages<
   }
 }
 
-// Starts the copy of the queries of a head, DecodeTraits::kRows of them; rows from `rows` on and
+// Starts the copy of the queries of a head, FewRowsTraits::kRows of them; rows from `rows` on and
 // columns from d on are zeros.
 template <typename Traits>
 __device__ __forceinline__ void copy_queries(const void* q, int64_t row_stride, int rows, int d,

@@ -1,5 +1,5 @@
-// Where key and value rows lie: in one piece per sequence, or in pages. Patches load blocks of them
-// through here.
+// Where key and value rows lie: in one piece per sequence, or (kIndirect) possibly in pages, or in
+// a sequence that cache_batch_idx picks. Patches load blocks of rows through here.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -14,17 +14,17 @@ __device__ __forceinline__ int cache_index(const Params& params, int bidb) {
   return params.cache_batch_idx == nullptr ? bidb : params.cache_batch_idx[bidb];
 }
 
-template <bool kMayBePaged>
+template <bool kIndirect>
 struct KvRows {
   // Offset of a sequence's first row, in elements.
   template <typename Params, typename Info>
   __device__ __forceinline__ static int64_t offset(const Params& params, const Info& info,
                                                    int64_t batch_stride, int64_t row_stride,
                                                    int bidb) {
-    if (kMayBePaged && params.block_table != nullptr) {
+    if (kIndirect && params.block_table != nullptr) {
       return 0;
     }
-    return info.k_offset(batch_stride, row_stride, kMayBePaged ? cache_index(params, bidb) : bidb);
+    return info.k_offset(batch_stride, row_stride, kIndirect ? cache_index(params, bidb) : bidb);
   }
 
   // Copies key block n_block of `from` (copies, rows, columns, blocks) to shared memory; rows from
@@ -37,7 +37,7 @@ struct KvRows {
                                               const Identity& identity, const Columns& columns,
                                               int max_rows = 0) {
     using namespace cute;
-    if constexpr (kMayBePaged) {
+    if constexpr (kIndirect) {
       if (params.block_table != nullptr) {
         const int* const pages = params.block_table + bidb * params.block_table_batch_stride;
 #pragma unroll

@@ -1,19 +1,19 @@
-// What decode.cuh is made for, and where its CTA keeps things in shared memory.
+// Sizes of the few-rows kernel, and the layout of its shared memory.
 #pragma once
 
 #include <algorithm>
 
-#include "params.h"
+#include "fwd.h"
 
 namespace fad {
 
 template <typename Element_, int kHeadDim_, bool kPaged_>
-struct DecodeTraits {
+struct FewRowsTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kPaged = kPaged_;
   static constexpr int kRows = kFewRows;
-  static constexpr int kKeys = 64;
+  static constexpr int kKeys = kKeysPerBlock;
   static constexpr int kWarps = kHeadDim % 64 == 0 ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kWarpKeys = kKeys / kWarps;    // of q k^T, to a warp

@@ -1,11 +1,11 @@
-// The tensor core instruction of decode.cuh, and its operands, from shared memory to registers.
+// The tensor core instruction of few_rows.cuh, and its operands, from shared memory to registers.
 #pragma once
 
 #include <cute/tensor.hpp>
 
 #include <type_traits>
 
-#include "decode_traits.h"
+#include "few_rows_traits.h"
 
 namespace fad {
 

@@ -1,36 +1,25 @@
-// The end of the many-CTA path: merges the parts of each row, last to first, with the functions
-// that the one-CTA path uses.
+// The end of the paths with a CTA per split: merges the parts of each row, last to first, with the
+// functions that the one-CTA path uses.
 #pragma once
 
 #include "block_info.h"  // upstream
-#include "fwd_rows.cuh"
+#include "launch.h"
 #include "params.h"
-#include "softmax_steps.h"
-#include "split_state.h"
+#include "row_block.h"
+#include "tree/row_end.h"
+#include "tree/softmax_steps.h"
+#include "tree/split_state.h"
 
 namespace fad {
 
-// One warp to a row; a lane takes columns lane, lane + 32, ...
-template <typename Element, int kHeadDim>
-__global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
-  constexpr int kColumns = kHeadDim / 32;
-  constexpr int kAhead = kColumns <= 4 ? 8 : 4;
-  const int lane = threadIdx.x % 32;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-  const int64_t rows = static_cast<int64_t>(params.b) * params.h * params.seqlen_q;
-  if (index >= rows) {
-    return;
-  }
-  const int row = index % params.seqlen_q;
-  const int bidh = index / params.seqlen_q % params.h;
-  const int bidb = index / params.seqlen_q / params.h;
-  const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
-  const int batch = row_batch(params, bidb);
-  if (row >= info.actual_seqlen_q || batch < 0) {
-    return;
-  }
+struct SplitRange {
+  int first, last;  // last < first: no key is visible
+};
 
-  // The row's own visible range, whatever tile its parts were made with.
+// The splits that hold a row's visible keys, whatever tile its parts were computed with.
+template <typename Info>
+__device__ __forceinline__ SplitRange visible_splits(const FwdParams& params, const Info& info,
+                                                     int row) {
   const int diagonal = row + info.actual_seqlen_k - info.actual_seqlen_q;
   int begin = 0;
   int end = info.actual_seqlen_k;
@@ -40,10 +29,32 @@ __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
   if (params.window_size_left >= 0) {
     begin = max(begin, diagonal - params.window_size_left);
   }
+  const int split_tokens = params.tree.blocks_per_split * kKeysPerBlock;
+  return {begin / split_tokens, end > begin ? num_blocks(end, split_tokens) - 1 : -1};
+}
 
-  const int split_tokens = params.split_blocks * 64;
-  const int last = end > begin ? (end + split_tokens - 1) / split_tokens - 1 : -1;
-  const int first = begin / split_tokens;
+// One warp to a row; a lane takes columns lane, lane + 32, ...
+template <typename Element, int kHeadDim>
+__global__ void merge_kernel(const __grid_constant__ FwdParams params) {
+  constexpr int kColumns = kHeadDim / 32;
+  constexpr int kAhead = kColumns <= 4 ? 8 : 4;
+  const int lane = threadIdx.x % 32;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  const int64_t rows = static_cast<int64_t>(params.parts.ctas) * params.parts.rows;
+  if (index >= rows) {
+    return;
+  }
+  const int cta = index / params.parts.rows;
+  const auto [bidb, bidh, m_block] =
+      place_of(params, params.parts.block_m, params.parts.first_cta + cta);
+  const int row = m_block * params.parts.block_m + (index - cta * params.parts.rows);
+  const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
+  const int batch = row_batch(params, bidb);
+  if (row >= info.actual_seqlen_q || batch < 0) {
+    return;
+  }
+
+  const auto [first, last] = visible_splits(params, info, row);
   float row_max = -INFINITY;
   float row_sum = 0.f;
   float acc[kColumns] = {};
@@ -55,10 +66,10 @@ __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       if (from - ahead >= first) {
         const int64_t part = (from - ahead) * rows + index;
-        states[ahead] = params.part_state[part];
+        states[ahead] = params.parts.state[part];
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-          values[ahead][i] = params.part_acc[part * kHeadDim + lane + 32 * i];
+          values[ahead][i] = params.parts.acc[part * kHeadDim + lane + 32 * i];
         }
       }
     }
@@ -96,6 +107,15 @@ __global__ void fwd_merge_kernel(const __grid_constant__ FwdParams params) {
   if (lane == 0) {
     write_lse(params, info, batch, bidh, row, row_max, row_sum);
   }
+}
+
+template <typename Element, int kHeadDim>
+void launch_merge(const FwdParams& params, cudaStream_t stream) {
+  constexpr int kRowsPerBlock = 4;
+  const long long rows = static_cast<long long>(params.parts.ctas) * params.parts.rows;
+  launch<&merge_kernel<Element, kHeadDim>>(
+      static_cast<unsigned>((rows + kRowsPerBlock - 1) / kRowsPerBlock), 32 * kRowsPerBlock,
+      /*shared=*/0, /*max_shared=*/0, stream, params);
 }
 
 }  // namespace fad

@@ -1,0 +1,47 @@
+// How a call is carried out: a value that `explain` shows and a launch follows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "fwd.h"
+
+namespace fad {
+
+// What a plan may know of the GPU. Tests set the numbers of other GPUs, and a path.
+struct Device {
+  int num_sms;
+  int shared_bytes_per_block;  // that one CTA may ask for
+  std::optional<Path> path;    // run this one where it can run at all
+};
+
+// Scratch memory of one launch: parts beyond it are computed by several launches.
+constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
+
+// Bits follow from the tree, which is the caller's in deterministic mode and chosen here, from the
+// batch and the number of SMs, otherwise. Nothing else in a plan changes a bit.
+struct FwdPlan {
+  const FwdInstance* instance;
+  const FwdKernel* kernel;
+  Tree tree;
+  int num_splits;  // of the longest sequence
+  bool writes_parts;
+  unsigned ctas;             // row blocks of all heads and sequences, ...
+  unsigned ctas_per_launch;  // ... of which one launch takes so many
+  int part_rows;             // rows of a row block that parts hold
+  std::size_t scratch_bytes;
+
+  unsigned launches() const { return (ctas + ctas_per_launch - 1) / ctas_per_launch; }
+};
+
+// split_tokens: 0 for one split. Throws std::runtime_error for a call that no kernel can take.
+FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split_tokens,
+                 bool deterministic, const Device& device);
+
+// Launches the kernels of a plan. scratch: plan.scratch_bytes of device memory.
+void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t stream);
+
+}  // namespace fad

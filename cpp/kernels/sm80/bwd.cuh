@@ -1,0 +1,106 @@
+// The sm80 family's backward for one (dtype, head dim): upstream's body under our order of sums.
+#pragma once
+
+#include "flash_bwd_preprocess_kernel.h"  // upstream; what follows calls it
+
+#include <stdexcept>
+#include <string>
+
+#include "bwd.h"
+#include "bwd_turns.h"
+#include "flash_bwd_kernel.h"  // upstream
+#include "fwd.h"
+#include "launch.h"
+#include "tree/masking.h"
+
+namespace fad {
+
+// CTAs of a one-dimensional grid: a block of a sequence each, of each head and sequence. what: the
+// length, for the message.
+inline unsigned grid_of(const BwdParams& params, int seqlen, int block, const char* what) {
+  const long long blocks_each = num_blocks(seqlen, block);
+  const long long blocks = blocks_each * params.b * params.h;
+  if (blocks > 0x7fffffffLL) {
+    throw std::runtime_error(std::string("q: expected batch * nheads * ceil(") + what + " / " +
+                             std::to_string(block) + ") below 2^31, the size of a CUDA grid, got " +
+                             std::to_string(params.b) + " * " + std::to_string(params.h) + " * " +
+                             std::to_string(blocks_each));
+  }
+  return static_cast<unsigned>(blocks);
+}
+
+// kInTurns: whether CTAs that work on the same head may wait for each other. Kernels without the
+// calls into bwd_turns.h are faster than kernels in which these return at once.
+template <typename TileTraits, bool kInTurns_>
+struct BwdTraits : TileTraits {
+  static constexpr bool kInTurns = kInTurns_;
+};
+
+// Fills dsoftmax_sum, rowsum(dout * out), and clears dq's sums.
+template <typename Traits>
+__global__ void bwd_rows_kernel(const __grid_constant__ BwdParams params) {
+  FLASH_NAMESPACE::compute_dot_do_o</*Clear_dQaccum=*/true, Traits>(params);
+}
+
+template <typename Traits, Masking kMasking, bool kSoftcapToo, bool kDropoutToo, bool kEvenHeadDim>
+__global__ void bwd_kernel(const __grid_constant__ BwdParams params) {
+  constexpr bool kLocal = kMasking == Masking::kLocal;
+  take_place<Traits, kLocal>(params);
+  do {
+    const BwdPlace& place = shared_place();
+    FLASH_NAMESPACE::compute_dq_dk_dv_1colblock<
+        Traits, kDropoutToo, kMasking == Masking::kCausal, /*Is_local=*/kLocal,
+        /*Has_alibi=*/kLocal, /*Is_even_MN=*/false, kEvenHeadDim, kSoftcapToo, /*Is_first=*/false,
+        /*Is_last=*/false, /*Seq_parallel=*/true>(params, place.bidb, place.bidh, place.n_block);
+    Turns<Traits>::leave(params);
+  } while (next_place<Traits>(params));
+}
+
+// dq, from its sums.
+template <typename Traits>
+__global__ void bwd_dq_kernel(const __grid_constant__ BwdParams params) {
+  FLASH_NAMESPACE::convert_dQ<Traits>(params, /*nsplits=*/1);
+}
+
+template <typename Traits, Masking kMasking, bool kSoftcapToo, bool kDropoutToo, bool kEvenHeadDim>
+void launch_bwd_loop(const BwdParams& call, cudaStream_t stream) {
+  constexpr int kShared = Traits::kSmemSize1colblock;
+  BwdParams params = call;
+  if (kMasking == Masking::kLocal) {
+    limit_windows(params);
+  }
+  const unsigned ctas =
+      grid_of(params, params.whole_heads ? 1 : params.seqlen_k, Traits::kBlockN, "seqlen_k");
+  launch<&bwd_kernel<Traits, kMasking, kSoftcapToo, kDropoutToo, kEvenHeadDim>>(
+      ctas, Traits::kNThreads, kShared, kShared, stream, params);
+}
+
+template <typename TileTraits>
+void launch_bwd(const BwdParams& params, cudaStream_t stream) {
+  constexpr int kDqShared = TileTraits::kSmemdQSize;
+  const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q");
+  launch<&bwd_rows_kernel<TileTraits>>(rows, TileTraits::kNThreads, 0, 0, stream, params);
+
+  // Plain and causal calls have kernels of their own, with and without turns; all others share one
+  // that masks by numbers.
+  using InTurns = BwdTraits<TileTraits, true>;
+  using Alone = BwdTraits<TileTraits, false>;
+  const Features features = features_of(params);
+  const bool alone = !params.in_turns;
+  auto loop =
+      features == 0 ? (alone ? &launch_bwd_loop<Alone, Masking::kFull, false, false, true>
+                             : &launch_bwd_loop<InTurns, Masking::kFull, false, false, true>)
+      : features == kCausal
+          ? (alone ? &launch_bwd_loop<Alone, Masking::kCausal, false, false, true>
+                   : &launch_bwd_loop<InTurns, Masking::kCausal, false, false, true>)
+      : (features & kSoftcap) != 0 ? &launch_bwd_loop<InTurns, Masking::kLocal, true, false, false>
+      : (features & kDropout) != 0
+          ? &launch_bwd_loop<InTurns, Masking::kLocal, false, true, false>
+          : &launch_bwd_loop<InTurns, Masking::kLocal, false, false, false>;
+  loop(params, stream);
+
+  launch<&bwd_dq_kernel<TileTraits>>(rows, TileTraits::kNThreads, kDqShared, kDqShared, stream,
+                                     params);
+}
+
+}  // namespace fad

@@ -1,0 +1,89 @@
+// The sm80 family's forward for one (dtype, head dim): upstream's body, for one CTA per row block
+// or one per split of it; the few-rows kernel; the merge kernel.
+#pragma once
+
+#include <c10/cuda/CUDAException.h>
+
+#include "few_rows.cuh"
+#include "flash_fwd_kernel.h"  // upstream
+#include "fwd.h"
+#include "launch.h"
+#include "merge.cuh"
+#include "tree/masking.h"
+
+namespace fad {
+
+// A row of O depends on its own row of Q and on kBlockN alone, so that kBlockM and warps are free.
+template <typename Element, int kHeadDim, int kBlockM, int kWarps, Path kPath, Features kCovers>
+struct FwdTraits
+    : Flash_fwd_kernel_traits<kHeadDim, kBlockM, kKeysPerBlock, kWarps, /*Is_Q_in_regs=*/false,
+                              /*Share_Q_K_smem=*/false, Element> {
+  using Walk =
+      std::conditional_t<kPath == Path::kOneCta, OwnerWalk<FwdTraits>, PartWalk<FwdTraits>>;
+  using KvLayout = KvRows<(kCovers & kIndirect) != 0>;
+  static constexpr bool kEvenHeadDim = (kCovers & kPadded) == 0;
+  static constexpr bool kAlibiToo = (kCovers & kAlibi) != 0;
+  static constexpr bool kSoftcapToo = (kCovers & kSoftcap) != 0;
+  static constexpr bool kDropoutToo = (kCovers & kDropout) != 0;
+  static constexpr Masking kMasking = (kCovers & kWindow) != 0   ? Masking::kLocal
+                                      : (kCovers & kCausal) != 0 ? Masking::kCausal
+                                                                 : Masking::kFull;
+};
+
+template <typename Traits>
+__global__ void fwd_kernel(const __grid_constant__ FwdParams params) {
+  const auto [bidb, bidh, m_block] =
+      place_of<Traits::kBlockM>(params, Traits::Walk::first_cta(params) + blockIdx.x);
+  FLASH_NAMESPACE::compute_attn_1rowblock<
+      Traits, Traits::kDropoutToo, Traits::kMasking == Masking::kCausal,
+      /*Is_local=*/Traits::kMasking == Masking::kLocal, /*Has_alibi=*/Traits::kAlibiToo,
+      /*Is_even_MN=*/false, Traits::kEvenHeadDim, Traits::kSoftcapToo,
+      /*Return_softmax=*/false>(params, bidb, bidh, m_block);
+}
+
+template <typename Traits>
+void launch_fwd(const FwdParams& call, unsigned ctas, cudaStream_t stream) {
+  constexpr int kShared = Traits::kSmemSize;
+  constexpr int kState = Traits::Walk::kSharedBytes;
+  FwdParams params = call;
+  if (Traits::kMasking == Masking::kLocal) {
+    limit_windows(params);
+  }
+  const dim3 grid(ctas, Traits::Walk::kWritesParts ? params.num_splits : 1);
+  // A single split keeps no state.
+  launch<&fwd_kernel<Traits>>(grid, Traits::kNThreads,
+                              kShared + (params.num_splits > 1 ? kState : 0), kShared + kState,
+                              stream, params);
+}
+
+template <typename Traits>
+void launch_few_rows(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
+  launch<&few_rows_kernel<Traits>>(dim3(ctas, params.num_splits), Traits::kThreads,
+                                   Traits::kSharedBytes, Traits::kSharedBytes, stream, params);
+}
+
+// An entry of the instance table.
+template <typename Element, int kHeadDim, Path kPath, int kBlockM, int kWarps, Features kCovers>
+constexpr FwdKernel fwd_entry() {
+  if constexpr (kPath == Path::kFewRows) {
+    using Traits = FewRowsTraits<Element, kHeadDim, (kCovers & kIndirect) != 0>;
+    static_assert(Traits::kRows == kBlockM && Traits::kWarps == kWarps, "instances.json");
+    return {Family::kSm80,
+            kPath,
+            kCovers,
+            kBlockM,
+            Traits::kSharedBytes,
+            Traits::kSharedBytes,
+            &launch_few_rows<Traits>};
+  } else {
+    using Traits = FwdTraits<Element, kHeadDim, kBlockM, kWarps, kPath, kCovers>;
+    constexpr int kShared = Traits::kSmemSize;
+    // Every device runs the same tree, and the smallest of them offers 99 KB to a block.
+    static_assert(kShared <= 99 * 1024);
+    return {
+        Family::kSm80,      kPath, kCovers, kBlockM, kShared, kShared + Traits::Walk::kSharedBytes,
+        &launch_fwd<Traits>};
+  }
+}
+
+}  // namespace fad
