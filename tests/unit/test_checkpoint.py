@@ -20,7 +20,7 @@ from flash_attn_deterministic import (
     get_deterministic_mode,
     set_deterministic_mode,
 )
-from flash_attn_deterministic import _thread_state as thread_state
+from flash_attn_deterministic.mode import thread_state
 from torch.utils.checkpoint import checkpoint
 
 SPLIT = 64

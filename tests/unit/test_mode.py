@@ -16,14 +16,12 @@ from bits import bits_equal
 from calls import normal
 from flash_attn_deterministic import (
     Mode,
-    _mode,
     deterministic_mode,
     flash_attn_func,
     get_deterministic_mode,
     reference,
     set_deterministic_mode,
 )
-from flash_attn_deterministic import _thread_state as thread_state
 from flash_attn_deterministic._checks import split
 from flash_attn_deterministic.errors import (
     ArgumentError,
@@ -32,15 +30,16 @@ from flash_attn_deterministic.errors import (
     FlashAttnError,
     MissingInstanceError,
 )
+from flash_attn_deterministic.mode import current, thread_state
 from torch._dynamo.testing import CompileCounterWithBackend
 
 
 @pytest.fixture(autouse=True)
 def default_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test starts with the default, and leaves this thread without a mode of its own."""
-    monkeypatch.setattr(_mode, "_process_mode", Mode(True, 2048))
+    monkeypatch.setattr(current, "_process_mode", Mode(True, 2048))
     yield
-    assert _mode._thread.box.mode is None
+    assert current._thread.box.mode is None
 
 
 def in_thread(function: Any) -> Any:
@@ -160,7 +159,7 @@ def test_tasks_that_take_turns_leave_nothing() -> None:
     asyncio.run(both())
     assert seen == [128, 2048]  # the other's, while it lasts
     assert get_deterministic_mode() == Mode(True, 2048)
-    assert thread_state.handed_on(_mode._HANDED_ON) is None
+    assert thread_state.handed_on(current._HANDED_ON) is None
 
 
 def test_blocks_left_in_any_order() -> None:
@@ -170,8 +169,8 @@ def test_blocks_left_in_any_order() -> None:
     for leave, then in ((128, 192), (192, 64), (64, 2048)):
         blocks[leave].__exit__()
         assert get_deterministic_mode().split_size == then
-        assert thread_state.handed_on(_mode._HANDED_ON) in (Mode(True, then), None)
-    assert thread_state.handed_on(_mode._HANDED_ON) is None
+        assert thread_state.handed_on(current._HANDED_ON) in (Mode(True, then), None)
+    assert thread_state.handed_on(current._HANDED_ON) is None
 
 
 def test_generators_that_take_turns_leave_nothing() -> None:
@@ -252,7 +251,7 @@ def test_wrong_arguments(
 
 @pytest.mark.parametrize("use", [set_deterministic_mode, deterministic_mode], ids=["set", "with"])
 def test_wheel_without_deterministic_kernels(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mode, "_WHEEL_DETERMINISTIC", False)
+    monkeypatch.setattr(current, "_WHEEL_DETERMINISTIC", False)
     with pytest.raises(MissingInstanceError, match=r"enabled: .*DETERMINISTIC=OFF.*enabled=False"):
         use()
     use(enabled=False)
@@ -286,7 +285,7 @@ def test_source_tree_knows_the_block_size(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_environment(environ: dict[str, str], expected: Mode) -> None:
-    assert _mode._read_environment(environ, True) == expected
+    assert current._read_environment(environ, True) == expected
 
 
 @pytest.mark.parametrize(
@@ -312,14 +311,14 @@ def test_environment(environ: dict[str, str], expected: Mode) -> None:
 )
 def test_wrong_environment_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        _mode._read_environment(environ, True)
+        current._read_environment(environ, True)
 
 
 def test_environment_of_a_wheel_without_deterministic_kernels() -> None:
-    assert _mode._read_environment({}, False) == Mode(False, 2048)
-    assert _mode._read_environment({"FA2_DETERMINISTIC": "0"}, False) == Mode(False, 2048)
+    assert current._read_environment({}, False) == Mode(False, 2048)
+    assert current._read_environment({"FA2_DETERMINISTIC": "0"}, False) == Mode(False, 2048)
     with pytest.raises(MissingInstanceError, match=r"FA2_DETERMINISTIC: .*unset it or set it to 0"):
-        _mode._read_environment({"FA2_DETERMINISTIC": "1"}, False)
+        current._read_environment({"FA2_DETERMINISTIC": "1"}, False)
 
 
 def run_python(script: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from ._mode import deterministic_mode, get_deterministic_mode
+from .current import deterministic_mode, get_deterministic_mode
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 

@@ -18,11 +18,11 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from . import _thread_state
-from ._build_info import build_info
-from ._checks.describe import type_name
-from ._checks.split import check_mode_split_size
-from .errors import ArgumentError, ArgumentTypeError, BuildInfoError, MissingInstanceError
+from .._checks.describe import type_name
+from .._checks.split import check_mode_split_size
+from ..errors import ArgumentError, ArgumentTypeError, BuildInfoError, MissingInstanceError
+from ..info.build_info import build_info
+from . import thread_state
 
 DEFAULT_SPLIT_SIZE = 2048
 _HANDED_ON = "flash_attn_deterministic.mode"
@@ -136,7 +136,7 @@ def get_deterministic_mode() -> Mode:
     """Returns the mode of calls from this thread."""
     mode = _thread.box.mode
     if mode is None and not torch.compiler.is_compiling():
-        mode = _thread_state.handed_on(_HANDED_ON)
+        mode = thread_state.handed_on(_HANDED_ON)
     return _process_mode if mode is None else mode
 
 
@@ -206,12 +206,12 @@ class deterministic_mode:
         entry = _Entry(_changed(get_deterministic_mode(), self._enabled, self._split_size))
         compiling = torch.compiler.is_compiling()
         if not box.entries:
-            box.handed_on = None if compiling else _thread_state.handed_on(_HANDED_ON)
+            box.handed_on = None if compiling else thread_state.handed_on(_HANDED_ON)
         box.entries = (*box.entries, entry)
         box.mode = entry.mode
         self._entered.append(entry)
         if not compiling:
-            _thread_state.hand_on(_HANDED_ON, entry.mode)
+            thread_state.hand_on(_HANDED_ON, entry.mode)
 
     def __exit__(self, *exception: object) -> None:
         box = _thread.box
@@ -220,7 +220,7 @@ class deterministic_mode:
         box.entries = tuple(other for other in box.entries if other is not entry)
         box.mode = box.entries[-1].mode if box.entries else None
         if not torch.compiler.is_compiling():
-            _thread_state.hand_on(_HANDED_ON, box.handed_on if box.mode is None else box.mode)
+            thread_state.hand_on(_HANDED_ON, box.handed_on if box.mode is None else box.mode)
 
     def __call__(self, function: _Function) -> _Function:
         _check_body_runs_in_the_call(function)
