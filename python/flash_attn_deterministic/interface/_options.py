@@ -13,6 +13,7 @@ from .._checks.split import check_split_size
 from ..mode.current import resolve
 
 # Defines the ops.
+from .._ops import library as library  # isort: skip
 
 
 class Options(NamedTuple):
