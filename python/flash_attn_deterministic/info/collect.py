@@ -11,6 +11,8 @@ import torch
 
 from .._checks import kernels
 from .._ops import library
+from ..errors import FlashAttnError
+from ..mode.current import Mode, get_deterministic_mode
 from .build_info import BuildInfo, Upstream, build_info
 
 # Lowest Linux driver that runs machine code of any toolkit of a CUDA major version. Source: NVIDIA,
@@ -44,6 +46,8 @@ class Info:
         torch_floor: lowest torch that the wheel runs with.
         torch_version: the torch found.
         torch_cuda: CUDA version of the torch found; None: built without CUDA.
+        mode: that calls run in; None: none.
+        mode_problem: why there is none, from the environment; empty when there is one.
         kernels_missing: why no kernels are loaded; empty when they are.
         devices: CUDA devices of this machine.
     """
@@ -58,6 +62,8 @@ class Info:
     torch_floor: str
     torch_version: str
     torch_cuda: str | None
+    mode: Mode | None
+    mode_problem: str
     kernels_missing: str
     devices: tuple[Device, ...]
 
@@ -85,6 +91,7 @@ class Info:
             f"({f'CUDA {self.torch_cuda}' if self.torch_cuda else 'without CUDA'}); "
             f"needs >= {self.torch_floor}",
         ]
+        lines.append(f"mode           {_shown_mode(self.mode, self.mode_problem)}")
         if any(name.endswith("virtual") for name in self.architectures):
             lines.append(
                 "note           virtual architectures are PTX, which newer GPUs compile at load; "
@@ -100,6 +107,15 @@ class Info:
         if not self.devices:
             lines.append("device         no CUDA device; CPU tensors run the reference")
         return "\n".join(lines)
+
+
+def _shown_mode(mode: Mode | None, problem: str) -> str:
+    if mode is None:
+        return f"{problem}; calls raise this"
+    if not mode.enabled:
+        return "not enabled: results depend on the schedule"
+    split = f"splits of {mode.split_size} tokens" if mode.split_size else "one split"
+    return f"enabled, {split}"
 
 
 def driver_floor(cuda_toolkit: str) -> int | None:
@@ -121,6 +137,7 @@ def collect() -> Info:
         BuildInfoError: the wheel's own record is missing (a source tree) or unreadable.
     """
     built = build_info()
+    mode, mode_problem = _mode()
     return Info(
         version=version("flash-attn-deterministic"),
         upstream=built.upstream,
@@ -132,9 +149,18 @@ def collect() -> Info:
         torch_floor=built.torch_target,
         torch_version=str(torch.__version__),
         torch_cuda=torch.version.cuda,
+        mode=mode,
+        mode_problem=mode_problem,
         kernels_missing=library.kernels_missing,
         devices=_devices(),
     )
+
+
+def _mode() -> tuple[Mode | None, str]:
+    try:
+        return get_deterministic_mode(), ""
+    except FlashAttnError as error:
+        return None, str(error)
 
 
 def _instances(built: BuildInfo) -> dict[str, dict[str, list[int]]]:
