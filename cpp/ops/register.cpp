@@ -1,5 +1,5 @@
-// CUDA implementations of the ops. Their schemas are defined in python (_library.py), where torch
-// built for the CPU finds them too.
+// CUDA implementations of the ops. Their schemas are defined in python (_ops/schemas.py), where
+// torch built for the CPU finds them too.
 #include <torch/csrc/stable/library.h>
 
 #include "bwd.h"

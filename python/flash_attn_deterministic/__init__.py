@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._checkpoint import checkpoint_contexts
-from ._explain import explain
-from ._mode import (
-    Mode,
-    deterministic_mode,
-    get_deterministic_mode,
-    set_deterministic_mode,
-)
-from ._plan import Plan
 from .errors import FlashAttnError
 from .interface import (
     flash_attn_func,
@@ -23,6 +14,15 @@ from .interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from .mode.checkpoint import checkpoint_contexts
+from .mode.current import (
+    Mode,
+    deterministic_mode,
+    get_deterministic_mode,
+    set_deterministic_mode,
+)
+from .mode.explain import explain
+from .mode.plan import Plan
 
 __all__ = [
     "FlashAttnError",

@@ -31,6 +31,10 @@ class NotDeterministicError(FlashAttnError, RuntimeError):
     """torch.use_deterministic_algorithms forbids what the call would run."""
 
 
+class ModeError(FlashAttnError, RuntimeError):
+    """A block of `deterministic_mode` is left that was not entered."""
+
+
 class MissingInstanceError(FlashAttnError, RuntimeError):
     """This wheel was built without the kernel that the call needs."""
 

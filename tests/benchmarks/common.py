@@ -61,7 +61,7 @@ def environment(wheel: Path | None, arguments: Sequence[str]) -> dict[str, Any]:
         arguments: the script's command line.
     """
     import flash_attn_deterministic
-    from flash_attn_deterministic._build_info import build_info
+    from flash_attn_deterministic.info.build_info import build_info
 
     record: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),

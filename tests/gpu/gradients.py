@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
-from flash_attn_deterministic._dropout import keep_mask, keep_probability
+from flash_attn_deterministic.reference._dropout import keep_mask, keep_probability
 
 from tests.gpu.attention import DTYPES, assert_same, make_qkv, skip_unless_built
 

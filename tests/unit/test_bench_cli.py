@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic import _build_info
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.bench import measure as measuring
 from flash_attn_deterministic.bench import peers, problem
 from flash_attn_deterministic.bench.problem import Problem
+from flash_attn_deterministic.info import build_info as record
 from flash_attn_deterministic.verify import environment
 
 
@@ -150,8 +150,8 @@ def source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr(_build_info, "_PATH", Path("nowhere") / "_build_info.json")
-    _build_info.build_info.cache_clear()
+    monkeypatch.setattr(record, "_PATH", Path("nowhere") / "_build_info.json")
+    record.build_info.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_source_tree(
     try:
         assert main(["bench", "--out", str(out), *arguments]) == status
     finally:
-        _build_info.build_info.cache_clear()
+        record.build_info.cache_clear()
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert words in error

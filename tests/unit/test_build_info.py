@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flash_attn_deterministic import _build_info
-from flash_attn_deterministic._build_info import Instance, Patch, Tile, build_info, parse
 from flash_attn_deterministic.errors import BuildInfoError
+from flash_attn_deterministic.info import build_info as record
+from flash_attn_deterministic.info.build_info import Instance, Patch, Tile, build_info, parse
 
 RECORD: dict[str, Any] = {
     "schema": 1,
@@ -83,7 +83,7 @@ def test_sources_of_a_wrong_type_are_an_error(sources: object) -> None:
 
 
 def test_source_tree_says_how_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_build_info, "_PATH", tmp_path / "_build_info.json")
+    monkeypatch.setattr(record, "_PATH", tmp_path / "_build_info.json")
     with pytest.raises(BuildInfoError, match="not an installed wheel; run `nox -s build`"):
         build_info.__wrapped__()
 
@@ -91,7 +91,7 @@ def test_source_tree_says_how_to_build(tmp_path: Path, monkeypatch: pytest.Monke
 def test_damaged_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "_build_info.json"
     path.write_text(json.dumps(RECORD)[:-1])
-    monkeypatch.setattr(_build_info, "_PATH", path)
+    monkeypatch.setattr(record, "_PATH", path)
     with pytest.raises(BuildInfoError, match="not JSON"):
         build_info.__wrapped__()
 

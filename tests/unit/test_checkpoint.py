@@ -20,7 +20,7 @@ from flash_attn_deterministic import (
     get_deterministic_mode,
     set_deterministic_mode,
 )
-from flash_attn_deterministic import _thread_state as thread_state
+from flash_attn_deterministic.mode import current, thread_state
 from torch.utils.checkpoint import checkpoint
 
 SPLIT = 64
@@ -89,6 +89,32 @@ def test_context_fn_brings_the_first_mode_back(mode: tuple[bool, int | None], in
     assert bits_equal(*function.outs)
     assert bits_equal(qkv.grad, expected)
     assert get_deterministic_mode() == Mode(True, 0)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["backward-inside", "backward-outside"])
+def test_context_fn_compiles(inside: bool) -> None:
+    def attention(qkv: torch.Tensor) -> torch.Tensor:
+        return flash_attn_qkvpacked_func(qkv, causal=True).sin()
+
+    def checkpointed(qkv: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(
+            attention, qkv, use_reentrant=False, context_fn=checkpoint_contexts
+        )
+        return out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")
+    with deterministic_mode(split_size=SPLIT):
+        expected = _gradient(checkpointed)
+        qkv = _qkv()
+        out = compiled(qkv).sum()
+        if inside:
+            out.backward()
+    if not inside:
+        out.backward()
+    assert qkv.grad is not None
+    assert bits_equal(qkv.grad, expected)
+    assert not bits_equal(qkv.grad, _gradient(compiled))
 
 
 def test_context_fn_outlives_a_change_of_the_process() -> None:
@@ -181,10 +207,10 @@ def test_other_threads_are_not_touched() -> None:
 
 @deterministic_mode(split_size=SPLIT)
 def _fail_inside() -> None:
-    assert thread_state.handed_on(KEY) == Mode(True, SPLIT)
+    assert current._handed_on() == Mode(True, SPLIT)
     with deterministic_mode(split_size=2 * SPLIT):
-        assert thread_state.handed_on(KEY) == Mode(True, 2 * SPLIT)
-    assert thread_state.handed_on(KEY) == Mode(True, SPLIT)
+        assert current._handed_on() == Mode(True, 2 * SPLIT)
+    assert current._handed_on() == Mode(True, SPLIT)
     raise ValueError("inside")
 
 

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 from calls import CALLS, qkv_call
-from flash_attn_deterministic import _mode, deterministic_mode
+from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic._checks.determinism import alert_atomics, resolve_deterministic
-from flash_attn_deterministic._mode import Mode
 from flash_attn_deterministic._ops import autograd
 from flash_attn_deterministic.errors import (
     ArgumentTypeError,
     MissingInstanceError,
     NotDeterministicError,
 )
+from flash_attn_deterministic.mode import current
+from flash_attn_deterministic.mode.current import Mode
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 NAMES = [name for name in CALLS if name != "flash_attn_with_kvcache"]
@@ -62,7 +63,7 @@ def test_it_is_a_bool(value: object) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wheel_without_deterministic_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mode, "_WHEEL_DETERMINISTIC", False)
+    monkeypatch.setattr(current, "_WHEEL_DETERMINISTIC", False)
     message = "deterministic: this wheel .*=OFF .* or pass deterministic=False"
     with pytest.raises(MissingInstanceError, match=message):
         CALLS[name](32)(deterministic=True)

@@ -14,8 +14,12 @@ from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from calls import CALLS, int32, normal, paged_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
-from flash_attn_deterministic._dropout import keep_mask, keep_probability, largest_kept_byte
 from flash_attn_deterministic.reference import attention
+from flash_attn_deterministic.reference._dropout import (
+    keep_mask,
+    keep_probability,
+    largest_kept_byte,
+)
 
 MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
 STATES = {

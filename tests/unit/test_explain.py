@@ -9,9 +9,9 @@ import torch
 from bits import bits_equal
 from calls import CALLS, NHEADS, NHEADS_K, int32, kvcache_call, normal, qkv_call, varlen_call
 from flash_attn_deterministic import Plan, deterministic_mode, explain, flash_attn_func
-from flash_attn_deterministic._build_info import build_info
-from flash_attn_deterministic._plan import Request, plan
 from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedError
+from flash_attn_deterministic.info.build_info import build_info
+from flash_attn_deterministic.mode.plan import Request, plan
 
 REQUEST = Request(
     device=torch.device("cpu"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from bits import bits_equal
-from flash_attn_deterministic import _ieee
+from flash_attn_deterministic.reference import _ieee
 
 DTYPES = [torch.float32, torch.float64]
 

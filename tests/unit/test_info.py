@@ -11,10 +11,12 @@ from pathlib import Path
 import flash_attn_deterministic
 import pytest
 import torch
-from flash_attn_deterministic import _build_info, _library, info
 from flash_attn_deterministic.__main__ import main
-from flash_attn_deterministic._build_info import build_info
 from flash_attn_deterministic._checks import kernels
+from flash_attn_deterministic._ops import library
+from flash_attn_deterministic.info import build_info as record
+from flash_attn_deterministic.info import collect as info
+from flash_attn_deterministic.info.build_info import build_info
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_devices_say_whether_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_library, "kernels_missing", "")
+    monkeypatch.setattr(library, "kernels_missing", "")
     good, old = info.collect().devices
     assert (good.name, good.capability, good.runs, good.reason) == ("GPU 0", "9.0", True, "")
     assert not old.runs
@@ -75,7 +77,7 @@ def test_devices_say_whether_they_can_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("two_gpus")
 def test_devices_cannot_run_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_library, "kernels_missing", "the wheel holds no kernels")
+    monkeypatch.setattr(library, "kernels_missing", "the wheel holds no kernels")
     assert {(d.runs, d.reason) for d in info.collect().devices} == {
         (False, "the wheel holds no kernels")
     }
@@ -113,7 +115,7 @@ def test_command_prints_json() -> None:
 def test_command_reports_a_source_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_build_info, "_PATH", tmp_path / "_build_info.json")
+    monkeypatch.setattr(record, "_PATH", tmp_path / "_build_info.json")
     monkeypatch.setattr(info, "build_info", build_info.__wrapped__)
     assert main(["info"]) == 1
     captured = capsys.readouterr()

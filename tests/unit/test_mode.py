@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -16,14 +17,12 @@ from bits import bits_equal
 from calls import normal
 from flash_attn_deterministic import (
     Mode,
-    _mode,
     deterministic_mode,
     flash_attn_func,
     get_deterministic_mode,
     reference,
     set_deterministic_mode,
 )
-from flash_attn_deterministic import _thread_state as thread_state
 from flash_attn_deterministic._checks import split
 from flash_attn_deterministic.errors import (
     ArgumentError,
@@ -31,16 +30,18 @@ from flash_attn_deterministic.errors import (
     BuildInfoError,
     FlashAttnError,
     MissingInstanceError,
+    ModeError,
 )
+from flash_attn_deterministic.mode import current, thread_state
 from torch._dynamo.testing import CompileCounterWithBackend
 
 
 @pytest.fixture(autouse=True)
 def default_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test starts with the default, and leaves this thread without a mode of its own."""
-    monkeypatch.setattr(_mode, "_process_mode", Mode(True, 2048))
+    monkeypatch.setattr(current, "_process_mode", Mode(True, 2048))
     yield
-    assert _mode._thread.box.mode is None
+    assert current._thread.box.mode is None
 
 
 def in_thread(function: Any) -> Any:
@@ -160,7 +161,7 @@ def test_tasks_that_take_turns_leave_nothing() -> None:
     asyncio.run(both())
     assert seen == [128, 2048]  # the other's, while it lasts
     assert get_deterministic_mode() == Mode(True, 2048)
-    assert thread_state.handed_on(_mode._HANDED_ON) is None
+    assert thread_state.handed_on(current._HANDED_ON) is None
 
 
 def test_blocks_left_in_any_order() -> None:
@@ -170,8 +171,8 @@ def test_blocks_left_in_any_order() -> None:
     for leave, then in ((128, 192), (192, 64), (64, 2048)):
         blocks[leave].__exit__()
         assert get_deterministic_mode().split_size == then
-        assert thread_state.handed_on(_mode._HANDED_ON) in (Mode(True, then), None)
-    assert thread_state.handed_on(_mode._HANDED_ON) is None
+        assert current._handed_on() in (Mode(True, then), None)
+    assert thread_state.handed_on(current._HANDED_ON) is None
 
 
 def test_generators_that_take_turns_leave_nothing() -> None:
@@ -185,6 +186,91 @@ def test_generators_that_take_turns_leave_nothing() -> None:
     assert get_deterministic_mode().split_size == 128
     assert next(second, None) is None
     assert get_deterministic_mode().split_size == 2048
+
+
+def _holder(split_size: int) -> Iterator[int]:
+    with deterministic_mode(split_size=split_size):
+        yield get_deterministic_mode().split_size
+
+
+def test_generator_that_another_thread_ends() -> None:
+    held = _holder(64)
+    assert next(held) == 64
+    in_thread(lambda: next(held, None))
+    assert get_deterministic_mode() == Mode(True, 2048)
+    assert thread_state.handed_on(current._HANDED_ON) is None
+    set_deterministic_mode(split_size=512)
+    assert get_deterministic_mode() == Mode(True, 512)
+
+
+def test_generator_that_another_thread_collects() -> None:
+    def hold() -> None:
+        held = _holder(64)
+        assert next(held) == 64
+        cycle: list[Any] = [held]
+        cycle.append(cycle)
+
+    with deterministic_mode(split_size=128):
+        gc.disable()  # or it might happen in this thread
+        try:
+            hold()
+            assert get_deterministic_mode().split_size == 64
+            in_thread(gc.collect)
+        finally:
+            gc.enable()
+        assert get_deterministic_mode().split_size == 128
+    assert get_deterministic_mode() == Mode(True, 2048)
+
+
+def test_another_thread_ends_a_block_inside_its_own() -> None:
+    held = _holder(64)
+    assert next(held) == 64
+
+    def other() -> tuple[int, int]:
+        with deterministic_mode(split_size=128):
+            next(held, None)
+            inside = get_deterministic_mode().split_size
+        return inside, get_deterministic_mode().split_size
+
+    assert in_thread(other) == (128, 2048)
+    assert get_deterministic_mode() == Mode(True, 2048)
+
+
+def test_one_object_in_two_threads() -> None:
+    mode = deterministic_mode(split_size=64)
+
+    def other() -> list[int]:
+        sizes = []
+        with deterministic_mode(split_size=128):
+            with mode:
+                sizes.append(get_deterministic_mode().split_size)
+            sizes.append(get_deterministic_mode().split_size)
+        return [*sizes, get_deterministic_mode().split_size]
+
+    with mode:
+        assert in_thread(other) == [64, 128, 2048]
+        assert get_deterministic_mode().split_size == 64
+    assert get_deterministic_mode() == Mode(True, 2048)
+
+
+def test_blocks_that_threads_leave_for_each_other_at_once() -> None:
+    """Many threads end blocks of one thread, which enters and leaves its own meanwhile."""
+    held = [_holder(64 * (i + 2)) for i in range(400)]
+    for each in held:
+        next(each)
+    threads = [
+        threading.Thread(target=lambda part=part: [next(x, None) for x in held[part::4]])
+        for part in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        with deterministic_mode(split_size=64):
+            pass
+    for thread in threads:
+        thread.join()
+    assert get_deterministic_mode() == Mode(True, 2048)
+    assert current._thread.box.entries == []
 
 
 # --- Errors -------------------------------------------------------------------------------------
@@ -202,17 +288,65 @@ async def _async_generator() -> AsyncIterator[int]:
     yield 0
 
 
+class _AsyncCall:
+    async def __call__(self) -> None:
+        await asyncio.sleep(0)
+
+
+class _GeneratorCall:
+    def __call__(self) -> Iterator[int]:
+        yield 0
+
+    def method(self) -> Iterator[int]:
+        yield 0
+
+
+def test_objects_that_can_be_decorated() -> None:
+    class Call:
+        def __call__(self, x: int) -> tuple[int, int]:
+            return get_deterministic_mode().split_size, x
+
+        method = __call__
+
+    for function in (Call(), Call().method, functools.partial(Call(), 3)):
+        inside = deterministic_mode(split_size=512)(function)
+        assert inside(*(() if isinstance(function, functools.partial) else (3,))) == (512, 3)
+    module = torch.nn.Identity()
+    assert deterministic_mode(split_size=512)(module)(7) == 7
+
+
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
-        pytest.param(_coroutine, "coroutine", id="coroutine"),
-        pytest.param(_generator, "generator", id="generator"),
-        pytest.param(_async_generator, "async generator", id="async-generator"),
+        pytest.param(_coroutine, "a coroutine function", id="coroutine"),
+        pytest.param(_generator, "a generator function", id="generator"),
+        pytest.param(_async_generator, "an async generator function", id="async-generator"),
+        pytest.param(functools.partial(_generator), "a generator function", id="partial"),
+        pytest.param(_AsyncCall(), "a coroutine function", id="async-call"),
+        pytest.param(_GeneratorCall(), "a generator function", id="generator-call"),
+        pytest.param(_GeneratorCall().method, "a generator function", id="method"),
+        pytest.param(staticmethod(_generator), "a generator function", id="staticmethod"),
+        pytest.param(_AsyncCall, r"the class [\w.]*_AsyncCall; decorate its methods", id="class"),
+        pytest.param(Mode, r"the class [\w.]*Mode; decorate its methods", id="tuple-class"),
+        pytest.param(classmethod(_generator), "classmethod, which can't be called", id="no-call"),
+        pytest.param(512, "int, which can't be called", id="number"),
     ],
 )
 def test_functions_that_cannot_be_decorated(function: Any, kind: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"function: expected .* got a {kind} function"):
+    with pytest.raises(ArgumentTypeError, match=f"function: expected .* got {kind}"):
         deterministic_mode(split_size=512)(function)
+
+
+def test_exit_without_enter() -> None:
+    mode = deterministic_mode(split_size=512)
+    with pytest.raises(ModeError, match="expected __exit__ after __enter__"):
+        mode.__exit__()
+    with mode:
+        pass
+    with pytest.raises(ModeError, match="one more exit than entries"):
+        mode.__exit__()
+    assert issubclass(ModeError, RuntimeError)
+    assert get_deterministic_mode() == Mode(True, 2048)
 
 
 @pytest.mark.parametrize("use", [set_deterministic_mode, deterministic_mode], ids=["set", "with"])
@@ -252,7 +386,7 @@ def test_wrong_arguments(
 
 @pytest.mark.parametrize("use", [set_deterministic_mode, deterministic_mode], ids=["set", "with"])
 def test_wheel_without_deterministic_kernels(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_mode, "_WHEEL_DETERMINISTIC", False)
+    monkeypatch.setattr(current, "_WHEEL_DETERMINISTIC", False)
     with pytest.raises(MissingInstanceError, match=r"enabled: .*DETERMINISTIC=OFF.*enabled=False"):
         use()
     use(enabled=False)
@@ -286,7 +420,7 @@ def test_source_tree_knows_the_block_size(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_environment(environ: dict[str, str], expected: Mode) -> None:
-    assert _mode._read_environment(environ, True) == expected
+    assert current._read_environment(environ, True) == expected
 
 
 @pytest.mark.parametrize(
@@ -308,18 +442,26 @@ def test_environment(environ: dict[str, str], expected: Mode) -> None:
             "FA2_SPLIT_SIZE: .* got 100; the nearest valid: 64 and 128",
             id="no-multiple",
         ),
+        pytest.param(
+            {"FA2_SPLIT_SIZE": "1" * 5000},
+            r"FA2_SPLIT_SIZE: .* got '1+\.\.\.1+';",
+            id="5000-digits",
+        ),
+        pytest.param(
+            {"FA2_DETERMINISTIC": "x" * 5000}, r"FA2_DETERMINISTIC: .* got 'x+\.\.\.x+'", id="long"
+        ),
     ],
 )
 def test_wrong_environment_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        _mode._read_environment(environ, True)
+        current._read_environment(environ, True)
 
 
 def test_environment_of_a_wheel_without_deterministic_kernels() -> None:
-    assert _mode._read_environment({}, False) == Mode(False, 2048)
-    assert _mode._read_environment({"FA2_DETERMINISTIC": "0"}, False) == Mode(False, 2048)
+    assert current._read_environment({}, False) == Mode(False, 2048)
+    assert current._read_environment({"FA2_DETERMINISTIC": "0"}, False) == Mode(False, 2048)
     with pytest.raises(MissingInstanceError, match=r"FA2_DETERMINISTIC: .*unset it or set it to 0"):
-        _mode._read_environment({"FA2_DETERMINISTIC": "1"}, False)
+        current._read_environment({"FA2_DETERMINISTIC": "1"}, False)
 
 
 def run_python(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -337,10 +479,46 @@ def test_environment_is_read_at_import_and_not_again() -> None:
     assert result.stdout == "Mode(enabled=False, split_size=512)\n", result.stderr
 
 
-def test_wrong_environment_fails_the_import() -> None:
-    result = run_python("import flash_attn_deterministic", FA2_SPLIT_SIZE="100")
-    assert result.returncode == 1
-    assert re.search(r"ArgumentError: FA2_SPLIT_SIZE: .* 64 and 128", result.stderr)
+@pytest.mark.parametrize("value", ["100", "1" * 5000], ids=["no-multiple", "5000-digits"])
+def test_wrong_environment_fails_calls_until_a_mode_is_set(value: str) -> None:
+    script = """
+import torch
+import flash_attn_deterministic as f
+q = torch.ones(1, 4, 2, 32, dtype=torch.bfloat16)
+def refused(call):
+    try:
+        call()
+    except f.FlashAttnError as error:
+        assert isinstance(error, ValueError), error
+        assert str(error).startswith("FA2_SPLIT_SIZE: expected "), error
+        return len(str(error)) < 300
+refusals = [f.get_deterministic_mode, lambda: f.flash_attn_func(q, q, q),
+            lambda: torch.compile(f.flash_attn_func, backend="eager")(q, q, q),
+            f.deterministic_mode().__enter__, f.set_deterministic_mode]
+assert all(map(refused, refusals))
+with f.deterministic_mode(split_size=64):
+    f.flash_attn_func(q, q, q)
+assert refused(f.get_deterministic_mode)
+f.set_deterministic_mode(split_size=64)
+f.flash_attn_func(q, q, q)
+print(f.get_deterministic_mode())
+"""
+    result = run_python(script, FA2_SPLIT_SIZE=value)
+    assert result.stdout == "Mode(enabled=True, split_size=64)\n", result.stderr
+
+
+@pytest.mark.parametrize("value", ["100", "1" * 5000], ids=["no-multiple", "5000-digits"])
+def test_wrong_environment_leaves_help_and_info(value: str) -> None:
+    script = (
+        "import sys; from flash_attn_deterministic.__main__ import main;"
+        "sys.exit(main(sys.argv[1:] or {}))"
+    )
+    result = run_python(script.format(["--help"]), FA2_SPLIT_SIZE=value)
+    assert result.returncode == 0, result.stderr
+    assert "usage: flash-attn-deterministic" in result.stdout
+    result = run_python(script.format(["info"]), FA2_SPLIT_SIZE=value)
+    assert result.returncode == 0, result.stderr
+    assert "mode           FA2_SPLIT_SIZE: expected" in result.stdout
 
 
 # --- What the mode does to a call ---------------------------------------------------------------

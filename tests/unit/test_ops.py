@@ -9,8 +9,7 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from calls import int32, normal
-from flash_attn_deterministic import _library
-from flash_attn_deterministic._ops import cuda
+from flash_attn_deterministic._ops import cuda, library
 from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD
 from flash_attn_deterministic.errors import ArgumentError, LibraryError, MissingInstanceError
 
@@ -253,7 +252,7 @@ def test_op_checks_the_split_size(name: str, arguments: Arguments) -> None:
 # --- CUDA ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(_library.kernels_missing == "", reason="the CUDA kernels are loaded")
+@pytest.mark.skipif(library.kernels_missing == "", reason="the CUDA kernels are loaded")
 @pytest.mark.parametrize(("name", "arguments"), ALL_CASES)
 def test_cuda_call_without_kernels_says_why(name: str, arguments: Arguments) -> None:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from attention_cases import Inputs, make_inputs, softmax_attention, tolerance
 from bits import bits_equal
-from flash_attn_deterministic import _ieee
-from flash_attn_deterministic._build_info import build_info
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
-from flash_attn_deterministic.reference import Formats, State, _dense, attention, merge_state
+from flash_attn_deterministic.info.build_info import build_info
+from flash_attn_deterministic.reference import Formats, State, _dense, _ieee, attention, merge_state
 
 INF = math.inf
 LOG2_E = math.log2(math.e)

@@ -16,7 +16,6 @@ from backward_cases import (
     same_gradients,
 )
 from contract_cases import RAGGED, cumulative, make_call
-from flash_attn_deterministic import _library as _library
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
 from flash_attn_deterministic.reference import (
     Formats,

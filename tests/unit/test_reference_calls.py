@@ -9,9 +9,9 @@ import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from contract_cases import cumulative, garbage, int32, padded, paged, same
-from flash_attn_deterministic import _ieee
 from flash_attn_deterministic.errors import ArgumentError
 from flash_attn_deterministic.reference import (
+    _ieee,
     attention,
     kvcache_attention,
     varlen_attention,

@@ -19,8 +19,8 @@ from typing import Any
 import flash_attn_deterministic
 import pytest
 import torch
-from flash_attn_deterministic import _build_info
 from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.info import build_info as record
 from flash_attn_deterministic.verify import cli, environment, installed, outcome, progress, tasks
 from flash_attn_deterministic.verify import run as runs
 from flash_attn_deterministic.verify import supervisor as supervisors
@@ -438,12 +438,12 @@ def test_a_form_of_architecture_that_says_nothing_is_left_out() -> None:
 
 
 def test_missing_kernels() -> None:
-    tile = _build_info.Tile(128, 64, 4)
+    tile = record.Tile(128, 64, 4)
     held = [("fwd", "bf16", 64), ("fwd", "bf16", 128), ("bwd", "bf16", 64), ("fwd", "fp16", 64)]
     info = dataclasses.replace(
-        _build_info.build_info(),
+        record.build_info(),
         tiles={64: tile, 128: tile},
-        instances=tuple(_build_info.Instance(*one) for one in held),
+        instances=tuple(record.Instance(*one) for one in held),
     )
     missing = [tuple(one.values()) for one in environment.missing_kernels(info)]
     assert missing == [

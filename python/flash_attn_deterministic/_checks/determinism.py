@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .._mode import Mode, require_deterministic_kernels
 from ..errors import ArgumentTypeError, NotDeterministicError
+from ..mode.current import Mode, require_deterministic_kernels
 from .describe import type_name
 
 

@@ -6,9 +6,9 @@ import functools
 
 import torch
 
-from .._architectures import any_runs_on
-from .._build_info import build_info
 from ..errors import MissingInstanceError, UnsupportedDeviceError, UnsupportedError
+from ..info.architectures import any_runs_on
+from ..info.build_info import build_info
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 

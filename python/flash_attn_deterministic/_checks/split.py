@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from .._build_info import build_info
 from ..errors import ArgumentError, ArgumentTypeError, BuildInfoError
+from ..info.build_info import build_info
 from .describe import type_name
 
 _MAX_SPLIT_SIZE = 2**29  # from here on the kernels' numbers of keys could leave 32 bits

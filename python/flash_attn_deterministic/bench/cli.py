@@ -151,7 +151,7 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
     from .. import get_deterministic_mode
-    from .._build_info import build_info
+    from ..info.build_info import build_info
     from ..verify.environment import collect
     from ..verify.installed import NAME, NotInstalledError
 

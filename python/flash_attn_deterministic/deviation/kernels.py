@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .. import reference
-from .._build_info import build_info
 from ..errors import ArgumentError
+from ..info.build_info import build_info
 from ..reference import Formats
 from .backends import Backend, ours, usable
 from .files import read_json, write_json

@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         BuildInfoError: the wheel's own record is missing (a source tree) or unreadable.
     """
-    from . import collect
+    from .collect import collect
 
     collected = collect()
     print(collected.json() if arguments.json else collected.text())

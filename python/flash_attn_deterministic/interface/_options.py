@@ -10,10 +10,10 @@ import torch
 from .._checks import numbers
 from .._checks.determinism import resolve_deterministic
 from .._checks.split import check_split_size
-from .._mode import resolve
+from ..mode.current import resolve
 
 # Defines the ops.
-from .. import _library as _library  # isort: skip
+from .._ops import library as library  # isort: skip
 
 
 class Options(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Literal, overload
 
 import torch
 
-from .. import _dropout as dropout
 from .._checks import kernels, numbers, tensors
 from ._options import draw_rng_state, padded, resolve_options, returned, scores, slopes_for_op
 
@@ -199,9 +198,12 @@ def attend(
         padded(q), padded(k), padded(v), alibi_slopes, rng_state, float(dropout_p), *options
     )
     signed_probs = None
-    if rng_state is not None:
+    if rng_state is not None and return_attn_probs:
+        # Imported here, as the reference is wherever it is used, to keep the import short.
+        from ..reference import _probs
+
         signed_probs = functools.partial(
-            dropout.signed_probs,
+            _probs.signed_probs,
             q,
             k,
             softmax_lse,

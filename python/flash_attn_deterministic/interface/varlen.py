@@ -7,7 +7,6 @@ from typing import Literal, overload
 
 import torch
 
-from .. import _dropout as dropout
 from .._checks import kernels, numbers, tensors
 from .._checks import varlen as checks
 from ._options import (
@@ -257,9 +256,12 @@ def attend(
         *options,
     )
     signed_probs = None
-    if rng_state is not None:
+    if rng_state is not None and return_attn_probs:
+        # Imported here, as the reference is wherever it is used, to keep the import short.
+        from ..reference import _probs
+
         signed_probs = functools.partial(
-            dropout.varlen_signed_probs,
+            _probs.varlen_signed_probs,
             q,
             k,
             softmax_lse,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _ieee
+from . import _ieee
 from ._dense import batch_slopes, tiles
 from ._dropout import Dropout, Place
 from ._formats import DEFAULT_FORMATS, Formats, round_to

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _ieee
+from . import _ieee
 from ._formats import DEFAULT_FORMATS, Formats, round_to
 
 INF = float("inf")

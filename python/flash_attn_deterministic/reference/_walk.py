@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _ieee
-from .._build_info import build_info
 from ..errors import ArgumentError, DtypeError
+from ..info.build_info import build_info
+from . import _ieee
 from ._dropout import Dropout, Place
 from ._formats import Formats, round_to
 from ._state import INF, State, empty_state, merge_state, normalise, rescale_factor

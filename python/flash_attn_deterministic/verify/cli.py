@@ -152,8 +152,8 @@ def _check_device(device: str) -> None:
         return
     import torch
 
-    from .. import _library
     from .._checks.kernels import device_problem
+    from .._ops import library
 
     if not torch.cuda.is_available():
         why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
@@ -161,6 +161,6 @@ def _check_device(device: str) -> None:
             f"--device cuda: torch {torch.__version__} {why}; use a machine with an NVIDIA GPU, or "
             "--device cpu"
         )
-    problem = _library.kernels_missing or device_problem(0)
+    problem = library.kernels_missing or device_problem(0)
     if problem:
         raise NotInstalledError(f"--device cuda: {problem}")

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any
 
-from .. import _architectures
-from .._build_info import BuildInfo
+from ..info.architectures import Architecture, parse
+from ..info.build_info import BuildInfo
 
 # Head dims and dtypes without which the sections can't run as they are meant to.
 NEEDED = ((64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16"))
@@ -78,10 +78,10 @@ def architectures(
         `ran`: machine code that ran, such as "sm_90"; `ran_as_ptx`: PTX that the driver compiled;
         `unverified`: machine code that did not run.
     """
-    parsed: list[_architectures.Architecture] = []
+    parsed: list[Architecture] = []
     for name in names:
         with contextlib.suppress(ValueError):  # a form such as "native" says nothing
-            parsed.append(_architectures.parse(name))
+            parsed.append(parse(name))
     ran: list[str] = []
     ptx: list[str] = []
     if capability is not None:
@@ -98,7 +98,7 @@ def architectures(
     return {"ran": ran, "ran_as_ptx": ptx, "unverified": [n for n in real if n not in ran]}
 
 
-def _closeness(architecture: _architectures.Architecture) -> tuple[tuple[int, int], bool]:
+def _closeness(architecture: Architecture) -> tuple[tuple[int, int], bool]:
     return architecture.capability, architecture.exact
 
 
@@ -129,8 +129,8 @@ def problems(device: str, record: dict[str, Any], deterministic: bool) -> list[s
         record: from `collect`.
         deterministic: whether the wheel holds deterministic kernels.
     """
-    from .._build_info import build_info
-    from ..info import driver_floor
+    from ..info.build_info import build_info
+    from ..info.collect import driver_floor
     from .tasks import holds
 
     found = []

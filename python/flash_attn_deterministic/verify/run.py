@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import _build_info
+from ..info import build_info
 from . import environment, outcome, report, tasks
 from .installed import Installed, Wheel
 from .progress import Progress
@@ -104,7 +104,7 @@ class Run:
     def record(self) -> dict[str, Any]:
         """Returns the report; docs/verification.schema.json describes it."""
         sections = self.sections()
-        settings, info = self.settings, _build_info.build_info()
+        settings, info = self.settings, build_info.build_info()
         found = self._data("environment", "environment")
         status = outcome.combined(section["status"] for section in sections)
         if not self.complete:
@@ -201,7 +201,7 @@ class Run:
         problems = list(settings.installed.problems)
         if section["status"] == outcome.PASSED:
             record = self._data("environment", "environment")
-            deterministic = _build_info.build_info().deterministic
+            deterministic = build_info.build_info().deterministic
             problems += environment.problems(settings.device, record, deterministic)
         section["data"] = {"problems": problems}
         if problems:

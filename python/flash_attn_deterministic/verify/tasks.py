@@ -121,7 +121,7 @@ def list_tasks(device: str, quick: bool, held: Callable[[Config], bool]) -> list
 
 def holds(device: str) -> Callable[[Config], bool]:
     """Returns what tells whether the installed wheel can run a config on a device."""
-    from .._build_info import build_info
+    from ..info.build_info import build_info
 
     info = build_info()
     instances = {(i.dtype, i.head_dim) for i in info.instances if i.direction == "fwd"}

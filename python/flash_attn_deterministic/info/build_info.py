@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import BuildInfoError
+from ..errors import BuildInfoError
 
 _SCHEMA = 1
-_PATH = Path(__file__).with_name("_build_info.json")
+_PATH = Path(__file__).parents[1].joinpath("_build_info.json")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import interface
-from ._ops.schemas import FORWARD, NAMESPACE
-from ._plan import Plan, Request, plan
-from .errors import ArgumentError
+from .. import interface
+from .._ops.schemas import FORWARD, NAMESPACE
+from ..errors import ArgumentError
+from .plan import Plan, Request, plan
 
 
 def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Plan:

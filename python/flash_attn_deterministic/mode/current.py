@@ -13,18 +13,26 @@ import functools
 import inspect
 import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from . import _thread_state
-from ._build_info import build_info
-from ._checks.describe import type_name
-from ._checks.split import check_mode_split_size
-from .errors import ArgumentError, ArgumentTypeError, BuildInfoError, MissingInstanceError
+from .._checks.describe import name_of, shown, type_name
+from .._checks.split import check_mode_split_size
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BuildInfoError,
+    FlashAttnError,
+    MissingInstanceError,
+    ModeError,
+)
+from ..info.build_info import build_info
+from . import thread_state
 
 DEFAULT_SPLIT_SIZE = 2048
+_MAX_DIGITS = 18
 _HANDED_ON = "flash_attn_deterministic.mode"
 
 _WORDS = {
@@ -53,7 +61,7 @@ def _read_flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
     if not text:
         return default
     if text.lower() not in _WORDS:
-        raise ArgumentError(f"{name}: expected one of {', '.join(_WORDS)}, got {text!r}")
+        raise ArgumentError(f"{name}: expected one of {', '.join(_WORDS)}, got {shown(text)}")
     return _WORDS[text.lower()]
 
 
@@ -61,10 +69,11 @@ def _read_split_size(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "").strip()
     if not text:
         return DEFAULT_SPLIT_SIZE
-    if not (text.isascii() and text.isdigit()):
+    # Python refuses to convert thousands of digits; no valid number has more than these.
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise ArgumentError(
-            f"{name}: expected a number of tokens, 0 for one split, got {text!r}; unset it for "
-            f"{DEFAULT_SPLIT_SIZE}"
+            f"{name}: expected a number of tokens up to 2**29, 0 for one split, got {shown(text)}; "
+            f"unset it for {DEFAULT_SPLIT_SIZE}"
         )
     check_mode_split_size(int(text), name)
     return int(text)
@@ -104,8 +113,9 @@ def _wheel_holds_deterministic() -> bool:
 class _Entry:
     """One block that a thread is inside; told from others by what it is, not by its mode."""
 
-    def __init__(self, mode: Mode) -> None:
+    def __init__(self, mode: Mode, box: _Box) -> None:
         self.mode = mode
+        self.box = box
 
 
 class _Box:
@@ -117,9 +127,28 @@ class _Box:
 
     def __init__(self) -> None:
         self.mode: Mode | None = None
-        self.entries: tuple[_Entry, ...] = ()
+        self.entries: list[_Entry] = []
         # What this thread had been handed on before the first of them.
-        self.handed_on: Mode | None = None
+        self.before: _Box | None = None
+
+    def enter(self, entry: _Entry) -> None:
+        self.entries.append(entry)
+        self._read_last()
+
+    def leave(self, entry: _Entry) -> None:
+        # Not always the last one, where coroutines or generators took turns.
+        self.entries.remove(entry)
+        self._read_last()
+
+    def _read_last(self) -> None:
+        # A generator can be collected at any moment and by any thread, and leave its block then. A
+        # change of the list is one step for Python; what is read from it is read again until it
+        # has stayed the same.
+        while True:
+            last = self.entries[-1] if self.entries else None
+            self.mode = None if last is None else last.mode
+            if (self.entries[-1] if self.entries else None) is last:
+                return
 
 
 class _Thread(threading.local):
@@ -127,17 +156,49 @@ class _Thread(threading.local):
         self.box = _Box()
 
 
+def _start() -> tuple[Mode | None, FlashAttnError | None]:
+    try:
+        return _read_environment(os.environ, _WHEEL_DETERMINISTIC), None
+    except FlashAttnError as error:
+        return None, error
+
+
 _WHEEL_DETERMINISTIC = _wheel_holds_deterministic()
-_process_mode = _read_environment(os.environ, _WHEEL_DETERMINISTIC)
+# The mode is None where the environment asks for none that there is. The first call that needs it
+# says so, not the import: `info` and `--help` have to run for a person to find out.
+_process_mode, _environment_problem = _start()
 _thread = _Thread()
 
 
+def _process() -> Mode:
+    if _process_mode is None:
+        problem = _environment_problem
+        raise type(problem)(str(problem))
+    return _process_mode
+
+
+def _handed_on() -> Mode | None:
+    """The mode of the thread that called backward(), in a thread of the autograd engine."""
+    box: _Box | None = thread_state.handed_on(_HANDED_ON)
+    if box is not None and box.mode is None:
+        # This thread's own: another thread has ended the block that put it there.
+        box = box.before
+        thread_state.hand_on(_HANDED_ON, box)
+    return None if box is None else box.mode
+
+
 def get_deterministic_mode() -> Mode:
-    """Returns the mode of calls from this thread."""
+    """Returns the mode of calls from this thread.
+
+    Raises:
+        ArgumentError: a ValueError; the environment variables hold a wrong mode, and none was set
+            since.
+        MissingInstanceError: a RuntimeError; they ask for what this wheel does not hold.
+    """
     mode = _thread.box.mode
     if mode is None and not torch.compiler.is_compiling():
-        mode = _thread_state.handed_on(_HANDED_ON)
-    return _process_mode if mode is None else mode
+        mode = _handed_on()
+    return _process() if mode is None else mode
 
 
 def set_deterministic_mode(enabled: bool = True, split_size: int | None = None) -> None:
@@ -146,7 +207,8 @@ def set_deterministic_mode(enabled: bool = True, split_size: int | None = None) 
     Functions that torch.compile has compiled are compiled again for the new mode. A thread inside
     `deterministic_mode` keeps that one until it leaves it. A process starts with the mode of the
     environment variables FA2_DETERMINISTIC (1 or 0) and FA2_SPLIT_SIZE, read once at import, by
-    default enabled with a split size of 2048.
+    default enabled with a split size of 2048. If one of them is wrong, calls raise until a whole
+    mode is set here.
 
     Args:
         enabled: whether the bits of a row depend on that row's inputs only; False: the fastest
@@ -162,21 +224,21 @@ def set_deterministic_mode(enabled: bool = True, split_size: int | None = None) 
         MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
     """
     global _process_mode
-    _process_mode = _changed(_process_mode, enabled, split_size)
+    _process_mode = _changed(_process, enabled, split_size)
 
 
 class deterministic_mode:
     """Sets the mode of this thread inside a `with` block, or inside a function it decorates.
 
     Other threads are not touched, except for those in which backward() runs functions again for
-    torch.utils.checkpoint; see `checkpoint_contexts`. Each thread needs an object of its own, where
-    a decorated function makes one per call. It may be entered inside a function that torch.compile
-    compiles, and around one.
+    torch.utils.checkpoint; see `checkpoint_contexts`. One object may be entered again, inside
+    itself, and by several threads at once; also inside a function that torch.compile compiles, and
+    around one.
 
     A block must not span an `await` or a `yield`: what the thread runs meanwhile would have its
     mode, and it the mode of another block entered meanwhile. Blocks left in another order than
-    that of nesting still leave nothing behind. Coroutine and generator functions can't be
-    decorated, because their body runs after the call.
+    that of nesting, or by another thread, still leave nothing behind. What is decorated has to run
+    its body in the call: no class, and no coroutine or generator function.
 
     Args:
         enabled: as in `set_deterministic_mode`.
@@ -187,6 +249,7 @@ class deterministic_mode:
         ArgumentTypeError: a TypeError; enabled is no bool, split_size no int, or what is decorated
             no ordinary function.
         MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
+        ModeError: a RuntimeError; a block is left that was not entered.
 
     Example:
         >>> with deterministic_mode(split_size=512):
@@ -196,31 +259,40 @@ class deterministic_mode:
 
     def __init__(self, enabled: bool = True, split_size: int | None = None) -> None:
         # Here as well as on entry: a wrong argument should fail where it stands.
-        _changed(Mode(enabled, DEFAULT_SPLIT_SIZE), enabled, split_size)
+        _changed(_default, enabled, split_size)
         self._enabled = enabled
         self._split_size = split_size
         self._entered: list[_Entry] = []
 
     def __enter__(self) -> None:
         box = _thread.box
-        entry = _Entry(_changed(get_deterministic_mode(), self._enabled, self._split_size))
+        entry = _Entry(_changed(get_deterministic_mode, self._enabled, self._split_size), box)
         compiling = torch.compiler.is_compiling()
-        if not box.entries:
-            box.handed_on = None if compiling else _thread_state.handed_on(_HANDED_ON)
-        box.entries = (*box.entries, entry)
-        box.mode = entry.mode
+        if not box.entries and not compiling:
+            before = thread_state.handed_on(_HANDED_ON)
+            if before is not box:
+                box.before = before
+        box.enter(entry)
         self._entered.append(entry)
         if not compiling:
-            _thread_state.hand_on(_HANDED_ON, entry.mode)
+            thread_state.hand_on(_HANDED_ON, box)
 
     def __exit__(self, *exception: object) -> None:
-        box = _thread.box
-        entry = self._entered.pop()
-        # Its own, which is not the last one where coroutines or generators took turns.
-        box.entries = tuple(other for other in box.entries if other is not entry)
-        box.mode = box.entries[-1].mode if box.entries else None
-        if not torch.compiler.is_compiling():
-            _thread_state.hand_on(_HANDED_ON, box.handed_on if box.mode is None else box.mode)
+        here = _thread.box
+        if not self._entered:
+            raise ModeError(
+                "deterministic_mode: expected __exit__ after __enter__ of the same object, got one "
+                "more exit than entries; use it in a with statement"
+            )
+        # The last entry of this thread; of another one only where that one began the block and
+        # this one ends it, as the garbage collector does that finds a generator.
+        mine = [entry for entry in self._entered if entry.box is here]
+        entry = mine[-1] if mine else self._entered[-1]
+        self._entered.remove(entry)
+        entry.box.leave(entry)
+        if entry.box is here and here.mode is None and not torch.compiler.is_compiling():
+            thread_state.hand_on(_HANDED_ON, here.before)
+            here.before = None
 
     def __call__(self, function: _Function) -> _Function:
         _check_body_runs_in_the_call(function)
@@ -264,7 +336,12 @@ def require_deterministic_kernels(name: str, otherwise: str) -> None:
         raise _not_in_wheel(name, otherwise)
 
 
-def _changed(mode: Mode, enabled: bool, split_size: int | None) -> Mode:
+def _default() -> Mode:
+    return Mode(True, DEFAULT_SPLIT_SIZE)
+
+
+def _changed(around: Callable[[], Mode], enabled: bool, split_size: int | None) -> Mode:
+    """Returns the mode that the arguments ask for; `around` gives what they leave open."""
     if not isinstance(enabled, bool):
         raise ArgumentTypeError(
             f"enabled: expected a bool, got {type_name(enabled)}; a split size goes into "
@@ -273,22 +350,49 @@ def _changed(mode: Mode, enabled: bool, split_size: int | None) -> Mode:
     if enabled:
         require_deterministic_kernels("enabled", "pass enabled=False")
     if split_size is None:
-        return Mode(enabled, mode.split_size)
+        return Mode(enabled, around().split_size)
     check_mode_split_size(split_size)
     return Mode(enabled, split_size)
 
 
 _LATER = (
-    ("coroutine", inspect.iscoroutinefunction),
-    ("generator", inspect.isgeneratorfunction),
-    ("async generator", inspect.isasyncgenfunction),
+    ("a coroutine function", inspect.iscoroutinefunction),
+    ("a generator function", inspect.isgeneratorfunction),
+    ("an async generator function", inspect.isasyncgenfunction),
 )
 
 
-def _check_body_runs_in_the_call(function: Callable[..., object]) -> None:
-    for kind, is_kind in _LATER:
-        if is_kind(function):
-            raise ArgumentTypeError(
-                f"function: expected an ordinary function, got a {kind} function, whose body runs "
-                "after the call; put the block inside it, around what has no await and no yield"
-            )
+def _check_body_runs_in_the_call(function: Any) -> None:
+    expected = "function: expected an ordinary function, got "
+    if isinstance(function, type):
+        raise ArgumentTypeError(f"{expected}the class {name_of(function)}; decorate its methods")
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"{expected}{type_name(function)}, which can't be called; decorate the function inside "
+            "of it"
+        )
+    for body in _bodies(function):
+        for kind, is_kind in _LATER:
+            if is_kind(body):
+                raise ArgumentTypeError(
+                    f"{expected}{kind}, whose body runs after the call; put the block inside it, "
+                    "around what has no await and no yield"
+                )
+
+
+def _bodies(function: Any) -> Iterator[Any]:
+    """Yields what is called when `function` is: itself, and what partial and objects stand for."""
+    while True:
+        yield function
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif inspect.ismethod(function) or isinstance(function, staticmethod):
+            function = function.__func__
+        elif inspect.isroutine(function):
+            return
+        else:
+            call = type(function).__call__
+            if not inspect.isroutine(call):
+                return
+            yield call
+            return

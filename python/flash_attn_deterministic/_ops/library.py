@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._ops import autograd, cpu, cuda, fake, schemas
+from . import autograd, cpu, cuda, fake, schemas
 
 _library: Any = torch.library.Library(schemas.NAMESPACE, "DEF")  # type: ignore[no-untyped-call, unused-ignore]
 schemas.define(_library)
@@ -15,5 +15,5 @@ cpu.register(_library)
 fake.register(_library)
 autograd.register(_library)
 
-kernels_missing = cuda.load(Path(__file__).with_name("_C.so"))
+kernels_missing = cuda.load(Path(__file__).parents[1].joinpath("_C.so"))
 cuda.register_missing(_library, kernels_missing)

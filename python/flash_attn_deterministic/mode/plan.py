@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ._build_info import build_info
-from .errors import UnsupportedError
+from ..errors import UnsupportedError
+from ..info.build_info import build_info
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from ._mode import deterministic_mode, get_deterministic_mode
+import torch
+
+from .current import deterministic_mode, get_deterministic_mode
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
@@ -16,10 +19,11 @@ def checkpoint_contexts() -> Contexts:
     of the thread that called backward(), where torch can tell its autograd threads of it, otherwise
     that of the process. If that is another than the first time, because a `deterministic_mode`
     block was left for instance, rows have other bits. Passed as context_fn, this function prevents
-    that, with any torch. With
-    use_reentrant=True, which takes no context_fn, let the function itself enter the mode:
-    `deterministic_mode` decorates it. Functions that torch.compile has compiled with their
-    checkpoints need neither: the mode is compiled in.
+    that, with any torch. With use_reentrant=True, which takes no context_fn, let the function
+    itself enter the mode: `deterministic_mode` decorates it.
+
+    Where torch.compile compiles the checkpoint too, the mode is compiled in, and this function
+    gives the contexts of a checkpoint that keeps nothing, as torch.compile has them without it.
 
     Returns:
         The contexts of the first run, which changes nothing, and of those in the backward.
@@ -36,5 +40,23 @@ def checkpoint_contexts() -> Contexts:
         ...     )
         >>> out.sum().backward()
     """
+    if _is_traced():
+        # The only kind of context that torch takes there.
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        return create_selective_checkpoint_contexts(_recompute)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
     mode = get_deterministic_mode()
     return nullcontext(), deterministic_mode(mode.enabled, mode.split_size)
+
+
+def _is_traced() -> bool:
+    # As torch.utils.checkpoint asks; torch.compiler.is_compiling() is False at this stage in some
+    # versions.
+    key = torch._C._TorchDispatchModeKey.PROXY
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(key) is not None
+
+
+def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy.PREFER_RECOMPUTE
