@@ -12,6 +12,7 @@ execute_process(
   COMMAND_ERROR_IS_FATAL ANY)
 set(_info "{}")
 string(JSON _info SET "${_info}" schema 1)
+string(JSON _info SET "${_info}" bits_version ${FAD_BITS_VERSION})
 string(JSON _info SET "${_info}" upstream "${_upstream}")
 string(JSON _info SET "${_info}" cuda_toolkit "\"${CMAKE_CUDA_COMPILER_VERSION}\"")
 list(JOIN CMAKE_CUDA_ARCHITECTURES "\", \"" _architectures)

@@ -4,6 +4,8 @@ set(_table_file "${CMAKE_SOURCE_DIR}/cpp/instances.json")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${_table_file}")
 file(READ "${_table_file}" _table)
 string(JSON FAD_TILES_JSON GET "${_table}" tiles)
+# Raised by every change of the sources that changes a bit of a result.
+string(JSON FAD_BITS_VERSION GET "${_table}" bits_version)
 
 # Sets FAD_<KEY> for each key of a tile.
 function(fad_read_tile tiles head_dim)
