@@ -4,6 +4,7 @@ set(FAD_GENERATED_DIR "${CMAKE_BINARY_DIR}/generated")
 set(_table_file "${CMAKE_SOURCE_DIR}/cpp/instances.json")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${_table_file}")
 file(READ "${_table_file}" _table)
+# Raised by every change of the sources that changes a bit of a result.
 string(JSON FAD_BITS_VERSION GET "${_table}" bits_version)
 string(JSON FAD_KEYS_PER_BLOCK GET "${_table}" keys_per_block)
 

@@ -1,108 +1,165 @@
-"""A few small calls over every path, to run under compute-sanitizer (CONTRIBUTING.md)."""
+"""Small calls over every path, to run under compute-sanitizer (tests/gpu/sanitizers.py does).
+
+Tools such as racecheck slow a kernel down a hundredfold and more, so that shapes are the smallest
+that still have several splits, blocks of rows and keys, heads of a group, and masked blocks. The
+schedules of a large batch are had with few heads, by telling the library of a GPU with one SM.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from flash_attn_deterministic import (
+    explain,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+
+HEAD_DIMS = (32, 64, 72, 96, 128, 192, 256)  # one for each kernel, and 72, which is padded
+SPLIT = 64
+Options = dict[str, Any]
 
 
 def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
-def backward(head_dim: int) -> None:
-    """Turns and atomics, groups of heads, every mask, dropout; dense and packed."""
-    features: tuple[dict[str, Any], ...] = (
-        {},
-        {"causal": True},
-        {"causal": True, "deterministic": False},
-        {"window_size": (40, 7), "softcap": 3.0, "alibi_slopes": torch.rand(4, device="cuda")},
-        {"window_size": (3, -1)},
-        {"dropout_p": 0.2, "causal": True},
-    )
-    heads = torch.cuda.get_device_properties("cuda").multi_processor_count
-    for options in features[:2]:  # a thread block to each head, up to head dim 64
-        q, k, v = (draw(heads, 150, 1, head_dim).requires_grad_() for _ in "qkv")
-        flash_attn_func(q, k, v, **options).backward(draw(*q.shape))
-    starts = torch.tensor([0, 0, 1, 2, 67, 200], device="cuda", dtype=torch.int32)
-    for nheads_k in (4, 2, 1):
-        for options in features:
-            for seqlen_q, seqlen_k in ((150, 270), (270, 150), (1, 1)):
-                q = draw(2, seqlen_q, 4, head_dim).requires_grad_()
-                k, v = (draw(2, seqlen_k, nheads_k, head_dim).requires_grad_() for _ in "kv")
-                flash_attn_func(q, k, v, **options).backward(draw(*q.shape))
-            # The last 10 tokens belong to no sequence.
-            q = draw(210, 4, head_dim).requires_grad_()
-            k, v = (draw(210, nheads_k, head_dim).requires_grad_() for _ in "kv")
-            out = flash_attn_varlen_func(q, k, v, starts, starts, 133, 133, **options)
-            out.backward(draw(*q.shape))
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, device="cuda", dtype=torch.int32)
+
+
+def general(nheads: int) -> Options:
+    """Returns a window of both sides with softcap and ALiBi: the instance for all of them."""
+    slopes = torch.rand(nheads, device="cuda")
+    return {"window_size": (40, 7), "softcap": 3.0, "alibi_slopes": slopes}
+
+
+@contextlib.contextmanager
+def one_sm() -> Iterator[None]:
+    """Makes the library plan for a GPU with one SM, which two row blocks or one head keep busy."""
+    os.environ["FLASH_ATTENTION_TEST_DEVICE"] = "sms=1"
+    try:
+        yield
+    finally:
+        del os.environ["FLASH_ATTENTION_TEST_DEVICE"]
 
 
 def forward(head_dim: int) -> None:
-    """Every path of the forward; dense, packed, paged, with new keys."""
-    # Many row blocks: one CTA walks three splits. Few: a CTA per split, and the merge kernel; few
-    # rows besides: the kernel for them.
-    for batch, nheads, seqlen_q in ((9, 32, 130), (1, 2, 130), (1, 2, 5), (3, 8, 1)):
-        q = draw(batch, seqlen_q, nheads, head_dim)
-        k, v = draw(batch, 150, 2, head_dim), draw(batch, 150, 2, head_dim)
-        slopes = torch.rand(nheads, device="cuda")
-        flash_attn_func(q, k, v, split_size=64)
-        flash_attn_func(q, k, v, causal=True, split_size=64)
-        flash_attn_func(
-            q, k, v, window_size=(40, 7), softcap=3.0, alibi_slopes=slopes, split_size=64
-        )
-    lengths = torch.tensor([0, 1, 1, 66, 200], device="cuda", dtype=torch.int32)
-    q, k = draw(200, 4, head_dim), draw(200, 2, head_dim)
-    flash_attn_varlen_func(q, k, k, lengths, lengths, 134, 134, causal=True, split_size=64)
-    pages = torch.randperm(40).to("cuda", torch.int32).view(4, 10)
-    cache = draw(40, 16, 2, head_dim)
+    """One CTA for all splits of a row block, a CTA for each, and the kernel for a few rows."""
+    k, v = draw(1, 150, 1, head_dim), draw(1, 150, 1, head_dim)
+    features: tuple[Options, ...] = ({}, {"causal": True}, general(2))
+    for seqlen_q in (130, 5, 1):
+        q = draw(1, seqlen_q, 2, head_dim)
+        for options in features:
+            flash_attn_func(q, k, v, split_size=SPLIT, **options)
+    dropout: Options = {"causal": True, "dropout_p": 0.2}
+    q = draw(1, 130, 2, head_dim)
+    with one_sm():
+        plan = explain(flash_attn_func, q, k, v, split_size=SPLIT)
+        # Above head dim 96 a GPU with little shared memory has no such path.
+        if plan.path != "one-cta" or plan.num_splits != 3:
+            raise RuntimeError(f"expected one CTA for 3 splits, got {plan}")
+        for options in (*features, dropout):
+            flash_attn_func(q, k, v, split_size=SPLIT, **options)
+        flash_attn_func(q, k, v, split_size=0, causal=True)
+    plan = explain(flash_attn_func, q, k, v, split_size=SPLIT)
+    if plan.path != "many-ctas":
+        raise RuntimeError(f"expected a CTA for each of 3 splits, got {plan}")
+    flash_attn_func(q, k, v, split_size=SPLIT, **dropout)
+
+
+def layouts(head_dim: int) -> None:
+    """Packed, with an empty sequence and rows of none; paged; with new keys."""
+    starts = int32(0, 0, 1, 66, 200)  # the last 5 rows belong to no sequence
+    q, k = draw(205, 2, head_dim), draw(205, 1, head_dim)
+    flash_attn_varlen_func(q, k, k, starts, starts, 134, 134, causal=True, split_size=SPLIT)
+    singles = int32(0, 1, 1, 2)
+    keys = int32(0, 70, 70, 200)
+    flash_attn_varlen_func(q[:2], k, k, singles, keys, 1, 130, causal=True, split_size=SPLIT)
+    pages = torch.randperm(30).to("cuda", torch.int32).view(3, 10)
+    cache = draw(30, 16, 1, head_dim)
     angles = draw(160, min(head_dim, 64) // 2)
+    new = draw(3, 3, 1, head_dim)
     flash_attn_with_kvcache(
-        draw(4, 3, 4, head_dim),
+        draw(3, 3, 2, head_dim),
         cache,
         cache.clone(),
-        draw(4, 3, 2, head_dim),
-        draw(4, 3, 2, head_dim),
+        new,
+        new,
         rotary_cos=angles,
         rotary_sin=angles,
-        cache_seqlens=torch.tensor([0, 13, 64, 157], device="cuda", dtype=torch.int32),
+        cache_seqlens=int32(0, 64, 157),
         block_table=pages,
         causal=True,
-        split_size=64,
+        split_size=SPLIT,
     )
-    flash_attn_with_kvcache(  # more rows than the kernel for a few takes
-        draw(4, 20, 4, head_dim),
-        cache,
-        cache.clone(),
-        cache_seqlens=torch.tensor([20, 33, 64, 157], device="cuda", dtype=torch.int32),
-        block_table=pages,
-        causal=True,
-        split_size=64,
+    q = draw(3, 20, 2, head_dim)  # more rows than the kernel for a few takes
+    for split_size in (SPLIT, 0):
+        flash_attn_with_kvcache(
+            q,
+            cache,
+            cache.clone(),
+            cache_seqlens=int32(20, 64, 157),
+            block_table=pages,
+            causal=True,
+            split_size=split_size,
+        )
+
+
+def backward(head_dim: int) -> None:
+    """In turns, alone and with atomics; groups of heads; every mask; dense and packed."""
+
+    def run(
+        seqlen_q: int, seqlen_k: int, heads: tuple[int, int], batch: int = 1, **options: Any
+    ) -> None:
+        q = draw(batch, seqlen_q, heads[0], head_dim).requires_grad_()
+        k, v = (draw(batch, seqlen_k, heads[1], head_dim).requires_grad_() for _ in "kv")
+        flash_attn_func(q, k, v, **options).backward(draw(*q.shape))
+
+    features: tuple[Options, ...] = (
+        {},
+        {"causal": True},
+        general(2),
+        {"window_size": (3, -1)},
+        {"causal": True, "dropout_p": 0.2},
     )
+    for options in features:  # three blocks of keys, and at least two of rows
+        run(150, 270, (2, 1), **options)
+    for options in features[:3]:
+        run(150, 150, (2, 2), **options)
+    run(270, 150, (2, 1), causal=True)  # rows that see no key
+    run(150, 270, (2, 1), causal=True, deterministic=False)
+    run(1, 1, (2, 1))
+    with one_sm():  # up to head dim 64 a CTA has a whole head
+        for options in features[:2]:
+            run(150, 150, (1, 1), batch=2, **options)
+    starts = int32(0, 0, 1, 66, 200)
+    for nheads_k, options in ((1, features[1]), (2, features[0]), (1, features[2])):
+        q = draw(205, 2, head_dim).requires_grad_()
+        k, v = (draw(205, nheads_k, head_dim).requires_grad_() for _ in "kv")
+        if "alibi_slopes" in options:  # one for each head
+            options = {**options, "alibi_slopes": torch.rand(2, device="cuda")}
+        out = flash_attn_varlen_func(q, k, v, starts, starts, 134, 134, **options)
+        torch.autograd.grad(out, (q, k, v), draw(*q.shape))
 
 
 def main() -> None:
     """Makes the calls; what they compute is the tests' business."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "head_dims",
-        type=int,
-        nargs="*",
-        default=[32, 64, 72, 96, 128, 192, 256],
-        help="default: one for each kernel, and 72",
-    )
+    parser.add_argument("head_dims", type=int, nargs="*", default=HEAD_DIMS)
     torch.manual_seed(0)
     for head_dim in parser.parse_args().head_dims:
         forward(head_dim)
+        layouts(head_dim)
         backward(head_dim)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        print(f"head dim {head_dim}: all calls made", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ RECORD: dict[str, Any] = {
     },
     "instances": [{"direction": "fwd", "dtype": "bf16", "head_dim": 64}],
     "sources": {"cpp": "cc"},
+    "bits_version": 3,
 }
 
 
@@ -40,6 +41,11 @@ def test_parse_types_every_field() -> None:
     assert info.instances == (Instance("fwd", "bf16", 64),)
     assert info.deterministic is True
     assert info.sources == {"cpp": "cc"}
+    assert info.bits_version == 3
+
+
+def test_a_record_from_before_versions_of_bits_has_none() -> None:
+    assert parse({n: v for n, v in RECORD.items() if n != "bits_version"}).bits_version == 0
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_head_dim_without_a_tile_is_an_error() -> None:
         parse(RECORD).kernel_head_dim(129)
 
 
-@pytest.mark.parametrize("field", sorted(RECORD.keys() - {"schema"}))
+@pytest.mark.parametrize("field", sorted(RECORD.keys() - {"schema", "bits_version"}))
 def test_missing_field_is_named(field: str) -> None:
     record = {key: value for key, value in RECORD.items() if key != field}
     with pytest.raises(BuildInfoError, match=field):

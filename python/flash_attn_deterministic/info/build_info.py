@@ -60,6 +60,8 @@ class BuildInfo:
     instances: tuple[Instance, ...]
     # sha256 by part of the source tree that the machine code is compiled from.
     sources: Mapping[str, str]
+    # Equal numbers promise equal bits on one compute capability; 0: built before they were counted.
+    bits_version: int
 
     def kernel_head_dim(self, head_dim: int) -> int:
         """Returns the head dim of the kernel that serves `head_dim` (1 to 256)."""
@@ -109,6 +111,7 @@ def parse(record: Mapping[str, Any]) -> BuildInfo:
                 Instance(i["direction"], i["dtype"], i["head_dim"]) for i in record["instances"]
             ),
             sources={str(part): str(sha256) for part, sha256 in record["sources"].items()},
+            bits_version=int(record.get("bits_version", 0)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BuildInfoError(

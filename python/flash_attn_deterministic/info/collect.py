@@ -39,6 +39,7 @@ class Info:
         version: of this package.
         upstream: the pinned release that the kernels come from, and the patches on it.
         deterministic: False for a build with schedule-dependent results.
+        bits_version: wheels of equal numbers give equal bits on one compute capability.
         cuda_toolkit: version of the compiler that built the kernels.
         driver_floor: lowest Linux driver (its major version) for the toolkit; None: not known.
         architectures: GPU code in the wheel, as CMAKE_CUDA_ARCHITECTURES.
@@ -55,6 +56,7 @@ class Info:
     version: str
     upstream: Upstream
     deterministic: bool
+    bits_version: int
     cuda_toolkit: str
     driver_floor: int | None
     architectures: tuple[str, ...]
@@ -80,6 +82,7 @@ class Info:
             f"upstream       {upstream.name} {upstream.version} (sha256 {upstream.sha256})",
             *(f"patch          {p.name} (sha256 {p.sha256})" for p in upstream.patches),
             f"deterministic  {'yes' if self.deterministic else 'no (schedule-dependent build)'}",
+            f"bits version   {self.bits_version}",
             f"CUDA toolkit   {self.cuda_toolkit}; Linux driver {floor}",
             f"architectures  {', '.join(self.architectures)}",
             *(
@@ -142,6 +145,7 @@ def collect() -> Info:
         version=version("flash-attn-deterministic"),
         upstream=built.upstream,
         deterministic=built.deterministic,
+        bits_version=built.bits_version,
         cuda_toolkit=built.cuda_toolkit,
         driver_floor=driver_floor(built.cuda_toolkit),
         architectures=built.architectures,

@@ -144,6 +144,7 @@ class Run:
                 "cuda_toolkit": info.cuda_toolkit,
                 "architectures": list(info.architectures),
                 "deterministic": info.deterministic,
+                "bits_version": info.bits_version,
                 "missing_kernels": environment.missing_kernels(info),
             },
             "architectures": environment.architectures(
@@ -168,7 +169,12 @@ class Run:
         results = {task.id: self.results[name, task.id] for task in own
                    if (name, task.id) in self.results}  # fmt: skip
         statuses = [results[t.id]["status"] if t.id in results else outcome.NOT_RUN for t in own]
-        reasons = [r["reason"] for r in results.values() if r.get("reason")]
+        # What did not apply does not explain what failed; its row of the contract has the reason.
+        reasons = [
+            result["reason"]
+            for result in results.values()
+            if result.get("reason") and result["status"] != outcome.NOT_APPLICABLE
+        ]
         section: dict[str, Any] = {
             "id": name,
             "title": tasks.SECTIONS[name],
@@ -216,7 +222,7 @@ class Run:
             result = results.get(check.id)
             applicable = self.settings.device in check.devices
             status = outcome.NOT_RUN if applicable else outcome.NOT_APPLICABLE
-            reason = None if applicable else "the CPU has one path only"
+            reason = None if applicable else check.elsewhere
             data = {} if result is None else result["data"]
             rows.append(
                 {

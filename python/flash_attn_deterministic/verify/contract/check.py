@@ -113,6 +113,8 @@ class Check:
         cases: what to run, for a size.
         run: runs one case; raises Mismatch.
         devices: where it says anything.
+        elsewhere: why it says nothing on other devices.
+        unavailable: says why nothing can be said in a run; "" if it can.
     """
 
     id: str
@@ -120,6 +122,8 @@ class Check:
     cases: Callable[[Size], Iterable[Case]]
     run: Callable[[Case, Attention, Size], None]
     devices: tuple[str, ...] = ("cpu", "cuda")
+    elsewhere: str = ""
+    unavailable: Callable[[Size], str] = lambda size: ""
 
 
 @dataclass

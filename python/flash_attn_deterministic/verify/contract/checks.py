@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import backward, forward, storage
+from . import backward, forward, golden, storage
 from .check import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -45,6 +45,7 @@ CHECKS: tuple[Check, ...] = (
         forward.schedule_cases,
         forward.schedule,
         devices=("cuda",),
+        elsewhere="the CPU has one path only",
     ),
     Check(
         "split-size",
@@ -59,4 +60,13 @@ CHECKS: tuple[Check, ...] = (
         backward.backward,
     ),
     Check("dropout", "repeats with one seed", backward.dropout_cases, backward.dropout),
+    Check(
+        "golden",
+        "another wheel of this bits_version, another GPU of this compute capability",
+        golden.golden_cases,
+        golden.golden,
+        devices=("cuda",),
+        elsewhere="the reference adds with torch's own operations, whose bits may change with it",
+        unavailable=golden.unavailable,
+    ),
 )

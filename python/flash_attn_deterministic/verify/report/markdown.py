@@ -36,6 +36,12 @@ def notices(record: Mapping[str, Any]) -> list[str]:
     missing = record["build"].get("missing_kernels", [])
     if missing and record["device"] == "cuda":
         found.append(f"Not in the wheel, and so not tested: {_kernels(missing)}.")
+    for check in tables.section_of(record, "contract")["data"].get("checks", []):
+        if record["device"] == "cuda" and (check["id"], check["status"]) == (
+            "golden",
+            "not-applicable",
+        ):
+            found.append(f"Not compared with earlier wheels: {check['reason']}.")
     return found
 
 

@@ -82,6 +82,8 @@ def facts(record: Mapping[str, Any]) -> Table:
         ("upstream sha256", record["pins"]["upstream"]["sha256"]),
         *((f"patch {p['name']}", p["sha256"]) for p in record["pins"]["patches"]),
         ("CUDA toolkit of the wheel", record["build"]["cuda_toolkit"]),
+        # Reports of earlier versions do not have it.
+        ("bits version", str(record["build"].get("bits_version", "not counted"))),
         ("device", gpu or "CPU"),
     ]
     if gpu:

@@ -1,0 +1,89 @@
+"""Results that must not change from one wheel to the next: the row "golden" of the contract.
+
+The bits of a call are a function of the source of the kernels, which `bits_version` counts, and of
+the compute capability. Hashes of a fixed set of calls are committed for each pair of the two, and
+this check holds a wheel to them. `python -m flash_attn_deterministic.verify.contract.golden` writes
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ...._build_info import build_info
+from ..attention import Attention
+from ..call import Call, Tensors
+from ..check import Case, Mismatch, expect_numbers
+from ..sizes import Size
+from . import record
+from .calls import CALLS, GoldenCall
+from .inputs import digest
+
+
+def golden_cases(size: Size) -> Iterator[Case]:
+    """Yields each call at each head dim and dtype."""
+    for config in size.configs:
+        for call in CALLS:
+            head_dim, dtype = config
+            name = f"d{head_dim}-{dtype}-{call.name}"
+            yield Case(name, head_dim, dtype, call.feature, 0, {"call": CALLS.index(call)})
+
+
+def unavailable(size: Size) -> str:
+    """Says why a run cannot be held to golden hashes; "" if it can."""
+    version, capability = build_info().bits_version, compute_capability(size.device)
+    if record.read(record.PATH).find(version, capability) is not None:
+        return ""
+    return (
+        f"no golden hashes are known for bits_version {version} on compute capability {capability}"
+    )
+
+
+def compute_capability(device: str) -> str:
+    """Returns e.g. "9.0", of the first GPU; "cpu" on the CPU, which has no golden hashes."""
+    if device == "cpu":
+        return device
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"{major}.{minor}"
+
+
+def golden(case: Case, attention: Attention, size: Size) -> None:
+    """Compares the hashes of a call's inputs and results with those of the file.
+
+    Raises:
+        Mismatch: they differ, or the file has none for this case.
+    """
+    known = record.read(record.PATH)
+    entry = known.find(build_info().bits_version, compute_capability(size.device))
+    call, drawn, inputs = draw_case(case, attention, size.device)
+    if known.inputs.get(case.name) != inputs:
+        raise Mismatch(f"{case.name}: the inputs are not those that were hashed", drawn)
+    expected = "" if entry is None else entry.hashes.get(case.name, "")
+    if not expected:
+        raise Mismatch(f"{case.name}: there is no golden hash of this case", drawn)
+    results = call.results(drawn)
+    expect_numbers(drawn, case.name, results)
+    found = hashes_of(results)
+    if found != expected:
+        pairs = zip(results, found.split(), expected.split(), strict=True)
+        name, own, other = next(pair for pair in pairs if pair[1] != pair[2])
+        raise Mismatch(f"{name}: the hash of its bits is {own}, expected {other}", drawn, name)
+
+
+def draw_case(case: Case, attention: Attention, device: str) -> tuple[GoldenCall, Call, str]:
+    """Draws the inputs of a case.
+
+    Returns:
+        Which call it is, its inputs, and their hash.
+    """
+    call = CALLS[case["call"]]
+    drawn = call.inputs((case.head_dim, case.dtype), attention, device)
+    slopes = () if drawn.slopes is None else (drawn.slopes,)
+    return call, drawn, digest((drawn.q, drawn.k, drawn.v, drawn.dout, *slopes))
+
+
+def hashes_of(results: Tensors) -> str:
+    """Returns the hash of each tensor, with spaces between them."""
+    return " ".join(digest([tensor]) for tensor in results.values())

@@ -1,0 +1,81 @@
+"""Writes golden hashes: those of the installed wheel on this GPU, or of the inputs alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from ...._build_info import build_info
+from ....errors import FlashAttnError
+from ...tasks import holds
+from ..attention import Attention
+from ..check import Mismatch, expect_numbers, expect_same
+from ..sizes import size_of
+from . import compute_capability, draw_case, golden_cases, hashes_of, record
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; the exit status is 1 if the hashes must not be written over."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_attn_deterministic.verify.contract.golden", description=__doc__
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=record.PATH,
+        help="the file to add them to (default: that of the installed package)",
+    )
+    parser.add_argument(
+        "--inputs-only", action="store_true", help="hashes of the inputs, on the CPU"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="write over other hashes of the same bits_version"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        golden, words = _added(options.out, options.inputs_only, options.force)
+        record.write(golden, options.out)
+    except (FlashAttnError, Mismatch) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.out}: {words}")
+    return 0
+
+
+def _added(out: Path, inputs_only: bool, force: bool) -> tuple[record.Golden, str]:
+    device = "cpu" if inputs_only else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise record.GoldenError("no CUDA device: golden hashes are those of kernels on a GPU")
+    attention = Attention.installed()
+    inputs: dict[str, str] = {}
+    hashes: dict[str, str] = {}
+    # The configs of a run on a GPU, in either case.
+    size = size_of("cuda", quick=False, held=holds(device))
+    for case in golden_cases(size):
+        call, drawn, inputs[case.name] = draw_case(case, attention, device)
+        if not inputs_only:
+            results = call.results(drawn)
+            expect_numbers(drawn, case.name, results)
+            expect_same(drawn, f"{case.name}, once more", call.results(drawn), results)
+            hashes[case.name] = hashes_of(results)
+    golden = record.read(out).with_inputs(inputs, force)
+    if inputs_only:
+        return golden, f"inputs of {len(inputs)} cases"
+    info = build_info()
+    origin = {
+        "gpu": torch.cuda.get_device_name(0),
+        "torch": str(torch.__version__),
+        "cuda_toolkit": info.cuda_toolkit,
+        "sources": dict(info.sources),
+    }
+    capability = compute_capability(device)
+    entry = record.Entry(info.bits_version, capability, origin, hashes)
+    words = f"{len(hashes)} cases of bits_version {info.bits_version} on {capability}"
+    return golden.with_entry(entry, force), words
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The calls whose results are held to golden hashes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..attention import Attention
+from ..call import DTYPES, Call, Tensors, int32, named_gradients
+from ..sizes import FEATURES, Config
+from .inputs import draw
+
+_CAPACITY = 1104  # of a cache: a multiple of both page sizes
+_ROTARY_DIM = 32
+
+
+@dataclass(frozen=True)
+class GoldenCall:
+    """A call, whatever the head dim and dtype.
+
+    Args:
+        name: unique among the calls.
+        run: makes it; takes the drawn inputs and the call itself.
+        lengths: (seqlen_q, seqlen_k) of each sequence.
+        feature: a name in sizes.FEATURES.
+        heads: (nheads, nheads_k).
+        split_size: of the call.
+        page_size: tokens to a page; 0: none.
+        new: keys of a cache that the call appends, rotated.
+    """
+
+    name: str
+    run: Callable[[GoldenCall, Call], Tensors] = field(repr=False)
+    lengths: tuple[tuple[int, int], ...]
+    feature: str = "full"
+    heads: tuple[int, int] = (4, 2)
+    split_size: int = 256
+    page_size: int = 0
+    new: int = 0
+
+    def inputs(self, config: Config, attention: Attention, device: str) -> Call:
+        """Draws the tensors on the CPU, and moves them.
+
+        Returns:
+            q and dout: (batch, seqlen_q, nheads, head_dim), k and v with seqlen_k and nheads_k;
+            packed: (tokens, heads, head_dim). Keys of a cache fill its whole capacity.
+        """
+        head_dim, dtype = config
+        nheads, nheads_k = self.heads
+        seqlens_q, seqlens_k = zip(*self.lengths, strict=True)
+        rows: tuple[int, ...]
+        keys: tuple[int, ...]
+        if self.run in (_packed, _packed_backward):
+            rows, keys = (sum(seqlens_q),), (sum(seqlens_k),)
+        else:
+            longest = _CAPACITY if self.run is _cache else max(seqlens_k)
+            rows, keys = (len(self.lengths), max(seqlens_q)), (len(self.lengths), longest)
+        options = dict(FEATURES[self.feature])
+        slopes = None
+        if options.pop("alibi", False):
+            steps = torch.arange(1, len(self.lengths) * nheads + 1, dtype=torch.float32)
+            slopes = (steps / 32).view(len(self.lengths), nheads).to(device)
+
+        def tensor(name: str, shape: tuple[int, ...], heads: int) -> torch.Tensor:
+            return draw(name, (*shape, heads, head_dim), DTYPES[dtype]).to(device)
+
+        return Call(
+            attention,
+            tensor("q", rows, nheads),
+            tensor("k", keys, nheads_k),
+            tensor("v", keys, nheads_k),
+            tensor("dout", rows, nheads),
+            slopes,
+            {**options, "split_size": self.split_size},
+        )
+
+    def results(self, call: Call) -> Tensors:
+        """Makes the call with what `inputs` returned."""
+        return self.run(self, call)
+
+
+def _dense(golden: GoldenCall, call: Call) -> Tensors:
+    return call()
+
+
+def _backward(golden: GoldenCall, call: Call) -> Tensors:
+    return call.gradients()
+
+
+def _starts(golden: GoldenCall, call: Call) -> tuple[Any, ...]:
+    """Returns cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
+    sides = list(zip(*golden.lengths, strict=True))
+    cumulative = [int32([0, *itertools.accumulate(lengths)], call.q.device) for lengths in sides]
+    return (*cumulative, *(max(lengths) for lengths in sides))
+
+
+def _packed(golden: GoldenCall, call: Call) -> Tensors:
+    with torch.no_grad():
+        out, softmax_lse, _ = call.attention.varlen(
+            call.q, call.k, call.v, *_starts(golden, call), return_attn_probs=True, **call.keywords
+        )
+    return {"out": out, "softmax_lse": softmax_lse}
+
+
+def _packed_backward(golden: GoldenCall, call: Call) -> Tensors:
+    leaves = [t.detach().requires_grad_() for t in (call.q, call.k, call.v)]
+    out = call.attention.varlen(*leaves, *_starts(golden, call), **call.keywords)
+    return named_gradients(out, leaves, call.dout)
+
+
+def _cache(golden: GoldenCall, call: Call) -> Tensors:
+    device, batch = call.q.device, len(golden.lengths)
+    used = [seqlen_k - golden.new for _, seqlen_k in golden.lengths]
+    k_cache, v_cache = call.k.clone(), call.v.clone()
+    arguments: dict[str, Any] = {"cache_seqlens": int32(used, device)}
+    if golden.page_size:
+        table = _block_table(batch, golden.page_size)
+        k_cache, v_cache = (_paged(t, table, golden.page_size) for t in (k_cache, v_cache))
+        arguments["block_table"] = table.to(device, torch.int32)
+    if golden.new:
+        # The rest of the capacity lends its numbers to the new keys.
+        arguments |= {"k": call.k[:, -golden.new :], "v": call.v[:, -golden.new :]}
+        angles = (_CAPACITY, _ROTARY_DIM // 2)
+        for name in ("rotary_cos", "rotary_sin"):
+            numbers = draw(name, angles, torch.float32).clamp(-1, 1)
+            arguments[name] = numbers.to(device, call.q.dtype)
+    with torch.no_grad():
+        out, softmax_lse = call.attention.kvcache(
+            call.q, k_cache, v_cache, return_softmax_lse=True, **arguments, **call.keywords
+        )
+    results = {"out": out, "softmax_lse": softmax_lse}
+    return {**results, "k_cache": k_cache, "v_cache": v_cache} if golden.new else results
+
+
+def _block_table(batch: int, page_size: int) -> torch.Tensor:
+    """Returns pages in a mixed order: (batch, pages of a sequence), int64."""
+    count = batch * _CAPACITY // page_size
+    return (torch.arange(count) * 7 + 3).remainder(count).view(batch, -1)
+
+
+def _paged(tensor: torch.Tensor, table: torch.Tensor, page_size: int) -> torch.Tensor:
+    pages = tensor.reshape(-1, page_size, *tensor.shape[2:])
+    placed = torch.empty_like(pages)
+    placed[table.flatten().to(tensor.device)] = pages
+    return placed
+
+
+_LONG = ((130, 1100),) * 2
+_SELF = ((333, 333),) * 2
+_RAGGED = ((1, 1), (65, 65), (0, 30), (200, 300), (257, 513))
+_LENGTHS = (64, 511, 512, 513, 1100)
+
+
+def _decode(name: str, seqlen_q: int, **changes: Any) -> GoldenCall:
+    lengths = tuple((seqlen_q, seqlen_k) for seqlen_k in _LENGTHS)
+    call = GoldenCall(name, _cache, lengths, "causal", heads=(8, 2))
+    return replace(call, **changes)
+
+
+CALLS: tuple[GoldenCall, ...] = (
+    GoldenCall("full", _dense, _LONG, split_size=512),
+    GoldenCall("one-query", _dense, ((1, 513),)),
+    GoldenCall("default-split", _dense, ((70, 2100),), split_size=2048),
+    GoldenCall("no-split", _dense, ((200, 700),), split_size=0),
+    GoldenCall("causal", _dense, ((577, 577),) * 2, "causal"),
+    GoldenCall("causal-at-a-boundary", _dense, ((129, 129),) * 2, "causal", split_size=64),
+    GoldenCall("causal-mha", _dense, _SELF, "causal", heads=(2, 2)),
+    GoldenCall("causal-mqa", _dense, _SELF, "causal", heads=(4, 1)),
+    *(
+        GoldenCall(feature, _dense, _LONG, feature)
+        for feature in ("window", "window-right-0", "softcap", "alibi", "everything")
+    ),
+    GoldenCall("packed", _packed, _RAGGED, "causal"),
+    GoldenCall("packed-everything", _packed, _RAGGED, "everything"),
+    _decode("decode", 1),
+    _decode("decode-alibi", 1, feature="alibi"),
+    _decode("decode-mha", 1, heads=(2, 2)),
+    _decode("decode-paged", 1, page_size=16),
+    _decode("few-queries-paged", 5, page_size=48),
+    _decode("chunk-paged", 40, page_size=48),
+    _decode("append", 3, new=3),
+    *(
+        GoldenCall(f"backward-{feature}", _backward, ((200, 333),) * 2, feature)
+        for feature in ("full", "causal", "window", "softcap", "alibi", "everything")
+    ),
+    GoldenCall("backward-causal-mha", _backward, _SELF, "causal", heads=(2, 2)),
+    GoldenCall("backward-packed", _packed_backward, _RAGGED, "causal"),
+)

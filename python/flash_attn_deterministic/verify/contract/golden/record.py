@@ -1,0 +1,135 @@
+"""The file of golden hashes: what it holds, how it is read, looked up and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ....errors import FlashAttnError
+from ...report.files import write_files
+
+PATH = Path(__file__).with_name("golden.json")
+_SCHEMA = 1
+
+
+class GoldenError(FlashAttnError, ValueError):
+    """Golden hashes could not be read, or must not be written over."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The hashes of one version of the bits on GPUs of one compute capability.
+
+    Args:
+        bits_version: of the wheel that computed them.
+        compute_capability: of the GPU, such as "9.0".
+        origin: the GPU, torch, toolkit and digests of sources that they were first computed with.
+        hashes: of each case: those of its tensors, with spaces between them.
+    """
+
+    bits_version: int
+    compute_capability: str
+    origin: Mapping[str, Any]
+    hashes: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """All golden hashes.
+
+    Args:
+        inputs: the hash of the inputs of each case.
+        entries: hashes of results.
+    """
+
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    entries: tuple[Entry, ...] = ()
+
+    def find(self, bits_version: int, compute_capability: str) -> Entry | None:
+        """Returns the hashes for a wheel on a GPU, None if there are none."""
+        key = (bits_version, compute_capability)
+        for entry in self.entries:
+            if (entry.bits_version, entry.compute_capability) == key:
+                return entry
+        return None
+
+    def with_inputs(self, inputs: Mapping[str, str], force: bool = False) -> Golden:
+        """Adds hashes of inputs.
+
+        Raises:
+            GoldenError: others are there for the same cases, and `force` is not set.
+        """
+        return replace(self, inputs=_merged("inputs", self.inputs, inputs, force))
+
+    def with_entry(self, entry: Entry, force: bool = False) -> Golden:
+        """Adds hashes of results; those of a wheel with fewer kernels leave the others in place.
+
+        Raises:
+            GoldenError: others are there for the same cases, and `force` is not set.
+        """
+        before = self.find(entry.bits_version, entry.compute_capability)
+        if before is not None:
+            what = f"bits_version {entry.bits_version}, {entry.compute_capability}"
+            hashes = _merged(what, before.hashes, entry.hashes, force)
+            entry = replace(before if hashes == dict(before.hashes) else entry, hashes=hashes)
+        others = [one for one in self.entries if one is not before]
+        order = sorted([*others, entry], key=lambda e: (e.bits_version, e.compute_capability))
+        return replace(self, entries=tuple(order))
+
+
+def _merged(
+    what: str, before: Mapping[str, str], after: Mapping[str, str], force: bool
+) -> dict[str, str]:
+    other = [name for name in after if before.get(name, after[name]) != after[name]]
+    if other and not force:
+        raise GoldenError(
+            f"golden hashes, {what}: {len(other)} of {len(after)} cases have others, the first "
+            f"{other[0]}; a release that changes a bit raises bits_version in cpp/instances.json "
+            "(--force writes over them)"
+        )
+    return {**before, **after}
+
+
+def read(path: Path = PATH) -> Golden:
+    """Reads a file of golden hashes; one that does not exist holds none.
+
+    Raises:
+        GoldenError: the file is no such file.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["schema"] != _SCHEMA:
+            raise GoldenError(f"{path}: expected schema {_SCHEMA}, got {record['schema']!r}")
+        entries = tuple(Entry(**entry) for entry in record["results"])
+        return Golden(dict(record["inputs"]), entries)
+    except FileNotFoundError:
+        return Golden()
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, GoldenError):
+            raise
+        raise GoldenError(f"{path}: no file of golden hashes ({error})") from error
+
+
+def write(golden: Golden, path: Path = PATH) -> None:
+    """Writes a file of golden hashes, whole or not at all.
+
+    Raises:
+        ReportError: the file cannot be written.
+    """
+    record = {
+        "schema": _SCHEMA,
+        "inputs": dict(sorted(golden.inputs.items())),
+        "results": [
+            {
+                "bits_version": entry.bits_version,
+                "compute_capability": entry.compute_capability,
+                "origin": dict(entry.origin),
+                "hashes": dict(sorted(entry.hashes.items())),
+            }
+            for entry in golden.entries
+        ],
+    }
+    write_files(path.parent, {path.name: json.dumps(record, indent=1) + "\n"})

@@ -1,0 +1,206 @@
+"""Launches do not depend on what other host threads, earlier failures or large grids leave behind.
+
+The ops are called past autograd, so that every launch comes from the thread that the test means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_kvcache
+
+from tests.gpu.attention import assert_same, attend, is_built, make_qkv, same_bits
+
+pytestmark = pytest.mark.gpu
+
+OPS = torch.ops.flash_attn_deterministic
+HEAD_DIM = pytest.mark.parametrize("head_dim", [64, 128, 256], ids=lambda d: f"d{d}")
+MAX_GRID_Y = 65_535
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split_size: int) -> Outputs:
+    """Calls the op of the dense forward, without a mask."""
+    scale = q.shape[3] ** -0.5
+    out, softmax_lse = OPS.fwd(q, k, v, None, None, 0.0, scale, -1, -1, 0.0, split_size, True, True)
+    return out, softmax_lse
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _frequent_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@HEAD_DIM
+@pytest.mark.usefixtures("_frequent_switches")
+def test_threads_that_need_other_amounts_of_shared_memory(head_dim: int) -> None:
+    """One kernel, with the state of several splits in shared memory and without.
+
+    Were its limit set anew before each launch, a thread that needs less would lower it between
+    another thread's setting and its launch, which then fails.
+    """
+    if not is_built(head_dim, "bf16"):
+        pytest.skip(f"this wheel holds no kernel for head_dim {head_dim}")
+    seqlen, calls = 128, 6000
+    q, k, v = make_qkv((64, seqlen, 8, head_dim))
+    expected = {}
+    for split_size in (0, 64):
+        plan = explain(flash_attn_func, q, k, v, split_size=split_size)
+        assert plan.path == "one-cta"
+        assert plan.num_splits == (1 if split_size == 0 else 2)
+        expected[split_size] = forward(q, k, v, split_size)
+    torch.cuda.synchronize()
+    start = threading.Barrier(4)
+    failures: list[str] = []
+
+    def work(split_size: int) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+        try:
+            with torch.cuda.stream(stream):
+                start.wait()
+                for _ in range(calls):
+                    last = forward(q, k, v, split_size)
+                stream.synchronize()
+            assert_same(last, expected[split_size])
+        except Exception as error:
+            failures.append(f"split_size {split_size}: {type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in (0, 64, 0, 64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+# --- a failed call before a good one ------------------------------------------------------------
+
+_CAPTURE_MODE_RELAXED = 2
+_CAPTURE_UNSUPPORTED = 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+_CAPTURE_INVALIDATED = 901
+
+
+@HEAD_DIM
+def test_a_failed_runtime_call_does_not_fail_the_next_launch(head_dim: int) -> None:
+    """The error of one call must not be found, and thrown, behind the next kernel's launch.
+
+    The backward begins by clearing its counters. On a stream whose capture has been invalidated
+    that fails before any kernel is launched. The driver's interface is used for the capture, as
+    torch's allocator need not know of it: its memory is there since the first call.
+    """
+    for direction in ("fwd", "bwd"):
+        if not is_built(head_dim, "bf16", direction):
+            pytest.skip(f"this wheel holds no {direction} kernel for head_dim {head_dim}")
+    driver = ctypes.CDLL("libcuda.so.1")
+    q, k, v = make_qkv((1, 70, 2, head_dim))
+    expected = forward(q, k, v, 0)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+    handle = ctypes.c_void_p(stream.cuda_stream)
+
+    def backward() -> None:
+        scale = head_dim**-0.5
+        out, lse = expected
+        OPS.bwd(q, q, k, v, out, lse, None, None, 0.0, scale, -1, -1, 0.0, True)
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        backward()
+        stream.synchronize()
+        assert driver.cuStreamBeginCapture_v2(handle, _CAPTURE_MODE_RELAXED) == 0
+        assert driver.cuStreamSynchronize(handle) == _CAPTURE_UNSUPPORTED
+        with pytest.raises(RuntimeError, match=r"(?i)capture"):
+            backward()
+        graph = ctypes.c_void_p()
+        assert driver.cuStreamEndCapture(handle, ctypes.byref(graph)) == _CAPTURE_INVALIDATED
+        assert_same(forward(q, k, v, 0), expected)
+    torch.cuda.synchronize()
+    assert_same(attend(q, k, v), expected)
+
+
+# --- grids of append_kv -------------------------------------------------------------------------
+
+
+def append(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, old: int, rotary: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Appends all but the first `old` keys to a cache that holds those.
+
+    Returns:
+        out, softmax_lse, and what lies in the cache afterwards.
+    """
+    k_cache, v_cache = torch.zeros_like(k), torch.zeros_like(v)
+    k_cache[:, :old], v_cache[:, :old] = k[:, :old], v[:, :old]
+    out, softmax_lse = flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k[:, old:].contiguous(),
+        v[:, old:].contiguous(),
+        rotary_cos=rotary,
+        rotary_sin=rotary,
+        cache_seqlens=torch.tensor([old] * len(q), dtype=torch.int32, device="cuda"),
+        causal=True,
+        return_softmax_lse=True,
+    )
+    return out, softmax_lse, k_cache, v_cache
+
+
+@pytest.mark.parametrize("rotates", [False, True], ids=["plain", "rotary"])
+def test_append_more_heads_than_a_grid_is_high(rotates: bool) -> None:
+    """Heads of keys, values and rotated queries together are more than gridDim.y can be."""
+    if not is_built(64, "bf16"):
+        pytest.skip("this wheel holds no kernel for head_dim 64")
+    nheads = MAX_GRID_Y // 3 + 1000 if rotates else MAX_GRID_Y // 2 + 1000
+    assert (3 if rotates else 2) * nheads > MAX_GRID_Y
+    q, k, v = make_qkv((1, 2, nheads, 64), seqlen_k=8)
+    rotary = make_qkv((1, 8, 1, 16))[0].reshape(8, 16) if rotates else None
+    out, softmax_lse, k_cache, v_cache = append(q, k, v, 6, rotary)
+    assert same_bits(v_cache, v)
+    if not rotates:
+        assert same_bits(k_cache, k)
+        assert_same((out, softmax_lse), attend(q, k, v, causal=True))
+    parts = []
+    step = nheads // 4 + 1
+    for begin in range(0, nheads, step):
+        heads = slice(begin, begin + step)
+        parts.append(append(q[:, :, heads], k[:, :, heads], v[:, :, heads], 6, rotary))
+    for name, dim, whole, some in zip(
+        ("out", "softmax_lse", "k_cache", "v_cache"),
+        (2, 1, 2, 2),
+        (out, softmax_lse, k_cache, v_cache),
+        zip(*parts, strict=True),
+        strict=True,
+    ):
+        assert_same((whole,), (torch.cat(some, dim=dim),), (name,))
+
+
+def test_append_more_tokens_than_a_grid_is_high() -> None:
+    if not is_built(64, "bf16"):
+        pytest.skip("this wheel holds no kernel for head_dim 64")
+    q, k, v = make_qkv((2, 1, 2, 64), seqlen_k=MAX_GRID_Y + 1000)
+    out, softmax_lse, k_cache, v_cache = append(q, k, v, 100, None)
+    assert same_bits(k_cache, k)
+    assert same_bits(v_cache, v)
+    assert_same((out, softmax_lse), attend(q, k, v, causal=True))
+
+
+def test_append_to_more_sequences_than_a_grid_is_high() -> None:
+    if not is_built(64, "bf16"):
+        pytest.skip("this wheel holds no kernel for head_dim 64")
+    q, k, v = make_qkv((MAX_GRID_Y + 1000, 1, 1, 64), seqlen_k=4)
+    out, softmax_lse, k_cache, v_cache = append(q, k, v, 3, None)
+    assert same_bits(k_cache, k)
+    assert same_bits(v_cache, v)
+    assert_same((out, softmax_lse), attend(q, k, v, causal=True))
