@@ -14,6 +14,7 @@ from ._mode import (
 )
 from ._plan import Plan
 from .errors import FlashAttnError
+from .integrations.alias import as_flash_attn
 from .interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -28,6 +29,7 @@ __all__ = [
     "FlashAttnError",
     "Mode",
     "Plan",
+    "as_flash_attn",
     "checkpoint_contexts",
     "deterministic_mode",
     "explain",
