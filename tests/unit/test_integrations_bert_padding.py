@@ -35,7 +35,7 @@ def test_padding_goes_and_comes_back(dtype: torch.dtype, shape: tuple[int, ...])
     padded = pad_input(packed, indices, 3, 4)
     kept = mask.view(3, 4, *[1] * (len(shape) - 2))
     assert torch.equal(padded, hidden * kept)
-    padded.sum().backward()
+    torch.autograd.backward(padded.sum())
     assert hidden.grad is not None
     assert torch.equal(hidden.grad, kept.expand(shape).float())
 

@@ -153,7 +153,7 @@ def pad_input(
         pad_input of flash_attn 2.8.3 (bert_padding.py).
     """
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
-    return padded.unflatten(0, (batch, seqlen))
+    return padded.view(batch, seqlen, *padded.shape[1:])
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
