@@ -73,7 +73,7 @@ def test_dense_calls_have_the_bits_of_the_public_function(
     window: tuple[int, int], softcap: float
 ) -> None:
     q, k, v, dout = dense_inputs()
-    slopes = torch.rand(4)
+    slopes = torch.tensor([0.1, 0.0, 0.5, 0.25])
     out, lse, _ = package.flash_attn_func(
         q,
         k,
@@ -101,7 +101,7 @@ def test_dense_calls_have_the_bits_of_the_public_function(
         assert bits_equal(buffer, gradient)
     sums = (dout.double() * out.double()).sum(-1).transpose(1, 2)
     assert tuple(softmax_d.shape) == (2, 4, 128)
-    torch.testing.assert_close(softmax_d[..., :9].double(), sums)
+    torch.testing.assert_close(softmax_d[..., :9].double(), sums, atol=1e-5, rtol=0)
     assert not softmax_d[..., 9:].any()
 
 
@@ -128,7 +128,7 @@ def test_packed_calls_have_the_bits_of_the_public_function() -> None:
     sums = (dout.float() * out.float()).sum(-1).t()
     wanted = torch.zeros(4, 20 + 3 * 128)
     wanted[:, :5], wanted[:, 5 + 256 : 18 + 256] = sums[:, :5], sums[:, 5:18]
-    torch.testing.assert_close(softmax_d, wanted)
+    torch.testing.assert_close(softmax_d, wanted, atol=1e-5, rtol=0)
 
 
 def test_pages_and_lengths_reach_the_op() -> None:
