@@ -57,8 +57,9 @@ def test_several_sequences_in_a_row() -> None:
     assert torch.equal(packed, hidden.flatten(0, 1)[indices])
 
 
-def test_rows_are_taken_and_put() -> None:
-    rows, indices = states(4, 2, 3), torch.tensor([3, 1])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_rows_are_taken_and_put(dtype: torch.dtype) -> None:
+    rows, indices = states(4, 2, 3), torch.tensor([3, 1], dtype=dtype)
     taken, whole = index_first_axis_residual(rows, indices)
     assert whole is rows
     assert torch.equal(taken, index_first_axis(rows, indices))

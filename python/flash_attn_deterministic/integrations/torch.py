@@ -39,7 +39,8 @@ class Handle:
     """
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
-        self._library: Any = torch.library.Library("aten", "IMPL", dispatch_key)  # type: ignore[no-untyped-call, unused-ignore]
+        library: Any = torch.library.Library
+        self._library: Any = library("aten", "IMPL", dispatch_key)
         for name, function in _OVERRIDES.items():
             if hasattr(torch.ops.aten, name):  # the in-place form is younger than torch 2.10
                 self._library.impl(name, function, dispatch_key)

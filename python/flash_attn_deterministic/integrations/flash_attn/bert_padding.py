@@ -17,7 +17,7 @@ def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor
 
     Args:
         input: (rows, ...), at least two dimensions.
-        indices: (total,), int64.
+        indices: (total,), int32 or int64.
 
     Returns:
         (total, ...).
@@ -35,7 +35,7 @@ def index_put_first_axis(
 
     Args:
         values: (total, ...).
-        indices: (total,), int64, without repetition.
+        indices: (total,), int32 or int64, without repetition.
         first_axis_dim: how many rows the result has.
 
     Returns:
@@ -45,7 +45,7 @@ def index_put_first_axis(
         index_put_first_axis of flash_attn 2.8.3 (bert_padding.py).
     """
     output = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return output.index_copy(0, indices, values)
+    return output.index_put((indices,), values)
 
 
 def index_first_axis_residual(
@@ -55,7 +55,7 @@ def index_first_axis_residual(
 
     Args:
         input: (rows, ...).
-        indices: (total,), int64.
+        indices: (total,), int32 or int64.
 
     Returns:
         (total, ...), and input.
@@ -142,7 +142,7 @@ def pad_input(
 
     Args:
         hidden_states: (total, ...).
-        indices: (total,), int64, as `unpad_input` returned them.
+        indices: (total,), int32 or int64, as `unpad_input` returned them.
         batch: how many sequences.
         seqlen: to which length they are padded.
 
