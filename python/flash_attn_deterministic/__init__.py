@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import FlashAttnError
+from .integrations.alias import as_flash_attn
 from .interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -28,6 +29,7 @@ __all__ = [
     "FlashAttnError",
     "Mode",
     "Plan",
+    "as_flash_attn",
     "checkpoint_contexts",
     "deterministic_mode",
     "explain",

@@ -1,0 +1,36 @@
+"""The names of the package flash_attn 2.8.3, for code that imports them.
+
+They are those of flash_attn_deterministic, but that `deterministic=False` follows the mode:
+flash_attn's default can't be told from a wish. To get gradients in the fastest order under these
+names, leave the mode with `set_deterministic_mode(False)`.
+
+`flash_attn_deterministic.as_flash_attn` makes this `import flash_attn`. What flash_attn holds
+beside attention (layers, losses, models, ops, Triton kernels) is not here.
+"""
+
+from __future__ import annotations
+
+from . import bert_padding as bert_padding
+from . import flash_attn_interface as flash_attn_interface
+from .flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+# At least 2.8.3 to code that compares versions, and no release of flash-attn to code that asks.
+__version__ = "2.8.3+deterministic"
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]

@@ -1,0 +1,169 @@
+"""The names of the module flash_attn.bert_padding 2.8.3, in plain torch.
+
+Padded batches become packed sequences, and back. Rows are moved, never computed with: what comes
+back has the bits that went in. Gradients pass through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ...errors import ArgumentError
+
+
+def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Takes rows.
+
+    Args:
+        input: (rows, ...), at least two dimensions.
+        indices: (total,), int32 or int64.
+
+    Returns:
+        (total, ...).
+
+    Source:
+        index_first_axis of flash_attn 2.8.3 (bert_padding.py).
+    """
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(
+    values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int
+) -> torch.Tensor:
+    """Puts rows into a tensor of zeros.
+
+    Args:
+        values: (total, ...).
+        indices: (total,), int32 or int64, without repetition.
+        first_axis_dim: how many rows the result has.
+
+    Returns:
+        (first_axis_dim, ...).
+
+    Source:
+        index_put_first_axis of flash_attn 2.8.3 (bert_padding.py).
+    """
+    output = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return output.index_put((indices,), values)
+
+
+def index_first_axis_residual(
+    input: torch.Tensor, indices: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes rows, and returns the whole as well.
+
+    Args:
+        input: (rows, ...).
+        indices: (total,), int32 or int64.
+
+    Returns:
+        (total, ...), and input.
+
+    Source:
+        index_first_axis_residual of flash_attn 2.8.3 (bert_padding.py).
+    """
+    return input.index_select(0, indices), input
+
+
+def unpad_input(
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor,
+    unused_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """Packs the tokens of a padded batch. Waits for the GPU, whose counts the host needs.
+
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask: (batch, seqlen), bool or int: 1 for tokens, 0 for padding.
+        unused_mask: (batch, seqlen), the same: 1 for tokens that are kept, but do not count as
+            used.
+
+    Returns:
+        The tokens (total, ...); their indices (total,) among batch * seqlen, int64; cu_seqlens
+        (batch + 1,), int32; the length of the longest sequence; and seqused (batch,), int32, the
+        number of tokens in attention_mask.
+
+    Raises:
+        ArgumentError: a ValueError; attention_mask is not of the batch and seqlen of hidden_states.
+
+    Source:
+        unpad_input of flash_attn 2.8.3 (bert_padding.py).
+    """
+    _check_mask("attention_mask", attention_mask, hidden_states)
+    kept = attention_mask
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, hidden_states)
+        kept = attention_mask + unused_mask
+    seqused = attention_mask.sum(-1, dtype=torch.int32)
+    lengths = kept.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return packed, indices, _starts(lengths), int(lengths.max()), seqused
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: torch.Tensor, attention_mask_in_length: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Packs a padded batch whose rows hold several sequences each, one after another.
+
+    Args:
+        hidden_states: (batch, seqlen, ...).
+        attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order
+            and followed by zeros. [[2, 3, 0, 0, 0, 0]] is a sequence of 2 tokens, one of 3, and a
+            token of padding.
+
+    Returns:
+        The tokens (total, ...); their indices (total,) among batch * seqlen, int64; cu_seqlens
+        (sequences + 1,), int32; and the length of the longest sequence.
+
+    Raises:
+        ArgumentError: a ValueError; attention_mask_in_length is not of the batch and seqlen of
+            hidden_states.
+
+    Source:
+        unpad_input_for_concatenated_sequences of flash_attn 2.8.3 (bert_padding.py).
+    """
+    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
+    batch, seqlen = attention_mask_in_length.shape
+    used = attention_mask_in_length.sum(-1, keepdim=True)
+    tokens = torch.arange(seqlen, device=used.device).expand(batch, seqlen) < used
+    indices = tokens.flatten().nonzero().flatten()
+    lengths = attention_mask_in_length.flatten()
+    lengths = lengths[lengths.nonzero().flatten()]
+    packed = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return packed, indices, _starts(lengths), int(lengths.max())
+
+
+def pad_input(
+    hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
+) -> torch.Tensor:
+    """Puts packed tokens back into a padded batch; padding is 0.
+
+    Args:
+        hidden_states: (total, ...).
+        indices: (total,), int32 or int64, as `unpad_input` returned them.
+        batch: how many sequences.
+        seqlen: to which length they are padded.
+
+    Returns:
+        (batch, seqlen, ...).
+
+    Source:
+        pad_input of flash_attn 2.8.3 (bert_padding.py).
+    """
+    padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return padded.view(batch, seqlen, *padded.shape[1:])
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    """Returns (n + 1,), int32: the sum of all lengths before each, and their total."""
+    return functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _check_mask(name: str, mask: torch.Tensor, hidden_states: torch.Tensor) -> None:
+    if mask.shape != hidden_states.shape[:2]:
+        raise ArgumentError(
+            f"{name}: expected shape (batch, seqlen) = {tuple(hidden_states.shape[:2])}, as in "
+            f"hidden_states, got {tuple(mask.shape)}"
+        )

@@ -1,0 +1,384 @@
+"""The names of the module flash_attn.flash_attn_interface 2.8.3.
+
+Those with an underscore are what ring attention and other code that keeps the results of a forward
+call itself imports. They are plain functions, not custom ops of a namespace flash_attn.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+import flash_attn_deterministic as package
+
+from ...errors import ArgumentError, UnsupportedError
+from .. import calls
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_ROWS = 128  # flash_attn rounds the rows of softmax_d up to a multiple of this
+
+
+def _follows_the_mode(function: _Function) -> _Function:
+    """Returns a function for which `deterministic=False` is the same as None."""
+    place = list(inspect.signature(function).parameters).index("deterministic")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > place:
+            args = (*args[:place], args[place] or None, *args[place + 1 :])
+        else:
+            kwargs["deterministic"] = kwargs.get("deterministic") or None
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+flash_attn_func = _follows_the_mode(package.flash_attn_func)
+flash_attn_kvpacked_func = _follows_the_mode(package.flash_attn_kvpacked_func)
+flash_attn_qkvpacked_func = _follows_the_mode(package.flash_attn_qkvpacked_func)
+flash_attn_varlen_func = _follows_the_mode(package.flash_attn_varlen_func)
+flash_attn_varlen_kvpacked_func = _follows_the_mode(package.flash_attn_varlen_kvpacked_func)
+flash_attn_varlen_qkvpacked_func = _follows_the_mode(package.flash_attn_varlen_qkvpacked_func)
+flash_attn_with_kvcache = package.flash_attn_with_kvcache
+
+
+def _get_block_size_n(
+    device: torch.device | str | int, head_dim: int, is_dropout: bool, is_causal: bool
+) -> int:
+    """Returns the number of keys per block of the kernels: 64, whatever the arguments."""
+    return 64
+
+
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes attention below autograd.
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16; head_dim is a multiple of 8.
+        k: (batch, seqlen_k, nheads_k, head_dim), like q.
+        v: like k.
+        dropout_p: probability in [0, 1).
+        softmax_scale: positive factor of q k^T.
+        causal: whether the mask is causal.
+        window_size_left: how many keys before its own position a query sees; -1: no limit.
+        window_size_right: the same for keys after it; with causal it counts as 0.
+        softcap: 0.0 for none.
+        alibi_slopes: (nheads,) or (batch, nheads), float32, or None.
+        return_softmax: False.
+
+    Returns:
+        out (batch, seqlen_q, nheads, head_dim), softmax_lse (batch, nheads, seqlen_q) in float32,
+        an empty tensor in the place of S_dmask, and rng_state (2,) in int64, which the backward
+        needs after a call with dropout.
+
+    Raises:
+        UnsupportedError: a NotImplementedError; return_softmax.
+        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
+
+    Source:
+        _flash_attn_forward of flash_attn 2.8.3 (flash_attn_interface.py).
+    """
+    _check_no_softmax(return_softmax)
+    scores = calls.Scores(
+        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
+    )
+    return _returned(calls.forward(q, k, v, scores, dropout_p))
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes attention of packed sequences below autograd.
+
+    Args:
+        q: (total_q, nheads, head_dim), float16 or bfloat16; head_dim is a multiple of 8.
+        k: (total_k, nheads_k, head_dim), like q; with block_table (pages, page_block_size,
+            nheads_k, head_dim).
+        v: like k.
+        cu_seqlens_q: (batch + 1,), int32: queries before each sequence, and their total.
+        cu_seqlens_k: (batch + 1,), int32, the same for keys.
+        max_seqlen_q: length of the longest sequence of queries, or more.
+        max_seqlen_k: the same for keys.
+        dropout_p: as in `_flash_attn_forward`.
+        softmax_scale: as there.
+        causal: as there.
+        window_size_left: as there.
+        window_size_right: as there.
+        softcap: as there.
+        alibi_slopes: as there.
+        return_softmax: False.
+        block_table: (batch, pages), int32: which pages hold a sequence; None: no pages.
+        leftpad_k: (batch,), int32: how many keys at the start of each sequence do not count.
+        seqused_k: (batch,), int32: how many keys of each sequence count.
+        zero_tensors: without effect; rows of no sequence are always 0.
+
+    Returns:
+        out (total_q, nheads, head_dim), softmax_lse (nheads, total_q) in float32, an empty tensor
+        and rng_state, as `_flash_attn_forward`.
+
+    Raises:
+        UnsupportedError: a NotImplementedError; return_softmax.
+        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
+
+    Source:
+        _flash_attn_varlen_forward of flash_attn 2.8.3 (flash_attn_interface.py).
+    """
+    _check_no_softmax(return_softmax)
+    scores = calls.Scores(
+        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
+    )
+    packed = calls.Packed(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        int(max_seqlen_q),
+        int(max_seqlen_k),
+        seqused_k,
+        leftpad_k,
+        block_table,
+    )
+    return _returned(calls.forward(q, k, v, scores, dropout_p, packed))
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes gradients into the caller's tensors.
+
+    Args:
+        dout: like out; the gradient that comes in.
+        q: as in `_flash_attn_forward`.
+        k: as there.
+        v: as there.
+        out: what the forward returned.
+        softmax_lse: what the forward returned.
+        dq: like q, of any strides: written; None: not wanted.
+        dk: like k, the same.
+        dv: like v, the same.
+        dropout_p: as in the forward.
+        softmax_scale: as in the forward.
+        causal: as in the forward.
+        window_size_left: as in the forward.
+        window_size_right: as in the forward.
+        softcap: as in the forward.
+        alibi_slopes: as in the forward.
+        deterministic: True: also where the mode is not enabled.
+        rng_state: what the forward returned; needed with dropout.
+
+    Returns:
+        softmax_d (batch, nheads, seqlen_q rounded up to a multiple of 128) in float32: the sum of
+        dout * out over head_dim, 0 beyond seqlen_q.
+
+    Raises:
+        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.backward`.
+
+    Source:
+        _flash_attn_backward of flash_attn 2.8.3 (flash_attn_interface.py).
+    """
+    scores = calls.Scores(
+        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
+    )
+    result = calls.Forward(out, softmax_lse, _checked_rng_state(dropout_p, rng_state))
+    targets = _targets((dq, dk, dv), (q, k, v))
+    gradients = calls.backward(
+        dout, q, k, v, result, scores, dropout_p, deterministic=deterministic
+    )
+    _write(targets, gradients)
+    softmax_d = (dout.float() * out.float()).sum(-1).transpose(1, 2)
+    return torch.nn.functional.pad(softmax_d, (0, -softmax_d.shape[-1] % _ROWS))
+
+
+def _flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> torch.Tensor:
+    """Computes gradients of packed sequences into the caller's tensors.
+
+    Args:
+        dout: like out; the gradient that comes in.
+        q: as in `_flash_attn_varlen_forward`.
+        k: as there.
+        v: as there.
+        out: what the forward returned.
+        softmax_lse: what the forward returned.
+        dq: like q, of any strides: written; None: not wanted.
+        dk: like k, the same.
+        dv: like v, the same.
+        cu_seqlens_q: as in the forward.
+        cu_seqlens_k: as in the forward.
+        max_seqlen_q: as in the forward.
+        max_seqlen_k: as in the forward.
+        dropout_p: as in the forward.
+        softmax_scale: as in the forward.
+        causal: as in the forward.
+        window_size_left: as in the forward.
+        window_size_right: as in the forward.
+        softcap: as in the forward.
+        alibi_slopes: as in the forward.
+        deterministic: True: also where the mode is not enabled.
+        rng_state: what the forward returned; needed with dropout.
+        zero_tensors: without effect.
+
+    Returns:
+        softmax_d (nheads, total_q + 128 * batch) in float32: the sum of dout * out over head_dim,
+        those of sequence b from cu_seqlens_q[b] + 128 * b on, 0 elsewhere.
+
+    Raises:
+        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.backward`.
+
+    Source:
+        _flash_attn_varlen_backward of flash_attn 2.8.3 (flash_attn_interface.py).
+    """
+    scores = calls.Scores(
+        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
+    )
+    packed = calls.Packed(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    result = calls.Forward(out, softmax_lse, _checked_rng_state(dropout_p, rng_state))
+    targets = _targets((dq, dk, dv), (q, k, v))
+    gradients = calls.backward(dout, q, k, v, result, scores, dropout_p, packed, deterministic)
+    _write(targets, gradients)
+    return _packed_softmax_d(dout, out, cu_seqlens_q)
+
+
+# In flash_attn these call the ones above as custom ops.
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _returned(
+    result: calls.Forward,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng_state = result.rng_state
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device=result.out.device)
+    return result.out, result.softmax_lse, result.out.new_empty(0), rng_state
+
+
+def _check_no_softmax(return_softmax: bool) -> None:
+    if return_softmax:
+        raise UnsupportedError(
+            "return_softmax: expected False; flash_attn_func(..., return_attn_probs=True) returns "
+            "S_dmask"
+        )
+
+
+def _checked_rng_state(dropout_p: float, rng_state: torch.Tensor | None) -> torch.Tensor | None:
+    if dropout_p == 0:
+        return None
+    if rng_state is None:
+        raise ArgumentError(
+            f"rng_state: expected the tensor that the forward returned, since dropout_p is "
+            f"{dropout_p}, got None"
+        )
+    return rng_state
+
+
+Targets = tuple[torch.Tensor | None, ...]
+
+
+def _targets(given: Targets, inputs: tuple[torch.Tensor, ...]) -> Targets:
+    """Checks the caller's tensors before anything runs."""
+    for name, tensor, like in zip(("dq", "dk", "dv"), given, inputs, strict=True):
+        if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) != (
+            like.shape,
+            like.dtype,
+            like.device,
+        ):
+            raise ArgumentError(
+                f"{name}: expected a tensor like {name[1:]}, {like.dtype} {tuple(like.shape)} on "
+                f"{like.device}, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            )
+    return given
+
+
+def _write(targets: Targets, gradients: calls.Gradients) -> None:
+    for target, gradient in zip(targets, gradients, strict=True):
+        if target is not None:
+            target.copy_(gradient)
+
+
+def _packed_softmax_d(
+    dout: torch.Tensor, out: torch.Tensor, cu_seqlens_q: torch.Tensor
+) -> torch.Tensor:
+    """Returns softmax_d of packed sequences, each at the place that flash_attn gives it."""
+    total, nheads, _ = out.shape
+    batch = cu_seqlens_q.shape[0] - 1
+    rows = torch.arange(total, device=out.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), rows, right=True)
+    sums = (dout.float() * out.float()).sum(-1)
+    sums = sums.masked_fill((sequence == batch)[:, None], 0)  # rows of no sequence
+    softmax_d = sums.new_zeros(total + _ROWS * batch, nheads)
+    softmax_d[rows + _ROWS * sequence] = sums
+    return softmax_d.t().contiguous()

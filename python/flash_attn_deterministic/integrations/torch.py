@@ -1,0 +1,390 @@
+"""Offers this package to torch as an implementation of flash attention, when imported.
+
+After `torch.nn.attention.activate_flash_attention_impl("flash_attn_deterministic")` the flash
+backend of scaled_dot_product_attention runs these kernels on CUDA devices, forward and backward,
+and with it all that builds on it: torch.nn.attention.varlen, nested tensors, models. torch keeps
+choosing among its backends; to be sure of this one, put calls into `sdpa_kernel`:
+
+    import flash_attn_deterministic.integrations.torch
+    from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
+
+    activate_flash_attention_impl("flash_attn_deterministic")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises rather than run another backend
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+The order of additions is that of the mode, in the backward too. `restore_flash_attention_impl()`,
+in torch >= 2.11, gives torch its own kernels back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention import register_flash_attention_impl
+
+from ..errors import ArgumentError, UnsupportedError
+from . import calls
+
+NAME = "flash_attn_deterministic"
+
+_Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Handle:
+    """What holds the kernels in torch's dispatcher.
+
+    Args:
+        dispatch_key: of which device.
+    """
+
+    def __init__(self, dispatch_key: str = "CUDA") -> None:
+        library: Any = torch.library.Library
+        self._library: Any = library("aten", "IMPL", dispatch_key)
+        for name, function in _OVERRIDES.items():
+            if hasattr(torch.ops.aten, name):  # the in-place form is younger than torch 2.10
+                self._library.impl(name, function, dispatch_key)
+
+    def remove(self) -> None:
+        """Gives torch its own kernels back."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    **unknown: Any,
+) -> _Forward:
+    """Computes aten::_flash_attention_forward.
+
+    Args:
+        query: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16; with cum_seq_q (total_q,
+            nheads, head_dim).
+        key: (batch, seqlen_k, nheads_k, head_dim); with cum_seq_k (total_k, nheads_k, head_dim).
+        value: like key.
+        cum_seq_q: (batch + 1,), int32: queries before each sequence, and their total.
+        cum_seq_k: (batch + 1,), int32, the same for keys; None with block_table.
+        max_q: length of the longest sequence of queries.
+        max_k: length of the longest sequence of keys.
+        dropout_p: probability in [0, 1).
+        is_causal: whether the mask is causal, aligned to the bottom right corner.
+        return_debug_mask: False.
+        scale: factor of the scores; None: head_dim ** -0.5.
+        window_size_left: how many keys before its own position a query sees; None or -1: no limit.
+        window_size_right: the same for keys after it.
+        seqused_k: (batch,), int32: how many keys of each sequence count; packed calls only.
+        alibi_slopes: (nheads,) or (batch, nheads), float32.
+        block_table: (batch, pages), int32: which pages hold a sequence; packed calls only.
+        num_splits: without effect: it changes no bit.
+        unknown: what a newer torch may pass; only None.
+
+    Returns:
+        Output like query; log-sum-exp (batch, nheads, seqlen_q) or (nheads, total_q), float32; seed
+        and offset of the dropout mask (2,), uint64; two tensors without meaning.
+
+    Raises:
+        UnsupportedError: a NotImplementedError; return_debug_mask, or an argument of a newer torch.
+        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
+
+    Source:
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.13.
+    """
+    packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
+    window = (window_size_left, window_size_right)
+    scores = _scores(query, scale, is_causal, window, alibi_slopes)
+    _check_unsupported(return_debug_mask, unknown)
+    result = calls.forward(query, key, value, scores, dropout_p, packed)
+    rng_state = result.rng_state
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    return (
+        _strided_like(result.out, query),
+        result.softmax_lse,
+        rng_state.view(torch.uint64),
+        torch.zeros((), dtype=torch.uint64, device=query.device),
+        query.new_empty(0),
+    )
+
+
+def forward_no_dropout_inplace(
+    out: torch.Tensor, query: torch.Tensor, *arguments: Any, **options: Any
+) -> torch.Tensor:
+    """Computes aten::_flash_attention_forward_no_dropout_inplace.
+
+    Args:
+        out: like query: written.
+        query: as in `forward`.
+        arguments: as in `forward`.
+        options: as in `forward`.
+
+    Returns:
+        The log-sum-exp, as `forward`.
+
+    Raises:
+        ArgumentError: a ValueError; out is not like query. More as `forward`.
+
+    Source:
+        aten/src/ATen/native/native_functions.yaml of torch 2.13.
+    """
+    if (out.shape, out.dtype, out.device) != (query.shape, query.dtype, query.device):
+        raise ArgumentError(
+            f"out: expected a tensor like query, {query.dtype} {tuple(query.shape)} on "
+            f"{query.device}, got {out.dtype} {tuple(out.shape)} on {out.device}"
+        )
+    result, softmax_lse, *_ = forward(query, *arguments, **options)
+    out.copy_(result)
+    return softmax_lse
+
+
+def backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **unknown: Any,
+) -> calls.Gradients:
+    """Computes aten::_flash_attention_backward.
+
+    Gradients are deterministic where the mode is, or where torch is to use such algorithms only.
+
+    Args:
+        grad_out: like out; the gradient that comes in.
+        query: as in `forward`.
+        key: as in `forward`.
+        value: as in `forward`.
+        out: what `forward` returned.
+        logsumexp: what `forward` returned.
+        cum_seq_q: as in `forward`.
+        cum_seq_k: as in `forward`.
+        max_q: as in `forward`.
+        max_k: as in `forward`.
+        dropout_p: as in `forward`.
+        is_causal: as in `forward`.
+        rng_state: what `forward` returned third.
+        unused: what `forward` returned fourth.
+        scale: as in `forward`.
+        window_size_left: as in `forward`.
+        window_size_right: as in `forward`.
+        unknown: what a newer torch may pass; only None.
+
+    Returns:
+        Gradients of query, key and value, with their strides.
+
+    Raises:
+        UnsupportedError: a NotImplementedError; an argument of a newer torch.
+        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.backward`.
+
+    Source:
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.13.
+    """
+    _check_unsupported(False, unknown)
+    packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, None, None)
+    scores = _scores(query, scale, is_causal, (window_size_left, window_size_right), None)
+    seed = rng_state.view(torch.int64) if dropout_p > 0 else None
+    dq, dk, dv = calls.backward(
+        grad_out,
+        query,
+        key,
+        value,
+        calls.Forward(out, logsumexp, seed),
+        scores,
+        dropout_p,
+        packed,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return _strided_like(dq, query), _strided_like(dk, key), _strided_like(dv, value)
+
+
+def sdpa_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Computes aten::_scaled_dot_product_flash_attention.
+
+    Args:
+        query: (batch, nheads, seqlen_q, head_dim), float16 or bfloat16.
+        key: (batch, nheads_k, seqlen_k, head_dim), like query.
+        value: like key.
+        dropout_p: as in `forward`.
+        is_causal: as in `forward`.
+        return_debug_mask: False.
+        scale: as in `forward`.
+
+    Returns:
+        Output like query; log-sum-exp (batch, nheads, seqlen_q), float32; None twice; seqlen_q and
+        seqlen_k; seed and offset of the dropout mask (2,), uint64; two tensors without meaning.
+
+    Raises:
+        UnsupportedError: a NotImplementedError; return_debug_mask.
+        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
+
+    Source:
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.13.
+    """
+    seqlens = query.shape[2], key.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    out, *rest = forward(
+        q, k, v, None, None, *seqlens, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
+    softmax_lse, *random = rest
+    return out.transpose(1, 2), softmax_lse, None, None, *seqlens, *random
+
+
+def sdpa_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> calls.Gradients:
+    """Computes aten::_scaled_dot_product_flash_attention_backward.
+
+    Args:
+        grad_out: like out; the gradient that comes in.
+        query: as in `sdpa_forward`.
+        key: as in `sdpa_forward`.
+        value: as in `sdpa_forward`.
+        out: what `sdpa_forward` returned.
+        logsumexp: what `sdpa_forward` returned.
+        cum_seq_q: None.
+        cum_seq_k: None.
+        max_q: seqlen_q.
+        max_k: seqlen_k.
+        dropout_p: as in `sdpa_forward`.
+        is_causal: as in `sdpa_forward`.
+        philox_seed: seed and offset, as `sdpa_forward` returned them.
+        philox_offset: without meaning.
+        scale: as in `sdpa_forward`.
+
+    Returns:
+        Gradients of query, key and value, with their strides.
+
+    Raises:
+        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.backward`.
+
+    Source:
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.13.
+    """
+    dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    settings = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
+    dq, dk, dv = backward(dout, q, k, v, o, logsumexp, None, None, *settings, scale=scale)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+_OVERRIDES = {
+    "_flash_attention_forward": forward,
+    "_flash_attention_forward_no_dropout_inplace": forward_no_dropout_inplace,
+    "_flash_attention_backward": backward,
+    "_scaled_dot_product_flash_attention": sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": sdpa_backward,
+}
+
+
+def _scores(
+    query: torch.Tensor,
+    scale: float | None,
+    is_causal: bool,
+    window: tuple[int | None, int | None],
+    alibi_slopes: torch.Tensor | None,
+) -> calls.Scores:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return calls.Scores(scale, is_causal, window, 0.0, alibi_slopes)
+
+
+def _packed(
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> calls.Packed | None:
+    if cum_seq_q is None:
+        if cum_seq_k is not None or seqused_k is not None or block_table is not None:
+            raise ArgumentError(
+                "cum_seq_q: expected a tensor together with cum_seq_k, seqused_k or block_table, "
+                "got None"
+            )
+        return None
+    if cum_seq_k is None:
+        if seqused_k is None or block_table is None:
+            raise ArgumentError(
+                "cum_seq_k: expected a tensor, or seqused_k and block_table, got None"
+            )
+        # Lengths are those of seqused_k; the op wants starts all the same.
+        lengths = seqused_k.cumsum(0, dtype=torch.int32)
+        cum_seq_k = torch.nn.functional.pad(lengths, (1, 0))
+    return calls.Packed(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, None, block_table)
+
+
+def _check_unsupported(return_debug_mask: bool, unknown: dict[str, Any]) -> None:
+    if return_debug_mask:
+        raise UnsupportedError("return_debug_mask: expected False; there is no debug mask")
+    for name, value in unknown.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{name}: torch {torch.__version__} passes an argument that this version of "
+                "flash-attn-deterministic does not know; install a newer one"
+            )
+
+
+def _strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with the strides that compiled graphs expect, those of empty_like."""
+    expected = torch.empty_like(like)
+    return tensor if tensor.stride() == expected.stride() else expected.copy_(tensor)
+
+
+def _register() -> Handle:
+    return Handle()
+
+
+register_flash_attention_impl(NAME, register_fn=_register)

@@ -1,0 +1,192 @@
+"""Offers this package to the models of transformers, when imported.
+
+After it a model takes `attn_implementation="flash_attn_deterministic"`:
+
+    import flash_attn_deterministic.integrations.transformers
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.bfloat16, attn_implementation="flash_attn_deterministic"
+    )
+
+Padded and packed batches, sliding windows, softcap, static and dynamic caches work as with
+"flash_attention_2": transformers itself packs what is padded and finds the sequences in
+position_ids. The order of additions is that of the mode of this package; transformers' own
+variable FLASH_ATTENTION_DETERMINISTIC is without effect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import flash_attention_mask
+
+from .. import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from ..errors import UnsupportedError
+from .flash_attn.bert_padding import pad_input, unpad_input
+
+NAME = "flash_attn_deterministic"
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes the attention of one layer, as transformers' attention functions do.
+
+    Args:
+        module: the layer; its config names the implementation.
+        query: (batch, nheads, seqlen_q, head_dim), float16 or bfloat16; float32 is converted to the
+            model's dtype.
+        key: (batch, nheads_k, seqlen_k, head_dim), like query.
+        value: like key.
+        attention_mask: (batch, seqlen_k), 1 for tokens and 0 for padding; None: no padding.
+        options: of the layer: dropout, scaling, sliding_window, softcap, is_causal, position_ids
+            and more.
+
+    Returns:
+        (batch, seqlen_q, nheads, head_dim) in query's dtype, and None for the weights.
+
+    Raises:
+        UnsupportedError: a NotImplementedError; attention sinks, a position bias, or a mask that is
+            more than padding.
+
+    Source:
+        flash_attention_forward of transformers 5.17 (integrations/flash_attention.py).
+    """
+    for name in ("s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise UnsupportedError(
+                f"{name}: expected None; this attention has none. Use "
+                'attn_implementation="eager" for this model'
+            )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise UnsupportedError(
+            "attention_mask: expected (batch, seqlen_k), 1 for tokens and 0 for padding, got shape "
+            f"{tuple(attention_mask.shape)}; masks of other forms need "
+            'attn_implementation="sdpa" or "eager"'
+        )
+    result: tuple[torch.Tensor, None] = flash_attention_forward(
+        module, query, key, value, attention_mask, **options
+    )
+    return result
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> torch.Tensor | None:
+    """Returns the mask that `attention` is given.
+
+    Args:
+        batch_size: sequences.
+        q_length: queries of each.
+        kv_length: keys of each, free places of a static cache included.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        attention_mask: (batch_size, tokens seen), bool; None: no padding.
+        device: where the tensors are.
+        options: what other masks need.
+
+    Returns:
+        (batch_size, keys), bool; None where every place of the keys holds a token. The caller knows
+        by its width how much of a static cache is filled.
+
+    Source:
+        flash_attention_mask of transformers 5.17 (masking_utils.py).
+    """
+    if attention_mask is None:
+        # Without a mask, causal attention would see the free places of a static cache.
+        filled = int(q_offset) + q_length - kv_offset
+        if filled < kv_length:
+            return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
+    result: torch.Tensor | None = flash_attention_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        attention_mask=attention_mask,
+        device=device,
+        **options,
+    )
+    return result
+
+
+# transformers looks at the parameters, and passes what it finds. `deterministic` is left out: it
+# would pass False, where the mode of this package is to decide.
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap)
+
+
+def _varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    # Tensors where transformers has found the sequences in position_ids.
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        int(max_seqlen_q),
+        int(max_seqlen_k),
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+    )
+
+
+_FUNCTIONS = (_attention, _varlen_attention, flash_attn_with_kvcache, pad_input, unpad_input)
+_others = modeling_flash_attention_utils._lazy_imports
+
+
+def _lazy_imports(implementation: str | None, *arguments: Any, **options: Any) -> Any:
+    """Returns our functions for our name, where transformers would look for it on its hub."""
+    if implementation == NAME:
+        return _FUNCTIONS
+    return _others(implementation, *arguments, **options)
+
+
+# "flash" in the name makes transformers treat it as flash attention everywhere, as it should; that
+# includes this one function, which knows the names of releases and of the hub only.
+modeling_flash_attention_utils._lazy_imports = _lazy_imports
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
