@@ -69,7 +69,7 @@ def forward(head_dim: int) -> None:
             flash_attn_func(q, k, v, split_size=SPLIT, **options)
         flash_attn_func(q, k, v, split_size=0, causal=True)
     plan = explain(flash_attn_func, q, k, v, split_size=SPLIT)
-    if plan.path != "many-ctas":
+    if plan.path != "parts":
         raise RuntimeError(f"expected a CTA for each of 3 splits, got {plan}")
     flash_attn_func(q, k, v, split_size=SPLIT, **dropout)
 

@@ -446,7 +446,7 @@ def test_schedule(head_dim: int, dtype: str, seqlen_q: int, split_size: int, fea
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     row_blocks = -(-seqlen_q // 128) * 2
     often = call.sequences([0] * (2 * sms // row_blocks + 1))
-    assert (call.path, often.path) == ("many-ctas", "one-cta")
+    assert (call.path, often.path) == ("parts", "one-cta")
     expected, results = call(), often()
     for index in (0, results[0].shape[0] // 2, results[0].shape[0] - 1):
         assert_same(sequence(results, index), expected)

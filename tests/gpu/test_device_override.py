@@ -50,7 +50,7 @@ def override(device: str) -> Iterator[None]:
         del os.environ[VARIABLE]
 
 
-@pytest.mark.parametrize(("sms", "path"), [(1, "one-cta"), (10_000, "many-ctas")])
+@pytest.mark.parametrize(("sms", "path"), [(1, "one-cta"), (10_000, "parts")])
 def test_the_number_of_sms_is_overridden(sms: int, path: str) -> None:
     q, k, v = make_qkv((4, 1000, 8, 64))
     with override(f"sms={sms}"):
@@ -62,7 +62,7 @@ def test_shared_memory_is_overridden() -> None:
     with override("sms=1"):
         assert explain(flash_attn_func, q, k, v, split_size=512).path == "one-cta"
     with override(f"sms=1,shared={SMALL_SHARED}"):
-        assert explain(flash_attn_func, q, k, v, split_size=512).path == "many-ctas"
+        assert explain(flash_attn_func, q, k, v, split_size=512).path == "parts"
 
 
 @DEVICE

@@ -386,7 +386,7 @@ def run_schedule(
 
 
 def by_rows(q: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-    return "many-ctas" if q.shape[0] == 1 else "one-cta"
+    return "parts" if q.shape[0] == 1 else "one-cta"
 
 
 def test_schedule_passes_where_both_paths_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,12 +44,15 @@ BACKWARD = {
     f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
     f"-> {_GRADIENTS}",
 }
-# For explain; (many_ctas, block_m, num_splits, tokens per split, scratch bytes).
+# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes).
 PLAN = {
-    "plan": "(Tensor device, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
-    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_dropout, "
-    f"bool packed, {_TREE}) -> (bool, int, int, int, int)",
+    "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
+    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
+    f"bool has_dropout, bool packed, bool indirect, {_TREE}) -> (int, int, int, int, int, int, int)",
 }
+# What the plan's numbers stand for, in the order of cpp/kernels/fwd.h.
+FAMILIES = ("sm80", "sm90")
+PATHS = ("one-cta", "parts", "few-rows")
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

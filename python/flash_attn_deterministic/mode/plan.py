@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._ops.schemas import FAMILIES, PATHS
 from ..errors import UnsupportedError
 from ..info.build_info import build_info
 
@@ -15,22 +16,26 @@ class Plan:
     """How a call is carried out. Its bits depend on split_size and block_n, on nothing else here.
 
     Args:
-        path: "one-cta": a thread block of the GPU walks over all splits of its rows; "many-ctas":
-            one per split, and a kernel that merges their parts.
+        family: "sm80": the kernels for every supported GPU; "reference": plain torch, on CPUs.
+        path: "one-cta": a thread block of the GPU walks over all splits of its rows; "parts": one
+            per split, and a kernel that merges their parts; "few-rows": the same for up to 16 rows.
         block_m: query rows per thread block.
         block_n: keys that it takes at a time.
         split_size: tokens per split as the mode or the call has it; 0: one split.
         num_splits: splits of the longest sequence.
         tokens_per_split: tokens of a whole split; with one split, those of the longest sequence.
+        launches: how many times the kernels are launched, so that scratch memory stays bounded.
         scratch_bytes: memory besides inputs and outputs.
     """
 
+    family: str
     path: str
     block_m: int
     block_n: int
     split_size: int
     num_splits: int
     tokens_per_split: int
+    launches: int
     scratch_bytes: int
 
 
@@ -48,8 +53,10 @@ class Request:
     seqlen_k: int
     window: tuple[int, int]
     has_alibi: bool
+    has_softcap: bool
     has_dropout: bool
     packed: bool
+    indirect: bool
     split_size: int
     deterministic: bool
 
@@ -72,19 +79,21 @@ def plan(request: Request) -> Plan:
     split_size = request.split_size
     several = 0 < split_size < request.seqlen_k
     return Plan(
+        family="reference",
         path="one-cta",
         block_m=tile.block_m,
         block_n=tile.block_n,
         split_size=split_size,
         num_splits=-(-request.seqlen_k // split_size) if several else 1,
         tokens_per_split=split_size if several else request.seqlen_k,
+        launches=1,
         scratch_bytes=0,
     )
 
 
 def _cuda_plan(request: Request) -> Plan:
-    many_ctas, block_m, num_splits, tokens, scratch = torch.ops.flash_attn_deterministic.plan(
-        torch.empty(0, device=request.device),
+    numbers = torch.ops.flash_attn_deterministic.plan(
+        torch.empty(0, dtype=request.dtype, device=request.device),
         request.batch,
         request.seqlen_q,
         request.seqlen_k,
@@ -93,17 +102,22 @@ def _cuda_plan(request: Request) -> Plan:
         request.head_dim,
         *request.window,
         request.has_alibi,
+        request.has_softcap,
         request.has_dropout,
         request.packed,
+        request.indirect,
         request.split_size,
         request.deterministic,
     )
+    family, path, block_m, num_splits, tokens, launches, scratch = numbers
     return Plan(
-        path="many-ctas" if many_ctas else "one-cta",
+        family=FAMILIES[family],
+        path=PATHS[path],
         block_m=block_m,
         block_n=build_info().tile(request.head_dim).block_n,
         split_size=request.split_size,
         num_splits=num_splits,
         tokens_per_split=tokens if num_splits > 1 else request.seqlen_k,
+        launches=launches,
         scratch_bytes=scratch,
     )

@@ -15,7 +15,7 @@ class Attention:
         dense: flash_attn_func.
         varlen: flash_attn_varlen_func.
         kvcache: flash_attn_with_kvcache.
-        path: returns "one-cta" or "many-ctas" for the arguments of a call of `dense`.
+        path: returns "one-cta" or "parts" for the arguments of a call of `dense`.
     """
 
     dense: Callable[..., Any]

@@ -229,8 +229,8 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
     paths = (call.path, often.path)
     # Where one thread block's state does not fit its shared memory there is one path only.
     small = 0 < getattr(gpu, "shared_memory_per_block_optin", 0) < _SHARED_BYTES
-    if paths != ("many-ctas", "one-cta") and not (
-        small and case.head_dim > 96 and paths == ("many-ctas", "many-ctas")
+    if paths != ("parts", "one-cta") and not (
+        small and case.head_dim > 96 and paths == ("parts", "parts")
     ):
         raise Mismatch(
             "the two calls did not take the two paths of the kernels: alone "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...._build_info import build_info
+from ....info.build_info import build_info
 from ....errors import FlashAttnError
 from ...tasks import holds
 from ..attention import Attention
