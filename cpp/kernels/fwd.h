@@ -29,8 +29,9 @@ enum Feature : unsigned {
   kAlibi = 4,
   kSoftcap = 8,
   kDropout = 16,
-  kIndirect = 32,  // keys in pages, or sequences picked by cache_batch_idx
-  kPadded = 64,    // head_dim below the kernel's
+  kCacheIndex = 32,  // cache_batch_idx picks the sequences of the cache
+  kPaged = 64,       // keys in pages
+  kPadded = 128,     // head_dim below the kernel's
 };
 using Features = unsigned;
 

@@ -108,17 +108,21 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Path p
   return {kernel, splits, rows_fit && num_splits <= kMaxSplits && (splits || path != Path::kParts)};
 }
 
+// Whether the parts of at least one row block fit the scratch memory of a launch.
+bool fits_scratch(const FwdParams& params, const Candidate& parts, int num_splits) {
+  const int rows = std::min(parts.kernel->block_m, params.seqlen_q);
+  return !parts.writes_parts || part_bytes(params, num_splits, rows) <= kScratchBytes;
+}
+
 // One CTA per row block, or one per split of it.
 const Candidate& better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
                         int num_splits, const Device& device) {
   if (!parts.possible || !one_cta.possible) {
     return parts.possible ? parts : one_cta;
   }
-  const int rows = std::min(parts.kernel->block_m, params.seqlen_q);
-  const bool fits_scratch = part_bytes(params, num_splits, rows) <= kScratchBytes;
   const double slots = 2.0 * device.num_sms;
   const bool fills = row_blocks(params, one_cta.kernel->block_m) >= kFullEnough * slots;
-  return fits_scratch && !fills ? parts : one_cta;
+  return fits_scratch(params, parts, num_splits) && !fills ? parts : one_cta;
 }
 
 }  // namespace
@@ -133,7 +137,8 @@ Features features_of(const FLASH_NAMESPACE::Flash_fwd_params& params) {
   features |= params.alibi_slopes_ptr != nullptr ? kAlibi : 0;
   features |= params.softcap > 0.f ? kSoftcap : 0;
   features |= params.p_dropout < 1.f ? kDropout : 0;
-  features |= params.block_table != nullptr || params.cache_batch_idx != nullptr ? kIndirect : 0;
+  features |= params.cache_batch_idx != nullptr ? kCacheIndex : 0;
+  features |= params.block_table != nullptr ? kPaged : 0;
   features |= params.d < kernel_head_dim(params.d) ? kPadded : 0;
   return features;
 }
@@ -152,10 +157,12 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
     return candidate(params, instance, path, plan.num_splits, device);
   };
   const Candidate one_cta = on(Path::kOneCta);
-  const Candidate parts = on(Path::kParts);
   const Candidate few_rows = on(Path::kFewRows);
+  // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it fills.
+  const bool takes_few =
+      few_rows.possible && (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits));
   Candidate chosen =
-      few_rows.possible ? few_rows : better(params, one_cta, parts, plan.num_splits, device);
+      takes_few ? few_rows : better(params, one_cta, on(Path::kParts), plan.num_splits, device);
   if (device.path.has_value() && on(*device.path).possible) {
     chosen = on(*device.path);
   }

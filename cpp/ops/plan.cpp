@@ -9,8 +9,8 @@ namespace fad {
 PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
                  std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
                  std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
-                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed, bool indirect,
-                 std::int64_t split_size, bool deterministic) {
+                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed, bool paged,
+                 bool cache_index, std::int64_t split_size, bool deterministic) {
   check(nheads_k > 0 && nheads > 0 && nheads % nheads_k == 0,
         "nheads_k: expected a number that divides the ", nheads, " heads of q, got ", nheads_k);
   check(head_dim > 0 && head_dim <= 256, "head_dim: expected a number from 1 to 256, got ",
@@ -32,7 +32,8 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
   int any_length = 0;
   params.cu_seqlens_q = packed ? &any_length : nullptr;
   int any_page = 0;
-  params.block_table = indirect ? &any_page : nullptr;
+  params.block_table = paged ? &any_page : nullptr;
+  params.cache_batch_idx = cache_index ? &any_page : nullptr;
   const FwdPlan plan = plan_call(params, like, split_size, deterministic);
   return {static_cast<std::int64_t>(plan.kernel->family),
           static_cast<std::int64_t>(plan.kernel->path),

@@ -20,7 +20,7 @@ struct FwdTraits
                               /*Share_Q_K_smem=*/false, Element> {
   using Walk =
       std::conditional_t<kPath == Path::kOneCta, OwnerWalk<FwdTraits>, PartWalk<FwdTraits>>;
-  using KvLayout = KvRows<(kCovers & kIndirect) != 0>;
+  using KvLayout = KvRows<(kCovers & (kCacheIndex | kPaged)) != 0>;
   static constexpr bool kEvenHeadDim = (kCovers & kPadded) == 0;
   static constexpr bool kAlibiToo = (kCovers & kAlibi) != 0;
   static constexpr bool kSoftcapToo = (kCovers & kSoftcap) != 0;
@@ -66,7 +66,7 @@ void launch_few_rows(const FwdParams& params, unsigned ctas, cudaStream_t stream
 template <typename Element, int kHeadDim, Path kPath, int kBlockM, int kWarps, Features kCovers>
 constexpr FwdKernel fwd_entry() {
   if constexpr (kPath == Path::kFewRows) {
-    using Traits = FewRowsTraits<Element, kHeadDim, (kCovers & kIndirect) != 0>;
+    using Traits = FewRowsTraits<Element, kHeadDim, (kCovers & kPaged) != 0>;
     static_assert(Traits::kRows == kBlockM && Traits::kWarps == kWarps, "instances.json");
     return {Family::kSm80,
             kPath,

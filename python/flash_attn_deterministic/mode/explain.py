@@ -113,7 +113,8 @@ def _request(name: str, arguments: dict[str, Any], device: torch.device) -> Requ
         has_softcap=arguments["softcap"] > 0.0,
         has_dropout=arguments.get("dropout_p", 0.0) > 0.0,
         packed=name == "varlen_fwd",
-        indirect=table is not None or arguments.get("cache_batch_idx") is not None,
+        paged=table is not None,
+        cache_index=arguments.get("cache_batch_idx") is not None,
         split_size=arguments["split_size"],
         deterministic=arguments["deterministic"],
     )

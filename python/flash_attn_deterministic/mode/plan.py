@@ -56,7 +56,8 @@ class Request:
     has_softcap: bool
     has_dropout: bool
     packed: bool
-    indirect: bool
+    paged: bool
+    cache_index: bool
     split_size: int
     deterministic: bool
 
@@ -105,7 +106,8 @@ def _cuda_plan(request: Request) -> Plan:
         request.has_softcap,
         request.has_dropout,
         request.packed,
-        request.indirect,
+        request.paged,
+        request.cache_index,
         request.split_size,
         request.deterministic,
     )
