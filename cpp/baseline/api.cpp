@@ -2,14 +2,13 @@
 #include "api.h"
 
 #include <cuda_runtime.h>
-#include <cutlass/numeric_types.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <exception>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
 #include "flash.h"
 
@@ -65,13 +64,32 @@ void set_qkv(FwdParams& params, const fa2_tensor& q, const fa2_tensor& k, const 
   params.o_head_stride = out.head_stride;
 }
 
+enum class Kind { fwd, fwd_split, bwd };
+enum class Feature { plain, local, softcap, alibi, dropout };
+
+// What CMakeLists.txt compiled, a function for each of upstream's files and each feature.
+struct Instance {
+  Kind kind;
+  int head_dim;
+  bool is_bf16, is_causal;
+  Feature feature;
+  void (*launch)(void* params, cudaStream_t stream);
+};
+#define X(name, ...) void name(void* params, cudaStream_t stream);
+}  // namespace
+#include "instances.h"
+#undef X
+namespace {
+#define X(name, kind, head_dim, bf16, causal, feature) \
+  {Kind::kind, head_dim, bf16, causal, Feature::feature, &::name},
+const Instance kInstances[] = {
+#include "instances.h"
+};
+#undef X
+
 void set_problem(FwdParams& params, const fa2_problem& problem) {
   if ((problem.cu_seqlens_q == nullptr) != (problem.cu_seqlens_k == nullptr)) {
     throw std::runtime_error("cu_seqlens_q, cu_seqlens_k: expected both or neither");
-  }
-  if (problem.head_dim != 64 && problem.head_dim != 128) {
-    throw std::runtime_error("head_dim: the baseline holds 64 and 128, got " +
-                             std::to_string(problem.head_dim));
   }
   params.is_bf16 = problem.is_bf16 != 0;
   params.b = problem.batch;
@@ -83,34 +101,82 @@ void set_problem(FwdParams& params, const fa2_problem& problem) {
   params.seqlen_q_rounded = round_up(problem.seqlen_q, kRounding);
   params.seqlen_k_rounded = round_up(problem.seqlen_k, kRounding);
   params.d = params.d_rounded = problem.head_dim;
-  params.scale_softmax = problem.softmax_scale;
-  params.scale_softmax_log2 = static_cast<float>(problem.softmax_scale * kLog2E);
-  params.is_causal = problem.is_causal != 0;
-  // As upstream: an unlimited side of a limited window reaches over all keys.
-  params.window_size_left = params.is_causal ? problem.seqlen_k : -1;
-  params.window_size_right = params.is_causal ? 0 : -1;
+  // Tanh comes first with softcap: the scale goes into it, and softcap takes the scale's place.
+  params.softcap = problem.softcap > 0.f ? problem.softmax_scale / problem.softcap : 0.f;
+  params.scale_softmax = problem.softcap > 0.f ? problem.softcap : problem.softmax_scale;
+  params.scale_softmax_log2 = static_cast<float>(params.scale_softmax * kLog2E);
+  // As upstream: a window over all keys is none, causal is a window to the right of 0, and the
+  // unlimited side of a limited window reaches over all keys.
+  int left = problem.window_left >= problem.seqlen_k ? -1 : problem.window_left;
+  int right = problem.window_right >= problem.seqlen_k ? -1 : problem.window_right;
+  right = problem.is_causal ? 0 : right;
+  params.is_causal = left < 0 && right == 0;
+  const bool limited = left >= 0 || right >= 0;
+  params.window_size_left = limited && left < 0 ? problem.seqlen_k : left;
+  params.window_size_right = limited && right < 0 ? problem.seqlen_k : right;
   params.is_seqlens_k_cumulative = true;
   params.cu_seqlens_q = const_cast<int*>(problem.cu_seqlens_q);
   params.cu_seqlens_k = const_cast<int*>(problem.cu_seqlens_k);
   params.total_q = problem.total_q;
   params.unpadded_lse = problem.cu_seqlens_q != nullptr;
-  params.p_dropout = params.rp_dropout = 1.f;  // the probability to keep
-  params.p_dropout_in_uint8_t = 255;
-  params.scale_softmax_rp_dropout = params.scale_softmax;
+  params.alibi_slopes_ptr = const_cast<float*>(problem.alibi_slopes);
+  params.alibi_slopes_batch_stride = problem.alibi_batch_stride;
+  params.p_dropout = 1.f - problem.p_dropout;  // the probability to keep
+  params.p_dropout_in_uint8_t = static_cast<std::uint8_t>(std::floor(params.p_dropout * 255.0));
+  params.rp_dropout = 1.f / params.p_dropout;
+  params.scale_softmax_rp_dropout = params.rp_dropout * params.scale_softmax;
+  params.rng_state = problem.rng_state;  // the forward writes what it reads
+  params.philox_args.seed_and_offset = problem.rng_state;
+  if (problem.p_dropout > 0.f && problem.rng_state == nullptr) {
+    throw std::runtime_error("rng_state: expected a pointer together with dropout");
+  }
 }
 
-// Calls function(element, head_dim, causal), each a compile-time constant.
-template <typename Function>
-void dispatch(const FwdParams& params, Function&& function) {
-  const auto with_causal = [&](auto element, auto head_dim) {
-    params.is_causal ? function(element, head_dim, std::true_type{})
-                     : function(element, head_dim, std::false_type{});
+const char* name_of(Feature feature) {
+  constexpr const char* kNames[] = {"plain", "window", "softcap", "ALiBi", "dropout"};
+  return kNames[static_cast<int>(feature)];
+}
+
+// The one feature of a problem; throws if there are several.
+Feature feature_of(const FwdParams& params) {
+  Feature feature = Feature::plain;
+  int count = 0;
+  const auto note = [&](bool there, Feature one) {
+    feature = there ? one : feature;
+    count += there;
   };
-  const auto with_head_dim = [&](auto element) {
-    params.d == 64 ? with_causal(element, std::integral_constant<int, 64>{})
-                   : with_causal(element, std::integral_constant<int, 128>{});
-  };
-  params.is_bf16 ? with_head_dim(cutlass::bfloat16_t{}) : with_head_dim(cutlass::half_t{});
+  note(!params.is_causal && (params.window_size_left >= 0 || params.window_size_right >= 0),
+       Feature::local);
+  note(params.softcap > 0.f, Feature::softcap);
+  note(params.alibi_slopes_ptr != nullptr, Feature::alibi);
+  note(params.p_dropout < 1.f, Feature::dropout);
+  if (count > 1) {
+    throw std::runtime_error("the baseline holds one feature at a time, got several");
+  }
+  return feature;
+}
+
+const Instance* find(const FwdParams& params, Kind kind) {
+  const Feature feature = feature_of(params);
+  for (const Instance& one : kInstances) {
+    if (one.kind == kind && one.head_dim == params.d && one.is_bf16 == params.is_bf16 &&
+        one.is_causal == params.is_causal && one.feature == feature) {
+      return &one;
+    }
+  }
+  return nullptr;
+}
+
+void launch(Kind kind, FwdParams& params, void* all, void* stream) {
+  const Instance* const instance = find(params, kind);
+  if (instance == nullptr) {
+    constexpr const char* kKinds[] = {"forward", "split forward", "backward"};
+    throw std::runtime_error(
+        std::string("the baseline holds no ") + kKinds[static_cast<int>(kind)] + " for head_dim " +
+        std::to_string(params.d) + (params.is_bf16 ? ", bf16, " : ", fp16, ") +
+        (params.is_causal ? "causal, " : "full, ") + name_of(feature_of(params)));
+  }
+  instance->launch(all, static_cast<cudaStream_t>(stream));
 }
 
 // Upstream's heuristic: none if the row blocks alone fill 80 % of the slots; otherwise the fewest
@@ -147,8 +213,18 @@ const char* fa2_baseline_error(void) { return last_error.c_str(); }
 
 int32_t fa2_baseline_version(void) { return FA2_BASELINE_VERSION; }
 
+int32_t fa2_baseline_holds(const fa2_problem* problem, int32_t backward) {
+  int32_t held = 0;
+  guarded([&] {
+    FwdParams params{};
+    set_problem(params, *problem);
+    held = find(params, backward != 0 ? Kind::bwd : Kind::fwd) != nullptr;
+  });
+  return held;
+}
+
 int32_t fa2_baseline_num_splits(const fa2_problem* problem, int32_t num_sms) {
-  const int key_block = problem->head_dim <= 64 ? 256 : 128;
+  const int key_block = problem->head_dim <= 64 ? 256 : problem->head_dim <= 128 ? 128 : 64;
   const int row_blocks = problem->batch * problem->nheads * ceil_div(problem->seqlen_q, kSplitRows);
   // Two CTAs of 128 threads on an SM.
   return choose_num_splits(row_blocks, 2 * num_sms, ceil_div(problem->seqlen_k, key_block));
@@ -173,17 +249,7 @@ int32_t fa2_baseline_forward(const fa2_problem* problem, const fa2_tensor* q, co
     params.num_splits = num_splits;
     params.oaccum_ptr = out_accum;
     params.softmax_lseaccum_ptr = lse_accum;
-    const auto stream = static_cast<cudaStream_t>(problem->stream);
-    dispatch(params, [&](auto element, auto head_dim, auto causal) {
-      using Element = decltype(element);
-      constexpr int kHeadDim = decltype(head_dim)::value;
-      constexpr bool kCausal = decltype(causal)::value;
-      if (num_splits > 1) {
-        FLASH_NAMESPACE::run_mha_fwd_splitkv_dispatch<Element, kHeadDim, kCausal>(params, stream);
-      } else {
-        FLASH_NAMESPACE::run_mha_fwd_<Element, kHeadDim, kCausal>(params, stream);
-      }
-    });
+    launch(num_splits > 1 ? Kind::fwd_split : Kind::fwd, params, &params, problem->stream);
   });
 }
 
@@ -219,10 +285,6 @@ int32_t fa2_baseline_backward(const fa2_problem* problem, const fa2_tensor* dout
     params.dq_accum_ptr = dq_accum;
     params.deterministic = deterministic != 0;
     params.dq_accum_split_stride = dq_accum_split_stride;
-    const auto stream = static_cast<cudaStream_t>(problem->stream);
-    dispatch(params, [&](auto element, auto head_dim, auto causal) {
-      FLASH_NAMESPACE::run_mha_bwd_<decltype(element), decltype(head_dim)::value,
-                                    decltype(causal)::value>(params, stream);
-    });
+    launch(Kind::bwd, params, &params, problem->stream);
   });
 }

@@ -1,6 +1,6 @@
 // C interface to upstream's own kernels, for benchmarks through ctypes. Every function returns 0,
 // or 1 with a message in fa2_baseline_error(). All tensors are device memory on `device`, all
-// strides count elements, all last dimensions are contiguous, and head_dim is 64 or 128.
+// strides count elements, and all last dimensions are contiguous.
 //
 // Packed sequences: cu_seqlens_q and cu_seqlens_k are (batch + 1) on the device, seqlen_q and
 // seqlen_k the longest lengths, total_q the queries of all sequences, and tensors have no batch
@@ -20,6 +20,9 @@ typedef struct {
   int64_t batch_stride, row_stride, head_stride;
 } fa2_tensor;  // (batch, seqlen, nheads, head_dim) or (total, nheads, head_dim)
 
+// window_left, window_right: keys visible on either side of the diagonal; negative: all. softcap,
+// p_dropout (the probability to drop): 0 for none. alibi_slopes: (nheads), or (batch, nheads) with
+// a batch stride; null for none. rng_state: (2), seed and offset of dropout.
 typedef struct {
   int32_t device, is_bf16, is_causal;
   int32_t batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim;
@@ -28,13 +31,22 @@ typedef struct {
   const int32_t* cu_seqlens_q;
   const int32_t* cu_seqlens_k;
   int32_t total_q;
+  int32_t window_left, window_right;
+  float softcap, p_dropout;
+  const float* alibi_slopes;
+  int64_t alibi_batch_stride;
+  uint64_t* rng_state;
 } fa2_problem;
 
 // Of this interface: a caller that expects another must not call the rest.
-#define FA2_BASELINE_VERSION 2
+#define FA2_BASELINE_VERSION 3
 FA2_EXPORT int32_t fa2_baseline_version(void);
 
 FA2_EXPORT const char* fa2_baseline_error(void);
+
+// Whether this build holds the kernel of a problem: 1 or 0. One feature at a time (window, softcap,
+// ALiBi, dropout) is compiled.
+FA2_EXPORT int32_t fa2_baseline_holds(const fa2_problem* problem, int32_t backward);
 
 // Upstream's choice of num_splits for a problem, on the given number of SMs.
 FA2_EXPORT int32_t fa2_baseline_num_splits(const fa2_problem* problem, int32_t num_sms);

@@ -42,12 +42,13 @@ _UPSTREAM_FLAGS = (
 _COMMON_FLAGS = ("--compress-mode=size", "--diag-suppress=174,177,186,221", "-Xcompiler=-fPIC")
 
 
-def build(out: Path, compilations: int) -> Path:
+def build(out: Path, compilations: int, defines: Sequence[str] = ()) -> Path:
     """Builds the benchmark library.
 
     Args:
         out: Folder for the library, its record baseline.json, and the build's own files.
         compilations: CUDA compilations at once.
+        defines: Options of cpp/baseline/CMakeLists.txt, such as "FA2_HEAD_DIMS=64;128".
 
     Returns:
         Path of the library.
@@ -75,6 +76,7 @@ def build(out: Path, compilations: int) -> Path:
             f"-DCMAKE_CUDA_COMPILER_LAUNCHER={';'.join(launcher)}",
             f"-DFA2_UPSTREAM_DIR={upstream['dest']}",
             f"-DFA2_JOBS={compilations}",
+            *(f"-D{define}" for define in defines),
         ]
     )
     _run([cmake, "--build", str(tree)])
@@ -88,6 +90,7 @@ def build(out: Path, compilations: int) -> Path:
             "upstream": {key: upstream[key] for key in ("version", "sha256")},
             "cuda_toolkit": tools.version,
             "architectures": [ARCHITECTURE],
+            "options": list(defines),
             "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
             "bytes": library.stat().st_size,
             "translation_units": read_costs(log),
@@ -246,6 +249,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "baseline")
     parser.add_argument("--jobs", type=int, help="CUDA compilations at once")
+    parser.add_argument(
+        "-D",
+        "--define",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of cpp/baseline/CMakeLists.txt, such as 'FA2_HEAD_DIMS=64;128'",
+    )
     parser.add_argument("--cost", action="store_true", help="measure upstream's own files instead")
     parser.add_argument("--tus", nargs="+", default=list(COST_TUS), help="which, with --cost")
     parser.add_argument("--result", type=Path, default=COST_RESULT, help="where, with --cost")
@@ -255,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             files.write_json(options.result, cost(options.out, options.tus))
             print(options.result)
         else:
-            library = build(options.out, options.jobs or default_jobs())
+            library = build(options.out, options.jobs or default_jobs(), options.define)
             print(f"{library}: {library.stat().st_size / 1e6:.1f} MB")
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -162,9 +162,9 @@ def _forward_table(results: Results, dtypes: Sequence[str]) -> str:
                 case["name"],
                 _spread(times["ours"]),
                 _spread(times["fa2"]) if "fa2" in times else "-",
-                _spread(times["sdpa"]),
-                f"{case['ratio_to_fa2']:.2f}" if "ratio_to_fa2" in case else "-",
-                f"{case['ratio_to_sdpa']:.2f}",
+                _spread(times["sdpa"]) if "sdpa" in times else "-",
+                _ratio(case.get("ratio_to_fa2")),
+                _ratio(case.get("ratio_to_sdpa")),
                 f"{case['tflops']:.0f}",
             ]
         )
@@ -225,8 +225,8 @@ def _splits(results: Results) -> str:
     record = results["forward"]
     default = record.get("split_size")
     prefill: dict[int, list[float]] = {}
-    for case in record["cases"]:
-        for size, one in case.get("splits", {}).items():
+    for case in (case for case in record["cases"] if case.get("splits")):
+        for size, one in case["splits"].items():
             prefill.setdefault(int(size), []).append(one["ratio_to_fa2"])
         if default is not None:
             prefill.setdefault(default, []).append(case["ratio_to_fa2"])
@@ -293,6 +293,31 @@ def _backward(results: Results) -> str:
     )
 
 
+def _by_head_dim(results: Results) -> str:
+    """Ratios to upstream's own kernels by head dim, and by feature."""
+    columns = (("forward", "fa2"), ("backward", "fa2"), ("backward", "fa2_deterministic"))
+    groups: dict[str, list[list[float]]] = {}
+    for place, (name, side) in enumerate(columns):
+        for case in results.get(name, {}).get("cases", ()):
+            ratio = case.get(f"ratio_to_{side}")
+            if ratio is not None:
+                group = case.get("feature") or f"head dim {case['head_dim']:3}"
+                groups.setdefault(group, [[] for _ in columns])[place].append(ratio)
+    if not groups:
+        return NOT_MEASURED
+    plain = sorted(group for group in groups if group.startswith("head dim"))
+    order = [*plain, *(group for group in groups if group not in plain)]
+    rows = [
+        [" ".join(group.split()), *(cell for one in groups[group] for cell in _mean_and_worst(one))]
+        for group in order
+    ]
+    header = ["", "forward", "worst", "backward", "worst", "to FA2 det.", "worst"]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(results['forward'])} Geometric mean and worst of "
+        "the ratios to FA2; features at head dims 64 and 128."
+    )
+
+
 def _varlen(results: Results) -> str:
     record = results["varlen"]
     rows = [
@@ -313,8 +338,14 @@ def _varlen(results: Results) -> str:
 
 def _summary(results: Results) -> str:
     """What users ask first: how much slower than upstream, in one line for each use."""
-    prefill = [c["ratio_to_fa2"] for c in results["forward"]["cases"] if "ratio_to_fa2" in c]
-    rows = [["prefill", "FA2", *_mean_and_worst(prefill), "none"]]
+    prefill: dict[bool, list[float]] = {False: [], True: []}
+    for case in results["forward"]["cases"]:
+        if "ratio_to_fa2" in case:
+            prefill[bool(case.get("feature"))].append(case["ratio_to_fa2"])
+    rows = [["prefill", "FA2", *_mean_and_worst(prefill[False]), "none"]]
+    if prefill[True]:
+        features = "prefill: window, softcap, ALiBi, dropout"
+        rows.append([features, "FA2", *_mean_and_worst(prefill[True]), "none"])
     if "varlen" in results:
         packed = [case["ratio_to_fa2"] for case in results["varlen"]["cases"]]
         rows.append(["prefill, packed sequences", "FA2", *_mean_and_worst(packed), "none"])
@@ -494,6 +525,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "build": ("build", _build),
     "build-cost": ("build_cost_upstream", _build_cost),
     "build-units": ("build", _build_units),
+    "by-head-dim": ("forward", _by_head_dim),
     "decode": ("decode", _decode),
     "forward": ("forward", _forward),
     "forward-all": ("forward", _forward_all),

@@ -7,23 +7,23 @@ interrupted run leaves what it had.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
-from flash_attn_deterministic.verify.speed.measure import interleaved, summary
 
 from tests.benchmarks.baseline import Baseline, Packed
+from tests.benchmarks.cases import DENSE, FEATURES, PACKED, Case, means, timed
 from tests.benchmarks.common import (
     environment,
     fail,
     open_baseline,
     peak_memory,
+    print_means,
     run_cases,
 )
 from tests.gpu.attention import DTYPES, is_built, make_qkv, same_bits
@@ -34,85 +34,41 @@ Backward = Callable[[], Gradients]
 OPS = torch.ops.flash_attn_deterministic
 
 
-@dataclass(frozen=True)
-class Case:
-    """A self-attention shape; lengths are those of packed sequences, empty for dense ones."""
-
-    batch: int
-    seqlen: int  # packed: the longest
-    nheads: int
-    nheads_k: int
-    head_dim: int
-    causal: bool
-    dtype: str = "bf16"
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Returns e.g. "B8 L4096 H32/8 D128 causal bf16"."""
-        length = f"L{min(self.lengths)}..{self.seqlen}" if self.lengths else f"L{self.seqlen}"
-        heads = f"H{self.nheads}"
-        if self.nheads != self.nheads_k:
-            heads += f"/{self.nheads_k}"
-        sizes = f"B{self.batch} {length} {heads} D{self.head_dim}"
-        return f"{sizes}{' causal' if self.causal else ''} {self.dtype}"
-
-    @property
-    def flops(self) -> int:
-        """Returns the floating-point operations of the five matrix products on visible keys."""
-        pairs = sum(
-            length * (length + 1) // 2 if self.causal else length**2
-            for length in self.lengths or [self.seqlen] * self.batch
-        )
-        return 10 * self.nheads * self.head_dim * pairs
-
-
-def ragged(batch: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Draws the lengths of packed sequences, the same ones each time."""
-    numbers = random.Random(0)
-    return tuple(numbers.randint(shortest, longest) for _ in range(batch))
-
-
-# batch, seqlen, nheads, nheads_k, head_dim
-SHAPES = (
-    (8, 4096, 32, 32, 128),
-    (2, 16_384, 16, 16, 128),
-    (1, 8192, 8, 8, 128),
-    (1, 32_768, 4, 4, 128),
-    (8, 4096, 32, 32, 64),
-    (8, 4096, 32, 8, 128),
-    (4, 2048, 32, 32, 64),
-)
-RAGGED = ragged(16, 256, 8192)
-MASKS = (False, True)
-CASES = (
-    *(Case(*shape, causal) for shape in SHAPES for causal in MASKS),
-    *(Case(16, max(RAGGED), 16, 16, 128, causal, lengths=RAGGED) for causal in MASKS),
-)
-
-
 def dense_sides(case: Case, baseline: Baseline | None) -> dict[str, Backward]:
     """Returns the backward of each side, forwards done, for sequences of one length."""
     shape = (case.batch, case.seqlen, case.nheads, case.head_dim)
     q, k, v = make_qkv(shape, nheads_k=case.nheads_k, dtype=DTYPES[case.dtype])
     dout = make_qkv(shape, seqlen_k=1, dtype=DTYPES[case.dtype], seed=1)[0]
-    out, lse, _ = flash_attn_func(q, k, v, causal=case.causal, return_attn_probs=True)
-    scores = (0.0, case.head_dim**-0.5, -1, 0 if case.causal else -1, 0.0)
+    scores = case.scores()
+    given = {**FEATURES[case.feature], "alibi_slopes": scores.alibi_slopes}
+    out, lse, _ = flash_attn_func(q, k, v, causal=case.causal, return_attn_probs=True, **given)
+    numbers = (scores.dropout_p, case.head_dim**-0.5, *case.window, scores.softcap)
 
     def ours(deterministic: bool) -> Gradients:
-        result: Gradients = OPS.bwd(dout, q, k, v, out, lse, None, None, *scores, deterministic)
+        # The mask of dropout is another than the forward's, which takes as long.
+        result: Gradients = OPS.bwd(
+            dout, q, k, v, out, lse, scores.alibi_slopes, scores.rng_state, *numbers, deterministic
+        )
         return result
 
     sides: dict[str, Backward] = {"ours": lambda: ours(True), "ours_atomics": lambda: ours(False)}
-    if baseline is not None:
+    if baseline is not None and all(
+        baseline.holds(case.head_dim, q.dtype, case.causal, scores, backward=backward)
+        for backward in (False, True)
+    ):
+        # Its causal ALiBi counts from another key than ours: the same out, another softmax_lse.
+        saved = baseline.forward(q, k, v, causal=case.causal, scores=scores)
 
         def fa2(deterministic: bool) -> Gradients:
             return baseline.backward(
-                dout, q, k, v, out, lse, causal=case.causal, deterministic=deterministic
-            )
+                dout, q, k, v, *saved, causal=case.causal, deterministic=deterministic,
+                scores=scores,
+            )  # fmt: skip
 
         sides["fa2"] = lambda: fa2(False)
         sides["fa2_deterministic"] = lambda: fa2(True)
+    if case.feature:
+        return sides
     try:
         sides["sdpa"] = sdpa_side(case, q, k, v, dout)
     except RuntimeError as error:  # a torch whose flash backend takes no groups of heads
@@ -177,13 +133,16 @@ def difference(found: Gradients, expected: Gradients) -> float:
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
-def measure(case: Case, baseline: Baseline | None, repeats: int) -> dict[str, Any]:
+def measure(
+    case: Case, baseline: Baseline | None, repeats: int, budget_ms: float
+) -> dict[str, Any]:
     """Times one case.
 
     Args:
         case: The shape.
         baseline: Upstream's own kernels, if there.
-        repeats: timed calls of each side.
+        repeats: timed calls of each side, at most.
+        budget_ms: milliseconds for all of them.
 
     Returns:
         Milliseconds and memory per side, and ratios of medians.
@@ -194,19 +153,21 @@ def measure(case: Case, baseline: Baseline | None, repeats: int) -> dict[str, An
     sides = (packed_sides if case.lengths else dense_sides)(case, baseline)
     first = sides["ours"]()
     results_bytes = sum(gradient.nbytes for gradient in first)
-    differences = {n: difference(first, run()) for n, run in sides.items() if n != "ours"}
+    # With dropout the other sides have other masks.
+    compared = ["ours_atomics"] if case.feature == "dropout" else [n for n in sides if n != "ours"]
+    differences = {name: difference(first, sides[name]()) for name in compared}
     if not all(d <= 0.02 for d in differences.values()):
         raise RuntimeError(f"the sides disagree: {differences}")
     if not all(map(same_bits, first, sides["ours"]())):
         raise RuntimeError("the same call gave other bits")
     del first
     memory = {name: peak_memory(run) for name, run in sides.items()}
-    times = {n: summary(ms) for n, ms in interleaved(sides, repeats=repeats).items()}
+    times = timed(sides, budget_ms, repeats)
     result: dict[str, Any] = {
         "name": case.name,
         **asdict(case),
         "ms": times,
-        "tflops": round(case.flops / times["ours"]["median"] / 1e9, 1),
+        "tflops": round(case.backward_flops / times["ours"]["median"] / 1e9, 1),
         "peak_bytes_with_results": memory,
         "scratch_bytes": {name: peak - results_bytes for name, peak in memory.items()},
         "relative_difference_to_ours": differences,
@@ -224,26 +185,36 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=20, help="at most")
+    parser.add_argument("--budget-ms", type=float, default=600, help="GPU time of a case")
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
     options = parser.parse_args()
 
     record: dict[str, Any] = {
         **environment(options.wheel, sys.argv),
         "repeats": options.repeats,
+        "budget_ms": options.budget_ms,
         "baseline": None,
+        "geometric_means": {},
         "cases": [],
         "failed": [],
     }
     baseline = open_baseline(options.baseline, record)
-    return run_cases(
+
+    def summarise() -> None:
+        record["geometric_means"] = means(record["cases"], ("fa2", "fa2_deterministic", "sdpa"))
+
+    status = run_cases(
         options.out,
         record,
-        CASES,
+        (*DENSE, *PACKED),
         built=lambda case: is_built(case.head_dim, case.dtype, "bwd"),
-        measure=lambda case: measure(case, baseline, options.repeats),
+        measure=lambda case: measure(case, baseline, options.repeats, options.budget_ms),
         only=options.only,
+        summarise=summarise,
     )
+    print_means(record["geometric_means"])
+    return status
 
 
 if __name__ == "__main__":

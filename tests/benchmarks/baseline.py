@@ -5,6 +5,7 @@ from flash_attn_deterministic.verify.speed.upstream import (
     Baseline,
     BaselineError,
     Packed,
+    Scores,
 )
 
-__all__ = ["HEAD_DIMS", "Baseline", "BaselineError", "Packed"]
+__all__ = ["HEAD_DIMS", "Baseline", "BaselineError", "Packed", "Scores"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -44,6 +45,11 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
         raise
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+    """Returns the geometric mean of at least one positive number."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
 def sha256(path: Path) -> str:
     """Returns the sha256 of a file, in hex."""
     digest = hashlib.sha256()
@@ -75,6 +81,9 @@ def environment(wheel: Path | None, arguments: Sequence[str]) -> dict[str, Any]:
             "python": platform.python_version(),
             "driver": _driver(),
         },
+        # What the kernels that ran were compiled from: digests by part of the source tree.
+        "bits_version": build_info().bits_version,
+        "sources": dict(build_info().sources),
         "wheel": None if wheel is None else {"name": wheel.name, "sha256": sha256(wheel)},
     }
     if torch.cuda.is_available():
@@ -186,3 +195,11 @@ def run_cases(
         write_json(out, record)
         torch.cuda.empty_cache()
     return 1 if record["failed"] else 0
+
+
+def print_means(means: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """Prints the means that a record ends with, a line for each side and group."""
+    for other, groups in means.items():
+        for group, one in groups.items():
+            words = f"mean {one['mean']:.3f}, worst {one['worst']:.3f} of {one['cases']}"
+            print(f"to {other:18} {group:8} {words}")

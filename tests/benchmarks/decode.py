@@ -9,7 +9,6 @@ device copy of the same bytes, which reads and writes: half the time of that cop
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ from flash_attn_deterministic.verify.speed.measure import interleaved, summary
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.common import (
     environment,
+    geometric_mean,
     open_baseline,
     peak_memory,
     run_cases,
@@ -176,8 +176,8 @@ def geometric_means(cases: Sequence[dict[str, Any]]) -> dict[str, dict[str, floa
     for ratio in ("ratio_to_fa2", "ratio_to_floor"):
         found = [case[ratio] for case in cases if ratio in case]
         for name in found[0] if found else ():
-            logs = [math.log(one[name]) for one in found]
-            means.setdefault(ratio, {})[name] = round(math.exp(sum(logs) / len(logs)), 4)
+            mean = geometric_mean([one[name] for one in found])
+            means.setdefault(ratio, {})[name] = round(mean, 4)
     return means
 
 

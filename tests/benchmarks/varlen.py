@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_varlen_func, get_deterministic_mode
-from flash_attn_deterministic.verify.speed.measure import interleaved, summary
 
-from tests.benchmarks.backward import Case, ragged
 from tests.benchmarks.baseline import Baseline, Packed
+from tests.benchmarks.cases import Case, means, ragged, timed
 from tests.benchmarks.common import (
     environment,
     open_baseline,
     peak_memory,
+    print_means,
     run_cases,
 )
 from tests.gpu.attention import DTYPES, is_built, make_qkv
@@ -32,7 +32,7 @@ CASES = tuple(
 )
 
 
-def measure(case: Case, baseline: Baseline, repeats: int) -> dict[str, Any]:
+def measure(case: Case, baseline: Baseline, repeats: int, budget_ms: float) -> dict[str, Any]:
     """Times one case.
 
     Returns:
@@ -65,14 +65,12 @@ def measure(case: Case, baseline: Baseline, repeats: int) -> dict[str, Any]:
         raise RuntimeError(f"the sides disagree by {difference}")
     sides = {"ours": ours, "fa2": fa2}
     memory = {name: peak_memory(run) for name, run in sides.items()}
-    times = {n: summary(ms) for n, ms in interleaved(sides, repeats=repeats).items()}
-    # Of the five matrix products of the backward, the forward has two.
-    flops = case.flops * 2 / 5
+    times = timed(sides, budget_ms, repeats)
     return {
         "name": case.name,
         **asdict(case),
         "ms": times,
-        "tflops": round(flops / times["ours"]["median"] / 1e9, 1),
+        "tflops": round(case.forward_flops / times["ours"]["median"] / 1e9, 1),
         "peak_bytes_with_results": memory,
         "largest_difference": difference,
         "ratio_to_fa2": round(times["ours"]["median"] / times["fa2"]["median"], 4),
@@ -85,26 +83,36 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--baseline", type=Path, required=True, help="libfa2_baseline.so")
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=30, help="at most")
+    parser.add_argument("--budget-ms", type=float, default=1000, help="GPU time of a case")
     options = parser.parse_args()
 
     record: dict[str, Any] = {
         **environment(options.wheel, sys.argv),
         "repeats": options.repeats,
+        "budget_ms": options.budget_ms,
         "split_size": get_deterministic_mode().split_size,
+        "geometric_means": {},
         "cases": [],
         "failed": [],
     }
     baseline = open_baseline(options.baseline, record)
     if baseline is None:
         return 1
-    return run_cases(
+
+    def summarise() -> None:
+        record["geometric_means"] = means(record["cases"], ("fa2",))
+
+    status = run_cases(
         options.out,
         record,
         CASES,
         built=lambda case: is_built(case.head_dim, case.dtype),
-        measure=lambda case: measure(case, baseline, options.repeats),
+        measure=lambda case: measure(case, baseline, options.repeats, options.budget_ms),
+        summarise=summarise,
     )
+    print_means(record["geometric_means"])
+    return status
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def skip_unless_held(config: Config) -> None:
 def test_contract(check: Check, config: Config) -> None:
     skip_unless_held(config)
     size = dataclasses.replace(size_of("cuda", quick=False), configs=(config,))
+    if check.unavailable(size):
+        pytest.skip(check.unavailable(size))
     outcome = run_check(check, size, Attention.installed())
     assert outcome.counter_example is None
     assert outcome.cases > 0

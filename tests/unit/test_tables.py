@@ -23,6 +23,7 @@ def case(name: str, dtype: str, **more: Any) -> dict[str, Any]:
     return {
         "name": name,
         "dtype": dtype,
+        "head_dim": 64,
         "tflops": 400.4,
         "ms": {"ours": spread(2.0), "sdpa": spread(2.5)},
         "ratio_to_sdpa": 0.8,
@@ -46,6 +47,7 @@ RESULTS: dict[str, Any] = {
                 ratio_to_fa2=1.25,
             ),
             case("B3 L3 fp16", "fp16"),
+            case("B4 L4 bf16", "bf16", feature="softcap", ratio_to_fa2=1.5),
         ],
     },
     "backward": {
@@ -158,6 +160,8 @@ def tree(tmp_path: Path) -> Path:
             "| 4 (3.96 to 4.04) | - | 1.25 | 0.50 | 1.5 | 2.0 | 9.0 | 400 |",
         ),
         ("varlen", "| B64 L1..5 bf16 | 2 (1.98 to 2.02) | 1.6 (1.58 to 1.62) | 1.25 | 400 |"),
+        ("by-head-dim", "| head dim 64 | 1.25 | 1.25 | 1.25 | 1.25 | 0.50 | 0.50 |"),
+        ("by-head-dim", "| softcap | 1.50 | 1.50 | - | - | - | - |"),
         ("startup", "| import, on top of torch | 12.3 (12.2 to 12.4) |"),
         ("build", "| CPU time, minutes | 1.5 |"),
         ("build", "| CPU time of 1 of upstream's files, over ours | 2.0 |"),
@@ -246,6 +250,7 @@ def test_one_bad_page_leaves_the_others_alone(tree: Path) -> None:
 def test_summary_has_a_line_for_each_use() -> None:
     page = tables.fill("<!-- table:summary -->\n<!-- /table -->\n", RESULTS, "page")
     assert "| prefill | FA2 | 1.25 | 1.25 | none |" in page
+    assert "| prefill: window, softcap, ALiBi, dropout | FA2 | 1.50 | 1.50 | none |" in page
     assert "| prefill, packed sequences | FA2 | 1.25 | 1.25 | none |" in page
     assert "| backward | FA2, atomics | 1.25 | 1.25 | at most 0.75 x |" in page
     assert "| backward | FA2, deterministic | 0.50 | 0.50 | at most 0.17 x |" in page

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-HEAD_DIMS = (64, 128)
-VERSION = 2  # of the library's interface (cpp/baseline/api.h)
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # that a full build of the library holds
+VERSION = 3  # of the library's interface (cpp/baseline/api.h)
 _ROUNDING = 128  # upstream rounds sequence lengths up to it for scratch
 
 
@@ -41,11 +41,60 @@ class _Problem(ctypes.Structure):
         ("cu_seqlens_q", c_void_p),
         ("cu_seqlens_k", c_void_p),
         ("total_q", c_int32),
+        ("window_left", c_int32),
+        ("window_right", c_int32),
+        ("softcap", c_float),
+        ("p_dropout", c_float),
+        ("alibi_slopes", c_void_p),
+        ("alibi_batch_stride", c_int64),
+        ("rng_state", c_void_p),
     )
 
 
 class BaselineError(RuntimeError):
     """The baseline library reported a failure."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What upstream makes of scores besides a causal mask; the library holds one at a time.
+
+    Args:
+        window: keys visible to the left and to the right of the diagonal; negative: all.
+        softcap: 0: none.
+        dropout_p: the probability to drop.
+        alibi_slopes: (nheads,) or (batch, nheads), fp32, on CUDA.
+        rng_state: (2,), int64, on CUDA: seed and offset of dropout.
+    """
+
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    rng_state: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Returns whether there is none of them."""
+        numbers = (self.window, self.softcap, self.dropout_p)
+        return numbers == ((-1, -1), 0.0, 0.0) and self.alibi_slopes is None
+
+    def fields(self) -> dict[str, object]:
+        """Returns what _Problem says of them."""
+        slopes, state = self.alibi_slopes, self.rng_state
+        per_batch = slopes is not None and slopes.dim() == 2
+        return {
+            "window_left": self.window[0],
+            "window_right": self.window[1],
+            "softcap": self.softcap,
+            "p_dropout": self.dropout_p,
+            "alibi_slopes": None if slopes is None else slopes.data_ptr(),
+            "alibi_batch_stride": slopes.stride(0) if slopes is not None and per_batch else 0,
+            "rng_state": None if state is None else state.data_ptr(),
+        }
+
+
+PLAIN = Scores()
 
 
 @dataclass(frozen=True)
@@ -98,6 +147,8 @@ class Baseline:
             )
         tensor, problem = POINTER(_Tensor), POINTER(_Problem)
         library.fa2_baseline_error.restype = c_char_p
+        library.fa2_baseline_holds.argtypes = [problem, c_int32]
+        library.fa2_baseline_holds.restype = c_int32
         library.fa2_baseline_num_splits.argtypes = [problem, c_int32]
         library.fa2_baseline_num_splits.restype = c_int32
         library.fa2_baseline_forward.argtypes = [
@@ -121,6 +172,38 @@ class Baseline:
         ]
         library.fa2_baseline_backward.restype = c_int32
         self._library = library
+
+    def holds(
+        self,
+        head_dim: int,
+        dtype: torch.dtype,
+        causal: bool = False,
+        scores: Scores = PLAIN,
+        *,
+        backward: bool = False,
+    ) -> bool:
+        """Returns whether this build of the library holds a kernel.
+
+        Args:
+            head_dim: of q, k and v.
+            dtype: of q, k and v.
+            causal: whether the mask is causal.
+            scores: features.
+            backward: the kernel of the backward; its forward may be missing.
+        """
+        problem = _Problem(
+            is_bf16=int(dtype == torch.bfloat16),
+            is_causal=int(causal),
+            batch=1,
+            seqlen_q=2**20,  # no window covers it
+            seqlen_k=2**20,
+            nheads=1,
+            nheads_k=1,
+            head_dim=head_dim,
+            softmax_scale=1.0,
+            **scores.fields(),
+        )
+        return bool(self._library.fa2_baseline_holds(ctypes.byref(problem), int(backward)))
 
     def num_splits(
         self,
@@ -159,37 +242,40 @@ class Baseline:
         softmax_scale: float | None = None,
         causal: bool = False,
         num_splits: int = 0,
+        scores: Scores = PLAIN,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs upstream's forward as its flash_attn_func does.
 
         Args:
-            q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16, head_dim 64 or 128, on CUDA.
+            q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16, on CUDA.
             k: (batch, seqlen_k, nheads_k, head_dim), seqlen_k > 0.
             v: like k.
             softmax_scale: None: head_dim ** -0.5.
             causal: bottom-right aligned.
             num_splits: 0: upstream's heuristic (what flash_attn_func uses); 1: its forward
-                kernel; more: its split kernel and combine kernel.
+                kernel; more: its split kernel and combine kernel. With features it is 1: the
+                library holds no split kernel with them.
+            scores: features.
 
         Returns:
             out like q, softmax_lse (batch, nheads, seqlen_q) fp32.
 
         Raises:
-            ValueError: a head_dim that the library does not hold.
-            BaselineError: CUDA reported a failure.
+            BaselineError: a kernel that the library does not hold, or a failure of CUDA's.
         """
-        _check_head_dim(q)
         batch, seqlen_q, nheads, head_dim = q.shape
         nheads_k = k.shape[2]
         # As upstream: one query row needs no mask, and its head group becomes the rows of a tile.
-        causal = causal and seqlen_q > 1
-        swapped = seqlen_q == 1 and nheads > nheads_k
+        causal = causal and (seqlen_q > 1 or scores.alibi_slopes is not None)
+        swapped = seqlen_q == 1 and nheads > nheads_k and scores.plain
+        if not scores.plain and num_splits == 0:
+            num_splits = 1
         if swapped:
             q = q.reshape(batch, nheads_k, nheads // nheads_k, head_dim).transpose(1, 2)
             seqlen_q, nheads = q.shape[1], nheads_k
         out = torch.empty_like(q)
         lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
-        problem = _problem(q, k, softmax_scale, causal)
+        problem = _problem(q, k, softmax_scale, causal, scores)
         if num_splits == 0:
             sms = torch.cuda.get_device_properties(q.device).multi_processor_count
             num_splits = int(self._library.fa2_baseline_num_splits(ctypes.byref(problem), sms))
@@ -226,12 +312,13 @@ class Baseline:
         softmax_scale: float | None = None,
         causal: bool = False,
         deterministic: bool = False,
+        scores: Scores = PLAIN,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Runs upstream's backward.
 
         Args:
             dout: gradient of out, like q.
-            q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16, head_dim 64 or 128, on CUDA.
+            q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16, on CUDA.
             k: (batch, seqlen_k, nheads_k, head_dim).
             v: like k.
             out: the forward's output.
@@ -239,18 +326,18 @@ class Baseline:
             softmax_scale: None: head_dim ** -0.5.
             causal: bottom-right aligned.
             deterministic: upstream's deterministic mode (run to run, not over batch sizes).
+            scores: features, the forward's.
 
         Returns:
             dq, dk, dv, like q, k, v.
 
         Raises:
-            ValueError: a head_dim that the library does not hold.
-            BaselineError: CUDA reported a failure.
+            BaselineError: a kernel that the library does not hold, or a failure of CUDA's.
         """
         batch, seqlen_q, nheads, head_dim = q.shape
         rounded = -(-seqlen_q // _ROUNDING) * _ROUNDING
         return self._backward(
-            _problem(q, k, softmax_scale, causal),
+            _problem(q, k, softmax_scale, causal, scores),
             (dout, q, k, v, out, softmax_lse),
             softmax_d_shape=(batch, nheads, rounded),
             dq_accum_shape=(batch, rounded, nheads, head_dim),
@@ -269,7 +356,7 @@ class Baseline:
         """Runs upstream's forward of packed sequences as its flash_attn_varlen_func does.
 
         Args:
-            q: (total_q, nheads, head_dim), fp16 or bf16, head_dim 64 or 128, on CUDA.
+            q: (total_q, nheads, head_dim), fp16 or bf16, on CUDA.
             k: (total_k, nheads_k, head_dim), total_k > 0.
             v: like k.
             packed: where the sequences lie; the longest has more than one query (of a single one
@@ -281,10 +368,8 @@ class Baseline:
             out like q, softmax_lse (nheads, total_q) fp32.
 
         Raises:
-            ValueError: a head_dim that the library does not hold.
-            BaselineError: CUDA reported a failure.
+            BaselineError: a kernel that the library does not hold, or a failure of CUDA's.
         """
-        _check_head_dim(q)
         out = torch.empty_like(q)
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         self._check(
@@ -316,7 +401,7 @@ class Baseline:
 
         Args:
             dout: gradient of out, like q.
-            q: (total_q, nheads, head_dim), fp16 or bf16, head_dim 64 or 128, on CUDA.
+            q: (total_q, nheads, head_dim), fp16 or bf16, on CUDA.
             k: (total_k, nheads_k, head_dim).
             v: like k.
             out: the forward's output.
@@ -330,8 +415,7 @@ class Baseline:
             dq, dk, dv, like q, k, v.
 
         Raises:
-            ValueError: a head_dim that the library does not hold.
-            BaselineError: CUDA reported a failure.
+            BaselineError: a kernel that the library does not hold, or a failure of CUDA's.
         """
         total_q, nheads, head_dim = q.shape
         rows = total_q + _ROUNDING * packed.batch
@@ -353,7 +437,6 @@ class Baseline:
         deterministic: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, q, k, v, out, softmax_lse = tensors
-        _check_head_dim(q)
         nheads, head_dim = q.shape[-2:]
         nheads_k = k.shape[-2]
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -392,11 +475,6 @@ class Baseline:
             raise BaselineError(self._library.fa2_baseline_error().decode())
 
 
-def _check_head_dim(q: torch.Tensor) -> None:
-    if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"head_dim: the baseline holds {HEAD_DIMS}, got {q.shape[-1]}")
-
-
 def _tensor(tensor: torch.Tensor) -> _Tensor:
     strides = tensor.stride()
     # Packed sequences have no batch dimension.
@@ -405,7 +483,11 @@ def _tensor(tensor: torch.Tensor) -> _Tensor:
 
 
 def _problem(
-    q: torch.Tensor, k: torch.Tensor, softmax_scale: float | None, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    scores: Scores = PLAIN,
 ) -> _Problem:
     return _Problem(
         device=q.device.index,
@@ -419,6 +501,7 @@ def _problem(
         head_dim=q.shape[3],
         softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
         stream=torch.cuda.current_stream(q.device).cuda_stream,
+        **scores.fields(),
     )
 
 
@@ -440,4 +523,5 @@ def _packed_problem(
         cu_seqlens_q=packed.cu_seqlens_q.data_ptr(),
         cu_seqlens_k=packed.cu_seqlens_k.data_ptr(),
         total_q=q.shape[0],
+        **PLAIN.fields(),
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ....info.build_info import build_info
 from ....errors import FlashAttnError
+from ....info.build_info import build_info
 from ...tasks import holds
 from ..attention import Attention
 from ..check import Mismatch, expect_numbers, expect_same
