@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ def provider() -> Iterator[None]:
     import flash_attn_deterministic.integrations.torch
 
     assert flash_attn_deterministic.integrations.torch.NAME
-    skip_unless_built(torch.bfloat16, 64)
+    skip_unless_built(64, "bf16")
     if not hasattr(attention, "restore_flash_attention_impl"):
         pytest.skip("torch 2.10 keeps what was activated")
     attention.activate_flash_attention_impl("flash_attn_deterministic")
@@ -86,19 +87,14 @@ def test_compiled_sdpa_has_our_bits(layout: str) -> None:
 
 @pytest.mark.usefixtures("provider")
 def test_torch_varlen_attention_has_our_bits() -> None:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen as torch_varlen
 
+    varlen_attn: Any = torch_varlen.varlen_attn
     inputs = [draw(900, 4, 64, seed=seed) for seed in range(3)]
-    dout, starts = draw(900, 4, 64, seed=3), int32(0, 300, 301, 900)
-    window = (-1, 0)
-    try:
-        found = run(
-            lambda *t: varlen_attn(*t, starts, starts, 599, 599, window_size=window), inputs, dout
-        )
-    except TypeError:  # the name of the argument before torch 2.11
-        found = run(
-            lambda *t: varlen_attn(*t, starts, starts, 599, 599, is_causal=True), inputs, dout
-        )
+    dout, starts = draw(900, 4, 64, seed=3), int32([0, 300, 301, 900])
+    parameters = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    found = run(lambda *t: varlen_attn(*t, starts, starts, 599, 599, **causal), inputs, dout)
     expected = run(lambda *t: varlen(*t, starts, starts, 599, 599, causal=True), inputs, dout)
     for left, right in zip(found, expected, strict=True):
         assert same_bits(left, right)
@@ -118,7 +114,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    skip_unless_built(torch.bfloat16, 64)
+    skip_unless_built(64, "bf16")
     import flash_attn_deterministic.integrations.transformers
 
     assert flash_attn_deterministic.integrations.transformers.NAME
