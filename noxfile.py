@@ -56,10 +56,15 @@ def verify_dev(session: nox.Session) -> None:
 @nox.session(default=False)
 def verify(session: nox.Session) -> None:
     """Verify the wheel in dist/, installed in a clean environment, on this machine's GPU."""
-    wheels = [*ROOT.glob("dist/*.whl"), *ROOT.glob("dist/cu[0-9]*/*.whl")]
-    if len(wheels) != 1:
-        session.error(f"dist: expected one wheel, found {len(wheels)}; `nox -s build` makes it")
-    run_verify(session, wheels[0], *session.posargs)
+    run_verify(session, release_wheel(session), *session.posargs)
+
+
+@nox.session(default=False)
+def conformance(session: nox.Session) -> None:
+    """Run upstream's own tests against the wheel in dist/ on this GPU (-- --seconds S --seed N)."""
+    session.install(str(release_wheel(session)), *groups("torch", "conformance"))
+    # The installed package: tests.conformance finds the build's tools by itself.
+    session.run("python", "-m", "tests.conformance", *session.posargs, env={"PYTHONPATH": ""})
 
 
 @nox.session(default=False)
@@ -150,6 +155,14 @@ def baseline(session: nox.Session) -> None:
     """Build upstream's own kernels, for comparisons; never part of the wheel."""
     install_compilers(session)
     session.run("python", "-m", "flash_attn_build.baseline", *session.posargs, env=TOOLS)
+
+
+def release_wheel(session: nox.Session) -> Path:
+    """Returns the wheel in dist/, or in a folder there for one CUDA toolkit."""
+    wheels = [*ROOT.glob("dist/*.whl"), *ROOT.glob("dist/cu[0-9]*/*.whl")]
+    if len(wheels) != 1:
+        session.error(f"dist: expected one wheel, found {len(wheels)}; `nox -s build` makes it")
+    return wheels[0]
 
 
 def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:

@@ -18,4 +18,8 @@ def test_example_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None
     example = EXAMPLE.search(README.read_text())
     assert example is not None
     exec(compile(example["code"], str(README), "exec"), {})
-    assert capsys.readouterr().out == example["output"]
+    printed, written = capsys.readouterr().out, example["output"]
+    # How many rows torch's own attention gets right depends on the CPU.
+    number = re.compile(r"(?<=torch: )\d+(?= of 200)")
+    assert number.sub("N", printed) == number.sub("N", written)
+    assert int(number.search(printed)[0]) < 200  # type: ignore[index]

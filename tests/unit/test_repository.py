@@ -55,8 +55,22 @@ def test_no_folder_of_a_machine_is_named() -> None:
 def test_readme_is_short_and_has_the_two_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 150
-    assert "python3 -m pip install nox && nox -s build\n" in text
-    assert "nox -s test\n" in text
+    assert "    pipx run nox -s build " in text
+    assert "nox -s test`" in text
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        text = document.read_text()
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            name, _, heading = link.partition("#")
+            if "://" in name:
+                continue
+            target = (document.parent / name).resolve() if name else document
+            assert target.exists(), (document.name, link)
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M) if heading else []
+            anchors = [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings]
+            assert not heading or heading in anchors, (document.name, link)
 
 
 def test_every_record_of_a_decision_is_short_and_numbered() -> None:

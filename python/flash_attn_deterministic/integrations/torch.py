@@ -18,6 +18,7 @@ in torch >= 2.11, gives torch its own kernels back.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -41,9 +42,12 @@ class Handle:
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         library: Any = torch.library.Library
         self._library: Any = library("aten", "IMPL", dispatch_key)
-        for name, function in _OVERRIDES.items():
-            if hasattr(torch.ops.aten, name):  # the in-place form is younger than torch 2.10
-                self._library.impl(name, function, dispatch_key)
+        with warnings.catch_warnings():
+            # It is what was asked for.
+            warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")
+            for name, function in _OVERRIDES.items():
+                if hasattr(torch.ops.aten, name):  # the in-place form is younger than torch 2.10
+                    self._library.impl(name, function, dispatch_key)
 
     def remove(self) -> None:
         """Gives torch its own kernels back."""

@@ -50,6 +50,20 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="for developers: run on a source tree; the report says so and cannot be published",
     )
+    parser.add_argument(
+        "--attention",
+        metavar="LIST",
+        help="instead of all that: which rows of the contract other attention keeps, beside ours: "
+        "sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math, flex, fa3 or MODULE:FUNCTION, "
+        "separated by commas; writes scoreboard.json, .md and .svg",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60,
+        metavar="S",
+        help="with --attention: after S seconds no further row of one attention starts (60)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -59,11 +73,20 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         Exit status, one of `outcome.Exit`.
     """
+    from ..errors import ArgumentError
     from .ending import ended
     from .installed import FileError
     from .outcome import Exit
 
-    return ended(lambda: _verify(arguments), {FileError: Exit.USAGE})
+    command = _verify if arguments.attention is None else _scoreboard
+    return ended(lambda: command(arguments), {FileError: Exit.USAGE, ArgumentError: Exit.USAGE})
+
+
+def _scoreboard(arguments: argparse.Namespace) -> int:
+    from .scoreboard import cli
+
+    _check_device(arguments.device)
+    return cli.run(arguments)
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Which rows of the contract other attention keeps: what `verify --attention` runs."""

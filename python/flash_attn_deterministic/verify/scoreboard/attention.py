@@ -1,0 +1,365 @@
+"""The attention that is tried: ours, torch's, FlashAttention-3, or any function by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...errors import ArgumentError
+
+
+class Attend(Protocol):
+    """What every attention is called as.
+
+    Takes q (batch, seqlen_q, nheads, head_dim), k and v (batch, seqlen_k, nheads_k, head_dim) in
+    bfloat16, whether the mask is causal, aligned to the bottom right corner, and, where it has
+    `lengths`, seqlens_k (batch,), int32, how many keys of each sequence count. Returns out like q.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = False,
+        seqlens_k: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention in one setting.
+
+    Args:
+        name: as in --attention.
+        setting: "default", or what was done to make it deterministic.
+        version: of what it comes from.
+        attend: the call.
+        lengths: whether it takes seqlens_k.
+        gradients: whether it has a backward.
+        inside: what its calls run in.
+    """
+
+    name: str
+    setting: str
+    version: str
+    attend: Attend
+    lengths: bool = False
+    gradients: bool = True
+    inside: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
+
+
+DEFAULT = "default"
+NAMES = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "flex", "fa3")
+
+
+class UnavailableError(Exception):
+    """An attention cannot run on this machine; the message says why."""
+
+
+def find(name: str, device: str) -> list[Attention]:
+    """Returns an attention in its settings: the default, then the best deterministic one.
+
+    Args:
+        name: one of NAMES, or MODULE:FUNCTION.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ArgumentError: there is no such name, module or function.
+        UnavailableError: it cannot run here.
+    """
+    if name in _BACKENDS:
+        return _sdpa(name, device)
+    if name == "flex":
+        return _flex()
+    if name == "fa3":
+        return _fa3(device)
+    if ":" in name:
+        return [_function(name)]
+    raise ArgumentError(
+        f"--attention: expected {', '.join(NAMES)} or MODULE:FUNCTION, separated by commas, got "
+        f"{name!r}"
+    )
+
+
+def ours() -> Attention:
+    """Returns this package's attention, in its default mode."""
+    from ... import flash_attn_func, flash_attn_with_kvcache
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        seqlens_k: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if seqlens_k is None:
+            return flash_attn_func(q, k, v, causal=causal)
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens_k, causal=causal)
+
+    return Attention("ours", DEFAULT, _version("flash-attn-deterministic"), attend, lengths=True)
+
+
+def _version(distribution: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{distribution} {version(distribution)}"
+    except PackageNotFoundError:
+        return distribution
+
+
+@contextmanager
+def _deterministic_torch() -> Iterator[None]:
+    """torch.use_deterministic_algorithms, without an error where torch knows of nothing better."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+# scaled_dot_product_attention: its causal mask is aligned to the top left corner.
+
+_BACKENDS = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-math": SDPBackend.MATH,
+}
+
+
+def _sdpa(name: str, device: str) -> list[Attention]:
+    if device == "cpu" and name not in ("sdpa-flash", "sdpa-math"):
+        raise UnavailableError("torch has it for CUDA devices only")
+    # torch's flash kernels take no mask but their own.
+    masks = name != "sdpa-flash"
+    sdpa: Any = functional.scaled_dot_product_attention
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        seqlens_k: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        shared = q.shape[2] != k.shape[2]
+        square = q.shape[1] == k.shape[1]
+        mask: Any = None
+        if seqlens_k is not None or (causal and not square and masks):
+            mask = _mask(q, k, causal, seqlens_k)
+        elif causal and not square:
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(q.shape[1], k.shape[1])
+        with sdpa_kernel(_BACKENDS[name]):
+            out: torch.Tensor = sdpa(
+                *(t.transpose(1, 2) for t in (q, k, v)),
+                attn_mask=mask,
+                is_causal=causal and mask is None,
+                enable_gqa=shared,
+            )
+        return out.transpose(1, 2)
+
+    version = f"torch {torch.__version__}"
+    if name == "sdpa-cudnn":
+        version += f", cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call, unused-ignore]
+    return [
+        Attention(name, DEFAULT, version, attend, masks),
+        Attention(
+            name,
+            "use_deterministic_algorithms",
+            version,
+            attend,
+            masks,
+            inside=_deterministic_torch,
+        ),
+    ]
+
+
+def _mask(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, seqlens_k: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns (batch or 1, 1, seqlen_q, seqlen_k), bool: visible keys."""
+    rows = torch.arange(q.shape[1], device=q.device)[:, None]
+    keys = torch.arange(k.shape[1], device=q.device)
+    lengths = torch.tensor([k.shape[1]], device=q.device) if seqlens_k is None else seqlens_k
+    lengths = lengths.view(-1, 1, 1, 1)
+    visible = keys < lengths
+    return (
+        visible & (keys <= rows + lengths - q.shape[1])
+        if causal
+        else visible.expand(-1, 1, q.shape[1], -1)
+    )
+
+
+def _flex() -> list[Attention]:
+    from torch._functorch import config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()
+    compiled: Any = torch.compile(flex_attention)
+
+    def make(options: dict[str, Any]) -> Attend:
+        def attend(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            causal: bool = False,
+            seqlens_k: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            shift = k.shape[1] - q.shape[1]
+            block_mask = None
+            if seqlens_k is not None or causal:
+
+                def visible(
+                    batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
+                ) -> torch.Tensor:
+                    if seqlens_k is None:
+                        return row + shift >= key
+                    inside = key < seqlens_k[batch]
+                    return (
+                        inside & (row + seqlens_k[batch] - q.shape[1] >= key) if causal else inside
+                    )
+
+                batches = None if seqlens_k is None else q.shape[0]
+                block_mask = create_block_mask(
+                    visible, batches, None, q.shape[1], k.shape[1], device=str(q.device)
+                )
+            out: Any = compiled(
+                *(t.transpose(1, 2) for t in (q, k, v)),
+                block_mask=block_mask,
+                enable_gqa=q.shape[2] != k.shape[2],
+                kernel_options=options or None,
+            )
+            result: torch.Tensor = out.transpose(1, 2)
+            return result
+
+        return attend
+
+    # A backward that is timed runs many times over what its forward saved.
+    kept = functools.partial(config.patch, donated_buffer=False)
+    version = f"torch {torch.__version__}"
+    # Decode has a kernel of its own, which cuts the keys by the number of CTAs, unless forbidden.
+    one_kernel = {"FORCE_USE_FLEX_ATTENTION": True}
+    return [
+        Attention("flex", DEFAULT, version, make({}), True, inside=kept),
+        Attention("flex", "FORCE_USE_FLEX_ATTENTION", version, make(one_kernel), True, inside=kept),
+    ]
+
+
+def _fa3(device: str) -> list[Attention]:
+    """FlashAttention-3, from flash_attn_interface or from the library that FA3_LIBRARY names."""
+    if device != "cuda":
+        raise UnavailableError("it runs on CUDA devices only")
+    library = os.environ.get("FA3_LIBRARY")
+    if library:
+        for runtime in Path(library).parent.glob("libcudart.so*"):  # what it was built with
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+        torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
+        version = f"FA3 of {Path(library).name}"
+    else:
+        try:
+            importlib.import_module("flash_attn_interface")
+        except ImportError as error:
+            raise UnavailableError(
+                f"flash_attn_interface cannot be imported ({error}); FA3_LIBRARY may name a library"
+            ) from error
+        version = _version("flash-attn-3")
+    return [
+        Attention("fa3", DEFAULT, version, _fa3_attend(0, False), lengths=True),
+        Attention(
+            "fa3", "num_splits=1, deterministic", version, _fa3_attend(1, True), lengths=True
+        ),
+    ]
+
+
+def _fa3_attend(num_splits: int, deterministic: bool) -> Attend:
+    ops: Any = torch.ops.flash_attn_3
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            causal: bool,
+            seqlens_k: torch.Tensor | None,
+        ) -> torch.Tensor:
+            settings = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal}
+            out, softmax_lse, *_ = ops.fwd(
+                q, k, v, seqused_k=seqlens_k, num_splits=num_splits, **settings
+            )
+            ctx.save_for_backward(q, k, v, out, softmax_lse)
+            ctx.settings = settings
+            result: torch.Tensor = out
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+            saved = ctx.saved_tensors
+            gradients = [torch.empty_like(t) for t in saved[:3]]
+            ops.bwd(
+                dout.contiguous(), *saved, *gradients, deterministic=deterministic, **ctx.settings
+            )
+            return (*gradients, None, None)
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        seqlens_k: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        out: torch.Tensor = Function.apply(q, k, v, causal, seqlens_k)  # type: ignore[no-untyped-call, unused-ignore]
+        return out
+
+    return attend
+
+
+def _function(name: str) -> Attention:
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ArgumentError(f"--attention: {module_name} cannot be imported ({error})") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ArgumentError(f"--attention: {module_name} has no function {function_name!r}")
+    lengths = "seqlens_k" in inspect.signature(function).parameters
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        seqlens_k: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        more = {} if seqlens_k is None else {"seqlens_k": seqlens_k}
+        result: Any = function(q, k, v, causal=causal, **more)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    version = str(getattr(module, "__version__", "no version"))
+    return Attention(name, DEFAULT, f"{module_name} {version}", attend, lengths)

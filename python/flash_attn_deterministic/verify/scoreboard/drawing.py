@@ -1,0 +1,136 @@
+"""The scoreboard as a table in Markdown, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from .trial import BROKEN, KEPT, NOT_APPLICABLE, NOT_RUN, RAISED
+
+_COLOURS = {
+    KEPT: "#1a7f4b",
+    BROKEN: "#c0392b",
+    RAISED: "#8a6d1a",
+    NOT_APPLICABLE: "#9aa5b1",
+    NOT_RUN: "#9aa5b1",
+}
+_LEGEND = (
+    "Equal bits in so many of the cases tried. n/a: the calls have no way to ask. raises: the call "
+    "raised an error. Times are medians over those of ours, in one process."
+)
+
+
+def cell(result: Mapping[str, Any]) -> str:
+    """Returns one result in a word: "12/12", "n/a" and so on."""
+    words = {NOT_APPLICABLE: "n/a", RAISED: "raises", NOT_RUN: "not run"}
+    status = result["status"]
+    return words.get(status, f"{result['equal']}/{result['cases']}")
+
+
+def title(attention: Mapping[str, Any]) -> str:
+    """Returns name and setting of an attention."""
+    setting = attention["setting"]
+    return str(attention["name"]) + ("" if setting == "default" else f" ({setting})")
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """Returns the scoreboard as a table, with the first counter-example of each row broken."""
+    attentions = record["attentions"]
+    lines = [
+        "# Who keeps which row",
+        "",
+        f"{record['device_name']}, torch {record['torch']}, {record['date']}. {_LEGEND}",
+        "",
+        "| the same bits whatever | " + " | ".join(title(one) for one in attentions) + " |",
+        "| --- |" + " ---: |" * len(attentions),
+    ]
+    for row in record["rows"]:
+        source = f" ({row['source']})" if row["source"] else ""
+        cells = [cell(one["rows"][row["id"]]) for one in attentions]
+        lines.append(f"| {row['id']}: {row['promise']}{source} | " + " | ".join(cells) + " |")
+    for name, times in record["times"].items():
+        cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in times["ratio"]]
+        lines.append(f"| time, {name} | " + " | ".join(cells) + " |")
+    lines += ["", "Versions: " + "; ".join(f"{title(a)}: {a['version']}" for a in attentions) + "."]
+    lines += ["", "## First counter-examples, and reasons", ""]
+    for one in attentions:
+        for row in record["rows"]:
+            result = one["rows"][row["id"]]
+            why = result["counter_example"] or result["reason"]
+            if why:
+                lines.append(f"- {title(one)}, {row['id']}: {why}")
+    lines += [f"- {name}: {reason}" for name, reason in record["unavailable"].items()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_ROW, _COLUMN, _LEFT, _TOP = 24, 92, 330, 64
+
+
+def svg(record: Mapping[str, Any]) -> str:
+    """Returns the scoreboard as the text of an SVG file: a coloured field for each result."""
+    attentions, rows = record["attentions"], record["rows"]
+    width = _LEFT + _COLUMN * len(attentions) + 10
+    height = _TOP + _ROW * (len(rows) + len(record["times"])) + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        "<title>Which attention keeps its bits</title>",
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    ]
+    for column, one in enumerate(attentions):
+        middle = _LEFT + _COLUMN * (column + 0.5)
+        parts.append(_text(middle, _TOP - 34, one["name"], "middle", bold=True))
+        for line, text in enumerate(_broken(one["setting"], 15)[:2]):
+            parts.append(_text(middle, _TOP - 20 + 12 * line, text, "middle", size=9))
+    for number, row in enumerate(rows):
+        y = _TOP + _ROW * number
+        source = f" ({row['source']})" if row["source"] else ""
+        parts.append(_text(_LEFT - 8, y + 16, f"{row['promise']}{source}", "end", size=11))
+        for column, one in enumerate(attentions):
+            result = one["rows"][row["id"]]
+            x = _LEFT + _COLUMN * column
+            colour = _COLOURS[result["status"]]
+            parts.append(
+                f'<rect x="{x + 1}" y="{y + 1}" width="{_COLUMN - 2}" height="{_ROW - 2}" rx="3" '
+                f'fill="{colour}"/>'
+            )
+            parts.append(_text(x + _COLUMN / 2, y + 16, cell(result), "middle", colour="#fff"))
+    for number, (name, times) in enumerate(record["times"].items()):
+        y = _TOP + _ROW * (len(rows) + number)
+        parts.append(_text(_LEFT - 8, y + 16, f"time over ours: {name}", "end", size=11))
+        for column, ratio in enumerate(times["ratio"]):
+            text = "-" if ratio is None else f"{ratio:.2f}"
+            parts.append(_text(_LEFT + _COLUMN * (column + 0.5), y + 16, text, "middle"))
+    where = f"{record['device_name']}, torch {record['torch']}, {record['date']}"
+    parts.append(
+        _text(10, height - 14, f"Equal bits in so many of the cases tried. {where}", size=10)
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    anchor: str = "start",
+    *,
+    size: int = 12,
+    bold: bool = False,
+    colour: str = "#1c2430",
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{colour}"'
+        f"{weight}>{escape(text)}</text>"
+    )
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """Breaks a text into lines, at spaces and, in long words, at underscores."""
+    lines = [""]
+    for word in text.replace("_", "_\0").replace(" ", " \0").split("\0"):
+        if len(lines[-1]) + len(word) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += word
+    return lines

@@ -1,0 +1,106 @@
+"""Asks one attention for every row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...bench.compare import compare
+from ..bits import difference
+from .attention import Attend, Attention
+from .rows import ROWS, Row, Shape, Sizes
+
+KEPT, BROKEN = "kept", "broken"
+NOT_APPLICABLE, RAISED, NOT_RUN = "not-applicable", "raised", "not-run"
+
+
+def try_rows(
+    attention: Attention,
+    expected: Attend,
+    sizes: Sizes,
+    seconds: float,
+    on_row: Callable[[str], None],
+) -> dict[str, dict[str, Any]]:
+    """Runs every row.
+
+    Args:
+        attention: what is tried.
+        expected: what computes the same function, up to roundings.
+        sizes: of the problems.
+        seconds: after which no further row starts.
+        on_row: is told the id of each row that starts.
+
+    Returns:
+        By row: `status`, `cases` and `equal` (how many were tried, and how many kept their bits),
+        `reason` and `counter_example`, both None where there is none.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    end = time.monotonic() + seconds
+    with attention.inside():
+        problem = _other_function(attention.attend, expected, sizes)
+        for row in ROWS:
+            on_row(row.id)
+            if problem:
+                results[row.id] = _result(RAISED, reason=problem)
+            elif time.monotonic() > end:
+                results[row.id] = _result(NOT_RUN, reason=f"{seconds:.0f} s were over")
+            else:
+                results[row.id] = _try(row, attention, sizes)
+    return results
+
+
+def _result(status: str, cases: int = 0, equal: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "status": status,
+        "cases": cases,
+        "equal": equal,
+        "reason": more.get("reason"),
+        "counter_example": more.get("counter_example"),
+    }
+
+
+def _try(row: Row, attention: Attention, sizes: Sizes) -> dict[str, Any]:
+    if row.lengths and not attention.lengths:
+        return _result(NOT_APPLICABLE, reason="its calls take no lengths of keys")
+    if row.gradients and not attention.gradients:
+        return _result(NOT_APPLICABLE, reason="it has no backward")
+    tried = equal = 0
+    example: str | None = None
+    with torch.set_grad_enabled(row.gradients):
+        for case in row.cases(sizes):
+            found = None
+            try:
+                for what, (left, right) in case.run(attention.attend):
+                    differs = difference(left, right)
+                    if differs is not None and found is None:
+                        found = f"{case.name}, {what}: {differs.words}"
+            except Exception as error:
+                return _result(RAISED, tried, equal, reason=f"{case.name}: {first_line(error)}",
+                               counter_example=example)  # fmt: skip
+            tried += 1
+            equal += found is None
+            example = example or found
+    if not tried:
+        return _result(NOT_APPLICABLE, reason=f"no such case on {sizes.device}")
+    return _result(KEPT if equal == tried else BROKEN, tried, equal, counter_example=example)
+
+
+def _other_function(attend: Attend, expected: Attend, sizes: Sizes) -> str:
+    """Returns "" if two compute the same function, otherwise how they differ."""
+    shape = Shape(*sizes.heads[0], sizes.head_dims[0], sizes.device)
+    inputs = shape.inputs(2, 100, 100)
+    try:
+        with torch.no_grad():
+            compare([attend(*inputs, causal=True)], [expected(*inputs, causal=True)])
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the kind and the first line of an exception."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -1,0 +1,35 @@
+"""Attention that keeps or breaks a row of the contract on purpose."""
+
+from __future__ import annotations
+
+import torch
+from flash_attn_deterministic import flash_attn_func
+
+
+def good(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Ours, under another name and without lengths."""
+    return flash_attn_func(q, k, v, causal=causal)
+
+
+def split_by_batch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> tuple[torch.Tensor, str]:
+    """Cuts the keys by the batch size, as kernels do that fill a GPU."""
+    split_size = 64 if q.shape[0] == 1 else 0
+    return flash_attn_func(q, k, v, causal=causal, split_size=split_size), "something else"
+
+
+def raises_for_one_query(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Has no decode."""
+    if q.shape[1] == 1:
+        raise RuntimeError("no kernel for one query\nand more words")
+    return flash_attn_func(q, k, v, causal=causal)
+
+
+def another_function(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Forgets the mask."""
+    return flash_attn_func(q, k, v)
