@@ -3,7 +3,7 @@
 execute_process(
   COMMAND "${CMAKE_COMMAND}" -E env --modify "PYTHONPATH=path_list_prepend:${CMAKE_SOURCE_DIR}/python"
           "${Python_EXECUTABLE}"
-          -m flash_attn_build.jobs
+          -m flash_attn_build.compile.jobs
   OUTPUT_VARIABLE _jobs OUTPUT_STRIP_TRAILING_WHITESPACE
   COMMAND_ERROR_IS_FATAL ANY)
 set_property(GLOBAL APPEND PROPERTY JOB_POOLS "fad_cuda=${_jobs}")
