@@ -20,7 +20,7 @@ TOOLS = ("auditwheel", "build", "cmake", "cyclonedx-python-lib", "ninja", "sciki
          "torch", "ziglang")  # fmt: skip
 # What the wheel says of itself (_build_info.json), and the manifest repeats.
 FROM_WHEEL = ("upstream", "cuda_toolkit", "architectures", "deterministic", "torch_target",
-              "instances", "sources")  # fmt: skip
+              "instances", "sources", "bits_version")  # fmt: skip
 
 
 def path_of(wheel: Path) -> Path:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,7 +140,7 @@ def _candidates(environ: Mapping[str, str], packages: Path) -> Iterator[Path]:
                     f"{value!r}, where there is none. Correct it, or unset it to search PATH."
                 )
             yield Path(path)
-    if path := shutil.which("nvcc", path=environ.get("PATH")):
+    if environ and (path := shutil.which("nvcc", path=environ.get("PATH"))):
         yield Path(path)
     yield from sorted(packages.glob("nvidia/cu*/bin/nvcc"), reverse=True)
 
@@ -162,18 +162,22 @@ def _run(nvcc: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the path of nvcc, or an empty line where a CUDA compiler is still to be installed.
+
+    Args:
+        arguments: `--packages`: of this Python's packages, whatever the machine has.
 
     Returns:
         Exit status.
     """
+    packages = Path(sysconfig.get_paths()["purelib"])
+    only_packages = (sys.argv[1:] if arguments is None else arguments) == ["--packages"]
     try:
-        found = next(_candidates(os.environ, Path(sysconfig.get_paths()["purelib"])), None)
+        print(next(_candidates({} if only_packages else os.environ, packages), ""))
     except ToolchainError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(found or "")
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..compile import manifest
-from ..files import write_text
+from ..files import sha256_of, write_text
 from .gate import Verdict, gpu_of
 from .policy import Policy
 
@@ -39,9 +39,10 @@ def write(verdicts: Mapping[str, Verdict], policy: Policy, root: Path, out: Path
         if not label:
             (out / "package-index").mkdir()
             shutil.copyfile(wheel, out / "package-index" / wheel.name)
-    sums = {verdict.wheel.path.name: verdict.wheel.sha256 for verdict in verdicts.values()}
-    write_text(out / CHECKSUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
     write_text(out / NOTES, notes(verdicts, policy, root / "CHANGELOG.md"))
+    made = sorted(path for path in out.rglob("*") if path.is_file())
+    sums = "".join(f"{sha256_of(path)}  {path.relative_to(out).as_posix()}\n" for path in made)
+    write_text(out / CHECKSUMS, sums)
 
 
 def report_name(wheel: str, number: int, suffix: str) -> str:

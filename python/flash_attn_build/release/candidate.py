@@ -53,7 +53,7 @@ class Candidate:
         """Architectures of the machine code in the wheel, such as "sm_90"."""
         return tuple(
             f"sm_{str(name).removesuffix('-real')}"
-            for name in self.manifest.get("architectures", ())
+            for name in self.manifest.get("architectures") or ()
             if not str(name).endswith("-virtual")
         )
 
@@ -156,11 +156,12 @@ def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
         Every reason.
     """
     table = json.loads((root / _INSTANCES).read_text(encoding="utf-8"))
+    tiles = {"fwd": table["fwd_tiles"]["one_cta"], "bwd": table["bwd_tiles"]}
     wanted = {
         (direction, dtype, int(head_dim))
-        for direction, tiles in (("fwd", "tiles"), ("bwd", "bwd_tiles"))
+        for direction, head_dims in tiles.items()
         for dtype in table["dtypes"]
-        for head_dim in table[tiles]
+        for head_dim in head_dims
     }
     # A kernel may be there in several families; the same one twice may not.
     held = {(each["direction"], each["dtype"], each["head_dim"]) for each in info["instances"]}

@@ -90,7 +90,9 @@ def report_faults(
         yield f"did not run {ptx} as PTX"
     yield from build_faults(report.content, manifest)
     yield from section_faults(report.content, SECTIONS)
-    yield from check_faults(report.content, policy.required_checks)
+    # The golden hashes are of machine code; where they are known they must not fail here either.
+    rows = [name for name in policy.required_checks if name != "golden"]
+    yield from check_faults(report.content, rows)
     yield from pin_faults(report.content, wheel)
 
 

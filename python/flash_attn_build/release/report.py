@@ -223,7 +223,7 @@ def build_faults(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Ite
             yield f"its build's {key} is not that of the manifest"
     if at(content, "build", "missing_kernels"):
         yield "says that the wheel lacks kernels"
-    held = {str(name) for name in manifest.get("architectures", ())}
+    held = {str(name) for name in manifest.get("architectures") or ()}
     for name in (*_names(content, "ran"), *_names(content, "ran_as_ptx")):
         kind, _, number = name.partition("_")
         suffix = "-real" if kind == "sm" else "-virtual"

@@ -41,10 +41,9 @@ def _run(options: argparse.Namespace) -> Any:
         refresh(load_pin(options.pin))
         return load_pin(options.pin).patches
     archive: Path = options.archive
-    return {
-        "sdist": {"sha256": sha256_of(archive), "size": archive.stat().st_size},
-        "tree_sha256": tree_sha256(read_archive(archive)),
-    }
+    tree = tree_sha256(read_archive(archive))
+    sdist = {"sha256": sha256_of(archive), "size": archive.stat().st_size}
+    return {"sdist": sdist, "tree_sha256": tree}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -55,13 +55,17 @@ class Pin:
     patched_tree_sha256: str
     patches: tuple[tuple[str, str], ...]
 
+    @property
+    def patches_dir(self) -> Path:
+        """Folder of the patches."""
+        return self.path.parent / "patches"
+
     def patch_files(self) -> list[Path]:
         """The patches, in the order of application.
 
         Raises:
             PinError: The list and the folder differ.
         """
-        folder = self.path.parent / "patches"
         there = {path.name: sha256_of(path) for path in _patches(self.path)}
         for name, sha256 in {**there, **dict(self.patches)}.items():
             if name not in there:
@@ -72,8 +76,8 @@ class Pin:
                 why = f"expected sha256 {sha256}, found {there[name]}"
             else:
                 continue
-            raise PinError(f"{folder / name}: {why}; restore it, or {REFRESH}")
-        return [folder / name for name, _ in self.patches]
+            raise PinError(f"{self.patches_dir / name}: {why}; restore it, or {REFRESH}")
+        return [self.patches_dir / name for name, _ in self.patches]
 
 
 def load_pin(path: Path = PIN_FILE) -> Pin:

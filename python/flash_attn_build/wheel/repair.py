@@ -68,7 +68,7 @@ def repair(
 def _complete(
     wheel: Path, folder: Path, parts: tuple[sbom.Part, ...], epoch: int, local: str
 ) -> Path:
-    """Copies a wheel and adds what it lacks; auditwheel writes the new RECORD.
+    """Copies a wheel and adds what it lacks.
 
     Every file becomes rw-r--r--: modes are those of a checkout, and of its umask.
     """
@@ -96,19 +96,16 @@ def _complete(
     listed = "".join(f"License-File: {part.text_name}\n" for part in parts)
     metadata = re.sub(r"(^License-File: .+\n)+", rf"\g<0>{listed}", metadata, count=1, flags=re.M)
     contents[f"{info}/METADATA"] = metadata.encode()
+    moved = {
+        name.replace(f"{info}/", f"{renamed}/", 1) if name.startswith(f"{info}/") else name: data
+        for name, data in contents.items()
+    } | added
+    # auditwheel looks at the files that are recorded, and adds their hashes.
+    moved[f"{renamed}/RECORD"] = "".join(f"{name},,\n" for name in moved).encode()
     copy = folder / wheel.name.replace(f"-{version}-", f"-{full}-", 1)
-    with zipfile.ZipFile(copy, "w", zipfile.ZIP_DEFLATED) as new:
-        for name, data in contents.items():
-            place = name.replace(f"{info}/", f"{renamed}/", 1) if name.startswith(info) else name
-            if place not in added:
-                _write(new, place, data)
-        for name, data in added.items():
-            _write(new, name, data)
+    with zipfile.ZipFile(copy, "w") as new:
+        for name, data in moved.items():
+            item = zipfile.ZipInfo(name)
+            item.external_attr = (stat.S_IFREG | 0o644) << 16
+            new.writestr(item, data, zipfile.ZIP_DEFLATED)
     return copy
-
-
-def _write(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    item = zipfile.ZipInfo(name)
-    item.external_attr = (stat.S_IFREG | 0o644) << 16
-    item.compress_type = zipfile.ZIP_DEFLATED
-    archive.writestr(item, data)
