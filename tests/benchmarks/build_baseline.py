@@ -1,7 +1,7 @@
 """Upstream's own kernels as a benchmark fixture, and what upstream's own files cost to compile.
 
-`python -m tests.benchmarks.build_baseline` builds libfa2_baseline.so; with `--cost` it instead compiles
-some of upstream's files as upstream ships them, for the release's architectures.
+`python -m tests.benchmarks.build_baseline` builds libfa2_baseline.so; with `--cost` it instead
+compiles some of upstream's files as upstream ships them, for the release's architectures.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def build(out: Path, compilations: int) -> Path:
     out = out.resolve()
     upstream = prepare(out / "upstream")
     tree, log = out / "build", out / "log"
-    launcher = [sys.executable, "-I", "-S", launcher.__file__, "--log-dir", str(log), "--"]
+    start = [sys.executable, "-I", "-S", launcher.__file__, "--log-dir", str(log), "--"]
     _run(
         [
             cmake,
@@ -71,7 +71,7 @@ def build(out: Path, compilations: int) -> Path:
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_CUDA_COMPILER={tools.nvcc}",
             f"-DCMAKE_CUDA_ARCHITECTURES={ARCHITECTURE}",
-            f"-DCMAKE_CUDA_COMPILER_LAUNCHER={';'.join(launcher)}",
+            f"-DCMAKE_CUDA_COMPILER_LAUNCHER={';'.join(start)}",
             f"-DFA2_UPSTREAM_DIR={upstream['dest']}",
             f"-DFA2_JOBS={compilations}",
         ]
@@ -119,8 +119,8 @@ def cost(out: Path, tus: Sequence[str]) -> dict[str, Any]:
     includes = include_flags(Path(upstream["dest"]))
     for tu, source in sources.items():
         command = [str(tools.nvcc), *flags, *includes, "-c", str(source), "-o", f"{tu}.o"]
-        launcher = [sys.executable, "-I", "-S", launcher.__file__, "--log-dir", str(log), "--"]
-        _run([*launcher, *command], cwd=log)
+        start = [sys.executable, "-I", "-S", launcher.__file__, "--log-dir", str(log), "--"]
+        _run([*start, *command], cwd=log)
         print(f"{tu}: done", flush=True)
     return {
         "upstream": {key: upstream[key] for key in ("version", "sha256")},
@@ -193,7 +193,7 @@ def include_flags(upstream: Path) -> list[str]:
 
 
 def read_costs(log: Path) -> list[dict[str, Any]]:
-    """Reads what flash_attn_build.compile.launcher noted, a record per object file, in order of name."""
+    """Reads what the compiler launcher noted, a record per object file, in order of name."""
     costs = []
     for path in log.glob("*.json"):
         note = json.loads(path.read_text(encoding="utf-8"))
