@@ -241,7 +241,7 @@ def run_tool(
 ) -> str:
     """Runs a module of flash_attn_build; returns what it printed, if silent."""
     command = ["python", "-m", f"flash_attn_build.{name}", *arguments]
-    said = session.run_install(*command, env={**TOOLS, **env}, silent=silent)
+    said = session.run(*command, env={**TOOLS, **env}, silent=silent)
     return str(said).strip() if silent else ""
 
 

@@ -1,5 +1,5 @@
 # Kernels compress to about a fifth, and unpack once, at the first launch. The driver unpacks them, so
-# the format must be one that the oldest driver of the toolkit's series reads (docs/adr/0012): CUDA
+# the format must be one that the oldest driver of the toolkit's series reads (docs/adr/0013): CUDA
 # 12's "size" and "balance" want driver 550, "speed" is read from 525 on; CUDA 13 starts at 580.
 set(_mode "${FLASH_ATTENTION_COMPRESS_MODE}")
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
