@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -18,44 +19,66 @@ nox.options.sessions = ["lint", "test"]
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TOOLS = {"PYTHONPATH": str(ROOT / "python")}  # flash_attn_build
+PYTHONS = ("3.10", "3.14")  # the oldest and the newest that the wheel is tested on
 
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Build the wheel into dist/ (-- --preset dev: a small one, in minutes)."""
-    install_compilers(session)
-    session.run("python", "-m", "flash_attn_build.build", *session.posargs, env=TOOLS)
+    run_build(session, *session.posargs)
 
 
 @nox.session(default=False)
 def build_dev(session: nox.Session) -> None:
     """Build the small wheel that `test` tests into dist/dev/."""
-    install_compilers(session)
-    session.run("python", "-m", "flash_attn_build.build", "--preset", "dev", env=TOOLS)
+    run_build(session, "--preset", "dev")
 
 
 @nox.session(requires=["build_dev"])
 def test(session: nox.Session) -> None:
     """Test the small wheel, installed in a clean environment (-- ARGS: pytest's)."""
-    (wheel,) = (ROOT / "dist" / "dev").glob("*.whl")
+    wheel = the_wheel(session, "dist/dev")
     # With nothing but its own requirements first: it must not live on what the tests bring.
     session.install(str(wheel), *groups("torch"))
     session.run("flash-attn-deterministic", "info")
-    session.install(*groups("test"))
+    session.install(*groups("test-build"))
     arguments = session.posargs or ["tests"]
     session.run("pytest", *arguments, env={"FLASH_ATTN_WHEEL": str(wheel)})
+
+
+@nox.session(python=PYTHONS, default=False)
+def test_python(session: nox.Session) -> None:
+    """Test the small wheel that lies in dist/dev under another Python, without a build."""
+    session.install(str(the_wheel(session, "dist/dev")), *groups("torch", "test"))
+    session.run("pytest", *(session.posargs or ["tests/unit"]))
+
+
+@nox.session(default=False)
+def quick(session: nox.Session) -> None:
+    """Test the Python sources as they are, with the library of dist/dev: no build."""
+    wheel = the_wheel(session, "dist/dev")
+    session.install(str(wheel), *groups("torch", "test-build"))
+    where = session.run(
+        "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True
+    )
+    package = "flash_attn_deterministic"
+    installed = Path(str(where).strip(), package)
+    shutil.copytree(ROOT / "python" / package, installed, dirs_exist_ok=True)
+    session.run(
+        "pytest", *(session.posargs or ["tests/unit"]), env={"FLASH_ATTN_WHEEL": str(wheel)}
+    )
 
 
 @nox.session(requires=["build_dev"], default=False)
 def verify_dev(session: nox.Session) -> None:
     """Verify the small wheel on the CPU, in a minute or two."""
-    (wheel,) = (ROOT / "dist" / "dev").glob("*.whl")
-    run_verify(session, wheel, "--device", "cpu", "--quick")
+    run_verify(session, the_wheel(session, "dist/dev"), "--device", "cpu", "--quick")
 
 
 @nox.session(default=False)
 def verify(session: nox.Session) -> None:
     """Verify the wheel in dist/, installed in a clean environment, on this machine's GPU."""
+<<<<<<< HEAD
     run_verify(session, release_wheel(session), *session.posargs)
 
 
@@ -71,56 +94,52 @@ def conformance(session: nox.Session) -> None:
 def digests(session: nox.Session) -> None:
     """List the sha256 of the wheels in dist/ and their manifests, as a CI's output."""
     session.run("python", "-m", "flash_attn_build.built", *session.posargs, env=TOOLS)
+=======
+    run_verify(session, the_wheel(session, "dist"), *session.posargs)
+>>>>>>> release
 
 
 @nox.session(default=False)
 def gate(session: nox.Session) -> None:
-    """Ask the gate whether the wheels in dist/ may be published."""
-    session.install(*groups("publish"))
-    session.run(
-        "python", "-m", "flash_attn_build.release_page", "--check", *session.posargs, env=TOOLS
-    )
+    """Ask the gate; write what is published into build/release (-- --locked: by hash)."""
+    arguments = list(session.posargs)
+    if locked := "--locked" in arguments:
+        arguments.remove("--locked")
+    install(session, "gate", locked=locked)
+    session.run("python", "-m", "flash_attn_build.release", *arguments, env=TOOLS)
 
 
-@nox.session(default=False)
+@nox.session(requires=["gate"], default=False)
 def publish(session: nox.Session) -> None:
-    """Upload the wheel in dist/ to a package server, if the gate lets it (-- --dry-run)."""
+    """Upload the wheel that the gate let through (-- ARGS: twine's)."""
+    wheel = the_wheel(session, "build/release/package-index")
     session.install(*groups("publish"))
-    session.run("python", "-m", "flash_attn_build.publish", *session.posargs, env=TOOLS)
-
-
-@nox.session(default=False)
-def release_page(session: nox.Session) -> None:
-    """Make the release page of the wheels in dist/, if the gate lets them (-- --dry-run)."""
-    session.install(*groups("publish"))
-    session.run("python", "-m", "flash_attn_build.release_page", *session.posargs, env=TOOLS)
+    session.run("twine", "upload", "--non-interactive", *session.posargs, str(wheel))
 
 
 @nox.session(default=False)
 def index(session: nox.Session) -> None:
-    """Write the static package index of all releases into build/index."""
-    session.install(*groups("publish"))
-    session.run("python", "-m", "flash_attn_build.index", *session.posargs, env=TOOLS)
+    """Write the static package index of all releases into build/index (-- --locked: by hash)."""
+    arguments = list(session.posargs)
+    if locked := "--locked" in arguments:
+        arguments.remove("--locked")
+    install(session, "gate", locked=locked)
+    session.run("python", "-m", "flash_attn_build.release.index", *arguments, env=TOOLS)
 
 
 @nox.session(default=False)
-def wheels(session: nox.Session) -> None:
-    """Build the release's wheels in manylinux images (-- 13.0: of one CUDA toolkit)."""
-    session.install(*groups("wheels"))
-    session.run("python", "-m", "flash_attn_build.wheels", *session.posargs, env=TOOLS)
-
-
-@nox.session(default=False)
-def toolkits(session: nox.Session) -> None:
-    """List the CUDA toolkits that wheels are released for, as a CI's matrix."""
-    session.run("python", "-m", "flash_attn_build.wheels", "--list", env=TOOLS)
+def rehearse(session: nox.Session) -> None:
+    """Take the wheel in dist/ through gate, upload and index, as a release would: no tokens."""
+    wheel = the_wheel(session, "dist")
+    session.install(*groups("test-build"))
+    environ = {"FLASH_ATTN_REHEARSAL": str(wheel)}
+    session.run("pytest", "tests/build/test_release_rehearsal.py", env=environ)
 
 
 @nox.session(requires=["build_dev"], default=False)
 def deviation(session: nox.Session) -> None:
     """Run quick deviation studies and their report into build/deviation (-- ARGS: instead)."""
-    (wheel,) = (ROOT / "dist" / "dev").glob("*.whl")
-    session.install(f"{wheel}[deviation]", *groups("torch"))
+    session.install(f"{the_wheel(session, 'dist/dev')}[deviation]", *groups("torch"))
     arguments = session.posargs or ["report", "--quick", "--out", "build/deviation"]
     session.run("flash-attn-deterministic", "deviation", *arguments)
 
@@ -134,27 +153,61 @@ def lint(session: nox.Session) -> None:
     session.run("mypy")
     session.run("clang-format", "--dry-run", "--Werror", *sources("cpp", ".cpp .h .cu .cuh"))
     session.run("codespell")
-    session.run("python", "-m", "flash_attn_build.tables", "--check", env=TOOLS)
+    session.run("python", "-m", "tests.benchmarks.tables", "--check", env=TOOLS)
     session.run("validate-pyproject", "pyproject.toml", silent=True)
     workflows = [str(path) for path in sorted(ROOT.glob(".github/workflows/*.yml"))]
     session.run("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
     dependabot = str(ROOT / ".github" / "dependabot.yml")
     session.run("check-jsonschema", "--builtin-schema", "vendor.dependabot", dependabot)
     session.run("zizmor", "--offline", "--quiet", ".github")
+    session.run("actionlint", *workflows)
 
 
 @nox.session(default=False)
-def matrix(session: nox.Session) -> None:
-    """Build for several CUDA toolkits, test each wheel under several torches (gigabytes)."""
-    session.install(*groups("matrix"))
-    session.run("python", "-m", "flash_attn_build.matrix", *session.posargs, env=TOOLS)
+def lock(session: nox.Session) -> None:
+    """Write the hash-locked lists in locks/, of what builds and gates, from pyproject.toml."""
+    session.install("uv==0.13.9")
+    compile_ = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
+    compile_ += ["--generate-hashes", "--no-header", "--no-annotate", "--upgrade"]
+    for name in LOCKS:
+        arguments = ["--group", f"pyproject.toml:{name}", "--output-file", f"locks/{name}.txt"]
+        # Only torch's headers are read: not its dependencies, which are gigabytes.
+        arguments += ["--no-deps"] if name == "torch" else []
+        session.run(*compile_, *arguments)
+
+
+@nox.session(default=False)
+@nox.parametrize("torch", ["2.10", "2.12", "2.13", "2.15"])
+@nox.parametrize("toolkit", ["13.0", "13.5"])
+def matrix(session: nox.Session, toolkit: str, torch: str) -> None:
+    """Test a dev wheel of one CUDA toolkit under one torch: gigabytes (--report FILE)."""
+    folder = f"dist/cuda-{toolkit}"
+    if not list(ROOT.glob(f"{folder}/*.whl")):
+        install(session, "build")
+        session.install("--no-deps", *groups("torch"))
+        session.install(f"cuda-toolkit[nvcc,cccl]=={toolkit}.*")
+        where = ["--out-dir", folder, "--build-dir", f"build/cuda-{toolkit}"]
+        run_tool(session, "compile.build", "--preset", "dev", *where)
+    session.install(str(the_wheel(session, folder)), f"torch=={torch}.*", *groups("test"))
+    session.run("pytest", "tests/unit")
 
 
 @nox.session(default=False)
 def baseline(session: nox.Session) -> None:
     """Build upstream's own kernels, for comparisons; never part of the wheel."""
     install_compilers(session)
-    session.run("python", "-m", "flash_attn_build.baseline", *session.posargs, env=TOOLS)
+    session.run("python", "-m", "tests.benchmarks.build_baseline", *session.posargs, env=TOOLS)
+
+
+LOCKS = ("build", "cuda", "cuda12", "gate", "nox", "torch")
+
+
+def run_build(session: nox.Session, *arguments: str) -> None:
+    """Installs compilers and builds a wheel."""
+    environ = install_compilers(
+        session, locked="--locked" in arguments, cuda12="--cuda" in arguments
+    )
+    run_tool(session, "compile.build", *arguments, **environ)
 
 
 def release_wheel(session: nox.Session) -> Path:
@@ -168,23 +221,63 @@ def release_wheel(session: nox.Session) -> Path:
 def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
     """Installs a wheel, with nothing but its requirements, and lets it verify itself."""
     session.install(str(wheel), *groups("torch"))
-    command = ["flash-attn-deterministic", "verify", "--wheel", str(wheel)]
-    next_folder = ["python", "-m", "flash_attn_build.verification_folder"]
-    made = session.run(*next_folder, str(wheel.parent / "verification"), env=TOOLS, silent=True)
-    out = str(made).strip()
-    # The installed package, whatever the surroundings would have Python import.
-    session.run(*command, "--out", out, *arguments, env={"PYTHONPATH": ""})
+    runs = wheel.parent / "verification"
+    # Each run has a folder of its own: one that failed counts, and must not be overwritten.
+    numbers = [int(path.name) for path in runs.glob("*") if path.name.isdecimal()]
+    out = runs / str(max(numbers, default=0) + 1)
+    out.mkdir(parents=True)
+    command = ["flash-attn-deterministic", "verify", "--wheel", str(wheel), "--out", str(out)]
+    # The installed package, whatever the environment would have Python import.
+    session.run(*command, *arguments, env={"PYTHONPATH": ""})
 
 
-def install_compilers(session: nox.Session) -> None:
-    """Installs what compiling needs, a CUDA compiler included where the machine has none."""
-    session.install(*groups("build"))
+def install_compilers(
+    session: nox.Session, *, locked: bool = False, cuda12: bool = False
+) -> dict[str, str]:
+    """Installs what compiling needs, a CUDA compiler included where the machine has none.
+
+    Returns:
+        Environment variables that choose the CUDA compiler.
+    """
+    install(session, "build", locked=locked)
     # Only torch's headers are read: without its dependencies, which are gigabytes.
-    session.install("--no-deps", *groups("torch"))
-    find = ["python", "-m", "flash_attn_build.toolchain"]
-    found = session.run_install(*find, env=TOOLS, silent=True)
-    if not str(found).strip():
-        session.install(*groups("cuda"))
+    install(session, "torch", "--no-deps", locked=locked)
+    if cuda12:
+        install(session, "cuda12", locked=locked)
+        nvcc = run_tool(session, "compile.debian_cuda", "build/cuda12", silent=True)
+        return {"CUDACXX": nvcc}
+    # A locked build compiles with the locked compiler, whatever the machine has.
+    if locked or not run_tool(session, "compile.toolchain", silent=True):
+        install(session, "cuda", locked=locked)
+    if locked:
+        return {"CUDACXX": run_tool(session, "compile.toolchain", "--packages", silent=True)}
+    return {}
+
+
+def install(session: nox.Session, group: str, *options: str, locked: bool = False) -> None:
+    """Installs a dependency group of pyproject.toml; locked: what locks/ has of it, by hash."""
+    if locked:
+        session.install(*options, "--require-hashes", "-r", f"locks/{group}.txt")
+    else:
+        session.install(*options, *groups(group))
+
+
+def run_tool(
+    session: nox.Session, name: str, *arguments: str, silent: bool = False, **env: str
+) -> str:
+    """Runs a module of flash_attn_build; returns what it printed, if silent."""
+    command = ["python", "-m", f"flash_attn_build.{name}", *arguments]
+    said = session.run(*command, env={**TOOLS, **env}, silent=silent)
+    return str(said).strip() if silent else ""
+
+
+def the_wheel(session: nox.Session, folder: str) -> Path:
+    """Finds the one wheel in a folder, or ends the session with what to do."""
+    wheels = sorted((ROOT / folder).glob("*.whl"))
+    if len(wheels) != 1:
+        names = ", ".join(wheel.name for wheel in wheels) or "none"
+        session.error(f"{folder}: expected one wheel, found {names}; remove others, or build one")
+    return wheels[0]
 
 
 def groups(*names: str) -> tuple[str, ...]:

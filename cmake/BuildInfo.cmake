@@ -7,7 +7,7 @@ string(JSON _upstream SET "${_upstream}" name "\"flash-attn\"")
 execute_process(
   COMMAND "${CMAKE_COMMAND}" -E env --modify "PYTHONPATH=path_list_prepend:${CMAKE_SOURCE_DIR}/python"
           "${Python_EXECUTABLE}"
-          -m flash_attn_build.sources
+          -m flash_attn_build.compile.sources
   OUTPUT_VARIABLE _sources OUTPUT_STRIP_TRAILING_WHITESPACE
   COMMAND_ERROR_IS_FATAL ANY)
 set(_info "{}")

@@ -1,6 +1,10 @@
 # Links _C.so against glibc 2.28 on any machine, without Docker: zig brings link-time stubs of that
 # glibc. libstdc++ and libgcc_s stay shared, as torch's are: an exception thrown here is caught in
 # torch (docs/adr/0004).
+if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
+  message(FATAL_ERROR "The target: expected Linux on x86_64, got ${CMAKE_SYSTEM_NAME} on "
+                      "${CMAKE_SYSTEM_PROCESSOR}. Wheels of others are not linked or tested yet.")
+endif()
 execute_process(
   COMMAND "${Python_EXECUTABLE}" -c
           "import importlib.util as u; s = u.find_spec('ziglang'); print(s.submodule_search_locations[0] if s else '')"
@@ -36,9 +40,11 @@ foreach(_library IN ITEMS torch_cpu torch_cuda)
   set(_bodies "") # libtorch_cuda need only be named: it brings libtorch_cpu with it
 endforeach()
 
+separate_arguments(_cxx_words NATIVE_COMMAND "${CMAKE_CXX_COMPILER_ARG1}")
 foreach(_library IN ITEMS libstdc++.so.6 libgcc_s.so.1)
   execute_process(
-    COMMAND "${CMAKE_CXX_COMPILER}" -print-file-name=${_library}
+    # The second is there where CXX holds a launcher: "ccache g++".
+    COMMAND "${CMAKE_CXX_COMPILER}" ${_cxx_words} -print-file-name=${_library}
     OUTPUT_VARIABLE _path OUTPUT_STRIP_TRAILING_WHITESPACE
     COMMAND_ERROR_IS_FATAL ANY)
   list(APPEND _cxx_runtime "${_path}")

@@ -1,1 +1,1 @@
-"""Tools that build, check and describe the wheel; they never go into it."""
+"""Builds, checks and releases the wheel; never part of it. docs/architecture.md has the map."""

@@ -1,4 +1,4 @@
-"""What can go wrong in a build: one class, and one exit code, per kind of failure."""
+"""What can go wrong in a build or a release: one class, and one exit code, per kind of failure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,61 @@ class RefusedError(BuildError):
     exit_code = 7
 
 
-class UploadError(BuildError):
-    """A package server, or the tool that talks to it, ended with an error."""
+class PinError(BuildError):
+    """The pin's data file, or the patch folder beside it, is not consistent."""
 
-    exit_code = 8
+    exit_code = 10
+
+
+class NetworkError(BuildError):
+    """A package source that could hold the archive did not answer properly."""
+
+    exit_code = 11
+
+
+class NotOnIndexError(BuildError):
+    """Every package source answered, and none holds the pinned source distribution."""
+
+    exit_code = 12
+
+
+class HashMismatchError(BuildError):
+    """An archive is not the pinned one."""
+
+    exit_code = 13
+
+
+class SourceError(BuildError):
+    """The given archive or folder is not upstream's sources of the pinned version."""
+
+    exit_code = 14
+
+
+class PatchError(BuildError):
+    """A patch does not apply, or gives other files than the pinned ones."""
+
+    exit_code = 18
+
+
+class DiskError(BuildError):
+    """The disk is full, or a file or folder cannot be written."""
+
+    exit_code = 19
+
+
+class DestinationError(BuildError):
+    """The destination holds files that must not be replaced."""
+
+    exit_code = 21
+
+
+class PipConfigError(BuildError):
+    """pip's configuration cannot be read or used."""
+
+    exit_code = 22
+
+
+class LicenceError(BuildError):
+    """A licence text that the wheel must carry was not found."""
+
+    exit_code = 23

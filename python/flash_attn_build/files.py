@@ -1,31 +1,53 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and hashes of files and folders."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
+import signal
+import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[BufferedWriter]:
+    """Opens a temporary file beside a path; it takes the path's place if the block succeeds.
+
+    Args:
+        path: The file to create or replace. Its folder is made if need be.
+
+    Yields:
+        The temporary file, open for writing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        os.close(handle)
+        with open(name, "wb") as file:
+            yield file
+        os.chmod(name, 0o644)  # mkstemp's 0600 would keep other users out
+        os.replace(name, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file; nobody ever sees half of it.
+    """Writes a text file, whole or not at all.
 
     Args:
         path: The file. Its folder is made if need be.
         text: The whole content.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).chmod(0o644)  # mkstemp's 0600 would keep other users out
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -36,3 +58,65 @@ def write_json(path: Path, value: Any) -> None:
         value: What json can write.
     """
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def sha256_of(path: Path) -> str:
+    """Hashes a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Hexadecimal sha256.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def tree_sha256(named: Mapping[str, bytes]) -> str:
+    """Hashes files by name and content, wherever they lie.
+
+    Args:
+        named: Content by name.
+
+    Returns:
+        Hexadecimal sha256 over each file, in the order of names: name, NUL, size, NUL, bytes.
+        The size keeps bytes from moving between a file and its neighbour unnoticed.
+    """
+    digest = hashlib.sha256()
+    for name, data in sorted(named.items()):
+        digest.update(f"{name}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def read_tree(root: Path, starts: Iterable[str] = (".",)) -> dict[str, bytes]:
+    """Reads files below a folder.
+
+    Args:
+        root: The folder.
+        starts: Files and folders below it.
+
+    Returns:
+        Content by POSIX path relative to the root; without Python's caches.
+
+    Raises:
+        FileNotFoundError: One of `starts` holds no file.
+    """
+    found: dict[str, bytes] = {}
+    for start in starts:
+        at = root / start
+        paths = [at] if at.is_file() else [path for path in at.rglob("*") if path.is_file()]
+        paths = [path for path in paths if "__pycache__" not in path.parts]
+        if not paths:
+            raise FileNotFoundError(2, "no such file", str(at))
+        found |= {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
+    return found
+
+
+def exit_on_sigterm() -> None:
+    """Lets SIGTERM end this process by an exception, so that temporary files are removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
-from flash_attn_build import cubins, elf, manifest, wheelcheck
+from flash_attn_build.compile import manifest
+from flash_attn_build.wheel import check, cubins, elf, sbom
 
 pytestmark = pytest.mark.build
 
@@ -35,16 +36,16 @@ def archive(wheel: Path) -> Iterator[zipfile.ZipFile]:
 
 @pytest.fixture(scope="module")
 def info(archive: zipfile.ZipFile) -> Any:
-    return json.loads(archive.read(wheelcheck.BUILD_INFO))
+    return json.loads(archive.read(check.BUILD_INFO))
 
 
 @pytest.fixture(scope="module")
 def library(archive: zipfile.ZipFile) -> elf.Library:
-    return elf.read(archive.read(wheelcheck.LIBRARY))
+    return elf.read(archive.read(check.LIBRARY))
 
 
 def test_passes_every_check_of_the_build(wheel: Path) -> None:
-    wheelcheck.check(wheel)
+    check.check(wheel)
 
 
 def test_name(wheel: Path) -> None:
@@ -84,7 +85,7 @@ def test_metadata(archive: zipfile.ZipFile) -> None:
     (path,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
     metadata = archive.read(path).decode()
     assert "\nRequires-Python: >=3.10\n" in metadata
-    assert "\nLicense-Expression: BSD-3-Clause\n" in metadata
+    assert f"\nLicense-Expression: {' AND '.join(sbom.LICENCES)}\n" in metadata
     requirements = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
     assert [r for r in requirements if "extra ==" not in r] == ["torch>=2.10"]
 
@@ -99,7 +100,7 @@ def test_bill_of_materials(archive: zipfile.ZipFile, info: Any) -> None:
     toolkit = info["cuda_toolkit"].split(".")[0]
     assert versions["CUDA Runtime (static)"].split(".")[0] == toolkit
     described = bill["metadata"]["component"]["components"][0]["hashes"][0]["content"]
-    assert described == hashlib.sha256(archive.read(wheelcheck.LIBRARY)).hexdigest()
+    assert described == hashlib.sha256(archive.read(check.LIBRARY)).hexdigest()
     (record,) = (n for n in archive.namelist() if n.endswith(".dist-info/RECORD"))
     assert f"{path},sha256=" in archive.read(record).decode()
 
@@ -155,7 +156,7 @@ def test_build_info_agrees_with_the_repository(info: Any) -> None:
 
 
 def test_manifest_is_of_this_wheel(wheel: Path, info: Any) -> None:
-    beside = wheel.with_name(manifest.file_name(wheel.name))
+    beside = manifest.path_of(wheel)
     written = json.loads(beside.read_text())
     assert written["wheel"]["sha256"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert written["wheel"]["bytes"] == wheel.stat().st_size

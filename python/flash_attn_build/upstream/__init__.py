@@ -1,1 +1,1 @@
-"""Upstream stage: pinned sources, fetched or given, checked, unpacked and patched."""
+"""Upstream's pinned sources: fetched or given, checked, unpacked and patched."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flash_attn_build.upstream.errors import LicenceError
+from ..errors import LicenceError
 
 # CUTLASS's root header; its copyright line spans the years of the project.
 HEADER = "cutlass/include/cutlass/cutlass.h"

@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_attn_build.files import write_json
-from flash_attn_build.upstream.errors import PinError
-from flash_attn_build.upstream.storage import disk_errors
+from ..errors import PinError
+from ..files import sha256_of, write_json
 
 PIN_FILE = Path(__file__).resolve().parents[3] / "cpp" / "upstream" / "upstream.json"
-SCHEMA = 1
+SCHEMA = 2
+REFRESH = "run `python -m flash_attn_build.upstream refresh` after a deliberate change"
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_VERSION = re.compile(r"[0-9]+(\.[0-9a-z]+)*")
-_PATCH = re.compile(r"[0-9]{4}-[A-Za-z0-9._-]+\.patch")
-
-
-@dataclass(frozen=True)
-class PatchPin:
-    """File name and sha256 of one patch."""
-
-    name: str
-    sha256: str
+_SHA256 = r"[0-9a-f]{64}"
+_PATCH = r"[0-9]{4}-[A-Za-z0-9._-]+\.patch"
+_FIELDS = {
+    "schema": str(SCHEMA),
+    "name": r"[a-z0-9]+(-[a-z0-9]+)*",
+    "version": r"[0-9]+(\.[0-9a-z]+)*",
+    "sdist.sha256": _SHA256,
+    "sdist.size": r"[1-9][0-9]*",
+    "tree_sha256": _SHA256,
+    "patched_tree_sha256": _SHA256,
+    "patches[].name": _PATCH,
+    "patches[].sha256": _SHA256,
+}
 
 
 @dataclass(frozen=True)
 class Pin:
     """Content of the data file.
 
-    Args:
+    Attributes:
         path: The data file; the patches lie in `patches/` beside it.
         name: Package name.
         version: Package version.
-        sha256: Hash of the source distribution.
-        size: Size of the source distribution in bytes.
-        tree_sha256: Hash over names and bytes of the used files (see `layout.tree_sha256`).
-        patches: In the order of application.
+        sha256: Of the source distribution.
+        size: Of the source distribution, in bytes.
+        tree_sha256: Of the used files, by their names in a prepared tree.
+        patched_tree_sha256: The same after the patches.
+        patches: File name and sha256 of each, in the order of application.
     """
 
     path: Path
@@ -51,15 +52,36 @@ class Pin:
     sha256: str
     size: int
     tree_sha256: str
-    patches: tuple[PatchPin, ...]
+    patched_tree_sha256: str
+    patches: tuple[tuple[str, str], ...]
 
     @property
     def patches_dir(self) -> Path:
+        """Folder of the patches."""
         return self.path.parent / "patches"
+
+    def patch_files(self) -> list[Path]:
+        """The patches, in the order of application.
+
+        Raises:
+            PinError: The list and the folder differ.
+        """
+        there = {path.name: sha256_of(path) for path in _patches(self.path)}
+        for name, sha256 in {**there, **dict(self.patches)}.items():
+            if name not in there:
+                why = f"listed in {self.path.name}, but missing"
+            elif name not in dict(self.patches):
+                why = f"present, but not listed in {self.path.name}"
+            elif there[name] != sha256:
+                why = f"expected sha256 {sha256}, found {there[name]}"
+            else:
+                continue
+            raise PinError(f"{self.patches_dir / name}: {why}; restore it, or {REFRESH}")
+        return [self.patches_dir / name for name, _ in self.patches]
 
 
 def load_pin(path: Path = PIN_FILE) -> Pin:
-    """Read and validate the data file.
+    """Reads the data file.
 
     Args:
         path: The data file.
@@ -70,133 +92,85 @@ def load_pin(path: Path = PIN_FILE) -> Pin:
     Raises:
         PinError: The file cannot be read, or a field is missing, unknown or malformed.
     """
-    data = _object(_read(path), path, "the file")
-    _keys(data, {"schema", "name", "version", "sdist", "tree_sha256", "patches"}, path, "the file")
-    if data["schema"] != SCHEMA:
-        raise PinError(f"{path}: schema: expected {SCHEMA}, got {data['schema']!r}")
-    sdist = _object(data["sdist"], path, "sdist")
-    _keys(sdist, {"sha256", "size"}, path, "sdist")
-    size = sdist["size"]
-    if type(size) is not int or size <= 0:
-        raise PinError(f"{path}: sdist.size: expected a positive number of bytes, got {size!r}")
+    data = _read(path)
+    seen = {}
+    for name, value in _fields(data, ""):
+        pattern = _FIELDS.get(name)
+        if pattern is None:
+            raise PinError(f"{path}: {name}: expected the fields {sorted(_FIELDS)}")
+        wanted = int if name in ("schema", "sdist.size") else str
+        if type(value) is not wanted or not re.fullmatch(pattern, str(value)):
+            raise PinError(f"{path}: {name}: expected the form {pattern}, got {value!r}")
+        seen[name] = value
+    lacking = [name for name in _FIELDS if name not in seen and "[]" not in name]
+    if lacking or not isinstance(data.get("patches"), list):
+        raise PinError(f"{path}: lacks {', '.join(lacking) or 'patches'}")
+    try:
+        patches = tuple((each["name"], each["sha256"]) for each in data["patches"])
+    except LookupError as error:
+        raise PinError(f"{path}: patches[]: lacks {error}") from error
+    names = [name for name, _ in patches]
+    if names != sorted(set(names)):
+        raise PinError(f"{path}: patches: expected unique names in ascending order, got {names}")
     return Pin(
         path=path,
-        name=_match(_NAME, data["name"], path, "name"),
-        version=_match(_VERSION, data["version"], path, "version"),
-        sha256=_match(_SHA256, sdist["sha256"], path, "sdist.sha256"),
-        size=size,
-        tree_sha256=_match(_SHA256, data["tree_sha256"], path, "tree_sha256"),
-        patches=_patches(data["patches"], path),
+        name=data["name"],
+        version=data["version"],
+        sha256=data["sdist"]["sha256"],
+        size=data["sdist"]["size"],
+        tree_sha256=data["tree_sha256"],
+        patched_tree_sha256=data["patched_tree_sha256"],
+        patches=patches,
     )
 
 
-def read_patches(pin: Pin) -> list[tuple[PatchPin, bytes]]:
-    """Read the listed patches and check that the list and the folder agree.
+def write_patches(pin: Pin, patched_tree_sha256: str) -> None:
+    """Writes the patch list, as the folder is now, to the data file.
 
     Args:
-        pin: The pin.
+        pin: The pin, as loaded.
+        patched_tree_sha256: What these patches make of upstream's files.
+    """
+    patches = [{"name": path.name, "sha256": sha256_of(path)} for path in _patches(pin.path)]
+    changes = {"patched_tree_sha256": patched_tree_sha256, "patches": patches}
+    write_json(pin.path, {**_read(pin.path), **changes})
 
-    Returns:
-        Each patch with its bytes, in the order of application.
+
+def found_patches(pin: Pin) -> list[Path]:
+    """The patches that lie in the folder, listed or not, in the order of application.
 
     Raises:
-        PinError: A patch is listed but missing, present but not listed, or has another hash.
+        PinError: A file is none, by its name.
     """
-    refresh = "run `python -m flash_attn_build.upstream refresh` after a deliberate change"
-    present = _patch_files(pin.patches_dir)
-    unlisted = sorted(present - {patch.name for patch in pin.patches})
-    if unlisted:
-        raise PinError(
-            f"{pin.patches_dir}: {', '.join(unlisted)}: present, but not listed in "
-            f"{pin.path.name}; delete it, or {refresh}"
-        )
-    result = []
-    for patch in pin.patches:
-        if patch.name not in present:
-            raise PinError(
-                f"{pin.patches_dir}: {patch.name}: listed in {pin.path.name}, but missing; "
-                f"restore it, or {refresh}"
-            )
-        data = (pin.patches_dir / patch.name).read_bytes()
-        found = hashlib.sha256(data).hexdigest()
-        if found != patch.sha256:
-            raise PinError(
-                f"{pin.patches_dir / patch.name}: expected sha256 {patch.sha256}, found {found}; "
-                f"restore the file, or {refresh}"
-            )
-        result.append((patch, data))
-    return result
+    found = _patches(pin.path)
+    for path in found:
+        if not re.fullmatch(_PATCH, path.name):
+            raise PinError(f"{path}: expected a name of the form {_PATCH}")
+    return found
 
 
-def refresh_patches(path: Path = PIN_FILE) -> list[PatchPin]:
-    """Rewrite the data file's patch list from the patch folder.
-
-    Args:
-        path: The data file.
-
-    Returns:
-        The new list, in name order, which is the order of application.
-
-    Raises:
-        PinError: The data file is not valid, or a patch's name does not fit.
-    """
-    pin = load_pin(path)
-    patches = [
-        PatchPin(
-            _match(_PATCH, name, path, "patches"),
-            hashlib.sha256((pin.patches_dir / name).read_bytes()).hexdigest(),
-        )
-        for name in sorted(_patch_files(pin.patches_dir))
-    ]
-    data = _read(path)
-    data["patches"] = [{"name": patch.name, "sha256": patch.sha256} for patch in patches]
-    with disk_errors(path, "make its folder writable"):
-        write_json(path, data)
-    return patches
+def _patches(path: Path) -> list[Path]:
+    folder = path.parent / "patches"
+    return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise PinError(f"{path}: cannot be read ({error.strerror}); restore it") from error
-    except ValueError as error:
-        raise PinError(f"{path}: is not JSON ({error}); restore it") from error
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PinError(f"{path}: cannot be read as JSON ({error}); restore it") from error
+    if not isinstance(data, dict):
+        raise PinError(f"{path}: expected a JSON object, got {data!r}")
+    return data
 
 
-def _patch_files(folder: Path) -> set[str]:
-    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-
-
-def _patches(value: Any, path: Path) -> tuple[PatchPin, ...]:
-    if not isinstance(value, list):
-        raise PinError(f"{path}: patches: expected a list, got {value!r}")
-    patches = []
-    for item in value:
-        entry = _object(item, path, "patches[]")
-        _keys(entry, {"name", "sha256"}, path, "patches[]")
-        name = _match(_PATCH, entry["name"], path, "patches[].name")
-        patches.append(PatchPin(name, _match(_SHA256, entry["sha256"], path, f"{name}: sha256")))
-    names = [patch.name for patch in patches]
-    if names != sorted(set(names)):
-        raise PinError(f"{path}: patches: expected unique names in ascending order, got {names}")
-    return tuple(patches)
-
-
-def _object(value: Any, path: Path, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise PinError(f"{path}: {where}: expected an object, got {value!r}")
-    return value
-
-
-def _keys(data: Mapping[str, Any], expected: set[str], path: Path, where: str) -> None:
-    if set(data) != expected:
-        raise PinError(
-            f"{path}: {where}: expected the fields {sorted(expected)}, got {sorted(data)}"
-        )
-
-
-def _match(pattern: re.Pattern[str], value: Any, path: Path, where: str) -> str:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise PinError(f"{path}: {where}: expected the form {pattern.pattern}, got {value!r}")
-    return value
+def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every value that is no object or list, with its name."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _fields(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _fields(inner, f"{name}[]")
+    else:
+        yield name, value

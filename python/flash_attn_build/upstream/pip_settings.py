@@ -1,20 +1,15 @@
-"""The user's pip configuration: indexes, folders, proxy and certificates."""
+"""The user's pip configuration, as `pip config list` tells it: indexes, proxy, certificates."""
 
 from __future__ import annotations
 
 import ast
-import configparser
-import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from flash_attn_build.upstream.errors import PipConfigError
-
-Options = dict[str, str]
+from ..errors import PipConfigError
 
 # As pip does it: the environment wins over a command's section, and that one over [global].
 _SECTIONS = ("global", "install", "download", ":env:")
@@ -26,7 +21,7 @@ _FALSE = {"n", "no", "f", "false", "off", "0", ""}
 class PipSettings:
     """What of pip's configuration concerns fetching.
 
-    Args:
+    Attributes:
         index_url: None: the default index.
         extra_index_urls: Searched beside the index.
         find_links: Pages, archives or folders.
@@ -52,21 +47,29 @@ class PipSettings:
 
 
 def read_pip_settings() -> PipSettings:
-    """Read pip's configuration through pip itself, or its files and environment without pip.
+    """Asks pip for its configuration.
 
     Returns:
         The settings that `pip download` would use in this environment.
 
     Raises:
-        PipConfigError: The configuration cannot be read, or a value is malformed.
+        PipConfigError: There is no pip, it fails, or a value is malformed.
     """
-    has_pip = importlib.util.find_spec("pip") is not None
-    options = _from_pip() if has_pip else _from_files_and_environment()
-    return to_settings(options, os.environ)
+    command = [sys.executable, "-m", "pip", "--no-input", "config", "list"]
+    # Without this, pip may print a notice between the lines.
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if run.returncode != 0:
+        reason = " ".join(f"{run.stderr} {run.stdout}".split())
+        raise PipConfigError(
+            f"`pip config list` failed: {reason}; correct pip's configuration, or set "
+            "FLASH_ATTENTION_SOURCE to the archive"
+        )
+    return to_settings(parse_config_list(run.stdout), os.environ)
 
 
-def parse_config_list(text: str) -> Options:
-    """Merge the output of `pip config list`.
+def parse_config_list(text: str) -> dict[str, str]:
+    """Merges the output of `pip config list` as pip itself does.
 
     Args:
         text: Lines of `section.key='value'`; values are Python string literals.
@@ -77,43 +80,31 @@ def parse_config_list(text: str) -> Options:
     Raises:
         PipConfigError: A line has another form.
     """
-    sections: dict[str, Options] = {}
+    sections: dict[str, dict[str, str]] = {}
     for line in filter(None, text.splitlines()):
-        full_key, equals, literal = line.partition("=")
-        section, dot, key = full_key.partition(".")
+        full_key, _, literal = line.partition("=")
+        section, _, key = full_key.partition(".")
         try:
             value = ast.literal_eval(literal)
         except (ValueError, SyntaxError):
             value = None
-        if not (equals and dot and isinstance(value, str)):
+        if not key or not isinstance(value, str):
             # The line is not shown: it may hold a password.
             raise PipConfigError(
                 f"`pip config list`: expected a line like section.key='value' for {full_key!r}; "
                 "check the output of that command, or set FLASH_ATTENTION_SOURCE"
             )
-        sections.setdefault(section, {})[key] = value
-    return merge(sections)
-
-
-def merge(sections: Mapping[str, Mapping[str, str]]) -> Options:
-    """Merge configuration sections as pip does.
-
-    Args:
-        sections: Options by section.
-
-    Returns:
-        Value by option name, with `default-timeout` as `timeout`.
-    """
-    merged: Options = {}
-    for section in _SECTIONS:
-        for key, value in sections.get(section, {}).items():
-            name = key.lower().replace("_", "-")
-            merged["timeout" if name == "default-timeout" else name] = value
-    return merged
+        name = key.lower().replace("_", "-")
+        sections.setdefault(section, {})["timeout" if name == "default-timeout" else name] = value
+    return {
+        name: value
+        for section in _SECTIONS
+        for name, value in sections.get(section, {}).items()
+    }  # fmt: skip
 
 
 def to_settings(options: Mapping[str, str], environment: Mapping[str, str]) -> PipSettings:
-    """Convert pip's option values.
+    """Converts pip's option values.
 
     Args:
         options: Value by option name.
@@ -126,11 +117,16 @@ def to_settings(options: Mapping[str, str], environment: Mapping[str, str]) -> P
         PipConfigError: A value is malformed.
     """
     bundle = environment.get("REQUESTS_CA_BUNDLE") or environment.get("CURL_CA_BUNDLE")
+    no_index = options.get("no-index", "").lower()
+    if no_index not in _TRUE | _FALSE:
+        raise PipConfigError(
+            f"pip's option no-index: expected true or false, got {no_index!r}; correct it"
+        )
     return PipSettings(
         index_url=options.get("index-url") or None,
         extra_index_urls=tuple(options.get("extra-index-url", "").split()),
         find_links=tuple(options.get("find-links", "").split()),
-        no_index=_boolean(options, "no-index"),
+        no_index=no_index in _TRUE,
         trusted_hosts=tuple(options.get("trusted-host", "").split()),
         cert=options.get("cert") or bundle or None,
         client_cert=options.get("client-cert") or None,
@@ -138,64 +134,6 @@ def to_settings(options: Mapping[str, str], environment: Mapping[str, str]) -> P
         timeout=_number(options, "timeout", PipSettings.timeout),
         retries=int(_number(options, "retries", PipSettings.retries)),
     )
-
-
-def _from_pip() -> Options:
-    command = [sys.executable, "-m", "pip", "--no-input", "config", "list"]
-    # Without this, pip may print a notice between the lines.
-    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if run.returncode != 0:
-        reason = " ".join(f"{run.stderr} {run.stdout}".split())
-        raise PipConfigError(
-            f"`pip config list` failed: {reason}; correct pip's configuration, or set "
-            "FLASH_ATTENTION_SOURCE to the archive"
-        )
-    return parse_config_list(run.stdout)
-
-
-def _from_files_and_environment() -> Options:
-    sections: dict[str, Options] = {}
-    for path in _config_files(os.environ):
-        parser = configparser.RawConfigParser()
-        try:
-            parser.read(path, encoding="utf-8")
-        except (configparser.Error, OSError, UnicodeDecodeError) as error:
-            raise PipConfigError(
-                f"{path}: cannot be read as pip's configuration: {error}"
-            ) from error
-        for section in parser.sections():
-            sections.setdefault(section, {}).update(parser.items(section))
-    sections[":env:"] = {
-        key[len("PIP_") :]: value for key, value in os.environ.items() if key.startswith("PIP_")
-    }
-    return merge(sections)
-
-
-def _config_files(environment: Mapping[str, str]) -> list[Path]:
-    """List pip's configuration files, weakest first."""
-    explicit = environment.get("PIP_CONFIG_FILE")
-    if explicit == os.devnull:
-        return []
-    system = environment.get("XDG_CONFIG_DIRS") or "/etc/xdg"
-    user = environment.get("XDG_CONFIG_HOME") or "~/.config"
-    files = [Path(folder) / "pip" / "pip.conf" for folder in system.split(os.pathsep)]
-    files += [
-        Path("/etc/pip.conf"),
-        Path("~/.pip/pip.conf").expanduser(),
-        Path(user).expanduser() / "pip" / "pip.conf",
-        Path(sys.prefix) / "pip.conf",
-    ]
-    return [*files, Path(explicit)] if explicit else files
-
-
-def _boolean(options: Mapping[str, str], name: str) -> bool:
-    value = options.get(name, "").lower()
-    if value in _TRUE:
-        return True
-    if value in _FALSE:
-        return False
-    raise PipConfigError(f"pip's option {name}: expected true or false, got {value!r}; correct it")
 
 
 def _number(options: Mapping[str, str], name: str, default: float) -> float:

@@ -1,31 +1,31 @@
-"""Prepare upstream's sources for the build: place, patch, add licences, stamp."""
+"""Prepare upstream's sources for the build: checked, patched, with licences, in one folder."""
 
 from __future__ import annotations
 
-import errno
 import os
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flash_attn_build.upstream import layout, stamp
-from flash_attn_build.upstream.errors import DestinationError, PatchError
-from flash_attn_build.upstream.licence import cutlass_licence
-from flash_attn_build.upstream.patch import Patch, apply, parse
-from flash_attn_build.upstream.pin import Pin, read_patches
-from flash_attn_build.upstream.source import place_sources
-from flash_attn_build.upstream.storage import disk_errors
+from ..errors import DestinationError, DiskError, PatchError
+from ..files import read_tree, tree_sha256
+from .licence import cutlass_licence
+from .pin import REFRESH, Pin, found_patches, write_patches
+from .source import read_sources
 
-_ADVICE = "choose another destination"
+# Holds the hash of the tree as it was made, so that one that was edited since is not replaced.
+STAMP = ".tree_sha256"
+CUTLASS_LICENCE = "licenses/CUTLASS-LICENSE.txt"
 
 
 def prepare(
     dest: Path, pin: Pin, *, patched: bool = True, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Make `dest` hold upstream's used files, patched, and the licence texts.
+    """Makes `dest` hold upstream's used files, patched, and the licence texts.
 
     The tree is made beside `dest` and moved there as a whole. Nothing is touched, times included,
     when `dest` already holds what would be made.
@@ -41,85 +41,131 @@ def prepare(
 
     Raises:
         DestinationError: `dest` holds files that were not made, or were edited since.
-        PatchError: A patch does not apply.
-        BuildError: The sources cannot be had or are not the pinned ones; see `errors`.
+        PatchError: A patch does not apply, or the patched files are not the pinned ones.
+        DiskError: `dest` cannot be written.
+        BuildError: The sources cannot be had or are not the pinned ones.
     """
     dest = dest.absolute()
-    patches = read_patches(pin) if patched else []
-    parsed = [parse(patch.name, data) for patch, data in patches]
-    for patch in parsed:
-        if f"{pin.name} {pin.version}" not in " ".join(patch.intro.split()):
-            raise PatchError(
-                f"{patch.name}: line 1: the opening text does not name {pin.name} {pin.version}; "
-                "check the patch against that release, then say so there"
-            )
-    result = {
-        "version": pin.version,
-        "sha256": pin.sha256,
-        "patches": [asdict(patch) for patch, _ in patches],
-        "dest": str(dest),
-    }
-    key = stamp.key_of(pin, patched)
-    if _holds(dest, key):
+    patches = pin.patch_files() if patched else []
+    wanted = pin.patched_tree_sha256 if patched else pin.tree_sha256
+    listed = [{"name": name, "sha256": sha256} for name, sha256 in pin.patches] if patched else []
+    result = {"version": pin.version, "sha256": pin.sha256, "patches": listed, "dest": str(dest)}
+    if _holds(dest, wanted):
         return result
-    with disk_errors(dest.parent, _ADVICE):
+    try:
         dest.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        disk_errors(dest, _ADVICE),
-        tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as work,
-    ):
-        tree = Path(work, "new")
-        tree.mkdir()
-        place_sources(pin, tree, environment)
-        (tree / layout.CUTLASS_LICENCE).write_text(cutlass_licence(tree), encoding="utf-8")
-        for patch in parsed:
-            _apply(patch, tree)
-        stamp.write(stamp.make(key, tree), tree)
-        if _holds(dest, key):  # made by another build in the meantime
-            return result
-        _swap(tree, dest, Path(work, "old"), key)
+        with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as work:
+            tree = Path(work, "new")
+            found = _make(tree, pin, patches, environment)
+            if found != wanted:
+                raise PatchError(
+                    f"{pin.path}: patched_tree_sha256: expected {wanted}, but the patches make "
+                    f"{found}; look at what they change (`git diff --no-index`), then {REFRESH}"
+                )
+            _swap(tree, dest, Path(work, "old"), wanted)
+    except OSError as error:
+        raise DiskError(
+            f"{dest}: cannot be written ({error.strerror}); free some space, or choose another "
+            "destination"
+        ) from error
     return result
 
 
-def _holds(dest: Path, key: str) -> bool:
-    """Return whether `dest` is up to date; raise if it must not be replaced."""
+def refresh(pin: Pin, environment: Mapping[str, str] = os.environ) -> Pin:
+    """Writes the patches as they are now, and what they make of upstream, to the data file.
+
+    Args:
+        pin: The pin, as loaded.
+        environment: Environment variables that say where the sources come from.
+
+    Returns:
+        The pin that was given.
+
+    Raises:
+        PatchError: A patch does not apply.
+        BuildError: The sources cannot be had or are not the pinned ones.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        found = _make(Path(work, "tree"), pin, found_patches(pin), environment)
+    write_patches(pin, found)
+    return pin
+
+
+def _make(tree: Path, pin: Pin, patches: list[Path], environment: Mapping[str, str]) -> str:
+    """Makes a tree; returns the hash of upstream's files in it, after the patches."""
+    for name, data in read_sources(pin, environment).items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_bytes(data)
+    licence = cutlass_licence(tree)
+    for patch in patches:
+        _apply(patch, pin, tree)
+    found = _upstream_sha256(tree)
+    (tree / CUTLASS_LICENCE).write_text(licence, encoding="utf-8")
+    (tree / STAMP).write_text(tree_sha256(_files(tree)) + "\n", encoding="utf-8")
+    return found
+
+
+def _apply(patch: Path, pin: Pin, tree: Path) -> None:
+    """Applies a patch with git. Where git finds a place that fits worse, the tree's hash tells."""
+    text = patch.read_text(encoding="utf-8")
+    intro = " ".join(text.partition("\n--- ")[0].split())
+    if f"{pin.name} {pin.version}" not in intro:
+        raise PatchError(
+            f"{patch.name}: the opening text does not name {pin.name} {pin.version}; check the "
+            "patch against that release, then say so there"
+        )
+    git = shutil.which("git")
+    if git is None:
+        raise PatchError("git: not on PATH; it applies the patches. Install it")
+    command = [git, "apply", "--unidiff-zero", "--whitespace=nowarn", str(patch)]
+    # A checkout around the tree would make git leave out files outside of it.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    environ |= {"GIT_CEILING_DIRECTORIES": str(tree.parent), "LC_ALL": "C"}
+    done = subprocess.run(
+        command, cwd=tree, env=environ, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise PatchError(
+            f"{patch.name}: does not apply: {' '.join(done.stderr.split())}; the patch was made "
+            "for other sources: check the pin, or make the patch again"
+        )
+
+
+def _holds(dest: Path, wanted: str) -> bool:
+    """Returns whether `dest` is up to date; raises if it must not be replaced."""
     advice = "delete it, or choose another destination"
     if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
         return False
-    found = stamp.read(dest) if dest.is_dir() else None
-    if found is None:
-        raise DestinationError(f"{dest}: exists and was not made by this tool; {advice}")
-    edited = stamp.differences(found, dest)
-    if edited:
-        more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""
+    try:
+        made = (dest / STAMP).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise DestinationError(f"{dest}: exists and was not made by this tool; {advice}") from error
+    if made != tree_sha256(_files(dest)):
         raise DestinationError(
-            f"{dest}: edited since it was made: {', '.join(edited[:3])}{more}; save your changes "
-            f"as a patch, then {advice}"
+            f"{dest}: edited since it was made; save your changes as a patch, then {advice}"
         )
-    return found.key == key
+    return _upstream_sha256(dest) == wanted
 
 
-def _apply(patch: Patch, tree: Path) -> None:
-    folders = tuple(f"{folder}/" for folder in layout.FOLDERS.values())
-    for path in patch.files:
-        file = tree / path
-        if not path.startswith(folders) or ".." in path.split("/") or not file.is_file():
-            raise PatchError(
-                f"{patch.name}: {path}: no such file in the prepared tree; paths are relative to "
-                f"it and begin with {' or '.join(folders)}"
-            )
-        file.write_bytes(apply(patch, path, file.read_bytes()))
+def _files(tree: Path) -> dict[str, bytes]:
+    return {name: data for name, data in read_tree(tree).items() if name != STAMP}
 
 
-def _swap(tree: Path, dest: Path, old: Path, key: str) -> None:
-    """Move the tree to `dest`, and what was there to `old`."""
+def _upstream_sha256(tree: Path) -> str:
+    return tree_sha256(
+        {name: data for name, data in _files(tree).items() if name != CUTLASS_LICENCE}
+    )
+
+
+def _swap(tree: Path, dest: Path, old: Path, wanted: str) -> None:
+    """Moves the tree to `dest`, and what was there to `old`."""
     with suppress(FileNotFoundError):
         os.rename(dest, old)
     try:
         os.rename(tree, dest)
-    except OSError as error:
+    except OSError:
         # Another build may have been faster; if it made the same, all is well.
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and _holds(dest, key):
+        if dest.exists() and _holds(dest, wanted):
             return
         if old.exists() and not dest.exists():
             os.rename(old, dest)

@@ -1,72 +1,152 @@
-"""The checked source of a build: a given archive or folder, the cache, or the network."""
+"""Upstream's used files, checked: from a given archive or folder, the cache, or the network."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tarfile
+import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from flash_attn_build.upstream import layout
-from flash_attn_build.upstream.digest import sha256_of
-from flash_attn_build.upstream.errors import (
-    ChangedFilesError,
-    DependencyError,
-    HashMismatchError,
-    SourceError,
-    WrongVersionError,
-)
-from flash_attn_build.upstream.fetch import download
-from flash_attn_build.upstream.pin import Pin
-from flash_attn_build.upstream.pip_settings import read_pip_settings
-from flash_attn_build.upstream.storage import disk_errors, replacing
-from flash_attn_build.upstream.unpack import copy_folder, folder_version, unpack_archive
+from ..errors import DiskError, HashMismatchError, SourceError, StepError
+from ..files import read_tree, replacing, sha256_of, tree_sha256
+from .fetch import download
+from .pin import Pin
+from .pip_settings import read_pip_settings
 
 SOURCE_VARIABLE = "FLASH_ATTENTION_SOURCE"
 CACHE_VARIABLE = "FLASH_ATTENTION_CACHE"
 
-Download = Callable[[Pin, BinaryIO, Path], None]
+# What of upstream's tree is used, and where it lies in a prepared one.
+FOLDERS = {
+    "csrc/flash_attn/src": "flash_attn/src",
+    "csrc/cutlass/include": "cutlass/include",
+}
+LICENCE = "licenses/FlashAttention-LICENSE"
+# Anything else in those folders (generators, editor backups, caches) is no input of the build.
+_SUFFIXES = {".cu", ".cuh", ".h", ".hpp", ".inl"}
+_GIVE = "give the unpacked source distribution (the folder that holds PKG-INFO), or its archive"
+
+Download = Callable[[Pin, BinaryIO], None]
 
 
-def place_sources(pin: Pin, into: Path, environment: Mapping[str, str]) -> None:
-    """Put upstream's used files, checked against the pin, in their places.
+def read_sources(pin: Pin, environment: Mapping[str, str]) -> dict[str, bytes]:
+    """Reads upstream's used files, from wherever the user says, and checks them.
 
     Args:
         pin: What the sources must be.
-        into: Existing, empty folder that receives the files.
         environment: Environment variables; those named in this module are read.
 
+    Returns:
+        Content by path in a prepared tree.
+
     Raises:
-        BuildError: The sources cannot be had or are not the pinned ones; see `errors`.
+        BuildError: The sources cannot be had or are not the pinned ones.
     """
     given = environment.get(SOURCE_VARIABLE)
-    if not given:
-        archive = cached_archive(pin, cache_dir(environment))
-        names = unpack_archive(archive, into)
-        _check_tree(pin, into, names, archive)
-        return
-    path = Path(given).expanduser().absolute()
-    if path.is_dir():
-        version = folder_version(path)
-        if version != pin.version:
-            raise WrongVersionError(
-                f"{SOURCE_VARIABLE}={path}: expected {pin.name} {pin.version}, found {version}; "
-                "give a folder with the expected version, or unset the variable to have it fetched"
-            )
-        _check_tree(pin, into, copy_folder(path, into), path)
+    path = Path(given).expanduser().absolute() if given else None
+    if path is None:
+        path = cached_archive(pin, cache_dir(environment))
     elif path.is_file():
         check_archive(pin, path)
-        _check_tree(pin, into, unpack_archive(path, into), path)
-    else:
+    elif not path.is_dir():
         raise SourceError(
             f"{SOURCE_VARIABLE}={path}: neither a file nor a folder; give the path of the "
             f"{pin.name} {pin.version} source distribution, or unset the variable"
         )
+    files = read_folder(path) if path.is_dir() else read_archive(path)
+    found = tree_sha256(files)
+    if found != pin.tree_sha256:
+        raise SourceError(
+            f"{path}: is not {pin.name} {pin.version}, or files below {', '.join(FOLDERS)} or "
+            f"LICENSE were changed, added or removed: expected tree hash {pin.tree_sha256}, found "
+            f"{found} in {len(files)} files; unpack the source distribution afresh, or unset "
+            f"{SOURCE_VARIABLE} to have it fetched"
+        )
+    return files
+
+
+def read_archive(archive: Path) -> dict[str, bytes]:
+    """Reads the used files of a source distribution. Nothing is unpacked, so nothing can leave.
+
+    Args:
+        archive: A tar archive with one folder at its top.
+
+    Returns:
+        Content by path in a prepared tree.
+
+    Raises:
+        SourceError: The archive cannot be read or lacks upstream's sources.
+    """
+    files = {}
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                target = placed("/".join(PurePosixPath(member.name).parts[1:]))
+                if target is None:
+                    continue
+                file = tar.extractfile(member) if member.isreg() else None
+                if file is None or target in files:
+                    raise SourceError(
+                        f"{archive}: {member.name!r} is a link, or there twice; delete the archive "
+                        "and get it from a source that you trust"
+                    )
+                files[target] = file.read()
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise SourceError(f"{archive}: is not a readable archive ({error}); {_GIVE}") from error
+    return _complete(files, archive)
+
+
+def read_folder(folder: Path) -> dict[str, bytes]:
+    """Reads the used files of an unpacked source distribution, or of a checkout.
+
+    Args:
+        folder: Upstream's root folder.
+
+    Returns:
+        Content by path in a prepared tree.
+
+    Raises:
+        SourceError: The folder cannot be read or lacks upstream's sources.
+    """
+    try:
+        found = read_tree(folder, [*FOLDERS, "LICENSE"])
+    except OSError as error:
+        raise SourceError(f"{folder}: cannot be read ({error}); {_GIVE}") from error
+    named = ((placed(name), data) for name, data in found.items())
+    return _complete({name: data for name, data in named if name}, folder)
+
+
+def placed(name: str) -> str | None:
+    """Tells where a file of upstream's tree goes.
+
+    Args:
+        name: POSIX path relative to upstream's root.
+
+    Returns:
+        POSIX path relative to the prepared tree; None if the file is not used.
+    """
+    if name == "LICENSE":
+        return LICENCE
+    path = PurePosixPath(name)
+    if path.suffix in _SUFFIXES and ".." not in path.parts:
+        for source, target in FOLDERS.items():
+            if name.startswith(f"{source}/"):
+                return target + name[len(source) :]
+    return None
+
+
+def _complete(files: dict[str, bytes], source: Path) -> dict[str, bytes]:
+    for start in (*FOLDERS.values(), LICENCE):
+        if not any(name.startswith(start) for name in files):
+            raise SourceError(f"{source}: lacks what goes to {start}; {_GIVE}")
+    return files
 
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
-    """Return the folder that keeps downloaded archives.
+    """Names the folder that keeps downloaded archives.
 
     Args:
         environment: Environment variables.
@@ -75,7 +155,7 @@ def cache_dir(environment: Mapping[str, str]) -> Path:
         The folder that the user names, or one in the user's cache folder.
 
     Raises:
-        DependencyError: The package `platformdirs` is not installed and no folder is named.
+        StepError: The package `platformdirs` is not installed and no folder is named.
     """
     named = environment.get(CACHE_VARIABLE)
     if named:
@@ -83,7 +163,7 @@ def cache_dir(environment: Mapping[str, str]) -> Path:
     try:
         from platformdirs import user_cache_path
     except ImportError as error:
-        raise DependencyError(
+        raise StepError(
             f"the place of the cache comes from the package platformdirs ({error}); "
             f"`python -m pip install platformdirs`, or set {CACHE_VARIABLE} to a folder"
         ) from error
@@ -91,7 +171,7 @@ def cache_dir(environment: Mapping[str, str]) -> Path:
 
 
 def cached_archive(pin: Pin, cache: Path, fetch: Download | None = None) -> Path:
-    """Return the pinned archive from the cache, fetching it if it isn't there, or is damaged.
+    """Finds the pinned archive in the cache, or fetches it if it isn't there, or is damaged.
 
     Builds that run at the same time may both fetch; each moves a complete archive into place.
 
@@ -105,30 +185,33 @@ def cached_archive(pin: Pin, cache: Path, fetch: Download | None = None) -> Path
 
     Raises:
         HashMismatchError: What was fetched is not the pinned archive.
-        BuildError: Fetching or writing failed; see `errors`.
+        DiskError: The cache cannot be written.
+        BuildError: Fetching failed.
     """
-    advice = f"set {CACHE_VARIABLE} to a folder with room that you may write to"
     entry = cache / f"{pin.sha256}.tar.gz"
-    with disk_errors(entry, advice):
+    try:
         if entry.is_file():
             if sha256_of(entry) == pin.sha256:
                 return entry
             print(f"warning: {entry}: damaged; fetching it again", file=sys.stderr)
-    with disk_errors(cache, advice):
-        cache.mkdir(parents=True, exist_ok=True)
-    with disk_errors(entry, advice), replacing(entry) as (handle, temporary):
-        with os.fdopen(handle, "wb") as out:
+        with replacing(entry) as out:
             if fetch is None:
-                download(pin, read_pip_settings(), out, entry)
+                download(pin, read_pip_settings(), out)
             else:
-                fetch(pin, out, entry)
-        # Once more from the disk: what is kept is what was checked.
-        check_archive(pin, temporary)
+                fetch(pin, out)
+            out.flush()
+            # Once more from the disk: what is kept is what was checked.
+            check_archive(pin, Path(os.fsdecode(out.name)))
+    except OSError as error:
+        raise DiskError(
+            f"{entry}: cannot be written ({error.strerror}); free some space, or set "
+            f"{CACHE_VARIABLE} to a folder with room that you may write to"
+        ) from error
     return entry
 
 
 def check_archive(pin: Pin, archive: Path) -> None:
-    """Check an archive's bytes, before anything reads into it.
+    """Checks an archive's bytes, before anything reads into it.
 
     Args:
         pin: What the archive must be.
@@ -149,15 +232,4 @@ def check_archive(pin: Pin, archive: Path) -> None:
             f"{archive}: expected the source distribution of {pin.name} {pin.version} with sha256 "
             f"{pin.sha256}, found {found}; get that file from a source that you trust, or unset "
             f"{SOURCE_VARIABLE} to have it fetched"
-        )
-
-
-def _check_tree(pin: Pin, tree: Path, names: list[str], source: Path) -> None:
-    found = layout.tree_sha256(tree, names)
-    if found != pin.tree_sha256:
-        raise ChangedFilesError(
-            f"{source}: has the right version, {pin.version}, but files below "
-            f"{', '.join(layout.FOLDERS)} or {layout.LICENCE} were changed, added or removed: "
-            f"expected tree hash {pin.tree_sha256}, found {found} in {len(names)} files; unpack "
-            f"the source distribution afresh, or unset {SOURCE_VARIABLE} to have it fetched"
         )

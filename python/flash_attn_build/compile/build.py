@@ -1,0 +1,285 @@
+"""Builds the wheel: compile, repair, check, describe. dist/ changes only when all went well."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import files
+from ..errors import BuildError, SettingError, StepError
+from ..wheel import sbom
+from ..wheel.repair import repair
+from . import build_folder, jobs, launcher, manifest, toolchain, variables
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Dates the files of a wheel that is built outside a git checkout.
+FIXED_EPOCH = "1764547200"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to build.
+
+    Attributes:
+        preset: Name of a configure preset in CMakePresets.json.
+        out_dir: Folder for the wheel and its manifest.
+        build_dir: Folder for objects, kept so that the next build compiles only what changed.
+        defines: CMake cache entries, "NAME=VALUE", on top of the preset's.
+        local: Local version that tells this wheel from others of its version, such as "cu130".
+        locked: Whether the tools were installed from the hash-locked lists in locks/.
+    """
+
+    preset: str
+    out_dir: Path
+    build_dir: Path
+    defines: tuple[str, ...] = ()
+    local: str = ""
+    locked: bool = False
+
+
+def build(request: Request, root: Path = ROOT) -> Path:
+    """Builds one wheel.
+
+    Args:
+        request: What to build.
+        root: The source tree.
+
+    Returns:
+        The wheel in the request's out_dir; its manifest lies beside it.
+
+    Raises:
+        BuildError: A step failed. The out_dir is as it was.
+    """
+    # Its libraries are installed in environments made for building only.
+    from ..wheel.check import check
+
+    cuda = toolchain.find()
+    job_count = jobs.count()
+    tools = manifest.tool_versions(cuda.version, toolchain.host_compiler())
+    influences = variables.given(os.environ)
+    _say(f"preset {request.preset}, CUDA {cuda.version} ({cuda.root}), {job_count} at once")
+    build_folder.renew(request.build_dir, {"tools": tools, "environment": influences})
+    request.out_dir.mkdir(parents=True, exist_ok=True)
+    begin = time.time()
+    # Beside its final place, so that the last step is a rename.
+    with tempfile.TemporaryDirectory(dir=request.out_dir, prefix=".build-") as folder:
+        environ = environment(cuda, job_count, request.build_dir, os.environ, root)
+        environ["TMPDIR"] = folder  # compilers that are stopped leave their files there
+        made = _compile(request, root, Path(folder, "made"), environ)
+        epoch = int(environ["SOURCE_DATE_EPOCH"])
+        parts = sbom.find_parts(cuda)
+        wheel = repair(made, Path(folder, "repaired"), parts, epoch, request.local)
+        info = check(wheel)
+        units = build_folder.read_units(request.build_dir)
+        settings = {
+            "preset": request.preset,
+            "defines": list(request.defines),
+            "environment": influences,
+            "source_date_epoch": epoch,
+            "locked": request.locked,
+            "jobs": job_count,
+            "wall_seconds": round(time.time() - begin, 1),
+            # Fewer than all where the build folder held objects of an earlier run.
+            "compiled_in_this_run": sum(
+                (request.build_dir / unit["output"]).stat().st_mtime >= begin for unit in units
+            ),
+        }
+        places = {
+            str(request.build_dir): "build",
+            str(root): ".",
+            str(cuda.root): "<cuda>",
+            sys.prefix: "<environment>",
+        }
+        text = manifest.describe(wheel, info, units, settings, tools, places)
+        final = request.out_dir / wheel.name
+        wheel.chmod(0o644)
+        files.write_json(manifest.path_of(final), text)
+        os.replace(wheel, final)
+    totals = text["totals"]
+    _say(
+        f"{final} ({final.stat().st_size / 1e6:.1f} MB, sha256 {text['wheel']['sha256']}); "
+        f"{totals['translation_units']} translation units, "
+        f"{totals['cpu_seconds'] / 60:.1f} CPU-minutes, "
+        f"peak {totals['peak_rss_bytes'] / jobs.GIB:.2f} GiB"
+    )
+    return final
+
+
+def environment(
+    cuda: toolchain.Toolchain,
+    job_count: int,
+    build_dir: Path,
+    environ: Mapping[str, str],
+    root: Path = ROOT,
+) -> dict[str, str]:
+    """Makes the environment that CMake and Ninja run in.
+
+    Args:
+        cuda: The CUDA toolkit.
+        job_count: Compilations at once.
+        build_dir: The build folder.
+        environ: The environment to start from; what the user set in it stays.
+        root: The source tree.
+
+    Returns:
+        The environment.
+    """
+    # The launcher runs as a plain file: no package to import, no site-packages to look through.
+    command = [sys.executable, "-I", "-S", str(Path(launcher.__file__).resolve())]
+    command += ["--log-dir", str(build_folder.log_dir(build_dir)), "--"]
+    return {
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(job_count),
+        "CMAKE_CUDA_COMPILER_LAUNCHER": ";".join(command),
+        "CMAKE_CXX_COMPILER_LAUNCHER": ";".join(command),
+        "NINJA_STATUS": "[%f/%t, %W left] ",
+        **environ,
+        "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",  # says which objects are of this configuration
+        "CUDACXX": str(cuda.nvcc),
+        "SOURCE_DATE_EPOCH": source_date_epoch(environ, root),
+    }
+
+
+def source_date_epoch(environ: Mapping[str, str], root: Path = ROOT) -> str:
+    """Chooses the date that files in the wheel bear.
+
+    Args:
+        environ: Environment: SOURCE_DATE_EPOCH, if set, is taken.
+        root: The source tree: else the date of its last commit.
+
+    Returns:
+        Seconds since 1970, in digits; a fixed date outside a git checkout.
+
+    Raises:
+        SettingError: SOURCE_DATE_EPOCH is not a whole number.
+    """
+    given = environ.get("SOURCE_DATE_EPOCH", "").strip()
+    if given:
+        if not given.isascii() or not given.isdigit():
+            raise SettingError(
+                f"SOURCE_DATE_EPOCH: expected seconds since 1970, a whole number, got {given!r}. "
+                "Unset it to take the date of the last commit."
+            )
+        return given
+    if (root / ".git").exists() and (git := shutil.which("git")):
+        log = subprocess.run(
+            [git, "-C", str(root), "log", "-1", "--format=%ct"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if log.returncode == 0 and log.stdout.strip():
+            return log.stdout.strip()
+    return FIXED_EPOCH
+
+
+def _compile(request: Request, root: Path, destination: Path, environ: Mapping[str, str]) -> Path:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    command += ["--outdir", str(destination), f"-Cbuild-dir={request.build_dir}"]
+    command += [f"-Ccmake.args=--preset={request.preset}"]
+    command += [f"-Ccmake.define.{define}" for define in request.defines]
+    status = run_group([*command, str(root)], environ)
+    made = list(destination.glob("*.whl"))
+    if status or len(made) != 1:
+        raise StepError(
+            f"the build failed (exit status {status}); the first error above says why. "
+            "If a compiler was killed, memory ran out: set MAX_JOBS to a smaller number "
+            f"(this build: {environ['CMAKE_BUILD_PARALLEL_LEVEL']})."
+        )
+    return made[0]
+
+
+def run_group(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Runs a command whose children end with it: ninja and compilers, when a build is stopped.
+
+    Args:
+        command: The command.
+        environ: Its environment.
+
+    Returns:
+        Exit status.
+    """
+    with subprocess.Popen(command, env=dict(environ), start_new_session=True) as child:
+        try:
+            return child.wait()
+        except BaseException:
+            os.killpg(child.pid, signal.SIGTERM)
+            child.wait()
+            raise
+
+
+def _say(text: str) -> None:
+    print(f"build: {text}", flush=True)
+
+
+def request_from(arguments: Sequence[str], root: Path = ROOT) -> Request:
+    """Reads the command line.
+
+    Args:
+        arguments: Its words.
+        root: The source tree.
+
+    Returns:
+        What to build.
+    """
+    parser = argparse.ArgumentParser(prog="nox -s build --", description=__doc__)
+    parser.add_argument("--preset", default="release", help="of CMakePresets.json (%(default)s)")
+    parser.add_argument(
+        "--out-dir", type=Path, help="for the wheel (dist for release, dist/PRESET for others)"
+    )
+    parser.add_argument("--build-dir", type=Path, help="for objects (build/PRESET)")
+    parser.add_argument(
+        "-D", dest="defines", action="append", default=[], metavar="NAME=VALUE",
+        help="a CMake cache entry, such as -D FLASH_ATTENTION_HEAD_DIMS=64;128",
+    )  # fmt: skip
+    parser.add_argument(
+        "--local", default="", metavar="LABEL", help="local version: cu130 makes 0.1.0+cu130"
+    )
+    # Read by the nox session, which installs what compiles before this module runs.
+    parser.add_argument("--locked", action="store_true", help="tools of locks/ only, by hash")
+    parser.add_argument("--cuda", choices=["12"], help="compile with Debian's CUDA 12 toolkit")
+    given = parser.parse_args(arguments)
+    for define in given.defines:
+        if "=" not in define:
+            parser.error(f"-D: expected NAME=VALUE, got {define!r}")
+    if given.local and not (given.local.isascii() and given.local.isalnum()):
+        parser.error(f"--local: expected letters and digits, got {given.local!r}")
+    # A small wheel must not take the place of the full one, whose name it shares.
+    dist = root / "dist" if given.preset == "release" else root / "dist" / given.preset
+    return Request(
+        preset=given.preset,
+        out_dir=(given.out_dir or dist).resolve(),
+        build_dir=(given.build_dir or root / "build" / given.preset).resolve(),
+        defines=tuple(given.defines),
+        local=given.local.lower(),
+        locked=given.locked,
+    )
+
+
+def main() -> int:
+    """Builds what the command line asks for.
+
+    Returns:
+        Exit status.
+    """
+    files.exit_on_sigterm()
+    try:
+        build(request_from(sys.argv[1:]))
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}. Nothing was put into the folder for wheels.", file=sys.stderr)
+        return StepError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

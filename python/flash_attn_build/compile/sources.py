@@ -1,0 +1,48 @@
+"""What the machine code of a wheel is compiled from, as hashes of the source tree's files.
+
+The build puts them into the wheel (cmake/BuildInfo.cmake), and the gate holds them to the tree
+that is released: a commit and a clean tree say nothing of what lay there when the wheel was built.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ..files import read_tree, tree_sha256
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Kernels, ops, patches, and the tools that fetch and patch upstream's part of them.
+NATIVE = (
+    "CMakeLists.txt",
+    "CMakePresets.json",
+    "cmake",
+    "cpp",
+    "python/flash_attn_build/upstream",
+)
+# The versions of linker and headers, and the options of the build backend.
+PARTS = (*NATIVE, "pyproject.toml")
+
+
+def digests(root: Path = ROOT) -> dict[str, str]:
+    """Hashes each part of a source tree that decides on machine code.
+
+    Args:
+        root: The source tree.
+
+    Returns:
+        Part to hexadecimal sha256 over its files, named relative to the tree.
+
+    Raises:
+        FileNotFoundError: The tree lacks a part.
+    """
+    return {part: tree_sha256(read_tree(root, [part])) for part in PARTS}
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(digests()))
+    except OSError as error:
+        sys.exit(f"error: {error}")

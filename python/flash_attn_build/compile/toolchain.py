@@ -1,0 +1,185 @@
+"""Finds the compilers. `python -m flash_attn_build.compile.toolchain` prints nvcc's path."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ToolchainError
+
+PACKAGES = "cuda-toolkit[nvcc,cccl]"
+
+_NO_NVCC = (
+    "nvcc: no CUDA compiler found in CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the packages of "
+    f"{sys.executable}. Install CUDA 13 from packages (pip install '{PACKAGES}==13.0.*'; "
+    "nox -s build does it), or set CUDACXX to an nvcc. "
+    "CUDA 12 has no nvcc package: `nox -s build -- --cuda 12` takes Debian's."
+)
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """A CUDA toolkit that can build the wheel.
+
+    Attributes:
+        nvcc: The compiler itself, not a wrapper script around it.
+        root: Toolkit's folder, which holds bin, include and the libraries.
+        version: Version, such as "13.0.88".
+        cudart: The static CUDA runtime library.
+    """
+
+    nvcc: Path
+    root: Path
+    version: str
+    cudart: Path
+
+
+def find(environ: Mapping[str, str] = os.environ, packages: Path | None = None) -> Toolchain:
+    """Finds the CUDA toolkit to build with.
+
+    Args:
+        environ: Environment. CUDACXX, CUDA_HOME and CUDA_PATH, where set, must be right.
+        packages: Folder of installed packages; this Python's own if None.
+
+    Returns:
+        The toolkit of the first nvcc among CUDACXX, CUDA_HOME, CUDA_PATH, PATH and packages.
+
+    Raises:
+        ToolchainError: No nvcc, one that does not run, or a toolkit with parts missing.
+    """
+    packages = (packages or Path(sysconfig.get_paths()["purelib"])).resolve()
+    found = next(_candidates(environ, packages), None)
+    if found is None:
+        raise ToolchainError(_NO_NVCC)
+    root = _root(found)
+    nvcc = root / "bin" / "nvcc"
+    if not nvcc.exists():
+        nvcc = found
+    if packages in root.parents:
+        link_libraries(root)
+    version = re.search(r"\bV(\d+\.\d+\.\d+)", _run(nvcc, "--version"))
+    if version is None:
+        raise ToolchainError(f"{nvcc}: `nvcc --version` names no version. Is it an nvcc?")
+    folders = [root / "lib64", root / "targets/x86_64-linux/lib", root / "lib"]
+    cudart = next((f for d in folders if (f := d / "libcudart_static.a").exists()), None)
+    headers = [root / "include", root / "targets/x86_64-linux/include"]
+    missing = [] if cudart else ["libcudart_static.a"]
+    for name in ("cuda_runtime.h", "cccl/cuda/std/version"):
+        # Toolkits before 13 have CCCL straight in their include folder.
+        names = (name, name.removeprefix("cccl/"))
+        if not any((folder / n).exists() for folder in headers for n in names):
+            missing.append(name)
+    if missing or cudart is None:
+        series = version[1].rpartition(".")[0]
+        raise ToolchainError(
+            f"{root}: the CUDA toolkit lacks {', '.join(missing)}. Install the whole toolkit, or "
+            f"`pip install '{PACKAGES}=={series}.*'` (13.0 or newer) and unset CUDACXX."
+        )
+    return Toolchain(nvcc, root, version[1], cudart)
+
+
+def host_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Finds the C++ compiler that CMake uses for host code.
+
+    Args:
+        environ: Environment: CXX, else g++ or c++ on PATH. As in CMake, CXX may hold a launcher
+            and options: "ccache g++".
+
+    Returns:
+        The words of the command, the first of them a path.
+
+    Raises:
+        ToolchainError: There is none.
+    """
+    given = shlex.split(environ.get("CXX", ""))
+    for first, *rest in [given] if given else [["g++"], ["c++"]]:
+        if path := shutil.which(first, path=environ.get("PATH")):
+            return (path, *rest)
+    raise ToolchainError(
+        f"{'CXX' if given else 'g++'}: no C++ compiler found ({' '.join(given) or 'g++, c++'}). "
+        "Install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) "
+        "or set CXX to its path."
+    )
+
+
+def compiler_name(command: tuple[str, ...]) -> str:
+    """Names a host compiler: the last word of its command that is no option, such as "g++"."""
+    return Path([word for word in command if not word.startswith("-")][-1]).name
+
+
+def link_libraries(root: Path) -> None:
+    """Gives a toolkit that came from packages the two names that nvcc and CMake look for.
+
+    Args:
+        root: Toolkit's folder inside site-packages.
+    """
+    wanted = [(root / "lib64", "lib")]
+    wanted += [
+        (library.with_suffix(""), library.name) for library in root.glob("lib/libcudart.so.*")
+    ]
+    for link, target in wanted:
+        if not link.exists():
+            link.symlink_to(target)
+
+
+def _candidates(environ: Mapping[str, str], packages: Path) -> Iterator[Path]:
+    for name, tail in (("CUDACXX", ""), ("CUDA_HOME", "bin/nvcc"), ("CUDA_PATH", "bin/nvcc")):
+        if value := environ.get(name, "").strip():
+            path = shutil.which(str(Path(value) / tail), path=environ.get("PATH"))
+            if path is None:
+                raise ToolchainError(
+                    f"{name}: expected {'an nvcc' if not tail else 'a CUDA toolkit'}, got "
+                    f"{value!r}, where there is none. Correct it, or unset it to search PATH."
+                )
+            yield Path(path)
+    if environ and (path := shutil.which("nvcc", path=environ.get("PATH"))):
+        yield Path(path)
+    yield from sorted(packages.glob("nvidia/cu*/bin/nvcc"), reverse=True)
+
+
+def _root(nvcc: Path) -> Path:
+    """The toolkit that nvcc itself says it belongs to: the path may lead to a wrapper script."""
+    plan = _run(nvcc, "-v", "--dryrun", "-x", "cu", os.devnull, "-c", "-o", os.devnull)
+    top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
+    return Path(top[1]).resolve() if top else nvcc.resolve().parent.parent
+
+
+def _run(nvcc: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            [nvcc, *arguments], capture_output=True, text=True, check=False, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ToolchainError(f"{nvcc}: does not run: {error}") from error
+    return done.stdout + done.stderr
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the path of nvcc, or an empty line where a CUDA compiler is still to be installed.
+
+    Args:
+        arguments: `--packages`: of this Python's packages, whatever the machine has.
+
+    Returns:
+        Exit status.
+    """
+    packages = Path(sysconfig.get_paths()["purelib"])
+    only_packages = (sys.argv[1:] if arguments is None else arguments) == ["--packages"]
+    try:
+        print(next(_candidates({} if only_packages else os.environ, packages), ""))
+    except ToolchainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""The wheel that is to be published, with the manifest that the build wrote beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+from ..compile import manifest, sources
+from ..errors import WheelError
+from ..wheel import check
+
+_PIN = "cpp/upstream/upstream.json"
+_INSTANCES = "cpp/instances.json"
+LOCK = "locks/build.txt"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A wheel and what is known of it.
+
+    Attributes:
+        path: The wheel.
+        version: Its version without a local part; "" if its name is not that of a wheel.
+        local: The local part of its version, such as "cu130"; mostly "".
+        sha256: Of its bytes.
+        manifest: The build manifest; empty if there is none.
+        faults: Everything that is wrong with the wheel or its manifest.
+    """
+
+    path: Path
+    version: str
+    local: str
+    sha256: str
+    manifest: Mapping[str, Any] = field(repr=False)
+    faults: tuple[str, ...] = ()
+
+    @property
+    def upstream(self) -> Mapping[str, Any]:
+        """Name, version, sha256 and patches of upstream's release, as the manifest has them."""
+        found = self.manifest.get("upstream")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Architectures of the machine code in the wheel, such as "sm_90"."""
+        return tuple(
+            f"sm_{str(name).removesuffix('-real')}"
+            for name in self.manifest.get("architectures") or ()
+            if not str(name).endswith("-virtual")
+        )
+
+
+def read_candidate(wheel: Path, root: Path) -> Candidate:
+    """Reads a wheel and its manifest, and holds both to the source tree.
+
+    Args:
+        wheel: The wheel.
+        root: The source tree that it must be built from.
+
+    Returns:
+        The wheel with its faults.
+    """
+    found = read_wheel(wheel)
+    faults = list(found.faults)
+    try:
+        faults += _manifest_faults(found.manifest, root) if found.manifest else []
+    except (AttributeError, LookupError, TypeError) as error:
+        faults.append(f"manifest: not laid out as the build does it ({error!r})")
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            info = json.loads(archive.read(check.BUILD_INFO))
+            faults += _source_faults(archive, info, root)
+        faults += instance_faults(info, root)
+    # Whatever readers of zip and JSON throw at a damaged file: it is no reason to let it out.
+    except Exception as error:
+        faults.append(f"wheel: cannot be read and held to the tree ({error!r})")
+    return replace(found, faults=tuple(faults))
+
+
+def read_wheel(wheel: Path) -> Candidate:
+    """Reads a wheel and its manifest, and holds one to the other.
+
+    Args:
+        wheel: The wheel.
+
+    Returns:
+        The wheel with its faults.
+    """
+    data = wheel.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    faults: list[str] = []
+    version = local = ""
+    text: dict[str, Any] = {}
+    try:
+        parsed = parse_wheel_filename(wheel.name)[1]
+        version, local = parsed.public, parsed.local or ""
+        text = manifest.read(wheel)
+    except InvalidWheelFilename as error:
+        faults.append(f"wheel: {error}")
+    except WheelError as error:
+        faults.append(f"manifest: {error}")
+    try:
+        info = check.check(wheel)
+        if text:
+            stated = {"name": wheel.name, "sha256": digest, "bytes": len(data)}
+            if text.get("wheel") != stated:
+                faults.append(f"manifest: is of another wheel ({text.get('wheel')})")
+            for name in manifest.FROM_WHEEL:
+                if text.get(name) != info.get(name):
+                    faults.append(f"manifest: {name} is not what the wheel says of itself")
+    except WheelError as error:
+        faults.append(f"wheel: {error}")
+    except Exception as error:  # as in read_candidate
+        faults.append(f"wheel: cannot be read ({error!r})")
+    return Candidate(wheel, version, local, digest, text, tuple(faults))
+
+
+def _source_faults(archive: zipfile.ZipFile, info: Mapping[str, Any], root: Path) -> Iterator[str]:
+    """The wheel's Python files, and those its machine code was compiled from, are the tree's."""
+    package = root / "python" / check.PACKAGE
+    held = {
+        name: archive.read(name)
+        for name in archive.namelist()
+        if name.startswith(f"{check.PACKAGE}/") and name.endswith((".py", ".pyi"))
+    }
+    there = {
+        path.relative_to(package.parent).as_posix(): path.read_bytes()
+        for path in package.rglob("*.py*")
+        if path.suffix in (".py", ".pyi")
+    }
+    native, stated = sources.digests(root), info["sources"]
+    differing = [name for name in {*held, *there} if held.get(name) != there.get(name)]
+    differing += [part for part in {*native, *stated} if native.get(part) != stated.get(part)]
+    if differing:
+        some = ", ".join(sorted(differing)[:3])
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        yield f"wheel: built from another tree: {some}{more}"
+
+
+def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
+    """Says where a wheel lacks kernels that a tree has tiles for, or has others.
+
+    Args:
+        info: What the wheel says of itself.
+        root: The source tree.
+
+    Yields:
+        Every reason.
+    """
+    table = json.loads((root / _INSTANCES).read_text(encoding="utf-8"))
+    tiles = {"fwd": table["fwd_tiles"]["one_cta"], "bwd": table["bwd_tiles"]}
+    wanted = {
+        (direction, dtype, int(head_dim))
+        for direction, head_dims in tiles.items()
+        for dtype in table["dtypes"]
+        for head_dim in head_dims
+    }
+    # A kernel may be there in several families; the same one twice may not.
+    held = {(each["direction"], each["dtype"], each["head_dim"]) for each in info["instances"]}
+    twice = len({json.dumps(each, sort_keys=True) for each in info["instances"]})
+    if held != wanted or twice != len(info["instances"]):
+        missing = sorted(wanted.difference(held))
+        some = ", ".join(" ".join(map(str, each)) for each in missing[:3]) or "none"
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        yield f"wheel: its kernels are not those of {_INSTANCES}: missing are {some}{more}"
+
+
+def _manifest_faults(text: Mapping[str, Any], root: Path) -> Iterator[str]:
+    """What the build says of itself, field by field."""
+    if text["deterministic"] is not True:
+        yield "manifest: built with FLASH_ATTENTION_DETERMINISTIC=OFF"
+    build, tools = text["build"], text["tools"]
+    if build["preset"] != "release":
+        yield f"manifest: built with preset {build['preset']!r}, not 'release'"
+    if build["defines"] != []:
+        yield f"manifest: built with options of its own: {' '.join(build['defines'])}"
+    if build["environment"] != {}:
+        yield (
+            "manifest: environment variables changed how it was compiled: "
+            f"{', '.join(build['environment'])}"
+        )
+    if build["locked"] is not True:
+        yield f"manifest: built with tools that {LOCK} does not pin (`nox -s build -- --locked`)"
+    for name, version in locked_versions(root).items():
+        if name in manifest.TOOLS and tools.get(name, "").partition("+")[0] != version:
+            yield f"manifest: built with {name} {tools.get(name)}, but {LOCK} has {version}"
+    if tools["nvcc"] != text["cuda_toolkit"]:
+        yield f"manifest: nvcc {tools['nvcc']} made a wheel of CUDA {text['cuda_toolkit']}"
+    units, totals = text["translation_units"], text["totals"]
+    objects = [unit for unit in units if unit["output"].endswith(".cu.o")]
+    if len(objects) < len(text["instances"]) or totals["translation_units"] != len(units):
+        yield (
+            f"manifest: {len(objects)} CUDA translation units of {totals['translation_units']} for "
+            f"{len(text['instances'])} kernels"
+        )
+    try:
+        pin = json.loads((root / _PIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        yield f"tree: {_PIN} is unreadable ({error})"
+        return
+    expected = {"name": pin["name"], "version": pin["version"], "sha256": pin["sdist"]["sha256"]}
+    if not isinstance(text["architectures"], list):
+        raise TypeError("architectures: expected a list")
+    if text["upstream"] != {**expected, "patches": pin["patches"]}:
+        yield f"manifest: its upstream or patches are not those that {_PIN} pins"
+
+
+def locked_versions(root: Path) -> dict[str, str]:
+    """Reads the versions in the hash-locked list of what builds.
+
+    Args:
+        root: The source tree.
+
+    Returns:
+        Version by name.
+
+    Raises:
+        LookupError: There is no such list, or it is empty.
+    """
+    try:
+        text = (root / LOCK).read_text(encoding="utf-8")
+    except OSError as error:
+        raise LookupError(f"{LOCK}: {error.strerror}") from error
+    found = dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==([^\s;\\]+)", text, re.MULTILINE))
+    if not found:
+        raise LookupError(f"{LOCK}: names no version")
+    return found

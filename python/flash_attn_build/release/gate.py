@@ -1,0 +1,211 @@
+"""Puts wheel, reports, policy and tree together: may this wheel be published?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import RefusedError
+from . import ptx as ptx_of
+from . import report as reports_of
+from . import tree as tree_of
+from .candidate import Candidate, read_candidate
+from .policy import Policy
+from .report import Report, read_report, read_schema
+from .tree import Tree
+
+README = "README.md"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate says of a wheel.
+
+    Attributes:
+        wheel: The wheel.
+        reasons: Every reason against publishing it; none: it may be published.
+        verified: Architecture to the report that proves it.
+        unverified: Architectures of the wheel that were not verified, and why.
+    """
+
+    wheel: Candidate
+    reasons: tuple[str, ...]
+    verified: Mapping[str, Report] = field(repr=False)
+    unverified: Mapping[str, str] = field(repr=False)
+
+
+def find_wheels(dist: Path) -> list[Path]:
+    """Lists the wheels that are meant for a release: those in dist/, not those of dist/dev."""
+    return sorted(dist.glob("*.whl"))
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Lists the runs of `verify` below a folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Every `verification.json`, there or not: a folder that has a number for its name is that of
+        a run, and one that left no report is a reason against publishing.
+    """
+    found = set(folder.rglob("verification.json"))
+    runs = (path for path in folder.rglob("*") if path.is_dir() and path.name.isdecimal())
+    found |= {run / "verification.json" for run in runs if not any(run.rglob("verification.json"))}
+    return sorted(found)
+
+
+def judge(
+    wheels: Sequence[Path], runs: Sequence[Path], policy: Policy, tree: Tree, root: Path
+) -> dict[str, Verdict]:
+    """Asks the gate about every wheel of a release.
+
+    Args:
+        wheels: The wheels; their manifests lie beside them.
+        runs: See `find_runs`; those of other wheels may be among them.
+        policy: The release policy.
+        tree: State of the source tree.
+        root: The source tree.
+
+    Returns:
+        Verdict by local version.
+
+    Raises:
+        RefusedError: The gate does not let one through, or the wheels are not those of the
+            policy; the message has every reason.
+    """
+    verdicts = [decide(wheel, runs, policy, tree, root) for wheel in wheels]
+    lines = []
+    for verdict in verdicts:
+        if verdict.reasons:
+            lines.append(f"{verdict.wheel.path.name} (sha256 {verdict.wheel.sha256}):")
+            lines += [f"  - {reason}" for reason in verdict.reasons]
+    found = sorted(verdict.wheel.local for verdict in verdicts)
+    if found != sorted(policy.wheels):
+        there = ", ".join(wheel.name for wheel in wheels) or "no wheel"
+        wanted = ", ".join(f"{label or 'none'}" for label in policy.wheels)
+        lines.append(f"expected one wheel of each local version ({wanted}), found {there}")
+    if lines:
+        raise RefusedError("not published, because of\n" + "\n".join(lines))
+    return {verdict.wheel.local: verdict for verdict in verdicts}
+
+
+def decide(wheel: Path, runs: Iterable[Path], policy: Policy, tree: Tree, root: Path) -> Verdict:
+    """Decides whether a wheel may be published.
+
+    Args:
+        wheel: The wheel; its manifest lies beside it.
+        runs: See `find_runs`; those of other wheels may be among them.
+        policy: The release policy.
+        tree: State of the source tree.
+        root: The source tree: pin of upstream, JSON Schema of reports, README.
+
+    Returns:
+        The verdict, with all reasons against it.
+    """
+    candidate = read_candidate(wheel, root)
+    reasons = [*tree_of.reasons(tree, candidate.version), *candidate.faults]
+    cuda = candidate.manifest.get("cuda_toolkit")
+    if candidate.local in policy.wheels and cuda != policy.wheels[candidate.local]:
+        reasons.append(
+            f"manifest: made with CUDA {cuda}, but the release policy wants "
+            f"{policy.wheels[candidate.local]} for local version {candidate.local or 'none'}"
+        )
+    schema, why = read_schema(root)
+    reasons += [why] if why else []
+    reports = [read_report(path, schema) for path in sorted(runs)]
+    proven = proofs(candidate, reports, policy)
+    reasons += proven.reasons
+    allowed = policy.unverified_architectures
+    unverified = {
+        name: allowed[name].reason if name in allowed else ""
+        for name in candidate.architectures
+        if name not in proven.verified
+    }
+    of_these_bytes = [report for report in reports if report.sha256 == candidate.sha256]
+    reasons += _named(unverified, policy, of_these_bytes, root)
+    for name in unverified:
+        if name in allowed and allowed[name].ptx:
+            found = ptx_of.faults(root, schema, candidate, allowed[name], policy)
+            reasons += [f"{name}: {fault}" for fault in found]
+    return Verdict(candidate, tuple(dict.fromkeys(reasons)), proven.verified, unverified)
+
+
+@dataclass(frozen=True)
+class Proofs:
+    """What reports say of a wheel.
+
+    Attributes:
+        verified: Architecture to the report that proves it.
+        reasons: Every reason against publishing the wheel.
+    """
+
+    verified: Mapping[str, Report]
+    reasons: tuple[str, ...]
+
+
+def proofs(wheel: Candidate, reports: Sequence[Report], policy: Policy) -> Proofs:
+    """Picks the reports that prove a wheel, and those that stand against it.
+
+    Args:
+        wheel: The wheel.
+        reports: Reports; those of other wheels may be among them.
+        policy: The release policy.
+
+    Returns:
+        What they say.
+    """
+    of_these_bytes = [report for report in reports if report.sha256 == wheel.sha256]
+    faults = {report.path: (*reports_of.faults(report, wheel, policy),) for report in reports}
+    verified = {
+        name: report
+        for report in of_these_bytes
+        if not faults[report.path]
+        for name in report.ran
+        if name in wheel.architectures
+    }
+    reasons = []
+    missing = [name for name in policy.required_architectures if name not in verified]
+    for name in missing:
+        if wheel.manifest and name not in wheel.architectures:
+            reasons.append(f"{name}: the wheel holds no machine code for it")
+        reasons.append(f"{name}: no complete, passing report for sha256 {wheel.sha256}")
+    for report in reports:
+        found: Iterable[str] = ()
+        # One that was changed, or cannot be read, may have been of these bytes.
+        if report.sha256 == wheel.sha256 or report.faults:
+            found = reports_of.blocks(report)
+        if missing and report in (of_these_bytes or reports):
+            found = (*found, *faults[report.path])
+        reasons += [f"{_where(report)}: {fault}" for fault in found]
+    return Proofs(verified, tuple(dict.fromkeys(reasons)))
+
+
+def _named(
+    unverified: Mapping[str, str], policy: Policy, reports: Iterable[Report], root: Path
+) -> Iterator[str]:
+    """What was not verified must be allowed to be so, and be said wherever someone reads of it."""
+    readme = (root / README).read_text(encoding="utf-8")
+    for name, reason in unverified.items():
+        if name in policy.required_architectures:
+            continue  # told already
+        if not reason:
+            yield f"{name}: unverified, and the release policy does not allow for that"
+            continue
+        if name not in readme:
+            yield f"{name}: unverified, but {README} does not name it"
+        for report in reports:
+            if name not in report.unverified:
+                yield f"{name}: unverified, but {_where(report)} does not say so"
+
+
+def _where(report: Report) -> str:
+    return f"{report.path.parent.name}/{report.path.name}"
+
+
+def gpu_of(report: Report) -> str:
+    """Names the GPU of a report; "?" if it tells of none."""
+    environment: Any = report.content.get("environment")
+    return str(environment.get("gpu", "?")) if isinstance(environment, dict) else "?"

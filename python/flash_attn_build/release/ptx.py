@@ -1,0 +1,148 @@
+"""The run of PTX that stands in for machine code which no GPU at hand can run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..compile import manifest as manifests
+from ..compile import sources
+from .candidate import Candidate
+from .policy import Policy, Unverified
+from .report import (
+    Report,
+    build_faults,
+    check_faults,
+    pin_faults,
+    read_report,
+    run_faults,
+    section_faults,
+)
+
+# Not those that take times: how fast PTX is does not matter here.
+SECTIONS = ("contract", "accuracy")
+
+
+def faults(
+    root: Path, schema: Mapping[str, Any], wheel: Candidate, allowed: Unverified, policy: Policy
+) -> Iterator[str]:
+    """Says why no run of PTX stands in for an architecture's machine code.
+
+    The wheel that ran is another than the one to be published: PTX runs by itself only in a wheel
+    that holds no machine code for the GPU. Its report and manifest lie in the tree. But for the
+    architecture, it must have been built as the wheel to be published was.
+
+    Args:
+        root: The source tree.
+        schema: JSON Schema of reports.
+        wheel: The wheel that is to be published.
+        allowed: What the policy says of the architecture.
+        policy: The release policy.
+
+    Yields:
+        Every reason.
+    """
+    report = read_report(root / allowed.ptx_report, schema)
+    path = manifest_path(allowed.ptx_report)
+    try:
+        text = json.loads((root / path).read_text(encoding="utf-8"))
+        text = text if isinstance(text, dict) else {}
+    except (OSError, ValueError) as error:
+        yield f"{path}: is unreadable ({error})"
+        text = {}
+    for fault in report_faults(report, text, wheel, allowed.ptx, policy):
+        yield f"{allowed.ptx_report}: {fault}"
+    if text and report.content:
+        try:
+            for fault in manifest_faults(text, report, wheel, allowed.ptx):
+                yield f"{path}: {fault}"
+        except (AttributeError, LookupError, TypeError) as error:
+            yield f"{path}: is not a manifest ({error!r})"
+
+
+def manifest_path(report: str) -> str:
+    """Names the manifest of the wheel that ran: `<name>.manifest.json` for `<name>.json`."""
+    return f"{report.removesuffix('.json')}.manifest.json"
+
+
+def report_faults(
+    report: Report, manifest: Mapping[str, Any], wheel: Candidate, ptx: str, policy: Policy
+) -> Iterator[str]:
+    """Says why a report does not show that PTX works.
+
+    Args:
+        report: The report.
+        manifest: Of the wheel that ran.
+        wheel: The wheel that is to be published: both must be of one upstream and its patches.
+        ptx: Such as "compute_80".
+        policy: The release policy: the rows of the contract that must have passed.
+
+    Yields:
+        Every reason.
+    """
+    yield from run_faults(report)
+    if not report.content:
+        return
+    if ptx not in report.ran_as_ptx:
+        yield f"did not run {ptx} as PTX"
+    yield from build_faults(report.content, manifest)
+    yield from section_faults(report.content, SECTIONS)
+    # The golden hashes are of machine code; where they are known they must not fail here either.
+    rows = [name for name in policy.required_checks if name != "golden"]
+    yield from check_faults(report.content, rows)
+    yield from pin_faults(report.content, wheel)
+
+
+def manifest_faults(
+    text: Mapping[str, Any], report: Report, wheel: Candidate, ptx: str
+) -> Iterator[str]:
+    """Says where the wheel that ran was built otherwise than the one that is to be published.
+
+    Args:
+        text: The manifest of the wheel that ran.
+        report: The report of that run.
+        wheel: The wheel that is to be published.
+        ptx: Such as "compute_80".
+
+    Yields:
+        Every reason.
+    """
+    if text["schema"] != manifests.SCHEMA:
+        yield f"expected schema {manifests.SCHEMA}, got {text['schema']!r}"
+        return
+    if text["wheel"]["sha256"] != report.sha256:
+        yield f"is of another wheel (sha256 {text['wheel']['sha256']}) than the one that ran"
+    number = ptx.removeprefix("compute_")
+    if text["architectures"] != [f"{number}-virtual"]:
+        yield f"expected {number}-virtual alone, got {', '.join(text['architectures'])}"
+    build, ours = text["build"], wheel.manifest
+    option = f"CMAKE_CUDA_ARCHITECTURES={number}-virtual"
+    if build["preset"] != "release" or build["defines"] != [option] or build["environment"]:
+        yield (
+            f"expected preset 'release' with the option {option} alone, got {build['preset']!r}, "
+            f"{' '.join(build['defines'])} {' '.join(build['environment'])}"
+        )
+    for key in ("cuda_toolkit", "deterministic", "torch_target"):
+        if text[key] != ours.get(key):
+            yield f"{key}: {text[key]!r}, but the wheel to be published has {ours.get(key)!r}"
+    # A family of kernels for a later architecture has no PTX of an earlier one.
+    wanted = [each for each in ours.get("instances", ()) if _family(each) <= int(number)]
+    if _sorted(text["instances"]) != _sorted(wanted):
+        yield "its kernels are not those of the wheel to be published"
+    stated = ours.get("sources", {})
+    differing = [part for part in sources.NATIVE if text["sources"].get(part) != stated.get(part)]
+    if differing:
+        yield f"built from another tree: {', '.join(differing)}"
+
+
+def _family(instance: Mapping[str, Any]) -> int:
+    """The architecture that a kernel's family is for: 90 of "sm90"; 0 where it tells of none."""
+    found = re.fullmatch(r"sm_?(\d+)[a-z]?", str(instance.get("family", "")))
+    return int(found[1]) if found else 0
+
+
+def _sorted(instances: list[Mapping[str, Any]]) -> list[str]:
+    return sorted(json.dumps(each, sort_keys=True) for each in instances)

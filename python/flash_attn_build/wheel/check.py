@@ -1,0 +1,249 @@
+"""Opens a finished wheel and holds it to what this project promises of its wheels."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from packaging.metadata import Metadata
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from torch_abi_audit import inspect_extension
+
+from ..errors import WheelError
+from . import cubins, elf, sbom
+
+PACKAGE = "flash_attn_deterministic"
+TAG = "py3-none-manylinux_2_28_x86_64"
+LIBRARY = f"{PACKAGE}/_C.so"
+BUILD_INFO = f"{PACKAGE}/_build_info.json"
+LICENSES = (
+    f"{PACKAGE}/licenses/FlashAttention-LICENSE",
+    f"{PACKAGE}/licenses/CUTLASS-LICENSE.txt",
+)
+# Of code that the linker adds; repair takes them from the machine that links.
+LICENCE_TEXTS = (
+    "CUDA-Runtime-static-LICENSE.txt",
+    "Zig-runtime-libraries-LICENSE.txt",
+    "glibc-libc-nonshared-a-LICENSE.txt",
+    "torch-headers-of-the-stable-ABI-LICENSE.txt",
+)
+
+_TORCH = frozenset({"libtorch_cpu.so", "libtorch_cuda.so"})
+_SYSTEM = frozenset(
+    {
+        "libstdc++.so.6",
+        "libgcc_s.so.1",
+        "libc.so.6",
+        "libm.so.6",
+        "libdl.so.2",
+        "libpthread.so.0",
+        "librt.so.1",
+        "ld-linux-x86-64.so.2",
+    }
+)
+_SHIM = re.compile(r"(aoti_)?torch_\w+\Z")
+# C++ names that have at::, c10:: or torch:: in them.
+_UNSTABLE = re.compile(r"_Z\w*(?<!\d)(2at|3c10|5torch)(?=\d|[A-Z])")
+
+
+def check(wheel: Path) -> dict[str, Any]:
+    """Checks a wheel: name, contents, library, GPU code.
+
+    Args:
+        wheel: The wheel, repaired by auditwheel.
+
+    Returns:
+        The build information that the wheel carries.
+
+    Raises:
+        WheelError: Everything that is wrong with it.
+    """
+    with zipfile.ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if not n.endswith("/")]
+        problems = [*_name(wheel), *_contents(names)]
+        info: dict[str, Any] = {}
+        if BUILD_INFO in names:
+            info = json.loads(archive.read(BUILD_INFO))
+        if LIBRARY in names:
+            data = archive.read(LIBRARY)
+            library = elf.read(data)
+            problems += [*_library(library), *_stable_abi(data, info), *_gpu_code(library, info)]
+            problems += [*_folders(data), *_bill(archive, names, info, data)]
+        for name in names:
+            if name.endswith(".dist-info/WHEEL"):
+                problems += _tags(archive.read(name).decode())
+            elif name.endswith(".dist-info/METADATA"):
+                problems += _metadata(archive.read(name), wheel, names)
+    if problems:
+        raise WheelError(f"{wheel.name} is not fit to be used:\n  " + "\n  ".join(problems))
+    return info
+
+
+def _name(wheel: Path) -> Iterator[str]:
+    try:
+        name, _, build, tags = parse_wheel_filename(wheel.name)
+    except InvalidWheelFilename as error:
+        yield f"name: {error}"
+        return
+    if name != PACKAGE.replace("_", "-") or build or {str(t) for t in tags} != {TAG}:
+        yield f"name: expected {PACKAGE}-<version>-{TAG}.whl, got {wheel.name}"
+
+
+def _tags(metadata: str) -> Iterator[str]:
+    tags = re.findall(r"^Tag: (.+)$", metadata, re.MULTILINE)
+    if tags != [TAG]:
+        yield f"WHEEL: expected the one tag {TAG}, got {', '.join(tags) or 'none'}"
+
+
+def _metadata(data: bytes, wheel: Path, names: list[str]) -> Iterator[str]:
+    try:
+        metadata = Metadata.from_email(data)
+    except Exception as error:  # a group of what is wrong
+        yield f"METADATA: not valid ({error}: {getattr(error, 'exceptions', '')})"
+        return
+    if metadata.version != parse_wheel_filename(wheel.name)[1]:
+        yield f"METADATA: says version {metadata.version}, the name says another"
+    expression = str(metadata.license_expression or "")
+    for licence in sbom.LICENCES:
+        if licence not in expression.split(" AND "):
+            yield f"METADATA: License-Expression {expression!r} lacks {licence}, which is linked in"
+    listed = {str(name) for name in metadata.license_files or ()}
+    there = {name.partition(".dist-info/licenses/")[2] for name in names} - {""}
+    if listed != there:
+        yield f"METADATA: License-File differs from .dist-info/licenses: {sorted(listed ^ there)}"
+    for text in LICENCE_TEXTS:
+        if text not in there:
+            yield f"contents: the licence text {text} is missing"
+
+
+def _contents(names: list[str]) -> Iterator[str]:
+    for name in (LIBRARY, BUILD_INFO, *LICENSES):
+        if name not in names:
+            yield f"contents: {name} is missing"
+    if len(names) != len(set(names)):
+        yield "contents: a file is there twice"
+    for name in names:
+        path = PurePosixPath(name)
+        top = path.parts[0]
+        known = name in (LIBRARY, BUILD_INFO) or path.suffix in (".py", ".pyi")
+        in_package = top == PACKAGE and (
+            known or path.name == "py.typed" or path.parts[1] == "licenses"
+        )
+        in_metadata = top.startswith(f"{PACKAGE}-") and top.endswith(".dist-info")
+        if not in_package and not (in_metadata and path.suffix not in (".py", ".so")):
+            yield f"contents: {name} does not belong into the wheel"
+
+
+def _library(library: elf.Library) -> Iterator[str]:
+    needed = set(library.needed)
+    for name in sorted(_TORCH - needed):
+        yield f"{LIBRARY}: does not name {name}, so torch's functions would not be found"
+    for name in sorted(needed - _TORCH - _SYSTEM):
+        yield f"{LIBRARY}: needs {name}, which the wheel cannot count on"
+    if library.rpaths:
+        yield f"{LIBRARY}: carries library search paths: {', '.join(library.rpaths)}"
+    if not library.stripped:
+        yield f"{LIBRARY}: not stripped (it has a .symtab section)"
+    for symbol, origin in sorted(library.undefined.items()):
+        if _UNSTABLE.match(symbol):
+            yield f"{LIBRARY}: imports {symbol}, which is outside torch's stable ABI"
+        elif not origin and not _SHIM.match(symbol):
+            yield f"{LIBRARY}: imports {symbol}, which no library is named for"
+
+
+def _folders(data: bytes) -> Iterator[str]:
+    # What __FILE__ says in a header; another machine's build would differ.
+    found = {path.decode() for path in re.findall(rb"[\w./+-]*/site-packages/[\w./+-]+", data)}
+    if found:
+        yield (
+            f"{LIBRARY}: names folders of the machine it was built on ({min(found)}); "
+            "map them with -ffile-prefix-map"
+        )
+
+
+def _bill(
+    archive: zipfile.ZipFile, names: list[str], info: dict[str, Any], library: bytes
+) -> Iterator[str]:
+    bills = [name for name in names if ".dist-info/sboms/" in name]
+    expected = [name for name in bills if name.endswith(f"/{sbom.FILE_NAME}")]
+    if bills != expected or len(bills) != 1:
+        yield f"contents: expected one bill of materials, .dist-info/sboms/{sbom.FILE_NAME}"
+    elif info:
+        yield from sbom.problems(archive.read(bills[0]), info, library)
+
+
+def _stable_abi(data: bytes, info: dict[str, Any]) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "_C.so")
+        path.write_bytes(data)
+        report = inspect_extension(path)
+    if report.error:
+        yield f"{LIBRARY}: torch-abi-audit: {report.error}"
+    elif not report.torch.stable:
+        wrong = ", ".join(report.torch.unstable_symbols) or "no stable shim is used at all"
+        yield f"{LIBRARY}: torch-abi-audit: not torch's stable ABI: {wrong}"
+    elif report.torch.unknown_shim_symbols:
+        names = ", ".join(report.torch.unknown_shim_symbols)
+        yield f"{LIBRARY}: torch-abi-audit does not know the shims {names}"
+    elif report.torch.min_torch_version and "torch_target" in info:
+        least = _release(report.torch.min_torch_version)
+        if least > _release(info["torch_target"]):
+            names = ", ".join(report.torch.version_defining_symbols)
+            yield (
+                f"{LIBRARY}: needs torch {report.torch.min_torch_version} ({names}), "
+                f"but is said to run from {info['torch_target']}"
+            )
+
+
+def _gpu_code(library: elf.Library, info: dict[str, Any]) -> Iterator[str]:
+    if not info:
+        return
+    stated = set()
+    for name in info["architectures"]:
+        number, _, kind = re.sub(r"[af](?=-|\Z)", "", name).partition("-")
+        stated |= {f"{number}-{k}" for k in ([kind] if kind else ["real", "virtual"])}
+    found = cubins.architectures(library.fatbin)
+    if stated != found:
+        yield (
+            f"{LIBRARY}: holds GPU code for {', '.join(sorted(found)) or 'nothing'}, "
+            f"but _build_info.json states {', '.join(sorted(stated))}"
+        )
+    if not info["instances"]:
+        yield f"{BUILD_INFO}: lists no instance"
+    if not info.get("sources"):
+        yield f"{BUILD_INFO}: does not say what sources the GPU code is compiled from"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def main() -> int:
+    """Checks the wheels named on the command line.
+
+    Returns:
+        Exit status.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
+    status = 0
+    for wheel in parser.parse_args().wheels:
+        try:
+            check(wheel)
+        except WheelError as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = error.exit_code
+        else:
+            print(f"{wheel.name}: ok")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

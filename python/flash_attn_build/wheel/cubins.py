@@ -1,0 +1,66 @@
+"""Reads which GPU code a library holds, from the fat binaries that nvcc puts into it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from ..errors import WheelError
+
+_CONTAINER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the entries
+_ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, size of this header, payload, ..., sm number
+_MAGIC = 0xBA55ED50
+_KINDS = {1: "virtual", 2: "real"}  # PTX, machine code
+
+
+def architectures(section: bytes) -> set[str]:
+    """Names the GPU code in a library's .nv_fatbin section.
+
+    Args:
+        section: The section's bytes: fat binaries one after another, with padding between them.
+
+    Returns:
+        Names as CMake writes them: "90-real" for sm_90 machine code, "90-virtual" for its PTX.
+
+    Raises:
+        WheelError: The section is not laid out as expected.
+    """
+    return {name for entries in containers(section) for name in entries}
+
+
+def containers(section: bytes) -> Iterator[list[str]]:
+    """Goes through the fat binaries of a section.
+
+    Args:
+        section: As for `architectures`.
+
+    Yields:
+        For each fat binary (one per translation unit), what its entries are.
+
+    Raises:
+        WheelError: The section is not laid out as expected.
+    """
+    offset = 0
+    while offset + _CONTAINER.size <= len(section):
+        magic, version, header, size = _CONTAINER.unpack_from(section, offset)
+        if magic == 0:  # padding, in steps of the section's alignment
+            offset += 8
+            continue
+        end = offset + header + size
+        if magic != _MAGIC or version != 1 or end > len(section):
+            raise WheelError(
+                f".nv_fatbin at byte {offset}: expected a fat binary (magic {_MAGIC:#x}, version "
+                f"1), got magic {magic:#x}, version {version}, {size} bytes of entries. Has "
+                "nvcc's format changed? `cuobjdump --list-elf` of the same toolkit tells."
+            )
+        yield list(_entries(section, offset + header, end))
+        offset = end
+
+
+def _entries(section: bytes, offset: int, end: int) -> Iterator[str]:
+    while offset + _ENTRY.size <= end:
+        kind, _, header, payload, sm = _ENTRY.unpack_from(section, offset)
+        if kind not in _KINDS or not header:
+            raise WheelError(f".nv_fatbin at byte {offset}: unknown kind of entry {kind}")
+        yield f"{sm}-{_KINDS[kind]}"
+        offset += header + payload

@@ -1,0 +1,111 @@
+"""Makes the wheel that compiling left fit for others: platform tag, licences, bill of materials."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from ..errors import StepError, WheelError
+from . import sbom
+
+PLATFORM = "manylinux_2_28_x86_64"
+# These come with torch, which is loaded first.
+EXCLUDED = ("libtorch_cpu.so", "libtorch_cuda.so")
+BUILD_INFO = "flash_attn_deterministic/_build_info.json"
+
+
+def repair(
+    wheel: Path, destination: Path, parts: tuple[sbom.Part, ...], epoch: int, local: str = ""
+) -> Path:
+    """Gives a wheel its platform tag, licences and bill of materials, or refuses.
+
+    Args:
+        wheel: The wheel as built.
+        destination: Folder for the tagged wheel.
+        parts: What the build took from this machine.
+        epoch: SOURCE_DATE_EPOCH: dates the files in the wheel.
+        local: Local version label to add: "cu130" makes 0.1.0+cu130 of 0.1.0.
+
+    Returns:
+        The tagged wheel.
+
+    Raises:
+        StepError: The wheel does not meet the platform's rules, or only with libraries copied
+            into it.
+        WheelError: The wheel is not one of ours.
+    """
+    command = [sys.executable, "-m", "auditwheel", "repair"]
+    # No older tags that it happens to meet (torch's own wheels carry this one), and no patcher:
+    # a library that would have to be copied in is an error.
+    command += ["--plat", PLATFORM, "--only-plat", "--patcher", "none"]
+    for name in EXCLUDED:
+        command += ["--exclude", name]
+    destination.mkdir(parents=True, exist_ok=True)
+    # A wheel that auditwheel refuses half-way is left where it writes.
+    with tempfile.TemporaryDirectory(dir=destination, prefix=".repair-") as folder:
+        plain = _complete(wheel, Path(folder, "plain"), parts, epoch, local)
+        command += ["--wheel-dir", folder, str(plain)]
+        environ = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
+        # The mode of folders in the wheel is that of the folders auditwheel unpacks it into.
+        done = subprocess.run(command, check=False, umask=0o022, env=environ)
+        made = list(Path(folder).glob("*.whl"))
+        if done.returncode == 0 and len(made) == 1:
+            return made[0].rename(destination / made[0].name)
+        raise StepError(
+            f"auditwheel refuses {wheel.name} as {PLATFORM} (exit status {done.returncode}, "
+            "see above). `auditwheel show` on the wheel names the symbols and libraries that "
+            "are too new; a NotImplementedError means a library that would have to be copied in."
+        )
+
+
+def _complete(
+    wheel: Path, folder: Path, parts: tuple[sbom.Part, ...], epoch: int, local: str
+) -> Path:
+    """Copies a wheel and adds what it lacks.
+
+    Every file becomes rw-r--r--: modes are those of a checkout, and of its umask.
+    """
+    folder.mkdir()
+    with zipfile.ZipFile(wheel) as old:
+        contents = {item.filename: old.read(item) for item in old.infolist() if not item.is_dir()}
+    infos = {name.partition("/")[0] for name in contents if ".dist-info/" in name}
+    missing = [name for name in (BUILD_INFO, sbom.LIBRARY) if name not in contents]
+    if missing or len(infos) != 1:
+        raise WheelError(
+            f"{wheel.name} is not a wheel of this project: "
+            + (f"{' and '.join(missing)} is missing" if missing else "expected one .dist-info")
+        )
+    (info,) = infos
+    version = info.removesuffix(".dist-info").rpartition("-")[2]
+    full = f"{version}+{local}" if local else version
+    renamed = info.replace(f"-{version}.dist-info", f"-{full}.dist-info")
+    added = {f"{renamed}/licenses/{part.text_name}": part.text for part in parts}
+    build_info, library = json.loads(contents[BUILD_INFO]), contents[sbom.LIBRARY]
+    added[f"{renamed}/sboms/{sbom.FILE_NAME}"] = sbom.describe(
+        full, build_info, library, parts, epoch
+    )
+    metadata = contents[f"{info}/METADATA"].decode()
+    metadata = re.sub(r"^Version: .+$", f"Version: {full}", metadata, count=1, flags=re.M)
+    listed = "".join(f"License-File: {part.text_name}\n" for part in parts)
+    metadata = re.sub(r"(^License-File: .+\n)+", rf"\g<0>{listed}", metadata, count=1, flags=re.M)
+    contents[f"{info}/METADATA"] = metadata.encode()
+    moved = {
+        name.replace(f"{info}/", f"{renamed}/", 1) if name.startswith(f"{info}/") else name: data
+        for name, data in contents.items()
+    } | added
+    # auditwheel looks at the files that are recorded, and adds their hashes.
+    moved[f"{renamed}/RECORD"] = "".join(f"{name},,\n" for name in moved).encode()
+    copy = folder / wheel.name.replace(f"-{version}-", f"-{full}-", 1)
+    with zipfile.ZipFile(copy, "w") as new:
+        for name, data in moved.items():
+            item = zipfile.ZipInfo(name)
+            item.external_attr = (stat.S_IFREG | 0o644) << 16
+            new.writestr(item, data, zipfile.ZIP_DEFLATED)
+    return copy

@@ -1,0 +1,546 @@
+"""Fills the tables of README.md and docs/ from docs/results/: `python -m tests.benchmarks.tables`.
+
+A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. With --check nothing is written;
+the exit status says whether every table is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flash_attn_build import files
+from flash_attn_build.errors import BuildError
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_MEASURED = "Not measured yet."
+KERNEL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # others run on the next of these
+_DECODE_RATIOS = ("ratio_to_fa2", "ratio_to_floor")
+
+Results = Mapping[str, Any]  # name of a file in docs/results/, without .json, to its content
+
+_REGION = re.compile(
+    r"^<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)^<!-- /table -->$", re.DOTALL | re.MULTILINE
+)
+_MARKS = re.compile(r"^<!-- /?table\b.*-->$", re.MULTILINE)
+
+
+class TableError(BuildError):
+    """A table can't be made: an unknown name, a region without an end, results of another form."""
+
+    exit_code = 6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line.
+
+    Args:
+        arguments: Those of the command line, if None.
+
+    Returns:
+        Exit status: 1 if --check finds a stale table.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, report stale tables")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
+    options = parser.parse_args(arguments)
+    try:
+        stale = update(options.root, write=not options.check)
+    except TableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for path in stale:
+        print(f"{path.relative_to(options.root)}: {'stale' if options.check else 'updated'}")
+    if stale and options.check:
+        print("Run `python -m tests.benchmarks.tables`, and commit.", file=sys.stderr)
+        return 1
+    return 0
+
+
+def update(root: Path, *, write: bool) -> list[Path]:
+    """Brings the tables of a source tree up to date.
+
+    Args:
+        root: Folder of README.md and docs/.
+        write: Whether to write the files.
+
+    Returns:
+        The files whose tables were out of date.
+
+    Raises:
+        TableError: A table can't be made; nothing is written then.
+    """
+    results = read_results(root / "docs" / "results")
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    changed = {}
+    for path in pages:
+        if path.is_file():
+            before = path.read_text(encoding="utf-8")
+            after = fill(before, results, str(path.relative_to(root)))
+            if after != before:
+                changed[path] = after
+    if write:
+        for path, text in changed.items():
+            files.write_text(path, text)
+    return list(changed)
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """Reads every JSON file of a folder.
+
+    Raises:
+        TableError: One of them is not JSON.
+    """
+    results = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            results[path.stem] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise TableError(f"{path}: not JSON ({error}); write it again") from error
+    return results
+
+
+def fill(page: str, results: Results, where: str) -> str:
+    """Fills the tables of one page.
+
+    Args:
+        page: Markdown.
+        results: What was measured.
+        where: Name of the page, for messages.
+
+    Returns:
+        The page with its tables.
+
+    Raises:
+        TableError: An unknown table, a region without an end, or results that lack a field.
+    """
+    regions = list(_REGION.finditer(page))
+    if len(_MARKS.findall(page)) != 2 * len(regions):
+        raise TableError(
+            f"{where}: a table region is not closed; expected a line `<!-- table:NAME -->` and "
+            "then a line `<!-- /table -->`"
+        )
+
+    def region(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in TABLES:
+            raise TableError(f"{where}: no table {name!r}; there are {', '.join(sorted(TABLES))}")
+        needed, make = TABLES[name]
+        try:
+            body = make(results) if needed in results else NOT_MEASURED
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise TableError(
+                f"{where}: table {name!r}: docs/results/{needed}.json is not of the expected "
+                f"form ({type(error).__name__}: {error}); write it again with its script"
+            ) from error
+        return f"<!-- table:{name} -->\n{body}\n<!-- /table -->"
+
+    return _REGION.sub(region, page)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lays out a table; all columns but the first are aligned to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _forward_table(results: Results, dtypes: Sequence[str]) -> str:
+    record = results["forward"]
+    rows = []
+    for case in record["cases"]:
+        if case["dtype"] not in dtypes:
+            continue
+        times = case["ms"]
+        rows.append(
+            [
+                case["name"],
+                _spread(times["ours"]),
+                _spread(times["fa2"]) if "fa2" in times else "-",
+                _spread(times["sdpa"]) if "sdpa" in times else "-",
+                _ratio(case.get("ratio_to_fa2")),
+                _ratio(case.get("ratio_to_sdpa")),
+                f"{case['tflops']:.0f}",
+            ]
+        )
+    header = ["shape", "ours, ms", "FA2, ms", "SDPA, ms", "to FA2", "to SDPA", "TFLOP/s"]
+    return f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile)."
+
+
+def _forward(results: Results) -> str:
+    return _forward_table(results, ["bf16"])
+
+
+def _forward_all(results: Results) -> str:
+    return _forward_table(results, ["bf16", "fp16"])
+
+
+def _decode(results: Results) -> str:
+    record = results["decode"]
+    splits = record["splits"]
+    default = f"ours_{record['split_size']}"
+    rows = []
+    for case in record["cases"]:
+        times, to_fa2 = case["ms"], case.get("ratio_to_fa2", {})
+        rows.append(
+            [
+                case["name"],
+                _spread(times[default]),
+                _spread(times["fa2"]) if "fa2" in times else "-",
+                f"{case['floor_ms']:.3g}",
+                *(_ratio(to_fa2.get(f"ours_{size}")) for size in splits),
+                _ratio(case["ratio_to_floor"][default]),
+                _ratio(case["ratio_to_floor"].get("ours_paged")),
+                f"{case['scratch_bytes'][default] / 1e6:.2f}",
+            ]
+        )
+    means = record["geometric_means"]
+    to_fa2 = means.get("ratio_to_fa2", {})
+    rows.append(
+        [
+            "geometric mean",
+            *[""] * 3,
+            *(_ratio(to_fa2.get(f"ours_{size}")) for size in splits),
+            _ratio(means["ratio_to_floor"][default]),
+            _ratio(means["ratio_to_floor"].get("ours_paged")),
+            "",
+        ]
+    )
+    header = ["shape", "ours, ms", "FA2, ms", "floor, ms"]
+    header += [*(f"{size} to FA2" for size in splits), "to floor", "pages to floor", "scratch, MB"]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} bf16, through CUDA graphs; median (10th to "
+        f"90th percentile). Ours, floor and scratch: splits of {record['split_size']} tokens, the "
+        "default. FA2: upstream's heuristic. Floor: reading keys and values as fast as a copy. "
+        "Pages: ours from pages of 16 tokens in any order, with cache_seqlens."
+    )
+
+
+def _splits(results: Results) -> str:
+    record = results["forward"]
+    default = record.get("split_size")
+    prefill: dict[int, list[float]] = {}
+    for case in (case for case in record["cases"] if case.get("splits")):
+        for size, one in case["splits"].items():
+            prefill.setdefault(int(size), []).append(one["ratio_to_fa2"])
+        if default is not None:
+            prefill.setdefault(default, []).append(case["ratio_to_fa2"])
+    if not prefill:
+        return NOT_MEASURED
+    cases = results["decode"]["cases"] if "decode" in results else []
+    sizes = {*prefill, *(results["decode"]["splits"] if cases else ())}
+    rows = []
+    for size in sorted(sizes, key=lambda size: size or math.inf):
+        name = f"ours_{size}"
+        columns = [
+            prefill.get(size, []),
+            *([c[key][name] for c in cases if name in c.get(key, {})] for key in _DECODE_RATIOS),
+        ]
+        cells = [cell for ratios in columns for cell in _mean_and_worst(ratios)]
+        note = " (default)" if size == default else ""
+        rows.append([f"{size}{note}" if size else "none", *cells])
+    header = ["tokens per split"]
+    for what in ("prefill to FA2", "decode to FA2", "decode to floor"):
+        header += [what, "worst"]
+    return f"{markdown(header, rows)}\n\n{_source(record)} Geometric mean and worst of all shapes."
+
+
+# Sides of the backward benchmark: key in the record, column.
+_BACKWARD_SIDES = {
+    "ours": "ours",
+    "ours_atomics": "ours, atomics",
+    "fa2": "FA2",
+    "fa2_deterministic": "FA2 det.",
+    "sdpa": "SDPA",
+}
+
+
+def _backward(results: Results) -> str:
+    record = results["backward"]
+    rows = []
+    for case in record["cases"]:
+        times, scratch = case["ms"], case["scratch_bytes"]
+        rows.append(
+            [
+                case["name"],
+                *(_spread(times[side]) if side in times else "-" for side in _BACKWARD_SIDES),
+                *(_ratio(case.get(f"ratio_to_{side}")) for side in ("fa2", "fa2_deterministic")),
+                *(
+                    f"{scratch[side] / 1e6:.1f}" if side in scratch else "-"
+                    for side in ("ours", "fa2", "fa2_deterministic")
+                ),
+                f"{case['tflops']:.0f}",
+            ]
+        )
+    header = [
+        "shape",
+        *(f"{name}, ms" for name in _BACKWARD_SIDES.values()),
+        "to FA2",
+        "to FA2 det.",
+        "scratch, MB",
+        "of FA2",
+        "of FA2 det.",
+        "TFLOP/s",
+    ]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile). "
+        "FA2 det.: upstream's deterministic mode."
+    )
+
+
+def _by_head_dim(results: Results) -> str:
+    """Ratios to upstream's own kernels by head dim, and by feature."""
+    columns = (("forward", "fa2"), ("backward", "fa2"), ("backward", "fa2_deterministic"))
+    groups: dict[str, list[list[float]]] = {}
+    for place, (name, side) in enumerate(columns):
+        for case in results.get(name, {}).get("cases", ()):
+            ratio = case.get(f"ratio_to_{side}")
+            if ratio is not None:
+                group = case.get("feature") or f"head dim {case['head_dim']:3}"
+                groups.setdefault(group, [[] for _ in columns])[place].append(ratio)
+    if not groups:
+        return NOT_MEASURED
+    plain = sorted(group for group in groups if group.startswith("head dim"))
+    order = [*plain, *(group for group in groups if group not in plain)]
+    rows = [
+        [" ".join(group.split()), *(cell for one in groups[group] for cell in _mean_and_worst(one))]
+        for group in order
+    ]
+    header = ["", "forward", "worst", "backward", "worst", "to FA2 det.", "worst"]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(results['forward'])} Geometric mean and worst of "
+        "the ratios to FA2; features at head dims 64 and 128."
+    )
+
+
+def _varlen(results: Results) -> str:
+    record = results["varlen"]
+    rows = [
+        [
+            case["name"],
+            *(_spread(case["ms"][side]) for side in ("ours", "fa2")),
+            _ratio(case["ratio_to_fa2"]),
+            f"{case['tflops']:.0f}",
+        ]
+        for case in record["cases"]
+    ]
+    header = ["shape", "ours, ms", "FA2, ms", "to FA2", "TFLOP/s"]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile). L: the "
+        "shortest and the longest sequence."
+    )
+
+
+def _summary(results: Results) -> str:
+    """What users ask first: how much slower than upstream, in one line for each use."""
+    prefill: dict[bool, list[float]] = {False: [], True: []}
+    for case in results["forward"]["cases"]:
+        if "ratio_to_fa2" in case:
+            prefill[bool(case.get("feature"))].append(case["ratio_to_fa2"])
+    rows = [["prefill", "FA2", *_mean_and_worst(prefill[False]), "none"]]
+    if prefill[True]:
+        features = "prefill: window, softcap, ALiBi, dropout"
+        rows.append([features, "FA2", *_mean_and_worst(prefill[True]), "none"])
+    if "varlen" in results:
+        packed = [case["ratio_to_fa2"] for case in results["varlen"]["cases"]]
+        rows.append(["prefill, packed sequences", "FA2", *_mean_and_worst(packed), "none"])
+    if "decode" in results:
+        cases, side = results["decode"]["cases"], f"ours_{results['decode']['split_size']}"
+        decode = [case["ratio_to_fa2"][side] for case in cases if "ratio_to_fa2" in case]
+        scratch = max(case["scratch_bytes"][side] for case in cases) / 1e6
+        rows.append(["decode", "FA2", *_mean_and_worst(decode), f"at most {scratch:.0f} MB"])
+    if "backward" in results:
+        cases = results["backward"]["cases"]
+        for side, name in (("fa2", "FA2, atomics"), ("fa2_deterministic", "FA2, deterministic")):
+            ratios = [c[f"ratio_to_{side}"] for c in cases if f"ratio_to_{side}" in c]
+            least = max(
+                c["scratch_bytes"]["ours"] / c["scratch_bytes"][side]
+                for c in cases
+                if side in c["scratch_bytes"]
+            )
+            rows.append(["backward", name, *_mean_and_worst(ratios), f"at most {least:.2f} x"])
+    header = ["deterministic", "against", "time, mean", "worst", "scratch memory"]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(results['forward'])} Ratios of medians in one "
+        "process, geometric mean of all shapes in `docs/benchmarks.md`; at the default split size."
+    )
+
+
+def _mean_and_worst(ratios: Sequence[float]) -> tuple[str, str]:
+    if not ratios:
+        return "-", "-"
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.2f}", f"{max(ratios):.2f}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _accuracy_table(results: Results, head_dims: Sequence[int] | None) -> str:
+    record = results["accuracy"]
+    columns = [(dtype, causal) for dtype in ("bf16", "fp16") for causal in (False, True)]
+    found = {(row["head_dim"], row["dtype"], row["causal"]): row for row in record["rows"]}
+    rows = []
+    for head_dim in sorted({row["head_dim"] for row in record["rows"]}):
+        if head_dims is not None and head_dim not in head_dims:
+            continue
+        cells = []
+        for dtype, causal in columns:
+            row = found.get((head_dim, dtype, causal))
+            worst = row["worst_ratio"] if row else None
+            cells.append(f"{worst['largest']:.2f} / {worst['rmse']:.2f}" if worst else "-")
+        rows.append([str(head_dim), *cells])
+    header = ["head dim", *(f"{dtype}{' causal' if causal else ''}" for dtype, causal in columns)]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} Our error over that of torch's flash "
+        "attention, the worst of all shapes: largest error / root mean square."
+    )
+
+
+def _accuracy(results: Results) -> str:
+    return _accuracy_table(results, KERNEL_HEAD_DIMS)
+
+
+def _accuracy_all(results: Results) -> str:
+    return _accuracy_table(results, None)
+
+
+def _startup(results: Results) -> str:
+    record = results["startup"]
+    names = {
+        "import_ms": "import, on top of torch",
+        "first_call_ms": "first call of a kernel, CUDA context made",
+        "second_call_ms": "second call",
+    }
+    times = record["times"]
+    rows = [[text, _spread(times[name])] for name, text in names.items() if name in times]
+    return f"{markdown(['', 'ms'], rows)}\n\n{_source(record)}"
+
+
+def _build(results: Results) -> str:
+    manifest = results["build"]
+    totals = manifest["totals"]
+    rows = [
+        ["architectures", ", ".join(manifest["architectures"])],
+        ["translation units", str(totals["translation_units"])],
+        ["CPU time, minutes", f"{totals['cpu_seconds'] / 60:.1f}"],
+        ["largest compiler process, GB", f"{totals['peak_rss_bytes'] / 1e9:.1f}"],
+        ["wheel, MB", f"{manifest['wheel']['bytes'] / 1e6:.1f}"],
+    ]
+    if "build_cost_upstream" in results:
+        pairs = _alike(_cost_pairs(results))
+        ratio = sum(theirs for _, theirs, _, _ in pairs) / sum(ours for _, _, _, ours in pairs)
+        rows.insert(3, [f"CPU time of {len(pairs)} of upstream's files, over ours", f"{ratio:.1f}"])
+    return markdown([f"CUDA {manifest['cuda_toolkit']}", "wheel"], rows)
+
+
+def _build_cost(results: Results) -> str:
+    upstream = results["build_cost_upstream"]
+    pairs = _cost_pairs(results)
+    rows = [
+        [name, f"{theirs:.0f}", replacement, f"{ours:.0f}", f"{theirs / ours:.1f}"]
+        for name, theirs, replacement, ours in pairs
+    ]
+    theirs = sum(pair[1] for pair in _alike(pairs))
+    ours = sum(pair[3] for pair in _alike(pairs))
+    rows.append(["sum without split", f"{theirs:.0f}", "", f"{ours:.0f}", f"{theirs / ours:.1f}"])
+    header = ["upstream's file", "CPU s", "ours", "CPU s", "ratio"]
+    return (
+        f"{markdown(header, rows)}\n\nUpstream's own files, nothing switched off, for "
+        f"{', '.join(upstream['architectures'])} with the same toolkit and compression. One of "
+        "ours holds both masks, but none of upstream's other options and no split kernel."
+    )
+
+
+def _cost_pairs(results: Results) -> list[tuple[str, float, str, float]]:
+    """Upstream's files and ours for the same head dim and dtype: names and CPU seconds."""
+    own = {_unit_name(unit["output"]): unit for unit in results["build"]["translation_units"]}
+    pairs = []
+    for unit in results["build_cost_upstream"]["translation_units"]:
+        parts = re.fullmatch(
+            r"(fwd|bwd)(?:_split)?_hdim(\d+)_(fp16|bf16)(?:_causal)?", unit["name"]
+        )
+        if parts is None:
+            raise ValueError(f"name {unit['name']!r}")
+        replacement = f"{parts[1]}_{parts[3]}_{parts[2]}"
+        pairs.append(
+            (unit["name"], unit["cpu_seconds"], replacement, own[replacement]["cpu_seconds"])
+        )
+    return pairs
+
+
+def _alike(pairs: list[tuple[str, float, str, float]]) -> list[tuple[str, float, str, float]]:
+    """The pairs that do the same work: ours hold no split kernel."""
+    return [pair for pair in pairs if "_split" not in pair[0]]
+
+
+def _build_units(results: Results) -> str:
+    rows = [
+        [
+            _unit_name(unit["output"]),
+            f"{unit['cpu_seconds']:.1f}",
+            f"{unit['wall_seconds']:.1f}",
+            f"{unit['peak_rss_bytes'] / 1e9:.2f}",
+        ]
+        for unit in results["build"]["translation_units"]
+    ]
+    return markdown(["translation unit", "CPU s", "wall s", "peak GB"], rows)
+
+
+def _matrix(results: Results) -> str:
+    """What `nox -s matrix --report FILE` wrote: a session for each toolkit and torch."""
+    cells = {
+        (each["args"]["toolkit"], each["args"]["torch"]): str(each["result"])
+        for each in results["matrix"]["sessions"]
+    }
+    torches = list(dict.fromkeys(torch for _, torch in cells))
+    rows = [
+        [toolkit, *(cells.get((toolkit, torch), "not run") for torch in torches)]
+        for toolkit in dict.fromkeys(toolkit for toolkit, _ in cells)
+    ]
+    table = markdown(["CUDA toolkit", *(f"torch {torch}" for torch in torches)], rows)
+    return f"{table}\n\nCPU tests on an installed wheel (preset dev)."
+
+
+def _unit_name(output: str) -> str:
+    return Path(output).name.removesuffix(".o").removesuffix(".cu").removesuffix(".cpp")
+
+
+def _spread(times: Mapping[str, float]) -> str:
+    return f"{times['median']:.3g} ({times['p10']:.3g} to {times['p90']:.3g})"
+
+
+def _source(record: Mapping[str, Any]) -> str:
+    versions = record["versions"]
+    where = record.get("hardware", {}).get("gpu", "no GPU")
+    return f"{where}, torch {versions['torch']}, {record['date']}."
+
+
+# Name of a table: the result it can't do without, and what makes it.
+TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "accuracy": ("accuracy", _accuracy),
+    "accuracy-all": ("accuracy", _accuracy_all),
+    "backward": ("backward", _backward),
+    "build": ("build", _build),
+    "build-cost": ("build_cost_upstream", _build_cost),
+    "build-units": ("build", _build_units),
+    "by-head-dim": ("forward", _by_head_dim),
+    "decode": ("decode", _decode),
+    "forward": ("forward", _forward),
+    "forward-all": ("forward", _forward_all),
+    "matrix": ("matrix", _matrix),
+    "splits": ("forward", _splits),
+    "summary": ("forward", _summary),
+    "startup": ("startup", _startup),
+    "varlen": ("varlen", _varlen),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""A small project that is ready for release: tagged tree, wheel with manifest, passing report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fake_wheel
+from flash_attn_build import files
+from flash_attn_build.compile import manifest, sources
+from flash_attn_build.release.gate import Verdict, decide, find_runs
+from flash_attn_build.release.policy import Policy, load_policy
+from flash_attn_build.release.ptx import manifest_path
+from flash_attn_build.release.report import digest
+from flash_attn_build.release.tree import read_tree
+from flash_attn_build.wheel import check, sbom
+
+_SCHEMA_FILE = Path(__file__).resolve().parents[2] / "docs" / "verification.schema.json"
+SCHEMA: Mapping[str, Any] = json.loads(_SCHEMA_FILE.read_text())
+SETTINGS = {
+    "preset": "release", "defines": [], "environment": {}, "locked": True, "source_date_epoch": 0
+}  # fmt: skip
+TOOLS = {"nvcc": "13.0.88", "g++": "12.2.0", "ziglang": "0.17.0", "torch": "2.13.0+cpu"}
+LOCK = "".join(f"{name}=={TOOLS[name]} \\\n    --hash=sha256:00\n" for name in ("ziglang",))
+PTX_DEFINES = ["CMAKE_CUDA_ARCHITECTURES=80-virtual"]
+POLICY = load_policy()
+# What the library of the samples is said to be compiled from.
+_PIN = {
+    "name": fake_wheel.INFO["upstream"]["name"],
+    "version": fake_wheel.INFO["upstream"]["version"],
+    "sdist": {"sha256": fake_wheel.INFO["upstream"]["sha256"]},
+    "patches": fake_wheel.INFO["upstream"]["patches"],
+}
+_TABLE = {
+    "dtypes": {"bf16": "bfloat16_t"}, "fwd_tiles": {"one_cta": {"64": {}}}, "bwd_tiles": {"64": {}}
+}  # fmt: skip
+NATIVE = {
+    "CMakeLists.txt": "project(x)\n",
+    "CMakePresets.json": "{}\n",
+    "cmake/Link.cmake": "# link\n",
+    "cpp/instances.json": json.dumps(_TABLE),
+    "cpp/kernels/fwd.cu.in": "__global__ void fwd();\n",
+    "cpp/upstream/upstream.json": json.dumps(_PIN),
+    "pyproject.toml": "[build-system]\n",
+    "python/flash_attn_build/upstream/prepare.py": "",
+}
+
+
+@dataclass
+class Project:
+    """Where everything lies.
+
+    Attributes:
+        root: The source tree, a git checkout.
+        dist: Folder for wheels.
+        wheel: The wheel.
+        policy: The release policy.
+    """
+
+    root: Path
+    dist: Path
+    wheel: Path
+    policy: Policy = POLICY
+
+    @property
+    def report_path(self) -> Path:
+        return self.dist / "verification" / "1" / "verification.json"
+
+    @property
+    def ptx_path(self) -> Path:
+        return self.root / POLICY.unverified_architectures["sm_80"].ptx_report
+
+    @property
+    def ptx_manifest(self) -> Path:
+        return self.root / manifest_path(POLICY.unverified_architectures["sm_80"].ptx_report)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        content = json.loads(self.report_path.read_text())
+        assert isinstance(content, dict)
+        return content
+
+    def edit_report(self, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
+        """Changes the report; without `sign`, as someone does who knows of no digest."""
+        content = self.report
+        change(content)
+        if sign:
+            content["digest"] = digest(content)
+        files.write_json(self.report_path, content)
+
+    def edit_manifest(self, change: Callable[[dict[str, Any]], object]) -> None:
+        self.edit(manifest.path_of(self.wheel), change)
+
+    @staticmethod
+    def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+        content = json.loads(path.read_text())
+        change(content)
+        files.write_json(path, content)
+
+    def git(self, *arguments: str) -> None:
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        subprocess.run(["git", *who, "-C", str(self.root), *arguments], check=True)
+
+    def tag(self) -> None:
+        """Commits everything, and lets the release be of that commit."""
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--allow-empty", "-m", "y")
+        self.git("tag", "--force", "v0.1.0")
+
+    def decide(self) -> Verdict:
+        runs = find_runs(self.dist)
+        return decide(self.wheel, runs, self.policy, read_tree(self.root), self.root)
+
+    def reasons(self) -> str:
+        return "\n".join(self.decide().reasons)
+
+
+def make(root: Path, wheel: Path) -> Project:
+    """Lays the project out around a wheel, which is copied."""
+    dist = root / "dist"
+    dist.mkdir(parents=True)
+    placed = dist / wheel.name
+    placed.write_bytes(wheel.read_bytes())
+    describe(placed)
+    write_native(root)
+    files.write_json(root / "docs" / "verification.schema.json", SCHEMA)
+    files.write_text(root / "README.md", "Not verified: sm_80.\n")
+    files.write_text(
+        root / "CHANGELOG.md", "# Changelog\n\n## 0.1.0 (2026)\n\n- First.\n\n## 0.0.1\n"
+    )
+    files.write_text(root / ".gitignore", "/dist/\n/build/\n")
+    with zipfile.ZipFile(placed) as archive:
+        for name in archive.namelist():
+            if name.startswith(f"{check.PACKAGE}/") and name.endswith((".py", ".typed")):
+                (root / "python" / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / "python" / name).write_bytes(archive.read(name))
+    project = Project(root, dist, placed)
+    write_report(placed, project.report_path)
+    wheel_of_ptx = {"filename": wheel.name, "sha256": "80" * 32}
+    ran = {"ran": [], "ran_as_ptx": ["compute_80"], "unverified": []}
+    files.write_text(root / "locks" / "build.txt", LOCK)
+    built = {"cuda_toolkit": "13.0.88", "architectures": ["80-virtual"], "deterministic": True}
+    write_report(
+        placed, project.ptx_path, quick=True, wheel=wheel_of_ptx, architectures=ran, build=built
+    )
+    shutil.copy(manifest.path_of(placed), project.ptx_manifest)
+    project.edit(
+        project.ptx_manifest,
+        lambda m: m.update(
+            wheel={**m["wheel"], "sha256": "80" * 32},
+            architectures=["80-virtual"],
+            build={**m["build"], "defines": PTX_DEFINES},
+        ),
+    )
+    project.git("init", "--quiet")
+    project.git("add", "--all")
+    project.git("commit", "--quiet", "-m", "x")
+    project.git("tag", f"v{wheel.name.split('-')[1]}")
+    return project
+
+
+def write_native(root: Path) -> None:
+    """Writes what the library is said to be compiled from."""
+    for name, text in NATIVE.items():
+        files.write_text(root / name, text)
+
+
+def describe(wheel: Path, /, **changes: Any) -> dict[str, Any]:
+    """Writes the manifest beside a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        info = json.loads(archive.read(check.BUILD_INFO))
+    units = [
+        {"output": f"{each['direction']}_{each['dtype']}_{each['head_dim']}.cu.o", "command": ["x"],
+         "cpu_seconds": 1.0, "wall_seconds": 1.0, "peak_rss_bytes": 1}
+        for each in info["instances"]
+    ]  # fmt: skip
+    text = {**manifest.describe(wheel, info, units, SETTINGS, TOOLS, {}), **changes}
+    files.write_json(manifest.path_of(wheel), text)
+    return text
+
+
+def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
+    """Writes a report as a full run on a GPU of compute capability 9.0 leaves it."""
+    text = json.loads(manifest.path_of(wheel).read_text())
+    upstream = text["upstream"]
+    content: dict[str, Any] = {
+        "schema_version": 1,
+        "complete": True,
+        "quick": False,
+        "source_tree": False,
+        "device": "cuda",
+        "status": "passed",
+        "started": "2026-01-01T00:00:00Z",
+        "seconds": 200.0,
+        "wheel": {"filename": wheel.name, "sha256": text["wheel"]["sha256"]},
+        "installed": {"version": "0.1.0", "files": 9, "matches_wheel": True, "problems": []},
+        "environment": {"gpu": "NVIDIA H200", "compute_capability": "9.0"},
+        "pins": {
+            "upstream": {key: upstream[key] for key in ("name", "version", "sha256")},
+            "patches": upstream["patches"],
+        },
+        "build": {key: text[key] for key in ("cuda_toolkit", "architectures", "deterministic")},
+        "architectures": {"ran": ["sm_90"], "ran_as_ptx": [], "unverified": ["sm_80"]},
+        "sections": sections(),
+        **changes,
+    }
+    content["digest"] = digest(content)
+    files.write_json(path, content)
+
+
+def sections() -> list[dict[str, Any]]:
+    """The sections of a report, all passed."""
+    checks: list[dict[str, Any]] = [
+        {"id": name, "promise": "", "status": "passed", "reason": None, "cases": 1, "failed": 0,
+         "seconds": 1.0, "by_config": {}, "counter_example": None, "stderr": None}
+        for name in POLICY.required_checks
+    ]  # fmt: skip
+    return [
+        {"id": name, "title": name, "status": "passed", "reason": None, "seconds": 1.0,
+         "data": {"checks": checks} if name == "contract" else {}}
+        for name in POLICY.required_sections
+    ]  # fmt: skip
+
+
+def wheel(folder: Path, files: Mapping[str, bytes] | None = None, **info: Any) -> Path:
+    """Makes a wheel that passes every check of the build, with more files if given."""
+    contents = fake_wheel.contents(fake_wheel.library(folder / "library"))
+    write_native(folder / "tree")
+    stated = {**fake_wheel.INFO, "sources": sources.digests(folder / "tree"), **info}
+    contents[check.BUILD_INFO] = json.dumps(stated).encode()
+    bill = next(name for name in contents if name.endswith(sbom.FILE_NAME))
+    contents[bill] = sbom.describe("0.1.0", stated, contents[check.LIBRARY], fake_wheel.PARTS, 0)
+    contents |= files or {}
+    # pip reads names and hashes there.
+    record = next(name for name in contents if name.endswith("/RECORD"))
+    contents[record] = "".join(f"{name},,\n" for name in contents).encode()
+    return fake_wheel.pack(folder, contents)

@@ -1,0 +1,133 @@
+"""Configuration that no session of ours runs is held to the tools' own rules."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from flash_attn_build.release.candidate import locked_versions
+from flash_attn_build.wheel import sbom
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = {path.stem: path.read_text() for path in (ROOT / "locks").glob("*.txt")}
+
+
+@pytest.fixture(scope="module")
+def project() -> Any:
+    return tomli.loads((ROOT / "pyproject.toml").read_text())
+
+
+def names(project: Any, requirements: list[Any]) -> set[str]:
+    """Names of packages, of included groups too."""
+    found = set()
+    for item in requirements:
+        if isinstance(item, dict):
+            found |= names(project, project["dependency-groups"][item["include-group"]])
+        else:
+            found.add(re.split(r"[\[<>=]", item)[0])
+    return found
+
+
+def test_pyproject_is_valid() -> None:
+    command = [sys.executable, "-m", "validate_pyproject", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_build_requirements_are_in_the_build_group(project: Any) -> None:
+    # The build runs without isolation, so nothing else installs them.
+    wanted = names(project, project["build-system"]["requires"])
+    assert wanted <= names(project, project["dependency-groups"]["build"])
+
+
+def test_the_licence_names_everything_that_is_linked(project: Any) -> None:
+    assert project["project"]["license"].split(" AND ") == list(sbom.LICENCES)
+
+
+@pytest.mark.parametrize("group", ["build", "cuda", "cuda12", "gate", "nox", "torch"])
+def test_what_builds_and_gates_is_locked_by_hash(project: Any, group: str) -> None:
+    text = LOCKS[group]
+    blocks = re.split(r"\n(?=\S)", text.strip())
+    assert all("==" in block and "--hash=sha256:" in block for block in blocks)
+    locked = set(re.findall(r"^([\w.-]+)(?:\[[\w,]+\])?==", text, re.MULTILINE))
+    assert names(project, project["dependency-groups"][group]) <= locked
+
+
+def test_one_version_of_a_package_is_locked() -> None:
+    found: dict[str, set[str]] = {}
+    for text in LOCKS.values():
+        for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE):
+            found.setdefault(name, set()).add(version)
+    assert {name: versions for name, versions in found.items() if len(versions) > 1} == {}
+    assert locked_versions(ROOT)["ziglang"] in found["ziglang"]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+@pytest.mark.parametrize(
+    ("file", "options", "expected"),
+    [
+        ("Jobs", ["-G", "Unix Makefiles"], "expected Ninja"),
+        ("Link", ["-G", "Ninja", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"], "got Linux on aarch64"),
+    ],
+    ids=["Makefiles", "aarch64"],
+)
+def test_what_cannot_work_is_said_at_configure(
+    tmp_path: Path, file: str, options: list[str], expected: str
+) -> None:
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    if not shutil.which("cmake", path=path):
+        pytest.skip("no cmake")
+    processor = [word for word in options if word.startswith("-D")]
+    name, _, value = (processor or ["-DX=1"])[0].removeprefix("-D").partition("=")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.26)\nproject(x LANGUAGES NONE)\n"
+        f"set(CMAKE_SOURCE_DIR {ROOT})\nset(Python_EXECUTABLE {sys.executable})\n"
+        f"set({name} {value})\ninclude({ROOT}/cmake/{file}.cmake)\n"
+    )
+    done = subprocess.run(
+        ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "b"), *options[:2]],
+        capture_output=True, text=True, check=False, env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert expected in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "given", "expected"),
+    [
+        ("12.4.131", "", "-Xfatbin=-compress-all"),
+        ("12.9.86", "", "--compress-mode=speed"),
+        ("13.0.88", "", "--compress-mode=size"),
+        ("12.9.86", "size", "--compress-mode=size"),
+        ("12.4.131", "size", None),
+    ],
+)
+def test_compression_is_what_the_oldest_driver_of_the_toolkit_reads(
+    tmp_path: Path, nvcc: str, given: str, expected: str | None
+) -> None:
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    if not shutil.which("cmake", path=path):
+        pytest.skip("no cmake")
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.26)\nproject(x LANGUAGES NONE)\n"
+        "add_library(fad_kernels INTERFACE)\n"
+        "function(target_compile_options target kind option)\nmessage(STATUS ${option})\n"
+        f"endfunction()\nset(CMAKE_CUDA_COMPILER_VERSION {nvcc})\n"
+        f'set(FLASH_ATTENTION_COMPRESS_MODE "{given}")\ninclude({ROOT}/cmake/Compress.cmake)\n'
+    )
+    done = subprocess.run(
+        ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "b"), "-G", "Ninja"],
+        capture_output=True, text=True, check=False, env={**os.environ, "PATH": path},
+    )  # fmt: skip
+    if expected is None:
+        assert "has no --compress-mode" in " ".join(done.stderr.split())
+    else:
+        assert f":{expected}>" in done.stdout, done.stderr

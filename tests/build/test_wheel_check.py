@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fake_wheel
+import pytest
+from flash_attn_build.errors import WheelError
+from flash_attn_build.wheel import check, elf
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return fake_wheel.library(tmp_path_factory.mktemp("library"))
+
+
+def problems(wheel: Path) -> str:
+    with pytest.raises(WheelError) as caught:
+        check.check(wheel)
+    return str(caught.value)
+
+
+def test_a_good_wheel_passes_and_tells_what_it_holds(tmp_path: Path, binary: bytes) -> None:
+    info = check.check(fake_wheel.pack(tmp_path, fake_wheel.contents(binary)))
+    assert info == fake_wheel.INFO
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["cp311-cp311-manylinux_2_28_x86_64", "py3-none-linux_x86_64",
+     "py3-none-manylinux_2_27_x86_64.manylinux_2_28_x86_64"],
+)  # fmt: skip
+def test_another_tag(tmp_path: Path, binary: bytes, tag: str) -> None:
+    text = problems(fake_wheel.pack(tmp_path, fake_wheel.contents(binary, tag), tag))
+    assert "name: expected" in text
+    assert "WHEEL: expected the one tag" in text
+
+
+@pytest.mark.parametrize("name", [check.LIBRARY, check.BUILD_INFO, *check.LICENSES])
+def test_a_missing_file(tmp_path: Path, binary: bytes, name: str) -> None:
+    files = fake_wheel.contents(binary)
+    del files[name]
+    assert f"{name} is missing" in problems(fake_wheel.pack(tmp_path, files))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flash_attn_build/compile/build.py",
+        "flash_attn_deterministic/extra.so",
+        "flash_attn_deterministic/fwd.cu",
+        "flash_attn_deterministic.libs/libcudart.so.13",
+        "setup.py",
+        "flash_attn_deterministic-0.1.0.dist-info/hook.py",
+    ],
+)
+def test_a_file_that_does_not_belong(tmp_path: Path, binary: bytes, name: str) -> None:
+    files = {**fake_wheel.contents(binary), name: b""}
+    assert f"{name} does not belong" in problems(fake_wheel.pack(tmp_path, files))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param({"options": []}, "not stripped", id="symbols"),
+        pytest.param(
+            {"options": ["-s", "-Wl,-rpath,/opt/cuda"]}, "search paths: /opt/cuda", id="rpath"
+        ),
+        pytest.param(
+            {"needed": ["torch_cpu"]}, "does not name libtorch_cuda.so", id="torch not named"
+        ),
+        pytest.param(
+            {"needed": ["torch_cpu", "torch_cuda", "cudart"]}, "needs libcudart.so", id="CUDA"
+        ),
+        pytest.param(
+            {"calls": [*fake_wheel.SHIMS, "_ZN3c105ErrorD1Ev"]},
+            "imports _ZN3c105ErrorD1Ev, which is outside torch's stable ABI",
+            id="C++ of torch",
+        ),
+        pytest.param(
+            {"calls": [*fake_wheel.SHIMS, "_ZN5torch3jit5parseEv"]},
+            "torch-abi-audit: not torch's stable ABI: torch::jit::parse()",
+            id="found by torch-abi-audit too",
+        ),
+        pytest.param(
+            {"calls": [*fake_wheel.SHIMS, "cuLaunchKernel"]},
+            "imports cuLaunchKernel, which no library is named for",
+            id="driver",
+        ),
+        pytest.param({"calls": []}, "no stable shim is used at all", id="not torch's"),
+        pytest.param(
+            {"calls": [*fake_wheel.SHIMS, "torch_from_the_future"]},
+            "does not know the shims torch_from_the_future",
+            id="unknown shim",
+        ),
+        pytest.param(
+            {"code": fake_wheel.fatbin([(2, 80), (2, 90)])},
+            "holds GPU code for 80-real, 90-real, but _build_info.json states "
+            "80-real, 90-real, 90-virtual",
+            id="PTX missing",
+        ),
+        pytest.param({"code": b""}, "holds GPU code for nothing", id="no GPU code"),
+    ],
+)
+def test_a_library_that_is_wrong(tmp_path: Path, arguments: dict[str, Any], expected: str) -> None:
+    binary = fake_wheel.library(tmp_path / "library", **arguments)
+    assert expected in problems(fake_wheel.pack(tmp_path, fake_wheel.contents(binary)))
+
+
+def test_a_shim_newer_than_the_torch_it_is_said_to_run_on(tmp_path: Path, binary: bytes) -> None:
+    files = fake_wheel.contents(binary)
+    files[check.BUILD_INFO] = json.dumps({**fake_wheel.INFO, "torch_target": "2.1"}).encode()
+    text = problems(fake_wheel.pack(tmp_path, files))
+    assert "but is said to run from 2.1" in text
+
+
+def test_a_folder_of_the_machine_in_the_library(tmp_path: Path, binary: bytes) -> None:
+    # As __FILE__ leaves it in a header of a package.
+    files = fake_wheel.contents(binary + b"\0./env/lib/site-packages/torch/stable/ops.h\0")
+    text = problems(fake_wheel.pack(tmp_path, files))
+    assert "built on (./env/lib/site-packages/torch/stable/ops.h)" in text
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    binary = fake_wheel.library(tmp_path / "library", options=[], code=b"")
+    files = {**fake_wheel.contents(binary), "setup.py": b""}
+    text = problems(fake_wheel.pack(tmp_path, files))
+    assert all(word in text for word in ("setup.py", "not stripped", "GPU code for nothing"))
+
+
+def test_reads_where_a_symbol_comes_from(tmp_path: Path, binary: bytes) -> None:
+    library = elf.read(binary)
+    assert library.needed == ("libtorch_cpu.so", "libtorch_cuda.so", "libc.so.6")
+    versioned = {name: origin for name, origin in library.undefined.items() if origin}
+    assert set(library.undefined) - set(versioned) == set(fake_wheel.SHIMS)
+    assert versioned["abort"].startswith("libc.so.6:GLIBC_2.")
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["80", "90a-real"], 0), (["80-real"], WheelError.exit_code)],
+    ids=["equal", "differs"],
+)
+def test_architectures_without_a_kind_mean_both(
+    tmp_path: Path,
+    names: list[str],
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = fake_wheel.fatbin([(1, 80), (2, 80), (2, 90)])
+    files = fake_wheel.contents(fake_wheel.library(tmp_path / "library", code=code))
+    files[check.BUILD_INFO] = json.dumps({**fake_wheel.INFO, "architectures": names}).encode()
+    wheel = fake_wheel.pack(tmp_path, files)
+    monkeypatch.setattr("sys.argv", ["wheelcheck", str(wheel)])
+    assert check.main() == expected
+    captured = capsys.readouterr()
+    assert (": ok" in captured.out) == (expected == 0)
+
+
+@pytest.mark.parametrize("name", check.LICENCE_TEXTS)
+def test_the_licence_of_what_is_linked_is_missing(tmp_path: Path, binary: bytes, name: str) -> None:
+    files = fake_wheel.contents(binary)
+    del files[f"flash_attn_deterministic-0.1.0.dist-info/licenses/{name}"]
+    text = problems(fake_wheel.pack(tmp_path, files))
+    assert f"the licence text {name} is missing" in text
+    assert "License-File differs" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (" AND MIT", "", "lacks MIT, which is linked in"),
+        ("Version: 0.1.0", "Version: 0.1.0+x", "says version 0.1.0+x"),
+        ("Name: ", "Nam: ", "METADATA: not valid"),
+    ],
+    ids=["licence", "version", "damaged"],
+)
+def test_metadata_that_is_wrong(
+    tmp_path: Path, binary: bytes, old: str, new: str, expected: str
+) -> None:
+    files = fake_wheel.contents(binary)
+    changed = fake_wheel.METADATA.replace(old, new, 1)
+    files["flash_attn_deterministic-0.1.0.dist-info/METADATA"] = changed.encode()
+    assert expected in problems(fake_wheel.pack(tmp_path, files))

@@ -1,0 +1,212 @@
+"""The workflows hold no logic of their own, run what exists, and may do no more than they need."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FILES}
+RELEASE = WORKFLOWS["release"]["jobs"]
+NOX = re.compile(r'\.ci/nox -s (?P<sessions>"?[\w$.-]+"?(?: \w+)*)(?: -- (?P<arguments>.+))?\Z')
+SUMS = 'base64 --decode <<< "$SHA256SUMS" | sha256sum --check --strict'
+
+
+def jobs() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for workflow, content in WORKFLOWS.items():
+        for name, job in content["jobs"].items():
+            yield workflow, name, job
+
+
+def steps() -> Iterator[tuple[str, dict[str, Any]]]:
+    for workflow, name, job in jobs():
+        for step in job["steps"]:
+            yield f"{workflow}.{name}", step
+
+
+RUNS = [(where, step["run"]) for where, step in steps() if "run" in step]
+USES = [(where, step["uses"]) for where, step in steps() if "uses" in step]
+# Those that could let bytes out, or sign them.
+PRIVILEGED = [
+    (f"{workflow}.{name}", job)
+    for workflow, name, job in jobs()
+    if "write" in job["permissions"].values()
+]
+
+
+@pytest.fixture(scope="module")
+def sessions() -> set[str]:
+    command = [sys.executable, "-m", "nox", "--nocolor", "--list", "-f", str(ROOT / "noxfile.py")]
+    listed = subprocess.check_output(command, text=True)
+    return set(re.findall(r"^[*-] ([\w.-]+)", listed, re.M))
+
+
+def sessions_of(job: dict[str, Any]) -> set[str]:
+    found = (NOX.match(step["run"]) for step in job["steps"] if "run" in step)
+    words = (word for match in found if match for word in match["sessions"].split())
+    return {word.strip('"') for word in words}
+
+
+@pytest.mark.parametrize(("where", "run"), RUNS, ids=[f"{w}: {r}" for w, r in RUNS])
+def test_every_session_that_is_run_exists(where: str, run: str, sessions: set[str]) -> None:
+    match = NOX.match(run)
+    if not match:
+        assert run in {SUMS, "exit 1"} or run.startswith(
+            ("gh release create ", 'echo "sha256sums=')
+        )
+        return
+    for name in match["sessions"].replace('"', "").split():
+        if "$PYTHON" in name:
+            versions = WORKFLOWS["test"]["jobs"]["pythons"]["strategy"]["matrix"]["python"]
+            assert {name.replace("$PYTHON", version) for version in versions} <= sessions
+        else:
+            assert name in sessions, where
+
+
+def test_the_script_and_the_workflow_run_the_same() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    found = re.search(r"--sessions ((?:\w+ )+)", script)
+    assert found
+    run = sessions_of(WORKFLOWS["test"]["jobs"]["lint"])
+    run |= sessions_of(WORKFLOWS["test"]["jobs"]["test"])
+    assert set(found[1].split()) == run
+    (line,) = re.findall(
+        r"`\.ci/run` is what CI runs: (.+)\.$", (ROOT / "CONTRIBUTING.md").read_text(), re.M
+    )
+    assert set(re.findall(r"`(\w+)`", line)) == run
+
+
+@pytest.mark.parametrize(("where", "uses"), USES, ids=[f"{w}: {u}" for w, u in USES])
+def test_every_action_is_pinned_by_commit(where: str, uses: str) -> None:
+    assert re.fullmatch(r"(actions|pypa)/[\w-]+@[0-9a-f]{40}", uses), where
+
+
+def test_one_action_has_one_commit() -> None:
+    pins: dict[str, set[str]] = {}
+    for path in FILES:
+        for name, pin in re.findall(r"uses: ([\w/-]+)@(\S+ # v[\d.]+)$", path.read_text(), re.M):
+            pins.setdefault(name, set()).add(pin)
+    assert len(pins) == len({uses.split("@")[0] for _, uses in USES})
+    assert {name: len(found) for name, found in pins.items() if len(found) > 1} == {}
+
+
+def test_nothing_is_permitted_but_by_job() -> None:
+    for content in WORKFLOWS.values():
+        assert content["permissions"] == {}
+    writes = {
+        where: {key for key, value in job["permissions"].items() if value == "write"}
+        for where, job in PRIVILEGED
+    }
+    assert writes == {
+        "release.attest": {"id-token", "attestations"},
+        "release.page": {"contents"},
+        "release.pages": {"pages", "id-token"},
+        "release.publish": {"id-token"},
+    }
+
+
+@pytest.mark.parametrize(("where", "job"), PRIVILEGED, ids=[where for where, _ in PRIVILEGED])
+def test_a_job_with_privileges_runs_no_code_of_packages(where: str, job: dict[str, Any]) -> None:
+    """Pinned actions, and programs of the runner's image; not even this repository's code."""
+    for step in job["steps"]:
+        if "run" in step:
+            assert step["run"] == SUMS or step["run"].startswith("gh release create "), where
+        else:
+            assert not step["uses"].startswith("actions/checkout@"), where
+
+
+def test_what_builds_and_gates_is_installed_by_hash() -> None:
+    for name, session in (("build", "build"), ("gate", "gate"), ("index", "index")):
+        runs = [step["run"] for step in RELEASE[name]["steps"] if "run" in step]
+        assert runs[0].startswith(f".ci/nox -s {session} -- --locked")
+    script = (ROOT / ".ci" / "nox").read_text()
+    assert "--require-hashes --requirement locks/nox.txt" in script
+    for path in FILES:
+        assert "pipx" not in path.read_text()
+        assert "pip install" not in path.read_text()
+
+
+def test_no_secret_is_used() -> None:
+    for path in FILES:
+        assert "secrets." not in path.read_text()
+    with_token = [where for where, step in steps() if "GH_TOKEN" in step.get("env", {})]
+    assert with_token == ["release.gate", "release.page", "release.index"]
+
+
+def test_every_job_has_an_end() -> None:
+    for workflow, name, job in jobs():
+        assert job["timeout-minutes"] <= 180, (workflow, name)
+
+
+def needs(job: dict[str, Any]) -> list[str]:
+    found = job.get("needs", [])
+    return [found] if isinstance(found, str) else list(found)
+
+
+def before(name: str) -> set[str]:
+    """Jobs of the release that have to succeed before one begins."""
+    direct = needs(RELEASE[name])
+    return set(direct).union(*(before(other) for other in direct)) if direct else set()
+
+
+@pytest.mark.parametrize("name", ["page", "index", "pages", "publish"])
+def test_nothing_leaves_before_the_gate(name: str) -> None:
+    assert {"build", "attest", "verify", "gate"} <= before(name)
+
+
+def test_what_was_built_is_attested_before_the_gpu_runner_starts() -> None:
+    assert before("attest") == {"build"}
+    assert "attest" in needs(RELEASE["verify"])
+    assert RELEASE["attest"]["steps"][1]["with"] == {"subject-path": "dist/*"}
+    (gate,) = (step["run"] for step in RELEASE["gate"]["steps"] if "nox" in step.get("run", ""))
+    assert '--attested "$GITHUB_REPOSITORY" "$GITHUB_SHA"' in gate
+
+
+@pytest.mark.parametrize("name", ["page", "publish"])
+def test_what_is_published_is_what_the_gate_wrote(name: str) -> None:
+    download, compare, *_ = RELEASE[name]["steps"]
+    assert download["with"] == {"name": "release", "path": "release"}
+    assert compare["run"] == SUMS
+    assert compare["working-directory"] == "release"
+    assert compare["env"] == {"SHA256SUMS": "${{ needs.gate.outputs.sha256sums }}"}
+    assert "gate" in needs(RELEASE[name])
+
+
+def test_the_gpu_runner_is_used_once_and_by_the_release_alone() -> None:
+    own = [(w, name) for w, name, job in jobs() if "self-hosted" in job["runs-on"]]
+    assert own == [("release", "verify")]
+    verify = RELEASE["verify"]
+    assert "ephemeral" in verify["runs-on"]
+    assert verify["environment"] == "gpu"
+    assert verify["steps"][0] == {"if": "github.run_attempt != '1'", "run": "exit 1"}
+    upload = verify["steps"][-1]
+    assert upload["if"] == "always()"
+
+
+def test_artifacts_are_asked_for_by_name() -> None:
+    # What the GPU runner puts into the run's store must not lie among the wheels.
+    for where, step in steps():
+        if step.get("uses", "").startswith("actions/download-artifact@"):
+            assert "name" in step["with"], where
+
+
+def test_the_upload_that_cannot_be_undone_is_the_last() -> None:
+    assert {"attest", "gate", "page"} <= before("publish")
+
+
+def test_the_release_is_of_a_tag() -> None:
+    # YAML reads the key "on" as true.
+    assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}
+
+
+def test_every_pull_request_builds_and_rehearses_a_release() -> None:
+    assert "pull_request" in WORKFLOWS["test"][True]
+    assert sessions_of(WORKFLOWS["test"]["jobs"]["rehearse"]) == {"build", "rehearse"}

@@ -1,0 +1,245 @@
+"""A tiny upstream: files, archive, pin and index, so that tests need no network."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from flash_attn_build.files import tree_sha256
+from flash_attn_build.upstream.pin import Pin, load_pin
+from flash_attn_build.upstream.prepare import refresh
+from flash_attn_build.upstream.source import read_archive
+
+NAME = "flash-attn"
+VERSION = "9.8.7.post6"
+ROOT = f"flash_attn-{VERSION}"
+SDIST = f"{ROOT}.tar.gz"
+
+HEADER = """/****
+ * Copyright (c) 2001 The Sample Authors. All rights reserved.
+ * SPDX-License-Identifier: BSD-3-Clause
+ *
+ * 1. Redistributions of source code must retain the above copyright notice, and so on.
+ * 2. Redistributions in binary form must reproduce the above copyright notice, and so on.
+ * 3. Neither the name of the copyright holder nor any other name.
+ *
+ * PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS"; NO LIABILITY FOR THE
+ * POSSIBILITY OF SUCH DAMAGE.
+ *
+ ****/
+#pragma once
+"""
+
+FILES: Mapping[str, str] = {
+    "PKG-INFO": f"Metadata-Version: 2.1\nName: flash_attn\nVersion: {VERSION}\n",
+    "LICENSE": "sample licence\n",
+    "setup.py": "raise SystemExit('must not run')\n",
+    "flash_attn/__init__.py": f'__version__ = "{VERSION}"\n',
+    "csrc/flash_attn/flash_api.cpp": "// not used\n",
+    "csrc/flash_attn/src/softmax.h": "one\ntwo\nthree\nfour\n",
+    "csrc/flash_attn/src/fwd.cu": "// a kernel\n",
+    "csrc/flash_attn/src/generate.py": "# not used\n",
+    "csrc/cutlass/include/cutlass/cutlass.h": HEADER,
+    "csrc/cutlass/include/cute/tensor.hpp": "#pragma once\n",
+}
+
+PREPARED = {
+    "flash_attn/src/softmax.h",
+    "flash_attn/src/fwd.cu",
+    "cutlass/include/cutlass/cutlass.h",
+    "cutlass/include/cute/tensor.hpp",
+    "licenses/FlashAttention-LICENSE",
+    "licenses/CUTLASS-LICENSE.txt",
+}
+
+PATCH = f"""Targets {NAME} {VERSION}.
+
+Why: to show how it is done.
+
+--- a/flash_attn/src/softmax.h
++++ b/flash_attn/src/softmax.h
+@@ -1,0 +2 @@
++one and a half
+@@ -3 +4 @@
+-three
++THREE
+"""
+
+
+def sha256(data: bytes) -> str:
+    """Hash bytes.
+
+    Args:
+        data: The bytes.
+
+    Returns:
+        Hexadecimal sha256.
+    """
+    return hashlib.sha256(data).hexdigest()
+
+
+def make_member(name: str, content: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
+    """Make an archive member.
+
+    Args:
+        name: Path in the archive.
+        content: Bytes of a file.
+        fields: Further attributes of the TarInfo.
+
+    Returns:
+        The member and its content.
+    """
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    for field, value in fields.items():
+        setattr(member, field, value)
+    return member, content
+
+
+def make_archive(
+    path: Path,
+    files: Mapping[str, str] = FILES,
+    extra: tuple[tuple[tarfile.TarInfo, bytes], ...] = (),
+) -> Path:
+    """Write a source distribution.
+
+    Args:
+        path: The archive.
+        files: Content by path below the top folder.
+        extra: Further members.
+
+    Returns:
+        `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in files.items():
+            member, content = make_member(f"{ROOT}/{name}", text.encode())
+            tar.addfile(member, io.BytesIO(content))
+        for member, content in extra:
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def make_folder(path: Path, files: Mapping[str, str] = FILES) -> Path:
+    """Write an unpacked source distribution.
+
+    Args:
+        path: The folder.
+        files: Content by path below the folder.
+
+    Returns:
+        `path`.
+    """
+    for name, text in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    return path
+
+
+def make_pin(folder: Path, archive: Path, patches: Mapping[str, str] | None = None) -> Pin:
+    """Write a data file and its patches.
+
+    Args:
+        folder: Receives upstream.json and patches/.
+        archive: What to pin.
+        patches: Content by file name.
+
+    Returns:
+        The pin, as loaded.
+    """
+    data = {
+        "schema": 2,
+        "name": NAME,
+        "version": VERSION,
+        "sdist": {"sha256": sha256(archive.read_bytes()), "size": archive.stat().st_size},
+        "tree_sha256": tree_sha256(read_archive(archive)),
+        "patched_tree_sha256": "0" * 64,
+        "patches": [
+            {"name": name, "sha256": sha256(text.encode())}
+            for name, text in sorted((patches or {}).items())
+        ],
+    }
+    (folder / "patches").mkdir(parents=True)
+    for name, text in (patches or {}).items():
+        (folder / "patches" / name).write_text(text)
+    (folder / "upstream.json").write_text(json.dumps(data))
+    refresh(load_pin(folder / "upstream.json"), {"FLASH_ATTENTION_SOURCE": str(archive)})
+    return load_pin(folder / "upstream.json")
+
+
+def tree_of(folder: Path) -> dict[str, bytes]:
+    """Read all files below a folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        Bytes by POSIX path relative to it.
+    """
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _Refusing(_Quiet):
+    def do_GET(self) -> None:
+        self.send_error(503)
+
+
+@contextmanager
+def serve(folder: Path, refuse: bool = False) -> Iterator[str]:
+    """Serve a folder over loopback HTTP.
+
+    Args:
+        folder: The folder; index pages are index.html files.
+        refuse: Answer every request with status 503.
+
+    Returns:
+        URL of the folder, without a slash at its end.
+    """
+    handler = partial(_Refusing if refuse else _Quiet, directory=str(folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def make_index(folder: Path, archive: Path, announced: str | None = None) -> Path:
+    """Write a simple index with one file.
+
+    Args:
+        folder: Root of the index.
+        archive: The file; copied into the index.
+        announced: sha256 that the page states.
+
+    Returns:
+        `folder`.
+    """
+    page = folder / "flash-attn"
+    page.mkdir(parents=True)
+    (page / SDIST).write_bytes(archive.read_bytes())
+    fragment = f"#sha256={announced}" if announced else ""
+    (page / "index.html").write_text(f'<a href="{SDIST}{fragment}">{SDIST}</a>')
+    return folder
