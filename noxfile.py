@@ -78,25 +78,15 @@ def verify_dev(session: nox.Session) -> None:
 @nox.session(default=False)
 def verify(session: nox.Session) -> None:
     """Verify the wheel in dist/, installed in a clean environment, on this machine's GPU."""
-<<<<<<< HEAD
-    run_verify(session, release_wheel(session), *session.posargs)
+    run_verify(session, the_wheel(session, "dist"), *session.posargs)
 
 
 @nox.session(default=False)
 def conformance(session: nox.Session) -> None:
     """Run upstream's own tests against the wheel in dist/ on this GPU (-- --seconds S --seed N)."""
-    session.install(str(release_wheel(session)), *groups("torch", "conformance"))
+    session.install(str(the_wheel(session, "dist")), *groups("torch", "conformance"))
     # The installed package: tests.conformance finds the build's tools by itself.
     session.run("python", "-m", "tests.conformance", *session.posargs, env={"PYTHONPATH": ""})
-
-
-@nox.session(default=False)
-def digests(session: nox.Session) -> None:
-    """List the sha256 of the wheels in dist/ and their manifests, as a CI's output."""
-    session.run("python", "-m", "flash_attn_build.built", *session.posargs, env=TOOLS)
-=======
-    run_verify(session, the_wheel(session, "dist"), *session.posargs)
->>>>>>> release
 
 
 @nox.session(default=False)
