@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import release_samples
 from flash_attn_build.compile import sources
-from flash_attn_build.errors import SettingError
+from flash_attn_build.errors import RefusedError, SettingError
 from flash_attn_build.release import candidate
 from flash_attn_build.release.candidate import Candidate, read_candidate
+from flash_attn_build.release.gate import find_runs, judge
 from flash_attn_build.release.policy import PATH, load_policy
 from flash_attn_build.release.report import Report, content_faults, digest, read_report, runs_on
 from flash_attn_build.release.report import faults as report_faults
@@ -345,6 +346,39 @@ def test_a_new_file_that_git_is_told_to_ignore(project: Project) -> None:
     (project.root / ".git" / "info" / "exclude").write_text("hidden.py\n")
     (project.root / "hidden.py").write_text("")
     assert "tree: differs from its commit: hidden.py" in project.reasons()
+
+
+def test_a_new_file_beside_rules_that_ignore_themselves(project: Project) -> None:
+    package = project.root / "python" / "flash_attn_deterministic"
+    (package / ".gitignore").write_text("*\n")
+    (package / "hidden.py").write_text("")
+    assert "tree: differs from its commit: python/flash_attn_deterministic" in project.reasons()
+
+
+def test_a_checkout_that_names_another_folder(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "clean").mkdir()
+    project.git("config", "core.worktree", str(tmp_path / "clean"))
+    (project.root / "hidden.py").write_text("")
+    assert "tree: differs from its commit: hidden.py" in project.reasons()
+
+
+def test_a_failed_run_behind_a_link_blocks(project: Project, tmp_path: Path) -> None:
+    release_samples.write_report(
+        project.wheel, tmp_path / "elsewhere" / "verification.json", status="failed"
+    )
+    (project.dist / "verification" / "2").symlink_to(tmp_path / "elsewhere")
+    assert "its status is 'failed'" in project.reasons()
+
+
+def test_where_attestations_are_asked_for_no_other_report_may_lie_around(project: Project) -> None:
+    second = project.dist / "verification" / "2" / "verification.json"
+    wheel = {"filename": project.wheel.name, "sha256": "1" * 64}
+    release_samples.write_report(project.wheel, second, status="failed", wheel=wheel)
+    arguments = ([project.wheel], find_runs(project.dist), project.policy)
+    tree = read_tree(project.root)
+    assert judge(*arguments, tree, project.root)
+    with pytest.raises(RefusedError, match=r"2/verification\.json: is of no wheel of this release"):
+        judge(*arguments, tree, project.root, strays=False)
 
 
 def test_a_file_that_may_be_run_suddenly(project: Project) -> None:

@@ -21,7 +21,9 @@ from .tree import read_tree
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def release(dist: Path, reports: Path, out: Path, root: Path = ROOT) -> None:
+def release(
+    dist: Path, reports: Path, out: Path, root: Path = ROOT, *, strays: bool = True
+) -> None:
     """Asks the gate, and writes the files of the release if it is open.
 
     Args:
@@ -29,6 +31,7 @@ def release(dist: Path, reports: Path, out: Path, root: Path = ROOT) -> None:
         reports: Folder that holds the verification reports.
         out: Folder for what is published; replaced as a whole, removed if the gate is shut.
         root: The source tree.
+        strays: Whether there may be reports of other wheels.
 
     Raises:
         RefusedError: The gate does not let a wheel through; the message has every reason.
@@ -45,7 +48,8 @@ def release(dist: Path, reports: Path, out: Path, root: Path = ROOT) -> None:
             for path in (wheel, manifest.path_of(wheel)):
                 if path.exists():
                     shutil.copyfile(path, copies / path.name)
-        verdicts = judge(find_wheels(copies), find_runs(reports), policy, read_tree(root), root)
+        wheels, runs, tree = find_wheels(copies), find_runs(reports), read_tree(root)
+        verdicts = judge(wheels, runs, policy, tree, root, strays=strays)
         made = Path(name, "made")
         assets.write(verdicts, policy, root, made)
         made.rename(out)
@@ -105,7 +109,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     try:
         if given.attested:
             check_attestations(given.dist, given.attested[0], given.attested[1], root)
-        release(given.dist, given.reports or given.dist, given.out.resolve(), root)
+        reports = given.reports or given.dist
+        release(given.dist, reports, given.out.resolve(), root, strays=not given.attested)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -52,13 +52,20 @@ def find_runs(folder: Path) -> list[Path]:
         a run, and one that left no report is a reason against publishing.
     """
     found = set(folder.rglob("verification.json"))
-    runs = (path for path in folder.rglob("*") if path.is_dir() and path.name.isdecimal())
-    found |= {run / "verification.json" for run in runs if not any(run.rglob("verification.json"))}
+    for run in folder.rglob("*"):
+        if run.is_dir() and run.name.isdecimal():  # a link to a folder, too
+            found |= {*run.rglob("verification.json")} or {run / "verification.json"}
     return sorted(found)
 
 
 def judge(
-    wheels: Sequence[Path], runs: Sequence[Path], policy: Policy, tree: Tree, root: Path
+    wheels: Sequence[Path],
+    runs: Sequence[Path],
+    policy: Policy,
+    tree: Tree,
+    root: Path,
+    *,
+    strays: bool = True,
 ) -> dict[str, Verdict]:
     """Asks the gate about every wheel of a release.
 
@@ -68,6 +75,8 @@ def judge(
         policy: The release policy.
         tree: State of the source tree.
         root: The source tree.
+        strays: Whether reports of other wheels may be among the runs, as on a machine where wheels
+            are built and verified again and again.
 
     Returns:
         Verdict by local version.
@@ -87,6 +96,14 @@ def judge(
         there = ", ".join(wheel.name for wheel in wheels) or "no wheel"
         wanted = ", ".join(f"{label or 'none'}" for label in policy.wheels)
         lines.append(f"expected one wheel of each local version ({wanted}), found {there}")
+    if not strays:
+        known = {verdict.wheel.sha256 for verdict in verdicts}
+        reports = (read_report(path, {}) for path in runs)
+        lines += [
+            f"{_where(report)}: is of no wheel of this release (sha256 {report.sha256})"
+            for report in reports
+            if report.sha256 not in known
+        ]
     if lines:
         raise RefusedError("not published, because of\n" + "\n".join(lines))
     return {verdict.wheel.local: verdict for verdict in verdicts}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +32,10 @@ def read_tree(root: Path) -> Tree:
     """Compares a source tree with its commit, file by file.
 
     `git status` believes its index, which can be told to pass over changes (assume-unchanged,
-    skip-worktree, a file system monitor) and to ignore new files (.git/info/exclude). So the bytes
-    of every file are hashed here, and compared with the commit's blobs; new files are those that
-    the .gitignore files of the tree do not name.
+    skip-worktree, a file system monitor), to ignore new files (.git/info/exclude, or a .gitignore
+    that ignores itself) and to look into another folder (core.worktree). So the bytes of every file
+    are hashed here, and compared with the commit's blobs; new files are those that the .gitignore
+    at the commit's root does not name.
 
     Args:
         root: The tree's folder.
@@ -49,8 +51,7 @@ def read_tree(root: Path) -> Tree:
             name for name, (mode, blob) in _blobs(root).items()
             if _state(root / name, form) != (mode, blob)
         ]  # fmt: skip
-        new = _git(root, "ls-files", "--others", "--exclude-per-directory=.gitignore", "-z")
-        changes += [name for name in new.split("\0") if name]
+        changes += _new_files(root)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", "") or str(error)
         return Tree(why=words.strip().splitlines()[-1])
@@ -79,6 +80,15 @@ def reasons(tree: Tree, version: str) -> Iterator[str]:
         yield f"tree: differs from its commit: {some}{more}"
 
 
+def _new_files(root: Path) -> list[str]:
+    with tempfile.NamedTemporaryFile("w", suffix=".gitignore") as rules:
+        if ".gitignore" in _git(root, "ls-tree", "--name-only", "HEAD").split("\n"):
+            rules.write(_git(root, "show", "HEAD:.gitignore"))
+        rules.flush()
+        found = _git(root, "ls-files", "--others", f"--exclude-from={rules.name}", "-z")
+    return [name for name in found.split("\0") if name]
+
+
 def _blobs(root: Path) -> dict[str, tuple[str, str]]:
     """Mode and object name of every file in the commit."""
     found = {}
@@ -103,7 +113,8 @@ def _state(path: Path, form: str) -> tuple[str, str]:
 def _git(root: Path, *arguments: str) -> str:
     # Variables may name another repository, or another index.
     environ = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    command = ["git", "--no-replace-objects", "-c", "core.fsmonitor=false", "-C", str(root)]
+    command = ["git", "-C", str(root), f"--work-tree={root.absolute()}", "--no-replace-objects"]
+    command += ["-c", "core.fsmonitor=false"]
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, check=True, env=environ
     ).stdout
