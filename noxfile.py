@@ -194,10 +194,8 @@ LOCKS = ("build", "cuda", "cuda12", "gate", "nox", "torch")
 
 def run_build(session: nox.Session, *arguments: str) -> None:
     """Installs compilers and builds a wheel."""
-    environ = install_compilers(
-        session, locked="--locked" in arguments, cuda12="--cuda" in arguments
-    )
-    run_tool(session, "compile.build", *arguments, **environ)
+    nvcc = install_compilers(session, locked="--locked" in arguments, cuda12="--cuda" in arguments)
+    run_tool(session, "compile.build", *arguments, cudacxx=nvcc)
 
 
 def release_wheel(session: nox.Session) -> Path:
@@ -221,27 +219,24 @@ def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
     session.run(*command, *arguments, env={"PYTHONPATH": ""})
 
 
-def install_compilers(
-    session: nox.Session, *, locked: bool = False, cuda12: bool = False
-) -> dict[str, str]:
+def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: bool = False) -> str:
     """Installs what compiling needs, a CUDA compiler included where the machine has none.
 
     Returns:
-        Environment variables that choose the CUDA compiler.
+        The nvcc to compile with; "": the build finds it.
     """
     install(session, "build", locked=locked)
     # Only torch's headers are read: without its dependencies, which are gigabytes.
     install(session, "torch", "--no-deps", locked=locked)
     if cuda12:
         install(session, "cuda12", locked=locked)
-        nvcc = run_tool(session, "compile.debian_cuda", "build/cuda12", silent=True)
-        return {"CUDACXX": nvcc}
+        return run_tool(session, "compile.debian_cuda", "build/cuda12", silent=True)
     # A locked build compiles with the locked compiler, whatever the machine has.
     if locked or not run_tool(session, "compile.toolchain", silent=True):
         install(session, "cuda", locked=locked)
     if locked:
-        return {"CUDACXX": run_tool(session, "compile.toolchain", "--packages", silent=True)}
-    return {}
+        return run_tool(session, "compile.toolchain", "--packages", silent=True)
+    return ""
 
 
 def install(session: nox.Session, group: str, *options: str, locked: bool = False) -> None:
@@ -253,11 +248,12 @@ def install(session: nox.Session, group: str, *options: str, locked: bool = Fals
 
 
 def run_tool(
-    session: nox.Session, name: str, *arguments: str, silent: bool = False, **env: str
+    session: nox.Session, name: str, *arguments: str, silent: bool = False, cudacxx: str = ""
 ) -> str:
     """Runs a module of flash_attn_build; returns what it printed, if silent."""
     command = ["python", "-m", f"flash_attn_build.{name}", *arguments]
-    said = session.run(*command, env={**TOOLS, **env}, silent=silent)
+    environ = {**TOOLS, "CUDACXX": cudacxx} if cudacxx else TOOLS
+    said = session.run(*command, env=environ, silent=silent)
     return str(said).strip() if silent else ""
 
 

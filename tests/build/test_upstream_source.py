@@ -9,7 +9,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 from flash_attn_build.errors import DiskError, HashMismatchError, NetworkError, SourceError
@@ -253,7 +253,7 @@ def test_only_what_is_used_gets_a_place(name: str, expected: str | None) -> None
 @pytest.mark.parametrize(
     "fields", [{"type": b"2", "linkname": "/etc/passwd"}, {}], ids=["link", "twice"]
 )
-def test_a_member_that_is_no_plain_file(tmp_path: Path, fields: dict[str, object]) -> None:
+def test_a_member_that_is_no_plain_file(tmp_path: Path, fields: dict[str, Any]) -> None:
     member = make_member(f"{ROOT}/csrc/flash_attn/src/fwd.cu", **fields)
     path = make_archive(tmp_path / "bad.tar.gz", extra=(member,))
     with pytest.raises(SourceError, match="is a link, or there twice"):

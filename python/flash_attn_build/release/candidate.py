@@ -15,6 +15,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from ..compile import manifest, sources
 from ..errors import WheelError
+from ..files import read_tree
 from ..wheel import check
 
 _PIN = "cpp/upstream/upstream.json"
@@ -124,18 +125,15 @@ def read_wheel(wheel: Path) -> Candidate:
 
 
 def _source_faults(archive: zipfile.ZipFile, info: Mapping[str, Any], root: Path) -> Iterator[str]:
-    """The wheel's Python files, and those its machine code was compiled from, are the tree's."""
-    package = root / "python" / check.PACKAGE
+    """The wheel's files, and those its machine code was compiled from, are the tree's."""
+    made = (check.LIBRARY, check.BUILD_INFO, *check.LICENSES)  # by the build
     held = {
         name: archive.read(name)
         for name in archive.namelist()
-        if name.startswith(f"{check.PACKAGE}/") and name.endswith((".py", ".pyi"))
+        if name.startswith(f"{check.PACKAGE}/") and not name.endswith("/") and name not in made
     }
-    there = {
-        path.relative_to(package.parent).as_posix(): path.read_bytes()
-        for path in package.rglob("*.py*")
-        if path.suffix in (".py", ".pyi")
-    }
+    tree = read_tree(root / "python", [check.PACKAGE])
+    there = {name: data for name, data in tree.items() if name not in made}
     native, stated = sources.digests(root), info["sources"]
     differing = [name for name in {*held, *there} if held.get(name) != there.get(name)]
     differing += [part for part in {*native, *stated} if native.get(part) != stated.get(part)]

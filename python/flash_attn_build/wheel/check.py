@@ -23,6 +23,8 @@ PACKAGE = "flash_attn_deterministic"
 TAG = "py3-none-manylinux_2_28_x86_64"
 LIBRARY = f"{PACKAGE}/_C.so"
 BUILD_INFO = f"{PACKAGE}/_build_info.json"
+# What the contract's golden results are held to.
+GOLDEN = f"{PACKAGE}/verify/contract/golden/golden.json"
 LICENSES = (
     f"{PACKAGE}/licenses/FlashAttention-LICENSE",
     f"{PACKAGE}/licenses/CUTLASS-LICENSE.txt",
@@ -132,7 +134,7 @@ def _contents(names: list[str]) -> Iterator[str]:
     for name in names:
         path = PurePosixPath(name)
         top = path.parts[0]
-        known = name in (LIBRARY, BUILD_INFO) or path.suffix in (".py", ".pyi")
+        known = name in (LIBRARY, BUILD_INFO, GOLDEN) or path.suffix in (".py", ".pyi")
         in_package = top == PACKAGE and (
             known or path.name == "py.typed" or path.parts[1] == "licenses"
         )
