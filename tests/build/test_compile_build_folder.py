@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from flash_attn_build.compile import build_folder
+from flash_attn_build.compile import build_folder, launcher
 
 MADE_WITH = {"compilers": {"nvcc": "13.0.88", "g++": "12"}, "environment": {}}
 
@@ -86,3 +87,26 @@ def test_cmake_does_not_go_on_with_the_options_of_the_last_build(tmp_path: Path)
     assert "x.cpp" in plain
     assert "-ffast-math" not in plain
     assert "no work to do" in made()
+
+
+def test_the_units_of_a_real_build_are_found_and_earlier_ones_are_not(tmp_path: Path) -> None:
+    """The real cmake and ninja, with the launcher: what another configuration left is not listed."""
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    if not shutil.which("cmake", path=path) or not shutil.which("ninja", path=path):
+        pytest.skip("no cmake and ninja")
+    build = tmp_path / "build"
+    start = [sys.executable, "-I", "-S", launcher.__file__]
+    start += ["--log-dir", str(build_folder.log_dir(build)), "--"]
+    environ = {**os.environ, "PATH": path, "CMAKE_EXPORT_COMPILE_COMMANDS": "ON"}
+    for name in ("x", "y"):
+        (tmp_path / f"{name}.cpp").write_text("int a;\n")
+        (tmp_path / "CMakeLists.txt").write_text(PROJECT.replace("x.cpp", f"{name}.cpp"))
+        build_folder.renew(build, MADE_WITH)
+        configure = ["cmake", "-G", "Ninja", "-S", str(tmp_path), "-B", str(build)]
+        configure += [f"-DCMAKE_CXX_COMPILER_LAUNCHER={';'.join(start)}"]
+        for command in (configure, ["ninja", "-C", str(build)]):
+            subprocess.run(command, check=True, env=environ)
+        (unit,) = build_folder.read_units(build)
+        assert unit["output"] == f"CMakeFiles/x.dir/{name}.cpp.o"
+        assert unit["cpu_seconds"] > 0
+    assert (build / "CMakeFiles/x.dir/x.cpp.o").exists()

@@ -70,7 +70,6 @@ def test_one_version_of_a_package_is_locked() -> None:
     assert locked_versions(ROOT)["ziglang"] in found["ziglang"]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 @pytest.mark.parametrize(
     ("file", "options", "expected"),
     [

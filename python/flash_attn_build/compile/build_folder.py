@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +53,8 @@ def read_units(build_dir: Path) -> list[dict[str, Any]]:
         One record per translation unit that was compiled, in the order of outputs.
     """
     commands = json.loads((build_dir / "compile_commands.json").read_text(encoding="utf-8"))
-    outputs = {command["output"] for command in commands}
+    # CMake writes whole paths there, and the compilers get them relative to the folder.
+    outputs = {os.path.relpath(build_dir / command["output"], build_dir) for command in commands}
     records = [json.loads(path.read_text()) for path in log_dir(build_dir).glob("*.json")]
     return sorted(
         (record for record in records if record["output"] in outputs),
