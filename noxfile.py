@@ -89,6 +89,14 @@ def conformance(session: nox.Session) -> None:
     session.run("python", "-m", "tests.conformance", *session.posargs, env={"PYTHONPATH": ""})
 
 
+@nox.session(requires=["build_dev"], default=False)
+def vllm(session: nox.Session) -> None:
+    """Check the attention backend against vLLM's own classes, on the CPU (gigabytes)."""
+    (wheel,) = (ROOT / "dist" / "dev").glob("*.whl")
+    session.install(str(wheel), *groups("vllm"))
+    session.run("pytest", "tests/unit/test_integrations_vllm.py", *session.posargs)
+
+
 @nox.session(default=False)
 def gate(session: nox.Session) -> None:
     """Ask the gate; write what is published into build/release (-- --locked: by hash)."""

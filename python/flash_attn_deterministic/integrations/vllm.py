@@ -1,0 +1,275 @@
+"""An attention backend for vLLM, out of its tree: not run on a GPU yet.
+
+vLLM loads it through its plugin entry point, vllm.general_plugins, and takes it with
+`--attention-backend CUSTOM`. It computes decoder attention over vLLM's pages, with sliding windows,
+softcap and ALiBi; rows have the same bits whatever else is in the batch, however a prompt is cut,
+and in decode as in prefill. Quantised caches, sinks, encoders and context parallelism are left to
+vLLM's own backends. The mode is enabled whatever the process's mode is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from .. import deterministic_mode, flash_attn_varlen_func
+from ..errors import UnsupportedError
+
+_PAGE = 16  # the kernels' pages are multiples of this
+
+
+def register() -> None:
+    """Makes this vLLM's CUSTOM attention backend; the entry point, called once in each process."""
+    register_backend(
+        AttentionBackendEnum.CUSTOM, f"{DeterministicBackend.__module__}.DeterministicBackend"
+    )
+
+
+class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignore]
+    """What this backend can do, as vLLM asks for it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        """Returns the name that vLLM registers it under."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[DeterministicImpl]:
+        """Returns the class that computes."""
+        return DeterministicImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DeterministicBuilder]:
+        """Returns the class that prepares a step."""
+        return DeterministicBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Returns which page sizes the kernels take."""
+        return [MultipleOf(_PAGE)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Returns whether there may be a kernel; the wheel may lack it, which a call tells."""
+        return head_size % 8 == 0 and head_size <= 256
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Returns True."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Returns True: it is what this backend is for."""
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Returns whether kernels exist for a compute capability."""
+        return bool(capability >= (8, 0))
+
+
+@dataclass
+class Step:
+    """One step of the scheduler.
+
+    Args:
+        num_actual_tokens: without padding.
+        max_query_len: longest query.
+        max_seq_len: longest sequence, or more.
+        query_start_loc: (requests + 1,), int32.
+        seq_lens: (requests,), int32, tokens of each, new ones included.
+        block_table: (requests, pages), int32.
+        slot_mapping: (tokens,), int64: page * page_block_size + place of each new token.
+        causal: whether the mask is causal.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool
+
+
+class DeterministicBuilder(AttentionMetadataBuilder):  # type: ignore[misc, type-arg, unused-ignore]
+    """Prepares a step."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Step:
+        """Returns what the layers of a step need.
+
+        Args:
+            common_prefix_len: without effect.
+            common_attn_metadata: of vLLM.
+            fast_build: without effect.
+
+        Raises:
+            UnsupportedError: a NotImplementedError; a mask of its own for each request.
+        """
+        common = common_attn_metadata
+        if isinstance(common.causal, torch.Tensor):
+            raise UnsupportedError("causal: expected one flag for all requests, got a tensor")
+        return Step(
+            common.num_actual_tokens,
+            common.max_query_len,
+            common.max_seq_len,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            common.causal,
+        )
+
+
+class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-ignore]
+    """Computes the attention of one layer.
+
+    Args:
+        num_heads: query heads.
+        head_size: their dimension.
+        scale: of the scores.
+        num_kv_heads: heads of keys and values; None: num_heads.
+        alibi_slopes: one of each query head.
+        sliding_window: how many tokens a query sees, itself included.
+        kv_cache_dtype: "auto", or the model's.
+        logits_soft_cap: of the scores.
+        attn_type: decoder.
+        kv_sharing_target_layer_name: a layer whose cache this one reads, and does not write.
+        unknown: what other layers have; only None.
+
+    Raises:
+        UnsupportedError: a NotImplementedError; an encoder, or an argument that is not known.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"attn_type: expected a decoder, got {attn_type}")
+        for name, value in unknown.items():
+            if value is not None:
+                raise UnsupportedError(f"{name}: expected None; use another attention backend")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
+        self._window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self._softcap = logits_soft_cap or 0.0
+        self._writes = kv_sharing_target_layer_name is None
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Step | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Writes keys and values into the cache, and attention into output.
+
+        Args:
+            layer: of vLLM.
+            query: (tokens, num_heads, head_size), padded.
+            key: (tokens, num_kv_heads, head_size), padded.
+            value: like key.
+            kv_cache: (pages, num_kv_heads, page_block_size, 2 * head_size).
+            attn_metadata: the step; None while vLLM measures memory.
+            output: (tokens, num_heads, head_size) or (tokens, num_heads * head_size): written.
+            output_scale: None.
+            output_block_scale: None.
+
+        Returns:
+            output.
+
+        Raises:
+            UnsupportedError: a NotImplementedError; a quantised output, or a cache of another
+                shape.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("output_scale: expected None; outputs are not quantised")
+        if attn_metadata is None:
+            return output.fill_(0)
+        step, tokens = attn_metadata, attn_metadata.num_actual_tokens
+        pages_k, pages_v = self._pages(kv_cache)
+        if self._writes:
+            slots = step.slot_mapping[:tokens]
+            page, place = slots // pages_k.shape[1], slots % pages_k.shape[1]
+            pages_k[page, place] = key[:tokens]
+            pages_v[page, place] = value[:tokens]
+        if self._slopes is not None:
+            self._slopes = self._slopes.to(query.device)
+        lengths = torch.nn.functional.pad(step.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        with deterministic_mode():
+            out = flash_attn_varlen_func(
+                query[:tokens],
+                pages_k,
+                pages_v,
+                step.query_start_loc,
+                lengths,
+                step.max_query_len,
+                step.max_seq_len,
+                softmax_scale=self.scale,
+                causal=step.causal,
+                window_size=self._window,
+                softcap=self._softcap,
+                alibi_slopes=self._slopes,
+                block_table=step.block_table,
+                seqused_k=step.seq_lens,
+            )
+        output[:tokens].copy_(out.view_as(output[:tokens]))
+        return output
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values as views (pages, page_block_size, num_kv_heads, head_size)."""
+        expected = (self.num_kv_heads, 2 * self.head_size)
+        if kv_cache.dim() != 4 or (kv_cache.shape[1], kv_cache.shape[3]) != expected:
+            raise UnsupportedError(
+                "kv_cache: expected (pages, num_kv_heads, page_block_size, 2 * head_size) with "
+                f"{expected[0]} heads and {self.head_size} of head_size, got "
+                f"{tuple(kv_cache.shape)}; this version of vLLM lays out its cache in another way"
+            )
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)  # type: ignore[no-untyped-call, unused-ignore]
+        return keys, values
