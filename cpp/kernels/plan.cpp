@@ -14,7 +14,7 @@ constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: 
 constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 
 // Parts are computed in tiles of fewer rows, and written and read once more: the one-CTA path is
-// faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0012.)
+// faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
 constexpr double kFullEnough = 0.83;
 
 long long ceil_div(long long a, long long b) { return (a + b - 1) / b; }

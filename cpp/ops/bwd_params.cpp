@@ -22,9 +22,9 @@ std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, in
   return cu_seqlens == nullptr ? batch * ceil_div(seqlen, block) : total / block + batch;
 }
 
-// Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then nobody needs
-// to wait, which pays where tiles are tall. Heads of a group would still wait for each other at
-// every key block; and of packed sequences only the sum of lengths is known here.
+// Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
+// waits for another, which pays where tiles are tall. Heads of a group would still wait for each
+// other at every key block; and of packed sequences only the sum of lengths is known here.
 bool suits_whole_heads(const BwdParams& params, const BwdInstance& instance, std::int64_t total_k,
                        int num_sms) {
   const std::int64_t heads = static_cast<std::int64_t>(params.b) * params.h;
@@ -34,7 +34,7 @@ bool suits_whole_heads(const BwdParams& params, const BwdInstance& instance, std
          heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
 }
 
-// Who works beside whom: no bits depend on it. With many key blocks of a head side by side these
+// Which CTAs run side by side: no bits depend on it. With many key blocks of a head side by side these
 // share rows in L2, which counts most where sequences of uneven lengths pull them apart; with few
 // they wait less for each other under a causal mask, where each has fewer rows than the one before.
 // The numbers are the best of those tried on an H200 (docs/adr/0008).

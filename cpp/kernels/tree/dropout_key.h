@@ -1,4 +1,4 @@
-// What tells the random numbers of one (sequence, head) from another's.
+// The offset that gives each (sequence, head) random numbers of its own.
 #pragma once
 
 namespace fad {
