@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import os.path
+import sys
 from typing import Any
+
+try:
+    import torch as _torch  # noqa: F401
+except KeyboardInterrupt:
+    # It takes seconds. The command, which can't catch this, ends without a traceback.
+    if sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) == "flash-attn-deterministic":
+        sys.exit(130)
+    raise
 
 from .errors import FlashAttnError
 from .integrations.alias import as_flash_attn

@@ -20,19 +20,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None: those of this process.
 
     Returns:
-        Exit status: 0 done, 1 the package reports an error (2 is argparse's, for usage); `verify`
-        has more.
+        Exit status: 0 done, 1 the package reports an error, 130 interrupted (2 is argparse's, for
+        usage); `verify` has more.
     """
+    try:
+        return _run(argv)
+    except FlashAttnError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        # The commands that have something to save catch it themselves.
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="flash-attn-deterministic")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in _COMMANDS:
         importlib.import_module(f".{name}", __package__).add_command(commands)
     arguments = parser.parse_args(argv)
-    try:
-        status: int = arguments.run(arguments)
-    except FlashAttnError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    status: int = arguments.run(arguments)
     return status
 
 

@@ -7,11 +7,14 @@ class FlashAttnError(Exception):
     """Base of every exception that this package raises on purpose."""
 
 
-class ArgumentError(FlashAttnError, ValueError):
+# Arguments are RuntimeErrors too, because that is what flash_attn's own checks raise.
+
+
+class ArgumentError(FlashAttnError, ValueError, RuntimeError):
     """An argument has a wrong value, shape or device."""
 
 
-class ArgumentTypeError(FlashAttnError, TypeError):
+class ArgumentTypeError(FlashAttnError, TypeError, RuntimeError):
     """An argument has a wrong type."""
 
 

@@ -197,7 +197,7 @@ def assert_same_gradients(left: Gradients, right: Gradients) -> None:
 
 def rng_state(seed: int) -> torch.Tensor:
     """The seed and offset that a call with dropout draws first after torch.manual_seed(seed)."""
-    from flash_attn_deterministic.interface._options import draw_rng_state
+    from flash_attn_deterministic.interface._call import draw_rng_state
 
     torch.manual_seed(seed)
     state = draw_rng_state(0.5, torch.device("cuda"))

@@ -209,10 +209,10 @@ def test_deterministic_algorithms_are_enough(feature: str) -> None:
     for gradient in call.with_options(deterministic=True)():
         assert gradient.isfinite().all()
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-        call.with_options(deterministic=False)()
+        call.with_options(deterministic="never")()
     torch.use_deterministic_algorithms(True, warn_only=True)
     with pytest.warns(UserWarning, match="does not have a deterministic implementation"):
-        call.with_options(deterministic=False)()
+        call.with_options(deterministic="never")()
 
 
 def test_backward_keeps_the_mode_of_the_forward() -> None:

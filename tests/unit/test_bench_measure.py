@@ -45,6 +45,33 @@ def test_a_peer_that_fails_is_listed_with_its_reason() -> None:
     assert set(found["ms"]) == {"ours"}
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        pytest.param(
+            RuntimeError("No available kernel. Aborting execution."),
+            "RuntimeError: No available kernel",
+            id="sentence",
+        ),
+        pytest.param(
+            OSError("/opt/venv/lib/python3.11/site-packages/peer/_C.so: undefined symbol: x"),
+            "OSError: _C.so: undefined symbol: x",
+            id="folder",
+        ),
+        pytest.param(ValueError("word " * 500), "ValueError: word word", id="long"),
+        pytest.param(KeyError(), "KeyError:", id="empty"),
+    ],
+)
+def test_what_a_peer_raises_is_summed_up(error: Exception, reason: str) -> None:
+    def forward(one: Problem) -> peers.Forward:
+        raise error
+
+    found = run_with(forward)["failed"]["sdpa"]
+    assert found.startswith(reason)
+    assert len(found) <= 160
+    assert len(found) == len(reason) or "..." in found
+
+
 def test_the_cause_of_a_failure_says_more() -> None:
     def forward(one: Problem) -> peers.Forward:
         raise RuntimeError("Observed exception") from NotImplementedError("no backward")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -145,16 +146,18 @@ READ_ONLY = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
             "rotary_cos: expected a seqlen_ro of at least the 20 tokens", id="rotary-short",
         ),
         pytest.param(
-            {"q": normal(2, 5, 4, 32)}, ArgumentError,
-            "rotary_cos: expected a seqlen_ro of at least 22, the 20 .* and 2 more, .* 3 new keys",
-            id="rotary-more-queries",
+            {"q": normal(2, 5, 4, 32), "cache_seqlens": 16}, ArgumentError,
+            "rotary_cos: expected a seqlen_ro of at least 21, because the last query is rotated as "
+            "of 20, got 20", id="rotary-more-queries",
         ),
         pytest.param(
-            {"q": normal(2, 5, 4, 32), "causal": False, "window_size": (2, -1)}, ArgumentError,
-            "rotary_cos: expected a seqlen_ro of at least 22", id="rotary-more-queries-window",
+            {"q": normal(2, 5, 4, 32), "causal": False, "window_size": (2, -1),
+             "cache_seqlens": 17},
+            ArgumentError, "rotary_cos: .* at least 22", id="rotary-more-queries-window",
         ),
         pytest.param(
-            {"k": normal(2, 0, 2, 32), "v": normal(2, 0, 2, 32), "causal": False}, ArgumentError,
+            {"k": normal(2, 0, 2, 32), "v": normal(2, 0, 2, 32), "causal": False,
+             "cache_seqlens": 20}, ArgumentError,
             "rotary_cos: expected a seqlen_ro of at least 21", id="rotary-nothing-new",
         ),
         pytest.param(
@@ -175,6 +178,26 @@ def test_wrong_arguments(
     with pytest.raises(error, match=message):
         call(**changes)
     assert bits_equal(call.arguments["k_cache"], before)
+
+
+@pytest.mark.parametrize("leftpad", [None, int32(2, 1)], ids=["", "leftpad"])
+@pytest.mark.parametrize("lengths", [15, int32(15, 4)], ids=["int", "tensor"])
+@pytest.mark.parametrize(
+    "masked",
+    [{"causal": True}, {"causal": False, "window_size": (2, -1)}, {"causal": False}],
+    ids=["causal", "window", "full"],
+)
+def test_rotary_tables_as_long_as_the_cache_and_more_queries_than_new_keys(
+    masked: dict[str, Any], lengths: Any, leftpad: torch.Tensor | None
+) -> None:
+    """No row beyond them is read: the last query is at 19."""
+    arguments = {**masked, "q": normal(2, 5, 4, 32), "cache_seqlens": lengths}
+    arguments["cache_leftpad"] = leftpad
+    out = kvcache_call()(**arguments)
+    nan = torch.full((9, 8), math.nan, dtype=torch.bfloat16)
+    longer = {"rotary_cos": torch.cat([normal(20, 8, seed=5), nan])}
+    longer["rotary_sin"] = torch.cat([normal(20, 8, seed=6), nan])
+    assert bits_equal(out, kvcache_call()(**arguments, **longer))
 
 
 def test_cache_may_be_full_where_nothing_is_appended() -> None:
@@ -216,6 +239,11 @@ def test_more_queries_than_new_keys_turn_with_the_longer_table() -> None:
         pytest.param(
             {**READ_ONLY, "cache_seqlens": int32(20, 21)},
             "cache_seqlens: expected 0 to 20, .* 1, got 21", id="seqlens-beyond",
+        ),
+        pytest.param(
+            {"q": normal(2, 5, 4, 32), "cache_seqlens": int32(15, 16)},
+            "rotary_cos: expected a seqlen_ro of at least 21, because the last query is rotated as "
+            "of 20 in sequence 1, got 20", id="rotary-beyond",
         ),
         pytest.param(
             {"cache_batch_idx": int32(0, 2)},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import UserList
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from bits import bits_equal
 from calls import CALLS, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic._checks.describe import shown
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,
     FlashAttnError,
 )
 
+DIFFERENTIABLE = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 GOOD = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
 
 
@@ -30,9 +33,8 @@ TOO_SMALL, TOO_LARGE = 2.0**-126 * (1 - 2.0**-50), 2.0**127 * (1 + 2.0**-50)
     [math.nan, math.inf, -math.inf, 0, 0.0, -1.5, 1e-60, TOO_SMALL, TOO_LARGE, 1e300, 10**400],
 )
 def test_softmax_scale_is_positive_and_finite(softmax_scale: float) -> None:
-    message = (
-        rf"softmax_scale: expected a positive, .* 2\*\*127 .* got {re.escape(str(softmax_scale))};"
-    )
+    got = re.escape(shown(softmax_scale))
+    message = rf"softmax_scale: expected a positive, .* 2\*\*127 .* got {got};"
     with pytest.raises(ArgumentError, match=message):
         flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale)
 
@@ -88,7 +90,9 @@ def test_max_seqlen_fits_into_an_int(name: str) -> None:
             varlen_call()(**{name: longest})
 
 
-@pytest.mark.parametrize("softmax_scale", [torch.tensor(1.0), "1"], ids=["tensor", "str"])
+@pytest.mark.parametrize(
+    "softmax_scale", [torch.ones(2), "1", True, 1j], ids=["tensor", "str", "bool", "complex"]
+)
 def test_softmax_scale_is_a_number(softmax_scale: object) -> None:
     with pytest.raises(ArgumentTypeError, match="softmax_scale: expected a float or None, got"):
         flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale)  # type: ignore[call-overload]
@@ -99,16 +103,132 @@ def test_positive_scales_are_accepted(softmax_scale: float) -> None:
     assert flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale).shape == GOOD.shape
 
 
-def test_causal_is_a_flag() -> None:
-    with pytest.raises(ArgumentTypeError, match="causal: expected a bool, got float"):
-        flash_attn_func(GOOD, GOOD, GOOD, causal=0.125)  # type: ignore[call-overload]
+@pytest.mark.parametrize("value", [0.125, 2, -1, 1.0, "yes", None, torch.tensor(0.125)], ids=repr)
+def test_flags_are_flags(value: Any) -> None:
+    """One rule for all of them: a bool, or the number 0 or 1."""
+    with pytest.raises(ArgumentTypeError, match=r"causal: expected a bool, got"):
+        flash_attn_func(GOOD, GOOD, GOOD, causal=value)
+    if value is not None:
+        with pytest.raises(ArgumentTypeError, match=r"deterministic: expected a bool.*, got"):
+            flash_attn_func(GOOD, GOOD, GOOD, deterministic=value)
+
+
+@pytest.mark.parametrize(
+    "yes",
+    [True, 1, np.bool_(True), torch.tensor(True), torch.tensor(1), np.array([True])],
+    ids=["bool", "int", "numpy", "tensor", "int-tensor", "array"],
+)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_kinds_of_flags(name: str, yes: Any) -> None:
+    call = CALLS[name](32)
+    out, lse, _ = call(causal=yes, deterministic=yes, return_attn_probs=yes)
+    expected = call(causal=True, return_attn_probs=True)
+    assert bits_equal(out, expected[0])
+    assert bits_equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("argument", ["softcap", "softmax_scale", "dropout_p", "split_size"])
+def test_a_bool_is_no_number(argument: str) -> None:
+    options: Any = {argument: True}
+    with pytest.raises(ArgumentTypeError, match=f"{argument}: expected .*, got bool"):
+        flash_attn_func(GOOD, GOOD, GOOD, **options)
+
+
+NUMBERS: list[Any] = [
+    pytest.param(np.float32, np.int32, id="numpy"),
+    pytest.param(np.float64, np.int64, id="numpy-64"),
+    pytest.param(torch.tensor, torch.tensor, id="tensor"),
+    pytest.param(lambda x: torch.tensor([x]), lambda x: np.array(x), id="one-element"),
+]
+
+
+@pytest.mark.parametrize(("real", "whole"), NUMBERS)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_kinds_of_numbers(name: str, real: Any, whole: Any) -> None:
+    call = CALLS[name](32)
+    options = {"softmax_scale": 0.25, "softcap": 4.0, "dropout_p": 0.5}
+    lengths = {n: x for n, x in call.arguments.items() if n.startswith("max_seqlen")}
+    torch.manual_seed(0)
+    expected = call(**options, window_size=(3, 0), split_size=64)
+    torch.manual_seed(0)
+    out = call(
+        **{n: real(x) for n, x in options.items()},
+        **{n: whole(x) for n, x in lengths.items()},
+        window_size=(whole(3), whole(0)),
+        split_size=whole(64),
+    )
+    assert bits_equal(out, expected)
+
+
+@pytest.mark.parametrize(("real", "whole"), NUMBERS)
+def test_kinds_of_numbers_of_the_cache(real: Any, whole: Any) -> None:
+    expected = kvcache_call()(cache_seqlens=9, softmax_scale=0.25, softcap=4.0, num_splits=3)
+    length = np.int32(9)  # a tensor is one length for each sequence
+    options = {"softmax_scale": real(0.25), "softcap": real(4.0), "num_splits": whole(3)}
+    flags = {"rotary_interleaved": whole(1), "causal": whole(1)}
+    assert bits_equal(kvcache_call()(cache_seqlens=length, **options, **flags), expected)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        [3, 0],
+        torch.tensor([3, 0]),
+        torch.tensor([3, 0], dtype=torch.int32),
+        np.array([3, 0]),
+        torch.Size([3, 0]),
+        range(3, -1, -3),
+        UserList([3, 0]),
+    ],
+    ids=["list", "tensor", "tensor-32", "array", "size", "range", "sequence"],
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_kinds_of_windows(name: str, window: Any) -> None:
+    assert bits_equal(CALLS[name](32)(window_size=window), CALLS[name](32)(window_size=(3, 0)))
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        5, None, (3,), (1, 2, 3), torch.tensor(3), torch.tensor([[3, 0]]), torch.zeros(2), "30",
+        {0: 3, 1: 0}, {3, 0}, (True, 0), (1.0, 0), (None, 0), torch.ones(100, 100),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_window(window: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="window_size: expected a pair") as caught:
+        flash_attn_func(GOOD, GOOD, GOOD, window_size=window)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("softcap", [-1.0, -0.5, -math.inf, -3])
+@pytest.mark.parametrize("name", CALLS)
+def test_negative_softcap_is_none(name: str, softcap: float) -> None:
+    assert bits_equal(CALLS[name](32)(softcap=softcap), CALLS[name](32)())
+
+
+@pytest.mark.parametrize("size", [5000, 20000])
+@pytest.mark.parametrize(
+    "argument", ["softmax_scale", "softcap", "split_size", "dropout_p", "window_size"]
+)
+def test_numbers_that_python_does_not_print(argument: str, size: int) -> None:
+    value: Any = 10**size
+    if argument == "window_size":  # no limit
+        assert bits_equal(
+            flash_attn_func(GOOD, GOOD, GOOD, window_size=(value, -value)),
+            flash_attn_func(GOOD, GOOD, GOOD),
+        )
+        return
+    with pytest.raises(ArgumentError, match=f"{argument}: expected .* got an int of") as caught:
+        flash_attn_func(GOOD, GOOD, GOOD, **{argument: value})
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         pytest.param(
-            {"window_size": 5}, ArgumentTypeError, r"window_size: expected a tuple", id="window-int"
+            {"window_size": 5}, ArgumentTypeError, r"window_size: expected a pair", id="window-int"
         ),
         pytest.param(
             {"window_size": (1, 2, 3)}, ArgumentTypeError, r"got \(1, 2, 3\)", id="window-three"
@@ -116,11 +236,8 @@ def test_causal_is_a_flag() -> None:
         pytest.param(
             {"window_size": (1.0, 2)},
             ArgumentTypeError,
-            "window_size: .* got a float",
+            "window_size: .* got float",
             id="window-float",
-        ),
-        pytest.param(
-            {"softcap": -1.0}, ArgumentError, r"softcap: .* got -1\.0", id="softcap-negative"
         ),
         pytest.param({"softcap": math.nan}, ArgumentError, "softcap: .* got nan", id="softcap-nan"),
         pytest.param({"softcap": math.inf}, ArgumentError, "softcap: .* got inf", id="softcap-inf"),
@@ -153,7 +270,7 @@ def test_wrong_number(
         CALLS[name](32)(**arguments)
 
 
-DROPOUT = [name for name in CALLS if name != "flash_attn_with_kvcache"]
+DROPOUT = DIFFERENTIABLE
 
 
 @pytest.mark.parametrize("name", DROPOUT)
@@ -171,16 +288,22 @@ def test_dropout_is_a_probability(name: str, dropout_p: float) -> None:
 
 @pytest.mark.parametrize("name", DROPOUT)
 def test_flags_of_the_backward(name: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="deterministic: expected a bool or None, got int"):
-        CALLS[name](32)(deterministic=1)
+    with pytest.raises(ArgumentTypeError, match="deterministic: expected a bool, got int 2"):
+        CALLS[name](32)(deterministic=2)
     with pytest.raises(ArgumentTypeError, match="return_attn_probs: expected a bool, got str"):
         CALLS[name](32)(return_attn_probs="yes")
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
 def test_max_seqlen_is_an_int(name: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=rf"{name}: expected an int, got torch\.Tensor"):
-        varlen_call()(**{name: torch.tensor(9)})
+    with pytest.raises(
+        ArgumentTypeError, match=rf"{name}: expected an int, got a tensor of .*float32 and shape"
+    ):
+        varlen_call()(**{name: torch.tensor(9.0)})
+    with pytest.raises(ArgumentTypeError, match=rf"{name}: .* a tensor of .* and shape \(2,\)$"):
+        varlen_call()(**{name: torch.tensor([9, 9])})
+    with pytest.raises(ArgumentTypeError, match=f"{name}: .* on the meta device"):
+        varlen_call()(**{name: torch.tensor(9, device="meta")})
     with pytest.raises(ArgumentError, match=f"{name}: expected 0 to .* tokens, got -1"):
         varlen_call()(**{name: -1})
 
@@ -199,5 +322,5 @@ def test_flags_of_the_cache() -> None:
 
 
 def test_types_that_share_a_name_with_a_built_in_one_have_their_module() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"causal: expected a bool, got numpy\.bool_?$"):
-        flash_attn_func(GOOD, GOOD, GOOD, causal=np.bool_(True))  # type: ignore[call-overload]
+    with pytest.raises(ArgumentTypeError, match=r"causal: expected a bool, got numpy\.float32$"):
+        flash_attn_func(GOOD, GOOD, GOOD, causal=np.float32(1))

@@ -362,3 +362,15 @@ def test_packed_sequences_have_the_mask_of_their_index() -> None:
         causal=True,
     )
     assert bits_equal(dense.flatten(0, 1), packed)
+
+
+@pytest.mark.parametrize("empty", ["q", "k"])
+def test_probs_of_packed_sequences_without_tokens(empty: str) -> None:
+    none, some = torch.zeros(3, dtype=torch.int32), torch.tensor([0, 2, 5], dtype=torch.int32)
+    q = torch.ones(0 if empty == "q" else 5, 4, 32, dtype=torch.bfloat16)
+    k = torch.ones(0 if empty == "k" else 5, 2, 32, dtype=torch.bfloat16)
+    starts = {"q": (none, some), "k": (some, none)}[empty]
+    out, _, probs = flash_attn_varlen_func(q, k, k, *starts, 3, 3, 0.5, return_attn_probs=True)
+    assert out.shape == q.shape
+    assert probs.shape == (2, 4, 3, 3)
+    assert probs.abs().max() == 0

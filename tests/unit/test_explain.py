@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
-from calls import CALLS, NHEADS, NHEADS_K, int32, kvcache_call, normal, qkv_call, varlen_call
+from calls import CALLS, NHEADS, NHEADS_K, Call, int32, kvcache_call, normal, qkv_call, varlen_call
 from flash_attn_deterministic import Plan, deterministic_mode, explain, flash_attn_func
 from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedError
 from flash_attn_deterministic.info.build_info import build_info
@@ -24,8 +25,11 @@ REQUEST = Request(
     seqlen_k=4096,
     window=(-1, -1),
     has_alibi=False,
+    has_softcap=False,
     has_dropout=False,
     packed=False,
+    paged=False,
+    cache_index=False,
     split_size=512,
     deterministic=True,
 )
@@ -46,12 +50,14 @@ REQUEST = Request(
 def test_plan_counts_splits(seqlen_k: int, split_size: int, num_splits: int, tokens: int) -> None:
     planned = plan(dataclasses.replace(REQUEST, seqlen_k=seqlen_k, split_size=split_size))
     assert planned == Plan(
+        family="reference",
         path="one-cta",
         block_m=build_info().tile(64).block_m,
         block_n=build_info().tile(64).block_n,
         split_size=split_size,
         num_splits=num_splits,
         tokens_per_split=tokens,
+        launches=1,
         scratch_bytes=0,
     )
 
@@ -135,10 +141,61 @@ def test_arguments_are_checked_as_in_the_call() -> None:
     arguments = qkv_call().arguments
     with pytest.raises(DtypeError, match="k: expected"):
         explain(flash_attn_func, **{**arguments, "k": arguments["k"].float()})
-    with pytest.raises(ArgumentError, match="all tensors on one device, got cpu and meta"):
+    with pytest.raises(ArgumentError, match=r"k: expected a tensor on cpu, .* got one on meta"):
         explain(flash_attn_func, **{**arguments, "k": arguments["k"].to("meta")})
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         explain(flash_attn_func, **arguments, cu_seqlens_q=int32(0, 1))
+
+
+def test_values_are_checked_as_in_the_call() -> None:
+    wrong: list[tuple[Call, dict[str, Any], str]] = [
+        (varlen_call(), {"max_seqlen_k": 8}, "max_seqlen_k: expected at least 9"),
+        (varlen_call(), {"cu_seqlens_q": int32(0, 3, 2, 8)}, "cu_seqlens_q: .* do not decrease"),
+        (kvcache_call(), {"cache_seqlens": int32(18, 4)}, "cache_seqlens: .* 0, got 18"),
+        (kvcache_call(), {"rotary_cos": None}, "rotary_cos: expected a tensor"),
+        (qkv_call(), {"window_size": 3}, "window_size: expected a pair"),
+    ]
+    for call, changes, message in wrong:
+        with pytest.raises(RuntimeError, match=message):
+            call(**changes)
+        with pytest.raises(RuntimeError, match=message):
+            explain_changed(call, changes)
+
+
+def explain_changed(call: Call, changes: dict[str, Any]) -> Plan:
+    return explain(call.function, **{**call.arguments, **changes})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_the_call_accepts_is_explained() -> None:
+    """There is no backward with leftpad_k, but a forward."""
+    leaf = varlen_call().arguments["q"].clone().requires_grad_()
+    changes = {"q": leaf, "leftpad_k": int32(1, 0, 3)}
+    varlen_call()(**changes)
+    assert explain_changed(varlen_call(), changes).num_splits == 1
+    with torch.autograd.forward_ad.dual_level():  # type: ignore[no-untyped-call, unused-ignore]
+        dual = torch.autograd.forward_ad.make_dual(leaf.detach(), leaf.detach())  # type: ignore[no-untyped-call, unused-ignore]
+        with pytest.raises(UnsupportedError, match="forward-mode AD"):
+            explain_changed(varlen_call(), {"q": dual})
+
+
+def test_ways_to_name_a_function() -> None:
+    q, k = normal(1, 2, NHEADS, 32), normal(1, 1000, NHEADS_K, 32)
+    partial = functools.partial(flash_attn_func, split_size=64)
+    compiled: Any = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
+    decorated = deterministic_mode(split_size=128)(flash_attn_func)
+    expected = explain(flash_attn_func, q, k, k, split_size=64)
+    assert expected.num_splits == 16
+    assert explain(q, k, k, split_size=64) == expected
+    assert explain(q=q, k=k, v=k, split_size=64) == expected
+    assert explain(partial, q, k, k) == expected
+    assert explain(functools.partial(partial, q), k, k) == expected
+    assert explain(compiled, q, k, k, split_size=64) == expected
+    assert explain(functools.partial(compiled, split_size=64), q, k, k) == expected
+    assert explain(torch.compile(partial, backend="eager"), q, k, k) == expected
+    assert explain(decorated, q, k, k).num_splits == 8
+    with pytest.raises(ArgumentError, match="function: expected one of"):
+        explain(functools.partial(print), q, k, k)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +14,7 @@ from pathlib import Path
 import flash_attn_deterministic
 import pytest
 import torch
-from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.__main__ import _COMMANDS, main
 from flash_attn_deterministic._checks import kernels
 from flash_attn_deterministic._ops import library
 from flash_attn_deterministic.info import build_info as record
@@ -130,6 +133,71 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
         main(argv)
     assert caught.value.code == 2
     assert "usage: flash-attn-deterministic" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "flash_attn_deterministic", "--help"],
+        ["flash-attn-deterministic", "info"],
+    ],
+    ids=["module", "script"],
+)
+def test_command_interrupted_during_the_import(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    if command[0] != "-m":
+        script = tmp_path / command[0]
+        script.write_text("from flash_attn_deterministic.__main__ import main; main()")
+        command = [str(script), *command[1:]]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+    )
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
+def test_command_interrupted_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "collect", interrupt)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_import_that_is_interrupted_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-c", "import flash_attn_deterministic"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
+    )
+    assert "KeyboardInterrupt" in done.stderr
+
+
+def _options(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, str | None]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from _options(inner, f"{path} {name}")
+        else:
+            yield f"{path} {'/'.join(action.option_strings) or action.dest}", action.help
+
+
+def test_every_option_has_help() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    for name in _COMMANDS:
+        importlib.import_module(f"flash_attn_deterministic.{name}").add_command(commands)
+    options = dict(_options(parser))
+    assert len(options) > 40
+    assert [name for name, text in options.items() if not text] == []
 
 
 def test_public_names() -> None:

@@ -328,7 +328,11 @@ def test_objects_that_can_be_decorated() -> None:
         pytest.param(staticmethod(_generator), "a generator function", id="staticmethod"),
         pytest.param(_AsyncCall, r"the class [\w.]*_AsyncCall; decorate its methods", id="class"),
         pytest.param(Mode, r"the class [\w.]*Mode; decorate its methods", id="tuple-class"),
-        pytest.param(classmethod(_generator), "classmethod, which can't be called", id="no-call"),
+        pytest.param(
+            classmethod(_generator),  # type: ignore[arg-type]
+            "classmethod, which can't be called",
+            id="no-call",
+        ),
         pytest.param(512, "int, which can't be called", id="number"),
     ],
 )

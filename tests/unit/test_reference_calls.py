@@ -9,13 +9,11 @@ import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from contract_cases import cumulative, garbage, int32, padded, paged, same
-from flash_attn_deterministic.errors import ArgumentError
 from flash_attn_deterministic.reference import (
     _ieee,
     attention,
     kvcache_attention,
     varlen_attention,
-    varlen_attention_backward,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -302,64 +300,6 @@ def test_rotary_positions_count_the_leftpad(causal: bool) -> None:
     torch.testing.assert_close(k_cache[0, 6:], turned_k, rtol=0, atol=1e-13)
     keys = torch.cat([k[0, 2:6], turned_k])[None]
     assert_close(result, softmax_attention(turned_q[None], keys, v[:, 2:], causal=causal), v)
-
-
-# --- What is asked for in the wrong way ----------------------------------------------------------
-
-
-def kvcache_error(**arguments: Any) -> str:
-    q, k, v = make_inputs(2, 3, 20)
-    with pytest.raises(ArgumentError) as caught:
-        kvcache_attention(q, k, v, **arguments)
-    return str(caught.value)
-
-
-def test_kvcache_arguments_that_need_or_exclude_each_other() -> None:
-    _, k, v = make_inputs(2, 3, 3)
-    table = torch.zeros(2, 1, dtype=torch.int32)
-    turn = torch.ones(20, 8)
-    assert "k, v: expected both" in kvcache_error(k=k)
-    assert "cache_seqlens: expected with k" in kvcache_error(k=k, v=v)
-    assert "rotary_sin: expected both" in kvcache_error(rotary_cos=turn)
-    assert "k: expected with rotary_cos" in kvcache_error(rotary_cos=turn, rotary_sin=turn)
-    pad = int32([1, 1])
-    assert "cache_leftpad: expected None" in kvcache_error(block_table=table, cache_leftpad=pad)
-    assert "cache_batch_idx: expected None" in kvcache_error(block_table=table, cache_batch_idx=pad)
-
-
-def test_more_tokens_than_the_cache_has_room_for() -> None:
-    _, k, v = make_inputs(2, 3, 3)
-    assert "expected 0 to 20, the 20 tokens" in kvcache_error(cache_seqlens=21)
-    assert (
-        "expected 0 to 17, the 20 tokens of the cache less 3 new ones, for sequence 1, got 18"
-        in (kvcache_error(k=k, v=v, cache_seqlens=int32([0, 18])))
-    )
-
-
-def test_fewer_rows_of_the_cache_than_sequences() -> None:
-    q, k, v = make_inputs(2, 3, 20)
-    with pytest.raises(ArgumentError, match=r"k_cache: expected 0 to 0, .* sequence 1, got 1"):
-        kvcache_attention(q, k[:1], v[:1])
-
-
-def test_backward_reads_where_sequences_begin() -> None:
-    q, k, v = (x[0] for x in make_inputs(1, 3, 7))
-    out, softmax_lse = varlen_attention(q, k, v, int32([0, 3]), int32([0, 7]))
-    for starts_q, starts_k, name in (([0, 4], [0, 7], "q"), ([0, 3], [1, 7], "k")):
-        with pytest.raises(ArgumentError, match=f"cu_seqlens_{name}: expected"):
-            varlen_attention_backward(
-                out, q, k, v, out, softmax_lse, int32(starts_q), int32(starts_k)
-            )
-
-
-def test_leftpad_with_pages_is_refused() -> None:
-    q, k, v = (x[0] for x in make_inputs(1, 3, 16))
-    lengths = int32([0, 3])
-    with pytest.raises(ArgumentError, match="leftpad_k: expected None with a block_table"):
-        varlen_attention(
-            q, k[None], v[None], lengths, lengths,
-            leftpad_k=int32([1]), block_table=torch.zeros(1, 1, dtype=torch.int32),
-        )  # fmt: skip
 
 
 # --- Order of operations ------------------------------------------------------------------------

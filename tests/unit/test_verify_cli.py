@@ -485,6 +485,20 @@ def test_progress_on_a_terminal_tells_the_time_left(monkeypatch: pytest.MonkeyPa
     assert " 65% 0:32 left  decode 3/6" in stream.getvalue()
 
 
+def test_time_left_counts_down_between_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    listed = [tasks.Task("contract", "batch", 50.0), tasks.Task("decode", "decode", 50.0)]
+    bar = progress.Progress(listed, Terminal())
+    now[0] = 60.0
+    assert bar.left(0.5) == "1:00"
+    now[0] = 80.0  # nothing new
+    assert bar.left(0.5) == "0:40"
+    now[0] = 200.0  # longer than expected: no time is made up
+    assert bar.left(0.5) == "?:??"
+    assert bar.left(0.75) == "1:06"
+
+
 def test_tasks_cover_each_section() -> None:
     for device in ("cpu", "cuda"):
         found = {task.section for task in tasks.list_tasks(device, True, lambda _: True)}

@@ -23,6 +23,8 @@ def name_of(kind: type) -> str:
 
 def shown(value: Any) -> str:
     """Returns a value as a message shows it: short, a tensor as dtype and shape."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return f"a nested tensor of dtype {value.dtype}"
     if isinstance(value, torch.Tensor):
         return f"a tensor of dtype {value.dtype} and shape {tuple(value.shape)}"
     if isinstance(value, (tuple, list)):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError
-from .describe import type_name
+from .._ops.arguments import Scores
+from ..errors import ArgumentError
+from .describe import shown
+from .numbers import check_int, require
 from .paged import check_block_table, check_no_leftpad, check_page_size
 from .tensors import (
     DENSE,
@@ -56,7 +60,7 @@ def check_cache(
     check_alike(q, (("k_cache", k_cache), ("v_cache", v_cache)))
     batch, _, _, head_dim = q.shape
     check_batch("q", q, batch)
-    check_heads(q, k_cache.shape[2], _NAMES)
+    check_heads(q, k_cache, _NAMES)
     if k_cache.shape[3] != head_dim:
         raise ArgumentError(
             f"k_cache: expected a head_dim of {head_dim}, that of q, got {k_cache.shape[3]}"
@@ -166,33 +170,30 @@ def check_new(
 
 
 def check_cache_seqlens(
-    cache_seqlens: int | torch.Tensor | None,
-    batch: int,
-    seqlen_new: int,
-    capacity: int,
-    device: torch.device,
-) -> None:
-    """Checks lengths of cached sequences; those in a tensor are not read.
+    cache_seqlens: Any, batch: int, seqlen_new: int, capacity: int, device: torch.device
+) -> int | torch.Tensor | None:
+    """Checks lengths of cached sequences, and returns them; those in a tensor are not read.
 
     Raises:
         ArgumentTypeError: neither an int nor a tensor; DtypeError: not torch.int32.
         ArgumentError: a wrong shape or device, or an int that the cache has no room for.
     """
     if cache_seqlens is None:
-        return
+        return None
     if isinstance(cache_seqlens, torch.Tensor):
         check_int32("cache_seqlens", cache_seqlens, (batch,), "(batch,)", device)
-        return
-    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, (int, torch.SymInt)):
-        raise ArgumentTypeError(
-            "cache_seqlens: expected an int, a torch.Tensor or None, got "
-            f"{type_name(cache_seqlens)}"
-        )
-    if not 0 <= cache_seqlens <= capacity - seqlen_new:
-        raise ArgumentError(
+        return cache_seqlens
+    length = check_int("cache_seqlens", cache_seqlens, "an int, a torch.Tensor or None")
+
+    def message() -> str:
+        return (
             f"cache_seqlens: expected 0 to {capacity - seqlen_new}, the {capacity} tokens of the "
-            f"cache less {seqlen_new} new ones, got {cache_seqlens}"
+            f"cache less {seqlen_new} new ones, got {shown(length)}"
         )
+
+    require(length >= 0, message)
+    require(length <= capacity - seqlen_new, message)
+    return length
 
 
 def check_leftpad(
@@ -218,8 +219,9 @@ def check_rotary(
     k: torch.Tensor | None,
     rotary_cos: torch.Tensor | None,
     rotary_sin: torch.Tensor | None,
+    cache_seqlens: int | torch.Tensor | None,
     capacity: int,
-    queries_advance: bool,
+    scores: Scores,
 ) -> None:
     """Checks the tables of a rotary embedding.
 
@@ -228,14 +230,14 @@ def check_rotary(
         k: keys to append; there is no rotation without.
         rotary_cos: (seqlen_ro, rotary_dim / 2), like q, or None.
         rotary_sin: like rotary_cos.
+        cache_seqlens: of the call, and checked.
         capacity: tokens that the cache can hold for one sequence; seqlen_ro is no less.
-        queries_advance: whether query i is rotated as of cache_seqlens + i, which may lie beyond
-            the capacity where there are more queries than keys to append; otherwise all are as of
-            cache_seqlens.
+        scores: of the call.
 
     Raises:
         ArgumentTypeError: a wrong type; DtypeError: a wrong dtype.
-        ArgumentError: a wrong shape or device, or one of k, rotary_cos and rotary_sin is missing.
+        ArgumentError: a wrong shape or device, or one of k, rotary_cos and rotary_sin is missing;
+            or cache_seqlens is an int, and a query lies beyond the tables.
     """
     if rotary_cos is None or rotary_sin is None:
         if rotary_cos is not None or rotary_sin is not None:
@@ -262,13 +264,32 @@ def check_rotary(
             f"rotary_cos: expected a seqlen_ro of at least the {capacity} tokens that the cache "
             f"holds for a sequence, got shape {tuple(rotary_cos.shape)}"
         )
-    seqlen_q = q.shape[1] if queries_advance else min(q.shape[1], 1)
-    beyond = seqlen_q - k.shape[1]
-    if beyond > 0 and seqlen_ro < capacity + beyond:
-        raise ArgumentError(
-            f"rotary_cos: expected a seqlen_ro of at least {capacity + beyond}, the {capacity} "
-            f"tokens that the cache holds for a sequence and {beyond} more, because so many "
-            f"queries may stand after the last of the {k.shape[1]} new keys, got shape "
-            f"{tuple(rotary_cos.shape)}"
-        )
     check_shape("rotary_sin", rotary_sin, (seqlen_ro, half), "the shape of rotary_cos")
+    if isinstance(cache_seqlens, int):
+        check_rotated_queries(cache_seqlens + rotated_positions(q, scores), seqlen_ro)
+
+
+def rotated_positions(q: torch.Tensor, scores: Scores) -> int:
+    """Returns how many positions the queries of a sequence are rotated as of.
+
+    Query i is at cache_seqlens + i with causal or a window, otherwise all are at cache_seqlens.
+    """
+    advance = scores.window_left >= 0 or scores.window_right >= 0
+    return q.shape[1] if advance else min(q.shape[1], 1)
+
+
+def check_rotated_queries(end: int, seqlen_ro: int, where: str = "") -> None:
+    """Checks that the queries of a sequence, which end before position `end`, are in the tables.
+
+    They may lie beyond the capacity of the cache where there are more of them than new keys.
+
+    Raises:
+        ArgumentError: they are not.
+    """
+    require(
+        end <= seqlen_ro,
+        lambda: (
+            f"rotary_cos: expected a seqlen_ro of at least {end}, because the last query "
+            f"is rotated as of {end - 1}{where}, got {seqlen_ro}"
+        ),
+    )

@@ -1,13 +1,21 @@
-"""Checks of the arguments that are plain numbers and flags."""
+"""Plain numbers and flags: what is taken for one, and in which range.
+
+A number may be one of Python or NumPy, or a tensor or array of one element, as the arguments of a
+custom op in torch. A bool is no number. A flag is a bool of any of those kinds, or the number 0
+or 1.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from .._ops.arguments import Scores
 from ..errors import ArgumentError, ArgumentTypeError
-from .describe import type_name
+from .describe import shown, type_name
 
 _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
@@ -20,127 +28,219 @@ _MAX_LENGTH = 2**30 - 1
 _UNLIMITED = 2**29  # a window so wide has no limit
 
 
-def check_scale(softmax_scale: float) -> None:
-    """Checks that the softmax scale is a positive number that the kernels can work with.
+def check_flag(name: str, value: Any) -> bool:
+    """Returns an argument that is a flag.
+
+    Raises:
+        ArgumentTypeError: neither a bool nor 0 or 1, but for instance a softmax scale in its place.
+    """
+    flag = _scalar(value)
+    if isinstance(flag, bool):
+        return flag
+    if isinstance(flag, _INTS) and flag in (0, 1):
+        return flag == 1
+    raise ArgumentTypeError(f"{name}: expected a bool, got {_described(value)}")
+
+
+def check_int(name: str, value: Any, expected: str = "an int") -> int:
+    """Returns an argument that is an integer.
+
+    Raises:
+        ArgumentTypeError: another type; a bool too.
+    """
+    number = _scalar(value)
+    if isinstance(number, bool) or not isinstance(number, _INTS):
+        raise ArgumentTypeError(f"{name}: expected {expected}, got {_described(value)}")
+    return number  # type: ignore[return-value]
+
+
+def check_float(name: str, value: Any, expected: str = "a float") -> float:
+    """Returns an argument that is a number; an int is one.
+
+    Raises:
+        ArgumentTypeError: another type; a bool too.
+    """
+    number = _scalar(value)
+    if isinstance(number, bool) or not isinstance(number, _NUMBERS):
+        raise ArgumentTypeError(f"{name}: expected {expected}, got {_described(value)}")
+    return number  # type: ignore[return-value]
+
+
+def _scalar(value: Any) -> Any:
+    """Returns the Python number that a value stands for, or the value."""
+    if isinstance(value, (*_NUMBERS, bool, torch.SymBool, str)) or value is None:
+        # float64 of NumPy is a float too, but no constant to torch.compile.
+        is_numpy = type(value).__module__ == "numpy"
+        return float(value) if is_numpy and isinstance(value, float) else value
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return value  # it has no shape
+    if hasattr(value, "item") and all(size == 1 for size in getattr(value, "shape", (0,))):
+        # One on the meta device has no value.
+        return value if getattr(value, "is_meta", False) else value.item()
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{shown(value)} on the meta device" if value.is_meta else shown(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{type_name(value)} {shown(value)}"
+    return type_name(value)
+
+
+def require(condition: Any, message: Callable[[], str]) -> None:
+    """Checks a condition on numbers that torch.compile and torch.export may not know yet.
+
+    They then check it when the graph runs.
+
+    Raises:
+        ArgumentError: it is false, with the message.
+    """
+    if torch.compiler.is_compiling():
+        torch._check(condition)  # type: ignore[no-untyped-call, unused-ignore]
+    elif not condition:
+        raise ArgumentError(message())
+
+
+def check_scale(softmax_scale: Any, head_dim: int) -> float:
+    """Returns the softmax scale, a positive number that the kernels can work with.
 
     The kernels scale scores after masking, as flash_attn's do: -inf times a scale of 0 or less
     would make a masked key visible, or NaN.
+
+    Args:
+        softmax_scale: the argument; None: head_dim ** -0.5.
+        head_dim: of q, before padding; only counts where softmax_scale is None.
 
     Raises:
         ArgumentTypeError: not a number.
         ArgumentError: NaN, infinite, zero, negative, or no normal number of float32.
     """
-    if not isinstance(softmax_scale, _NUMBERS):
-        raise ArgumentTypeError(
-            f"softmax_scale: expected a float or None, got {type_name(softmax_scale)}; "
-            "pass float(softmax_scale)"
-        )
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    scale = check_float("softmax_scale", softmax_scale, "a float or None")
     # Comparisons instead of math.isfinite, which torch.compile can't put a symbolic number into.
-    if not _SMALLEST <= softmax_scale <= _LARGEST:
+    if not _SMALLEST <= scale <= _LARGEST:
         raise ArgumentError(
-            f"softmax_scale: expected a positive, finite number {_FACTOR}, got "
-            f"{softmax_scale}; for a negative scale negate q, for scale 0 pass a q of zeros"
+            f"softmax_scale: expected a positive, finite number {_FACTOR}, got {shown(scale)}; for "
+            "a negative scale negate q, for scale 0 pass a q of zeros"
         )
+    return float(scale)
 
 
-def check_flag(name: str, value: bool) -> None:
-    """Checks that an argument is a flag, not for instance a softmax scale in its place.
+def check_window(window_size: Any) -> tuple[int, int]:
+    """Returns a window as the ops take it: -1 for no limit, at most 2^29.
 
-    Raises:
-        ArgumentTypeError: neither a bool nor an int.
-    """
-    if not isinstance(value, (bool, *_INTS)):
-        raise ArgumentTypeError(f"{name}: expected a bool, got {type_name(value)}")
-
-
-def check_window(window_size: tuple[int, int]) -> None:
-    """Checks that a window is two ints, left and right.
+    Args:
+        window_size: left and right, in anything that has a length and an order.
 
     Raises:
         ArgumentTypeError: not a pair of ints.
     """
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    pair = hasattr(window_size, "__getitem__") and hasattr(window_size, "__len__")
+    if isinstance(window_size, (str, bytes, dict)) or not pair or _length(window_size) != 2:
         raise ArgumentTypeError(
-            f"window_size: expected a tuple (left, right) of two ints, got {window_size!r}"
+            f"window_size: expected a pair (left, right) of two ints, got {shown(window_size)}"
         )
-    for side in window_size:
-        if isinstance(side, bool) or not isinstance(side, _INTS):
-            raise ArgumentTypeError(
-                "window_size: expected a tuple (left, right) of two ints, -1 for no limit, got a "
-                f"{type_name(side)} in it"
-            )
+    left, right = (
+        check_int("window_size", side, "a pair (left, right) of two ints, -1 for no limit")
+        for side in (window_size[0], window_size[1])
+    )
+    return _clamped(left), _clamped(right)
 
 
-def clamped(side: int) -> int:
-    """Returns one side of a window as the ops take it: -1 for no limit, at most 2^29."""
+def _length(pair: Any) -> int:
+    if isinstance(pair, torch.Tensor) and pair.is_nested:
+        return -1
+    shape = getattr(pair, "shape", None)
+    return len(pair) if shape is None else (shape[0] if len(shape) == 1 else -1)
+
+
+def _clamped(side: int) -> int:
     return min(side, _UNLIMITED) if side >= 0 else -1
 
 
-def check_softcap(softcap: float, softmax_scale: float) -> None:
-    """Checks that softcap is 0, for none, or a positive number that the kernels can work with.
+def check_softcap(softcap: Any, softmax_scale: float) -> float:
+    """Returns softcap: 0.0, for none, or a positive number that the kernels can work with.
 
     Args:
-        softcap: the argument.
+        softcap: the argument; negative: none, as in flash_attn.
         softmax_scale: of the same call, and checked; the kernels use softmax_scale / softcap too.
 
     Raises:
         ArgumentTypeError: not a number.
-        ArgumentError: NaN, infinite or negative; it or softmax_scale / softcap is no normal number
-            of float32.
+        ArgumentError: NaN or infinite; it or softmax_scale / softcap is no normal number of
+            float32.
     """
-    if not isinstance(softcap, _NUMBERS):
-        raise ArgumentTypeError(f"softcap: expected a float, got {type_name(softcap)}")
-    if softcap == 0:
-        return
-    if not _SMALLEST <= softcap <= _LARGEST:
+    cap = check_float("softcap", softcap)
+    if cap <= 0:
+        return 0.0
+    if not _SMALLEST <= cap <= _LARGEST:
         raise ArgumentError(
-            f"softcap: expected 0.0, for no softcap, or a positive, finite number {_FACTOR}, got "
-            f"{softcap}"
+            f"softcap: expected 0.0 or less, for no softcap, or a finite number {_FACTOR}, got "
+            f"{shown(cap)}"
         )
-    if not _SMALLEST <= softmax_scale / softcap <= _LARGEST:
+    if not _SMALLEST <= softmax_scale / cap <= _LARGEST:
         raise ArgumentError(
             f"softcap: expected softmax_scale / softcap to be a number {_FACTOR}, got "
-            f"{softmax_scale} / {softcap}"
+            f"{softmax_scale} / {cap}"
         )
+    return float(cap)
 
 
-def check_dropout(dropout_p: float) -> None:
-    """Checks a dropout probability.
+def check_scores(
+    head_dim: int, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any
+) -> Scores:
+    """Returns what the score of a key follows from; see the functions above.
+
+    The lengths play no part in it: a window that covers a whole sequence stays a window, because
+    otherwise the bits could depend on the length of another sequence in the batch.
+    """
+    causal = check_flag("causal", causal)
+    left, right = check_window(window_size)
+    scale = check_scale(softmax_scale, head_dim)
+    return Scores(scale, left, 0 if causal else right, check_softcap(softcap, scale))
+
+
+def check_dropout(dropout_p: Any) -> float:
+    """Returns a dropout probability.
 
     Raises:
         ArgumentTypeError: not a number.
         ArgumentError: not in [0, 1).
     """
-    if not isinstance(dropout_p, _NUMBERS):
-        raise ArgumentTypeError(f"dropout_p: expected a float, got {type_name(dropout_p)}")
-    if not 0 <= dropout_p < 1:
-        raise ArgumentError(f"dropout_p: expected a probability in [0, 1), got {dropout_p}")
+    probability = check_float("dropout_p", dropout_p)
+    if not 0 <= probability < 1:
+        raise ArgumentError(
+            f"dropout_p: expected a probability in [0, 1), got {shown(probability)}"
+        )
+    return float(probability)
 
 
-def check_length(name: str, value: Any) -> None:
-    """Checks a number of tokens that the host has to know.
+def check_length(name: str, value: Any) -> int:
+    """Returns a number of tokens that the host has to know; a tensor on a GPU is waited for.
 
     Raises:
-        ArgumentTypeError: not an int; a tensor would have to be waited for.
+        ArgumentTypeError: not an int.
         ArgumentError: negative, or 2^30 and more.
     """
-    if isinstance(value, bool) or not isinstance(value, _INTS):
-        raise ArgumentTypeError(
-            f"{name}: expected an int, got {type_name(value)}; a bound that is known without "
-            "reading the GPU will do"
-        )
-    if not 0 <= value <= _MAX_LENGTH:
-        raise ArgumentError(f"{name}: expected 0 to {_MAX_LENGTH} tokens, got {value}")
+    length = check_int(name, value)
+    expected = f"{name}: expected 0 to {_MAX_LENGTH} tokens, got "
+    require(length >= 0, lambda: expected + shown(length))
+    require(length <= _MAX_LENGTH, lambda: expected + shown(length))
+    return length
 
 
-def check_num_splits(num_splits: int) -> None:
+def check_num_splits(num_splits: Any) -> None:
     """Checks that num_splits is an int of 0 or more.
 
     Raises:
         ArgumentTypeError: not an int.
         ArgumentError: negative.
     """
-    if isinstance(num_splits, bool) or not isinstance(num_splits, _INTS):
-        raise ArgumentTypeError(f"num_splits: expected an int, got {type_name(num_splits)}")
-    if num_splits < 0:
-        raise ArgumentError(f"num_splits: expected 0 (automatic) or more, got {num_splits}")
+    number = check_int("num_splits", num_splits)
+    if number < 0:
+        raise ArgumentError(f"num_splits: expected 0 (automatic) or more, got {shown(number)}")

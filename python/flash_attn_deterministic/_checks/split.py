@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError, BuildInfoError
+from ..errors import ArgumentError, BuildInfoError
 from ..info.build_info import build_info
-from .describe import type_name
+from .describe import shown
+from .numbers import check_int
 
 _MAX_SPLIT_SIZE = 2**29  # from here on the kernels' numbers of keys could leave 32 bits
 
@@ -26,8 +28,8 @@ def _block_n_of_all() -> int:
 _BLOCK_N_OF_ALL = _block_n_of_all()
 
 
-def check_split_size(split_size: int | None, head_dim: int) -> None:
-    """Checks the split size of one call.
+def check_split_size(split_size: Any, head_dim: int) -> int | None:
+    """Returns the split size of one call.
 
     Under torch.compile the block size is left to the op itself, which repeats the check when it
     runs: what the wheel holds can't be traced.
@@ -42,25 +44,28 @@ def check_split_size(split_size: int | None, head_dim: int) -> None:
             dim's kernel.
     """
     if split_size is None:
-        return
-    _check_number(split_size, "split_size")
+        return None
+    tokens = _check_number(split_size, "split_size")
     if not torch.compiler.is_compiling():
-        _check_multiple(split_size, build_info().tile(head_dim).block_n, "split_size")
+        _check_multiple(tokens, build_info().tile(head_dim).block_n, "split_size")
+    return tokens
 
 
-def check_mode_split_size(split_size: int, name: str = "split_size") -> None:
-    """Checks a split size that has to serve every head dim; see `check_split_size`."""
-    _check_number(split_size, name)
-    _check_multiple(split_size, _BLOCK_N_OF_ALL, name)
+def check_mode_split_size(split_size: Any, name: str = "split_size") -> int:
+    """Returns a split size that has to serve every head dim; see `check_split_size`."""
+    tokens = _check_number(split_size, name)
+    _check_multiple(tokens, _BLOCK_N_OF_ALL, name)
+    return tokens
 
 
-def _check_number(split_size: int, name: str) -> None:
-    if isinstance(split_size, bool) or not isinstance(split_size, (int, torch.SymInt)):
-        raise ArgumentTypeError(f"{name}: expected an int or None, got {type_name(split_size)}")
-    if not 0 <= split_size <= _MAX_SPLIT_SIZE:
+def _check_number(split_size: Any, name: str) -> int:
+    tokens = check_int(name, split_size, "an int or None")
+    if not 0 <= tokens <= _MAX_SPLIT_SIZE:
         raise ArgumentError(
-            f"{name}: expected a number of tokens up to 2**29, or 0 for one split, got {split_size}"
+            f"{name}: expected a number of tokens up to 2**29, or 0 for one split, got "
+            f"{shown(tokens)}"
         )
+    return tokens
 
 
 def _check_multiple(split_size: int, block_n: int, name: str) -> None:

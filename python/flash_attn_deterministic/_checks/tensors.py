@@ -94,9 +94,9 @@ def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Names 
         check_rank(name, tensor, DENSE)
     check_alike(q, ((names.k, k), (names.v, v)), names.q)
     batch, _, _, head_dim = q.shape
-    _, seqlen_k, nheads_k, _ = k.shape
+    seqlen_k, nheads_k = k.shape[1:3]
     check_batch(names.q, q, batch)
-    check_heads(q, nheads_k, names)
+    check_heads(q, k, names)
     if k.shape[0] != batch or k.shape[3] != head_dim:
         raise ArgumentError(
             f"{names.k}: expected shape ({batch}, seqlen_k, nheads_k, {head_dim}), with the batch "
@@ -164,13 +164,14 @@ def check_batch(name: str, tensor: torch.Tensor, batch: int) -> None:
         )
 
 
-def check_heads(q: torch.Tensor, nheads_k: int, names: Names = QKV) -> None:
-    """Checks head_dim and the numbers of heads, the last two dimensions of q.
+def check_heads(q: torch.Tensor, k: torch.Tensor, names: Names = QKV) -> None:
+    """Checks head_dim and the numbers of heads, the last two dimensions of q and k.
 
     Raises:
         ArgumentError: head_dim is not 1 to 256, or nheads_k does not divide nheads.
     """
     nheads, head_dim = q.shape[-2:]
+    nheads_k = k.shape[-2]
     if head_dim == 0 or head_dim > MAX_HEAD_DIM:
         raise ArgumentError(
             f"{names.q}: expected a head_dim of 1 to {MAX_HEAD_DIM}, got {head_dim}"
@@ -180,8 +181,21 @@ def check_heads(q: torch.Tensor, nheads_k: int, names: Names = QKV) -> None:
     if nheads_k == 0 or nheads % nheads_k != 0:
         raise ArgumentError(
             f"{names.k}: expected a number of heads that divides the {nheads} heads of {names.q}, "
-            f"got {nheads_k}"
+            f"got {nheads_k}{_transposed(q, k, names)}"
         )
+
+
+def _transposed(q: torch.Tensor, k: torch.Tensor, names: Names) -> str:
+    """What to say where heads and tokens seem to have changed places, as in torch's attention."""
+    heads, heads_k = q.shape[-3], k.shape[-3]
+    if q.dim() != k.dim() or heads_k == 0 or heads % heads_k != 0:
+        return ""
+    dims = tuple(range(q.dim()))[-3:-1]
+    both = names.q if names.q == names.k else f"{names.q} {tuple(q.shape)} and {names.k}"
+    return (
+        f"; {both} {tuple(k.shape)} look transposed, with heads before tokens: "
+        f"pass {names.q}.transpose{dims} and the same of the others"
+    )
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], what: str) -> None:

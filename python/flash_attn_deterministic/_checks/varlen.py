@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._ops.arguments import Lengths
 from ..errors import ArgumentError, UnsupportedError
 from .numbers import check_length
 from .paged import check_block_table, check_no_leftpad, check_page_size
@@ -41,25 +42,30 @@ def check_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    paged: bool,
+    lengths: Lengths,
     names: Names = NAMES,
-) -> None:
-    """Checks types, dtypes, devices and shapes of q, k and v.
+) -> Lengths:
+    """Checks q, k and v, and what says where sequences begin and end.
 
     Args:
         q: (total_q, nheads, head_dim), float16 or bfloat16.
         k: (total_k, nheads_k, head_dim), like q; paged: (num_blocks, page_block_size, nheads_k,
             head_dim).
         v: like k.
-        paged: whether there is a block table.
+        lengths: the arguments.
         names: what to call them.
 
+    Returns:
+        The lengths, with ints of Python.
+
     Raises:
-        ArgumentTypeError: not a tensor.
+        ArgumentTypeError: a wrong type.
         DtypeError: a wrong dtype.
-        ArgumentError: a wrong shape, or tensors on several devices.
+        ArgumentError: a wrong shape, tensors on several devices, or leftpad_k together with
+            block_table.
         UnsupportedDeviceError: neither on the CPU nor on a CUDA device.
     """
+    paged = lengths.block_table is not None
     layout = PAGED if paged else VARLEN
     for name, tensor, expected in (
         (names.q, q, VARLEN),
@@ -68,8 +74,8 @@ def check_varlen(
     ):
         check_rank(name, tensor, expected)
     check_alike(q, ((names.k, k), (names.v, v)), names.q)
-    nheads_k, head_dim = k.shape[-2:]
-    check_heads(q, nheads_k, TensorNames(names.q, names.k, names.v))
+    check_heads(q, k, TensorNames(names.q, names.k, names.v))
+    head_dim = k.shape[-1]
     if head_dim != q.shape[2]:
         raise ArgumentError(
             f"{names.k}: expected a head_dim of {q.shape[2]}, that of {names.q}, got {head_dim}"
@@ -77,6 +83,7 @@ def check_varlen(
     if paged:
         check_page_size(names.k, k.shape[1])
     check_shape(names.v, v, tuple(k.shape), f"the shape of {names.k}")
+    return _check_lengths(lengths, q.device, names)
 
 
 def check_cu_seqlens(
@@ -99,28 +106,14 @@ def check_cu_seqlens(
     check_batch(name, cu_seqlens, cu_seqlens.shape[0] - 1)
 
 
-def check_lengths(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    device: torch.device,
-    names: Names = NAMES,
-) -> None:
-    """Checks what says where sequences begin and end.
-
-    Raises:
-        ArgumentTypeError: a wrong type; DtypeError: a tensor is not torch.int32.
-        ArgumentError: a wrong shape or device, or leftpad_k together with block_table.
-    """
+def _check_lengths(lengths: Lengths, device: torch.device, names: Names) -> Lengths:
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others = lengths
+    seqused_k, leftpad_k, block_table = others
     check_cu_seqlens(names.cu_seqlens_q, cu_seqlens_q, None, device)
     batch = cu_seqlens_q.shape[0] - 1
     check_cu_seqlens(names.cu_seqlens_k, cu_seqlens_k, batch, device)
-    check_length(names.max_seqlen_q, max_seqlen_q)
-    check_length(names.max_seqlen_k, max_seqlen_k)
+    max_seqlen_q = check_length(names.max_seqlen_q, max_seqlen_q)
+    max_seqlen_k = check_length(names.max_seqlen_k, max_seqlen_k)
     if seqused_k is not None:
         check_int32("seqused_k", seqused_k, (batch,), "(batch,)", device)
     if block_table is not None:
@@ -128,28 +121,31 @@ def check_lengths(
         check_no_leftpad("leftpad_k", leftpad_k)
     if leftpad_k is not None:
         check_int32("leftpad_k", leftpad_k, (batch,), "(batch,)", device)
+    return Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others)
 
 
-def check_no_gradient(
-    inputs: tuple[torch.Tensor, ...],
-    seqused_k: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-) -> None:
-    """Refuses a call that has no backward where a gradient is wanted.
+def check_no_gradient(inputs: tuple[torch.Tensor, ...], lengths: Lengths) -> None:
+    """Refuses a call that has no backward where torch.compile would trace the backward with it.
 
-    Here rather than in the backward: there it would be found after the whole forward, and traced
-    by torch.compile along with it.
+    Without torch.compile the backward itself says so, and no call fails that nobody asks for a
+    gradient of.
 
     Raises:
-        UnsupportedError: an input requires a gradient, and one of the others is given.
+        UnsupportedError: an input requires a gradient, and there is none with the lengths given.
     """
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
+    if not torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    given = (("seqused_k", seqused_k), ("leftpad_k", leftpad_k), ("block_table", block_table))
-    for name, value in given:
-        if value is not None:
-            raise UnsupportedError(
-                f"{name}: there is no backward with it, and q, k or v requires a gradient; call it "
-                f"under torch.no_grad(), or pass packed sequences without {name}"
-            )
+    name = without_backward(lengths)
+    if name and any(tensor.requires_grad for tensor in inputs):
+        raise UnsupportedError(
+            f"{name}: there is no backward with it, and q, k or v requires a gradient; call it "
+            f"under torch.no_grad(), or pass packed sequences without {name}"
+        )
+
+
+def without_backward(lengths: Lengths) -> str:
+    """Returns the name of an argument that has no backward, "" if none of those is given."""
+    for name in ("seqused_k", "leftpad_k", "block_table"):
+        if getattr(lengths, name) is not None:
+            return name
+    return ""

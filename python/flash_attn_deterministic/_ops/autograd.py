@@ -15,7 +15,9 @@ import torch
 from .._checks.derivatives import check_no_function_transform, check_no_tangent
 from .._checks.determinism import alert_atomics
 from .._checks.kernels import check_kernels
+from .._checks.varlen import without_backward
 from ..errors import UnsupportedError
+from .arguments import Lengths
 from .schemas import BACKWARD, NAMESPACE, Gradients, Outputs
 
 DIFFERENTIABLE = ("fwd", "varlen_fwd")
@@ -66,10 +68,10 @@ def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *forward_only, alibi_slopes, rng_state = inputs[:10]
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *others, alibi_slopes, rng_state = inputs[:10]
     *lengths_and_scores, _, _, deterministic_bwd = inputs[10:]
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
-    ctx.forward_only = any(tensor is not None for tensor in forward_only)
+    ctx.without_backward = without_backward(Lengths(cu_seqlens_q, cu_seqlens_k, 0, 0, *others))
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
     _setup(ctx, inputs, output)
 
@@ -90,10 +92,10 @@ def _backward(
 def _varlen_backward(
     ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    if ctx.forward_only:
+    if ctx.without_backward:
         raise UnsupportedError(
-            "seqused_k, leftpad_k, block_table: there is no backward with any of them; pass "
-            "packed sequences without them"
+            f"{ctx.without_backward}: there is no backward with it; pass packed sequences without "
+            "it, or detach q, k and v"
         )
     return _run(ctx, torch.ops.flash_attn_deterministic.varlen_bwd, dout)
 

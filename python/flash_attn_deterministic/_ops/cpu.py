@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from .._checks.split import check_split_size
+from .._checks.values import check_cache_values, check_starts, check_varlen_values
+from .arguments import Lengths, Scores
 from .schemas import Gradients, Outputs
 
 
@@ -21,7 +23,29 @@ def register(library: Any) -> None:
 
 # The reference is imported where it is called, to keep the package's import short. It knows no
 # other order than the split tree: without `deterministic` it runs the tree of one split. Its
-# backward has one order for every call.
+# backward has one order for every call. `numbers` begins with the four of Scores.
+
+
+def check_values(name: str, arguments: dict[str, Any]) -> None:
+    """Checks what a forward op finds in tensors of lengths and indices.
+
+    Args:
+        name: of the op.
+        arguments: of the op, by name.
+
+    Raises:
+        ArgumentError: one of them holds what can't be.
+    """
+    if name == "varlen_fwd":
+        lengths = Lengths(*(arguments[field] for field in Lengths._fields))
+        check_varlen_values(arguments["q"], arguments["k"], lengths)
+    elif name == "kvcache_fwd":
+        names = (
+            *("q", "k_cache", "k", "cache_seqlens", "rotary_cos"),
+            *("cache_batch_idx", "cache_leftpad", "block_table"),
+        )
+        scores = Scores(*(arguments[field] for field in Scores._fields))
+        check_cache_values(**{name: arguments[name] for name in names}, scores=scores)
 
 
 def _fwd(
@@ -31,13 +55,7 @@ def _fwd(
     alibi_slopes: torch.Tensor | None,
     rng_state: torch.Tensor | None,
     dropout_p: float,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    split_size: int,
-    deterministic: bool,
-    deterministic_bwd: bool,
+    *numbers: Any,
 ) -> Outputs:
     from .. import reference
 
@@ -45,13 +63,11 @@ def _fwd(
         q,
         k,
         v,
-        softmax_scale,
-        window=(window_left, window_right),
-        softcap=softcap,
+        **_scores(numbers),
+        split_size=_tree(q, numbers),
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         rng_state=rng_state,
-        split_size=_tree(split_size, deterministic, q),
     )
 
 
@@ -69,34 +85,24 @@ def _varlen_fwd(
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    split_size: int,
-    deterministic: bool,
-    deterministic_bwd: bool,
+    *numbers: Any,
 ) -> Outputs:
     from .. import reference
 
+    lengths = Lengths(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
+    )
+    check_varlen_values(q, k, lengths)
     return reference.varlen_attention(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        seqused_k=seqused_k,
-        leftpad_k=leftpad_k,
-        block_table=block_table,
-        window=(window_left, window_right),
-        softcap=softcap,
+        **lengths._asdict(),
+        **_scores(numbers),
+        split_size=_tree(q, numbers),
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         rng_state=rng_state,
-        split_size=_tree(split_size, deterministic, q),
     )
 
 
@@ -113,16 +119,22 @@ def _kvcache_fwd(
     cache_leftpad: torch.Tensor | None,
     block_table: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    rotary_interleaved: bool,
-    split_size: int,
-    deterministic: bool,
+    *numbers: Any,
 ) -> Outputs:
     from .. import reference
 
+    *scores, rotary_interleaved, split_size, deterministic = numbers
+    check_cache_values(
+        q,
+        k_cache,
+        k,
+        cache_seqlens,
+        rotary_cos,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        Scores(*scores),
+    )
     return reference.kvcache_attention(
         q,
         k_cache,
@@ -135,13 +147,10 @@ def _kvcache_fwd(
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
         block_table=block_table,
-        softmax_scale=softmax_scale,
-        causal=False,
-        window=(window_left, window_right),
-        softcap=softcap,
+        **_scores(numbers),
         rotary_interleaved=rotary_interleaved,
+        split_size=_tree(q, (*scores, split_size, deterministic)),
         alibi_slopes=alibi_slopes,
-        split_size=_tree(split_size, deterministic, q),
     )
 
 
@@ -155,11 +164,7 @@ def _bwd(
     alibi_slopes: torch.Tensor | None,
     rng_state: torch.Tensor | None,
     dropout_p: float,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
+    *numbers: Any,
 ) -> Gradients:
     from .. import reference
 
@@ -170,9 +175,7 @@ def _bwd(
         v,
         out,
         softmax_lse,
-        softmax_scale,
-        window=(window_left, window_right),
-        softcap=softcap,
+        **_scores(numbers),
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         rng_state=rng_state,
@@ -193,14 +196,12 @@ def _varlen_bwd(
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    deterministic: bool,
+    *numbers: Any,
 ) -> Gradients:
     from .. import reference
 
+    check_starts("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0])
+    check_starts("cu_seqlens_k", cu_seqlens_k.tolist(), k.shape[0])
     return reference.varlen_attention_backward(
         dout,
         q,
@@ -210,17 +211,20 @@ def _varlen_bwd(
         softmax_lse,
         cu_seqlens_q,
         cu_seqlens_k,
-        softmax_scale,
-        window=(window_left, window_right),
-        softcap=softcap,
+        **_scores(numbers),
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
         rng_state=rng_state,
     )
 
 
-def _tree(split_size: int, deterministic: bool, q: torch.Tensor) -> int:
+def _scores(numbers: tuple[Any, ...]) -> dict[str, Any]:
+    scale, left, right, softcap = numbers[:4]
+    return {"softmax_scale": scale, "window": (left, right), "softcap": softcap}
+
+
+def _tree(q: torch.Tensor, numbers: tuple[Any, ...]) -> int:
+    split_size, deterministic = numbers[4:6]
     if not deterministic:
         return 0
-    check_split_size(split_size, q.shape[-1])
-    return split_size
+    return check_split_size(split_size, q.shape[-1]) or 0

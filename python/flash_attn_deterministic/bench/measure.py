@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +15,8 @@ from ..verify.speed.measure import interleaved, peak_memory, summary
 from .compare import compare
 from .peers import OURS, Call, Peer, Result, Unavailable
 from .problem import Problem, Shape
+
+_REASON = 160  # characters of the reason why a peer failed
 
 
 def measure(shape: Shape, device: str, peers: Sequence[Peer], repeats: int) -> dict[str, Any]:
@@ -141,11 +145,15 @@ class _Isolated:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first line of an exception, or of its cause: a compiler's own says little."""
+    """Sums up an exception, or its cause, because a compiler's own says little: one sentence.
+
+    Folders of this machine are left out: they say nothing to who reads the report elsewhere.
+    """
     while error.__cause__ is not None and not isinstance(error, Unavailable):
         error = error.__cause__
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
+    line = next(iter(str(error).strip().splitlines()), "")
+    sentence = re.split(r"(?<=\w)[.;] ", re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", line))[0]
+    return textwrap.shorten(f"{type(error).__name__}: {sentence}", _REASON, placeholder=" ...")
 
 
 def _cpu(calls: Mapping[str, _Isolated], repeats: int) -> dict[str, list[float]]:

@@ -54,7 +54,7 @@ def _add_forward(studies: _Parsers) -> None:
     parser.add_argument("--inputs", help="distributions, or one .pt file of captured tensors")
     parser.add_argument("--formats", help="formats of figure 3, such as bf16,fp16:sr,p9")
     parser.add_argument("--seeds", type=int, default=8, help="draws per point (%(default)s)")
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--head-dim", type=int, default=64, help="of the inputs (%(default)s)")
     parser.add_argument("--sram", type=int, help="on-chip memory in elements, for block sizes")
     parser.add_argument("--block-r", type=int, help="rows of a tile, in the place of --sram's")
     parser.add_argument("--block-c", type=int, help="keys of a block, in the place of --sram's")
@@ -66,16 +66,23 @@ def _add_forward(studies: _Parsers) -> None:
 
 def _add_kernels(studies: _Parsers) -> None:
     parser = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where to run (%(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller points")
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=4, help="draws per point (%(default)s)")
     _add_folder(parser, "kernels")
 
 
 def _add_training(studies: _Parsers) -> None:
     parser = _add(studies, "training", _training, "what one difference does to trained weights")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
-    parser.add_argument("--size", choices=("tiny", "small", "medium", "large"), default="small")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cpu", help="where to run (%(default)s)"
+    )
+    parser.add_argument(
+        "--size", choices=("tiny", "small", "medium", "large"), default="small",
+        help="of the model (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, help="optimizer steps of each run")
     parser.add_argument("--runs", help="names of runs with commas; base is always there")
     parser.add_argument(

@@ -18,8 +18,7 @@ class as_flash_attn:
 
     The alias holds flash_attn (the public functions), flash_attn.flash_attn_interface (with
     _flash_attn_forward, _flash_attn_backward, their varlen and _wrapped_ forms) and
-    flash_attn.bert_padding; see `flash_attn_deterministic.integrations.flash_attn`. Under these
-    names `deterministic=False`, flash_attn's default, follows the mode of this package. Another
+    flash_attn.bert_padding; see `flash_attn_deterministic.integrations.flash_attn`. Another
     flash_attn, installed or even imported already, is hidden meanwhile; nothing of it is mixed in.
     A module that has imported names from either keeps them: call this before importing what uses
     flash_attn.

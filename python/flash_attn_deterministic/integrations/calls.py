@@ -40,11 +40,8 @@ class Scores(NamedTuple):
 
     def numbers(self) -> tuple[float, int, int, float]:
         """Returns softmax_scale, window_left, window_right and softcap, checked, as the ops do."""
-        numbers.check_scale(self.softmax_scale)
-        numbers.check_softcap(self.softcap, self.softmax_scale)
-        left, right = (-1 if side is None else numbers.clamped(int(side))
-                       for side in self.window_size)  # fmt: skip
-        return float(self.softmax_scale), left, 0 if self.causal else right, float(self.softcap)
+        window = [-1 if side is None else side for side in self.window_size]
+        return numbers.check_scores(0, self.softmax_scale, self.causal, window, self.softcap)
 
     def slopes(self) -> torch.Tensor | None:
         """Returns the ALiBi slopes as the ops take them."""

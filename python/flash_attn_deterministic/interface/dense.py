@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from .._checks import kernels, numbers, tensors
-from ._options import draw_rng_state, padded, resolve_options, returned, scores, slopes_for_op
+from .._checks.determinism import Deterministic
+from .._ops.arguments import Options
+from ._call import WithProbs, draw_rng_state, padded, resolve_options, slopes_for_op, typed
+
+_QKV = tensors.Names("qkv", "qkv", "qkv")
+_KV = tensors.Names("q", "kv", "kv")
 
 
-@overload
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    deterministic: bool | None = ...,
-    return_attn_probs: Literal[False] = ...,
-    *,
-    split_size: int | None = ...,
-) -> torch.Tensor: ...
-
-
-@overload
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    deterministic: bool | None = ...,
-    *,
-    return_attn_probs: Literal[True],
-    split_size: int | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-
-
+@typed
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -54,14 +24,14 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool | None = None,
-    return_attn_probs: bool = False,
+    deterministic: Deterministic = None,
+    return_attn_probs: Literal[False] = False,
     *,
     split_size: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | WithProbs:
     """Computes softmax(q k^T * softmax_scale) v with the call signature of flash_attn 2.8.3.
 
     With causal=True the mask is aligned to the bottom right corner: key j is visible to query i
@@ -78,6 +48,9 @@ def flash_attn_func(
         window_size=(2, 0), seqlen_q = 2, seqlen_k = 5
             0 1 1 1 0
             0 0 1 1 1
+
+    Numbers and flags may be those of Python or NumPy, or tensors of one element; a tensor on a GPU
+    is waited for. The numbers 0 and 1 are flags too; no bool is a number.
 
     CPU tensors run through `flash_attn_deterministic.reference`: exact in its order of operations,
     and slow; meant for tests, not for long sequences.
@@ -96,24 +69,26 @@ def flash_attn_func(
             head h uses key and value head h // (nheads / nheads_k).
         v: (batch, seqlen_k, nheads_k, head_dim), like q.
         dropout_p: probability in [0, 1) that the weight of a key is dropped; the others are divided
-            by 1 - dropout_p. A random byte decides, as in flash_attn, so that the probability of
-            keeping is really (floor(255 * (1 - dropout_p)) + 1) / 256. Seed and offset come from
+            by keep = float32(1 - dropout_p). A random byte decides, as in flash_attn, so that the
+            probability of keeping is really (floor(255 * keep) + 1) / 256: nothing is dropped
+            where keep rounds to 1, below 2**-25. Seed and offset come from
             torch's generator of the device: torch.manual_seed decides. Given them, the mask depends
             on the sequence's index in the batch, the head's index and the positions of query and
             key in their sequence, on nothing else.
         softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
-        window_size: (left, right), how many keys before and after its own position a query sees;
-            -1: no limit. With causal, right counts as 0.
-        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale; c and
-            softmax_scale / c are in the same range as softmax_scale.
+        window_size: (left, right), as any sequence or tensor of two ints: how many keys before and
+            after its own position a query sees; -1: no limit. With causal, right counts as 0.
+        softcap: c > 0: scores become c * tanh(score / c) after softmax_scale; c and softmax_scale /
+            c are in the same range as softmax_scale. 0.0 or negative: they stay.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
             - j| to the score of query i and key j. Without gradient.
-        deterministic: whether the gradients' bits depend on their own inputs only; False: the
-            fastest order, with atomic additions, other bits each time; None follows the mode of
-            this package, where flash_attn's default is False. What the forward call resolves also
-            holds for its backward, whatever the mode is then. The forward pass itself follows the
-            mode.
+        deterministic: whether the gradients' bits depend on their own inputs only. None, and also
+            False, which is flash_attn's default and which frameworks pass on: as the mode of this
+            package says. True: yes, whatever the mode. "never": no, whatever the mode; gradients
+            are then added atomically, with other bits each time. What the forward call resolves
+            also holds for its backward, whatever the mode is then. The forward pass itself follows
+            the mode.
         return_attn_probs: whether to return softmax_lse and S_dmask. For tests: S_dmask holds
             seqlen_q * seqlen_k numbers per head, and more is needed on the way to it.
         split_size: tokens per split, a multiple of the kernels' 64 keys per block, at most 2^29;
@@ -125,11 +100,14 @@ def flash_attn_func(
         out, softmax_lse (batch, nheads, seqlen_q) in float32, the natural logarithm of the sum of
         exp(scaled scores), and S_dmask (batch, nheads, seqlen_q, seqlen_k) in q's dtype: the
         softmax before dropout, with its sign bit set where it was dropped; without dropout an
-        empty tensor of shape (0,). Rows without a visible key: out 0, softmax_lse +inf.
+        empty tensor of shape (0,). flash_attn's has the same signs, another scale in each block of
+        keys, and rows and columns up to multiples of 128. Rows without a visible key: out 0,
+        softmax_lse +inf.
 
     Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device.
-        ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
+        ArgumentError: a ValueError, and a RuntimeError as flash_attn's own checks raise; a wrong
+            value, shape or device.
+        ArgumentTypeError: a TypeError and a RuntimeError; DtypeError for the dtype of a tensor.
         UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device, or a
             derivative by forward mode or torch.func; from the backward: a gradient of a gradient.
         NotDeterministicError: a RuntimeError, from the backward: torch is to use deterministic
@@ -146,70 +124,148 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([1, 4, 2, 64])
     """
-    return attend(
-        q,
-        k,
-        v,
+    tensors.check_dense(q, k, v)
+    options = resolve_options(
+        q.shape[-1],
         dropout_p,
         softmax_scale,
         causal,
         window_size,
         softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
         split_size,
+        deterministic,
     )
+    return _attend(q, k, v, alibi_slopes, options, return_attn_probs)
 
 
-def attend(
+@typed
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: Literal[False] = False,
+    *,
+    split_size: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes attention as `flash_attn_func` does, with q, k and v in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, nheads, head_dim), float16 or bfloat16; q, k and v in this order.
+            Their strides are used as they are: nothing is copied that `flash_attn_func` would not.
+        dropout_p: as in `flash_attn_func`; so are the arguments after it.
+
+    Returns:
+        out (batch, seqlen, nheads, head_dim); with return_attn_probs as in `flash_attn_func`.
+
+    Raises:
+        As `flash_attn_func`.
+
+    Source:
+        As `flash_attn_func`; of the same name in flash_attn 2.8.3.
+    """
+    tensors.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
+    q, k, v = qkv.unbind(2)
+    tensors.check_dense(q, k, v, _QKV)
+    options = resolve_options(
+        q.shape[-1],
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        split_size,
+        deterministic,
+    )
+    return _attend(q, k, v, alibi_slopes, options, return_attn_probs)
+
+
+@typed
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: Literal[False] = False,
+    *,
+    split_size: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes attention as `flash_attn_func` does, with k and v in one tensor.
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16.
+        kv: (batch, seqlen_k, 2, nheads_k, head_dim), like q; k and v in this order. nheads is a
+            multiple of nheads_k.
+        dropout_p: as in `flash_attn_func`; so are the arguments after it.
+
+    Returns:
+        out (batch, seqlen_q, nheads, head_dim); with return_attn_probs as in `flash_attn_func`.
+
+    Raises:
+        As `flash_attn_func`.
+
+    Source:
+        As `flash_attn_func`; of the same name in flash_attn 2.8.3.
+    """
+    tensors.check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
+    k, v = kv.unbind(2)
+    tensors.check_dense(q, k, v, _KV)
+    options = resolve_options(
+        q.shape[-1],
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        split_size,
+        deterministic,
+    )
+    return _attend(q, k, v, alibi_slopes, options, return_attn_probs)
+
+
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
     alibi_slopes: torch.Tensor | None,
-    deterministic: bool | None,
+    options: Options,
     return_attn_probs: bool,
-    split_size: int | None,
-    names: tensors.Names = tensors.QKV,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Checks the arguments of a call and runs it; `names` are the caller's of q, k and v.
-
-    Returns:
-        As `flash_attn_func`.
-    """
-    numbers.check_dropout(dropout_p)
-    numbers.check_flag("return_attn_probs", return_attn_probs)
-    tensors.check_dense(q, k, v, names)
+) -> torch.Tensor | WithProbs:
+    """Runs a call whose q, k, v and options have been checked."""
+    with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
     batch, _, nheads, head_dim = q.shape
     tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    options = resolve_options(
-        head_dim, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    )
     kernels.check_kernels(q.device, q.dtype, head_dim)
-    kernels.check_combination(q.device, softcap, dropout_p)
-    alibi_slopes = slopes_for_op(alibi_slopes)
-    rng_state = draw_rng_state(dropout_p, q.device)
+    kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
+    slopes = slopes_for_op(alibi_slopes)
+    rng_state = draw_rng_state(options.dropout_p, q.device)
     out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
-        padded(q), padded(k), padded(v), alibi_slopes, rng_state, float(dropout_p), *options
+        padded(q),
+        padded(k),
+        padded(v),
+        slopes,
+        rng_state,
+        options.dropout_p,
+        *options.scores,
+        options.split_size,
+        options.deterministic,
+        options.deterministic_bwd,
     )
-    signed_probs = None
-    if rng_state is not None and return_attn_probs:
-        # Imported here, as the reference is wherever it is used, to keep the import short.
-        from ..reference import _probs
+    out = out[..., :head_dim]
+    if not with_probs:
+        return out  # type: ignore[no-any-return]
+    if rng_state is None:
+        return out, softmax_lse, out.new_empty(0)
+    # Imported here, as the reference is wherever it is used, to keep the package's import short.
+    from ..reference._probs import signed_probs
 
-        signed_probs = functools.partial(
-            _probs.signed_probs,
-            q,
-            k,
-            softmax_lse,
-            alibi_slopes,
-            rng_state,
-            dropout_p,
-            scores(options),
-        )
-    return returned(out[..., :head_dim], softmax_lse, return_attn_probs, signed_probs)
+    return out, softmax_lse, signed_probs(q, k, softmax_lse, slopes, rng_state, options)

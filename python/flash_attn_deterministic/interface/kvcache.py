@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from .._checks import derivatives, kernels, numbers, tensors
 from .._checks import kvcache as checks
-from ._options import contiguous, padded, resolve_options, slopes_for_op
+from ._call import WithLse, contiguous, padded, resolve_options, slopes_for_op, typed
 
 
-@overload
-def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = ...,
-    v: torch.Tensor | None = ...,
-    rotary_cos: torch.Tensor | None = ...,
-    rotary_sin: torch.Tensor | None = ...,
-    cache_seqlens: int | torch.Tensor | None = ...,
-    cache_batch_idx: torch.Tensor | None = ...,
-    cache_leftpad: torch.Tensor | None = ...,
-    block_table: torch.Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    rotary_interleaved: bool = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    num_splits: int = ...,
-    return_softmax_lse: Literal[False] = ...,
-    *,
-    split_size: int | None = ...,
-) -> torch.Tensor: ...
-
-
-@overload
-def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = ...,
-    v: torch.Tensor | None = ...,
-    rotary_cos: torch.Tensor | None = ...,
-    rotary_sin: torch.Tensor | None = ...,
-    cache_seqlens: int | torch.Tensor | None = ...,
-    cache_batch_idx: torch.Tensor | None = ...,
-    cache_leftpad: torch.Tensor | None = ...,
-    block_table: torch.Tensor | None = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    rotary_interleaved: bool = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    num_splits: int = ...,
-    *,
-    return_softmax_lse: Literal[True],
-    split_size: int | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
+@typed
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -77,15 +27,15 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
-    return_softmax_lse: bool = False,
+    return_softmax_lse: Literal[False] = False,
     *,
     split_size: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | WithLse:
     """Appends k and v to a cache, in place, and computes attention over the cache.
 
     A sequence then has seqlen_k = cache_seqlens + seqlen_new keys, and the masks are those of
@@ -118,9 +68,9 @@ def flash_attn_with_kvcache(
         rotary_cos: (seqlen_ro, rotary_dim / 2), like q: rotates k, at positions cache_seqlens and
             following, and q: at the same positions with causal or a window, otherwise all at
             cache_seqlens. rotary_dim is a multiple of 16 and at most head_dim; seqlen_ro at least
-            what the cache can hold for a sequence, and more by the queries that may stand after its
-            last token: seqlen_q (without causal or a window 1) - seqlen_new, if that is positive.
-            Only together with k.
+            what the cache can hold for a sequence. Where there are more queries than new keys, they
+            must not go beyond it either: the CPU refuses that, a CUDA device rotates them as of the
+            last row, unless cache_seqlens is an int. Only together with k.
         rotary_sin: like rotary_cos; both or none.
         cache_seqlens: tokens of each sequence before k is appended: (batch,), int32, or one int for
             all; None: seqlen_cache.
@@ -130,12 +80,10 @@ def flash_attn_with_kvcache(
             together with block_table.
         block_table: (batch, max_num_blocks_per_seq), int32: which blocks of the cache hold a
             sequence, in order.
-        softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
+        softmax_scale: as in `flash_attn_func`.
         causal: whether to apply the causal mask above.
-        window_size: (left, right), how many keys before and after its own position a query sees;
-            -1: no limit. With causal, right counts as 0.
-        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale; c and
-            softmax_scale / c are in the same range as softmax_scale.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
             - j| to the score of query i and key j. Without gradient.
         rotary_interleaved: True: dimensions 0 and 1, 2 and 3 and so on are rotated together; False:
@@ -143,20 +91,14 @@ def flash_attn_with_kvcache(
         num_splits: 0 or more; accepted for code that passes it. It never changes a bit, and the
             kernels choose their schedule without it. See split_size.
         return_softmax_lse: whether to return softmax_lse too.
-        split_size: tokens per split, a multiple of the kernels' 64 keys per block, at most 2^29;
-            0: one split; None: that of the mode. Part of what the bits depend on. Without effect
-            where the mode is not enabled.
+        split_size: as in `flash_attn_func`.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_softmax_lse the tuple of
         out and softmax_lse (batch, nheads, seqlen_q) in float32, as in `flash_attn_func`.
 
     Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device.
-        ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; forward-mode differentiation.
-        UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
-        MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+        As `flash_attn_func`.
 
     Source:
         flash_attn_with_kvcache of flash_attn 2.8.3 (flash_attn_interface.py); FlashAttention-2
@@ -164,17 +106,18 @@ def flash_attn_with_kvcache(
         2104.09864).
     """
     numbers.check_num_splits(num_splits)
-    numbers.check_flag("rotary_interleaved", rotary_interleaved)
-    numbers.check_flag("return_softmax_lse", return_softmax_lse)
+    interleaved = numbers.check_flag("rotary_interleaved", rotary_interleaved)
+    with_lse = numbers.check_flag("return_softmax_lse", return_softmax_lse)
     capacity = checks.check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
     batch, _, nheads, head_dim = q.shape
     seqlen_new = checks.check_new(q, k_cache, k, v, cache_seqlens, capacity)
-    checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
+    cache_seqlens = checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
     checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
     tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    options = resolve_options(head_dim, softmax_scale, causal, window_size, softcap, split_size)
-    queries_advance = options.window_left >= 0 or options.window_right >= 0
-    checks.check_rotary(q, k, rotary_cos, rotary_sin, capacity, queries_advance)
+    options = resolve_options(
+        head_dim, 0.0, softmax_scale, causal, window_size, softcap, split_size
+    )
+    checks.check_rotary(q, k, rotary_cos, rotary_sin, cache_seqlens, capacity, options.scores)
     kernels.check_kernels(q.device, q.dtype, head_dim)
     if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
         checks.check_rows_aligned("k_cache", k_cache)
@@ -198,11 +141,8 @@ def flash_attn_with_kvcache(
             contiguous(cache_leftpad),
             contiguous(block_table),
             slopes_for_op(alibi_slopes),
-            options.softmax_scale,
-            options.window_left,
-            options.window_right,
-            options.softcap,
-            bool(rotary_interleaved),
+            *options.scores,
+            interleaved,
             options.split_size,
             options.deterministic,
         )
@@ -214,4 +154,4 @@ def flash_attn_with_kvcache(
             k_cache.copy_(k_padded[..., :head_dim])
             v_cache.copy_(v_padded[..., :head_dim])
     out = out[..., :head_dim]
-    return (out, softmax_lse) if return_softmax_lse else out
+    return (out, softmax_lse) if with_lse else out

@@ -1,75 +1,39 @@
-"""Attention over sequences of several lengths, packed into one tensor."""
+"""Attention over sequences of several lengths, packed one after another."""
 
 from __future__ import annotations
 
-import functools
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
 from .._checks import kernels, numbers, tensors
 from .._checks import varlen as checks
-from ._options import (
+from .._checks.determinism import Deterministic
+from .._ops.arguments import Lengths, Options
+from ._call import (
+    WithProbs,
     contiguous,
     draw_rng_state,
     padded,
     resolve_options,
-    returned,
-    scores,
     slopes_for_op,
+    typed,
 )
 
-
-@overload
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    deterministic: bool | None = ...,
-    return_attn_probs: Literal[False] = ...,
-    block_table: torch.Tensor | None = ...,
-    *,
-    seqused_k: torch.Tensor | None = ...,
-    leftpad_k: torch.Tensor | None = ...,
-    split_size: int | None = ...,
-) -> torch.Tensor: ...
+_QKV = checks.NAMES._replace(
+    q="qkv",
+    k="qkv",
+    v="qkv",
+    cu_seqlens_q="cu_seqlens",
+    cu_seqlens_k="cu_seqlens",
+    max_seqlen_q="max_seqlen",
+    max_seqlen_k="max_seqlen",
+)
+_KV = checks.NAMES._replace(k="kv", v="kv")
 
 
-@overload
-def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = ...,
-    softmax_scale: float | None = ...,
-    causal: bool = ...,
-    window_size: tuple[int, int] = ...,
-    softcap: float = ...,
-    alibi_slopes: torch.Tensor | None = ...,
-    deterministic: bool | None = ...,
-    *,
-    return_attn_probs: Literal[True],
-    block_table: torch.Tensor | None = ...,
-    seqused_k: torch.Tensor | None = ...,
-    leftpad_k: torch.Tensor | None = ...,
-    split_size: int | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
-
-
+@typed
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,17 +45,17 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool | None = None,
-    return_attn_probs: bool = False,
+    deterministic: Deterministic = None,
+    return_attn_probs: Literal[False] = False,
     block_table: torch.Tensor | None = None,
     *,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     split_size: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | WithProbs:
     """Computes attention for each sequence of a batch, as `flash_attn_func` does for one alone.
 
     Masks and lengths are those of each sequence; with causal=True, for instance, of a sequence of
@@ -120,18 +84,15 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (batch + 1,), int32: tokens of q before each sequence, and their total, which
             may be less than total_q.
         cu_seqlens_k: (batch + 1,), int32, the same for k.
-        max_seqlen_q: length of the longest sequence of q, or more; an int, because the host has to
-            know it. Less is an error, which only the CPU can tell; a CUDA device does not compute
-            the rows beyond.
+        max_seqlen_q: length of the longest sequence of q, or more; the host has to know it. Less is
+            an error, which only the CPU can tell; a CUDA device does not compute the rows beyond.
         max_seqlen_k: the same for the keys that count of a sequence; a CUDA device leaves out those
             beyond.
         dropout_p: as in `flash_attn_func`.
-        softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
+        softmax_scale: as in `flash_attn_func`.
         causal: whether to apply the causal mask above.
-        window_size: (left, right), how many keys before and after its own position a query sees;
-            -1: no limit. With causal, right counts as 0.
-        softcap: 0.0, or c > 0: scores become c * tanh(score / c) after softmax_scale; c and
-            softmax_scale / c are in the same range as softmax_scale.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
             - j| to the score of query i and key j. Without gradient.
         deterministic: as in `flash_attn_func`.
@@ -141,9 +102,7 @@ def flash_attn_varlen_func(
         seqused_k: (batch,), int32: how many keys of each sequence count; None: all.
         leftpad_k: (batch,), int32: how many keys at the start of each sequence do not count; None:
             0. Not together with block_table.
-        split_size: tokens per split, a multiple of the kernels' 64 keys per block, at most 2^29;
-            0: one split; None: that of the mode. Part of what the bits depend on. Without effect
-            where the mode is not enabled.
+        split_size: as in `flash_attn_func`.
 
     Returns:
         out (total_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of out,
@@ -152,129 +111,182 @@ def flash_attn_varlen_func(
         Rows of no sequence, on every device: out 0, softmax_lse +inf.
 
     Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device.
-        ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; a gradient through what has no backward, or as in
-            `flash_attn_func`.
-        NotDeterministicError: a RuntimeError; as in `flash_attn_func`.
-        UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
-        MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+        As `flash_attn_func`; UnsupportedError, from the backward, through what has none.
 
     Source:
-        flash_attn_varlen_func of flash_attn 2.8.3 (flash_attn_interface.py); FlashAttention-2 (Dao,
-        2023, arXiv 2307.08691).
+        As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
-    return attend(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+    lengths = Lengths(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
+    )
+    lengths = checks.check_varlen(q, k, v, lengths)
+    options = resolve_options(
+        q.shape[-1],
         dropout_p,
         softmax_scale,
         causal,
         window_size,
         softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
         split_size,
-        block_table=block_table,
-        seqused_k=seqused_k,
-        leftpad_k=leftpad_k,
+        deterministic,
     )
+    return _attend(q, k, v, lengths, alibi_slopes, options, return_attn_probs)
 
 
-def attend(
+@typed
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: Literal[False] = False,
+    *,
+    split_size: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes attention as `flash_attn_varlen_func` does, with q, k and v in one tensor.
+
+    Args:
+        qkv: (total, 3, nheads, head_dim), float16 or bfloat16; q, k and v in this order.
+        cu_seqlens: (batch + 1,), int32: tokens before each sequence, and their total; read as in
+            `flash_attn_varlen_func`.
+        max_seqlen: length of the longest sequence, or more, as in `flash_attn_varlen_func`.
+        dropout_p: as in `flash_attn_func`; so are the arguments after it.
+
+    Returns:
+        out (total, nheads, head_dim), 0 in rows of no sequence; with return_attn_probs as in
+        `flash_attn_varlen_func`.
+
+    Raises:
+        As `flash_attn_func`.
+
+    Source:
+        As `flash_attn_func`; of the same name in flash_attn 2.8.3.
+    """
+    tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
+    q, k, v = qkv.unbind(1)
+    lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    lengths = checks.check_varlen(q, k, v, lengths, _QKV)
+    options = resolve_options(
+        q.shape[-1],
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        split_size,
+        deterministic,
+    )
+    return _attend(q, k, v, lengths, alibi_slopes, options, return_attn_probs)
+
+
+@typed
+def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    kv: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool | None,
-    return_attn_probs: bool,
-    split_size: int | None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: Literal[False] = False,
     *,
-    block_table: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    leftpad_k: torch.Tensor | None = None,
-    names: checks.Names = checks.NAMES,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Checks the arguments of a call and runs it; `names` are the caller's.
+    split_size: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes attention as `flash_attn_varlen_func` does, with k and v in one tensor.
+
+    Args:
+        q: (total_q, nheads, head_dim), float16 or bfloat16.
+        kv: (total_k, 2, nheads_k, head_dim), like q; k and v in this order. nheads is a multiple of
+            nheads_k.
+        cu_seqlens_q: (batch + 1,), int32: tokens of q before each sequence, and their total.
+        cu_seqlens_k: (batch + 1,), int32, the same for kv.
+        max_seqlen_q: length of the longest sequence of q, or more, as in `flash_attn_varlen_func`.
+        max_seqlen_k: the same for kv.
+        dropout_p: as in `flash_attn_func`; so are the arguments after it.
 
     Returns:
-        As `flash_attn_varlen_func`.
+        out (total_q, nheads, head_dim), 0 in rows of no sequence; with return_attn_probs as in
+        `flash_attn_varlen_func`.
+
+    Raises:
+        As `flash_attn_func`.
+
+    Source:
+        As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
-    numbers.check_dropout(dropout_p)
-    numbers.check_flag("return_attn_probs", return_attn_probs)
-    checks.check_varlen(q, k, v, block_table is not None, names)
-    checks.check_lengths(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
-        leftpad_k,
-        block_table,
-        q.device,
-        names,
-    )
-    checks.check_no_gradient((q, k, v), seqused_k, leftpad_k, block_table)
-    _, nheads, head_dim = q.shape
-    tensors.check_alibi(alibi_slopes, cu_seqlens_q.shape[0] - 1, nheads, q.device)
+    tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
+    k, v = kv.unbind(1)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = checks.check_varlen(q, k, v, lengths, _KV)
     options = resolve_options(
-        head_dim, softmax_scale, causal, window_size, softcap, split_size, deterministic
+        q.shape[-1],
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        split_size,
+        deterministic,
     )
+    return _attend(q, k, v, lengths, alibi_slopes, options, return_attn_probs)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths,
+    alibi_slopes: torch.Tensor | None,
+    options: Options,
+    return_attn_probs: bool,
+) -> torch.Tensor | WithProbs:
+    """Runs a call whose q, k, v, lengths and options have been checked."""
+    with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
+    checks.check_no_gradient((q, k, v), lengths)
+    _, nheads, head_dim = q.shape
+    batch = lengths.cu_seqlens_q.shape[0] - 1
+    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
     kernels.check_kernels(q.device, q.dtype, head_dim)
-    kernels.check_combination(q.device, softcap, dropout_p)
-    alibi_slopes = slopes_for_op(alibi_slopes)
-    rng_state = draw_rng_state(dropout_p, q.device)
+    kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
+    slopes = slopes_for_op(alibi_slopes)
+    rng_state = draw_rng_state(options.dropout_p, q.device)
     out, softmax_lse = torch.ops.flash_attn_deterministic.varlen_fwd(
         padded(q),
         padded(k),
         padded(v),
-        contiguous(cu_seqlens_q),
-        contiguous(cu_seqlens_k),
-        contiguous(seqused_k),
-        contiguous(leftpad_k),
-        contiguous(block_table),
-        alibi_slopes,
+        contiguous(lengths.cu_seqlens_q),
+        contiguous(lengths.cu_seqlens_k),
+        contiguous(lengths.seqused_k),
+        contiguous(lengths.leftpad_k),
+        contiguous(lengths.block_table),
+        slopes,
         rng_state,
-        max_seqlen_q,
-        max_seqlen_k,
-        float(dropout_p),
-        *options,
+        lengths.max_seqlen_q,
+        lengths.max_seqlen_k,
+        options.dropout_p,
+        *options.scores,
+        options.split_size,
+        options.deterministic,
+        options.deterministic_bwd,
     )
-    signed_probs = None
-    if rng_state is not None and return_attn_probs:
-        # Imported here, as the reference is wherever it is used, to keep the import short.
-        from ..reference import _probs
+    out = out[..., :head_dim]
+    if not with_probs:
+        return out  # type: ignore[no-any-return]
+    if rng_state is None:
+        return out, softmax_lse, out.new_empty(0)
+    from ..reference._probs import varlen_signed_probs
 
-        signed_probs = functools.partial(
-            _probs.varlen_signed_probs,
-            q,
-            k,
-            softmax_lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            leftpad_k,
-            block_table,
-            alibi_slopes,
-            rng_state,
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            scores(options),
-        )
-    return returned(out[..., :head_dim], softmax_lse, return_attn_probs, signed_probs)
+    probs = varlen_signed_probs(q, k, softmax_lse, lengths, slopes, rng_state, options)
+    return out, softmax_lse, probs

@@ -75,8 +75,7 @@ def _read_split_size(environ: Mapping[str, str], name: str) -> int:
             f"{name}: expected a number of tokens up to 2**29, 0 for one split, got {shown(text)}; "
             f"unset it for {DEFAULT_SPLIT_SIZE}"
         )
-    check_mode_split_size(int(text), name)
-    return int(text)
+    return check_mode_split_size(int(text), name)
 
 
 def _read_environment(environ: Mapping[str, str], wheel_is_deterministic: bool) -> Mode:
@@ -156,11 +155,11 @@ class _Thread(threading.local):
         self.box = _Box()
 
 
-def _start() -> tuple[Mode | None, FlashAttnError | None]:
+def _start() -> tuple[Mode | None, tuple[type[FlashAttnError], str]]:
     try:
-        return _read_environment(os.environ, _WHEEL_DETERMINISTIC), None
+        return _read_environment(os.environ, _WHEEL_DETERMINISTIC), (FlashAttnError, "")
     except FlashAttnError as error:
-        return None, error
+        return None, (type(error), str(error))
 
 
 _WHEEL_DETERMINISTIC = _wheel_holds_deterministic()
@@ -172,8 +171,8 @@ _thread = _Thread()
 
 def _process() -> Mode:
     if _process_mode is None:
-        problem = _environment_problem
-        raise type(problem)(str(problem))
+        kind, message = _environment_problem
+        raise kind(message)
     return _process_mode
 
 
@@ -351,8 +350,7 @@ def _changed(around: Callable[[], Mode], enabled: bool, split_size: int | None) 
         require_deterministic_kernels("enabled", "pass enabled=False")
     if split_size is None:
         return Mode(enabled, around().split_size)
-    check_mode_split_size(split_size)
-    return Mode(enabled, split_size)
+    return Mode(enabled, check_mode_split_size(split_size))
 
 
 _LATER = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,19 +10,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import interface
+from .._checks.describe import shown
+from .._ops.cpu import check_values
 from .._ops.schemas import FORWARD, NAMESPACE
 from ..errors import ArgumentError
 from .plan import Plan, Request, plan
 
 
-def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Plan:
+def explain(
+    function: Callable[..., Any] | str | torch.Tensor | None = None, *args: Any, **kwargs: Any
+) -> Plan:
     """Returns the plan of a call of one of this package's functions, without running it.
 
-    Nothing is computed and no cache is written to: shapes, dtypes and devices are all that counts.
-    The arguments are checked as in the call itself, but not whether the wheel has the kernel.
+    The arguments are checked as in the call itself. Nothing is computed, drawn or written to: the
+    call is made, and stopped where it would run.
 
     Args:
-        function: one of this package's functions, or its name.
+        function: one of this package's functions, or its name; also a functools.partial of one, one
+            that torch.compile has compiled, or one that `deterministic_mode` decorates. Left out
+            (so that q or a keyword comes first): flash_attn_func.
         *args: arguments of the call.
         **kwargs: arguments of the call.
 
@@ -29,65 +36,85 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Pl
         The plan.
 
     Raises:
-        ArgumentError: a ValueError; no such function, or one that the call itself raises.
-        UnsupportedError: a NotImplementedError; the mode is not enabled.
+        ArgumentError: a ValueError; no such function, or one that the call itself raises, as all
+            other errors that it raises before it runs.
+        UnsupportedError: a NotImplementedError; the mode is not enabled, and the tensors are not on
+            a CUDA device.
 
     Example:
         >>> q = k = v = torch.ones(1, 4096, 2, 64, dtype=torch.bfloat16)
         >>> explain(flash_attn_func, q, k, v, split_size=1024).num_splits
         4
     """
-    called = _function(function)
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    devices = {tensor.device for tensor in tensors} or {torch.device("cpu")}
-    if len(devices) > 1:
-        raise ArgumentError(
-            "explain: expected all tensors on one device, got "
-            + " and ".join(sorted(map(str, devices)))
-        )
-    recorder = _Recorder(devices.pop())
-    with torch.no_grad(), recorder:
-        called(*map(_shape_only, args), **{name: _shape_only(v) for name, v in kwargs.items()})
-    assert recorder.request is not None
-    return plan(recorder.request)
+    if isinstance(function, torch.Tensor):
+        args = (function, *args)
+    if function is None or isinstance(function, torch.Tensor):
+        function = interface.flash_attn_func
+    called = _called(function)
+    try:
+        with _Stopper():  # type: ignore[no-untyped-call, unused-ignore]
+            called(*args, **kwargs)
+    except _Stopped as stopped:
+        return plan(stopped.request)
+    raise AssertionError(f"{function} returned without a call of an op")
 
 
-def _function(function: Callable[..., Any] | str) -> Callable[..., Any]:
+def _called(function: Any) -> Callable[..., Any]:
     functions = {name: getattr(interface, name) for name in interface.__all__}
     if isinstance(function, str) and function in functions:
         return functions[function]  # type: ignore[no-any-return]
-    if function in functions.values():
-        return function  # type: ignore[return-value]
+    called = _without_compiler(function)
+    inner = called
+    while isinstance(inner, functools.partial) or hasattr(inner, "__wrapped__"):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__wrapped__
+    if any(inner is each for each in functions.values()):
+        return called  # type: ignore[no-any-return]
     raise ArgumentError(
-        f"function: expected one of {', '.join(functions)}, or its name, got {function!r}"
+        f"function: expected one of {', '.join(functions)}, or its name, got {shown(function)}"
     )
 
 
-def _shape_only(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+def _without_compiler(function: Any) -> Any:
+    """Returns what torch.compile was given; a compiled function would be traced, not called."""
+    if isinstance(function, functools.partial):
+        inner = _without_compiler(function.func)
+        return functools.partial(inner, *function.args, **function.keywords)
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Notes what an op of this package was called with, all of it on the meta device."""
+class _Stopped(BaseException):
+    """Leaves a call that has come to its op."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.device = device
-        self.request: Request | None = None
+    def __init__(self, request: Request) -> None:
+        super().__init__()
+        self.request = request
+
+
+class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Stops at the first op of this package; allocates what others before it would compute."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         name = func._schema.name.removeprefix(f"{NAMESPACE}::")
         if name in FORWARD:
             names = (argument.name for argument in func._schema.arguments)
-            self.request = _request(name, dict(zip(names, args, strict=True)), self.device)
-        return func(*args, **(kwargs or {}))
+            arguments = dict(zip(names, args, strict=True))
+            if arguments["q"].device.type == "cpu":
+                check_values(name, arguments)
+            raise _Stopped(_request(name, arguments))
+        if name == "aten::randint":  # nothing is drawn
+            return torch.empty(args[2], **kwargs)
+        if name == "aten::constant_pad_nd":
+            tensor, (left, right) = args[0], args[1]
+            return tensor.new_empty((1,)).expand(
+                *tensor.shape[:-1], tensor.shape[-1] + left + right
+            )
+        return func(*args, **kwargs)
 
 
-def _request(name: str, arguments: dict[str, Any], device: torch.device) -> Request:
+def _request(name: str, arguments: dict[str, Any]) -> Request:
     q = arguments["q"]
     keys = arguments["k_cache" if name == "kvcache_fwd" else "k"]
     table = arguments.get("block_table")
@@ -100,7 +127,7 @@ def _request(name: str, arguments: dict[str, Any], device: torch.device) -> Requ
         batch, seqlen_q = q.shape[:2]
         seqlen_k = keys.shape[1] if table is None else table.shape[1] * keys.shape[1]
     return Request(
-        device=device,
+        device=q.device,
         dtype=q.dtype,
         batch=batch,
         nheads=q.shape[-2],

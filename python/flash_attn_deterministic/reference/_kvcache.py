@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ArgumentError
 from ._dense import batch_slopes
 from ._formats import DEFAULT_FORMATS, Formats
-from ._lengths import check_each, check_pages
 from ._rotary import rotate
 from ._sequences import Slots, attend_sequences
 from ._walk import Walk
@@ -74,14 +72,9 @@ def kvcache_attention(
 
     Raises:
         DtypeError: as in `attention`.
-        ArgumentError: as in `attention`; arguments that exclude or need each other; more tokens
-            than the cache has room for; or a length, a row or a page that can't be. Then the caches
-            are as they were.
+        ArgumentError: as in `attention`. Lengths, rows and pages are not checked; see
+            `_checks.values`.
     """
-    _check_together(k, v, rotary_cos, rotary_sin, cache_seqlens)
-    if block_table is not None and (cache_leftpad is not None or cache_batch_idx is not None):
-        name = "cache_batch_idx" if cache_leftpad is None else "cache_leftpad"
-        raise ArgumentError(f"{name}: expected None with a block_table; leave out one of the two")
     visible = Window.of(causal, window)
     walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats)
     batch, seqlen_q = q.shape[:2]
@@ -91,14 +84,6 @@ def kvcache_attention(
     used = _used(cache_seqlens, batch, slots.capacity)
     new = 0 if k is None else k.shape[1]
     ends = [end + new for end in used]
-    room = f"the {slots.capacity} tokens of the cache less {new} new ones"
-    check_each("cache_seqlens", used, [slots.capacity - new] * batch, room)
-    check_each("cache_leftpad", skipped, ends, "the length")
-    if block_table is None:
-        name = "k_cache" if cache_batch_idx is None else "cache_batch_idx"
-        check_each(name, cache_rows, [k_cache.shape[0] - 1] * batch, "the places in the cache")
-    else:
-        check_pages(block_table, k_cache.shape[1], k_cache.shape[0], ends)
     if k is not None and v is not None:
         for b in range(batch):
             index = slots(b, used[b], ends[b])
@@ -128,23 +113,6 @@ def kvcache_attention(
     for sequence, out_rows, lse_rows in attend_sequences(walk, lengths, rows, keys, slopes):
         out[sequence], softmax_lse[sequence] = out_rows, lse_rows
     return out, softmax_lse
-
-
-def _check_together(
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    rotary_cos: torch.Tensor | None,
-    rotary_sin: torch.Tensor | None,
-    cache_seqlens: int | torch.Tensor | None,
-) -> None:
-    if (k is None) != (v is None):
-        raise ArgumentError("k, v: expected both or none; pass the other one too")
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise ArgumentError("rotary_cos, rotary_sin: expected both or none; pass the other one too")
-    if k is not None and cache_seqlens is None:
-        raise ArgumentError("cache_seqlens: expected with k, got None; pass where k is to go")
-    if rotary_cos is not None and k is None:
-        raise ArgumentError("k: expected with rotary_cos, got None; pass the keys to append")
 
 
 def _used(cache_seqlens: int | torch.Tensor | None, batch: int, capacity: int) -> list[int]:

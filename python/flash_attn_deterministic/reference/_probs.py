@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .._ops.arguments import Lengths, Options
 from ._dropout import keep_mask
-
-Scores = tuple[float, int, int, float]
 
 
 @torch.no_grad()
@@ -16,8 +15,7 @@ def signed_probs(
     softmax_lse: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
     rng_state: torch.Tensor,
-    dropout_p: float,
-    scores: Scores,
+    options: Options,
 ) -> torch.Tensor:
     """Returns the softmax, with the sign bit set where it is dropped.
 
@@ -27,17 +25,14 @@ def signed_probs(
         softmax_lse: (batch, nheads, seqlen_q).
         alibi_slopes: (nheads,) or (batch, nheads), or None.
         rng_state: (2,), int64: seed and offset.
-        dropout_p: probability in [0, 1).
-        scores: softmax_scale, window_left, window_right and softcap.
+        options: of the call.
 
     Returns:
         (batch, nheads, seqlen_q, seqlen_k), like q. Computed in float32 from softmax_lse, so close
         to what the kernels have, not bit for bit.
     """
     seqlen_q, seqlen_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))
-    return _signed_probs(
-        q, k, softmax_lse, seqlen_q, seqlen_k, alibi_slopes, rng_state, dropout_p, scores
-    )
+    return _signed_probs(q, k, softmax_lse, seqlen_q, seqlen_k, alibi_slopes, rng_state, options)
 
 
 @torch.no_grad()
@@ -45,17 +40,10 @@ def varlen_signed_probs(
     q: torch.Tensor,
     k: torch.Tensor,
     softmax_lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    seqused_k: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
+    lengths: Lengths,
     alibi_slopes: torch.Tensor | None,
     rng_state: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    scores: Scores,
+    options: Options,
 ) -> torch.Tensor:
     """Returns what `signed_probs` does, of packed sequences.
 
@@ -64,21 +52,18 @@ def varlen_signed_probs(
         k: (total_k, nheads_k, head_dim); with block_table (num_blocks, page_block_size, nheads_k,
             head_dim).
         softmax_lse: (nheads, total_q).
-        cu_seqlens_q: (batch + 1,).
-        cu_seqlens_k: (batch + 1,).
-        seqused_k: (batch,), or None.
-        leftpad_k: (batch,), or None.
-        block_table: (batch, max_num_blocks_per_seq), or None.
+        lengths: of the call; max_seqlen_q and max_seqlen_k are those of the result.
         alibi_slopes: as in `signed_probs`.
         rng_state: as in `signed_probs`.
-        max_seqlen_q: rows of the result.
-        max_seqlen_k: columns of the result.
-        dropout_p: as in `signed_probs`.
-        scores: as in `signed_probs`.
+        options: of the call.
 
     Returns:
         (batch, nheads, max_seqlen_q, max_seqlen_k), like q; 0 beyond a sequence.
     """
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others = lengths
+    seqused_k, leftpad_k, block_table = others
+    q, k = _some(q), _some(k)
+    softmax_lse = _some(softmax_lse.transpose(0, 1))
     seqlens_q, seqlens_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     if seqused_k is not None:
         seqlens_k = seqused_k
@@ -97,14 +82,18 @@ def varlen_signed_probs(
     return _signed_probs(
         q[rows],
         keys,
-        softmax_lse[:, rows].transpose(0, 1),
+        softmax_lse[rows].transpose(1, 2),
         seqlens_q,
         seqlens_k,
         alibi_slopes,
         rng_state,
-        dropout_p,
-        scores,
+        options,
     )
+
+
+def _some(tokens: torch.Tensor) -> torch.Tensor:
+    """Returns one token where there is none: what is masked is read from somewhere."""
+    return tokens if tokens.shape[0] else tokens.new_zeros((1, *tokens.shape[1:]))
 
 
 def _within(index: torch.Tensor, size: int) -> torch.Tensor:
@@ -119,11 +108,10 @@ def _signed_probs(
     seqlens_k: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
     rng_state: torch.Tensor,
-    dropout_p: float,
-    scores: Scores,
+    options: Options,
 ) -> torch.Tensor:
     """Computes `signed_probs`; sequences end at seqlens, which are (batch,) or of no dimension."""
-    scale, window_left, window_right, softcap = scores
+    scale, window_left, window_right, softcap = options.scores
     batch, seqlen_q, nheads, _ = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
     device = q.device
@@ -147,7 +135,7 @@ def _signed_probs(
     probs = torch.where(visible, torch.exp(values - softmax_lse[..., None]), 0.0).to(q.dtype)
     keep = keep_mask(
         rng_state,
-        dropout_p,
+        options.dropout_p,
         torch.arange(batch, device=device),
         torch.arange(nheads, device=device),
         (0, seqlen_q),

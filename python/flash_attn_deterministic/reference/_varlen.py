@@ -6,11 +6,9 @@ import itertools
 
 import torch
 
-from ..errors import ArgumentError
 from ._dense import batch_slopes
 from ._dropout import Dropout
 from ._formats import DEFAULT_FORMATS, Formats
-from ._lengths import check_each, check_longest, check_pages, check_starts
 from ._sequences import Slots, attend_sequences
 from ._walk import Walk
 from ._window import Window
@@ -49,9 +47,8 @@ def varlen_attention(
         v: like k.
         cu_seqlens_q: (batch + 1,), where each sequence's queries begin in q, and the last end.
         cu_seqlens_k: (batch + 1,), the same for k; with block_table only the lengths count.
-        max_seqlen_q: at least the queries of each sequence; None: not said. Changes nothing: every
-            sequence is computed to its end.
-        max_seqlen_k: the same of the keys that count.
+        max_seqlen_q: changes nothing: every sequence is computed to its end.
+        max_seqlen_k: the same.
         softmax_scale: as in `attention`.
         causal: as in `attention`.
         seqused_k: (batch,), the end of each sequence's keys, counted from where they begin; None:
@@ -74,11 +71,8 @@ def varlen_attention(
 
     Raises:
         DtypeError: as in `attention`.
-        ArgumentError: as in `attention`; both leftpad_k and block_table are given; or a length, a
-            start or a page that can't be.
+        ArgumentError: as in `attention`. Lengths are not checked; see `_checks.values`.
     """
-    if leftpad_k is not None and block_table is not None:
-        raise ArgumentError("leftpad_k: expected None with a block_table; leave out one of the two")
     visible = Window.of(causal, window)
     dropout = Dropout.of(dropout_p, rng_state)
     walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats, dropout)
@@ -86,23 +80,11 @@ def varlen_attention(
     seqlens_q = [end - begin for begin, end in itertools.pairwise(q_starts)]
     batch = len(seqlens_q)
     skipped = [0] * batch if leftpad_k is None else leftpad_k.tolist()
-    rooms = [end - begin for begin, end in itertools.pairwise(k_starts)]
-    ends = rooms if seqused_k is None else seqused_k.tolist()
-    check_starts("cu_seqlens_q", q_starts, q.shape[0])
-    if block_table is None:
-        check_starts("cu_seqlens_k", k_starts, k.shape[0])
-        check_each("seqused_k", ends, rooms, "the keys that cu_seqlens_k has room for")
-        check_each("leftpad_k", skipped, ends, "the length")
+    if seqused_k is None:
+        ends = [end - begin for begin, end in itertools.pairwise(k_starts)]
     else:
-        if seqused_k is None:
-            check_starts("cu_seqlens_k", k_starts)
-        else:
-            capacity = block_table.shape[1] * k.shape[1]
-            check_each("seqused_k", ends, [capacity] * batch, "the tokens of its pages")
-        check_pages(block_table, k.shape[1], k.shape[0], ends)
+        ends = seqused_k.tolist()
     seqlens_k = [end - begin for begin, end in zip(skipped, ends, strict=True)]
-    check_longest("max_seqlen_q", max_seqlen_q, seqlens_q)
-    check_longest("max_seqlen_k", max_seqlen_k, seqlens_k)
     slots = None if block_table is None else Slots(k.shape[1], block_table=block_table)
 
     def keys(sequence: int) -> tuple[torch.Tensor, torch.Tensor]:

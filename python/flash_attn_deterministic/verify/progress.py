@@ -26,6 +26,8 @@ class Progress:
         self._total = sum(task.weight for task in tasks)
         self._done = 0.0
         self._begin = time.monotonic()
+        # The last news: how much was done, and when.
+        self._news = (0.0, self._begin)
         self._drawn = 0.0
 
     def show(self, task: Task, fraction: float = 0.0, detail: str = "") -> None:
@@ -60,7 +62,14 @@ class Progress:
 
     def left(self, part: float) -> str:
         """Returns the time left as minutes:seconds, from the part that is done."""
-        elapsed = time.monotonic() - self._begin
+        now = time.monotonic()
+        if part > self._news[0]:
+            self._news = (part, now)
+        known, at = self._news
         # At the start the tasks' own weights are the better guess.
-        seconds = (self._total if part < 0.02 else elapsed / part) * (1 - part)
+        whole = self._total if known < 0.02 else (at - self._begin) / known
+        # Between two pieces of news it counts down, and not below what has not begun.
+        seconds = max(whole * (1 - known) - (now - at), 0.0)
+        if seconds < 1 and part < 1:
+            return "?:??"
         return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -1,8 +1,6 @@
 """The names of the package flash_attn 2.8.3, for code that imports them.
 
-They are those of flash_attn_deterministic, but that `deterministic=False` follows the mode:
-flash_attn's default can't be told from a wish. To get gradients in the fastest order under these
-names, leave the mode with `set_deterministic_mode(False)`.
+The public functions are those of flash_attn_deterministic.
 
 `flash_attn_deterministic.as_flash_attn` makes this `import flash_attn`. What flash_attn holds
 beside attention (layers, losses, models, ops, Triton kernels) is not here.

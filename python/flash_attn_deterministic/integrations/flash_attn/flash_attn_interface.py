@@ -6,11 +6,6 @@ call itself imports. They are plain functions, not custom ops of a namespace fla
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
-
 import torch
 
 import flash_attn_deterministic as package
@@ -18,31 +13,15 @@ import flash_attn_deterministic as package
 from ...errors import ArgumentError, UnsupportedError
 from .. import calls
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _ROWS = 128  # flash_attn rounds the rows of softmax_d up to a multiple of this
 
 
-def _follows_the_mode(function: _Function) -> _Function:
-    """Returns a function for which `deterministic=False` is the same as None."""
-    place = list(inspect.signature(function).parameters).index("deterministic")
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if len(args) > place:
-            args = (*args[:place], args[place] or None, *args[place + 1 :])
-        else:
-            kwargs["deterministic"] = kwargs.get("deterministic") or None
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-flash_attn_func = _follows_the_mode(package.flash_attn_func)
-flash_attn_kvpacked_func = _follows_the_mode(package.flash_attn_kvpacked_func)
-flash_attn_qkvpacked_func = _follows_the_mode(package.flash_attn_qkvpacked_func)
-flash_attn_varlen_func = _follows_the_mode(package.flash_attn_varlen_func)
-flash_attn_varlen_kvpacked_func = _follows_the_mode(package.flash_attn_varlen_kvpacked_func)
-flash_attn_varlen_qkvpacked_func = _follows_the_mode(package.flash_attn_varlen_qkvpacked_func)
+flash_attn_func = package.flash_attn_func
+flash_attn_kvpacked_func = package.flash_attn_kvpacked_func
+flash_attn_qkvpacked_func = package.flash_attn_qkvpacked_func
+flash_attn_varlen_func = package.flash_attn_varlen_func
+flash_attn_varlen_kvpacked_func = package.flash_attn_varlen_kvpacked_func
+flash_attn_varlen_qkvpacked_func = package.flash_attn_varlen_qkvpacked_func
 flash_attn_with_kvcache = package.flash_attn_with_kvcache
 
 

@@ -1,0 +1,193 @@
+"""Values of lengths and indices, which only the CPU can read without waiting for a GPU.
+
+A wrong one would be a slice of something else, or of nothing. On a GPU it is the caller's promise
+that they are right. The CPU ops check them, since a compiled graph brings other values each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from .._ops.arguments import Lengths, Scores
+from ..errors import ArgumentError
+from .kvcache import check_rotated_queries, rotated_positions
+
+
+def check_varlen_values(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> None:
+    """Checks where packed sequences begin and end.
+
+    Args:
+        q: (total_q, nheads, head_dim).
+        k: (total_k, nheads_k, head_dim); with a block table (num_blocks, page_block_size, nheads_k,
+            head_dim).
+        lengths: of the call; shapes and dtypes have been checked.
+
+    Raises:
+        ArgumentError: a start, a length or a page that can't be, or a sequence longer than
+            max_seqlen_q or max_seqlen_k says.
+    """
+    table = lengths.block_table
+    q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
+    seqlens_q, rooms = _differences(q_starts), _differences(k_starts)
+    batch = len(seqlens_q)
+    skipped = [0] * batch if lengths.leftpad_k is None else lengths.leftpad_k.tolist()
+    ends = rooms if lengths.seqused_k is None else lengths.seqused_k.tolist()
+    check_starts("cu_seqlens_q", q_starts, q.shape[0])
+    if table is None:
+        check_starts("cu_seqlens_k", k_starts, k.shape[0])
+        check_each("seqused_k", ends, rooms, "the keys that cu_seqlens_k has room for")
+        check_each("leftpad_k", skipped, ends, "the length")
+    else:
+        if lengths.seqused_k is None:
+            check_starts("cu_seqlens_k", k_starts)
+        else:
+            capacity = table.shape[1] * k.shape[1]
+            check_each("seqused_k", ends, [capacity] * batch, "the tokens of its pages")
+        check_pages(table, k.shape[1], k.shape[0], ends)
+    check_longest("max_seqlen_q", lengths.max_seqlen_q, seqlens_q)
+    seqlens_k = [end - begin for begin, end in zip(skipped, ends, strict=True)]
+    check_longest("max_seqlen_k", lengths.max_seqlen_k, seqlens_k)
+
+
+def check_cache_values(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    rotary_cos: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    scores: Scores,
+) -> None:
+    """Checks what a cache holds, and has to take up.
+
+    Args:
+        q: see `flash_attn_with_kvcache`, here and below; shapes and dtypes have been checked.
+        k_cache: the cache.
+        k: what is appended, or None.
+        cache_seqlens: (batch,), or None.
+        rotary_cos: the table, or None.
+        cache_batch_idx: (batch,), or None.
+        cache_leftpad: (batch,), or None.
+        block_table: (batch, max_num_blocks_per_seq), or None.
+        scores: of the call.
+
+    Raises:
+        ArgumentError: a length, a row or a page that can't be, more tokens than the cache has room
+            for, or a query beyond the rotary tables.
+    """
+    batch, capacity = q.shape[0], k_cache.shape[1]
+    if block_table is not None:
+        capacity *= block_table.shape[1]
+    new = 0 if k is None else k.shape[1]
+    used = [capacity] * batch if cache_seqlens is None else cache_seqlens.tolist()
+    ends = [end + new for end in used]
+    room = f"the {capacity} tokens of the cache less {new} new ones"
+    check_each("cache_seqlens", used, [capacity - new] * batch, room)
+    if cache_leftpad is not None:
+        check_each("cache_leftpad", cache_leftpad.tolist(), ends, "the length")
+    if block_table is not None:
+        check_pages(block_table, k_cache.shape[1], k_cache.shape[0], ends)
+    elif cache_batch_idx is not None:
+        last = [k_cache.shape[0] - 1] * batch
+        check_each("cache_batch_idx", cache_batch_idx.tolist(), last, "the places in the cache")
+    if rotary_cos is not None:
+        positions = rotated_positions(q, scores)
+        for sequence, position in enumerate(used):
+            where = f" in sequence {sequence}"
+            check_rotated_queries(position + positions, rotary_cos.shape[0], where)
+
+
+def _differences(starts: Sequence[int]) -> list[int]:
+    return [end - begin for begin, end in itertools.pairwise(starts)]
+
+
+def check_starts(name: str, starts: Sequence[int], total: int | None = None) -> None:
+    """Checks where packed sequences begin: from 0 on, and none before the last one's end.
+
+    Args:
+        name: of the argument.
+        starts: (batch + 1,).
+        total: tokens that there are; None: not known.
+
+    Raises:
+        ArgumentError: they don't.
+    """
+    if starts[0] != 0:
+        raise ArgumentError(f"{name}: expected 0 as its first element, got {starts[0]}")
+    for sequence, (begin, end) in enumerate(itertools.pairwise(starts)):
+        if end < begin:
+            raise ArgumentError(
+                f"{name}: expected elements that do not decrease, got {end} after {begin} (sequence"
+                f" {sequence})"
+            )
+    if total is not None and starts[-1] > total:
+        raise ArgumentError(
+            f"{name}: expected at most the {total} tokens that there are as its last element, got "
+            f"{starts[-1]}"
+        )
+
+
+def check_each(name: str, values: Sequence[int], limits: Sequence[int], what: str) -> None:
+    """Checks a number of each sequence.
+
+    Args:
+        name: of the argument.
+        values: (batch,), from 0 on.
+        limits: (batch,), the largest that are right.
+        what: the limit is, for the message.
+
+    Raises:
+        ArgumentError: one is negative or above its limit.
+    """
+    for sequence, (value, limit) in enumerate(zip(values, limits, strict=True)):
+        if not 0 <= value <= limit:
+            raise ArgumentError(
+                f"{name}: expected 0 to {limit}, {what}, for sequence {sequence}, got {value}"
+            )
+
+
+def check_longest(name: str, longest: int, lengths: Sequence[int]) -> None:
+    """Checks that no sequence is longer than the caller says.
+
+    Raises:
+        ArgumentError: one is.
+    """
+    if longest < max(lengths, default=0):
+        raise ArgumentError(
+            f"{name}: expected at least {max(lengths)}, the length of the longest sequence, got "
+            f"{longest}"
+        )
+
+
+def check_pages(
+    block_table: torch.Tensor, page_size: int, num_pages: int, ends: Sequence[int]
+) -> None:
+    """Checks the part of a block table that is used.
+
+    Args:
+        block_table: (batch, pages of a sequence).
+        page_size: tokens per page.
+        num_pages: that there are.
+        ends: (batch,), tokens of each sequence.
+
+    Raises:
+        ArgumentError: too short for a sequence, or no such page.
+    """
+    for sequence, (row, end) in enumerate(zip(block_table.tolist(), ends, strict=True)):
+        used = -(-end // page_size)
+        if used > len(row):
+            raise ArgumentError(
+                f"block_table: expected at least {used} pages of {page_size} tokens for the {end} "
+                f"of sequence {sequence}, got {len(row)}"
+            )
+        for page in row[:used]:
+            if not 0 <= page < num_pages:
+                raise ArgumentError(
+                    f"block_table: expected pages 0 to {num_pages - 1}, got {page} for sequence "
+                    f"{sequence}"
+                )

@@ -1,0 +1,53 @@
+"""What the ops are called with, as values: checked, and with nothing left open."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Scores(NamedTuple):
+    """What the score of a key follows from, in the order of the ops' arguments.
+
+    Args:
+        softmax_scale: factor of q k^T.
+        window_left: keys before its own position that a query sees; -1: no limit.
+        window_right: the same after it; 0 where causal.
+        softcap: 0.0: none.
+    """
+
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+
+
+class Options(NamedTuple):
+    """The numbers and flags of a call.
+
+    Args:
+        dropout_p: 0.0: none.
+        scores: see there.
+        split_size: tokens per split; 0: one split.
+        deterministic: whether the forward is.
+        deterministic_bwd: whether the backward is.
+    """
+
+    dropout_p: float
+    scores: Scores
+    split_size: int
+    deterministic: bool
+    deterministic_bwd: bool
+
+
+class Lengths(NamedTuple):
+    """Where packed sequences begin and end; see `flash_attn_varlen_func`."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: torch.Tensor | None = None
+    leftpad_k: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
