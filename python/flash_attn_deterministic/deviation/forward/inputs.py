@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-from ..errors import ArgumentError
-from .simulate import check_inputs
+from ...errors import ArgumentError
+from ..attentions.masks import Call
+from ..emulate.simulate import check_inputs
+from ..study.files import whole_file
 
 Draw = Callable[[tuple[int, ...], torch.Generator], torch.Tensor]
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -65,35 +67,40 @@ def draw(name: str, seed: int, seqlen: int, head_dim: int) -> QKV:
     return q * factor, k, v
 
 
-def read_inputs(path: Path) -> list[QKV]:
-    """Reads captured tensors, as `capture.save` writes them.
+_FIELDS = tuple(field.name for field in fields(Call))
 
-    Returns:
-        (q, k, v) of each call, each (heads, seqlen, head_dim).
+
+def save_calls(calls: Sequence[Call], path: Path) -> None:
+    """Writes calls of attention, for `deviation forward --inputs`."""
+    with whole_file(path) as temporary:
+        torch.save([{name: getattr(call, name) for name in _FIELDS} for call in calls], temporary)
+
+
+def read_calls(path: Path) -> list[Call]:
+    """Reads what `save_calls` writes: tensors, mask, causal, scale and window of each call.
 
     Raises:
         ArgumentError: the file is missing, is not such a file, or holds NaN or infinite values.
     """
     try:
-        calls = torch.load(path, map_location="cpu", weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises what its format's parsers raise
         raise ArgumentError(
             f"inputs: expected a file of captured tensors, got {path}: {error}"
         ) from error
-    if not isinstance(calls, list) or not calls:
+    if not isinstance(found, list) or not found:
         raise ArgumentError(
-            f"inputs: expected a list of calls in {path}, got {type(calls).__name__}"
+            f"inputs: expected a list of calls in {path}, got {type(found).__name__}"
         )
-    result = []
-    for number, call in enumerate(calls):
-        if not isinstance(call, dict) or not {"q", "k", "v"} <= set(call):
-            raise ArgumentError(f"inputs: expected q, k and v in call {number} of {path}")
-        q, k, v = (call[name].double().flatten(0, -3) for name in ("q", "k", "v"))
-        check_inputs(q, k, v)
-        result.append((q, k, v))
-    return result
-
-
-def digest(path: Path) -> str:
-    """Returns what tells one file of captured tensors from another."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    calls = []
+    for number, entry in enumerate(found):
+        # A call without its mask or scale would be replayed as another one.
+        if not isinstance(entry, dict) or set(entry) != set(_FIELDS):
+            raise ArgumentError(
+                f"inputs: expected {', '.join(_FIELDS)} in call {number} of {path}, got "
+                f"{', '.join(entry) if isinstance(entry, dict) else type(entry).__name__}"
+            )
+        call = Call(**{**entry, "window": tuple(entry["window"])})
+        check_inputs(*call.heads())
+        calls.append(call)
+    return calls

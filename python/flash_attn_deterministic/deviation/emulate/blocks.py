@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 SHAPES = ("paper", "swapped", "square")
 

@@ -1,4 +1,4 @@
-"""The forward study: which cells each figure is made of."""
+"""Which cells each figure of the study of emulated attention is made of."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
-from .blocks import blocks_of_sram, check_fit
-from .cells import Cell
-from .files import read_json, write_json
-from .formats import FORMAT_NAMES, parse_format
-from .inputs import DISTRIBUTIONS, digest, read_inputs
-from .steps import PRESETS, STEP_NAMES, find_preset
-from .study import SCHEMA, environment, open_study, run_cells, stopwatch
+from ...errors import ArgumentError
+from ..emulate.blocks import blocks_of_sram, check_fit
+from ..emulate.steps import PRESETS, STEP_NAMES, TILING_STEPS, WITHIN_LINES, find_preset
+from ..numbers.formats import FORMAT_NAMES, parse_format
+from ..study.environment import SCHEMA, environment, one_thread, stopwatch
+from ..study.files import read_json, write_json
+from ..study.progress import Progress
+from .cells import Cell, Result, run_cell
+from .inputs import DISTRIBUTIONS, read_calls
 
 DEFAULT_SRAM = 16384  # elements: B_c = B_r = 64 at head_dim 64, the kernels' block of keys
 RESULT_FILE = "forward.json"
+FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
+# Fig. 6a's other reading: a row's O, l and m stay on chip, in the wider container.
+ON_CHIP = "+".join(n for n in STEP_NAMES if n not in ("scores", "probs", "acc", "out"))
+Points = list[tuple[Cell, Result]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run of the forward study covers.
+    """What a run of the study covers.
 
     Args:
         presets: names; the first is what single-preset figures show.
         figures: names of FIGURES.
-        inputs: names of distributions, or a file of captured tensors.
+        inputs: names of distributions, or a file of captured calls.
         seeds: draws per point.
-        seqlens: lengths of figures 4 and 5; the third from the end is that of the others.
+        seqlens: lengths of figure 5; the third from the end is that of the others.
         head_dim: d.
         sram: M in elements.
         block_r: rows of a tile in the place of what M gives.
@@ -73,7 +78,7 @@ class Plan:
         return self.seqlens[max(0, len(self.seqlens) - 3)]
 
     def lengths(self, inputs: str) -> tuple[int, ...]:
-        """The lengths to sweep; captured tensors have their own."""
+        """The lengths to sweep; captured calls have their own."""
         return (self.seqlen,) if inputs.endswith(".pt") else self.seqlens
 
     @property
@@ -91,21 +96,17 @@ class Plan:
                 raise ArgumentError(f"figures: expected {', '.join(FIGURES)} or all, got {name!r}")
         for name in self.inputs:
             if name.endswith(".pt"):
-                read_inputs(Path(name))
+                read_calls(Path(name))
             elif name not in DISTRIBUTIONS:
                 raise ArgumentError(
                     f"inputs: expected one of {', '.join(DISTRIBUTIONS)} or a .pt file of "
-                    f"captured tensors, got {name!r}"
+                    f"captured calls, got {name!r}"
                 )
         for name in self.formats:
             parse_format(name)
         for figure in self.figures:
             for cell in FIGURES[figure](self):
                 cell.check()
-
-    def configuration(self) -> dict[str, Any]:
-        captured = {name: digest(Path(name)) for name in self.inputs if name.endswith(".pt")}
-        return {**asdict(self), "captured": captured}
 
 
 def quick_plan(plan: Plan) -> Plan:
@@ -137,10 +138,11 @@ def _formats(plan: Plan) -> list[Cell]:
 
 def _golden(plan: Plan) -> list[Cell]:
     base = plan.base()
+    names = tuple(dict.fromkeys((*plan.presets, *PRESETS)))
     return [
         replace(base, preset=preset, format=name, inputs=inputs)
-        for preset in plan.presets
-        for name in ("bf16", "fp16", "fp32")
+        for preset in names
+        for name in (FOUR_FORMATS if preset in plan.presets else FOUR_FORMATS[:2])
         for inputs in plan.inputs
     ]
 
@@ -152,33 +154,39 @@ def _lengths(plan: Plan) -> list[Cell]:
         for preset in plan.presets
         for inputs in (plan.inputs if preset == "paper" else plan.main_inputs)
         for seqlen in plan.lengths(inputs)
-        # Half a minute each with the kernels' order of operations, which is not vectorised.
-        if preset != "tree" or seqlen <= 2048
     ]
 
 
-def _srams(plan: Plan) -> tuple[int, ...]:
-    factors = (0.25, 1, 4) if plan.quick else (0.25, 0.5, 1, 2, 4, 8)
-    return tuple(int(plan.sram * factor) for factor in factors)
-
-
-def _shapes(plan: Plan, *shapes: str) -> list[Cell]:
-    base = replace(plan.base(), preset="paper")
-    cells = []
-    for inputs in plan.main_inputs:
-        for sram in _srams(plan):
-            for shape in shapes:
-                blocks = blocks_of_sram(sram, plan.head_dim, shape)
-                cells.append(replace(base, inputs=inputs, block_r=blocks.rows, block_c=blocks.keys))
-    return cells
+def _four(plan: Plan) -> tuple[str, ...]:
+    return FOUR_FORMATS[:1] if plan.quick else FOUR_FORMATS
 
 
 def _swapped(plan: Plan) -> list[Cell]:
-    return _shapes(plan, "paper", "swapped")
+    """Sizes exchanged; and loops exchanged, with which a row's O, l and m stay on chip."""
+    base = replace(plan.base(), preset="paper")
+    cells = []
+    for name in _four(plan):
+        for inputs in plan.main_inputs:
+            for factor in (1, 4) if plan.quick else (0.25, 1, 4, 8):
+                for shape, exempt in (("paper", ""), ("swapped", ""), ("paper", ON_CHIP)):
+                    blocks = blocks_of_sram(int(plan.sram * factor), plan.head_dim, shape)
+                    cells.append(
+                        replace(base, format=name, inputs=inputs, block_r=blocks.rows,
+                                block_c=blocks.keys, exempt=exempt)
+                    )  # fmt: skip
+    return cells
 
 
 def _square(plan: Plan) -> list[Cell]:
-    return _shapes(plan, "paper", "square")
+    """Tiles of equal area B_r x B_c: square, twice as wide as that, and half as wide."""
+    base = replace(plan.base(), preset="paper")
+    return [
+        replace(base, format=name, inputs=inputs, block_r=rows, block_c=keys)
+        for name in _four(plan)
+        for inputs in plan.main_inputs
+        for side in ((16, 64) if plan.quick else (8, 16, 32, 64, 128, 256))
+        for rows, keys in ((side, side), (side // 2, 2 * side), (2 * side, side // 2))
+    ]
 
 
 def _larger(plan: Plan) -> list[Cell]:
@@ -187,7 +195,7 @@ def _larger(plan: Plan) -> list[Cell]:
     return [
         replace(base, inputs=inputs, block_c=size, format=name)
         for inputs in plan.main_inputs
-        for name in (("bf16",) if plan.quick else ("bf16", "fp16"))
+        for name in _four(plan)
         for size in sizes
         if size <= plan.seqlen
     ]
@@ -204,17 +212,18 @@ def _rows_only(plan: Plan) -> list[Cell]:
     ]
 
 
+TILING, LINES = "+".join(TILING_STEPS), "+".join(WITHIN_LINES)
+
+
 def _ablation(plan: Plan) -> list[Cell]:
-    base = plan.base()
+    """Each step alone, all but it; all that tiling adds, and all within a line, the same way."""
+    base = replace(plan.base(), preset="paper")
     cells = []
-    for preset in plan.presets:
-        steps = STEP_NAMES if preset == "paper" else PRESETS[preset].rounded
-        for inputs in plan.main_inputs:
-            cell = replace(base, preset=preset, inputs=inputs)
-            cells.append(cell)
-            cells += [replace(cell, only=step) for step in steps]
-            if preset == "paper":
-                cells += [replace(cell, exempt=step) for step in steps]
+    for inputs in plan.main_inputs:
+        cell = replace(base, inputs=inputs)
+        cells.append(cell)
+        for steps in (*STEP_NAMES, TILING, LINES):
+            cells += [replace(cell, only=steps), replace(cell, exempt=steps)]
     return cells
 
 
@@ -223,19 +232,29 @@ def _stochastic(plan: Plan) -> list[Cell]:
     return [
         replace(base, inputs=inputs, seqlen=seqlen, format=name)
         for inputs in plan.main_inputs
-        for seqlen in plan.lengths(inputs)[-4:-1] or plan.lengths(inputs)
+        for seqlen in plan.lengths(inputs)[:5]
         for name in ("bf16", "bf16:sr")
     ]
 
 
 def _bias(plan: Plan) -> list[Cell]:
-    base = Cell(kind="bias", preset="kernel", seeds=2 * plan.seeds)
+    base = Cell(kind="bias", preset="kernel", seeds=4 * plan.seeds)
     return [
         replace(base, format=name, inputs=values, ties=ties, shifted=shifted)
         for name in ("bf16", "bf16:sr")
         for values in ("one_sign", "two_signs")
         for ties in (1, 2, 3, 4, 8)
         for shifted in (False, True)
+    ]
+
+
+def _backward(plan: Plan) -> list[Cell]:
+    base = replace(plan.base(), preset="kernel", kind="gradients")
+    return [
+        replace(base, format=name, inputs=inputs, seqlen=seqlen)
+        for name in ("bf16", "fp16")
+        for inputs in plan.inputs
+        for seqlen in plan.lengths(inputs)[-5:-2] or plan.lengths(inputs)
     ]
 
 
@@ -250,52 +269,42 @@ FIGURES: dict[str, Callable[[Plan], list[Cell]]] = {
     "ablation": _ablation,
     "stochastic": _stochastic,
     "bias": _bias,
+    "backward": _backward,
 }
 
 
-def run_forward(plan: Plan, folder: Path, jobs: int = 1, force: bool = False) -> dict[str, Any]:
-    """Runs or resumes the study in a folder, and writes its forward.json.
-
-    Args:
-        plan: what to cover.
-        folder: of the study; cells that are there already are not computed again.
-        jobs: processes.
-        force: whether another study in the folder is replaced.
+def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Runs the study and writes its forward.json.
 
     Returns:
-        The content of forward.json: {"figures": {name: [cell identity]}, "cells": {identity:
-        {"cell", "result"}}, ...}.
+        Its content: {"figures": {name: [index of a cell]}, "cells": [{"cell", "result"}], ...}.
 
     Raises:
-        ArgumentError: the plan or the folder is not usable.
+        ArgumentError: the plan is not usable.
     """
     plan.check()
-    key = open_study(folder, "forward", plan.configuration(), force)
     figures = {name: FIGURES[name](plan) for name in plan.figures}
-    unique = {cell.identity(): cell for cells in figures.values() for cell in cells}
-    before = _seconds(folder)
-    with stopwatch() as taken:
-        results = run_cells(folder, list(unique.values()), jobs, "forward")
+    unique = list(dict.fromkeys(cell for cells in figures.values() for cell in cells))
+    results: list[Result] = []
+    with one_thread(), stopwatch() as taken, Progress("forward", len(unique)) as progress:
+        for cell in unique:
+            results.append(run_cell(cell))
+            progress.advance(f"{cell.preset} {cell.format} {cell.inputs} {cell.seqlen}")
+    place = {cell: index for index, cell in enumerate(unique)}
     value = {
         "kind": "forward",
         "schema": SCHEMA,
-        "hash": key,
-        "configuration": plan.configuration(),
+        "configuration": asdict(plan),
         "environment": environment(),
-        "seconds": before + taken[0],
-        "figures": {name: [cell.identity() for cell in cells] for name, cells in figures.items()},
-        "cells": {
-            name: {"cell": _differing(cell), "result": results[name]}
-            for name, cell in unique.items()
-        },
+        "seconds": taken[0],
+        "figures": {name: [place[cell] for cell in cells] for name, cells in figures.items()},
+        "cells": [
+            {"cell": _differing(cell), "result": result}
+            for cell, result in zip(unique, results, strict=True)
+        ],
     }
-    write_json(folder / RESULT_FILE, value)
+    write_json(folder / RESULT_FILE, value, digits=4)  # hundreds of thousands of numbers
     return value
-
-
-def _seconds(folder: Path) -> float:
-    path = folder / RESULT_FILE
-    return float(read_json(path).get("seconds", 0.0)) if path.exists() else 0.0
 
 
 def _differing(cell: Cell) -> dict[str, Any]:
@@ -304,22 +313,22 @@ def _differing(cell: Cell) -> dict[str, Any]:
     return {name: value for name, value in asdict(cell).items() if value != plain[name]}
 
 
-def read_forward(path: Path) -> dict[str, list[tuple[Cell, Any]]]:
-    """Reads forward.json.
-
-    Returns:
-        The cells and results of each figure.
+def forward_points(value: dict[str, Any]) -> dict[str, Points]:
+    """Returns the cells and results of each figure of what `read_json` gave of forward.json.
 
     Raises:
-        ArgumentError: the file is no result of a forward study.
+        ArgumentError: it is no result of this study, or of another version.
     """
-    value = read_json(path)
     if not isinstance(value, dict) or value.get("kind") != "forward":
-        raise ArgumentError(f"{path}: expected the result of a forward study")
+        raise ArgumentError(f"{RESULT_FILE}: expected the result of a forward study")
     if value.get("schema") != SCHEMA:
-        raise ArgumentError(f"{path}: expected schema {SCHEMA}, got {value.get('schema')}")
-    cells = {}
-    for name, entry in value["cells"].items():
-        steps = tuple(tuple(pair) for pair in entry["cell"].get("steps", ()))
-        cells[name] = (Cell(**{**entry["cell"], "steps": steps}), entry["result"])
-    return {figure: [cells[name] for name in names] for figure, names in value["figures"].items()}
+        raise ArgumentError(
+            f"{RESULT_FILE}: expected schema {SCHEMA}, got {value.get('schema')}: run it again"
+        )
+    cells = [(Cell(**entry["cell"]), entry["result"]) for entry in value["cells"]]
+    return {figure: [cells[index] for index in rows] for figure, rows in value["figures"].items()}
+
+
+def read_forward(path: Path) -> dict[str, Points]:
+    """Reads forward.json; see `forward_points`."""
+    return forward_points(read_json(path))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 _BITS = {torch.float32: 24, torch.float64: 53}
 _EMIN = {torch.float32: -126, torch.float64: -1022}
@@ -72,8 +72,11 @@ class NumberFormat:
                 f"values: expected {self.container} or wider for {self.name}, got {values.dtype}"
             )
         dtype = None if self.stochastic else _NATIVE.get(self.name)
-        if dtype is not None:
-            return values if dtype == values.dtype else values.to(dtype).to(values.dtype)
+        if dtype is values.dtype:
+            return values
+        # torch casts float64 to 16 bits by way of float32, which rounds twice.
+        if dtype is not None and (values.dtype == torch.float32 or dtype == torch.float32):
+            return values.to(dtype).to(values.dtype)
         if not self.stochastic and self.precision == _BITS[values.dtype] and self.emin is None:
             return values
         rounded = self._bits_rounded(values, generator)

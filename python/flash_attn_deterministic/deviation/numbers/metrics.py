@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 from .formats import NumberFormat
 
 METRICS = ("max", "mean", "std", "rmse", "relative", "max_relative", "ulp_max", "ulp_mean", "bias")
+Metrics = dict[str, list[float]]
 
 
 def deviation(
     actual: torch.Tensor, golden: torch.Tensor, number_format: NumberFormat, keep: int = 0
-) -> dict[str, list[float]]:
+) -> Metrics:
     """Measures the difference d = actual - golden in float64.
 
     Args:
         actual: (seeds, ...).
         golden: like actual; finite.
-        number_format: the format whose gaps count as units in the last place, at |golden|.
+        number_format: the format whose gaps count as units in the last place. A row (the last
+            dimension) is counted in the gap at its largest |golden|: at an element near 0 the gap
+            is that of a number which the row's sums never resolve.
         keep: leading dimensions that are counted apart; 0 and 1: the first one.
 
     Returns:
         For each metric one number per seed: max |d|; mean |d|; std of d; rmse, the root of mean
         d^2; relative, |d|_2 / |golden|_2; max_relative, max |d| / max |golden|; ulp_max and
-        ulp_mean of |d| in gaps of the format; bias, mean d. All in units of the values, but for
+        ulp_mean of |d| in gaps at the row's maximum; bias, mean d. All in units of the values, but for
         the relative and ulp ones, which have none.
 
     Raises:
@@ -35,11 +38,12 @@ def deviation(
             f"actual: expected the shape of golden, {tuple(golden.shape)}, got "
             f"{tuple(actual.shape)}"
         )
+    gaps = number_format.ulp(golden.double().abs().amax(-1, keepdim=True)).expand(golden.shape)
     golden = golden.double().flatten(max(keep, 1)).flatten(0, max(keep, 1) - 1)
     difference = actual.double().reshape(golden.shape) - golden
     size = difference.abs()
     squares = difference.square()
-    ulps = size / number_format.ulp(golden)
+    ulps = size / gaps.reshape(golden.shape)
     # A golden row of zeros has no relative deviation: 0 / 0 counts as 0.
     tiny = torch.finfo(torch.float64).tiny
     values = {

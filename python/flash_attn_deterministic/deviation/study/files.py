@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 
 @contextlib.contextmanager
@@ -34,10 +34,10 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text)
 
 
-def write_json(path: Path, value: Any, indent: int | None = None) -> None:
-    """Writes JSON; NaN and infinities, which JSON lacks, as null."""
+def write_json(path: Path, value: Any, indent: int | None = None, digits: int = 8) -> None:
+    """Writes JSON; numbers to so many digits, NaN and infinities, which JSON lacks, as null."""
     separators = (",", ":") if indent is None else None
-    text = json.dumps(_plain(value), indent=indent, sort_keys=True, separators=separators)
+    text = json.dumps(_plain(value, digits), indent=indent, sort_keys=True, separators=separators)
     write_text(path, text + "\n")
 
 
@@ -53,12 +53,11 @@ def read_json(path: Path) -> Any:
         raise ArgumentError(f"{path}: expected a JSON file of a study, got {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, digits: int) -> Any:
     if isinstance(value, float):
-        # Six digits: more than the numbers mean, and a third of the bytes.
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_plain(item, digits) for item in value]
     return value

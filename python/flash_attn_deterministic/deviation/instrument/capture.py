@@ -12,30 +12,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import ArgumentError
-from .blocks import Blocks
-from .files import whole_file
-from .formats import NumberFormat, parse_format
-from .metrics import deviation
-from .simulate import baseline_attention, check_inputs, flash_attention, golden_attention
-from .steps import find_preset
+from ...errors import ArgumentError
+from ..attentions.masks import Call
+from ..attentions.substitute import replaced_attention
+from ..emulate.blocks import Blocks
+from ..emulate.simulate import (
+    baseline_attention,
+    check_inputs,
+    golden_attention,
+    tiled_attention,
+)
+from ..emulate.steps import find_preset
+from ..forward.inputs import save_calls
+from ..numbers.formats import NumberFormat, parse_format
+from ..numbers.metrics import Metrics, deviation
 
-Metrics = dict[str, list[float]]
-_ATTENTION = functional.scaled_dot_product_attention
+_SDPA = functional.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of attention.
+class Compared:
+    """One call of attention, compared.
 
     Args:
         layer: qualified name of the module that called, "" for the model itself.
@@ -60,20 +65,19 @@ class Call:
 class Record:
     """What was seen; `skipped` counts calls of this package's ops that are not compared."""
 
-    calls: list[Call] = field(default_factory=list)
-    tensors: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    calls: list[Compared] = field(default_factory=list)
+    kept: list[Call] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Writes q, k and v of every call, for `deviation forward --inputs`.
+        """Writes every call, with its mask, scale and window, for `deviation forward --inputs`.
 
         Raises:
             ArgumentError: nothing was kept: `dual_compute(..., keep=True)` keeps.
         """
-        if not self.tensors:
-            raise ArgumentError("path: expected kept tensors; use dual_compute(model, keep=True)")
-        with whole_file(path) as temporary:
-            torch.save(self.tensors, temporary)
+        if not self.kept:
+            raise ArgumentError("path: expected kept calls; use dual_compute(model, keep=True)")
+        save_calls(self.kept, path)
 
 
 @contextlib.contextmanager
@@ -93,7 +97,7 @@ def dual_compute(
     Args:
         model: any module.
         number_format: of both attentions that are compared, whatever the model's own dtype.
-        preset: of the tiled one; its kernels' order of operations takes no masks.
+        preset: of the tiled one.
         block_c: keys per block.
         keep: whether q, k and v of every call are kept, on the CPU.
 
@@ -113,14 +117,10 @@ def dual_compute(
         handles.append(module.register_forward_pre_hook(_enter(layers, name)))
         handles.append(module.register_forward_hook(_leave(layers), always_call=True))
     watch.layers = layers
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    # torch.nn.MultiheadAttention's fused path in eval mode calls no function that can be seen.
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with _Functions(watch), _Ops(watch), _patched(watch):
+        with replaced_attention(watch.attend), _Ops(watch):
             yield record
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
         for handle in handles:
             handle.remove()
     if not record.calls:
@@ -156,38 +156,51 @@ class _Watch:
     layers: list[str] = field(default_factory=list)
     busy: bool = False
 
-    @torch.no_grad()
-    def see(
+    def attend(
         self,
-        function: str,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        scale: float,
-    ) -> None:
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Computes what torch would, and compares."""
+        out = _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                    enable_gqa=enable_gqa)  # fmt: skip
+        call = Call(query, key, value, attn_mask, is_causal, scale)
+        self.see("scaled_dot_product_attention", call, None if dropout_p else out)
+        return out
+
+    @torch.no_grad()
+    def see(self, function: str, call: Call, out: torch.Tensor | None) -> None:
         """Compares one call; tensors are (batch, nheads, seqlen, head_dim)."""
-        number_format = self.number_format
-        if k.shape[-3] != q.shape[-3]:
-            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-        shape = tuple(q.shape)
+        self.busy = True
+        try:
+            self._see(function, call, out)
+        finally:
+            self.busy = False
+
+    def _see(self, function: str, call: Call, out: torch.Tensor | None) -> None:
+        number_format, preset = self.number_format, find_preset(self.preset)
         if self.keep:
-            tensors = {"q": q, "k": k, "v": v}
-            self.record.tensors.append({n: t.detach().cpu().clone() for n, t in tensors.items()})
-        q, k, v = (number_format.round(t.detach().to(number_format.container)) for t in (q, k, v))
+            self.record.kept.append(_copied(call))
+        container = number_format.container
+        q, k, v = (number_format.round(t.detach().to(container)) for t in call.heads())
         check_inputs(q, k, v)
-        preset = find_preset(self.preset)
+        scale, bias = call.factor, call.bias()
         golden = golden_attention(q, k, v, scale, bias)
         baseline = baseline_attention(q, k, v, scale, number_format, None, bias)
         steps = preset.steps(number_format)
-        flash = flash_attention(q, k, v, scale, preset, steps, self.blocks, None, bias)
+        flash = tiled_attention(q, k, v, scale, preset, steps, self.blocks, None, bias)
         keep = q.ndim - 2
         self.record.calls.append(
-            Call(
+            Compared(
                 layer=self.layers[-1] if self.layers else "",
                 function=function,
-                shape=shape,
+                shape=tuple(q.shape),
                 flash=deviation(flash, golden, number_format, keep),
                 baseline=deviation(baseline, golden, number_format, keep),
                 difference=deviation(flash, baseline.double(), number_format, keep),
@@ -196,76 +209,14 @@ class _Watch:
         )
 
 
-def _see(
-    watch: _Watch,
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> None:
-    bias = attn_mask
-    if bias is not None and bias.dtype == torch.bool:
-        bias = torch.zeros(bias.shape, device=bias.device).masked_fill(~bias, -torch.inf)
-    if is_causal:
-        rows, keys = query.shape[-2], key.shape[-2]
-        hidden = torch.ones(rows, keys, dtype=torch.bool, device=query.device).triu(1)
-        bias = torch.zeros(rows, keys, device=query.device).masked_fill(hidden, -torch.inf)
-    watch.see(
-        "scaled_dot_product_attention",
-        query, key, value,
-        None if dropout_p else out,
-        bias,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-    )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _patched(watch: _Watch) -> Iterator[None]:
-    """Sees calls that torch's own functions make: no mode is active inside of them."""
-    original = functional.scaled_dot_product_attention
-
-    def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if watch.busy:
-            return original(*args, **kwargs)
-        watch.busy = True
-        try:
-            out = original(*args, **kwargs)
-            _see(watch, out, *args, **kwargs)
-        finally:
-            watch.busy = False
-        return out
-
-    functional.scaled_dot_product_attention = seen
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = original
-
-
-class _Functions(TorchFunctionMode):
-    """Sees scaled_dot_product_attention, under whatever name it was imported."""
-
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if func is _ATTENTION and not self.watch.busy:
-            self.watch.busy = True
-            try:
-                _see(self.watch, out, *args, **kwargs)
-            finally:
-                self.watch.busy = False
-        return out
+def _copied(call: Call) -> Call:
+    """The same call with tensors of its own, on the CPU."""
+    tensors = {
+        f.name: getattr(call, f.name).detach().cpu().clone()
+        for f in fields(call)
+        if isinstance(getattr(call, f.name), torch.Tensor)
+    }
+    return replace(call, **tensors)
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -285,13 +236,10 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = _arguments(func, args, kwargs or {})
         sequences = _sequences(name, values, out)
         if sequences:
-            self.watch.busy = True
-            try:
-                for q, k, v, result in sequences:
-                    bias = _window_bias(q, k, values["window_left"], values["window_right"])
-                    self.watch.see(name, q, k, v, result, bias, values["softmax_scale"])
-            finally:
-                self.watch.busy = False
+            window = (values["window_left"], values["window_right"])
+            for q, k, v, result in sequences:
+                call = Call(q, k, v, scale=values["softmax_scale"], window=window)
+                self.watch.see(name, call, result)
         elif not name.endswith("bwd"):
             self.watch.record.skipped[name] = self.watch.record.skipped.get(name, 0) + 1
         return out
@@ -333,13 +281,3 @@ def _sequences(name: str, values: dict[str, Any], out: Any) -> list[_Sequence]:
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     names = [argument.name for argument in func._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _window_bias(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tensor | None:
-    from ..reference._window import Window
-
-    rows = range(k.shape[-2] - q.shape[-2], k.shape[-2])
-    hidden = Window(left, right).hidden(rows, range(k.shape[-2]), q.device)
-    if hidden is None:
-        return None
-    return torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf)

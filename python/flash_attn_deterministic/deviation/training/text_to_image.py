@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .attention import Attention
-from .drawings import TEXT_LENGTH, WORDS, draw_batch
+from ..attentions.registry import Attention
+from .images import TEXT_LENGTH, WORDS, draw_batch
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Size:
     depth: int
     heads: int
     batch: int
-    steps: int
 
     @property
     def tokens(self) -> int:
@@ -30,10 +29,10 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(side=16, patch=4, width=32, depth=2, heads=2, batch=8, steps=30),
-    "small": Size(side=24, patch=3, width=64, depth=4, heads=4, batch=16, steps=1200),
-    "medium": Size(side=64, patch=4, width=384, depth=8, heads=6, batch=64, steps=2000),
-    "large": Size(side=128, patch=4, width=768, depth=12, heads=12, batch=32, steps=5000),
+    "tiny": Size(side=16, patch=4, width=32, depth=2, heads=2, batch=8),
+    "small": Size(side=24, patch=3, width=64, depth=4, heads=4, batch=16),
+    "medium": Size(side=64, patch=4, width=384, depth=8, heads=6, batch=64),
+    "large": Size(side=128, patch=4, width=768, depth=12, heads=12, batch=32),
 }
 
 
@@ -100,8 +99,13 @@ class TextToImage(nn.Module):
         return nn.functional.fold(x, images.shape[-2:], patch, stride=patch)
 
 
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Drawings:
-    """The default workload: a model, and the loss of a step."""
+    """The workload: drawings with text conditions."""
+
+    learning_rate = 1e-3
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -110,16 +114,26 @@ class Drawings:
         """Builds the model; torch's generator, seeded before, decides its initial weights."""
         return TextToImage(self.size, attention)
 
-    def loss(self, model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        """Returns the flow-matching loss of a batch that `generator` (on the CPU) decides."""
-        parameter = next(model.parameters())
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Draws images, texts, noise and times on the CPU."""
         images, texts = draw_batch(self.size.batch, self.size.side, generator)
         noise = torch.randn(images.shape, generator=generator)
-        times = torch.rand((len(images),), generator=generator)
+        return images, texts, noise, torch.rand((len(images),), generator=generator)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns the predicted velocities, like images."""
+        parameter = next(model.parameters())
+        images, texts, noise, times = (tensor.to(parameter.device) for tensor in batch)
         mix = times[:, None, None, None]
         noisy = (1 - mix) * noise + mix * images
-        target = (images - noise).to(parameter.device)
-        given = noisy.to(parameter.device, parameter.dtype)
-        predicted = model(given, texts.to(parameter.device), times.to(parameter.device))
-        loss: torch.Tensor = (predicted.float() - target).square().mean()
-        return loss
+        predicted: torch.Tensor = model(noisy.to(parameter.dtype), texts, times)
+        return predicted.float()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns the flow-matching loss."""
+        predicted = self.outputs(model, batch)
+        target = (batch[0] - batch[2]).to(predicted.device)
+        return (predicted - target).square().mean()
