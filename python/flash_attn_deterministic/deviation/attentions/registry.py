@@ -46,7 +46,7 @@ class _Of(Protocol):
 
 
 def _attention(of: _Of) -> Attention:
-    """Gives what takes a Call torch's signature; it computes in its inputs' dtype under autocast."""
+    """Gives what takes a Call torch's signature; it computes in its inputs' dtype always."""
 
     def attend(
         query: torch.Tensor,

@@ -20,7 +20,7 @@ from .steps import Preset, Round, Steps, rounder
 
 _CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
 Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# 2^x of x in [0, 1): the cubic through 1 at 0 whose largest relative error (8.6e-5) is the smallest.
+# 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
 _CUBIC = (1.0, 0.69511663, 0.22764498, 0.07706724)
 
 
@@ -281,9 +281,7 @@ def _by_rows(
     return _tiles(attend, q, bias, size)
 
 
-def _tiles(
-    attend: _Attend, q: torch.Tensor, bias: torch.Tensor | None, size: int
-) -> torch.Tensor:
+def _tiles(attend: _Attend, q: torch.Tensor, bias: torch.Tensor | None, size: int) -> torch.Tensor:
     parts = []
     for start in range(0, q.shape[-2], size):
         rows = slice(start, start + size)

@@ -93,9 +93,7 @@ class Cell:
         only, exempt = step_names(self.only), step_names(self.exempt)
         if only or exempt:
             kept = {
-                name: getattr(steps, name)
-                for name in (only or STEP_NAMES)
-                if name not in exempt
+                name: getattr(steps, name) for name in (only or STEP_NAMES) if name not in exempt
             }
             steps = Steps(**kept)
         return number_format, steps
@@ -128,8 +126,7 @@ def _calls(cell: Cell) -> list[Call]:
     size = max(1, _BATCH_ELEMENTS // cell.seqlen**2)
     groups = [drawn[start : start + size] for start in range(0, len(drawn), size)]
     return [
-        Call(*(torch.stack(part)[:, None] for part in zip(*group, strict=True)))
-        for group in groups
+        Call(*(torch.stack(part)[:, None] for part in zip(*group, strict=True))) for group in groups
     ]
 
 
@@ -193,9 +190,7 @@ def _gradients_of(cell: Cell, call: Call, seed: int) -> Result:
     )  # fmt: skip
     for delta in DELTAS:
         kept = kept_output(out, number_format, delta)
-        found[delta] = tiled_gradients(
-            q, k, v, kept, dout.to(q.dtype), scale, number_format, bias
-        )
+        found[delta] = tiled_gradients(q, k, v, kept, dout.to(q.dtype), scale, number_format, bias)
     return {
         f"{label} {name}": deviation(actual, exact, number_format, 2)
         for label, gradients in found.items()

@@ -11,7 +11,7 @@ The model's own result is left as it is: nothing it computes changes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import ArgumentError
 from ..attentions.masks import Call
-from ..attentions.substitute import replaced_attention
+from ..attentions.substitute import replaced_attention, running_modules
 from ..emulate.blocks import Blocks
 from ..emulate.simulate import (
     baseline_attention,
@@ -109,20 +109,12 @@ def dual_compute(
             names.
     """
     record = Record()
-    watch = _Watch(parse_format(number_format), preset, Blocks(64, block_c), keep, record)
     find_preset(preset)
-    layers: list[str] = []
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(_enter(layers, name)))
-        handles.append(module.register_forward_hook(_leave(layers), always_call=True))
-    watch.layers = layers
-    try:
+    blocks, watched = Blocks(64, block_c), parse_format(number_format)
+    with running_modules(model) as layers:
+        watch = _Watch(watched, preset, blocks, keep, record, layers)
         with replaced_attention(watch.attend), _Ops(watch):
             yield record
-    finally:
-        for handle in handles:
-            handle.remove()
     if not record.calls:
         skipped = f" (not compared: {record.skipped})" if record.skipped else ""
         raise ArgumentError(
@@ -132,20 +124,6 @@ def dual_compute(
         )
 
 
-def _enter(layers: list[str], name: str) -> Callable[..., None]:
-    def enter(*_: Any) -> None:
-        layers.append(name)
-
-    return enter
-
-
-def _leave(layers: list[str]) -> Callable[..., None]:
-    def leave(*_: Any) -> None:
-        layers.pop()
-
-    return leave
-
-
 @dataclass
 class _Watch:
     number_format: NumberFormat
@@ -153,7 +131,7 @@ class _Watch:
     blocks: Blocks
     keep: bool
     record: Record
-    layers: list[str] = field(default_factory=list)
+    layers: list[str]
     busy: bool = False
 
     def attend(

@@ -1,95 +1,67 @@
-"""The figures of the forward study, in the paper's form."""
+"""The figures of the study of emulated attention, in the paper's form."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from .cells import Cell
-from .formats import parse_format
-from .inputs import DISTRIBUTIONS
-from .plots import (
-    COLOURS,
-    MARKERS,
-    Draw,
-    finite,
-    legend_below,
-    lengths_axis,
-    line,
-    median,
-)
-from .steps import STEP_NAMES
+from ..emulate.steps import STEP_NAMES
+from ..forward.plan import FOUR_FORMATS, ON_CHIP, Points
+from ..numbers.formats import parse_format
+from ..numbers.intervals import finite, median
+from .forward_claims import LINES, TILING
+from .names import inputs_of, presets_of, select, title
+from .plots import Draw, dots, legend_below, lengths_axis, line, panels
 
-Points = list[tuple[Cell, Any]]
-
-_TITLES = {
-    "uniform": "uniform [0, 1)",
-    "normal": "normal (0, 1)",
-    "normal_mean": "normal (1, 1)",
-    "scaled_logits": "normal, 4 q",
-    "outliers": "normal with outliers",
-}
+_Figure = Callable[[Any, Points], Any]
 
 
 def forward_plots(figures: dict[str, Points]) -> dict[str, Draw]:
     """Returns what draws each figure that the study holds, by file name."""
-    known: dict[str, dict[str, Any]] = {
+    known: dict[str, dict[str, _Figure]] = {
         "3": {"fig3": _formats},
         "4": {"fig4": _golden},
         "5": {"fig5a": _lengths_max, "fig5b": _lengths_mean, "fig5-ratio": _ratio},
-        "6a": {"fig6a": lambda p, points: _shapes(p, points, "swapped")},
-        "6b": {"fig6b": lambda p, points: _shapes(p, points, "square")},
+        "6a": {"fig6a": _swapped},
+        "6b": {"fig6b": _square},
         "6c": {"fig6c": _larger},
         "ablation": {"ablation": _ablation},
         "stochastic": {"stochastic": _stochastic},
         "bias": {"bias": _bias},
+        "backward": {"backward": _backward},
     }
-    drawers: dict[str, Draw] = {}
-    for figure, points in figures.items():
-        for name, function in known.get(figure, {}).items():
-            drawers[name] = functools.partial(_call, function, points)
-    return drawers
+    return {
+        name: functools.partial(_call, function, points)
+        for figure, points in figures.items()
+        for name, function in known.get(figure, {}).items()
+    }
 
 
-def _call(function: Any, points: Points, pyplot: Any) -> Any:
+def _call(function: _Figure, points: Points, pyplot: Any) -> Any:
     return function(pyplot, points)
 
 
-def inputs_of(points: Points) -> list[str]:
-    """Returns the distributions of a figure's cells, in a fixed order."""
-    found = {cell.inputs for cell, _ in points}
-    order = [name for name in DISTRIBUTIONS if name in found]
-    return order + sorted(found - set(order))
-
-
-def presets_of(points: Points) -> list[str]:
-    return [p for p in ("paper", "kernel", "tree") if any(c.preset == p for c, _ in points)]
-
-
-def title(inputs: str) -> str:
-    return _TITLES.get(inputs, inputs)
-
-
-def _panels(pyplot: Any, points: Points, height: float = 3.1) -> tuple[Any, list[tuple[str, Any]]]:
+def _by_inputs(
+    pyplot: Any, points: Points, rows: int = 1, height: float = 3.2
+) -> tuple[Any, list[tuple[str, list[Any]]]]:
+    """A column of panels per distribution."""
     names = inputs_of(points)
-    figure, axes = pyplot.subplots(
-        1, len(names), figsize=(4.1 * len(names), height), sharey=True, squeeze=False
-    )
-    for name, panel in zip(names, axes[0], strict=True):
-        panel.set_title(f"inputs: {title(name)}")
-    return figure, list(zip(names, axes[0], strict=True))
+    figure, grid = panels(pyplot, [f"inputs: {title(name)}" for name in names], height, rows)
+    for row in grid:
+        for panel in row:
+            panel.set_yscale("log")
+    return figure, [(name, [row[n] for row in grid]) for n, name in enumerate(names)]
 
 
 def _formats(pyplot: Any, points: Points) -> Any:
-    figure, panels = _panels(pyplot, points)
-    for inputs, axes in panels:
-        axes.set_yscale("log")
+    figure, columns = _by_inputs(pyplot, points)
+    for inputs, (axes,) in columns:
         for number, preset in enumerate(presets_of(points)):
-            here = [(c, r) for c, r in points if c.inputs == inputs and c.preset == preset]
             swept = [
                 (parse_format(c.format).precision, r["difference"]["max"])
-                for c, r in here
-                if c.format not in ("tf32",)
+                for c, r in select(points, inputs=inputs, preset=preset)
+                if c.format != "tf32"
             ]
             line(axes, swept, number, f"preset {preset}")
         axes.set_xlabel("bits of the significand")
@@ -97,238 +69,238 @@ def _formats(pyplot: Any, points: Points) -> Any:
         ticks = {3.46: "3, 4\nFP8", 8: "8\nBF16", 11: "11\nFP16", 24: "24\nFP32", 53: "53\nFP64"}
         axes.set_xticks(list(ticks), list(ticks.values()), fontsize=7.5)
         axes.minorticks_off()
-    panels[0][1].set_ylabel("max |flash - baseline|")
-    panels[0][1].legend()
+    columns[0][1][0].set_ylabel("max |flash - baseline|")
+    legend_below(figure, columns[0][1][0], 3)
     return figure
 
 
 def _golden(pyplot: Any, points: Points) -> Any:
     presets, names = presets_of(points), inputs_of(points)
     figure, axes = pyplot.subplots(
-        1, len(presets), figsize=(4.1 * len(presets), 3.4), sharey=True, squeeze=False
-    )
-    for preset, panel in zip(presets, axes[0], strict=True):
-        panel.set_yscale("log")
+        2, -(-len(presets) // 2), figsize=(4.2 * -(-len(presets) // 2), 5.6), sharey=True,
+        sharex=True, squeeze=False,
+    )  # fmt: skip
+    rows = [title(name) for name in names]
+    for preset, panel in zip(presets, axes.flat, strict=False):
+        panel.set_xscale("log")
         panel.set_title(f"preset {preset}")
-        for number, name in enumerate(("bf16", "fp16", "fp32")):
-            for kind, offset in (("baseline", -0.09), ("flash", 0.09)):
-                for place, inputs in enumerate(names):
-                    values = [
-                        r[kind]["max"] for c, r in points
-                        if (c.preset, c.format, c.inputs) == (preset, name, inputs)
-                    ]  # fmt: skip
-                    there = finite(values[0]) if values else []
-                    if not there:
-                        continue
-                    x, middle = place + offset + 0.26 * (number - 1), median(there)
-                    panel.plot([x, x], [min(there), max(there)], color=COLOURS[number], linewidth=1)
-                    panel.plot(
-                        [x], [middle], MARKERS[number], color=COLOURS[number], markersize=5,
-                        markerfacecolor="white" if kind == "baseline" else COLOURS[number],
-                        label=f"{name.upper()} {kind}" if place == 0 else None,
-                    )  # fmt: skip
-        panel.set_xticks(range(len(names)), [title(n).replace(" ", "\n", 1) for n in names])
-        panel.tick_params(axis="x", labelsize=7.5)
-        panel.grid(axis="x", visible=False)
-    axes[0][0].set_ylabel("max |output - FP64|")
-    legend_below(figure, axes[0][0], 6)
-    return figure
-
-
-def _lengths_max(pyplot: Any, points: Points) -> Any:
-    shown = [(c, r) for c, r in points if c.inputs in ("uniform", "normal")] or points
-    figure, panels = _panels(pyplot, shown)
-    for inputs, axes in panels:
-        axes.set_yscale("log")
-        for number, preset in enumerate(presets_of(shown)):
-            here = [(c, r) for c, r in shown if c.inputs == inputs and c.preset == preset]
-            line(axes, [(c.seqlen, r["difference"]["max"]) for c, r in here], number,
-                 f"{preset}: max |flash - baseline|")  # fmt: skip
-        relative = [
-            (c.seqlen, r["difference"]["max_relative"]) for c, r in shown
-            if c.inputs == inputs and c.preset == presets_of(shown)[0]
-        ]  # fmt: skip
-        line(axes, relative, 6, f"{presets_of(shown)[0]}: the same / max |O|", "--", True)
-        lengths_axis(axes, [c.seqlen for c, _ in shown], "sequence length")
-    panels[0][1].set_ylabel("difference, BF16")
-    legend_below(figure, panels[0][1], 2)
-    return figure
-
-
-def _lengths_mean(pyplot: Any, points: Points) -> Any:
-    shown = [(c, r) for c, r in points if c.inputs in ("uniform", "normal")] or points
-    names, rows = (
-        inputs_of(shown),
-        (("mean", "mean |output - FP64|"), ("std", "standard deviation")),
-    )
-    figure, axes = pyplot.subplots(
-        2, len(names), figsize=(4.1 * len(names), 5.2), sharex=True, sharey="row", squeeze=False
-    )
-    for column, inputs in enumerate(names):
-        axes[0][column].set_title(f"inputs: {title(inputs)}")
-        for row, (metric, label) in enumerate(rows):
-            panel = axes[row][column]
-            panel.set_yscale("log")
-            for number, preset in enumerate(presets_of(shown)):
-                here = [(c, r) for c, r in shown if c.inputs == inputs and c.preset == preset]
-                line(panel, [(c.seqlen, r["flash"][metric]) for c, r in here], number,
-                     f"flash, preset {preset}")  # fmt: skip
-            first = presets_of(shown)[0]  # any: the baseline is the same
-            here = [(c, r) for c, r in shown if (c.inputs, c.preset) == (inputs, first)]
-            line(panel, [(c.seqlen, r["baseline"][metric]) for c, r in here], 6, "baseline", "--",
-                 True)  # fmt: skip
-            if column == 0:
-                panel.set_ylabel(label)
-        lengths_axis(axes[1][column], [c.seqlen for c, _ in shown], "sequence length")
+        for number, name in enumerate(FOUR_FORMATS):
+            for kind, hollow in (("baseline", True), ("flash", False)):
+                values = {
+                    title(c.inputs): r[kind]["max"]
+                    for c, r in select(points, preset=preset, format=name)
+                    if max(finite(r[kind]["max"]), default=1) > 0  # FP64 baseline is the golden one
+                }
+                if values:
+                    dots(panel, rows, values, number, f"{name.upper()} {kind}",
+                         0.17 * (number - 1.5) + 0.06 * (1 if hollow else -1), hollow)  # fmt: skip
+    for panel in axes[-1]:
+        panel.set_xlabel("max |output - FP64|")
     legend_below(figure, axes[0][0], 4)
     return figure
 
 
-def ratios(points: Points, metric: str = "max") -> list[tuple[Cell, list[float | None]]]:
-    """Returns flash's deviation over baseline's of each cell, draw by draw."""
-    result = []
-    for cell, found in points:
-        pairs = zip(found["flash"][metric], found["baseline"][metric], strict=True)
-        result.append((cell, [f / b if f is not None and b else None for f, b in pairs]))
-    return result
+def _main(points: Points) -> Points:
+    return [(c, r) for c, r in points if c.inputs in ("uniform", "normal")] or points
+
+
+def _lengths_max(pyplot: Any, points: Points) -> Any:
+    shown = _main(points)
+    figure, columns = _by_inputs(pyplot, shown)
+    for inputs, (axes,) in columns:
+        for number, preset in enumerate(presets_of(shown)):
+            here = select(shown, inputs=inputs, preset=preset)
+            line(axes, [(c.seqlen, r["difference"]["max"]) for c, r in here], number,
+                 f"{preset}: max |flash - baseline|")  # fmt: skip
+        first = presets_of(shown)[0]
+        here = select(shown, inputs=inputs, preset=first)
+        relative = [(c.seqlen, r["difference"]["max_relative"]) for c, r in here]
+        line(axes, relative, 6, f"{first}: the same / max |O|", "--", True)
+        lengths_axis(axes, [c.seqlen for c, _ in shown], "sequence length")
+    columns[0][1][0].set_ylabel("difference, BF16")
+    legend_below(figure, columns[0][1][0], 2)
+    return figure
+
+
+def _lengths_mean(pyplot: Any, points: Points) -> Any:
+    shown = _main(points)
+    figure, columns = _by_inputs(pyplot, shown, rows=2, height=5.2)
+    labels = (("mean", "mean |flash - baseline|"), ("std", "std of flash - baseline"))
+    for inputs, grid in columns:
+        for panel, (metric, label) in zip(grid, labels, strict=True):
+            for number, preset in enumerate(presets_of(shown)):
+                here = select(shown, inputs=inputs, preset=preset)
+                line(panel, [(c.seqlen, r["difference"][metric]) for c, r in here], number,
+                     f"preset {preset}")  # fmt: skip
+            if inputs == columns[0][0]:
+                panel.set_ylabel(f"{label}, BF16")
+        lengths_axis(grid[1], [c.seqlen for c, _ in shown], "sequence length")
+    legend_below(figure, columns[0][1][0], 3)
+    return figure
 
 
 def _ratio(pyplot: Any, points: Points) -> Any:
     presets = presets_of(points)
-    figure, axes = pyplot.subplots(
-        1, len(presets), figsize=(4.1 * len(presets), 3.2), sharey=True, squeeze=False
-    )
-    names = inputs_of(points)
-    for preset, panel in zip(presets, axes[0], strict=True):
+    figure, (row,) = panels(pyplot, [f"preset {preset}" for preset in presets])
+    for preset, panel in zip(presets, row, strict=True):
         panel.set_yscale("log")
-        panel.set_title(f"preset {preset}")
-        for number, inputs in enumerate(names):
-            here = [(c, r) for c, r in ratios(points) if (c.preset, c.inputs) == (preset, inputs)]
-            if here:
-                line(panel, [(c.seqlen, values) for c, values in here], number, title(inputs))
+        for number, inputs in enumerate(inputs_of(points)):
+            here = [
+                (c.seqlen, [a / b if a is not None and b else None for a, b in
+                            zip(r["flash"]["max"], r["baseline"]["max"], strict=True)])
+                for c, r in select(points, preset=preset, inputs=inputs)
+            ]  # fmt: skip
+            if here or preset == presets[0]:
+                line(panel, here, number, title(inputs))
         panel.axhline(1, color="#666666", linewidth=0.8)
         panel.axhline(10, color="#666666", linewidth=0.8, linestyle=":")
         lengths_axis(panel, [c.seqlen for c, _ in points], "sequence length")
         panel.set_yticks([0.1, 0.3, 1, 3, 10, 30], ["0.1", "0.3", "1", "3", "10", "30"])
         panel.yaxis.minorticks_off()
-    axes[0][0].set_ylabel("max deviation, flash / baseline")
-    legend_below(figure, axes[0][0], 5)
+    row[0].set_ylabel("max deviation, flash / baseline")
+    legend_below(figure, row[0], 5)
     return figure
 
 
-def _shapes(pyplot: Any, points: Points, other: str) -> Any:
-    """Both shapes of a memory size at its B_c = M / 4d."""
-    figure, panels = _panels(pyplot, points)
-    for inputs, axes in panels:
-        axes.set_yscale("log")
-        here = [(c, r) for c, r in points if c.inputs == inputs]
-        # A pair of cells per memory size, in the order of the plan.
-        pairs = list(zip(here[::2], here[1::2], strict=True))
-        for number, (label, index) in enumerate((("B_c = ceil(M/4d)", 0), (other, 1))):
-            swept = [(pair[0][0].block_c, pair[index][1]["flash"]["max"]) for pair in pairs]
-            line(axes, swept, number, label, "-" if index == 0 else "--", index == 1)
-        lengths_axis(axes, [pair[0][0].block_c for pair in pairs], "ceil(M/4d)")
-    panels[0][1].set_ylabel("max |flash - FP64|, BF16")
-    panels[0][1].legend()
+def _swept(
+    pyplot: Any, points: Points, cases: tuple[tuple[str, Points], ...],
+    x_of: Callable[[Any], float], label: str,
+) -> Any:  # fmt: skip
+    """A column per distribution and a line per format and case; x from the first case's cells."""
+    figure, columns = _by_inputs(pyplot, points, height=3.8)
+    styles = ("-", "--", ":")
+    for inputs, (axes,) in columns:
+        for number, name in enumerate(FOUR_FORMATS):
+            for place, (case, group) in enumerate(cases):
+                line(
+                    axes,
+                    [
+                        (x_of(first[0]), other[1]["difference"]["max"])
+                        for first, other in zip(cases[0][1], group, strict=True)
+                        if (first[0].inputs, first[0].format) == (inputs, name)
+                    ],
+                    number, f"{name.upper()} {case}", styles[place], place > 0,
+                )  # fmt: skip
+        lengths_axis(axes, [x_of(c) for c, _ in cases[0][1]], label)
+    columns[0][1][0].set_ylabel("max |flash - baseline|")
+    legend_below(figure, columns[0][1][0], 4)
     return figure
+
+
+def _swapped(pyplot: Any, points: Points) -> Any:
+    cases = (
+        ("as the paper", points[0::3]),
+        ("sizes exchanged", points[1::3]),
+        ("loops exchanged", [p for p in points[2::3] if p[0].exempt == ON_CHIP]),
+    )
+    return _swept(pyplot, points, cases, lambda cell: cell.block_c, "ceil(M/4d)")
+
+
+def _square(pyplot: Any, points: Points) -> Any:
+    cases = (
+        ("square", points[0::3]),
+        ("wide", points[1::3]),
+        ("tall", points[2::3]),
+    )
+    return _swept(
+        pyplot, points, cases, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c of a tile"
+    )
 
 
 def _larger(pyplot: Any, points: Points) -> Any:
-    figure, panels = _panels(pyplot, points)
-    formats = sorted({c.format for c, _ in points})
-    for inputs, axes in panels:
-        axes.set_yscale("log")
-        for number, name in enumerate(formats):
-            here = [(c, r) for c, r in points if (c.inputs, c.format) == (inputs, name)]
-            line(axes, [(c.block_c, r["flash"]["max"]) for c, r in here], number,
-                 f"{name.upper()} flash")  # fmt: skip
-            line(axes, [(c.block_c, r["baseline"]["max"]) for c, r in here], number,
-                 f"{name.upper()} baseline", "--", True)  # fmt: skip
-        lengths_axis(axes, [c.block_c for c, _ in points], "B_c, keys per block")
-    panels[0][1].set_ylabel("max |output - FP64|")
-    legend_below(figure, panels[0][1], 4)
-    return figure
+    return _swept(pyplot, points, (("", points),), lambda cell: cell.block_c,
+                  "B_c, keys per block")  # fmt: skip
 
 
 def _ablation(pyplot: Any, points: Points) -> Any:
-    shown = [(c, r) for c, r in points if c.preset == presets_of(points)[0]]
-    names = inputs_of(shown)
-    figure, axes = pyplot.subplots(
-        1, len(names), figsize=(4.3 * len(names), 3.6), sharey=True, sharex=True, squeeze=False
-    )
-    for inputs, panel in zip(names, axes[0], strict=True):
-        here = [(c, r) for c, r in shown if c.inputs == inputs]
-        whole = next(median(r["flash"]["max"]) for c, r in here if not c.only and not c.exempt)
-        steps = [s for s in STEP_NAMES if any(c.only == s for c, _ in here)]
-        for kind, offset, colour, label in (
-            ("only", -0.2, COLOURS[1], "this step alone rounded"),
-            ("exempt", 0.2, COLOURS[0], "every step but this one"),
-        ):
-            values = {getattr(c, kind): median(r["flash"]["max"]) for c, r in here}
-            shown_steps = [step for step in steps if values.get(step)]
-            panel.barh(
-                [steps.index(step) + offset for step in shown_steps],
-                [values[step] for step in shown_steps],
-                0.38, color=colour, label=label, left=1e-8,
-            )  # fmt: skip
+    names = inputs_of(points)
+    figure, (row,) = panels(pyplot, [f"inputs: {title(n)}" for n in names], 4.6, width=4.4)
+    groups = {TILING: "all that tiling adds", LINES: "within lines"}
+    steps = [groups.get(s, s.replace("_", " ")) for s in (*STEP_NAMES, TILING, LINES)]
+    for inputs, panel in zip(names, row, strict=True):
         panel.set_xscale("log")
+        here = select(points, inputs=inputs)
+        for number, (kind, label) in enumerate(
+            (("exempt", "every step but this"), ("only", "this step alone"))
+        ):
+            values = {
+                groups.get(getattr(c, kind), getattr(c, kind).replace("_", " ")): r["flash"]["max"]
+                for c, r in here
+                if getattr(c, kind)
+            }
+            dots(panel, steps, values, number, label, 0.2 * (number - 0.5))
+        whole = median(next(r for c, r in here if not c.only and not c.exempt)["flash"]["max"])
         if whole:
             panel.axvline(whole, color="#333333", linewidth=1, linestyle=":", label="all steps")
-        panel.set_title(f"inputs: {title(inputs)}")
-        panel.set_yticks(range(len(steps)), [step.replace("_", " ") for step in steps])
         panel.set_xlabel("max |flash - FP64|, BF16")
-        panel.grid(axis="y", visible=False)
-    axes[0][0].invert_yaxis()
-    legend_below(figure, axes[0][0], 3)
+    legend_below(figure, row[0], 3)
     return figure
 
 
 def _stochastic(pyplot: Any, points: Points) -> Any:
-    names = inputs_of(points)
-    rows = (("rmse", "RMSE"), ("bias", "|mean signed deviation|"))
-    figure, axes = pyplot.subplots(
-        2, len(names), figsize=(4.1 * len(names), 5.0), sharex=True, sharey="row", squeeze=False
-    )
-    for column, inputs in enumerate(names):
-        axes[0][column].set_title(f"inputs: {title(inputs)}")
-        for row, (metric, label) in enumerate(rows):
-            panel = axes[row][column]
-            panel.set_yscale("log")
+    figure, columns = _by_inputs(pyplot, points, rows=2, height=5.0)
+    labels = (("rmse", "RMSE"), ("bias", "|mean signed deviation|"))
+    for inputs, grid in columns:
+        for panel, (metric, label) in zip(grid, labels, strict=True):
             for number, (name, text) in enumerate(
                 (("bf16", "nearest, ties to even"), ("bf16:sr", "stochastic"))
             ):
-                here = [(c, r) for c, r in points if (c.inputs, c.format) == (inputs, name)]
+                here = select(points, inputs=inputs, format=name)
                 line(panel, [(c.seqlen, [abs(x) for x in finite(r["flash"][metric])])
                              for c, r in here], number, text)  # fmt: skip
-            if column == 0:
+            if inputs == columns[0][0]:
                 panel.set_ylabel(f"{label}, BF16")
-        lengths_axis(axes[1][column], [c.seqlen for c, _ in points], "sequence length")
-    legend_below(figure, axes[0][0], 2)
+        lengths_axis(grid[1], [c.seqlen for c, _ in points], "sequence length")
+    legend_below(figure, columns[0][1][0], 2)
     return figure
 
 
 def _bias(pyplot: Any, points: Points) -> Any:
-    figure, axes = pyplot.subplots(1, 1, figsize=(6.2, 3.3))
     cases = (
         ("V of one sign", ("bf16", "one_sign", False), "product"),
-        ("V of one sign, maximum moved up", ("bf16", "one_sign", True), "product"),
-        ("V of one sign, stochastic rounding", ("bf16:sr", "one_sign", False), "product"),
-        ("V of one sign, divided by l first", ("bf16", "one_sign", False), "output"),
+        ("maximum moved up", ("bf16", "one_sign", True), "product"),
+        ("stochastic rounding", ("bf16:sr", "one_sign", False), "product"),
         ("V of both signs", ("bf16", "two_signs", False), "product"),
+        ("divided by l first", ("bf16", "one_sign", False), "output"),
+        ("moved up, divided by l first", ("bf16", "one_sign", True), "output"),
     )
     ties = sorted({c.ties for c, _ in points})
+    rows = [f"{tie} key{'s' if tie > 1 else ''}" for tie in ties]
+    figure, axes = pyplot.subplots(1, 1, figsize=(6.6, 4.2))
     for number, (label, case, place) in enumerate(cases):
-        values = [
-            next(r[place]["away"] for c, r in points
-                 if (c.format, c.inputs, c.shifted) == case and c.ties == tie)
-            for tie in ties
-        ]  # fmt: skip
-        xs = [x + 0.16 * (number - 2) for x in range(len(ties))]
-        axes.bar(xs, [median(v) for v in values], 0.15, color=COLOURS[number], label=label)
-    axes.axhline(0, color="#333333", linewidth=0.8)
-    axes.set_xticks(range(len(ties)), [str(tie) for tie in ties])
-    axes.set_xlabel("keys that share the maximum of a row (P = 1)")
-    axes.set_ylabel("mean error away from 0, ULP")
-    axes.grid(axis="x", visible=False)
-    axes.legend()
+        values = {
+            row: next(r[place]["away"] for c, r in points
+                      if (c.format, c.inputs, c.shifted) == case and c.ties == tie)
+            for row, tie in zip(rows, ties, strict=True)
+        }  # fmt: skip
+        dots(axes, rows, values, number, label, 0.13 * (number - 2.5))
+    axes.axvline(0, color="#333333", linewidth=0.8)
+    axes.set_ylabel("keys at a row's maximum (P = 1)")
+    axes.set_xlabel("mean error away from 0, gaps of BF16; bars: all draws")
+    legend_below(figure, axes, 3)
+    return figure
+
+
+def _backward(pyplot: Any, points: Points) -> Any:
+    seqlen = max(cell.seqlen for cell, _ in points)
+    shown = select(points, seqlen=seqlen)
+    names = ("dq", "dk", "dv")
+    formats = [n for n in FOUR_FORMATS if any(c.format == n for c, _ in shown)]
+    figure, (row,) = panels(
+        pyplot, [f"{gradient}, length {seqlen}" for gradient in names], 3.6, width=3.9
+    )
+    rows = [f"{title(i)}, {f.upper()}" for f in formats for i in inputs_of(shown)]
+    cases = (("explicit", "explicit attention"), ("rounded", "D from rounded O"),
+             ("residual", "O and residual"), ("residual8", "8-bit residual"),
+             ("exact", "D from exact O"))  # fmt: skip
+    for gradient, panel in zip(names, row, strict=True):
+        panel.set_xscale("log")
+        for number, (place, label) in enumerate(cases):
+            values = {
+                f"{title(c.inputs)}, {c.format.upper()}": r[f"{place} {gradient}"]["relative"]
+                for c, r in shown
+            }
+            dots(panel, rows, values, number, label, 0.15 * (number - 2), place == "explicit")
+        panel.set_xlabel("‖deviation‖ / ‖gradient‖")
+    legend_below(figure, row[0], 5)
     return figure

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .forward_plots import title
-from .plots import COLOURS, Draw, legend_below, lengths_axis, line, median
-
-_NAMES = {
-    "ours": "this wheel",
-    "ours_nondeterministic": "this wheel, deterministic off",
-    "torch_flash": "torch flash",
-    "torch_cudnn": "torch cuDNN",
-    "torch_efficient": "torch efficient",
-    "torch_math": "torch math",
-    "baseline": "explicit in the format",
-}
-_ORDER = tuple(_NAMES)
+from ..kernels.plan import COMPARED
+from .names import attention_name, title
+from .plots import Draw, dots, legend_below, lengths_axis, line, panels
 
 
 def kernel_plots(value: dict[str, Any]) -> dict[str, Draw]:
@@ -31,64 +21,52 @@ def kernel_plots(value: dict[str, Any]) -> dict[str, Draw]:
     return drawers
 
 
-def backend_name(backend: str) -> str:
-    return _NAMES.get(backend, backend)
-
-
-def _backends(points: list[dict[str, Any]]) -> list[str]:
-    return [name for name in _ORDER if any(point["backend"] == name for point in points)]
+def _names(points: list[dict[str, Any]]) -> list[str]:
+    return [name for name in COMPARED if any(point["backend"] == name for point in points)]
 
 
 def _forward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
     head_dim = min(point["head_dim"] for point in points)
     shown = [p for p in points if p["format"] == "bf16" and p["head_dim"] == head_dim]
-    names = [n for n in ("uniform", "normal") if any(p["inputs"] == n for p in shown)]
-    figure, axes = pyplot.subplots(
-        1, len(names), figsize=(4.1 * len(names), 3.3), sharey=True, squeeze=False
-    )
-    for inputs, panel in zip(names, axes[0], strict=True):
+    inputs = [n for n in ("uniform", "normal") if any(p["inputs"] == n for p in shown)]
+    figure, (row,) = panels(pyplot, [f"inputs: {title(name)}" for name in inputs])
+    for name, panel in zip(inputs, row, strict=True):
         panel.set_yscale("log")
-        panel.set_title(f"inputs: {title(inputs)}")
-        for backend in _backends(shown):
-            if backend == "ours_nondeterministic":
-                continue
-            here = [p for p in shown if (p["inputs"], p["backend"]) == (inputs, backend)]
-            line(panel, [(p["seqlen"], p["result"]["max"]) for p in here],
-                 _ORDER.index(backend), backend_name(backend),
-                 "--" if backend == "baseline" else "-", backend == "baseline")  # fmt: skip
+        for number, backend in enumerate(_names(shown)):
+            if backend == "ours-atomics":
+                continue  # the forward has none
+            here = [p for p in shown if (p["inputs"], p["backend"]) == (name, backend)]
+            line(panel, [(p["seqlen"], p["result"]["max"]) for p in here], number,
+                 attention_name(backend), "--" if backend == "explicit" else "-",
+                 backend == "explicit")  # fmt: skip
         lengths_axis(panel, [p["seqlen"] for p in shown], "sequence length")
-    axes[0][0].set_ylabel(f"max |output - FP64|, BF16, d = {head_dim}")
-    legend_below(figure, axes[0][0], 3)
+    row[0].set_ylabel(f"max |output - FP64|, BF16, d = {head_dim}")
+    legend_below(figure, row[0], 3)
     return figure
 
 
 def _backward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
     head_dim = min(point["head_dim"] for point in points)
     seqlen = max(point["seqlen"] for point in points)
-    shown = [
-        p for p in points
-        if (p["format"], p["head_dim"], p["seqlen"]) == ("bf16", head_dim, seqlen)
-    ]  # fmt: skip
-    names = [n for n in ("uniform", "normal") if any(p["inputs"] == n for p in shown)]
-    figure, axes = pyplot.subplots(1, len(names), figsize=(4.1 * len(names), 3.3), squeeze=False)
-    backends = _backends(shown)
-    for inputs, panel in zip(names, axes[0], strict=True):
-        panel.set_yscale("log")
-        panel.set_title(f"inputs: {title(inputs)}, length {seqlen}")
-        for number, backend in enumerate(backends):
-            values = [
-                median(next(p["result"]["relative"] for p in shown if
-                            (p["inputs"], p["backend"], p["gradient"]) == (inputs, backend, name)))
-                for name in ("dq", "dk", "dv")
-            ]  # fmt: skip
-            width = 0.8 / len(backends)
-            xs = [place + width * (number - (len(backends) - 1) / 2) for place in range(3)]
-            panel.bar(xs, values, width, color=COLOURS[_ORDER.index(backend) % 8],
-                      label=backend_name(backend))  # fmt: skip
-        panel.set_xticks(range(3), ["dq", "dk", "dv"])
-        panel.grid(axis="x", visible=False)
-    axes[0][0].set_ylabel(f"‖deviation‖ / ‖gradient‖, BF16, d = {head_dim}")
-    legend_below(figure, axes[0][0], 3)
+    shown = [p for p in points if (p["head_dim"], p["seqlen"]) == (head_dim, seqlen)]
+    rows = list(dict.fromkeys(f"{title(p['inputs'])}, {p['format'].upper()}" for p in shown))
+    gradients = ("dq", "dk", "dv")
+    figure, (row,) = panels(
+        pyplot, [f"{name}, length {seqlen}" for name in gradients], 1.4 + 0.5 * len(rows), width=3.9
+    )
+    names = _names(shown)
+    for gradient, panel in zip(gradients, row, strict=True):
+        panel.set_xscale("log")
+        for number, backend in enumerate(names):
+            values = {
+                f"{title(p['inputs'])}, {p['format'].upper()}": p["result"]["relative"]
+                for p in shown
+                if (p["backend"], p["gradient"]) == (backend, gradient)
+            }
+            dots(panel, rows, values, number, attention_name(backend),
+                 0.11 * (number - (len(names) - 1) / 2), backend == "explicit")  # fmt: skip
+        panel.set_xlabel(f"‖deviation‖ / ‖gradient‖, d = {head_dim}")
+    legend_below(figure, row[0], 4)
     return figure
 
 
@@ -96,22 +74,13 @@ def _floor(pyplot: Any, points: list[dict[str, Any]]) -> Any:
     shown = [p for p in points if p["output"] in ("dq", "dk", "dv")]
     seqlen = max(p["seqlen"] for p in shown)
     shown = [p for p in shown if p["seqlen"] == seqlen]
-    backends = _backends(shown)
-    figure, axes = pyplot.subplots(1, 1, figsize=(6.4, 0.8 + 0.42 * len(backends)))
-    top = max(p["relative"] for p in shown) or 1.0
+    rows = [attention_name(name) for name in _names(shown)]
+    figure, axes = pyplot.subplots(1, 1, figsize=(6.4, 1.2 + 0.42 * len(rows)))
     for number, name in enumerate(("dq", "dk", "dv")):
-        for place, backend in enumerate(backends):
-            value = next(
-                p["relative"] for p in shown if (p["backend"], p["output"]) == (backend, name)
-            )
-            y = place + 0.26 * (number - 1)
-            axes.barh(y, value, 0.25, color=COLOURS[number], label=name if place == 0 else None)
-            if value == 0:
-                axes.text(top * 0.01, y, f"{name}: 0", va="center", fontsize=6.5)
-    axes.set_yticks(range(len(backends)), [backend_name(backend) for backend in backends])
-    axes.invert_yaxis()
-    axes.set_xlim(0, top * 1.05)
+        values = {
+            attention_name(p["backend"]): [p["relative"]] for p in shown if p["output"] == name
+        }
+        dots(axes, rows, values, number, name, 0.2 * (number - 1))
     axes.set_xlabel(f"max |repeat - first| / max |gradient|, BF16, length {seqlen}")
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="lower right")
+    legend_below(figure, axes, 3)
     return figure

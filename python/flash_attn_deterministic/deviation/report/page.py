@@ -9,16 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
-from . import forward, kernels
-from .cells import Cell
-from .claims import NOT_TESTED, Claim, Evidence, Outcome, judge_all
-from .files import read_json, write_text
-from .forward_plots import title as title_of
-from .kernel_plots import backend_name
-from .metrics import METRICS
-from .plots import median, plot_folder
-from .training import study
+from ...errors import ArgumentError
+from ..forward import plan as forward
+from ..forward.plan import Points, forward_points
+from ..kernels import study as kernels
+from ..numbers.intervals import median
+from ..numbers.metrics import METRICS
+from ..study.files import read_json, write_text
+from ..training import study as training
+from .claims import judge_all
+from .forward_plots import forward_plots
+from .judging import NOT_REPRODUCED, NOT_TESTED, REPRODUCED, UNDECIDED, Claim, Evidence, Outcome
+from .kernel_plots import kernel_plots
+from .names import attention_name, title
+from .plots import Draw, draw_all
+from .training_plots import training_plots
 
 TITLE = "Is flash attention stable? A reproduction"
 CAPTIONS = {
@@ -26,25 +31,26 @@ CAPTIONS = {
     "Median of the draws, band from the least to the largest. FP8 E4M3 is missing where l "
     "overflows.",
     "fig4": "Fig. 4. Largest deviation from FP64, hollow: baseline, filled: flash. Bars from the "
-    "least to the largest draw.",
+    "least to the largest draw. The FP64 baseline is the reference itself.",
     "fig5a": "Fig. 5a. Largest difference against sequence length, BF16.",
-    "fig5b": "Fig. 5b. Mean and standard deviation of the deviation from FP64, BF16.",
+    "fig5b": "Fig. 5b. Mean and standard deviation of the difference from baseline, BF16.",
     "fig5-ratio": "Flash's largest deviation over baseline's, BF16. Dotted: ten times.",
-    "fig6a": "Fig. 6a. Block sizes from a memory of M elements, and the two swapped. They part "
-    "where M/4d exceeds d = 64.",
-    "fig6b": "Fig. 6b. The same, square blocks.",
-    "fig6c": "Fig. 6c. Keys per block. Baseline attention has no blocks.",
+    "fig6a": "Fig. 6a. Block sizes from a memory of M elements; these exchanged; and the loops "
+    "exchanged, so that a row's O, l and m stay on chip in FP32.",
+    "fig6b": "Fig. 6b. Tiles of equal area: square, wide (half the rows, twice the keys), tall.",
+    "fig6c": "Fig. 6c. Keys per block.",
     "ablation": "Which step's rounding matters, preset paper.",
     "stochastic": "Nearest against stochastic rounding, preset paper: larger errors, less bias.",
     "bias": "Biased rounding of P V (BF16): mean error away from 0 by the number of keys at the "
     "maximum.",
+    "backward": "Gradients of emulated kernels by what D = rowsum(dO * O) is formed from.",
     "kernels-forward": "Real kernels: largest deviation from FP64.",
     "kernels-backward": "Real kernels: deviation of the gradients from FP64.",
     "kernels-run-to-run": "Real kernels: how far repeats of one backward are from the first.",
-    "fig7": "Fig. 7. Largest weight difference against base over training.",
-    "fig8": "Fig. 8. Wasserstein distance of weights against base over training.",
-    "training-l1": "Mean elementwise weight difference against base.",
-    "training-loss": "Loss of every run.",
+    "fig7": "Fig. 7. Distance of weights from the base run over training.",
+    "fig8": "Fig. 8. Wasserstein distance of weights, and distance as functions, over training.",
+    "noise": "Distance from base (8 bits) by the bits of explicit attention.",
+    "training-loss": "Loss of held-out batches at the end, paired by seed.",
     "live": "Both attentions inside the trained model, on every call (dual compute).",
 }
 
@@ -58,19 +64,24 @@ class Study:
     plots: list[Path]
 
 
-def read_study(folder: Path) -> Study:
-    """Reads a folder's result and draws its plots anew.
+def read_study(folder: Path, plots: bool = True) -> Study:
+    """Reads a folder's result and draws its plots into its folder `plots`.
 
     Raises:
         ArgumentError: the folder holds no finished study.
     """
-    for name in (forward.RESULT_FILE, kernels.RESULT_FILE, study.RESULT_FILE):
+    readers: dict[str, Any] = {
+        forward.RESULT_FILE: (read_json, lambda value: forward_plots(forward_points(value))),
+        kernels.RESULT_FILE: (kernels.read_kernels, kernel_plots),
+        training.RESULT_FILE: (training.read_training, training_plots),
+    }
+    for name, (read, draw) in readers.items():
         if (folder / name).exists():
-            value = read_json(folder / name)
-            return Study(value["kind"], value, plot_folder(folder))
+            value = read(folder / name)
+            drawers: dict[str, Draw] = draw(value) if plots else {}
+            return Study(value["kind"], value, draw_all(drawers, folder / "plots"))
     raise ArgumentError(
-        f"results: expected folders of finished studies, got {folder} without {forward.RESULT_FILE}"
-        f", {kernels.RESULT_FILE} or {study.RESULT_FILE}"
+        f"results: expected folders of finished studies, got {folder} without {', '.join(readers)}"
     )
 
 
@@ -90,19 +101,16 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     if not folders:
         raise ArgumentError("results: expected folders of finished studies, got none")
     studies: dict[str, Study] = {}
-    paths: dict[str, Path] = {}
     for folder in folders:
         found = read_study(folder)
         if found.kind in studies:
             raise ArgumentError(f"results: expected one study of a kind, got two of {found.kind}")
         studies[found.kind] = found
-        paths[found.kind] = folder
+    values = {kind: found.value for kind, found in studies.items()}
     evidence = Evidence(
-        forward.read_forward(paths["forward"] / forward.RESULT_FILE)
-        if "forward" in paths
-        else None,
-        studies["kernels"].value if "kernels" in studies else None,
-        studies["training"].value if "training" in studies else None,
+        forward_points(values["forward"]) if "forward" in values else None,
+        values.get("kernels"),
+        values.get("training"),
     )
     judged = judge_all(evidence)
     page, text = out / "report.html", out / "report.md"
@@ -120,12 +128,10 @@ def _setups(studies: list[Study]) -> list[tuple[str, str]]:
         total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
         text = f"{machine}; torch {where['torch']}; {where['date']}; {total:.0f} s"
         if found.kind == "training":
-            model, setup = (
-                found.value["configuration"]["model"],
-                found.value["configuration"]["setup"],
-            )
-            text += f"; {setup['steps']} steps, batch {model['batch']}, width {model['width']}, "
-            text += f"depth {model['depth']}"
+            setup = found.value["configuration"]
+            count = len(found.value["seeds"])
+            text += f"; {setup['workload']}, {setup['steps']} steps, {count} paired seeds, "
+            text += f"base: {attention_name(setup['base'])}"
         if found.kind == "forward":
             plan = found.value["configuration"]
             text += f"; {plan['seeds']} draws a point, d = {plan['head_dim']}, M = {plan['sram']}"
@@ -133,34 +139,24 @@ def _setups(studies: list[Study]) -> list[tuple[str, str]]:
     return rows
 
 
-def _tables(studies: list[Study]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Tables that no claim has: errors of the gradients, and times."""
-    tables = []
+_Table = tuple[str, list[str], list[list[str]]]
+
+
+def _tables(studies: list[Study]) -> list[_Table]:
+    """Tables that no claim has: every metric, errors of the gradients, times, every run."""
+    tables: list[_Table] = []
     for found in studies:
         if found.kind == "forward" and "5" in found.value["figures"]:
-            tables.append(_metrics_table(found.value))
+            tables.append(_metrics_table(forward_points(found.value)["5"]))
+        if found.kind == "training":
+            rows = training.summary(found.value)
+            tables.append(("Every run of the training study", training.SUMMARY_HEADER, rows))
         if found.kind != "kernels":
             continue
-        points = found.value["backward"]
-        if points:
-            seqlen = max(p["seqlen"] for p in points)
-            rows = []
-            for backend in dict.fromkeys(p["backend"] for p in points):
-                cells = [backend_name(backend)]
-                for gradient in ("dq", "dk", "dv"):
-                    value = next(
-                        median(p["result"]["relative"]) for p in points
-                        if (p["backend"], p["gradient"], p["format"], p["inputs"], p["seqlen"])
-                        == (backend, gradient, "bf16", "normal", seqlen)
-                    )  # fmt: skip
-                    cells.append("overflow" if value is None else f"{value:.2e}")
-                rows.append(cells)
-            tables.append(
-                (f"Deviation of gradients, BF16, normal, length {seqlen}: ‖d‖ / ‖gradient‖",
-                 ["backend", "dq", "dk", "dv"], rows)
-            )  # fmt: skip
+        if found.value["backward"]:
+            tables.append(_gradients_table(found.value["backward"]))
         rows = [
-            [p["model"], backend_name(p["backend"]), f"{p['milliseconds']:.1f}",
+            [p["model"], attention_name(p["backend"]), f"{p['milliseconds']:.1f}",
              f"{p['speedup']:+.0%}" if "speedup" in p else ""]
             for p in found.value["speed"]
         ]  # fmt: skip
@@ -171,12 +167,22 @@ def _tables(studies: list[Study]) -> list[tuple[str, list[str], list[list[str]]]
     return tables
 
 
-def _metrics_table(value: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+def _gradients_table(points: list[dict[str, Any]]) -> _Table:
+    """Relative errors of every attention on every distribution, at the largest length."""
+    seqlen = max(point["seqlen"] for point in points)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for p in points:
+        if p["seqlen"] == seqlen:
+            key = (title(p["inputs"]), p["format"].upper(), str(p["head_dim"]),
+                   attention_name(p["backend"]))  # fmt: skip
+            value = median(p["result"]["relative"])
+            rows.setdefault(key, list(key)).append("overflow" if value is None else f"{value:.2e}")
+    header = ["inputs", "format", "d", "attention", "dq", "dk", "dv"]
+    return f"Deviation of gradients, length {seqlen}: ‖d‖ / ‖gradient‖", header, list(rows.values())
+
+
+def _metrics_table(points: Points) -> _Table:
     """Every metric at one length, in BF16."""
-    points = [
-        (Cell(**value["cells"][key]["cell"]), value["cells"][key]["result"])
-        for key in value["figures"]["5"]
-    ]
     lengths = sorted({cell.seqlen for cell, _ in points})
     seqlen = lengths[max(0, len(lengths) - 3)]
     rows = []
@@ -189,7 +195,7 @@ def _metrics_table(value: dict[str, Any]) -> tuple[str, list[str], list[list[str
         for label, metrics in pairs:
             shown = [median(metrics[name]) for name in METRICS]
             numbers = ["overflow" if x is None else f"{x:.2g}" for x in shown]
-            rows.append([title_of(cell.inputs), label, *numbers])
+            rows.append([title(cell.inputs), label, *numbers])
     header = ["inputs", "attention", *(name.replace("_", " ") for name in METRICS)]
     return f"Every metric, BF16, length {seqlen}, median of the draws", header, sorted(rows)
 
@@ -203,7 +209,7 @@ def _markdown(judged: list[tuple[Claim, Outcome]], studies: list[Study], out: Pa
         lines.append(f"| {claim.text} | {claim.source} | **{outcome.verdict}** |")
     lines += [
         "",
-        "What the words mean, and the thresholds: `docs/deviation.md`.",
+        "What the words mean: `docs/deviation.md`. Numbers in brackets are 95 % bootstrap intervals.",
         "",
         "## Studies",
         "",
@@ -218,8 +224,8 @@ def _markdown(judged: list[tuple[Claim, Outcome]], studies: list[Study], out: Pa
         for name in claim.figures:
             if name in plots:
                 lines += ["", f"![{CAPTIONS[name]}]({_relative(plots[name], out)})"]
-    for title, header, rows in _tables(studies):
-        lines += ["", f"## {title}", "", _row(header), _row(["---"] * len(header))]
+    for name, header, rows in _tables(studies):
+        lines += ["", f"## {name}", "", _row(header), _row(["---"] * len(header))]
         lines += [_row(row) for row in rows]
     return "\n".join(lines) + "\n"
 
@@ -256,13 +262,13 @@ thead{display:none}.claims tr{display:block;padding:.5rem 0;border-bottom:1px so
 .claims td{display:block;border:0;padding:.1rem 0}figure{overflow-x:auto}
 figure img{min-width:34rem}}
 """
-_CLASSES = {"reproduced": "yes", "not reproduced": "no", NOT_TESTED: "none"}
+_CLASSES = {REPRODUCED: "yes", NOT_REPRODUCED: "no", UNDECIDED: "none", NOT_TESTED: "none"}
 
 
 def _html(judged: list[tuple[Claim, Outcome]], studies: list[Study]) -> str:
     plots = {path.stem: path for found in studies for path in found.plots}
     shown: set[str] = set()
-    body = [f"<h1>{html.escape(TITLE)}</h1>", _intro(judged), _claims_table(judged)]
+    body = [_intro(judged), _claims_table(judged)]
     body.append("<h2>Studies</h2><ul>")
     body += [f"<li>{kind}: {html.escape(text)}</li>" for kind, text in _setups(studies)]
     body.append("</ul>")
@@ -276,14 +282,18 @@ def _html(judged: list[tuple[Claim, Outcome]], studies: list[Study]) -> str:
     if rest:
         body.append("<h2>More figures</h2>")
         body += [_figure(name, plots[name]) for name in rest]
-    for title, header, rows in _tables(studies):
-        body.append(f"<h2>{html.escape(title)}</h2>{_table(header, rows)}")
+    for name, header, rows in _tables(studies):
+        body.append(f"<h2>{html.escape(name)}</h2>{table_of(header, rows)}")
+    return page_of(TITLE, body)
+
+
+def page_of(name: str, body: list[str]) -> str:
+    """Returns a page with a title, which needs no other file."""
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
-        f"<title>{html.escape(TITLE)}</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
+        f"<title>{html.escape(name)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<h1>{html.escape(name)}</h1>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 
 
@@ -295,7 +305,8 @@ def _intro(judged: list[tuple[Claim, Outcome]]) -> str:
     return (
         "<p>The claims of Golden et al., “Is Flash Attention Stable?” (arXiv 2405.02803), of newer "
         "work, and of this project, each tested by the studies named below. Numbers and verdicts "
-        f"are worked out from their results: {html.escape(text)}.</p>"
+        f"are worked out from their results: {html.escape(text)}. Numbers in brackets are 95 % "
+        "bootstrap intervals over draws or seeds.</p>"
     )
 
 
@@ -338,15 +349,21 @@ def _section(claim: Claim, outcome: Outcome) -> str:
 
 
 def _figure(name: str, path: Path) -> str:
+    return embedded(CAPTIONS.get(name, name), path)
+
+
+def embedded(caption: str, path: Path) -> str:
+    """Returns a figure with the SVG inside."""
     data = base64.b64encode(path.read_bytes()).decode()
-    caption = html.escape(CAPTIONS.get(name, name))
+    caption = html.escape(caption)
     return (
         f"<figure><img alt='{caption}' src='data:image/svg+xml;base64,{data}'>"
         f"<figcaption>{caption}</figcaption></figure>"
     )
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table_of(header: list[str], rows: list[list[str]]) -> str:
+    """Returns an HTML table that scrolls by itself where it is wide."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import FlashAttnError
-from .files import write_text
+from ...errors import FlashAttnError
+from ..numbers.intervals import finite
+from ..study.files import write_text
 
 # Okabe and Ito's colours: told apart by most people, and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
@@ -61,29 +62,12 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def plot_folder(folder: Path) -> list[Path]:
-    """Draws the figures of whatever results a folder holds, into its folder `plots`.
-
-    Returns:
-        The files written.
-    """
-    from . import forward, kernels
-    from .forward_plots import forward_plots
-    from .kernel_plots import kernel_plots
-    from .training import study
-    from .training_plots import training_plots
-
+def draw_all(drawers: dict[str, Draw], folder: Path) -> list[Path]:
+    """Draws figures into a folder, as NAME.svg, and returns the files."""
     pyplot = load_pyplot()
-    drawers: dict[str, Draw] = {}
-    if (folder / forward.RESULT_FILE).exists():
-        drawers.update(forward_plots(forward.read_forward(folder / forward.RESULT_FILE)))
-    if (folder / kernels.RESULT_FILE).exists():
-        drawers.update(kernel_plots(kernels.read_kernels(folder / kernels.RESULT_FILE)))
-    if (folder / study.RESULT_FILE).exists():
-        drawers.update(training_plots(study.read_training(folder / study.RESULT_FILE)))
     written = []
     for name, draw in drawers.items():
-        path = folder / "plots" / f"{name}.svg"
+        path = folder / f"{name}.svg"
         figure = draw(pyplot)
         for axes in figure.axes:
             name_ticks(axes)
@@ -108,18 +92,6 @@ def _shortened(svg: str) -> str:
     )
 
 
-def finite(values: Iterable[float | None]) -> list[float]:
-    """Returns the values that are there: JSON has null where a result was infinite or NaN."""
-    return [value for value in values if value is not None]
-
-
-def median(values: Iterable[float | None]) -> float | None:
-    """Returns the median; None where a value is missing, which is then the study's result."""
-    listed = list(values)
-    there = finite(listed)
-    return statistics.median(there) if there and len(there) == len(listed) else None
-
-
 def line(
     axes: Any,
     points: Sequence[tuple[float, Sequence[float | None]]],
@@ -134,18 +106,18 @@ def line(
         axes: where.
         points: (x, values of all draws).
         number: which colour and marker.
-        label: in the legend; says so where all values are 0, which a logarithmic axis can't show.
+        label: in the legend.
         style: of the line.
         hollow: whether markers are empty.
     """
     shown = [(x, finite(values)) for x, values in sorted(points, key=lambda point: point[0])]
     shown = [(x, values) for x, values in shown if values]
-    logarithmic = axes.get_yscale() == "log"
-    if logarithmic and shown and not any(value for _, values in shown for value in values):
-        axes.plot([], [], style, color=COLOURS[number % 8], label=f"{label}: exactly 0")
-        return
-    if logarithmic:
-        shown = [(x, values) for x, values in shown if min(values) > 0]
+    if axes.get_yscale() == "log":
+        # A logarithmic axis has no place for 0: the legend says what it can't show.
+        there = [(x, values) for x, values in shown if min(values) > 0]
+        if len(there) < len(shown):
+            label += ": 0" if not there else f": 0 or less at {len(shown) - len(there)} points"
+        shown = there
     xs = [x for x, _ in shown]
     colour = COLOURS[number % 8]
     axes.plot(
@@ -202,3 +174,49 @@ def _power(tick: float) -> str:
     if 0.01 <= tick <= 10000:
         return f"{tick:g}"
     return f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def panels(
+    pyplot: Any, titles: Sequence[str], height: float = 3.2, rows: int = 1, width: float = 4.1
+) -> tuple[Any, list[list[Any]]]:
+    """Makes a grid of panels with shared axes: a column per title, a row per quantity."""
+    figure, axes = pyplot.subplots(
+        rows, len(titles), figsize=(width * len(titles), height), sharey="row", sharex=True,
+        squeeze=False,
+    )  # fmt: skip
+    for panel, title in zip(axes[0], titles, strict=True):
+        panel.set_title(title)
+    return figure, [list(row) for row in axes]
+
+
+def dots(
+    axes: Any, rows: Sequence[str], values: dict[str, Sequence[float | None]], number: int,
+    label: str, offset: float = 0.0, hollow: bool = False,
+) -> None:  # fmt: skip
+    """Draws medians as points on named rows, with a bar from the least to the largest.
+
+    Args:
+        axes: where; rows count from above.
+        rows: their names, in order.
+        values: of each row.
+        number: which colour and marker.
+        label: in the legend.
+        offset: by how much of a row points lie beside its middle.
+        hollow: whether markers are empty.
+    """
+    colour = COLOURS[number % 8]
+    for place, row in enumerate(rows):
+        found = finite(values.get(row, ()))
+        if not found or (axes.get_xscale() == "log" and min(found) <= 0):
+            text = "0" if found else "overflow" if row in values else ""
+            axes.text(0.01, place + offset, text, color=colour, fontsize=7, va="center",
+                      transform=axes.get_yaxis_transform())  # fmt: skip
+            continue
+        axes.plot([min(found), max(found)], [place + offset] * 2, color=colour, linewidth=1)
+        axes.plot([statistics.median(found)], [place + offset], MARKERS[number % 8], color=colour,
+                  markersize=5, markerfacecolor="white" if hollow else colour)  # fmt: skip
+    axes.plot([], [], MARKERS[number % 8], color=colour, label=label,
+              markerfacecolor="white" if hollow else colour)  # fmt: skip
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)

@@ -203,5 +203,3 @@ def _observe(
         found = compare(weights, outputs, reference.weights[step], reference.outputs[step])
         for name, value in found.items():
             history[name].append(value)
-
-

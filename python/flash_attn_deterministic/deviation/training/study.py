@@ -73,8 +73,9 @@ def plan_of(
     device: str,
     steps: int,
     runs: Sequence[str] = (),
-    seeds: Sequence[int] = (0, 1, 2, 3, 4),
+    seeds: Sequence[int | str] = (0, 1, 2, 3, 4),
     base: str = "",
+    more: Sequence[str] = (),
 ) -> TrainingPlan:
     """Makes a plan.
 
@@ -86,6 +87,7 @@ def plan_of(
             controls, number formats and emulated attentions.
         seeds: of the paired runs.
         base: attention of the base run; "": ours on a GPU, explicit on a CPU.
+        more: names of runs beside `runs`.
 
     Raises:
         ArgumentError: an unknown name, a negative number of steps, or no such device.
@@ -94,8 +96,14 @@ def plan_of(
     check_device(device)
     if steps < 0:
         raise ArgumentError(f"steps: expected at least 0, got {steps}")
-    if not seeds:
-        raise ArgumentError("seeds: expected at least one, got none")
+    try:
+        numbers = tuple(int(seed) for seed in seeds)
+    except ValueError as error:
+        raise ArgumentError(
+            f"seeds: expected whole numbers, got {', '.join(map(str, seeds))}"
+        ) from error
+    if not numbers or min(numbers) < 0:
+        raise ArgumentError(f"seeds: expected at least one, from 0, got {numbers}")
     controls = ("repeat", "nudge", "init", "data")
     real = ("ours-atomics", "sdpa-flash", "sdpa-cudnn", "explicit", "kernel+residual")
     default = (
@@ -103,40 +111,46 @@ def plan_of(
         if device == "cuda"
         else (*controls, "sdpa", "kernel", "paper", "fp32", "fp16", "pure_bf16")
     )
-    for name in runs:
+    for name in (*runs, *more):
         run_of(name)
     base = base or ("ours" if device == "cuda" else "explicit")
     find_attention(base)
     setup = Setup(workload, base, steps, device)
-    return TrainingPlan(setup, tuple(runs or default), tuple(seeds))
+    return TrainingPlan(setup, (*(runs or default), *more), numbers)
 
 
 def run_training(
-    plan: TrainingPlan, folder: Path, seconds: float | None = None, force: bool = False
+    plan: TrainingPlan,
+    folder: Path,
+    seconds: float | None = None,
+    budget: float | None = None,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Runs or resumes the study in a folder; training.json is written anew after each run.
 
     Args:
-        plan: what to run. With 0 steps the number is measured: `seconds` divided by what the runs
-            of all seeds take.
+        plan: what to run. With 0 steps the number is measured: `budget` over what a step of all
+            runs of all seeds takes.
         folder: of the study.
         seconds: no run is started that would end later than this; None: all are.
+        budget: seconds of all calls together; None: `seconds`.
         force: whether another study in the folder is replaced.
 
     Returns:
         training.json: {"runs": {name: the run}, "seeds": {seed: {name: history}}, "live": ..., ...}.
 
     Raises:
-        ArgumentError: the folder holds another study; or 0 steps without seconds.
+        ArgumentError: the folder holds another study; or 0 steps without seconds or budget.
     """
     start = time.monotonic()
     path = folder / RESULT_FILE
     value = _opened(plan, path, force)
     steps = value["configuration"]["steps"] or plan.setup.steps
     if not steps:
-        if seconds is None:
-            raise ArgumentError("steps: expected at least 1 without seconds, got 0")
-        steps = _fitting_steps(plan, seconds)
+        budget = seconds if budget is None else budget
+        if budget is None:
+            raise ArgumentError("steps: expected at least 1 without seconds or budget, got 0")
+        steps = _fitting_steps(plan, budget)
     setup = replace(plan.setup, steps=steps)
     value["configuration"]["steps"] = steps
     runs = [run for run in plan.ordered() if _works(run, setup, value)]
@@ -207,7 +221,7 @@ def _works(run: Run, setup: Setup, value: dict[str, Any]) -> bool:
     return not reason
 
 
-def _fitting_steps(plan: TrainingPlan, seconds: float) -> int:
+def _fitting_steps(plan: TrainingPlan, budget: float) -> int:
     """Measures how long steps take, and returns how many fit for all runs of all seeds."""
     runs = plan.ordered()
     taken = 0.0
@@ -223,7 +237,7 @@ def _fitting_steps(plan: TrainingPlan, seconds: float) -> int:
             times.append(time.monotonic() - before)
         taken += max(1e-4, (times[1] - times[0]) / (long_run - short_run))
     # A third is for building models, snapshots and their comparison.
-    return max(10, int(0.67 * seconds / (taken * len(plan.seeds))))
+    return max(10, int(0.67 * budget / (taken * len(plan.seeds))))
 
 
 def _save(model: torch.nn.Module, path: Path) -> None:
