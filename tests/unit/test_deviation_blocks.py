@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from flash_attn_deterministic.deviation.blocks import Blocks, blocks_of_sram, check_fit
+from flash_attn_deterministic.deviation.emulate.blocks import Blocks, blocks_of_sram, check_fit
 from flash_attn_deterministic.errors import ArgumentError
 
 

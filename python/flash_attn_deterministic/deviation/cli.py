@@ -194,7 +194,7 @@ def _tokens(arguments: argparse.Namespace) -> int:
         names,
         arguments.precision,
         arguments.device,
-        arguments.out,  # type: ignore[arg-type]
+        arguments.out,
     )
     low, middle, high = value["kl"]
     print(f"KL {middle:.2g} [{low:.2g}, {high:.2g}] nats a token, {value['tokens']} tokens")

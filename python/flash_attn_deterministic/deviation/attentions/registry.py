@@ -10,11 +10,13 @@ import functools
 import importlib
 import re
 import warnings
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from ...errors import ArgumentError, FlashAttnError
 from ..emulate.gradients import DELTAS, Emulation, emulated_attention
@@ -77,11 +79,51 @@ def _explicit(call: Call) -> torch.Tensor:
     return scores.softmax(-1) @ v
 
 
+class _Exact(torch.autograd.Function):
+    """Explicit attention in float64, one sequence at a time: scores of all would not fit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v, bias)
+        ctx.scale = scale
+        parts = [_explicit(one) for one in _one_by_one(q, k, v, bias, scale)]
+        return torch.cat(parts).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, bias = ctx.saved_tensors
+        found = []
+        for row, one in enumerate(_one_by_one(q, k, v, bias, ctx.scale)):
+            leaves = [tensor.detach().requires_grad_() for tensor in (one.q, one.k, one.v)]
+            with torch.enable_grad():
+                out = _explicit(Call(leaves[0], leaves[1], leaves[2], one.mask, scale=one.scale))
+            found.append(torch.autograd.grad(out, leaves, grads[0][row : row + 1].double()))
+        dq, dk, dv = (torch.cat(part).to(q.dtype) for part in zip(*found, strict=True))
+        return dq, dk, dv, None, None
+
+
+def _one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> Iterator[Call]:
+    for row in range(len(q)):
+        one = slice(row, row + 1)
+        each = bias is not None and bias.ndim == q.ndim and len(bias) == len(q)
+        part = bias[one] if bias is not None and each else bias
+        yield Call(q[one].double(), k[one].double(), v[one].double(), part, scale=scale)
+
+
 def _exact(call: Call) -> torch.Tensor:
     """The same in float64 inside, forward and backward; in and out are the tensors' dtype."""
-    wide = Call(call.q.double(), call.k.double(), call.v.double(), call.mask, call.causal,
-                call.factor)  # fmt: skip
-    return _explicit(wide).to(call.q.dtype)
+    q, k, v = call.heads()
+    out: torch.Tensor = _Exact.apply(q, k, v, call.bias(), call.factor)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Rounded(torch.autograd.Function):
@@ -99,17 +141,22 @@ class _Rounded(torch.autograd.Function):
 
 def _explicit_in(call: Call, name: str) -> torch.Tensor:
     """Explicit attention whose scores, weights, output and their gradients have a format."""
-    q, k, v = (tensor.to(parse_format(name).container) for tensor in call.heads())
+    bias = call.bias()
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = _Rounded.apply(values, name)  # type: ignore[no-untyped-call]
         return found
 
-    scores = rounded(q @ k.mT * call.factor)
-    bias = call.bias()
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
-    return rounded(rounded(scores.softmax(-1)) @ v).to(call.q.dtype)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.to(parse_format(name).container) for tensor in (q, k, v))
+        scores = rounded(q @ k.mT * call.factor)
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
+        return rounded(rounded(scores.softmax(-1)) @ v).to(call.q.dtype)
+
+    # Computed again in the backward: scores in the container of all layers would not fit.
+    out: torch.Tensor = checkpoint(attend, *call.heads(), use_reentrant=False)
+    return out
 
 
 def _emulated(call: Call, emulation: Emulation) -> torch.Tensor:
@@ -235,10 +282,11 @@ def find_attention(name: str) -> Attention:
     if not rest or not base.replace(".", "").isidentifier():
         known = ", ".join((*_NAMED, "explicit:FORMAT", *PRESETS))
         raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")
-    return find_object(name, "attention")  # type: ignore[no-any-return]
+    found: Attention = find_object(name, "attention")
+    return found
 
 
-def find_object(name: str, argument: str) -> object:
+def find_object(name: str, argument: str) -> Any:
     """Imports MODULE:NAME.
 
     Raises:

@@ -125,9 +125,10 @@ def _calls(cell: Cell) -> list[Call]:
     drawn = [draw(cell.inputs, seed, cell.seqlen, cell.head_dim) for seed in range(cell.seeds)]
     size = max(1, _BATCH_ELEMENTS // cell.seqlen**2)
     groups = [drawn[start : start + size] for start in range(0, len(drawn), size)]
-    return [
-        Call(*(torch.stack(part)[:, None] for part in zip(*group, strict=True))) for group in groups
+    stacked = [
+        [torch.stack(part)[:, None] for part in zip(*group, strict=True)] for group in groups
     ]
+    return [Call(q, k, v) for q, k, v in stacked]
 
 
 def _rounded(cell: Cell, call: Call) -> Call:
@@ -200,5 +201,6 @@ def _gradients_of(cell: Cell, call: Call, seed: int) -> Result:
 
 def _autograd(name: str, call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
     leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
-    out = find_attention(name)(*leaves, attn_mask=call.bias(), scale=call.factor)
+    q, k, v = leaves
+    out = find_attention(name)(q, k, v, attn_mask=call.bias(), scale=call.factor)
     return torch.autograd.grad(out, leaves, dout)

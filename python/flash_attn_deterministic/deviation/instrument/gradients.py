@@ -1,10 +1,10 @@
 """How far each attention's gradients are from those with exact attention, on one's own model.
 
-The gradient of batch b with attention a is g_ab, with exact (float64) attention g_xb; e = g_a - g_x.
+The gradient of a batch with an attention is g_a, with exact (float64) attention g_x; e = g_a - g_x.
 For each parameter tensor:
 
 - error: |e| / |g_x|, root mean squares over batches;
-- noise: |e| over the spread of g_x from batch to batch: how much of what a step is anyway unsure of;
+- noise: |e| over the spread of g_x between batches, which every step is unsure of anyway;
 - systematic: the share of |e|^2 that batches have in common, |E e|^2 / E |e|^2, estimated without
   bias from products of different batches. What they have in common adds up over steps.
 
@@ -15,7 +15,7 @@ from a seed: memory is attentions x batches x tensors x SAMPLE x 4 bytes beside 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,8 @@ def run_gradients(
         ArgumentError: no attention works, the model calls none, or the folder holds another study.
     """
     found = {name: find_attention(name) for name in plan.attentions}
-    identity = {
-        **plan.__dict__,
-        "attentions": list(plan.attentions),
-        "batches": len(target.batches),
-    }
+    identity = {**asdict(plan), "attentions": list(plan.attentions)}
+    identity["batches"] = len(target.batches)
     store = folder / "batches"
     samples: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
@@ -253,19 +250,22 @@ def _of_grams(error: torch.Tensor, exact: torch.Tensor) -> dict[str, list[float]
         # Pairs of different batches only: a batch drawn twice is no second one.
         rows, columns = index[:, :, None], index[:, None, :]
         apart = rows != columns
-        products = (error[rows, columns] * apart).sum((1, 2)) / apart.sum((1, 2)).clamp(min=1)
+        products = (error[rows, columns] * apart).sum((1, 2)) / apart.sum((1, 2))
         return products / (squares(index) / count).clamp(min=1e-300)
 
     def spread(index: torch.Tensor) -> torch.Tensor:
         rows, columns = index[:, :, None], index[:, None, :]
         mean = exact[rows, columns].sum((1, 2)) / count**2
-        return exact.diagonal()[index].sum(-1) / count - mean
+        found = exact.diagonal()[index].sum(-1) / count - mean
+        # One batch drawn every time has no spread.
+        single = (index == index[:, :1]).all(-1)
+        return torch.where(single, torch.nan, found * count / (count - 1))
 
     def relative(index: torch.Tensor) -> torch.Tensor:
         return (squares(index) / exact.diagonal()[index].sum(-1).clamp(min=1e-300)).sqrt()
 
     def noise(index: torch.Tensor) -> torch.Tensor:
-        return (squares(index) / count / spread(index).clamp(min=1e-300)).sqrt()
+        return (squares(index) / count / spread(index)).sqrt()
 
     return {
         "error": _listed(interval_of(count, relative)),

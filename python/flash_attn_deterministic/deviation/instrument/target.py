@@ -60,7 +60,7 @@ class Target:
         found = getattr(found, "logits", found)
         if not isinstance(found, torch.Tensor) or found.ndim != 3:
             raise ArgumentError(
-                "model: expected logits (batch, tokens, vocabulary), or an object with .logits, got "
+                "model: expected logits (batch, tokens, vocabulary) or an object with .logits, got "
                 f"{tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__}"
             )
         return found.float()
@@ -102,7 +102,7 @@ def load_target(
     if ":" not in model:
         workload = find_workload(model)
     else:
-        found: Any = find_object(model, "model")()  # type: ignore[operator]
+        found: Any = find_object(model, "model")()
         if isinstance(found, torch.nn.Module):
             module = found
         elif all(hasattr(found, part) for part in _WORKLOAD_PARTS):
@@ -138,7 +138,7 @@ def _batches(name: str, count: int, workload: Workload | None) -> Iterator[Any]:
         except Exception as error:  # torch.load raises what its format's parsers raise
             raise ArgumentError(f"batches: expected a list in {name}: {error}") from error
     else:
-        source = find_object(name, "batches")()  # type: ignore[operator]
+        source = find_object(name, "batches")()
     found = list(itertools.islice(source, count))
     if len(found) < count:
         raise ArgumentError(f"batches: expected at least {count}, got {len(found)} from {name}")

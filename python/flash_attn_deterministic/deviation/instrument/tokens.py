@@ -20,7 +20,7 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
 
 def run_tokens(
-    target: Target, attentions: tuple[str, str], precision: str, device: str, out: Path
+    target: Target, attentions: tuple[str, ...], precision: str, device: str, out: Path
 ) -> dict[str, Any]:
     """Compares the next-token distributions that two attentions give.
 

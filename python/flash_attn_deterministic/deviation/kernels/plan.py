@@ -69,7 +69,7 @@ def gradients(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.T
               dout: torch.Tensor) -> QKV:  # fmt: skip
     """Returns dq, dk and dv."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
-    dq, dk, dv = torch.autograd.grad(attention(*leaves), leaves, dout)
+    dq, dk, dv = torch.autograd.grad(attention(leaves[0], leaves[1], leaves[2]), leaves, dout)
     return dq, dk, dv
 
 

@@ -84,5 +84,6 @@ def _bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) ->
     # From a fixed seed: a report says the same each time.
     generator = torch.Generator().manual_seed(0)
     found = statistic(torch.randint(count, (RESAMPLES, count), generator=generator)).double()
-    low, high = found.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    # A resample of one item again and again may have no such statistic: NaN.
+    low, high = found.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(min(low, whole), whole, max(high, whole))

@@ -27,8 +27,8 @@ def deviation(
     Returns:
         For each metric one number per seed: max |d|; mean |d|; std of d; rmse, the root of mean
         d^2; relative, |d|_2 / |golden|_2; max_relative, max |d| / max |golden|; ulp_max and
-        ulp_mean of |d| in gaps at the row's maximum; bias, mean d. All in units of the values, but for
-        the relative and ulp ones, which have none.
+        ulp_mean of |d| in gaps at the row's maximum; bias, mean d. All in units of the values, but
+        for the relative and ulp ones, which have none.
 
     Raises:
         ArgumentError: shapes differ.

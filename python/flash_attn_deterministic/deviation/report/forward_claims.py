@@ -319,7 +319,7 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
     Claim(
         "d-cure", OURS,
         "Keeping what rounding took from O in a second 16-bit tensor removes this error.",
-        f"The same with D from O and its residual, over D from the exact O: {range_text(*D_CURED)}.",
+        f"The same with D from O and its residual: {range_text(*D_CURED)}.",
         _judge("backward", _deltas("residual", "exact", 0.0, D_CURED[1])), ("backward",),
     ),
     Claim(

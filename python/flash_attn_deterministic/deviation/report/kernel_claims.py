@@ -36,7 +36,7 @@ _SAME_POINT = ("format", "inputs", "seqlen", "head_dim")
 def _over_explicit(
     points: list[dict[str, Any]], metric: str, wanted: tuple[float, float], gradient: str = ""
 ) -> list[Case]:
-    """Each flash kernel over explicit attention, the least and the largest length of each inputs."""
+    """Each flash kernel over explicit attention, over all lengths of a kind of inputs."""
     shown = [p for p in points if p.get("gradient", "") == gradient]
     explicit = {
         tuple(p[key] for key in _SAME_POINT): p["result"][metric]
@@ -136,7 +136,7 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "agreement", OURS,
-        "The reference, with P in the kernels' format, is what this project's CUDA kernels compute.",
+        "The reference with P in 16 bits is what this project's CUDA kernels compute.",
         "Share of elements of other bits, over that of a control with P in FP32: "
         f"{range_text(*BEATS)}. Elsewhere the share tells the two models apart too little.",
         _judge(_agreement),

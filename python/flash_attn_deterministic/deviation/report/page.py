@@ -209,7 +209,7 @@ def _markdown(judged: list[tuple[Claim, Outcome]], studies: list[Study], out: Pa
         lines.append(f"| {claim.text} | {claim.source} | **{outcome.verdict}** |")
     lines += [
         "",
-        "What the words mean: `docs/deviation.md`. Numbers in brackets are 95 % bootstrap intervals.",
+        "What the words mean: `docs/deviation.md`. Brackets: 95 % bootstrap intervals.",
         "",
         "## Studies",
         "",

@@ -6,7 +6,7 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ def panels(
 
 
 def dots(
-    axes: Any, rows: Sequence[str], values: dict[str, Sequence[float | None]], number: int,
+    axes: Any, rows: Sequence[str], values: Mapping[str, Sequence[float | None]], number: int,
     label: str, offset: float = 0.0, hollow: bool = False,
 ) -> None:  # fmt: skip
     """Draws medians as points on named rows, with a bar from the least to the largest.

@@ -206,8 +206,8 @@ TRAINING_CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "null", f"{OURS}, on Fig. 8",
-        "The Wasserstein distance by flash is less than that of two models nobody has trained.",
-        "Distance at the end over the distance of two initialisations at step 0: below 1. That null "
+        "The Wasserstein distance by flash is less than that of two untrained models.",
+        "Distance at the end over that of two initialisations at step 0: below 1. That null "
         "shrinks with the width of the model, so ratios to it say nothing across models.",
         _judge(_null), ("fig8",),
     ),

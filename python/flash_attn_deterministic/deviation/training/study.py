@@ -137,7 +137,7 @@ def run_training(
         force: whether another study in the folder is replaced.
 
     Returns:
-        training.json: {"runs": {name: the run}, "seeds": {seed: {name: history}}, "live": ..., ...}.
+        training.json: {"runs": {name: run}, "seeds": {seed: {name: history}}, ...}.
 
     Raises:
         ArgumentError: the folder holds another study; or 0 steps without seconds or budget.

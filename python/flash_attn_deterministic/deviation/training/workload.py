@@ -25,7 +25,7 @@ class Workload(Protocol):
         """Returns the next batch; all chance comes from `generator`."""
 
     def outputs(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """Returns what the model says of a batch, any shape: how far two models are as functions."""
+        """Returns what the model says of a batch, any shape, to compare models as functions."""
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Returns the loss of a batch."""
@@ -55,7 +55,7 @@ def find_workload(name: str) -> Workload:
             f"workload: expected one of {', '.join(known)} or MODULE:FUNCTION, got {name!r}"
         )
     try:
-        found: Any = find_object(name, "workload")()  # type: ignore[operator]
+        found: Any = find_object(name, "workload")()
     except TypeError as error:
         raise ArgumentError(
             f"workload: expected {name} to be a callable without arguments: {error}"
