@@ -21,9 +21,8 @@ class Interval:
     high: float
 
     def __str__(self) -> str:
-        if self.low == self.middle == self.high:
-            return short(self.middle)
-        return f"{short(self.middle)} [{short(self.low)}, {short(self.high)}]"
+        low, middle, high = map(short, (self.low, self.middle, self.high))
+        return middle if low == middle == high else f"{middle} [{low}, {high}]"
 
     def lies_in(self, low: float, high: float) -> bool | None:
         """Returns whether the whole interval is in [low, high]; None where only a part of it is."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..emulate.steps import STEP_NAMES
+from ..forward.cells import Cell, Result
 from ..forward.plan import FOUR_FORMATS, ON_CHIP, Points
 from ..numbers.formats import parse_format
 from ..numbers.intervals import finite, median
@@ -175,16 +176,23 @@ def _swept(
                 line(
                     axes,
                     [
-                        (x_of(first[0]), other[1]["difference"]["max"])
+                        (x_of(first[0]), _in_roundoffs(other))
                         for first, other in zip(cases[0][1], group, strict=True)
                         if (first[0].inputs, first[0].format) == (inputs, name)
                     ],
                     number, f"{name.upper()} {case}", styles[place], place > 0,
                 )  # fmt: skip
         lengths_axis(axes, [x_of(c) for c, _ in cases[0][1]], label)
-    columns[0][1][0].set_ylabel("max |flash - baseline|")
+    columns[0][1][0].set_ylabel("max |flash - baseline| / unit roundoff")
     legend_below(figure, columns[0][1][0], 4)
     return figure
+
+
+def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
+    """The largest difference in unit roundoffs: four formats on one scale."""
+    cell, result = point
+    unit = parse_format(cell.format).unit_roundoff
+    return [None if value is None else value / unit for value in result["difference"]["max"]]
 
 
 def _swapped(pyplot: Any, points: Points) -> Any:

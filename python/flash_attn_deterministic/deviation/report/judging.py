@@ -15,6 +15,7 @@ CONDITIONAL = "holds only under stated conditions"
 NOT_REPRODUCED = "does not hold"
 UNDECIDED = "not decided by this data"
 NOT_TESTED = "not tested"
+_NAMED = 4  # conditions that are named; the list of numbers has all
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Case:
         high: to here; it does not where none of it does; else the data do not decide.
         unit: behind the number.
         note: more to say.
+        outside: whether the claim is that the interval lies outside of that range.
     """
 
     name: str
@@ -36,13 +38,16 @@ class Case:
     high: float = math.inf
     unit: str = ""
     note: str = ""
+    outside: bool = False
 
     @property
     def holds(self) -> bool | None:
-        return self.value.lies_in(self.low, self.high)
+        inside = self.value.lies_in(self.low, self.high)
+        return not inside if self.outside and inside is not None else inside
 
     def __str__(self) -> str:
         side = "above" if self.value.low > self.high else "below"
+        side = "inside" if self.outside else side
         word = {True: "", False: f" ({side} the range)", None: " (not decided)"}[self.holds]
         number = "overflow" if math.isnan(self.value.middle) else f"{self.value}{self.unit}"
         return f"{self.name}: {number}{self.note}{word}"
@@ -108,7 +113,8 @@ def decide(cases: Sequence[Case]) -> Outcome:
     if len(held) == len(cases):
         return Outcome(REPRODUCED, numbers)
     if held:
-        return Outcome(CONDITIONAL, numbers, "holds with " + "; ".join(held))
+        some = "; ".join(held[:_NAMED]) + ("; ..." if len(held) > _NAMED else "")
+        return Outcome(CONDITIONAL, numbers, f"holds in {len(held)} of {len(cases)} cases: {some}")
     decided = any(case.holds is False for case in cases)
     return Outcome(NOT_REPRODUCED if decided else UNDECIDED, numbers)
 

@@ -26,6 +26,7 @@ from .plots import Draw, draw_all
 from .training_plots import training_plots
 
 TITLE = "Is flash attention stable? A reproduction"
+_MANY = 8
 CAPTIONS = {
     "fig3": "Fig. 3. Largest difference between flash and baseline attention by number format. "
     "Median of the draws, band from the least to the largest. FP8 E4M3 is missing where l "
@@ -47,8 +48,10 @@ CAPTIONS = {
     "kernels-forward": "Real kernels: largest deviation from FP64.",
     "kernels-backward": "Real kernels: deviation of the gradients from FP64.",
     "kernels-run-to-run": "Real kernels: how far repeats of one backward are from the first.",
-    "fig7": "Fig. 7. Distance of weights from the base run over training.",
-    "fig8": "Fig. 8. Wasserstein distance of weights, and distance as functions, over training.",
+    "fig7": "Fig. 7. Distance of weights from the base run over training, less that at "
+    "step 0. Median of the seeds, band from the least to the largest.",
+    "fig8": "Fig. 8. Wasserstein distance of weights, and distance as functions, less that at "
+    "step 0.",
     "noise": "Distance from base (8 bits) by the bits of explicit attention.",
     "training-loss": "Loss of held-out batches at the end, paired by seed.",
     "live": "Both attentions inside the trained model, on every call (dual compute).",
@@ -220,7 +223,7 @@ def _markdown(judged: list[tuple[Claim, Outcome]], studies: list[Study], out: Pa
         lines += ["", f"## {claim.text}", "", f"{claim.source}. **{outcome.verdict}**"]
         lines[-1] += f": {outcome.condition}." if outcome.condition else "."
         lines += ["", f"Test: {claim.how}", ""]
-        lines += [f"- {number}" for number in outcome.numbers]
+        lines += _folded(outcome.numbers)
         for name in claim.figures:
             if name in plots:
                 lines += ["", f"![{CAPTIONS[name]}]({_relative(plots[name], out)})"]
@@ -228,6 +231,14 @@ def _markdown(judged: list[tuple[Claim, Outcome]], studies: list[Study], out: Pa
         lines += ["", f"## {name}", "", _row(header), _row(["---"] * len(header))]
         lines += [_row(row) for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _folded(numbers: list[str]) -> list[str]:
+    """A list, which a reader has to open where it is long."""
+    items = [f"- {number}" for number in numbers]
+    if len(items) <= _MANY:
+        return items
+    return [f"<details><summary>{len(items)} numbers</summary>", "", *items, "", "</details>"]
 
 
 def _row(cells: list[str]) -> str:
@@ -336,7 +347,7 @@ def _section(claim: Claim, outcome: Outcome) -> str:
     items = "".join(f"<li>{html.escape(number)}</li>" for number in outcome.numbers)
     numbers = ""
     if items:
-        many = len(outcome.numbers) > 6
+        many = len(outcome.numbers) > _MANY
         numbers = f"<ul>{items}</ul>"
         if many:
             label = f"{len(outcome.numbers)} numbers"

@@ -114,9 +114,9 @@ def line(
     shown = [(x, values) for x, values in shown if values]
     if axes.get_yscale() == "log":
         # A logarithmic axis has no place for 0: the legend says what it can't show.
-        there = [(x, values) for x, values in shown if min(values) > 0]
+        there = [(x, values) for x, values in shown if statistics.median(values) > 0]
         if len(there) < len(shown):
-            label += ": 0" if not there else f": 0 or less at {len(shown) - len(there)} points"
+            label += ": 0" if not there else f" (0 or less at {len(shown) - len(there)} points)"
         shown = there
     xs = [x for x, _ in shown]
     colour = COLOURS[number % 8]
@@ -126,9 +126,15 @@ def line(
         markerfacecolor="white" if hollow else colour,
     )  # fmt: skip
     axes.fill_between(
-        xs, [min(values) for _, values in shown], [max(values) for _, values in shown],
+        xs, [_least(values, axes.get_yscale()) for _, values in shown],
+        [max(values) for _, values in shown],
         color=colour, alpha=0.13, linewidth=0,
     )  # fmt: skip
+
+
+def _least(values: Sequence[float], scale: str) -> float:
+    """The least value, of those that the axis can show."""
+    return min(value for value in values if scale != "log" or value > 0)
 
 
 def lengths_axis(axes: Any, lengths: Iterable[float], label: str) -> None:

@@ -80,7 +80,6 @@ def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -
                  else "--", number >= 8)  # fmt: skip
         panel.set_xlabel("optimizer steps")
         panel.set_ylabel(_MEASURES[measure])
-    axes[0].set_title("less their value at step 0", fontsize=9)
     legend_below(figure, axes[0], 4)
     return figure
 
