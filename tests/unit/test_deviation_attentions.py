@@ -34,11 +34,16 @@ def _tensors(heads_k: int = 2) -> list[torch.Tensor]:
     return [torch.randn(2, h, 24, 16, generator=generator).to(torch.bfloat16) for h in heads]
 
 
+def _call(name: str, **options: Any) -> torch.Tensor:
+    q, k, v, _ = _tensors()
+    return find_attention(name)(q, k, v, **options)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_attention_is_torchs_forward_and_backward(name: str, option: str) -> None:
     options = OPTIONS[option]
-    attention = find_attention(name)
+    attention: Any = find_attention(name)
     tensors = _tensors(1)
     if name.startswith("ours") and "attn_mask" in options:
         with pytest.raises(ArgumentError, match="attn_mask: expected None with ours"):
@@ -47,8 +52,9 @@ def test_every_attention_is_torchs_forward_and_backward(name: str, option: str) 
     found = []
     wide = {n: v.double() if n == "attn_mask" and v.dtype != torch.bool else v
             for n, v in options.items()}  # fmt: skip
+    reference: Any = functional.scaled_dot_product_attention
     for attend, dtype, extra in (
-        (functional.scaled_dot_product_attention, torch.float64, wide),
+        (reference, torch.float64, wide),
         (attention, torch.bfloat16, options),
     ):
         leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors[:3]]
@@ -92,12 +98,12 @@ def test_an_attention_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fa3_says_what_is_missing() -> None:
     with pytest.raises(ArgumentError, match="fa3 needs FlashAttention-3's package"):
-        find_attention("fa3")(*_tensors()[:3])
+        _call("fa3")
 
 
 def test_dropout_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"dropout_p: expected 0 .* got 0\.5"):
-        find_attention("explicit")(*_tensors()[:3], dropout_p=0.5)
+        _call("explicit", dropout_p=0.5)
 
 
 def test_a_window_is_aligned_at_the_end() -> None:
@@ -117,7 +123,7 @@ def test_calls_are_replaced_under_any_name_and_left_alone_afterwards() -> None:
     q, k, v, _ = _tensors()
     seen = []
 
-    def replacement(*args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def replacement(*args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(kwargs)
         return functional.scaled_dot_product_attention(*args, **kwargs) * 0
 
@@ -132,10 +138,11 @@ def test_calls_are_replaced_under_any_name_and_left_alone_afterwards() -> None:
 
 
 def test_running_modules_are_named() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    inner = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(inner))
     found: list[str] = []
     with running_modules(model) as running:
-        model[1][0].register_forward_pre_hook(lambda *_: found.append(running[-1]))
+        inner.register_forward_pre_hook(lambda *_: found.append(running[-1]))
         model(torch.ones(2))
     assert found == ["1.0"]
     assert running == []

@@ -27,7 +27,7 @@ from flash_attn_deterministic.deviation.report.judging import (
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "deviation"
 
 
-def _spread(value: float, width: float = 0.01) -> list[float | None]:
+def _spread(value: float, width: float = 0.01) -> list[float]:
     return [value * (1 + width * step) for step in (-1, -0.5, 0, 0.5, 1)]
 
 
@@ -102,7 +102,9 @@ def test_formats(values: dict[str, float], expected: str) -> None:
     [(4.5, NOT_REPRODUCED), (5.0, UNDECIDED), (10, REPRODUCED), (21, NOT_REPRODUCED)],
 )
 def test_tenfold_is_two_sided(ratio: float, expected: str) -> None:
-    points: Points = [(Cell(), {**_result(1), "flash": {m: _spread(ratio, 0.04) for m in METRICS}})]
+    points: Points = [
+        (Cell(), {**_result(1), "flash": dict.fromkeys(METRICS, _spread(ratio, 0.04))})
+    ]
     assert _verdict("tenfold", _forward("5", points)) == expected
 
 

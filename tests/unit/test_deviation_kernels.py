@@ -91,7 +91,8 @@ def test_a_backend_that_raises_is_missing(error: Exception) -> None:
     def broken(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         raise error
 
-    reason = registry.missing(broken, "cpu", torch.bfloat16, 64, backward=False)
+    attention: Any = broken
+    reason = registry.missing(attention, "cpu", torch.bfloat16, 64, backward=False)
     assert reason == str(error).splitlines()[0]
 
 
@@ -109,8 +110,10 @@ def test_a_backend_without_backward_is_missing_there_alone() -> None:
         result: torch.Tensor = Forward.apply(tensors[0])  # type: ignore[no-untyped-call]
         return result
 
+    attention: Any = only_forward
+
     def reason(backward: bool) -> str:
-        return registry.missing(only_forward, "cpu", torch.bfloat16, 64, backward)
+        return registry.missing(attention, "cpu", torch.bfloat16, 64, backward)
 
     assert reason(False) == ""
     assert "backward is not there yet" in reason(True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.deviation.attentions.registry import find_attention
 from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.instrument.tokens import run_tokens
 from flash_attn_deterministic.deviation.instrument.weights import compare_runs, parse_references
@@ -99,10 +101,11 @@ def test_log_probabilities_of_two_attentions_differ_a_little(tmp_path: Path) -> 
 def test_batch_dependence_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn_deterministic.deviation.instrument import tokens
 
-    plain = tokens.find_attention("explicit")
+    plain: Any = find_attention("explicit")
 
     def dependent(q: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
-        return plain(q, *args, **options) * len(q)  # type: ignore[arg-type]
+        found: torch.Tensor = plain(q, *args, **options)
+        return found * len(q)
 
     monkeypatch.setattr(
         tokens, "find_attention", lambda name: dependent if name == "mine" else plain

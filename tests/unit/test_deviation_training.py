@@ -142,14 +142,14 @@ def test_an_interrupted_study_goes_on_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_training(PLAN, tmp_path / "whole")
-    real, started = study.train, []
+    started: list[str] = []
 
     def interrupted(setup: Setup, run: Run, seed: int, *rest: Any) -> Any:
         if len(started) == 3:
             started.append("stop")
             raise KeyboardInterrupt
         started.append(run.name)
-        return real(setup, run, seed, *rest)
+        return train(setup, run, seed, *rest)
 
     monkeypatch.setattr(study, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -239,7 +239,8 @@ class _Line:
         return out
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return (model(batch) - 2 * batch).square().mean()
+        loss: torch.Tensor = (model(batch) - 2 * batch).square().mean()
+        return loss
 
 
 def test_a_workload_of_ones_own_and_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
