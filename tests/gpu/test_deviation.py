@@ -83,15 +83,15 @@ def test_our_gradients_are_about_as_near_as_torchs(study: dict[str, Any]) -> Non
 
 
 def test_training_with_our_kernels_repeats(tmp_path: Path) -> None:
-    plan = plan_of("language-small", "cuda", 6, ("repeat", "sdpa-flash"), (0,))
+    plan = plan_of("language-25m", "cuda", 6, ("repeat", "sdpa-flash"), (0,))
     found = run_training(plan, tmp_path)["seeds"]["0"]
     assert max(found["repeat"]["max_difference"]) == 0
     assert found["sdpa-flash"]["l2"][-1] > 0
 
 
 def test_our_gradients_and_tokens_in_a_model(tmp_path: Path) -> None:
-    target = load_target("language-small", "", 3, "cuda")
-    plan = GradientPlan("language-small", ("ours", "explicit"), device="cuda")
+    target = load_target("language-25m", "", 3, "cuda")
+    plan = GradientPlan("language-25m", ("ours", "explicit"), device="cuda")
     whole = run_gradients(plan, target, tmp_path)["whole"]
     assert 0 < whole["ours"]["error"][1] < 0.05
     value = run_tokens(target, ("ours", "explicit"), "bf16", "cuda", tmp_path)

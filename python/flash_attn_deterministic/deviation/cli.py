@@ -198,7 +198,8 @@ def _tokens(arguments: argparse.Namespace) -> int:
     )
     low, middle, high = value["kl"]
     print(f"KL {middle:.2g} [{low:.2g}, {high:.2g}] nats a token, {value['tokens']} tokens")
-    print(f"|difference of log p|: {value['difference']}; same bits {value['same']:.2%}")
+    numbers = ", ".join(f"{name} {found:.2g}" for name, found in value["difference"].items())
+    print(f"|difference of log p|: {numbers}; same bits {value['same']:.2%}")
     print(f"batch invariant: {value['batch_invariant']}")
     return _done(arguments.out)
 

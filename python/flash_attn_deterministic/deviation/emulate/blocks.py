@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...errors import ArgumentError
 
-SHAPES = ("paper", "swapped", "square")
+SHAPES = ("paper", "swapped")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ def blocks_of_sram(sram: int, head_dim: int, shape: str = "paper") -> Blocks:
     Args:
         sram: M, the size of on-chip memory in elements.
         head_dim: d.
-        shape: paper: B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d); swapped: the two exchanged;
-            square: both min(ceil(M / 4d), d).
+        shape: paper: B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d); swapped: the two exchanged.
 
     Raises:
         ArgumentError: M does not hold one row each of Q, K, V and O, or shape is unknown.
@@ -46,11 +45,7 @@ def blocks_of_sram(sram: int, head_dim: int, shape: str = "paper") -> Blocks:
         )
     wide = math.ceil(sram / (4 * head_dim))
     narrow = min(wide, head_dim)
-    return {
-        "paper": Blocks(narrow, wide),
-        "swapped": Blocks(wide, narrow),
-        "square": Blocks(narrow, narrow),
-    }[shape]
+    return Blocks(narrow, wide) if shape == "paper" else Blocks(wide, narrow)
 
 
 def check_fit(blocks: Blocks, sram: int, head_dim: int) -> None:

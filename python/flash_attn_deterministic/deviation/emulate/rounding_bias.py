@@ -34,10 +34,11 @@ def measure_bias(format_name: str, values: str, ties: int, shifted: bool, seeds:
 
     Returns:
         For each of PLACES {"away": one mean per seed}. Errors are in gaps of the format and count
-        as positive away from zero. "product" rounds P V and leaves the division by l for later;
-        "output" divides first and rounds once, as the kernels do; "residual" adds to that what
-        rounding took, rounded. "delta" and "delta_residual" are D - D_exact over |D_exact|, with D
-        formed from "output" and "residual" and dO of V's sign (dO = -|N(0, 1)|).
+        as positive away from zero. "product" rounds P V of the rounded P and leaves the division by
+        l for later; "output" divides first and rounds once, as the kernels do, and is compared with
+        exact attention; "residual" adds to that what rounding took, rounded. "delta" and
+        "delta_residual" are D - D_exact over |D_exact|, with D formed from "output" and "residual"
+        and dO of one sign (dO = -|N(0, 1)|).
 
     Raises:
         ArgumentError: unknown values, or more ties than keys.
@@ -61,17 +62,19 @@ def measure_bias(format_name: str, values: str, ties: int, shifted: bool, seeds:
         probs = (scores - (SHIFT if shifted else 0.0)).exp()
         product = number_format.round(probs, generator).double() @ v.double()
         # l is the sum of the weights before they are rounded, in float32, as the kernels have it.
-        output = product / probs.sum(-1, keepdim=True).double()
+        total = probs.sum(-1, keepdim=True).double()
+        output = product / total
+        exact = probs.double() @ v.double() / total
         kept = {
             "product": (number_format.round(product.float(), generator).double(), product),
-            "output": (number_format.round(output.float(), generator).double(), output),
-            "residual": (kept_output(output, plain, "residual"), output),
+            "output": (number_format.round(output.float(), generator).double(), exact),
+            "residual": (kept_output(output, plain, "residual"), exact),
         }
-        for place, (rounded, exact) in kept.items():
-            error = (rounded - exact) / number_format.ulp(exact) * exact.sign()
+        for place, (rounded, true) in kept.items():
+            error = (rounded - true) / number_format.ulp(true) * true.sign()
             found[place]["away"].append(float(error.mean()))
         for place, source in (("delta", "output"), ("delta_residual", "residual")):
-            exact = (dout * output).sum(-1)
-            error = ((dout * kept[source][0]).sum(-1) - exact) / exact.abs()
-            found[place]["away"].append(float(error.mean()))
+            sums = (dout * exact).sum(-1)
+            errors = ((dout * kept[source][0]).sum(-1) - sums) / sums.abs()
+            found[place]["away"].append(float(errors.mean()))
     return found

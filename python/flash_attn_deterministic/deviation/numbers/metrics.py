@@ -66,5 +66,5 @@ def wasserstein(left: torch.Tensor, right: torch.Tensor) -> float:
     For samples of one size it is the mean distance of sorted values (as scipy's
     `wasserstein_distance` computes).
     """
-    pairs = left.flatten().double().sort().values - right.flatten().double().sort().values
-    return float(pairs.abs().mean())
+    first, second = (tensor.flatten().sort().values.double() for tensor in (left, right))
+    return float((first - second).abs().mean())

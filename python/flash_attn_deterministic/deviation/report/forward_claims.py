@@ -186,6 +186,7 @@ def _bias(points: Points) -> list[Case]:
         ("two keys, divided by l first, as kernels do", "bf16", "one_sign", 2, False, "output", 0),
         ("one key, divided by l first", "bf16", "one_sign", 1, False, "output", 0),
         ("one key, maximum moved, divided by l first", "bf16", "one_sign", 1, True, "output", 0),
+        ("two keys, maximum moved, divided by l first", "bf16", "one_sign", 2, True, "output", 0),
         ("two keys, O with its residual", "bf16", "one_sign", 2, False, "residual", 0),
     )  # fmt: skip
     cases = []

@@ -220,13 +220,14 @@ TRAINING_CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "nudge", "Summers and Dinneen 2021, arXiv 2103.04514",
-        "A change of one bit in one weight moves the model as far as other noise does.",
-        "L2 distance by one weight one FP32 gap higher, over that by other data: at least 0.1.",
+        "In so few steps, a change of one bit in one weight moves the model as other noise does.",
+        "L2 distance by one weight one FP32 gap higher, over that by other data: at least 0.1. "
+        "Their claim is of trainings to the end.",
         _judge(_nudged), ("fig7",),
     ),
     Claim(
         "loss", OURS,
-        "The choice of attention does not change the loss of held-out batches.",
+        "The choice of attention moves the loss of held-out batches by at most 0.01.",
         "Loss at the end less that of the run it is compared with, paired by seed: within "
         f"{range_text(*NEARLY)}.",
         _judge(_loss), ("training-loss",),
