@@ -76,7 +76,7 @@ def _layers(pyplot: Any, value: dict[str, Any]) -> Any:
         for number, name in enumerate(names):
             found = {layer: value["layers"][layer][name][measure] for layer in rows}
             dots(panel, rows, found, number, attention_name(name),
-                 0.7 * ((number + 0.5) / len(names) - 0.5))  # fmt: skip
+                 0.7 * ((number + 0.5) / len(names) - 0.5), number >= 8)  # fmt: skip
         if measure == "systematic":
             panel.axvline(0, color="#333333", linewidth=0.8)
     row[0].tick_params(axis="y", labelsize=7)
@@ -92,7 +92,7 @@ def _outputs(pyplot: Any, value: dict[str, Any]) -> Any:
     for number, name in enumerate(names):
         found = {row: value["forward"][row][name] for row in rows if name in value["forward"][row]}
         dots(axes, rows, found, number, attention_name(name),
-             0.7 * ((number + 0.5) / len(names) - 0.5))  # fmt: skip
+             0.7 * ((number + 0.5) / len(names) - 0.5), number >= 8)  # fmt: skip
     axes.set_xlabel("‖output - exact‖ / ‖exact‖")
     axes.tick_params(axis="y", labelsize=7)
     legend_below(figure, axes, 4)

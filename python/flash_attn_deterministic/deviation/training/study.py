@@ -309,7 +309,8 @@ def summary(value: dict[str, Any]) -> list[list[str]]:
         if not histories:
             continue
         probe = mean_interval([history["probe"] for history in histories.values()])
-        cells = [name, str(len(histories)), run["against"] or "-", str(probe)]
+        loss = f"{probe.middle:.4f} [{probe.low:.4f}, {probe.high:.4f}]"
+        cells = [name, str(len(histories)), run["against"] or "-", loss]
         if run["against"]:
             change = [
                 history["probe"] - value["seeds"][seed][run["against"]]["probe"]
