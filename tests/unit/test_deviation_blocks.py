@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from flash_attn_deterministic.deviation.blocks import Blocks, blocks_of_sram, check_fit
+from flash_attn_deterministic.deviation.emulate.blocks import Blocks, blocks_of_sram, check_fit
 from flash_attn_deterministic.errors import ArgumentError
 
 
@@ -11,7 +11,6 @@ from flash_attn_deterministic.errors import ArgumentError
         pytest.param(16384, 64, "paper", Blocks(64, 64), id="equal"),
         pytest.param(65536, 64, "paper", Blocks(64, 256), id="paper"),
         pytest.param(65536, 64, "swapped", Blocks(256, 64), id="swapped"),
-        pytest.param(65536, 64, "square", Blocks(64, 64), id="square"),
         pytest.param(1000, 64, "paper", Blocks(4, 4), id="rounded-up"),
         pytest.param(256, 64, "paper", Blocks(1, 1), id="smallest"),
     ],

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic.deviation.capture import dual_compute
-from flash_attn_deterministic.deviation.inputs import read_inputs
+from flash_attn_deterministic.deviation.forward.cells import Cell, run_cell
+from flash_attn_deterministic.deviation.forward.inputs import read_calls
+from flash_attn_deterministic.deviation.instrument.capture import dual_compute
 from flash_attn_deterministic.errors import ArgumentError
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -147,17 +148,69 @@ def test_nan_in_a_model_is_an_error() -> None:
         Layer()(_inputs() * torch.nan)
 
 
-def test_captured_tensors_are_saved_for_the_microbenchmark(tmp_path: Path) -> None:
-    model = Layer()
-    with dual_compute(model, keep=True) as record:
+@pytest.mark.parametrize("preset", ["kernel", "tree", "fa4"])
+def test_kernels_order_follows_masks(preset: str) -> None:
+    model = Layer(is_causal=True)
+    with dual_compute(model, preset=preset) as record:
+        model(_inputs())
+    assert max(record.calls[0].flash["max"]) < 0.05
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"is_causal": True, "scale": 1.0}, id="causal-scale-1"),
+        pytest.param({"attn_mask": torch.ones(40, 40).tril(-3).bool() | torch.eye(40).bool()},
+                     id="mask"),
+    ],
+)  # fmt: skip
+def test_a_replay_is_the_call_that_was_captured(options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Layer(**options)
+    with dual_compute(model, keep=True, block_c=64) as record:
         model(_inputs())
     record.save(tmp_path / "calls.pt")
-    ((q, k, v),) = read_inputs(tmp_path / "calls.pt")
-    assert q.shape == k.shape == v.shape == (4, 40, 8)
+    (call,) = read_calls(tmp_path / "calls.pt")
+    assert call.q.shape == call.k.shape == call.v.shape == (2, 2, 40, 8)
+    replayed = run_cell(Cell(preset="paper", inputs=str(tmp_path / "calls.pt")))
+    assert replayed["flash"] == record.calls[0].flash
+
+
+def test_groups_and_windows_survive_a_replay(tmp_path: Path) -> None:
+    from flash_attn_deterministic import flash_attn_func
+
+    class Grouped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x.reshape(2, 40, 2, 8).to(torch.bfloat16)
+            out = flash_attn_func(q, q[:, :, :1], q[:, :, 1:], window_size=(7, 2), causal=False)
+            assert isinstance(out, torch.Tensor)
+            return out
+
+    model = Grouped()
+    with dual_compute(model, keep=True) as record:
+        model(_inputs())
+    assert max(record.calls[0].model["relative"]) < 0.01
+    record.save(tmp_path / "calls.pt")
+    (call,) = read_calls(tmp_path / "calls.pt")
+    assert (call.k.shape[1], call.window) == (1, (7, 2))
+    replayed = run_cell(Cell(preset="paper", inputs=str(tmp_path / "calls.pt")))
+    assert replayed["flash"] == record.calls[0].flash
+
+
+def test_nothing_kept_is_nothing_to_save(tmp_path: Path) -> None:
+    model = Layer()
     with dual_compute(model) as record:
         model(_inputs())
     with pytest.raises(ArgumentError, match="keep=True"):
         record.save(tmp_path / "nothing.pt")
+
+
+def test_a_file_without_masks_is_refused(tmp_path: Path) -> None:
+    """What earlier versions wrote: its causal calls would be replayed as full ones."""
+    tensor = torch.ones(1, 1, 8, 8)
+    torch.save([{"q": tensor, "k": tensor, "v": tensor}], tmp_path / "old.pt")
+    with pytest.raises(ArgumentError, match="expected q, k, v, mask, causal, scale, window"):
+        read_calls(tmp_path / "old.pt")
 
 
 def test_hooks_are_gone_afterwards() -> None:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from flash_attn_deterministic.deviation.formats import FORMAT_NAMES, parse_format
+from flash_attn_deterministic.deviation.numbers.formats import FORMAT_NAMES, parse_format
 from flash_attn_deterministic.errors import ArgumentError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -170,3 +170,12 @@ def test_a_container_that_is_too_narrow_is_refused() -> None:
     narrow: Callable[[], torch.Tensor] = lambda: parse_format("p30").round(torch.ones(2))  # noqa: E731
     with pytest.raises(ArgumentError, match="float64 or wider for p30"):
         narrow()
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bf16", 8), ("fp16", 11)])
+def test_float64_is_rounded_once(name: str, bits: int) -> None:
+    """By way of float32 the first value would become a tie, and go down to the even neighbour."""
+    gap = 2.0 ** (1 - bits)
+    values = torch.tensor([1 + gap / 2 + 2.0**-40, 1 + gap / 2, 1e300], dtype=torch.float64)
+    assert parse_format(name).round(values).tolist() == [1 + gap, 1.0, math.inf]
+    assert values[:1].to(torch.bfloat16 if name == "bf16" else torch.float16).double() == 1.0

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from flash_attn_deterministic.deviation.formats import parse_format
-from flash_attn_deterministic.deviation.metrics import METRICS, deviation, wasserstein
+from flash_attn_deterministic.deviation.numbers.formats import parse_format
+from flash_attn_deterministic.deviation.numbers.metrics import METRICS, deviation, wasserstein
 from flash_attn_deterministic.errors import ArgumentError
 from scipy import stats
 
@@ -21,8 +21,8 @@ def test_every_metric_of_a_known_difference() -> None:
         "rmse": math.sqrt(squares / 4),
         "relative": math.sqrt(squares) / math.sqrt(1 + 4 + 16 + 0.25),
         "max_relative": 2.0**-6,
-        "ulp_max": 2.0,  # a gap is 2**-5 at 4
-        "ulp_mean": 0.75,
+        "ulp_max": 2.0,  # the row's largest is 4, where a gap is 2**-5
+        "ulp_mean": (0.25 + 2) / 4,
         "bias": (2.0**-7 - 2.0**-4) / 4,
     }
     expected["std"] = math.sqrt(squares / 4 - expected["bias"] ** 2)
@@ -41,6 +41,12 @@ def test_leading_dimensions_are_counted_apart() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ArgumentError, match="actual: expected the shape of golden"):
         deviation(torch.zeros(2, 3), torch.zeros(3, 2), parse_format("bf16"))
+
+
+def test_an_element_near_0_does_not_count_in_its_own_gap() -> None:
+    golden = torch.tensor([[[1.0, 1e-30], [2.0, 2.0]]])
+    found = deviation(golden + 2.0**-8, golden, parse_format("bf16"))
+    assert found["ulp_max"] == [0.5]
 
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (40, 30)], ids=str)

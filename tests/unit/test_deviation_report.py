@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 from flash_attn_deterministic.__main__ import main
-from flash_attn_deterministic.deviation import plots, report
-from flash_attn_deterministic.deviation.claims import CLAIMS
-from flash_attn_deterministic.deviation.forward import FIGURES, Plan, run_forward
-from flash_attn_deterministic.deviation.kernels import KernelPlan, run_kernels
-from flash_attn_deterministic.deviation.plots import MissingExtraError
-from flash_attn_deterministic.deviation.report import CAPTIONS, write_report
-from flash_attn_deterministic.deviation.training.runs import Setup
-from flash_attn_deterministic.deviation.training.study import TrainingPlan, run_training
+from flash_attn_deterministic.deviation.forward.plan import FIGURES, Plan, run_forward
+from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
+from flash_attn_deterministic.deviation.kernels.study import run_kernels
+from flash_attn_deterministic.deviation.report import page as page_module
+from flash_attn_deterministic.deviation.report import plots
+from flash_attn_deterministic.deviation.report.claims import CLAIMS
+from flash_attn_deterministic.deviation.report.page import CAPTIONS, read_study, write_report
+from flash_attn_deterministic.deviation.report.plots import MissingExtraError
+from flash_attn_deterministic.deviation.training.study import plan_of, run_training
 from flash_attn_deterministic.errors import ArgumentError
 
 PLAN = Plan(
@@ -31,15 +32,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("studies")
     run_forward(PLAN, folder / "forward")
     run_kernels(KernelPlan("cpu", quick=True, seeds=1), folder / "kernels")
-    setup = Setup("", "tiny", steps=4, every=2, device="cpu")
-    run_training(TrainingPlan(setup, ("repeat", "flash", "init")), folder / "training")
+    runs = ("repeat", "paper", "init", "explicit:p5", "explicit:p24")
+    run_training(plan_of("drawings-tiny", "cpu", 4, runs, (0, 1)), folder / "training")
     return [folder / name for name in ("forward", "kernels", "training")]
 
 
 @pytest.fixture
 def drawn(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the figures that are drawn already: drawing is what a report takes long for."""
-    monkeypatch.setattr(report, "plot_folder", lambda folder: sorted(folder.glob("plots/*.svg")))
+    monkeypatch.setattr(page_module, "draw_all", lambda _, folder: sorted(folder.glob("*.svg")))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_every_figure_is_there_once_with_a_caption(page: str, folders: list[Path
 
 def test_figures_are_the_same_bytes_each_time(folders: list[Path]) -> None:
     before = {path: path.read_bytes() for path in (folders[0] / "plots").glob("*.svg")}
-    for path in plots.plot_folder(folders[0]):
+    for path in read_study(folders[0]).plots:
         assert path.read_bytes() == before[path]
 
 
@@ -92,12 +93,13 @@ def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Pat
     _, text = write_report([folders[2]], tmp_path / "before")
     claim = next(claim for claim in CLAIMS if claim.key == "repeat")
     row = f"| {claim.text} | {claim.source} | **{{}}** |"
-    assert row.format("reproduced") in text.read_text()
-    value["runs"]["repeat"]["history"]["max_difference"][-1][0] = 1e-9
+    assert row.format("holds") in text.read_text()
+    for histories in value["seeds"].values():
+        histories["repeat"]["max_difference"][-1] = 1e-9
     (tmp_path / "changed").mkdir()
     (tmp_path / "changed" / "training.json").write_text(json.dumps(value))
     _, text = write_report([tmp_path / "changed"], tmp_path / "after")
-    assert row.format("not reproduced") in text.read_text()
+    assert row.format("does not hold") in text.read_text()
 
 
 @pytest.mark.usefixtures("drawn")
@@ -133,10 +135,10 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_command_runs_a_study_and_its_report(tmp_path: Path) -> None:
     forward = ["deviation", "forward", "--quick", "--preset", "paper", "--figures", "3,bias",
-               "--seeds", "1", "--jobs", "1", "--out", str(tmp_path / "forward")]  # fmt: skip
+               "--seeds", "1", "--out", str(tmp_path / "forward")]  # fmt: skip
     assert main(forward) == 0
-    assert (tmp_path / "forward" / "plots" / "fig3.svg").exists()
     assert main(["deviation", "report", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "forward" / "plots" / "fig3.svg").exists()
     assert (tmp_path / "report.html").exists()
 
 
@@ -146,8 +148,16 @@ def test_command_runs_a_study_and_its_report(tmp_path: Path) -> None:
         pytest.param(["forward", "--preset", "gpu"], "preset: expected", id="preset"),
         pytest.param(["forward", "--formats", "fp9"], "format: expected", id="format"),
         pytest.param(["forward", "--block-c", "9999"], "block_r, block_c: expected", id="block"),
-        pytest.param(["training", "--steps", "0"], "steps: expected", id="steps"),
-        pytest.param(["training", "--workload", "no:no"], "workload: expected", id="workload"),
+        pytest.param(["training", "--steps", "-1"], "steps: expected", id="steps"),
+        pytest.param(["training"], "steps: expected at least 1 without", id="no-steps"),
+        pytest.param(["gradients", "--model", "x"], "workload: expected", id="model"),
+        pytest.param(
+            ["tokens", "--quick", "--attention", "exact"], "attention: expected two", id="tokens"
+        ),
+        pytest.param(["weights", "no", "no"], "run: expected", id="weights"),
+        pytest.param(
+            ["training", "--workload", "no:no"], "workload: expected MODULE", id="workload"
+        ),
         pytest.param(["kernels", "--device", "cpu", "--seeds", "0"], "seeds: expected", id="seeds"),
         pytest.param(["report"], "results: expected", id="no-results"),
     ],

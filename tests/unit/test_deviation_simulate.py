@@ -2,25 +2,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from flash_attn_deterministic import reference
-from flash_attn_deterministic.deviation.blocks import Blocks
-from flash_attn_deterministic.deviation.formats import parse_format
-from flash_attn_deterministic.deviation.inputs import draw
-from flash_attn_deterministic.deviation.simulate import (
+from flash_attn_deterministic.deviation.emulate import simulate
+from flash_attn_deterministic.deviation.emulate.blocks import Blocks
+from flash_attn_deterministic.deviation.emulate.simulate import (
     baseline_attention,
     check_inputs,
-    flash_attention,
     golden_attention,
     ordered_products,
-    renormalised_attention,
+    tiled_attention,
 )
-from flash_attn_deterministic.deviation.steps import PRESETS, STEP_NAMES, Steps, find_preset
+from flash_attn_deterministic.deviation.emulate.steps import (
+    PRESETS,
+    STEP_NAMES,
+    Steps,
+    find_preset,
+    step_names,
+)
+from flash_attn_deterministic.deviation.forward.inputs import draw
+from flash_attn_deterministic.deviation.numbers.formats import parse_format
 from flash_attn_deterministic.errors import ArgumentError
 
 SCALE = 32**-0.5
+PAPER, TREE = find_preset("paper"), find_preset("tree")
 
 
 def _qkv(name: str = "bf16", seqlen: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -37,14 +45,14 @@ def _error(actual: torch.Tensor, golden: torch.Tensor) -> float:
     return float((actual.double() - golden).abs().max())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["paper", "lines", "kernel", "tree"])
 @pytest.mark.parametrize("block_c", [16, 64])
 def test_float64_presets_are_exact(preset: str, block_c: int) -> None:
     q, k, v = _qkv("fp64", 300)
     number_format = parse_format("fp64")
     found = find_preset(preset)
     steps = found.steps(number_format)
-    out = flash_attention(q, k, v, SCALE, found, steps, Blocks(16, block_c))
+    out = tiled_attention(q, k, v, SCALE, found, steps, Blocks(16, block_c))
     assert _error(out, golden_attention(q, k, v, SCALE)) < 1e-14
 
 
@@ -68,18 +76,55 @@ def test_baseline_is_explicit_torch_code_in_the_dtype(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("split_size", [0, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_kernel_and_tree_presets_are_the_cpu_backend_bit_for_bit(
-    split_size: int, dtype: torch.dtype
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_kernel_and_tree_presets_are_the_cpu_backend_but_for_the_order_of_sums(
+    split_size: int, causal: bool
 ) -> None:
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    q, k, v = _qkv(name, 300)
+    q, k, v = _qkv("bf16", 300)
     preset = find_preset("tree" if split_size else "kernel")
-    steps = preset.steps(parse_format(name))
-    out = flash_attention(q, k, v, SCALE, preset, steps, Blocks(64, 64))
-    q16, k16, v16 = (tensor.to(dtype)[:, :, None] for tensor in (q, k, v))
-    expected, _ = reference.attention(q16, k16, v16, SCALE, split_size=split_size, block_n=64)
-    assert torch.equal(out, expected[:, :, 0].float())
+    steps = preset.steps(parse_format("bf16"))
+    hidden = torch.ones(300, 300).triu(1).bool()
+    bias = torch.zeros(300, 300).masked_fill(hidden, -math.inf) if causal else None
+    out = tiled_attention(q, k, v, SCALE, preset, steps, Blocks(64, 64), None, bias)
+    wide = Steps.of(("probs",), parse_format("fp32"))
+    wrong = tiled_attention(q, k, v, SCALE, preset, wide, Blocks(64, 64), None, bias)
+    q16, k16, v16 = (tensor.to(torch.bfloat16)[:, :, None] for tensor in (q, k, v))
+    expected, _ = reference.attention(
+        q16, k16, v16, SCALE, causal, split_size=split_size, block_n=64
+    )
+    real = expected[:, :, 0].float()
+    assert (out == real).double().mean() > 0.99
+    # The test tells a wrong model from the right one.
+    assert (wrong.to(torch.bfloat16).float() == real).double().mean() < 0.9
+
+
+@pytest.mark.parametrize("preset", ["fa4", "fp8"])
+def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
+    q, k, v = _qkv("fp32", 200)
+    q = 6 * q  # peaked rows: the maximum moves
+    found, kernel = find_preset(preset), find_preset("kernel")
+    golden = golden_attention(q, k, v, SCALE)
+    exact = Steps()
+    plain = _error(tiled_attention(q, k, v, SCALE, kernel, exact, Blocks(16, 16)), golden)
+    steps = exact if preset == "fa4" else found.steps(parse_format("fp32"))
+    other = _error(tiled_attention(q, k, v, SCALE, found, steps, Blocks(16, 16)), golden)
+    # The cubic is good to 9e-5 of a weight, E4M3 to a sixteenth.
+    low, high = {"fa4": (1e-5, 1e-3), "fp8": (1e-3, 0.3)}[preset]
+    assert plain < low < other < high
+
+
+def test_a_maximum_that_stays_behind_changes_nothing_in_exact_arithmetic() -> None:
+    q, k, v = _qkv("fp64", 200)
+    lazy = replace(find_preset("kernel"), threshold=8.0)
+    out = tiled_attention(6 * q, k, v, SCALE, lazy, Steps(), Blocks(16, 16))
+    assert _error(out, golden_attention(6 * q, k, v, SCALE)) < 1e-13
+
+
+def test_the_cubic_is_as_near_as_it_says() -> None:
+    values = torch.linspace(-30, 0, 100001, dtype=torch.float64)
+    error = (simulate._cubic_exp2(values) / torch.exp2(values) - 1).abs().max()
+    assert 8e-5 < float(error) < 9e-5
+    assert simulate._cubic_exp2(torch.tensor([-math.inf, -1e9])).tolist() == [0, 0]
 
 
 def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_c: int) -> torch.Tensor:
@@ -106,17 +151,17 @@ def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_c: int
 
 def test_paper_preset_is_algorithm_1_written_out_in_bfloat16() -> None:
     q, k, v = (tensor[0] for tensor in _qkv())
-    steps = Steps.all(parse_format("bf16"))
-    ours = renormalised_attention(q, k, v, 0.25, steps, Blocks(64, 16))
+    steps = PAPER.steps(parse_format("bf16"))
+    ours = tiled_attention(q, k, v, 0.25, PAPER, steps, Blocks(64, 16))
     assert torch.equal(ours, _written_out(q, k, v, 16).float())
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33, 70])
 def test_rows_of_a_tile_change_no_bit(rows: int) -> None:
     q, k, v = _qkv()
-    steps = Steps.all(parse_format("bf16"))
+    steps = PAPER.steps(parse_format("bf16"))
     outs = [
-        renormalised_attention(q, k, v, SCALE, steps, Blocks(size, 16), products=ordered_products)
+        tiled_attention(q, k, v, SCALE, PAPER, steps, Blocks(size, 16), products=ordered_products)
         for size in (7, rows)
     ]
     assert torch.equal(*outs)
@@ -125,9 +170,9 @@ def test_rows_of_a_tile_change_no_bit(rows: int) -> None:
 @pytest.mark.parametrize("step", STEP_NAMES)
 def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
     q, k, v = _qkv("fp32")
-    exact = renormalised_attention(q, k, v, SCALE, Steps(), Blocks(16, 16))
-    steps = Steps.parse({step: "p4"})
-    rounded = renormalised_attention(q, k, v, SCALE, steps, Blocks(16, 16))
+    exact = tiled_attention(q, k, v, SCALE, PAPER, Steps(), Blocks(16, 16))
+    steps = Steps.of((step,), parse_format("p4"))
+    rounded = tiled_attention(q, k, v, SCALE, PAPER, steps, Blocks(16, 16))
     if step == "row_max":
         # Any value near the maximum serves as one: it cancels, up to float32's own rounding.
         assert 0 < _error(rounded, exact.double()) < 1e-5
@@ -137,12 +182,12 @@ def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
 
 @pytest.mark.parametrize("preset", ["kernel", "tree"])
 def test_steps_of_the_other_presets_do_something(preset: str) -> None:
-    q, k, v = _qkv("fp32")
+    q, k, v = _qkv("fp32", 300)
     found = find_preset(preset)
-    exact = flash_attention(q, k, v, SCALE, found, Steps.parse({"probs": "fp32"}), Blocks(16, 16))
-    for step in ("scores", "probs", "row_sum", "rescale", "acc", "state", "out"):
-        steps = Steps.parse({"probs": "fp32", step: "p4"})
-        out = flash_attention(q, k, v, SCALE, found, steps, Blocks(16, 16))
+    exact = tiled_attention(q, k, v, SCALE, found, Steps(), Blocks(16, 16))
+    for step in ("scores", "probs", "row_sum", "rescale", "products", "acc", "state", "out"):
+        steps = Steps.of((step,), parse_format("p4"))
+        out = tiled_attention(q, k, v, SCALE, found, steps, Blocks(16, 16))
         assert _error(out, exact.double()) > 1e-4, step
 
 
@@ -152,9 +197,12 @@ def test_hidden_keys_take_no_part() -> None:
     changed = v.clone()
     changed[:, 40:] = 99.0
     number_format = parse_format("bf16")
-    steps = Steps.all(number_format)
+    steps = PAPER.steps(number_format)
     attentions: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda values: renormalised_attention(q, k, values, SCALE, steps, Blocks(8, 16), bias=bias),
+        lambda values: tiled_attention(
+            q, k, values, SCALE, PAPER, steps, Blocks(8, 16), None, bias
+        ),
+        lambda values: tiled_attention(q, k, values, SCALE, TREE, steps, Blocks(8, 16), None, bias),
         lambda values: baseline_attention(q, k, values, SCALE, number_format, bias=bias),
         lambda values: golden_attention(q, k, values, SCALE, bias),
     ]
@@ -166,9 +214,10 @@ def test_hidden_keys_take_no_part() -> None:
 def test_rows_without_a_key_are_zero() -> None:
     q, k, v = _qkv()
     bias = torch.full((70, 70), -math.inf)
-    steps = Steps.all(parse_format("bf16"))
-    out = renormalised_attention(q, k, v, SCALE, steps, Blocks(8, 16), bias=bias)
-    assert torch.equal(out, torch.zeros_like(q))
+    steps = PAPER.steps(parse_format("bf16"))
+    for preset in PRESETS.values():
+        out = tiled_attention(q, k, v, SCALE, preset, steps, Blocks(8, 16), None, bias)
+        assert torch.equal(out, torch.zeros_like(q)), preset.name
     assert torch.equal(golden_attention(q, k, v, SCALE, bias), torch.zeros_like(q).double())
 
 
@@ -187,22 +236,17 @@ def test_bad_inputs_are_refused(change: dict[str, torch.Tensor], message: str) -
         check_inputs(**tensors)
 
 
-def test_options_that_an_algorithm_lacks_are_refused() -> None:
+def test_blocks_must_divide_a_split() -> None:
     q, k, v = _qkv()
-    steps = Steps.all(parse_format("bf16"))
-    with pytest.raises(ArgumentError, match="bias: expected None"):
-        flash_attention(
-            q, k, v, SCALE, find_preset("kernel"), steps, Blocks(8, 16), bias=torch.zeros(70, 70)
-        )
-    with pytest.raises(ArgumentError, match="causal: expected False"):
-        flash_attention(q, k, v, SCALE, find_preset("paper"), steps, Blocks(8, 16), causal=True)
+    with pytest.raises(ArgumentError, match="block_c: expected a divisor"):
+        tiled_attention(q, k, v, SCALE, TREE, Steps(), Blocks(8, 48))
 
 
 def test_unknown_presets_and_steps_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="preset: expected one of paper, kernel, tree"):
+    with pytest.raises(ArgumentError, match="preset: expected one of paper, lines, kernel"):
         find_preset("cuda")
     with pytest.raises(ArgumentError, match="steps: expected names of"):
-        Steps.parse({"P": "bf16"})
+        step_names("probs+P")
 
 
 @pytest.mark.parametrize("name", ["uniform", "normal", "normal_mean", "scaled_logits", "outliers"])

@@ -1,36 +1,48 @@
 from __future__ import annotations
 
-import json
+import math
 import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic.deviation.training import runs
-from flash_attn_deterministic.deviation.training.attention import (
-    explicit_attention,
-    find_attention,
-    tiled_attention,
+from flash_attn_deterministic.deviation.attentions.registry import find_attention
+from flash_attn_deterministic.deviation.training import study
+from flash_attn_deterministic.deviation.training.images import TEXT_LENGTH, WORDS, draw_batch
+from flash_attn_deterministic.deviation.training.language import LANGUAGE_SIZES, Language, corpus
+from flash_attn_deterministic.deviation.training.runs import (
+    MEASURES,
+    Run,
+    Setup,
+    Snapshots,
+    compare,
+    train,
 )
-from flash_attn_deterministic.deviation.training.drawings import TEXT_LENGTH, WORDS, draw_batch
-from flash_attn_deterministic.deviation.training.model import SIZES, Drawings
-from flash_attn_deterministic.deviation.training.runs import RUNS, Run, Setup, measure, train
 from flash_attn_deterministic.deviation.training.study import (
     TrainingPlan,
     plan_of,
+    printed,
     read_training,
+    run_of,
     run_training,
 )
+from flash_attn_deterministic.deviation.training.text_to_image import SIZES, Drawings
+from flash_attn_deterministic.deviation.training.workload import find_workload
 from flash_attn_deterministic.errors import ArgumentError
 from torch import nn
 
-SETUP = Setup("", "tiny", steps=6, every=3, device="cpu")
+SETUP = Setup("drawings-tiny", "explicit", steps=6, device="cpu")
 
 
-def _tick() -> None:
-    pass
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_drawings_show_what_the_text_says() -> None:
@@ -64,103 +76,150 @@ def test_batches_follow_from_the_generator() -> None:
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_tiled_attention_has_the_gradients_of_attention(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, 2, 40, 16, generator=generator).to(dtype) for _ in range(4)]
-    found = []
-    for attend in (explicit_attention, tiled_attention):
-        leaves = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-        found.append(torch.autograd.grad(attend(*leaves), leaves, tensors[3]))
-    tolerance = 1e-5 if dtype == torch.float32 else 0.06
-    for left, right in zip(*found, strict=True):
-        assert left.dtype == right.dtype == dtype
-        assert torch.allclose(left.float(), right.float(), atol=tolerance)
+@pytest.fixture(scope="module")
+def base() -> Snapshots:
+    return train(SETUP, Run("base", against=""), 0, None, keep=True)[1]
 
 
-def test_attention_computes_in_its_own_dtype_under_autocast() -> None:
-    q = torch.randn(1, 1, 8, 16, dtype=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = find_attention("baseline")(q, q, q)
-    assert torch.equal(out, explicit_attention(q, q, q))
+def test_a_repeat_is_exact_and_every_difference_is_seen(base: Snapshots) -> None:
+    history, _, _ = train(SETUP, run_of("repeat"), 0, base, keep=False)
+    assert all(value == 0 for name in MEASURES for value in history[name])
+    names = ("nudge", "init", "data", "fp32", "fp16", "pure_bf16", "sdpa", "paper", "kernel",
+             "explicit:p5")  # fmt: skip
+    for name in names:
+        history, _, _ = train(SETUP, run_of(name), 0, base, keep=False)
+        assert history["l2"][-1] > 0, name
+        starts_apart = name in ("init", "nudge", "pure_bf16")
+        assert (history["l2"][0] > 0) == starts_apart, name
+        assert math.isfinite(history["probe"])
 
 
-def test_a_repeat_is_exact_and_every_difference_is_seen(tmp_path: Path) -> None:
-    train(SETUP, RUNS["base"], tmp_path, "key", _tick)
-    for name in ("repeat", "flash", "init", "pure_bf16", "fp32", "data"):
-        history = train(SETUP, RUNS[name], tmp_path, "key", _tick)
-        assert history["steps"] == [0, 1, 2, 3, 4, 6]
-        last = {key: max(history[key][-1]) for key in runs.MEASURES}
-        if name == "repeat":
-            assert set(last.values()) == {0}
-        else:
-            assert all(value > 0 for value in last.values()), name
+def test_a_nudge_is_one_gap_of_one_weight(base: Snapshots) -> None:
+    history, _, _ = train(replace(SETUP, steps=1), run_of("nudge"), 0, base, keep=False)
+    weights = base.weights[0][0].flatten()
+    gap = float(torch.nextafter(weights[0], torch.tensor(math.inf)) - weights[0])
+    assert history["max_difference"][0] * len(base.weights[0]) == pytest.approx(gap)
 
 
-def test_weights_of_the_same_start_differ_only_later(tmp_path: Path) -> None:
-    train(SETUP, RUNS["base"], tmp_path, "key", _tick)
-    assert max(train(SETUP, RUNS["flash"], tmp_path, "key", _tick)["max_difference"][0]) == 0
-    assert max(train(SETUP, RUNS["init"], tmp_path, "key", _tick)["max_difference"][0]) > 0
+def test_float16_does_not_underflow(base: Snapshots) -> None:
+    """Loss scaling: as near to float32 as bfloat16 is, or nearer, from the first step on."""
+    _, fp32, _ = train(SETUP, run_of("fp32"), 0, None, keep=True)
+    near, _, _ = train(SETUP, run_of("fp16"), 0, fp32, keep=False)
+    far, _, _ = train(SETUP, replace(run_of("fp32"), precision="bf16"), 0, fp32, keep=False)
+    assert near["l2"][-1] < far["l2"][-1]
 
 
-def test_measures_of_a_known_difference() -> None:
-    base = {"w": torch.tensor([[0.0, 1.0], [2.0, 3.0]])}
-    moved = {"w": torch.tensor([[1.0, 0.0], [2.0, 3.5]])}
-    found = measure(moved, base)
-    assert found == {"max_difference": [1.0], "wasserstein": [0.125], "l1": [0.625]}
+def test_distances_of_known_weights() -> None:
+    base = [torch.tensor([[0.0, 1.0], [2.0, 3.0]])]
+    moved = [torch.tensor([[1.0, 0.0], [2.0, 3.5]])]
+    outputs = torch.tensor([1.0, -1.0])
+    found = compare(moved, outputs + 0.5, base, outputs)
+    assert found == {
+        "max_difference": 1.0, "wasserstein": 0.125, "l1": 0.625,
+        "l2": pytest.approx(1.5 / math.sqrt(14)), "function": pytest.approx(0.5 / math.sqrt(2)),
+    }  # fmt: skip
 
 
-def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        train(SETUP, RUNS["base"], folder, "key", _tick)
-    expected = train(SETUP, RUNS["flash"], whole, "key", _tick)
-    ticks = 0
+PLAN = TrainingPlan(SETUP, ("repeat", "sdpa", "fp16"), (0, 1))
 
-    def stop() -> None:
-        nonlocal ticks
-        ticks += 1
-        if ticks == 4:
+
+def test_a_study_pairs_seeds_and_looks_into_the_model(tmp_path: Path) -> None:
+    value = run_training(PLAN, tmp_path)
+    assert list(value["seeds"]) == ["0", "1"]
+    # fp16 is compared with fp32, which was not asked for.
+    assert set(value["seeds"]["0"]) == {"base", "repeat", "sdpa", "fp32", "fp16"}
+    assert value["runs"]["fp16"]["against"] == "fp32"
+    assert {point["when"] for point in value["live"]} == {"before", "after"}
+    assert (tmp_path / "base.pt").exists()
+    read = read_training(tmp_path / "training.json")
+    assert read["seeds"].keys() == value["seeds"].keys()
+    text = printed(value)
+    assert "sdpa" in text
+    assert "6 steps each" in text
+
+
+def test_an_interrupted_study_goes_on_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_training(PLAN, tmp_path / "whole")
+    started: list[str] = []
+
+    def interrupted(setup: Setup, run: Run, seed: int, *rest: Any) -> Any:
+        if len(started) == 3:
+            started.append("stop")
             raise KeyboardInterrupt
+        started.append(run.name)
+        return train(setup, run, seed, *rest)
 
+    monkeypatch.setattr(study, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(SETUP, RUNS["flash"], parts, "key", stop)
-    found = train(SETUP, RUNS["flash"], parts, "key", _tick)
-    assert json.dumps(found) == json.dumps(expected)
-    weights = [
-        torch.load(folder / "runs" / "flash" / "checkpoint.pt", weights_only=True)["model"]
-        for folder in (whole, parts)
-    ]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        run_training(PLAN, tmp_path / "parts")
+    assert len(read_training(tmp_path / "parts" / "training.json")["seeds"]["0"]) == 3
+    run_training(PLAN, tmp_path / "parts")
+    whole, parts = (read_training(tmp_path / n / "training.json") for n in ("whole", "parts"))
+    assert parts["seeds"] == whole["seeds"]
+    # More seeds and runs may be added to a study, another setup may not.
+    run_training(replace(PLAN, seeds=(0, 1, 2), runs=("repeat", "data")), tmp_path / "parts")
+    with pytest.raises(ArgumentError, match="holds a study of another configuration"):
+        run_training(replace(PLAN, setup=replace(SETUP, steps=7)), tmp_path / "parts")
 
 
-@pytest.mark.parametrize(
-    ("key", "run"),
-    [
-        pytest.param("other", RUNS["base"], id="study"),
-        pytest.param("key", replace(RUNS["base"], data_seed=5), id="run"),
-    ],
-)
-def test_a_checkpoint_of_another_study_is_refused(tmp_path: Path, key: str, run: Run) -> None:
-    train(SETUP, RUNS["base"], tmp_path, "key", _tick)
-    checkpoint = tmp_path / "runs" / "base" / "checkpoint.pt"
-    before = checkpoint.read_bytes()
-    with pytest.raises(ArgumentError, match="expected a checkpoint of this study, got one of"):
-        train(SETUP, run, tmp_path, key, _tick)
-    assert checkpoint.read_bytes() == before
+def test_time_is_kept_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    value = run_training(PLAN, tmp_path, seconds=0.0)
+    assert not any(value["seeds"].values())
+    assert run_training(PLAN, tmp_path)["seeds"]["1"]
 
 
-def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "base" / "checkpoint.pt"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"nothing that torch wrote")
-    with pytest.raises(ArgumentError, match="expected a checkpoint of this study"):
-        train(SETUP, RUNS["base"], tmp_path, "key", _tick)
+def test_steps_follow_from_the_budget(tmp_path: Path) -> None:
+    plan = replace(PLAN, setup=replace(SETUP, steps=0), runs=("repeat",), seeds=(0,))
+    value = run_training(plan, tmp_path, budget=1.0)
+    steps = value["configuration"]["steps"]
+    assert steps >= 10
+    assert run_training(plan, tmp_path)["configuration"]["steps"] == steps
+    with pytest.raises(ArgumentError, match="steps: expected at least 1 without seconds"):
+        run_training(plan, tmp_path / "new")
 
 
-def test_the_loss_falls(tmp_path: Path) -> None:
-    history = train(replace(SETUP, steps=60), RUNS["base"], tmp_path, "key", _tick)
-    assert history["loss"][-1] < 0.75 * history["loss"][1]
+def test_what_does_not_run_here_is_left_out_and_named(tmp_path: Path) -> None:
+    plan = replace(PLAN, runs=("fa3",), seeds=(0,))
+    value = run_training(plan, tmp_path)
+    assert set(value["seeds"]["0"]) == {"base"}
+    assert "flash_attn_interface" in value["missing"]["fa3"]
+    assert "missing: fa3" in printed(value)
+
+
+@pytest.mark.parametrize("workload", ["drawings-tiny", "language-tiny"])
+def test_the_loss_falls(workload: str) -> None:
+    setup = Setup(workload, "sdpa", steps=60, device="cpu")
+    history, _, _ = train(setup, Run("base", against=""), 0, None, keep=False)
+    assert history["loss"][-1] < 0.8 * history["loss"][1]
+    assert history["probe"] < 0.9 * history["loss"][1]
+
+
+def test_the_corpus_is_program_text() -> None:
+    text = corpus()
+    assert text.dtype == torch.uint8
+    assert len(text) > 10_000_000
+    assert b"def forward(self" in bytes(text[:5_000_000].tolist())
+
+
+def test_the_language_model_sees_no_byte_to_come() -> None:
+    workload = Language(LANGUAGE_SIZES["tiny"])
+    model = workload.model(find_attention("sdpa"))
+    batch = workload.batch(torch.Generator().manual_seed(0))
+    assert batch.shape == (4, 49)
+    changed = batch.clone()
+    changed[:, 30:] = 65
+    first, second = (workload.outputs(model, tokens) for tokens in (batch, changed))
+    assert first.shape == (4, 48, 256)
+    assert torch.equal(first[:, :30], second[:, :30])
+    assert not torch.equal(first[:, 30:], second[:, 30:])
+
+
+def test_a_hundred_million_parameters() -> None:
+    with torch.device("meta"):
+        model = Language(LANGUAGE_SIZES["100m"]).model(find_attention("sdpa"))
+    assert 0.9e8 < sum(p.numel() for p in model.parameters()) < 1.1e8
 
 
 class _Line:
@@ -169,55 +228,65 @@ class _Line:
     def model(self, attention: object) -> nn.Module:
         return nn.Linear(1, 1)
 
-    def loss(self, model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        x = torch.rand((8, 1), generator=generator)
-        loss: torch.Tensor = (model(x) - 2 * x).square().mean()
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def batch(self, generator: torch.Generator) -> torch.Tensor:
+        return torch.rand((8, 1), generator=generator)
+
+    def outputs(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(batch)
+        return out
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (model(batch) - 2 * batch).square().mean()
         return loss
 
 
-def test_a_workload_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workload_of_ones_own_and_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("my_workload")
     module.line = _Line  # type: ignore[attr-defined]
+    module.half = lambda: nn.Linear(1, 1)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_workload", module)
-    setup = replace(SETUP, workload="my_workload:line")
-    history = train(setup, RUNS["base"], tmp_path, "key", _tick)
-    assert history["names"] == ["weight"]
+    setup = Setup("my_workload:line", "explicit", steps=200, device="cpu")
+    history, _, model = train(setup, Run("base", against="", precision="fp32"), 0, None, False)
+    assert history["probe"] < 1e-3
+    assert float(next(model.parameters()).detach()) == pytest.approx(2, abs=0.1)
+    with pytest.raises(ArgumentError, match="got Linear without model, optimizer, batch"):
+        find_workload("my_workload:half")
 
 
 @pytest.mark.parametrize(
-    "workload", ["nowhere:f", "math:nothing", "math", "math:pi", "builtins:list"]
+    "workload", ["nowhere:f", "math:nothing", "math", "math:pi", "builtins:list", "drawings-huge"]
 )
 def test_bad_workloads_are_refused(workload: str) -> None:
     with pytest.raises(ArgumentError, match="workload: expected"):
-        replace(SETUP, workload=workload).make_workload()
+        find_workload(workload)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"size": "huge"}, "size: expected one of", id="size"),
-        pytest.param({"steps": 0}, "steps: expected at least 1", id="steps"),
-        pytest.param({"runs": ["flashy"]}, "runs: expected names", id="runs"),
+        pytest.param({"workload": "huge"}, "workload: expected one of", id="workload"),
+        pytest.param({"steps": -1}, "steps: expected at least 0", id="steps"),
+        pytest.param({"runs": ["flashy"]}, "attention: expected one of", id="runs"),
+        pytest.param({"more": ["explicit:p99"]}, "format: expected", id="more"),
+        pytest.param({"seeds": ["x"]}, "seeds: expected whole numbers", id="seeds"),
+        pytest.param({"seeds": []}, "seeds: expected at least one", id="no-seeds"),
+        pytest.param({"base": "flashy"}, "attention: expected one of", id="base"),
     ],
 )
 def test_bad_plans_are_refused(change: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {"size": "tiny", "device": "cpu", "steps": 3, "runs": None}
+    arguments: dict[str, object] = {"workload": "drawings-tiny", "device": "cpu", "steps": 3}
     with pytest.raises(ArgumentError, match=message):
         plan_of(**(arguments | change))  # type: ignore[arg-type]
 
 
-def test_a_study_compares_runs_with_base_and_looks_into_the_model(tmp_path: Path) -> None:
-    plan = TrainingPlan(SETUP, ("repeat",))
-    run_training(plan, tmp_path)
-    value = read_training(tmp_path / "training.json")
-    assert list(value["runs"]) == ["base", "repeat"]
-    assert {point["when"] for point in value["live"]} == {"before", "after"}
-    assert len(value["live"]) == 2 * SIZES["tiny"].depth
-    assert all(point["flash_max"] > 0 for point in value["live"])
-    # More runs may be added to a study, another setup may not.
-    run_training(replace(plan, runs=("repeat", "data")), tmp_path)
-    with pytest.raises(ArgumentError, match="holds a study of another configuration"):
-        run_training(replace(plan, setup=replace(SETUP, steps=7)), tmp_path)
+@pytest.mark.parametrize("text", ["", "{", '{"kind": "forward"}', '{"kind":"training","schema":1}'])
+def test_other_files_are_no_results(tmp_path: Path, text: str) -> None:
+    (tmp_path / "training.json").write_text(text)
+    with pytest.raises(ArgumentError, match=r"training\.json: expected"):
+        read_training(tmp_path / "training.json")
 
 
 def test_the_model_sees_text_and_time() -> None:

@@ -1,71 +1,44 @@
-"""One training run: what it differs in, its loop, its checkpoints."""
+"""One training run: what it differs in, its loop, and how far it is from another."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
-from ..cells import identity
-from ..files import whole_file
-from ..metrics import wasserstein
-from .attention import Attention, find_attention
-from .model import SIZES, Drawings
+from ..attentions.registry import find_attention
+from ..numbers.metrics import wasserstein
+from .workload import Workload, find_workload
 
-MEASURES = ("max_difference", "wasserstein", "l1")
-PRECISIONS = ("bf16", "fp16", "fp32", "pure_bf16")
-
-
-class Workload(Protocol):
-    """What a training study trains."""
-
-    def model(self, attention: Attention) -> torch.nn.Module:
-        """Builds a model on the CPU whose layers call `attention`."""
-
-    def loss(self, model: torch.nn.Module, generator: torch.Generator) -> torch.Tensor:
-        """Returns the loss of the next batch; all chance comes from `generator`."""
+MEASURES = ("max_difference", "wasserstein", "l1", "l2", "function")
+_WARM_UP = 20
+_PROBE_SEED = 2**31
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run does. All runs are like `base` but in one thing.
+    """What a run does. Runs of one seed are alike but in one thing.
 
     Args:
         name: of the run.
-        attention: name of an implementation.
-        precision: bf16, fp16: autocast with float32 weights; fp32: none; pure_bf16: bfloat16
-            weights and optimizer states too.
-        init_seed: of the initial weights.
-        data_seed: of the batches and their order.
+        attention: name of an attention; "": that of the study's base.
+        precision: bf16, fp16: autocast with float32 weights (fp16 with loss scaling); fp32: none;
+            pure_bf16: bfloat16 weights and optimizer states too.
+        init: 1: other initial weights.
+        data: 1: other batches.
+        nudge: whether one weight starts one float32 gap higher.
+        against: the run of the same seed that it is compared with; "": it is compared with none.
     """
 
     name: str
-    attention: str = "baseline"
+    attention: str = ""
     precision: str = "bf16"
-    init_seed: int = 0
-    data_seed: int = 0
-
-
-RUNS = {
-    run.name: run
-    for run in (
-        Run("base"),
-        Run("repeat"),
-        Run("flash", attention="flash"),
-        Run("sdpa", attention="sdpa"),
-        Run("ours", attention="ours"),
-        Run("init", init_seed=1),
-        Run("fp32", precision="fp32"),
-        Run("fp16", precision="fp16"),
-        Run("pure_bf16", precision="pure_bf16"),
-        Run("data", data_seed=1),
-    )
-}
+    init: int = 0
+    data: int = 0
+    nudge: bool = False
+    against: str = "base"
 
 
 @dataclass(frozen=True)
@@ -73,152 +46,132 @@ class Setup:
     """What all runs of a study have in common.
 
     Args:
-        workload: "" for the drawings, or MODULE:FUNCTION of a callable that returns a Workload.
-        size: name of a size of the drawings.
+        workload: see `find_workload`.
+        base: attention of the base run.
         steps: optimizer steps.
-        every: steps between two measurements, beside those after 1, 2, 4, 8, 16 and 32.
         device: cpu or cuda.
-        learning_rate: of AdamW, after a linear start of 20 steps.
     """
 
     workload: str
-    size: str
+    base: str
     steps: int
-    every: int
     device: str
-    learning_rate: float = 1e-3
 
     def points(self) -> list[int]:
         """Returns the steps after which weights are compared."""
-        early = [0, *(1 << n for n in range(6))]
-        regular = range(0, self.steps, self.every)
-        return sorted({self.steps, *regular, *(step for step in early if step < self.steps)})
-
-    def make_workload(self) -> Workload:
-        """Returns the workload.
-
-        Raises:
-            ArgumentError: MODULE:FUNCTION can't be imported, or returns something else.
-        """
-        if not self.workload:
-            return Drawings(SIZES[self.size])
-        module, _, function = self.workload.partition(":")
-        try:
-            workload = getattr(importlib.import_module(module), function)()
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"workload: expected MODULE:FUNCTION of a callable, got {self.workload!r}: {error}"
-            ) from error
-        if not (hasattr(workload, "model") and hasattr(workload, "loss")):
-            raise ArgumentError(
-                f"workload: expected {self.workload} to return an object with model() and loss(), "
-                f"got {type(workload).__name__}"
-            )
-        return workload  # type: ignore[no-any-return]
+        # On a GPU models are large: sorting all weights takes as long as some steps.
+        few = self.device == "cuda"
+        early = [0, 1, 4, 16] if few else [0, 1, 2, 4, 8, 16, 32]
+        parts = 4 if few else 10
+        regular = [round(self.steps * part / parts) for part in range(1, parts + 1)]
+        return sorted({*regular, *(step for step in early if step < self.steps)})
 
 
-def matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the weight matrices (parameters of two dimensions and more) in float32, copied."""
+@dataclass
+class Snapshots:
+    """A run's weight matrices and outputs by step, where it was trained."""
+
+    weights: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def compare(
+    weights: list[torch.Tensor],
+    outputs: torch.Tensor,
+    base: list[torch.Tensor],
+    base_outputs: torch.Tensor,
+) -> dict[str, float]:
+    """Compares two runs.
+
+    Args:
+        weights: matrices in float32.
+        outputs: of the probe batch, float32.
+        base: like weights, of the other run.
+        base_outputs: like outputs.
+
+    Returns:
+        max_difference, wasserstein, l1: the largest elementwise difference, the 1-Wasserstein
+        distance of the two sets of entries, the mean elementwise difference, in units of the
+        weights, mean over matrices; l2: |w - w'| / |w'| over all matrices; function: the root mean
+        square difference of outputs over the standard deviation of the other's.
+    """
+    sizes = [(left - right).abs() for left, right in zip(weights, base, strict=True)]
+    squares = sum(float(size.double().square().sum()) for size in sizes)
+    norm = sum(float(right.double().square().sum()) for right in base)
+    spread = float(base_outputs.double().std())
+    moved = (outputs - base_outputs).double().square().mean().sqrt()
+    count = len(sizes)
     return {
-        name: parameter.detach().float().cpu().clone()
-        for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2
+        "max_difference": sum(float(size.max()) for size in sizes) / count,
+        "wasserstein": sum(map(wasserstein, weights, base)) / count,
+        "l1": sum(float(size.double().mean()) for size in sizes) / count,
+        "l2": math.sqrt(squares / norm),
+        "function": float(moved) / spread,
     }
 
 
-def measure(
-    weights: dict[str, torch.Tensor], base: dict[str, torch.Tensor]
-) -> dict[str, list[float]]:
-    """Compares two runs' matrices.
-
-    Returns:
-        For each of MEASURES one number per matrix, in units of the weights: the largest
-        elementwise difference; the 1-Wasserstein distance of the two sets of entries; the mean
-        elementwise difference.
-    """
-    result: dict[str, list[float]] = {name: [] for name in MEASURES}
-    for name, tensor in base.items():
-        size = (weights[name] - tensor).abs()
-        result["max_difference"].append(float(size.max()))
-        result["wasserstein"].append(wasserstein(weights[name], tensor))
-        result["l1"].append(float(size.double().mean()))
-    return result
-
-
 def train(
-    setup: Setup, run: Run, folder: Path, key: str, tick: Callable[[], None]
-) -> dict[str, Any]:
-    """Trains one run, from its checkpoint where there is one.
+    setup: Setup, run: Run, seed: int, reference: Snapshots | None, keep: bool
+) -> tuple[dict[str, Any], Snapshots, torch.nn.Module]:
+    """Trains one run.
 
     Args:
         setup: of the study.
         run: of the run.
-        folder: of the study; the run writes to runs/<name>.
-        key: hash of the study. A checkpoint of another one is refused.
-        tick: called after each measurement.
+        seed: of initial weights and batches: all runs of a seed have the same, but where they
+            differ by design.
+        reference: the run to compare with.
+        keep: whether other runs will be compared with this one.
 
     Returns:
-        {"steps": [...], "loss": [...], "names": [...]} and, for runs other than base, one list per
-        name of MEASURES with a list of matrices for each step.
-
-    Raises:
-        ArgumentError: the checkpoint belongs to another study or run.
+        {"steps": [...], "loss": [mean since the last point], "probe": loss of four held-out batches
+        at the end} and, with a reference, one list per name of MEASURES; its snapshots; the model.
     """
-    store = folder / "runs" / run.name
-    checkpoint = store / "checkpoint.pt"
-    owner = {"study": key, "run": identity(run.__dict__)}
-    torch.manual_seed(run.init_seed)
-    workload = setup.make_workload()
-    model = workload.model(find_attention(run.attention)).to(setup.device)
+    torch.manual_seed(1000 * seed + run.init)
+    workload = find_workload(setup.workload)
+    model = workload.model(find_attention(run.attention or setup.base))
+    if run.nudge:
+        _nudge(model)
+    model = model.to(setup.device)
     if run.precision == "pure_bf16":
         model = model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=setup.learning_rate, weight_decay=0.01, foreach=False
-    )
-    history: dict[str, Any] = {"steps": [], "loss": [], "names": list(matrices(model))}
-    if run.name != "base":
+    optimizer = workload.optimizer(model)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    scaler = torch.amp.GradScaler(setup.device, enabled=run.precision == "fp16")
+    history: dict[str, Any] = {"steps": [], "loss": []}
+    if reference is not None:
         history.update({name: [] for name in MEASURES})
-    step, losses = 0, [float("nan")]
-    if checkpoint.exists():
-        saved = _load(checkpoint, owner)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        step, history = saved["step"], saved["history"]
-        losses = []
-    else:
-        _observe(model, run, store, folder, history, 0, losses)
-        tick()
-        losses = []
+    snapshots = Snapshots()
+    losses: list[torch.Tensor] = []
     points = set(setup.points())
-    while step < setup.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = setup.learning_rate * min(1.0, (step + 1) / 20)
-        # Of seed and step alone: a resumed run sees what the whole one would have. (Only 32 bits
-        # of a seed count.)
-        generator = torch.Generator().manual_seed(run.data_seed * 10**6 + step)
-        with _autocast(setup.device, run.precision):
-            loss = workload.loss(model, generator)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward([loss])
-        optimizer.step()
-        losses.append(float(loss.detach()))
-        step += 1
+    for step in range(setup.steps + 1):
         if step in points:
-            _observe(model, run, store, folder, history, step, losses)
-            with whole_file(checkpoint) as temporary:
-                torch.save(
-                    {
-                        "owner": owner,
-                        "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "step": step,
-                        "history": history,
-                    },
-                    temporary,
-                )
+            _observe(setup, run, model, workload, history, snapshots, reference, step, losses, keep)
             losses = []
-            tick()
-    return history
+        if step == setup.steps:
+            break
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * min(1.0, (step + 1) / _WARM_UP)
+        # Of seed and step alone. (Only 32 bits of a seed count.)
+        generator = torch.Generator().manual_seed((2 * seed + run.data) * 10**6 + step)
+        with _autocast(setup.device, run.precision):
+            loss = workload.loss(model, workload.batch(generator))
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+    probes = [workload.batch(torch.Generator().manual_seed(_PROBE_SEED + n)) for n in range(4)]
+    with torch.no_grad(), _autocast(setup.device, run.precision):
+        found = [float(workload.loss(model, probe)) for probe in probes]
+    history["probe"] = sum(found) / len(found)
+    return history, snapshots, model
+
+
+def _nudge(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
+        weight[0] = torch.nextafter(weight[0], torch.tensor(math.inf))
 
 
 def _autocast(device: str, precision: str) -> torch.autocast:
@@ -226,40 +179,29 @@ def _autocast(device: str, precision: str) -> torch.autocast:
     return torch.autocast(device, dtype=dtype, enabled=precision in ("bf16", "fp16"))
 
 
-def _load(path: Path, owner: dict[str, str]) -> dict[str, Any]:
-    try:
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch.load raises what its format's parsers raise
-        raise ArgumentError(f"{path}: expected a checkpoint of this study, got {error}") from error
-    if not isinstance(saved, dict) or saved.get("owner") != owner:
-        raise ArgumentError(
-            f"{path}: expected a checkpoint of this study, got one of another; give another "
-            "folder, or --force to delete it"
-        )
-    return saved
-
-
-def snapshot(folder: Path, step: int) -> Path:
-    """Where the base run's matrices after a step are."""
-    return folder / "runs" / "base" / f"weights-{step:06}.pt"
-
-
 def _observe(
-    model: torch.nn.Module,
+    setup: Setup,
     run: Run,
-    store: Path,
-    folder: Path,
+    model: torch.nn.Module,
+    workload: Workload,
     history: dict[str, Any],
+    snapshots: Snapshots,
+    reference: Snapshots | None,
     step: int,
-    losses: list[float],
+    losses: list[torch.Tensor],
+    keep: bool,
 ) -> None:
     history["steps"].append(step)
-    history["loss"].append(sum(losses) / len(losses))
-    weights = matrices(model)
-    if run.name == "base":
-        with whole_file(snapshot(folder, step)) as temporary:
-            torch.save(weights, temporary)
+    history["loss"].append(float(torch.stack(losses).float().mean()) if losses else math.nan)
+    if reference is None and not keep:
         return
-    base = torch.load(snapshot(folder, step), weights_only=True)
-    for name, values in measure(weights, base).items():
-        history[name].append(values)
+    weights = [p.detach().float().clone() for p in model.parameters() if p.ndim >= 2]
+    probe = workload.batch(torch.Generator().manual_seed(_PROBE_SEED))
+    with torch.no_grad(), _autocast(setup.device, run.precision):
+        outputs = workload.outputs(model, probe).float()
+    if keep:
+        snapshots.weights[step], snapshots.outputs[step] = weights, outputs
+    if reference is not None:
+        found = compare(weights, outputs, reference.weights[step], reference.outputs[step])
+        for name, value in found.items():
+            history[name].append(value)

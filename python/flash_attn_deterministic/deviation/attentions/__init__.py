@@ -1,0 +1,1 @@
+"""Implementations of attention by name, all with the signature of torch's."""

@@ -1,0 +1,345 @@
+"""Attentions by name: this package's, torch's, emulated ones, FlashAttention-3, and one's own.
+
+Each takes the arguments of torch's scaled_dot_product_attention, without dropout, and tensors
+(batch, nheads, seqlen, head_dim).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from ...errors import ArgumentError, FlashAttnError
+from ..emulate.gradients import DELTAS, Emulation, emulated_attention
+from ..emulate.steps import PRESETS
+from ..numbers.formats import parse_format
+from .masks import Call
+
+_SDPA = functional.scaled_dot_product_attention
+
+
+class Attention(Protocol):
+    """The signature of torch's scaled_dot_product_attention."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor: ...
+
+
+class _Of(Protocol):
+    def __call__(self, call: Call) -> torch.Tensor: ...
+
+
+def _attention(of: _Of) -> Attention:
+    """Gives what takes a Call torch's signature; it computes in its inputs' dtype always."""
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if dropout_p:
+            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout_p}")
+        # Autocast would move the softmax of explicit attention to float32.
+        with torch.autocast(query.device.type, enabled=False):
+            return of(Call(query, key, value, attn_mask, is_causal, scale))
+
+    return attend
+
+
+def _explicit(call: Call) -> torch.Tensor:
+    """Matmul, softmax, matmul, each with its result in the tensors' dtype."""
+    q, k, v = call.heads()
+    scores = q @ k.mT * call.factor
+    bias = call.bias()
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    return scores.softmax(-1) @ v
+
+
+class _Exact(torch.autograd.Function):
+    """Explicit attention in float64, one sequence at a time: scores of all would not fit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v, bias)
+        ctx.scale = scale
+        parts = [_explicit(one) for one in _one_by_one(q, k, v, bias, scale)]
+        return torch.cat(parts).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, bias = ctx.saved_tensors
+        found = []
+        for row, one in enumerate(_one_by_one(q, k, v, bias, ctx.scale)):
+            leaves = [tensor.detach().requires_grad_() for tensor in (one.q, one.k, one.v)]
+            with torch.enable_grad():
+                out = _explicit(Call(leaves[0], leaves[1], leaves[2], one.mask, scale=one.scale))
+            found.append(torch.autograd.grad(out, leaves, grads[0][row : row + 1].double()))
+        dq, dk, dv = (torch.cat(part).to(q.dtype) for part in zip(*found, strict=True))
+        return dq, dk, dv, None, None
+
+
+def _one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> Iterator[Call]:
+    for row in range(len(q)):
+        one = slice(row, row + 1)
+        each = bias is not None and bias.ndim == q.ndim and len(bias) == len(q)
+        part = bias[one] if bias is not None and each else bias
+        yield Call(q[one].double(), k[one].double(), v[one].double(), part, scale=scale)
+
+
+def _exact(call: Call) -> torch.Tensor:
+    """The same in float64 inside, forward and backward; in and out are the tensors' dtype."""
+    q, k, v = call.heads()
+    out: torch.Tensor = _Exact.apply(q, k, v, call.bias(), call.factor)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds a tensor, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: object, values: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name  # type: ignore[attr-defined]
+        return parse_format(name).round(values)
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return parse_format(ctx.name).round(grads[0]), None  # type: ignore[attr-defined]
+
+
+def _explicit_in(call: Call, name: str) -> torch.Tensor:
+    """Explicit attention whose scores, weights, output and their gradients have a format."""
+    bias = call.bias()
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Rounded.apply(values, name)  # type: ignore[no-untyped-call]
+        return found
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.to(parse_format(name).container) for tensor in (q, k, v))
+        scores = rounded(q @ k.mT * call.factor)
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
+        return rounded(rounded(scores.softmax(-1)) @ v).to(call.q.dtype)
+
+    # Computed again in the backward: scores in the container of all layers would not fit.
+    out: torch.Tensor = checkpoint(attend, *call.heads(), use_reentrant=False)
+    return out
+
+
+def _emulated(call: Call, emulation: Emulation) -> torch.Tensor:
+    q, k, v = call.heads()
+    return emulated_attention(q, k, v, call.bias(), call.factor, emulation)
+
+
+def _torch(call: Call, backend: SDPBackend | None) -> torch.Tensor:
+    grouped = call.q.shape[-3] != call.k.shape[-3]
+
+    def attend() -> torch.Tensor:
+        return _SDPA(call.q, call.k, call.v, call.mask, 0.0, call.causal,
+                     scale=call.scale, enable_gqa=grouped)  # fmt: skip
+
+    if backend is None:
+        return attend()
+    with sdpa_kernel(backend):
+        return attend()
+
+
+def _end_aligned(call: Call, name: str) -> bool:
+    """Whether a call is causal, for kernels without masks that align at the sequences' ends."""
+    if call.mask is not None:
+        raise ArgumentError(f"attn_mask: expected None with {name}, got a mask")
+    if call.causal and call.q.shape[-2] != call.k.shape[-2]:
+        raise ArgumentError(
+            f"is_causal: expected as many queries as keys with {name}, got {call.q.shape[-2]} and "
+            f"{call.k.shape[-2]}"
+        )
+    return call.causal
+
+
+def _ours(call: Call, deterministic: bool, split_size: int | None = None) -> torch.Tensor:
+    """This package's flash_attn_func (float32 goes through bfloat16, which is all it takes)."""
+    from ... import deterministic_mode, flash_attn_func
+
+    causal = _end_aligned(call, "ours")
+    dtype = call.q.dtype if call.q.dtype != torch.float32 else torch.bfloat16
+    q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (call.q, call.k, call.v))
+    with deterministic_mode(deterministic):
+        out = flash_attn_func(
+            q, k, v, softmax_scale=call.scale, causal=causal, deterministic=deterministic,
+            split_size=split_size,
+        )  # fmt: skip
+    return out.transpose(1, 2).to(call.q.dtype)
+
+
+def _fa3(call: Call) -> torch.Tensor:
+    """FlashAttention-3's own package."""
+    try:
+        module = importlib.import_module("flash_attn_interface")
+    except ImportError as error:
+        raise ArgumentError(
+            "attention: fa3 needs FlashAttention-3's package (flash_attn_interface), which is not "
+            f"installed: {error}"
+        ) from error
+    q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
+    out = module.flash_attn_func(
+        q, k, v, softmax_scale=call.scale, causal=_end_aligned(call, "fa3")
+    )
+    result: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return result.transpose(1, 2)
+
+
+_NAMED: dict[str, _Of] = {
+    "ours": functools.partial(_ours, deterministic=True),
+    "ours-atomics": functools.partial(_ours, deterministic=False),
+    "sdpa": functools.partial(_torch, backend=None),
+    "sdpa-flash": functools.partial(_torch, backend=SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": functools.partial(_torch, backend=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-efficient": functools.partial(_torch, backend=SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-math": functools.partial(_torch, backend=SDPBackend.MATH),
+    "fa3": _fa3,
+    "explicit": _explicit,
+    "exact": _exact,
+}
+REAL = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
+LABELS = {
+    "ours": "this wheel",
+    "ours-atomics": "this wheel, atomics",
+    "sdpa": "torch's choice",
+    "sdpa-flash": "torch flash",
+    "sdpa-cudnn": "torch cuDNN",
+    "sdpa-efficient": "torch efficient",
+    "sdpa-math": "torch math",
+    "fa3": "FlashAttention-3",
+    "explicit": "explicit",
+    "exact": "exact (FP64)",
+}
+
+
+def our_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split_size: int | None
+) -> torch.Tensor:
+    """This package's attention with a split size; q, k, v (batch, nheads, seqlen, head_dim)."""
+    return _ours(Call(q, k, v), True, split_size)
+
+
+def find_attention(name: str) -> Attention:
+    """Returns an attention.
+
+    Args:
+        name: ours, ours-atomics; sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math; fa3;
+            explicit, or explicit:FORMAT with every result rounded to a format; exact; PRESET,
+            PRESET:FORMAT, PRESET+DELTA of the emulated ones; or MODULE:FUNCTION of a function with
+            the signature of torch's scaled_dot_product_attention.
+
+    Raises:
+        ArgumentError: there is none of this name.
+    """
+    if name in _NAMED:
+        return _attention(_NAMED[name])
+    plain, _, delta = name.partition("+")
+    base, _, rest = plain.partition(":")
+    if base == "explicit" and not delta:
+        parse_format(rest)
+        return _attention(functools.partial(_explicit_in, name=rest))
+    if base in PRESETS and delta in ("", *DELTAS):
+        if rest:
+            parse_format(rest)
+        emulation = Emulation(base, rest, delta or "rounded")
+        return _attention(functools.partial(_emulated, emulation=emulation))
+    if not rest or not base.replace(".", "").isidentifier():
+        known = ", ".join((*_NAMED, "explicit:FORMAT", *PRESETS))
+        raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")
+    found: Attention = find_object(name, "attention")
+    return found
+
+
+def find_object(name: str, argument: str) -> Any:
+    """Imports MODULE:NAME.
+
+    Raises:
+        ArgumentError: there is none, or it can't be called.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(
+            f"{argument}: expected MODULE:NAME of a callable, got {name!r}: {error}"
+        ) from error
+    if not callable(found):
+        raise ArgumentError(f"{argument}: expected {name} to be a callable, got {found!r}")
+    return found
+
+
+def missing(
+    attention: Attention, device: str, dtype: torch.dtype, head_dim: int, backward: bool
+) -> str:
+    """Tries an attention.
+
+    Returns:
+        "" where it works, otherwise the first line of what it raised.
+    """
+    q, k, v = (
+        torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=backward)
+        for _ in range(3)
+    )
+    try:
+        # torch explains in warnings why a backend does not take a call.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = attention(q, k, v)
+            if backward:
+                torch.autograd.backward([out.sum()])
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except (RuntimeError, NotImplementedError, ValueError, FlashAttnError) as error:
+        # Results are published: no folders of this machine in them.
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        return re.sub(r"(?:/[\w.+-]+)+/", "", first)
+    return ""
+
+
+def usable(
+    names: tuple[str, ...], device: str, dtype: torch.dtype, head_dim: int, backward: bool = False
+) -> tuple[dict[str, Attention], dict[str, str]]:
+    """Returns the attentions of these names that work, and why the others don't."""
+    found = {name: find_attention(name) for name in names}
+    reasons = {
+        name: missing(attention, device, dtype, head_dim, backward)
+        for name, attention in found.items()
+    }
+    works = {name: found[name] for name, reason in reasons.items() if not reason}
+    return works, {name: reason for name, reason in reasons.items() if reason}

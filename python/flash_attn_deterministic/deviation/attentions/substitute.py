@@ -1,0 +1,75 @@
+"""Seeing or replacing every call of scaled_dot_product_attention that a model makes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_SDPA = functional.scaled_dot_product_attention
+
+
+@contextlib.contextmanager
+def replaced_attention(replacement: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Runs `replacement` in the place of torch's scaled_dot_product_attention inside the block.
+
+    Calls of torch's own function by the replacement are left alone. torch.nn.MultiheadAttention's
+    fused path in eval mode, which calls no function that can be seen, is switched off.
+    """
+    busy = False
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal busy
+        if busy:
+            return _SDPA(*args, **kwargs)
+        busy = True
+        try:
+            return replacement(*args, **kwargs)
+        finally:
+            busy = False
+
+    class Functions(TorchFunctionMode):
+        """Whatever name the function was imported under."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            run = attend if func is _SDPA and not busy else func
+            return run(*args, **(kwargs or {}))
+
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    # torch's own functions call it as an attribute, and no mode is active inside of them.
+    functional.scaled_dot_product_attention = attend
+    try:
+        with Functions():
+            yield
+    finally:
+        functional.scaled_dot_product_attention = _SDPA
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextlib.contextmanager
+def running_modules(model: torch.nn.Module) -> Iterator[list[str]]:
+    """Gives a list that holds, while the model runs, the names of the modules that run."""
+    running: list[str] = []
+
+    def enter(name: str) -> Callable[..., None]:
+        return lambda *_: running.append(name)
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(name)))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""Attention with a number format for each step, forward and backward."""

@@ -1,0 +1,80 @@
+"""Biased rounding of P V (Qiu and Yao, arXiv 2510.04212), on rows made for it.
+
+P = exp(S - m) is exactly 1 at the maximum. Where two keys share it and V has one sign, the sum of
+their values needs one bit more than the format has: in half of all cases it lies midway between two
+numbers. The small terms of the other keys have the same sign, so they push every such tie the same
+way: away from zero. Where one key alone has the maximum, the product starts from a number of the
+format, and small terms of one sign are lost each time: a smaller error towards zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import ArgumentError
+from ..numbers.formats import parse_format
+from .gradients import kept_output
+
+_ROWS, _KEYS, _HEAD_DIM = 64, 64, 64
+_GAP = 12.0  # logits below the maximum: the other keys' terms are smaller than a gap of the format
+SHIFT = 1.5  # by how much the maximum is moved where it is moved
+PLACES = ("product", "output", "residual", "delta", "delta_residual")
+Means = dict[str, dict[str, list[float]]]
+
+
+def measure_bias(format_name: str, values: str, ties: int, shifted: bool, seeds: int) -> Means:
+    """Measures the signed error of rounding P V, summed in float32, to the format.
+
+    Args:
+        format_name: the format that P and P V are rounded to.
+        values: "one_sign": V = -|N(0, 1)| - 0.5; "two_signs": N(0, 1).
+        ties: keys that share the maximum of a row.
+        shifted: whether m is moved up so that P is below 1 everywhere.
+        seeds: how many draws of 64 rows, 64 keys and 64 columns.
+
+    Returns:
+        For each of PLACES {"away": one mean per seed}. Errors are in gaps of the format and count
+        as positive away from zero. "product" rounds P V of the rounded P and leaves the division by
+        l for later; "output" divides first and rounds once, as the kernels do, and is compared with
+        exact attention; "residual" adds to that what rounding took, rounded. "delta" and
+        "delta_residual" are D - D_exact over |D_exact|, with D formed from "output" and "residual"
+        and dO of one sign (dO = -|N(0, 1)|).
+
+    Raises:
+        ArgumentError: unknown values, or more ties than keys.
+    """
+    if values not in ("one_sign", "two_signs"):
+        raise ArgumentError(f"inputs: expected one_sign or two_signs, got {values!r}")
+    if not 1 <= ties < _KEYS:
+        raise ArgumentError(f"ties: expected 1 to {_KEYS - 1}, got {ties}")
+    number_format = parse_format(format_name)
+    plain = parse_format(format_name.partition(":")[0])
+    found: Means = {place: {"away": []} for place in PLACES}
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        scores = -_GAP - torch.rand((_ROWS, _KEYS), generator=generator)
+        # Which keys tie differs by row, as does V by column: independent sums.
+        order = torch.rand((_ROWS, _KEYS), generator=generator).argsort(-1)
+        scores.scatter_(-1, order[:, :ties], 0.0)
+        v = torch.randn((_KEYS, _HEAD_DIM), generator=generator)
+        v = plain.round(v if values == "two_signs" else -v.abs() - 0.5)
+        dout = -torch.randn((_ROWS, _HEAD_DIM), generator=generator).abs().double()
+        probs = (scores - (SHIFT if shifted else 0.0)).exp()
+        product = number_format.round(probs, generator).double() @ v.double()
+        # l is the sum of the weights before they are rounded, in float32, as the kernels have it.
+        total = probs.sum(-1, keepdim=True).double()
+        output = product / total
+        exact = probs.double() @ v.double() / total
+        kept = {
+            "product": (number_format.round(product.float(), generator).double(), product),
+            "output": (number_format.round(output.float(), generator).double(), exact),
+            "residual": (kept_output(output, plain, "residual"), exact),
+        }
+        for place, (rounded, true) in kept.items():
+            error = (rounded - true) / number_format.ulp(true) * true.sign()
+            found[place]["away"].append(float(error.mean()))
+        for place, source in (("delta", "output"), ("delta_residual", "residual")):
+            sums = (dout * exact).sum(-1)
+            errors = ((dout * kept[source][0]).sum(-1) - sums) / sums.abs()
+            found[place]["away"].append(float(errors.mean()))
+    return found

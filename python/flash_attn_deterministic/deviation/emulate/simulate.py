@@ -1,0 +1,290 @@
+"""Baseline, tiled and golden attention with a number format per step.
+
+Tensors are (..., seqlen, head_dim), in float32 or float64; the leading dimensions are a batch.
+Products are summed in the container (float32 or float64), as tensor cores sum them in float32, and
+a step's result is then rounded once. `bias` is added to the scores, broadcast to (..., seqlen_q,
+seqlen_k); -inf hides a key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from ...errors import ArgumentError
+from ..numbers.formats import NumberFormat
+from .blocks import Blocks
+from .steps import Preset, Round, Steps, rounder
+
+_CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
+Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
+_CUBIC = (1.0, 0.69511663, 0.22764498, 0.07706724)
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Checks shapes, and that every value is finite.
+
+    Raises:
+        ArgumentError: shapes don't fit, or a value is NaN or infinite.
+    """
+    fits = q.ndim >= 2 and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
+    if not fits or k.shape[:-1] != v.shape[:-1]:
+        raise ArgumentError(
+            "q, k, v: expected (..., seqlen_q, head_dim), (..., seqlen_k, head_dim) and (..., "
+            f"seqlen_k, head_dim), got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        bad = int(tensor.numel() - tensor.isfinite().sum())
+        if bad:
+            raise ArgumentError(f"{name}: expected finite values, got {bad} NaN or infinite ones")
+
+
+def golden_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes softmax(q k^T * scale + bias) v in float64; rows without a key give 0."""
+    q, k, v = q.double(), k.double(), v.double()
+    return _by_rows(lambda rows, b: _plain(rows, k, v, scale, b, rounder(None, None)), q, k, bias)
+
+
+def baseline_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    number_format: NumberFormat,
+    generator: torch.Generator | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes matmul, scaling, softmax and matmul, each with its result in the format.
+
+    This is what explicit torch code does with tensors of the format: softmax works in float32
+    inside, and rounds its result.
+    """
+    rounded = rounder(number_format, generator)
+    return _by_rows(lambda rows, b: _plain(rows, k, v, scale, b, rounded), q, k, bias)
+
+
+def _plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
+    rounded: Round,
+) -> torch.Tensor:
+    scores = rounded(rounded(q @ k.mT) * scale)
+    if bias is not None:
+        scores = rounded(scores + bias.to(scores.dtype))
+    row_max = scores.amax(-1, keepdim=True)
+    probs = (scores - torch.where(row_max == -math.inf, 0.0, row_max)).exp_()
+    total = probs.sum(-1, keepdim=True)
+    return rounded(rounded(probs.div_(_or_one(total))) @ v)
+
+
+def _or_one(total: torch.Tensor) -> torch.Tensor:
+    return torch.where(total == 0, 1.0, total)
+
+
+def tiled_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    preset: Preset,
+    steps: Steps,
+    blocks: Blocks,
+    generator: torch.Generator | None = None,
+    bias: torch.Tensor | None = None,
+    products: Products = torch.matmul,
+) -> torch.Tensor:
+    """Computes tiled attention by a preset's algorithm.
+
+    Rows do not touch each other, so B_r decides only which rows share a tile. With a `products`
+    that sums in one order whatever the shape (`ordered_products`), it can't change a bit.
+
+    Args:
+        q: (..., seqlen_q, head_dim), float32 or float64.
+        k: (..., seqlen_k, head_dim).
+        v: like k.
+        scale: factor of q k^T.
+        preset: gives the algorithm.
+        steps: number format of each step.
+        blocks: rows of a tile, keys of a block.
+        generator: random bits of stochastic formats.
+        bias: see above.
+        products: matrix product.
+
+    Raises:
+        ArgumentError: blocks that are no divisor of the preset's split size.
+    """
+    if preset.split_size % blocks.keys:
+        raise ArgumentError(
+            f"block_c: expected a divisor of the split size {preset.split_size} with the "
+            f"preset {preset.name}, got {blocks.keys}"
+        )
+    rounded = steps.rounders(generator)
+    # One tile at a time where it could matter; otherwise as many rows as the caches hold.
+    lead = math.prod(q.shape[:-2]) * max(blocks.keys, q.shape[-1])
+    size = blocks.rows if products is not torch.matmul else max(blocks.rows, _CHUNK // lead)
+    tile = _renormalised if preset.algorithm == "renormalised" else _running
+    out = _tiles(
+        lambda rows, b: tile(rows, k, v, scale, preset, rounded, blocks, b, products), q, bias, size
+    )
+    return rounded["out"](out)
+
+
+def _renormalised(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    preset: Preset,
+    rounded: dict[str, Round],
+    blocks: Blocks,
+    bias: torch.Tensor | None,
+    products: Products,
+) -> torch.Tensor:
+    """FlashAttention's algorithm 1: O is divided by l after every block of keys, first to last."""
+    row_max = q.new_full((*q.shape[:-1], 1), -math.inf)
+    row_sum = torch.zeros_like(row_max)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    for start in range(0, k.shape[-2], blocks.keys):
+        keys = slice(start, start + blocks.keys)
+        scores = _scores(q, k, scale, rounded, bias, keys, products)
+        block_max = rounded["row_max"](scores.amax(-1, keepdim=True))
+        hidden = block_max == -math.inf
+        probs = rounded["probs"]((scores - torch.where(hidden, 0.0, block_max)).exp_())
+        block_sum = rounded["row_sum"](probs.sum(-1, keepdim=True))
+        after = rounded["row_max"](torch.maximum(row_max, block_max))
+        shift = torch.where(after == -math.inf, 0.0, after)
+        old = rounded["rescale"]((row_max - shift).exp_())
+        new = rounded["rescale"]((block_max - shift).exp_())
+        term = rounded["sum_terms"]
+        total = rounded["row_sum"](term(old * row_sum) + term(new * block_sum))
+        product = rounded["acc"](products(probs, v[..., keys, :]))
+        weight = rounded["weight"](row_sum * old)
+        mixed = rounded["products"](weight * out) + rounded["products"](new * product)
+        out = rounded["state"](rounded["mixed"](mixed) / _or_one(total))
+        row_max, row_sum = after, total
+    return out
+
+
+def _running(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    preset: Preset,
+    rounded: dict[str, Round],
+    blocks: Blocks,
+    bias: torch.Tensor | None,
+    products: Products,
+) -> torch.Tensor:
+    """The kernels' order: blocks and splits last to first, O divided by l once, at the end."""
+    split_size = preset.split_size or k.shape[-2]
+    base = scale * math.log2(math.e)  # the kernels' exponentials are powers of two
+    power = _cubic_exp2 if preset.cubic else torch.exp2
+    state = None
+    for split in range((k.shape[-2] - 1) // split_size * split_size, -1, -split_size):
+        row_max = q.new_full((*q.shape[:-1], 1), -math.inf)
+        row_sum = torch.zeros_like(row_max)
+        acc = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        last = min(split + split_size, k.shape[-2])
+        for start in range((last - split - 1) // blocks.keys * blocks.keys + split, split - 1,
+                           -blocks.keys):  # fmt: skip
+            keys = slice(start, min(start + blocks.keys, last))
+            scores = _scores(q, k, 1.0, rounded, bias, keys, products, scale)
+            after = torch.maximum(row_max, rounded["row_max"](scores.amax(-1, keepdim=True)))
+            # A maximum that grows little is left where it is: P may then exceed 1.
+            stays = (after - row_max) * base <= preset.threshold
+            after = torch.where(stays & (row_max != -math.inf), row_max, after)
+            shift = torch.where(after == -math.inf, 0.0, after)
+            old = rounded["rescale"](power((row_max - shift) * base))
+            probs = power((scores - shift) * base)
+            row_sum = rounded["row_sum"](row_sum * old + probs.sum(-1, keepdim=True))
+            probs = rounded["probs"](probs * preset.probs_scale) / preset.probs_scale
+            product = rounded["acc"](products(probs, v[..., keys, :]))
+            acc = rounded["state"](rounded["products"](acc * old) + product)
+            row_max = after
+        part = (row_max, row_sum, acc)
+        state = part if state is None else _merged(state, part, base, rounded)
+    if state is None:
+        return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    return state[2] / _or_one(state[1])
+
+
+_State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _merged(left: _State, right: _State, base: float, rounded: dict[str, Round]) -> _State:
+    row_max = torch.maximum(left[0], right[0])
+    shift = torch.where(row_max == -math.inf, 0.0, row_max)
+    first, second = (
+        rounded["rescale"](torch.exp2((part[0] - shift) * base)) for part in (left, right)
+    )
+    row_sum = rounded["row_sum"](left[1] * first + right[1] * second)
+    return row_max, row_sum, rounded["state"](left[2] * first + right[2] * second)
+
+
+def _cubic_exp2(values: torch.Tensor) -> torch.Tensor:
+    """2^x as 2^floor(x) times a cubic of the rest, as kernels do to spare the exponential unit."""
+    whole = values.clamp(min=-200.0).floor()
+    rest = values - whole
+    result = torch.full_like(rest, _CUBIC[3])
+    for coefficient in _CUBIC[2::-1]:
+        result = result * rest + coefficient
+    return torch.where(values < -200.0, 0.0, result * torch.exp2(whole))
+
+
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    rounded: dict[str, Round],
+    bias: torch.Tensor | None,
+    keys: slice,
+    products: Products,
+    bias_scale: float = 1.0,
+) -> torch.Tensor:
+    scores = products(q, k[..., keys, :].mT)
+    scores = rounded["scores"](scores if scale == 1.0 else scores * scale)
+    if bias is None:
+        return scores
+    part = bias if bias.shape[-1] == 1 else bias[..., keys]
+    return rounded["scores"](scores + part.to(scores.dtype) / bias_scale)
+
+
+def ordered_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right, summed one product at a time in rising order: bits are a matter of the row."""
+    total = left.new_zeros((*left.shape[:-1], right.shape[-1]))
+    for index in range(left.shape[-1]):
+        total += left[..., index, None] * right[..., index, None, :]
+    return total
+
+
+_Attend = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _by_rows(
+    attend: _Attend, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Runs rows in chunks, to keep the scores small."""
+    size = max(1, 4 * _CHUNK // max(1, math.prod(q.shape[:-2]) * k.shape[-2]))
+    return _tiles(attend, q, bias, size)
+
+
+def _tiles(attend: _Attend, q: torch.Tensor, bias: torch.Tensor | None, size: int) -> torch.Tensor:
+    parts = []
+    for start in range(0, q.shape[-2], size):
+        rows = slice(start, start + size)
+        part = bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :]
+        parts.append(attend(q[..., rows, :], part))
+    return torch.cat(parts, -2)

@@ -1,0 +1,147 @@
+"""Which number format each step of an attention has, and the named choices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from ...errors import ArgumentError
+from ..numbers.formats import NumberFormat, parse_format
+
+Round = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The format of each intermediate result; None: that of the computation.
+
+    Args:
+        scores: S = scale * q k^T of a block.
+        probs: P = exp(S - m) on its way into P V.
+        row_max: m, of a block and so far.
+        row_sum: l, the sum of P of a block, and so far.
+        rescale: the factors exp(m_before - m_after).
+        sum_terms: l times its factor, both terms of the update of l.
+        weight: l * factor as O's weight ("renormalised" only, where O is divided by l each time).
+        products: O and P V of a block, each times its weight.
+        mixed: the sum of these two.
+        acc: the product P V of a block.
+        state: O, after each block.
+        out: the output.
+    """
+
+    scores: NumberFormat | None = None
+    probs: NumberFormat | None = None
+    row_max: NumberFormat | None = None
+    row_sum: NumberFormat | None = None
+    rescale: NumberFormat | None = None
+    sum_terms: NumberFormat | None = None
+    weight: NumberFormat | None = None
+    products: NumberFormat | None = None
+    mixed: NumberFormat | None = None
+    acc: NumberFormat | None = None
+    state: NumberFormat | None = None
+    out: NumberFormat | None = None
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], number_format: NumberFormat) -> Steps:
+        return cls(**dict.fromkeys(names, number_format))
+
+    def rounders(self, generator: torch.Generator | None) -> dict[str, Round]:
+        """Returns what rounds each step."""
+        return {name: rounder(getattr(self, name), generator) for name in STEP_NAMES}
+
+
+STEP_NAMES = tuple(field.name for field in fields(Steps))
+# What tiling adds to a line of the algorithm: factors of the maximum, and what is multiplied by
+# them. One rounding per line leaves the latter out.
+TILING_STEPS = ("rescale", "sum_terms", "weight", "products", "mixed")
+WITHIN_LINES = ("sum_terms", "weight", "products", "mixed")
+
+
+def step_names(text: str) -> tuple[str, ...]:
+    """Reads names of steps with a + between them.
+
+    Raises:
+        ArgumentError: an unknown step.
+    """
+    names = tuple(text.split("+")) if text else ()
+    unknown = [name for name in names if name not in STEP_NAMES]
+    if unknown:
+        raise ArgumentError(f"steps: expected names of {', '.join(STEP_NAMES)}, got {unknown[0]!r}")
+    return names
+
+
+def rounder(number_format: NumberFormat | None, generator: torch.Generator | None) -> Round:
+    """Returns what rounds a step; the identity for None."""
+    if number_format is None:
+        return _same
+    return lambda values: number_format.round(values, generator)
+
+
+def _same(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A way to compute attention.
+
+    Args:
+        name: how it is asked for.
+        algorithm: "renormalised": FlashAttention's algorithm 1, O divided by l after each block,
+            first to last; "running": O is divided once, blocks last to first, as the kernels do.
+        rounded: the steps that are in the format; the others are in the container.
+        split_size: tokens per split of the deterministic tree; 0: one.
+        threshold: the maximum is raised only where it would grow by more than this many powers of
+            two (decided row by row).
+        cubic: whether 2^x of the fraction of x is a cubic polynomial.
+        probs: name of P's format in the place of the format under test, with P scaled by
+            `probs_scale` before it is rounded.
+        probs_scale: see `probs`.
+    """
+
+    name: str
+    algorithm: str
+    rounded: tuple[str, ...]
+    split_size: int = 0
+    threshold: float = 0.0
+    cubic: bool = False
+    probs: str = ""
+    probs_scale: float = 1.0
+
+    def steps(self, number_format: NumberFormat) -> Steps:
+        steps = Steps.of(self.rounded, number_format)
+        if not self.probs:
+            return steps
+        named = {name: getattr(steps, name) for name in STEP_NAMES}
+        return Steps(**{**named, "probs": parse_format(self.probs)})
+
+
+_LINES = tuple(name for name in STEP_NAMES if name not in WITHIN_LINES)
+_KERNEL = ("probs", "out")
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset("paper", "renormalised", STEP_NAMES),
+        Preset("lines", "renormalised", _LINES),
+        Preset("kernel", "running", _KERNEL),
+        Preset("tree", "running", _KERNEL, split_size=256),
+        Preset("fa4", "running", _KERNEL, threshold=8.0, cubic=True),
+        # P of at most 1 would waste half of E4M3's range: 2^8 times P ends at 256 of 448.
+        Preset("fp8", "running", _KERNEL, probs="fp8_e4m3", probs_scale=256.0),
+    )
+}
+
+
+def find_preset(name: str) -> Preset:
+    """Returns a preset.
+
+    Raises:
+        ArgumentError: there is none of this name.
+    """
+    if name not in PRESETS:
+        raise ArgumentError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}")
+    return PRESETS[name]

@@ -1,0 +1,206 @@
+"""One point of a sweep: what is computed, and its deviations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ...errors import ArgumentError
+from ..attentions.masks import Call
+from ..attentions.registry import find_attention
+from ..emulate.blocks import Blocks
+from ..emulate.gradients import DELTAS, kept_output, tiled_gradients
+from ..emulate.rounding_bias import measure_bias
+from ..emulate.simulate import (
+    baseline_attention,
+    golden_attention,
+    ordered_products,
+    tiled_attention,
+)
+from ..emulate.steps import STEP_NAMES, Steps, find_preset, step_names
+from ..numbers.formats import NumberFormat, parse_format
+from ..numbers.metrics import Metrics, deviation
+from .inputs import draw, read_calls
+
+Result = dict[str, Metrics]
+KINDS = ("attention", "gradients", "bias")
+_BATCH_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The configuration of one point.
+
+    Args:
+        preset: name of a preset.
+        format: name of a number format.
+        inputs: name of a distribution, or a file of captured calls.
+        seqlen: rows of q, k and v.
+        head_dim: columns.
+        block_r: rows of a tile.
+        block_c: keys of a block.
+        seeds: how many draws.
+        only: rounds these steps alone, with a + between them.
+        exempt: rounds every step of the preset but these.
+        kind: "attention"; "gradients": dq, dk and dv of the preset; "bias": the experiment on
+            biased rounding of P V.
+        ties: with "bias": how many keys share the maximum of a row.
+        shifted: with "bias": whether the maximum is moved so that no P is exactly 1.
+        exact_order: sums products in one fixed order, tile by tile.
+    """
+
+    preset: str = "paper"
+    format: str = "bf16"
+    inputs: str = "uniform"
+    seqlen: int = 1024
+    head_dim: int = 64
+    block_r: int = 64
+    block_c: int = 64
+    seeds: int = 8
+    only: str = ""
+    exempt: str = ""
+    kind: str = "attention"
+    ties: int = 0
+    shifted: bool = False
+    exact_order: bool = False
+
+    def check(self) -> None:
+        """Finds unknown names and sizes before anything is computed.
+
+        Raises:
+            ArgumentError: what is unknown.
+        """
+        preset = find_preset(self.preset)
+        self.number_formats()
+        blocks = Blocks(self.block_r, self.block_c)
+        if preset.split_size % blocks.keys:
+            raise ArgumentError(
+                f"block_c: expected a divisor of the split size {preset.split_size} with the "
+                f"preset {preset.name}, got {blocks.keys}"
+            )
+        for name in ("seqlen", "head_dim", "seeds"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+    def number_formats(self) -> tuple[NumberFormat, Steps]:
+        """Returns the format, and that of each step."""
+        number_format = parse_format(self.format)
+        steps = find_preset(self.preset).steps(number_format)
+        only, exempt = step_names(self.only), step_names(self.exempt)
+        if only or exempt:
+            kept = {
+                name: getattr(steps, name) for name in (only or STEP_NAMES) if name not in exempt
+            }
+            steps = Steps(**kept)
+        return number_format, steps
+
+
+def run_cell(cell: Cell) -> Result:
+    """Computes one cell.
+
+    Returns:
+        {"flash": ..., "baseline": ..., "difference": ...}: the deviations of both attentions from
+        float64, and of the one from the other; each metric a list of one number per seed (per
+        sequence and head with captured calls). With "gradients" {"DELTA dq": ...} and so on, and
+        "explicit" in the place of a delta. With "bias" what `measure_bias` returns.
+    """
+    if cell.kind == "bias":
+        return measure_bias(cell.format, cell.inputs, cell.ties, cell.shifted, cell.seeds)
+    run = _gradients if cell.kind == "gradients" else _compare
+    results = list(run(cell))
+    first = results[0]
+    return {
+        pair: {metric: [x for r in results for x in r[pair][metric]] for metric in first[pair]}
+        for pair in first
+    }
+
+
+def _calls(cell: Cell) -> list[Call]:
+    if cell.inputs.endswith(".pt"):
+        return read_calls(Path(cell.inputs))
+    drawn = [draw(cell.inputs, seed, cell.seqlen, cell.head_dim) for seed in range(cell.seeds)]
+    size = max(1, _BATCH_ELEMENTS // cell.seqlen**2)
+    groups = [drawn[start : start + size] for start in range(0, len(drawn), size)]
+    stacked = [
+        [torch.stack(part)[:, None] for part in zip(*group, strict=True)] for group in groups
+    ]
+    return [Call(q, k, v) for q, k, v in stacked]
+
+
+def _rounded(cell: Cell, call: Call) -> Call:
+    """Golden values are those of the rounded inputs: what counts is the computation."""
+    plain = parse_format(cell.format.partition(":")[0])
+    q, k, v = (plain.round(tensor.double()).to(plain.container) for tensor in call.heads())
+    return replace(call, q=q, k=k, v=v)
+
+
+@functools.lru_cache(maxsize=8)
+def _prepared(
+    name: str, inputs: str, seqlen: int, head_dim: int, seeds: int
+) -> list[tuple[Call, torch.Tensor, torch.Tensor]]:
+    """Returns the calls of a cell with golden and baseline outputs, which many cells share."""
+    cell = Cell(format=name, inputs=inputs, seqlen=seqlen, head_dim=head_dim, seeds=seeds)
+    prepared = []
+    for seed, call in enumerate(_calls(cell)):
+        call = _rounded(cell, call)
+        given = (call.q, call.k, call.v, call.factor)
+        generator = torch.Generator().manual_seed(seed)
+        golden = golden_attention(*given, call.bias())
+        baseline = baseline_attention(*given, parse_format(name), generator, call.bias())
+        prepared.append((call, golden, baseline))
+    return prepared
+
+
+def _compare(cell: Cell) -> Iterator[Result]:
+    number_format, steps = cell.number_formats()
+    shared = _prepared(cell.format, cell.inputs, cell.seqlen, cell.head_dim, cell.seeds)
+    for seed, (call, golden, baseline) in enumerate(shared):
+        flash = tiled_attention(
+            call.q, call.k, call.v, call.factor, find_preset(cell.preset), steps,
+            Blocks(cell.block_r, cell.block_c), torch.Generator().manual_seed(1000 + seed),
+            call.bias(), ordered_products if cell.exact_order else torch.matmul,
+        )  # fmt: skip
+        yield {
+            "flash": deviation(flash, golden, number_format, 2),
+            "baseline": deviation(baseline, golden, number_format, 2),
+            "difference": deviation(flash, baseline.double(), number_format, 2),
+        }
+
+
+def _gradients(cell: Cell) -> Iterator[Result]:
+    for seed, call in enumerate(_calls(cell)):
+        yield _gradients_of(cell, _rounded(cell, call), seed)
+
+
+def _gradients_of(cell: Cell, call: Call, seed: int) -> Result:
+    number_format, steps = cell.number_formats()
+    q, k, v, scale, bias = call.q, call.k, call.v, call.factor, call.bias()
+    dout = torch.randn(
+        q.shape, generator=torch.Generator().manual_seed(99 + seed), dtype=torch.float64
+    )
+    dout = number_format.round(dout)
+    golden = _autograd("exact", replace(call, q=q.double(), k=k.double(), v=v.double()), dout)
+    found = {"explicit": _autograd(f"explicit:{cell.format}", call, dout.to(q.dtype))}
+    out = tiled_attention(
+        q, k, v, scale, find_preset(cell.preset), replace(steps, out=None),
+        Blocks(cell.block_r, cell.block_c), None, bias,
+    )  # fmt: skip
+    for delta in DELTAS:
+        kept = kept_output(out, number_format, delta)
+        found[delta] = tiled_gradients(q, k, v, kept, dout.to(q.dtype), scale, number_format, bias)
+    return {
+        f"{label} {name}": deviation(actual, exact, number_format, 2)
+        for label, gradients in found.items()
+        for name, actual, exact in zip(("dq", "dk", "dv"), gradients, golden, strict=True)
+    }
+
+
+def _autograd(name: str, call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
+    q, k, v = leaves
+    out = find_attention(name)(q, k, v, attn_mask=call.bias(), scale=call.factor)
+    return torch.autograd.grad(out, leaves, dout)

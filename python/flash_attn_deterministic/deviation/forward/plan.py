@@ -1,0 +1,334 @@
+"""Which cells each figure of the study of emulated attention is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import ArgumentError
+from ..emulate.blocks import blocks_of_sram, check_fit
+from ..emulate.steps import PRESETS, STEP_NAMES, TILING_STEPS, WITHIN_LINES, find_preset
+from ..numbers.formats import FORMAT_NAMES, parse_format
+from ..study.environment import SCHEMA, environment, one_thread, stopwatch
+from ..study.files import read_json, write_json
+from ..study.progress import Progress
+from .cells import Cell, Result, run_cell
+from .inputs import DISTRIBUTIONS, read_calls
+
+DEFAULT_SRAM = 16384  # elements: B_c = B_r = 64 at head_dim 64, the kernels' block of keys
+RESULT_FILE = "forward.json"
+FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
+# Fig. 6a's other reading: a row's O, l and m stay on chip, in the wider container.
+ON_CHIP = "+".join(n for n in STEP_NAMES if n not in ("scores", "probs", "acc", "out"))
+Points = list[tuple[Cell, Result]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run of the study covers.
+
+    Args:
+        presets: names; the first is what single-preset figures show.
+        figures: names of FIGURES.
+        inputs: names of distributions, or a file of captured calls.
+        seeds: draws per point.
+        seqlens: lengths of figure 5; the third from the end is that of the others.
+        head_dim: d.
+        sram: M in elements.
+        block_r: rows of a tile in the place of what M gives.
+        block_c: keys of a block in the place of what M gives.
+        formats: of figure 3.
+        quick: whether sweeps are thinned.
+    """
+
+    presets: tuple[str, ...] = ("paper", "kernel", "tree")
+    figures: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = DISTRIBUTIONS
+    seeds: int = 8
+    seqlens: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
+    head_dim: int = 64
+    sram: int = DEFAULT_SRAM
+    block_r: int | None = None
+    block_c: int | None = None
+    formats: tuple[str, ...] = ()
+    quick: bool = False
+
+    def base(self) -> Cell:
+        blocks = blocks_of_sram(self.sram, self.head_dim)
+        if self.block_r is not None or self.block_c is not None:
+            blocks = replace(
+                blocks, rows=self.block_r or blocks.rows, keys=self.block_c or blocks.keys
+            )
+            check_fit(blocks, self.sram, self.head_dim)
+        return Cell(
+            preset=self.presets[0],
+            inputs=self.inputs[0],
+            seqlen=self.seqlen,
+            head_dim=self.head_dim,
+            block_r=blocks.rows,
+            block_c=blocks.keys,
+            seeds=self.seeds,
+        )
+
+    @property
+    def seqlen(self) -> int:
+        """The length of the figures that don't sweep it."""
+        return self.seqlens[max(0, len(self.seqlens) - 3)]
+
+    def lengths(self, inputs: str) -> tuple[int, ...]:
+        """The lengths to sweep; captured calls have their own."""
+        return (self.seqlen,) if inputs.endswith(".pt") else self.seqlens
+
+    @property
+    def main_inputs(self) -> tuple[str, ...]:
+        """The distributions of the figures that show two at most."""
+        wanted = [name for name in ("uniform", "normal") if name in self.inputs]
+        return tuple(wanted) or self.inputs[:1]
+
+    def check(self) -> None:
+        """Raises ArgumentError for what is unknown or doesn't fit."""
+        for name in self.presets:
+            find_preset(name)
+        for name in self.figures:
+            if name not in FIGURES:
+                raise ArgumentError(f"figures: expected {', '.join(FIGURES)} or all, got {name!r}")
+        for name in self.inputs:
+            if name.endswith(".pt"):
+                read_calls(Path(name))
+            elif name not in DISTRIBUTIONS:
+                raise ArgumentError(
+                    f"inputs: expected one of {', '.join(DISTRIBUTIONS)} or a .pt file of "
+                    f"captured calls, got {name!r}"
+                )
+        for name in self.formats:
+            parse_format(name)
+        for figure in self.figures:
+            for cell in FIGURES[figure](self):
+                cell.check()
+
+
+def quick_plan(plan: Plan) -> Plan:
+    """Returns a plan of less than a minute: fewer draws, lengths and formats."""
+    return replace(
+        plan,
+        seeds=min(plan.seeds, 3),
+        seqlens=(64, 128, 256, 512),
+        inputs=plan.main_inputs,
+        quick=True,
+    )
+
+
+# --- Figures -----------------------------------------------------------------------------------
+
+
+def _formats(plan: Plan) -> list[Cell]:
+    base = plan.base()
+    names = plan.formats or FORMAT_NAMES
+    if not plan.formats and not plan.quick:
+        names = (*names, *(f"p{bits}" for bits in (5, 6, 7, 9, 10, 13, 15, 17, 20)))
+    return [
+        replace(base, preset=preset, format=name, inputs=inputs)
+        for preset in plan.presets
+        for name in names
+        for inputs in plan.main_inputs
+    ]
+
+
+def _golden(plan: Plan) -> list[Cell]:
+    base = plan.base()
+    names = tuple(dict.fromkeys((*plan.presets, *PRESETS)))
+    return [
+        replace(base, preset=preset, format=name, inputs=inputs)
+        for preset in names
+        for name in (FOUR_FORMATS if preset in plan.presets else FOUR_FORMATS[:2])
+        for inputs in plan.inputs
+    ]
+
+
+def _lengths(plan: Plan) -> list[Cell]:
+    base = plan.base()
+    return [
+        replace(base, preset=preset, inputs=inputs, seqlen=seqlen)
+        for preset in plan.presets
+        for inputs in (plan.inputs if preset == "paper" else plan.main_inputs)
+        for seqlen in plan.lengths(inputs)
+    ]
+
+
+def _four(plan: Plan) -> tuple[str, ...]:
+    return FOUR_FORMATS[:1] if plan.quick else FOUR_FORMATS
+
+
+def _swapped(plan: Plan) -> list[Cell]:
+    """Sizes exchanged; and loops exchanged, with which a row's O, l and m stay on chip."""
+    base = replace(plan.base(), preset="paper")
+    cells = []
+    for name in _four(plan):
+        for inputs in plan.main_inputs:
+            for factor in (1, 4) if plan.quick else (0.25, 1, 4, 8):
+                for shape, exempt in (("paper", ""), ("swapped", ""), ("paper", ON_CHIP)):
+                    blocks = blocks_of_sram(int(plan.sram * factor), plan.head_dim, shape)
+                    cells.append(
+                        replace(base, format=name, inputs=inputs, block_r=blocks.rows,
+                                block_c=blocks.keys, exempt=exempt)
+                    )  # fmt: skip
+    return cells
+
+
+def _square(plan: Plan) -> list[Cell]:
+    """Tiles of equal area B_r x B_c: square, twice as wide as that, and half as wide."""
+    base = replace(plan.base(), preset="paper")
+    return [
+        replace(base, format=name, inputs=inputs, block_r=rows, block_c=keys)
+        for name in _four(plan)
+        for inputs in plan.main_inputs
+        for side in ((16, 64) if plan.quick else (8, 16, 32, 64, 128, 256))
+        for rows, keys in ((side, side), (side // 2, 2 * side), (2 * side, side // 2))
+    ]
+
+
+def _larger(plan: Plan) -> list[Cell]:
+    base = replace(plan.base(), preset="paper")
+    sizes = (16, 64, 256) if plan.quick else (8, 16, 32, 64, 128, 256, 512)
+    return [
+        replace(base, inputs=inputs, block_c=size, format=name)
+        for inputs in plan.main_inputs
+        for name in _four(plan)
+        for size in sizes
+        if size <= plan.seqlen
+    ]
+
+
+def _rows_only(plan: Plan) -> list[Cell]:
+    """B_r alone, each tile computed by itself and every product summed in one order."""
+    base = replace(plan.base(), preset="paper", exact_order=True, seqlen=min(plan.seqlen, 512))
+    sizes = (16, 64) if plan.quick else (16, 32, 64, 128)
+    return [
+        replace(base, inputs=inputs, block_r=size, seeds=min(plan.seeds, 4))
+        for inputs in plan.main_inputs
+        for size in sizes
+    ]
+
+
+TILING, LINES = "+".join(TILING_STEPS), "+".join(WITHIN_LINES)
+
+
+def _ablation(plan: Plan) -> list[Cell]:
+    """Each step alone, all but it; all that tiling adds, and all within a line, the same way."""
+    base = replace(plan.base(), preset="paper")
+    cells = []
+    for inputs in plan.main_inputs:
+        cell = replace(base, inputs=inputs)
+        cells.append(cell)
+        for steps in (*STEP_NAMES, TILING, LINES):
+            cells += [replace(cell, only=steps), replace(cell, exempt=steps)]
+    return cells
+
+
+def _stochastic(plan: Plan) -> list[Cell]:
+    base = replace(plan.base(), preset="paper")
+    return [
+        replace(base, inputs=inputs, seqlen=seqlen, format=name)
+        for inputs in plan.main_inputs
+        for seqlen in plan.lengths(inputs)[:5]
+        for name in ("bf16", "bf16:sr")
+    ]
+
+
+def _bias(plan: Plan) -> list[Cell]:
+    base = Cell(kind="bias", preset="kernel", seeds=4 * plan.seeds)
+    return [
+        replace(base, format=name, inputs=values, ties=ties, shifted=shifted)
+        for name in ("bf16", "bf16:sr")
+        for values in ("one_sign", "two_signs")
+        for ties in (1, 2, 3, 4, 8)
+        for shifted in (False, True)
+    ]
+
+
+def _backward(plan: Plan) -> list[Cell]:
+    base = replace(plan.base(), preset="kernel", kind="gradients")
+    return [
+        replace(base, format=name, inputs=inputs, seqlen=seqlen)
+        for name in ("bf16", "fp16")
+        for inputs in plan.inputs
+        for seqlen in plan.lengths(inputs)[-5:-2] or plan.lengths(inputs)
+    ]
+
+
+FIGURES: dict[str, Callable[[Plan], list[Cell]]] = {
+    "3": _formats,
+    "4": _golden,
+    "5": _lengths,
+    "6a": _swapped,
+    "6b": _square,
+    "6c": _larger,
+    "rows": _rows_only,
+    "ablation": _ablation,
+    "stochastic": _stochastic,
+    "bias": _bias,
+    "backward": _backward,
+}
+
+
+def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Runs the study and writes its forward.json.
+
+    Returns:
+        Its content: {"figures": {name: [index of a cell]}, "cells": [{"cell", "result"}], ...}.
+
+    Raises:
+        ArgumentError: the plan is not usable.
+    """
+    plan.check()
+    figures = {name: FIGURES[name](plan) for name in plan.figures}
+    unique = list(dict.fromkeys(cell for cells in figures.values() for cell in cells))
+    results: list[Result] = []
+    with one_thread(), stopwatch() as taken, Progress("forward", len(unique)) as progress:
+        for cell in unique:
+            results.append(run_cell(cell))
+            progress.advance(f"{cell.preset} {cell.format} {cell.inputs} {cell.seqlen}")
+    place = {cell: index for index, cell in enumerate(unique)}
+    value = {
+        "kind": "forward",
+        "schema": SCHEMA,
+        "configuration": asdict(plan),
+        "environment": environment(),
+        "seconds": taken[0],
+        "figures": {name: [place[cell] for cell in cells] for name, cells in figures.items()},
+        "cells": [
+            {"cell": _differing(cell), "result": result}
+            for cell, result in zip(unique, results, strict=True)
+        ],
+    }
+    write_json(folder / RESULT_FILE, value, digits=4)  # hundreds of thousands of numbers
+    return value
+
+
+def _differing(cell: Cell) -> dict[str, Any]:
+    """A cell's fields that are not what `Cell()` has."""
+    plain = asdict(Cell())
+    return {name: value for name, value in asdict(cell).items() if value != plain[name]}
+
+
+def forward_points(value: dict[str, Any]) -> dict[str, Points]:
+    """Returns the cells and results of each figure of what `read_json` gave of forward.json.
+
+    Raises:
+        ArgumentError: it is no result of this study, or of another version.
+    """
+    if not isinstance(value, dict) or value.get("kind") != "forward":
+        raise ArgumentError(f"{RESULT_FILE}: expected the result of a forward study")
+    if value.get("schema") != SCHEMA:
+        raise ArgumentError(
+            f"{RESULT_FILE}: expected schema {SCHEMA}, got {value.get('schema')}: run it again"
+        )
+    cells = [(Cell(**entry["cell"]), entry["result"]) for entry in value["cells"]]
+    return {figure: [cells[index] for index in rows] for figure, rows in value["figures"].items()}
+
+
+def read_forward(path: Path) -> dict[str, Points]:
+    """Reads forward.json; see `forward_points`."""
+    return forward_points(read_json(path))

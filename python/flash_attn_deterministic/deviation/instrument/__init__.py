@@ -1,0 +1,1 @@
+"""Looking into one's own models: captured calls, gradients, weights, token log-probabilities."""

@@ -1,0 +1,176 @@
+"""The model that is looked at: a workload of ours or of one's own, or any module with batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ...errors import ArgumentError
+from ..attentions.registry import find_object
+from ..training.workload import Workload, find_workload
+
+_WORKLOAD_PARTS = ("model", "batch", "outputs", "loss")
+_DATA_SEED = 10**9 + 7
+
+
+def _sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
+    # Looked up at each call: that is how it is replaced.
+    return functional.scaled_dot_product_attention(*args, **kwargs)
+
+
+@dataclass
+class Target:
+    """A model, its batches, and what it says of them.
+
+    Args:
+        model: on its device.
+        batches: all of them.
+        workload: gives loss and outputs; None: the model itself does.
+    """
+
+    model: torch.nn.Module
+    batches: list[Any]
+    workload: Workload | None
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Returns the loss of a batch, a scalar."""
+        if self.workload is not None:
+            return self.workload.loss(self.model, batch)
+        found = self._call(batch)
+        found = getattr(found, "loss", found)
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            raise ArgumentError(
+                "model: expected its call on a batch to return a loss (a tensor of one element, or "
+                f"an object with .loss), got {type(found).__name__}"
+            )
+        return found.reshape(())
+
+    def logits(self, batch: Any) -> torch.Tensor:
+        """Returns (batch, tokens, vocabulary) logits in float32."""
+        if self.workload is not None:
+            found: Any = self.workload.outputs(self.model, batch)
+        else:
+            found = self._call(batch)
+        found = getattr(found, "logits", found)
+        if not isinstance(found, torch.Tensor) or found.ndim != 3:
+            raise ArgumentError(
+                "model: expected logits (batch, tokens, vocabulary) or an object with .logits, got "
+                f"{tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__}"
+            )
+        return found.float()
+
+    def _call(self, batch: Any) -> Any:
+        device = next(self.model.parameters()).device
+        if isinstance(batch, dict):
+            return self.model(**{name: _moved(value, device) for name, value in batch.items()})
+        values = batch if isinstance(batch, (list, tuple)) else (batch,)
+        return self.model(*(_moved(value, device) for value in values))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def load_target(
+    model: str, batches: str, count: int, device: str, checkpoint: Path | None = None
+) -> Target:
+    """Builds the model and draws its batches.
+
+    Args:
+        model: name of a workload (`find_workload`), or MODULE:FACTORY of a callable without
+            arguments that returns a torch.nn.Module or a workload. It must call torch's
+            scaled_dot_product_attention: that is what is replaced.
+        batches: MODULE:FUNCTION of a callable that returns an iterable, or a .pt file of a list;
+            "": the workload's own.
+        count: how many are used.
+        device: cpu or cuda.
+        checkpoint: a state dict of the model, safetensors or torch; None: its initial weights.
+
+    Raises:
+        ArgumentError: what is missing or does not fit.
+    """
+    if count < 2:
+        raise ArgumentError(f"count: expected at least 2 batches, got {count}")
+    torch.manual_seed(0)
+    workload: Workload | None = None
+    if ":" not in model:
+        workload = find_workload(model)
+    else:
+        found: Any = find_object(model, "model")()
+        if isinstance(found, torch.nn.Module):
+            module = found
+        elif all(hasattr(found, part) for part in _WORKLOAD_PARTS):
+            workload = found
+        else:
+            raise ArgumentError(
+                f"model: expected {model} to return a torch.nn.Module or a workload, got "
+                f"{type(found).__name__}"
+            )
+    if workload is not None:
+        module = workload.model(_sdpa)
+    if checkpoint is not None:
+        try:
+            module.load_state_dict(read_weights(checkpoint))
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"checkpoint: expected weights of {model}, got {checkpoint}: {error}"
+            ) from error
+    # Dropout is a difference of its own.
+    return Target(module.to(device).eval(), list(_batches(batches, count, workload)), workload)
+
+
+def _batches(name: str, count: int, workload: Workload | None) -> Iterator[Any]:
+    if not name:
+        if workload is None:
+            raise ArgumentError("batches: expected MODULE:FUNCTION or a .pt file for this model")
+        for number in range(count):
+            yield workload.batch(torch.Generator().manual_seed(_DATA_SEED + number))
+        return
+    if name.endswith(".pt"):
+        try:
+            source = torch.load(name, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch.load raises what its format's parsers raise
+            raise ArgumentError(f"batches: expected a list in {name}: {error}") from error
+    else:
+        source = find_object(name, "batches")()
+    found = list(itertools.islice(source, count))
+    if len(found) < count:
+        raise ArgumentError(f"batches: expected at least {count}, got {len(found)} from {name}")
+    yield from found
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Reads a state dict: safetensors, or what torch.save wrote ({"model": ...} is looked into).
+
+    Raises:
+        ArgumentError: the file is neither, or the safetensors package is missing.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return dict(load_file(str(path)))
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise ArgumentError(
+            f"{path}: reading it needs the package safetensors, which is not installed"
+        ) from error
+    except Exception as error:  # parsers raise what they raise
+        raise ArgumentError(f"{path}: expected weights, got {error}") from error
+    for key in ("model", "state_dict"):
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    weights = {
+        name: value
+        for name, value in (found.items() if isinstance(found, dict) else ())
+        if isinstance(value, torch.Tensor)
+    }
+    if not weights:
+        raise ArgumentError(f"{path}: expected tensors by name, got {type(found).__name__}")
+    return weights

@@ -1,0 +1,122 @@
+"""Token log-probabilities of two attentions on one model: the train-inference mismatch of RL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import ArgumentError
+from ..attentions.registry import Attention, find_attention
+from ..attentions.substitute import replaced_attention
+from ..numbers.intervals import mean_interval
+from ..study.environment import SCHEMA, environment
+from ..study.files import write_json
+from .target import Target
+
+RESULT_FILE = "tokens.json"
+QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
+
+
+def run_tokens(
+    target: Target, attentions: tuple[str, ...], precision: str, device: str, out: Path
+) -> dict[str, Any]:
+    """Compares the next-token distributions that two attentions give.
+
+    Args:
+        target: a language model with its batches.
+        attentions: names, see `find_attention`: the one that samples, and the one that trains.
+        precision: bf16, fp16: autocast; fp32: none.
+        device: cpu or cuda.
+        out: folder of tokens.json.
+
+    Returns:
+        tokens.json: "kl": mean over tokens of KL(first || second) in nats, with its interval over
+        batches; "difference": quantiles of |log p - log p'| of the token that the first one would
+        sample (from a fixed seed), its mean with sign, and the largest importance ratio; "same":
+        share of tokens with equal bits; "batch_invariant": for each attention whether every call
+        gives each sequence of the batch the bits that it gives it alone.
+
+    Raises:
+        ArgumentError: not two attentions, or a model without logits or attention.
+    """
+    if len(attentions) != 2:
+        raise ArgumentError(f"attention: expected two names, got {len(attentions)}")
+    found = [find_attention(name) for name in attentions]
+    kls, differences, same, tokens = [], [], 0, 0
+    invariant: dict[str, bool] = {}
+    for number, batch in enumerate(target.batches):
+        logs = []
+        for name, attention in zip(attentions, found, strict=True):
+            logits, kept = _logits(target, batch, attention, precision, device)
+            invariant[name] = invariant.get(name, True) and kept
+            logs.append(logits.double().log_softmax(-1))
+        first, second = logs
+        probs = first.exp()
+        kls.append(float((probs * (first - second)).sum(-1).mean()))
+        generator = torch.Generator(device=probs.device).manual_seed(number)
+        chosen = torch.multinomial(probs.flatten(0, 1), 1, generator=generator)
+        chosen = chosen.reshape(*probs.shape[:2], 1)
+        change = (second.gather(-1, chosen) - first.gather(-1, chosen)).flatten().cpu()
+        differences.append(change)
+        same += int((change == 0).sum())
+        tokens += change.numel()
+    changes = torch.cat(differences)
+    kl = mean_interval(kls)
+    value = {
+        "kind": "tokens", "schema": SCHEMA, "attentions": list(attentions), "precision": precision,
+        "environment": environment(device), "tokens": tokens,
+        "kl": [kl.low, kl.middle, kl.high],
+        "difference": {
+            **{f"q{quantile:g}": _quantile(changes.abs(), quantile) for quantile in QUANTILES},
+            "mean": float(changes.mean()),
+            "largest_ratio": float(changes.abs().max().exp()),
+        },
+        "same": same / tokens,
+        "batch_invariant": invariant,
+    }  # fmt: skip
+    write_json(out / RESULT_FILE, value, indent=1, digits=4)
+    return value
+
+
+def _quantile(values: torch.Tensor, quantile: float) -> float:
+    ordered = values.sort().values
+    return float(ordered[min(len(ordered) - 1, round(quantile * (len(ordered) - 1)))])
+
+
+@torch.no_grad()
+def _logits(
+    target: Target, batch: Any, attention: Attention, precision: str, device: str
+) -> tuple[torch.Tensor, bool]:
+    """Returns logits, and whether each sequence's attention has the same bits alone."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    invariant, calls = True, 0
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        nonlocal invariant, calls
+        calls += 1
+        if precision != "fp32":
+            q, k, v = (t.to(dtype) for t in (q, k, v))
+        out = attention(q, k, v, attn_mask, *args, **kwargs)
+        for row in range(len(q)):
+            one = slice(row, row + 1)
+            mask = attn_mask
+            if mask is not None and mask.ndim == q.ndim and len(mask) == len(q):
+                mask = mask[one]
+            alone = attention(q[one], k[one], v[one], mask, *args, **kwargs)
+            bits = [t.contiguous().view(torch.uint8) for t in (alone, out[one])]
+            invariant = invariant and torch.equal(bits[0], bits[1])
+        return out
+
+    with (
+        torch.autocast(device, dtype=dtype, enabled=precision != "fp32"),
+        replaced_attention(attend),
+    ):
+        logits = target.logits(batch)
+    if not calls:
+        raise ArgumentError("model: expected calls of scaled_dot_product_attention, got none")
+    return logits, invariant

@@ -1,0 +1,79 @@
+"""What the study of real kernels runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import ArgumentError
+from ..attentions.registry import REAL, Attention, usable
+from ..forward.inputs import DISTRIBUTIONS, draw
+from ..numbers.formats import parse_format
+from ..study.environment import check_device
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+COMPARED = (*REAL, "explicit")
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_HEADS = 2
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What to run: on which device, thinned or not, with how many draws per point."""
+
+    device: str = "cuda"
+    quick: bool = False
+    seeds: int = 4
+
+    def check(self) -> None:
+        """Raises ArgumentError for no draws, or a device that is not there."""
+        if self.seeds < 1:
+            raise ArgumentError(f"seeds: expected at least 1, got {self.seeds}")
+        check_device(self.device)
+
+    @property
+    def small(self) -> bool:
+        return self.quick or self.device == "cpu"
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        return (64, 128, 256) if self.small else (256, 512, 1024, 2048, 4096, 8192)
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        return (64,) if self.small else (64, 128)
+
+    def inputs_of(self, name: str, head_dim: int) -> tuple[str, ...]:
+        """All distributions for bfloat16 at the first head_dim, two for the rest."""
+        whole = name == "bf16" and head_dim == self.head_dims[0] and not self.small
+        return DISTRIBUTIONS if whole else ("uniform", "normal")
+
+    def attentions(
+        self, dtype: torch.dtype, head_dim: int, backward: bool = False
+    ) -> dict[str, Attention]:
+        return usable(COMPARED, self.device, dtype, head_dim, backward)[0]
+
+    def tensors(self, inputs: str, seqlen: int, head_dim: int, name: str) -> QKV:
+        """Draws q, k and v (seeds, heads, seqlen, head_dim), rounded once to the format."""
+        drawn = [draw(inputs, seed, seqlen * _HEADS, head_dim) for seed in range(self.seeds)]
+        shape = (self.seeds, _HEADS, seqlen, head_dim)
+        q, k, v = (
+            parse_format(name).round(torch.stack(part)).view(shape)
+            for part in zip(*drawn, strict=True)
+        )
+        return tuple(tensor.to(self.device, DTYPES[name]) for tensor in (q, k, v))  # type: ignore[return-value]
+
+
+def gradients(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+              dout: torch.Tensor) -> QKV:  # fmt: skip
+    """Returns dq, dk and dv."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
+    dq, dk, dv = torch.autograd.grad(attention(leaves[0], leaves[1], leaves[2]), leaves, dout)
+    return dq, dk, dv
+
+
+def drawn_dout(like: torch.Tensor) -> torch.Tensor:
+    """Returns dO, N(0, 1), the same on every machine."""
+    values = torch.randn(like.shape, generator=torch.Generator().manual_seed(99))
+    return values.to(like.device, like.dtype)

@@ -1,0 +1,1 @@
+"""Number formats, distances between tensors, and intervals of what was measured."""

@@ -1,0 +1,88 @@
+"""Bootstrap intervals: how far a number would move with other draws, seeds or batches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number, and the bounds of its 95 % interval."""
+
+    low: float
+    middle: float
+    high: float
+
+    def __str__(self) -> str:
+        low, middle, high = map(short, (self.low, self.middle, self.high))
+        return middle if low == middle == high else f"{middle} [{low}, {high}]"
+
+    def lies_in(self, low: float, high: float) -> bool | None:
+        """Returns whether the whole interval is in [low, high]; None where only a part of it is."""
+        if math.isnan(self.middle):
+            return None
+        if low <= self.low and self.high <= high:
+            return True
+        return False if self.high < low or self.low > high else None
+
+
+def short(value: float) -> str:
+    """Two significant digits, without an exponent for hundreds and thousands."""
+    return f"{value:.0f}" if 100 <= abs(value) < 1e5 else f"{value:.2g}"
+
+
+def finite(values: Iterable[float | None]) -> list[float]:
+    """Returns the values that are there: JSON has null where a result was infinite or NaN."""
+    return [value for value in values if value is not None]
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Returns the median; None where a value is missing, which is then the study's result."""
+    listed = list(values)
+    there = finite(listed)
+    return statistics.median(there) if there and len(there) == len(listed) else None
+
+
+def median_interval(values: Sequence[float | None]) -> Interval:
+    """Returns the median of independent draws with its bootstrap interval; NaN where one misses."""
+    there = finite(values)
+    if not there or len(there) < len(values):
+        return Interval(math.nan, math.nan, math.nan)
+    data = torch.tensor(there, dtype=torch.float64)
+    return _bootstrap(len(there), lambda index: data[index].quantile(0.5, dim=-1))
+
+
+def mean_interval(values: Sequence[float | None]) -> Interval:
+    """Returns the mean of independent draws with its bootstrap interval; NaN where one misses."""
+    there = finite(values)
+    if not there or len(there) < len(values):
+        return Interval(math.nan, math.nan, math.nan)
+    data = torch.tensor(there, dtype=torch.float64)
+    return _bootstrap(len(there), lambda index: data[index].mean(-1))
+
+
+def interval_of(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
+    """Returns a statistic of `count` independent items with its bootstrap interval.
+
+    Args:
+        count: how many items.
+        statistic: maps indices of items (resamples, count) to values (resamples,).
+    """
+    return _bootstrap(count, statistic)
+
+
+def _bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
+    whole = float(statistic(torch.arange(count)[None])[0])
+    # From a fixed seed: a report says the same each time.
+    generator = torch.Generator().manual_seed(0)
+    found = statistic(torch.randint(count, (RESAMPLES, count), generator=generator)).double()
+    # A resample of one item again and again may have no such statistic: NaN.
+    low, high = found.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(min(low, whole), whole, max(high, whole))

@@ -1,0 +1,70 @@
+"""How far one tensor is from another: definitions in one place."""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import ArgumentError
+from .formats import NumberFormat
+
+METRICS = ("max", "mean", "std", "rmse", "relative", "max_relative", "ulp_max", "ulp_mean", "bias")
+Metrics = dict[str, list[float]]
+
+
+def deviation(
+    actual: torch.Tensor, golden: torch.Tensor, number_format: NumberFormat, keep: int = 0
+) -> Metrics:
+    """Measures the difference d = actual - golden in float64.
+
+    Args:
+        actual: (seeds, ...).
+        golden: like actual; finite.
+        number_format: the format whose gaps count as units in the last place. A row (the last
+            dimension) is counted in the gap at its largest |golden|: at an element near 0 the gap
+            is that of a number which the row's sums never resolve.
+        keep: leading dimensions that are counted apart; 0 and 1: the first one.
+
+    Returns:
+        For each metric one number per seed: max |d|; mean |d|; std of d; rmse, the root of mean
+        d^2; relative, |d|_2 / |golden|_2; max_relative, max |d| / max |golden|; ulp_max and
+        ulp_mean of |d| in gaps at the row's maximum; bias, mean d. All in units of the values, but
+        for the relative and ulp ones, which have none.
+
+    Raises:
+        ArgumentError: shapes differ.
+    """
+    if actual.shape != golden.shape:
+        raise ArgumentError(
+            f"actual: expected the shape of golden, {tuple(golden.shape)}, got "
+            f"{tuple(actual.shape)}"
+        )
+    gaps = number_format.ulp(golden.double().abs().amax(-1, keepdim=True)).expand(golden.shape)
+    golden = golden.double().flatten(max(keep, 1)).flatten(0, max(keep, 1) - 1)
+    difference = actual.double().reshape(golden.shape) - golden
+    size = difference.abs()
+    squares = difference.square()
+    ulps = size / gaps.reshape(golden.shape)
+    # A golden row of zeros has no relative deviation: 0 / 0 counts as 0.
+    tiny = torch.finfo(torch.float64).tiny
+    values = {
+        "max": size.amax(1),
+        "mean": size.mean(1),
+        "std": difference.std(1, correction=0),
+        "rmse": squares.mean(1).sqrt(),
+        "relative": squares.sum(1).sqrt() / golden.square().sum(1).sqrt().clamp(min=tiny),
+        "max_relative": size.amax(1) / golden.abs().amax(1).clamp(min=tiny),
+        "ulp_max": ulps.amax(1),
+        "ulp_mean": ulps.mean(1),
+        "bias": difference.mean(1),
+    }
+    return {name: values[name].tolist() for name in METRICS}
+
+
+def wasserstein(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Returns the 1-Wasserstein distance of two equally large samples, in units of the values.
+
+    For samples of one size it is the mean distance of sorted values (as scipy's
+    `wasserstein_distance` computes).
+    """
+    first, second = (tensor.flatten().sort().values.double() for tensor in (left, right))
+    return float((first - second).abs().mean())

@@ -1,0 +1,1 @@
+"""Claims, verdicts, plots, and the pages that show them."""

@@ -1,0 +1,18 @@
+"""Every claim, in the order of the report."""
+
+from __future__ import annotations
+
+from .forward_claims import FORWARD_CLAIMS
+from .judging import Claim, Evidence, Outcome
+from .kernel_claims import KERNEL_CLAIMS
+from .training_claims import TRAINING_CLAIMS
+
+CLAIMS: tuple[Claim, ...] = (*FORWARD_CLAIMS, *KERNEL_CLAIMS, *TRAINING_CLAIMS)
+
+
+def judge_all(evidence: Evidence) -> list[tuple[Claim, Outcome]]:
+    """Judges every claim.
+
+    Nothing here is typed in but claims and ranges: numbers and verdicts come from the studies.
+    """
+    return [(claim, claim.judge(evidence)) for claim in CLAIMS]

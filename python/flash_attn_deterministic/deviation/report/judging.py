@@ -1,0 +1,132 @@
+"""Cases, intervals and verdicts: how data becomes a word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..forward.plan import Points
+from ..numbers.intervals import Interval, median_interval, short
+
+REPRODUCED = "holds"
+CONDITIONAL = "holds only under stated conditions"
+NOT_REPRODUCED = "does not hold"
+UNDECIDED = "not decided by this data"
+NOT_TESTED = "not tested"
+_NAMED = 4  # conditions that are named; the list of numbers has all
+
+
+@dataclass(frozen=True)
+class Case:
+    """One number that a claim says something about.
+
+    Args:
+        name: the condition that it was measured under.
+        value: with its interval.
+        low: the claim holds where the whole interval lies from here,
+        high: to here; it does not where none of it does; else the data do not decide.
+        unit: behind the number.
+        note: more to say.
+        outside: whether the claim is that the interval lies outside of that range.
+    """
+
+    name: str
+    value: Interval
+    low: float = -math.inf
+    high: float = math.inf
+    unit: str = ""
+    note: str = ""
+    outside: bool = False
+
+    @property
+    def holds(self) -> bool | None:
+        inside = self.value.lies_in(self.low, self.high)
+        return not inside if self.outside and inside is not None else inside
+
+    def __str__(self) -> str:
+        side = "above" if self.value.low > self.high else "below"
+        side = "inside" if self.outside else side
+        word = {True: "", False: f" ({side} the range)", None: " (not decided)"}[self.holds]
+        number = "overflow" if math.isnan(self.value.middle) else f"{self.value}{self.unit}"
+        return f"{self.name}: {number}{self.note}{word}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the data says of a claim."""
+
+    verdict: str
+    numbers: list[str] = field(default_factory=list)
+    condition: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Results of the studies; None: not run."""
+
+    forward: dict[str, Points] | None = None
+    kernels: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+
+
+Judge = Callable[[Evidence], Outcome]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim.
+
+    Args:
+        key: short name.
+        source: where it is made.
+        text: the claim, in our words.
+        how: how it is tested.
+        judge: Evidence -> Outcome.
+        figures: names of the plots that show it.
+    """
+
+    key: str
+    source: str
+    text: str
+    how: str
+    judge: Judge
+    figures: tuple[str, ...] = ()
+
+
+def untested(what: str) -> Outcome:
+    """Returns the outcome of a claim whose study was not run."""
+    return Outcome(NOT_TESTED, [], f"the study of {what} was not run")
+
+
+def decide(cases: Sequence[Case]) -> Outcome:
+    """Turns cases into an outcome.
+
+    All hold: it holds. Some: under the conditions that are their names. None does, and at least one
+    is decided: it does not. Else the data do not decide.
+    """
+    if not cases:
+        return Outcome(NOT_TESTED, [], "the studies hold no data on it")
+    numbers = [str(case) for case in cases]
+    held = [case.name for case in cases if case.holds]
+    if len(held) == len(cases):
+        return Outcome(REPRODUCED, numbers)
+    if held:
+        some = "; ".join(held[:_NAMED]) + ("; ..." if len(held) > _NAMED else "")
+        return Outcome(CONDITIONAL, numbers, f"holds in {len(held)} of {len(cases)} cases: {some}")
+    decided = any(case.holds is False for case in cases)
+    return Outcome(NOT_REPRODUCED if decided else UNDECIDED, numbers)
+
+
+def ratio(above: Sequence[float | None], below: Sequence[float | None]) -> Interval:
+    """Returns the median over draws of above / below, draw by draw, with its interval."""
+    pairs = zip(above, below, strict=True)
+    return median_interval([a / b if a is not None and b else None for a, b in pairs])
+
+
+def range_text(low: float, high: float) -> str:
+    """Returns bounds in words."""
+    if math.isinf(high):
+        return f"at least {short(low)}"
+    return f"at most {short(high)}" if math.isinf(low) else f"{short(low)} to {short(high)}"

@@ -1,0 +1,157 @@
+"""Claims that the study of real kernels tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..kernels.agreement import CONTROL
+from ..numbers.intervals import Interval, median_interval
+from .forward_claims import MORE, OURS, PAPER, TENFOLD
+from .judging import Case, Claim, Evidence, Outcome, decide, range_text, ratio, untested
+from .names import attention_name, title
+
+SPEEDUP = (0.07, 0.28)  # 14 % of a training step, within a factor of two
+BEATS = (0.0, 0.5)  # share of unequal elements over that of the control
+FLASH = ("ours", "sdpa-flash", "sdpa-cudnn")
+
+Kernels = dict[str, Any]
+
+
+def _judge(
+    cases: Callable[[Kernels], list[Case]], gpu: bool = True
+) -> Callable[[Evidence], Outcome]:
+    def judge(evidence: Evidence) -> Outcome:
+        kernels = evidence.kernels
+        if kernels is None or (gpu and kernels["configuration"]["device"] != "cuda"):
+            return untested("real kernels on a GPU" if gpu else "real kernels")
+        return decide(cases(kernels))
+
+    return judge
+
+
+_SAME_POINT = ("format", "inputs", "seqlen", "head_dim")
+
+
+def _over_explicit(
+    points: list[dict[str, Any]], metric: str, wanted: tuple[float, float], gradient: str = ""
+) -> list[Case]:
+    """Each flash kernel over explicit attention, over all lengths of a kind of inputs."""
+    shown = [p for p in points if p.get("gradient", "") == gradient]
+    explicit = {
+        tuple(p[key] for key in _SAME_POINT): p["result"][metric]
+        for p in shown
+        if p["backend"] == "explicit"
+    }
+    cases: dict[str, list[Interval]] = {}
+    for point in shown:
+        if point["backend"] not in FLASH:
+            continue
+        where = tuple(point[key] for key in _SAME_POINT)
+        label = f"{attention_name(point['backend'])}, {point['format'].upper()}, "
+        label += title(point["inputs"]) + (f", {gradient}" if gradient else "")
+        cases.setdefault(label, []).append(ratio(point["result"][metric], explicit[where]))
+    return [
+        Case(
+            label,
+            Interval(min(i.low for i in found), median_interval([i.middle for i in found]).middle,
+                     max(i.high for i in found)),
+            *wanted, "x, all lengths",
+        )
+        for label, found in cases.items()
+    ]  # fmt: skip
+
+
+def _forward(kernels: Kernels) -> list[Case]:
+    points = [p for p in kernels["forward"] if p["format"] == "bf16"]
+    return _over_explicit(points, "max", TENFOLD)
+
+
+def _backward(kernels: Kernels) -> list[Case]:
+    return [
+        case
+        for gradient in ("dq", "dk", "dv")
+        for case in _over_explicit(kernels["backward"], "relative", MORE, gradient)
+    ]
+
+
+def _agreement(kernels: Kernels) -> list[Case]:
+    controls = {
+        tuple(p[key] for key in _SAME_POINT): 1 - p["equal"]
+        for p in kernels["agreement"]
+        if p["preset"] == CONTROL
+    }
+    cases = []
+    for point in kernels["agreement"]:
+        if point["preset"] == CONTROL:
+            continue
+        other = controls[tuple(point[key] for key in _SAME_POINT)]
+        share = (1 - point["equal"]) / other if other else float("nan")
+        label = f"{point['preset']}, {point['format'].upper()}, d = {point['head_dim']}, "
+        text = f" of the control's {other:.2%} ({point['equal']:.2%} equal)"
+        cases.append(
+            Case(label + title(point["inputs"]), Interval(share, share, share), *BEATS, "x", text)
+        )
+    return cases
+
+
+def _repeats(kernels: Kernels) -> list[Case]:
+    cases = []
+    for output in ("out", "dq", "dk", "dv"):
+        found = [
+            p for p in kernels["run_to_run"] if (p["backend"], p["output"]) == ("ours", output)
+        ]
+        if found:
+            differ = sum(not p["same_bits"] for p in found)
+            text = f" of {len(found)} calls differ in {found[0]['repeats']} repeats"
+            cases.append(Case(output, Interval(differ, differ, differ), 0, 0, text))
+    return cases
+
+
+def _speed(kernels: Kernels) -> list[Case]:
+    return [
+        Case(
+            f"{attention_name(point['backend'])}, {point['model']}",
+            Interval(point["speedup"], point["speedup"], point["speedup"]),
+            *SPEEDUP, "", f" ({point['milliseconds']:.1f} ms a step)",
+        )
+        for point in kernels["speed"]
+        if point["backend"] in FLASH and "speedup" in point
+    ]  # fmt: skip
+
+
+KERNEL_CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "real", f"{PAPER}, abstract, on real kernels",
+        "Real flash kernels deviate about ten times as much as explicit attention at BF16.",
+        f"max |output - FP64| over that of explicit attention: {range_text(*TENFOLD)}.",
+        _judge(_forward), ("kernels-forward",),
+    ),
+    Claim(
+        "real-backward", OURS,
+        "Gradients of real flash kernels are further from FP64 than explicit attention's.",
+        "Relative error of dq, dk and dv over that of explicit attention in the format: "
+        f"{range_text(*MORE)}, from the least to the largest length.",
+        _judge(_backward), ("kernels-backward",),
+    ),
+    Claim(
+        "agreement", OURS,
+        "The reference with P in 16 bits is what this project's CUDA kernels compute.",
+        "Share of elements of other bits, over that of a control with P in FP32: "
+        f"{range_text(*BEATS)}. Elsewhere the share tells the two models apart too little.",
+        _judge(_agreement),
+    ),
+    Claim(
+        "noise", OURS,
+        "This project's forward and backward have no run-to-run variance.",
+        "The same call again and again: equal bits.",
+        _judge(_repeats, gpu=False), ("kernels-run-to-run",),
+    ),
+    Claim(
+        "speedup", f"{PAPER}, introduction",
+        "Flash attention speeds up training of a text-to-image model by 14 %.",
+        "Time of a training step with explicit attention over that with flash, less 1: "
+        f"{range_text(*SPEEDUP)}.",
+        _judge(_speed),
+    ),
+)  # fmt: skip

@@ -1,0 +1,47 @@
+"""How distributions, attentions and points of a figure are named and grouped."""
+
+from __future__ import annotations
+
+from ..attentions.registry import LABELS
+from ..emulate.steps import PRESETS
+from ..forward.inputs import DISTRIBUTIONS
+from ..forward.plan import Points
+
+_TITLES = {
+    "uniform": "uniform [0, 1)",
+    "normal": "normal (0, 1)",
+    "normal_mean": "normal (1, 1)",
+    "scaled_logits": "normal, 4 q",
+    "outliers": "normal, outliers",
+}
+
+
+def title(inputs: str) -> str:
+    """Returns what a distribution is called."""
+    return _TITLES.get(inputs, inputs)
+
+
+def attention_name(name: str) -> str:
+    """Returns what an attention is called."""
+    return LABELS.get(name, name)
+
+
+def inputs_of(points: Points) -> list[str]:
+    """Returns the distributions of a figure's cells, in a fixed order."""
+    found = {cell.inputs for cell, _ in points}
+    order = [name for name in DISTRIBUTIONS if name in found]
+    return order + sorted(found - set(order))
+
+
+def presets_of(points: Points) -> list[str]:
+    """Returns the presets of a figure's cells, in a fixed order."""
+    return [name for name in PRESETS if any(cell.preset == name for cell, _ in points)]
+
+
+def select(points: Points, **wanted: object) -> Points:
+    """Returns the points whose cells have these values."""
+    return [
+        (cell, result)
+        for cell, result in points
+        if all(getattr(cell, name) == value for name, value in wanted.items())
+    ]

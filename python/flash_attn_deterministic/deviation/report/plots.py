@@ -1,0 +1,228 @@
+"""Figures of a study, as SVG files; matplotlib is imported here and only when plotting."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import FlashAttnError
+from ..numbers.intervals import finite
+from ..study.files import write_text
+
+# Okabe and Ito's colours: told apart by most people, and in grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+Draw = Callable[[Any], Any]  # pyplot -> figure
+
+
+class MissingExtraError(FlashAttnError, ImportError):
+    """A package that an extra of this one brings is not installed."""
+
+
+def load_pyplot() -> Any:
+    """Imports matplotlib.pyplot, without a display.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingExtraError(
+            "matplotlib is needed for plots and is not installed; install "
+            "flash-attn-deterministic[deviation], or give --no-plots where the command has it"
+        ) from error
+    matplotlib.use("agg")
+    import matplotlib.pyplot as pyplot
+
+    pyplot.rcParams.update(
+        {
+            # Text stays text, and the same study gives the same bytes.
+            "svg.fonttype": "none",
+            "svg.hashsalt": "flash-attn-deterministic",
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "axes.titlesize": 10,
+            "axes.grid": True,
+            "grid.color": "#e4e4e4",
+            "axes.axisbelow": True,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "legend.frameon": False,
+            "legend.fontsize": 8,
+            "figure.constrained_layout.use": True,
+        }
+    )
+    return pyplot
+
+
+def draw_all(drawers: dict[str, Draw], folder: Path) -> list[Path]:
+    """Draws figures into a folder, as NAME.svg, and returns the files."""
+    pyplot = load_pyplot()
+    written = []
+    for name, draw in drawers.items():
+        path = folder / f"{name}.svg"
+        figure = draw(pyplot)
+        for axes in figure.axes:
+            name_ticks(axes)
+        image = io.StringIO()
+        figure.savefig(image, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(figure)
+        write_text(path, _shortened(image.getvalue()))
+        written.append(path)
+    return written
+
+
+def _shortened(svg: str) -> str:
+    """Leaves out of an SVG what no reader sees: a third of its bytes."""
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\n\s*", "\n", svg)
+    # A hundredth of a point is enough for coordinates.
+    number = re.compile(r"-?\d+\.\d{3,}")
+    return re.sub(
+        r' (?:d|x|y)="[^"]*"',
+        lambda path: number.sub(lambda digits: f"{float(digits[0]):.2f}", path[0]),
+        svg,
+    )
+
+
+def line(
+    axes: Any,
+    points: Sequence[tuple[float, Sequence[float | None]]],
+    number: int,
+    label: str,
+    style: str = "-",
+    hollow: bool = False,
+) -> None:
+    """Draws medians over draws with a band from the least to the largest.
+
+    Args:
+        axes: where.
+        points: (x, values of all draws).
+        number: which colour and marker.
+        label: in the legend.
+        style: of the line.
+        hollow: whether markers are empty.
+    """
+    shown = [(x, finite(values)) for x, values in sorted(points, key=lambda point: point[0])]
+    shown = [(x, values) for x, values in shown if values]
+    if axes.get_yscale() == "log":
+        # A logarithmic axis has no place for 0: the legend says what it can't show.
+        there = [(x, values) for x, values in shown if statistics.median(values) > 0]
+        if len(there) < len(shown):
+            label += ": 0" if not there else f" (0 or less at {len(shown) - len(there)} points)"
+        shown = there
+    xs = [x for x, _ in shown]
+    colour = COLOURS[number % 8]
+    axes.plot(
+        xs, [statistics.median(values) for _, values in shown], style,
+        color=colour, marker=MARKERS[number % 8], markersize=4.5, linewidth=1.4, label=label,
+        markerfacecolor="white" if hollow else colour,
+    )  # fmt: skip
+    axes.fill_between(
+        xs, [_least(values, axes.get_yscale()) for _, values in shown],
+        [max(values) for _, values in shown],
+        color=colour, alpha=0.13, linewidth=0,
+    )  # fmt: skip
+
+
+def _least(values: Sequence[float], scale: str) -> float:
+    """The least value, of those that the axis can show."""
+    return min(value for value in values if scale != "log" or value > 0)
+
+
+def lengths_axis(axes: Any, lengths: Iterable[float], label: str) -> None:
+    """A logarithmic axis of powers of two that names each of them."""
+    ticks = sorted(set(lengths))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+
+
+def legend_below(figure: Any, axes: Any, columns: int) -> None:
+    """One legend for all panels, under them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def name_ticks(axes: Any) -> None:
+    """Names the ticks of logarithmic axes that no figure has named itself.
+
+    In plain text: matplotlib writes powers in a font that other machines may not have.
+    """
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        named = "Fixed" in type(axis.get_major_locator()).__name__
+        if axis.get_scale() != "log" or named:
+            continue
+        ticks = _log_ticks(*getattr(axes, f"get_{name}lim")())
+        axis.set_ticks(ticks, [_power(tick) for tick in ticks])
+        axis.minorticks_off()
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Returns 1, 2 and 5 of each decade, every decade, or every second one, as there is room."""
+    decades = math.log10(high / low)
+    digits = (1, 2, 5) if decades < 2.5 else (1,)
+    step = 1 if decades < 9 else 2
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers if power % step == 0 for digit in digits]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def _power(tick: float) -> str:
+    if 0.01 <= tick <= 10000:
+        return f"{tick:g}"
+    return f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def panels(
+    pyplot: Any, titles: Sequence[str], height: float = 3.2, rows: int = 1, width: float = 4.1
+) -> tuple[Any, list[list[Any]]]:
+    """Makes a grid of panels with shared axes: a column per title, a row per quantity."""
+    figure, axes = pyplot.subplots(
+        rows, len(titles), figsize=(width * len(titles), height), sharey="row", sharex=True,
+        squeeze=False,
+    )  # fmt: skip
+    for panel, title in zip(axes[0], titles, strict=True):
+        panel.set_title(title)
+    return figure, [list(row) for row in axes]
+
+
+def dots(
+    axes: Any, rows: Sequence[str], values: Mapping[str, Sequence[float | None]], number: int,
+    label: str, offset: float = 0.0, hollow: bool = False,
+) -> None:  # fmt: skip
+    """Draws medians as points on named rows, with a bar from the least to the largest.
+
+    Args:
+        axes: where; rows count from above.
+        rows: their names, in order.
+        values: of each row.
+        number: which colour and marker.
+        label: in the legend.
+        offset: by how much of a row points lie beside its middle.
+        hollow: whether markers are empty.
+    """
+    colour = COLOURS[number % 8]
+    for place, row in enumerate(rows):
+        found = finite(values.get(row, ()))
+        if not found or (axes.get_xscale() == "log" and min(found) <= 0):
+            text = "0" if found else "overflow" if row in values else ""
+            axes.text(0.01, place + offset, text, color=colour, fontsize=7, va="center",
+                      transform=axes.get_yaxis_transform())  # fmt: skip
+            continue
+        axes.plot([min(found), max(found)], [place + offset] * 2, color=colour, linewidth=1)
+        axes.plot([statistics.median(found)], [place + offset], MARKERS[number % 8], color=colour,
+                  markersize=5, markerfacecolor="white" if hollow else colour)  # fmt: skip
+    axes.plot([], [], MARKERS[number % 8], color=colour, label=label,
+              markerfacecolor="white" if hollow else colour)  # fmt: skip
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)

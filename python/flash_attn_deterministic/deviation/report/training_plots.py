@@ -1,0 +1,148 @@
+"""The figures of the training study: medians over seeds, bands from the least to the largest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..training.study import by_seed
+from .names import attention_name
+from .plots import Draw, dots, legend_below, line, panels
+
+_LABELS = {
+    "repeat": "repeat (control)",
+    "nudge": "one weight, one gap",
+    "paper": "preset paper",
+    "kernel": "preset kernel",
+    "kernel+residual": "kernel, O's residual",
+    "init": "other initial weights",
+    "fp32": "FP32 for BF16",
+    "fp16": "FP16 for FP32",
+    "pure_bf16": "BF16 weights too",
+    "data": "other data (control)",
+}
+Series = list[tuple[float, list[float | None]]]
+
+
+def training_plots(value: dict[str, Any]) -> dict[str, Draw]:
+    """Returns what draws each figure, by file name."""
+    drawers: dict[str, Draw] = {
+        "fig7": lambda pyplot: _over_steps(pyplot, value, ("max_difference", "l2")),
+        "fig8": lambda pyplot: _over_steps(pyplot, value, ("wasserstein", "function")),
+        "training-loss": lambda pyplot: _loss(pyplot, value),
+    }
+    if len(_noise(value)) > 1:
+        drawers["noise"] = lambda pyplot: _noise_sizes(pyplot, value)
+    if value.get("live"):
+        drawers["live"] = lambda pyplot: _live(pyplot, value["live"])
+    return drawers
+
+
+def _label(name: str) -> str:
+    return _LABELS.get(name, attention_name(name))
+
+
+def _series(value: dict[str, Any], name: str, measure: str) -> Series:
+    """A measure less its value at step 0, at each step, of all seeds."""
+    histories = list(by_seed(value, name).values())
+    if not histories or measure not in histories[0]:
+        return []
+    points: Series = []
+    for place, step in enumerate(histories[0]["steps"]):
+        if step:
+            found = [(h[measure][place], h[measure][0]) for h in histories]
+            points.append((step, [None if a is None or b is None else a - b for a, b in found]))
+    return points
+
+
+_MEASURES = {
+    "max_difference": "max |difference|, mean of matrices",
+    "l2": "‖w - w'‖ / ‖w'‖",
+    "wasserstein": "Wasserstein distance, mean of matrices",
+    "function": "difference of outputs / their spread",
+}
+
+
+def _shown(value: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, run in value["runs"].items()
+        if run["against"] and not name.startswith("explicit:")
+    ]
+
+
+def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -> Any:
+    figure, axes = pyplot.subplots(1, len(measures), figsize=(4.6 * len(measures), 3.9))
+    for panel, measure in zip(axes, measures, strict=True):
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        for number, name in enumerate(_shown(value)):
+            line(panel, _series(value, name, measure), number, _label(name), "-" if number < 8
+                 else "--", number >= 8)  # fmt: skip
+        panel.set_xlabel("optimizer steps")
+        panel.set_ylabel(_MEASURES[measure])
+    legend_below(figure, axes[0], 4)
+    return figure
+
+
+def _loss(pyplot: Any, value: dict[str, Any]) -> Any:
+    """Each run's loss less that of the run it is compared with, on held-out batches."""
+    names = [name for name in value["runs"] if value["runs"][name]["against"]]
+    rows = [_label(name) for name in names]
+    figure, axes = pyplot.subplots(1, 1, figsize=(6.4, 1.2 + 0.26 * len(rows)))
+    values: dict[str, list[float | None]] = {}
+    for name, row in zip(names, rows, strict=True):
+        against = value["runs"][name]["against"]
+        values[row] = [
+            None if history["probe"] is None else
+            history["probe"] - value["seeds"][seed][against]["probe"]
+            for seed, history in by_seed(value, name).items()
+        ]  # fmt: skip
+    dots(axes, rows, values, 0, "median and range over seeds")
+    axes.axvline(0, color="#333333", linewidth=0.8)
+    axes.set_xscale("symlog", linthresh=1e-4)
+    axes.set_xticks([-0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1],
+                    ["-0.1", "-0.01", "-0.001", "0", "0.001", "0.01", "0.1"])  # fmt: skip
+    axes.minorticks_off()
+    axes.set_xlabel("held-out loss at the end, less the other run's")
+    legend_below(figure, axes, 1)
+    return figure
+
+
+def _noise(value: dict[str, Any]) -> list[tuple[int, str]]:
+    found = [name for name in value["runs"] if name.startswith("explicit:p")]
+    return sorted((int(name.rpartition("p")[2]), name) for name in found if by_seed(value, name))
+
+
+def _noise_sizes(pyplot: Any, value: dict[str, Any]) -> Any:
+    names = _noise(value)
+    figure, (row,) = panels(pyplot, ["weights", "function"])
+    for panel, measure in zip(row, ("l2", "function"), strict=True):
+        panel.set_yscale("log")
+        steps = next(iter(by_seed(value, names[0][1]).values()))["steps"]
+        chosen = [step for step in (steps[1], steps[len(steps) // 2], steps[-1]) if step]
+        for number, step in enumerate(chosen):
+            points: Series = [
+                (bits, dict(_series(value, name, measure))[step]) for bits, name in names
+            ]
+            line(panel, points, number, f"step {step}")
+        panel.set_xlabel("bits of scores, weights and their gradients")
+        panel.set_xticks([bits for bits, _ in names], [str(bits) for bits, _ in names])
+    row[0].set_ylabel("distance from base (l2; outputs)")
+    legend_below(figure, row[0], 3)
+    return figure
+
+
+def _live(pyplot: Any, points: list[dict[str, Any]]) -> Any:
+    figure, (row,) = panels(pyplot, ["before training", "after training"], 2.6)
+    for panel, when in zip(row, ("before", "after"), strict=True):
+        panel.set_xscale("log")
+        here = [point for point in points if point["when"] == when]
+        rows = [point["layer"] for point in here]
+        for number, (kind, label) in enumerate(
+            (("baseline_max", "explicit"), ("flash_max", "preset paper"))
+        ):
+            values = {point["layer"]: [point[kind]] for point in here}
+            dots(panel, rows, values, number, label, 0.16 * (number - 0.5))
+        panel.set_xlabel("max |output - FP64|, BF16, mean of heads")
+    legend_below(figure, row[0], 2)
+    return figure

@@ -1,0 +1,1 @@
+"""What all studies share: files, progress, and where they ran."""

@@ -1,0 +1,63 @@
+"""Files that are whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import ArgumentError
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives a temporary path, which at the end is moved to `path`; after an error it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(text)
+
+
+def write_json(path: Path, value: Any, indent: int | None = None, digits: int = 8) -> None:
+    """Writes JSON; numbers to so many digits, NaN and infinities, which JSON lacks, as null."""
+    separators = (",", ":") if indent is None else None
+    text = json.dumps(_plain(value, digits), indent=indent, sort_keys=True, separators=separators)
+    write_text(path, text + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Reads JSON.
+
+    Raises:
+        ArgumentError: the file is missing or no JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path}: expected a JSON file of a study, got {error}") from error
+
+
+def _plain(value: Any, digits: int) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item, digits) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, digits) for item in value]
+    return value

@@ -1,0 +1,131 @@
+"""A causal language model of bytes, trained on the Python sources that torch ships."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..attentions.registry import Attention
+
+_CORPUS_BYTES = 32 << 20
+_VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class LanguageSize:
+    """How large the model and its batches are; context in bytes."""
+
+    width: int
+    depth: int
+    heads: int
+    context: int
+    batch: int
+
+
+LANGUAGE_SIZES = {
+    "tiny": LanguageSize(width=32, depth=2, heads=2, context=48, batch=4),
+    "small": LanguageSize(width=128, depth=4, heads=4, context=128, batch=8),
+    "25m": LanguageSize(width=512, depth=8, heads=8, context=1024, batch=16),
+    "100m": LanguageSize(width=768, depth=14, heads=12, context=1024, batch=16),
+}
+
+
+@functools.lru_cache(maxsize=1)
+def corpus() -> torch.Tensor:
+    """Returns the first 32 MiB of torch's Python sources, file by file in order of name, uint8."""
+    folder = Path(torch.__file__).parent
+    text = bytearray()
+    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
+        text += path.read_bytes()
+        if len(text) >= _CORPUS_BYTES:
+            break
+    return torch.frombuffer(text[:_CORPUS_BYTES], dtype=torch.uint8)
+
+
+class _Block(nn.Module):
+    def __init__(self, size: LanguageSize, attention: Attention) -> None:
+        super().__init__()
+        self.heads, self.attention, width = size.heads, attention, size.width
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        out = self.attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, tokens, width)
+        x = x + self.proj(out)
+        result: torch.Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Transformer(nn.Module):
+    """GPT-2's layout: (batch, tokens) bytes to logits (batch, tokens, 256)."""
+
+    def __init__(self, size: LanguageSize, attention: Attention) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(_VOCABULARY, size.width)
+        self.positions = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(_Block(size, attention) for _ in range(size.depth))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, _VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                # GPT-2: what is added to the residual stream starts smaller, by its depth.
+                deep = name.endswith(("proj.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * size.depth) ** (0.5 if deep else 0))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Language:
+    """The workload: the next byte of program text."""
+
+    learning_rate = 6e-4
+
+    def __init__(self, size: LanguageSize) -> None:
+        self.size = size
+
+    def model(self, attention: Attention) -> nn.Module:
+        """Builds the model; torch's generator, seeded before, decides its initial weights."""
+        return Transformer(self.size, attention)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            model.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+        )
+
+    def batch(self, generator: torch.Generator) -> torch.Tensor:
+        """Draws (batch, context + 1) bytes from random places of the corpus, on the CPU."""
+        text = corpus()
+        rows = torch.arange(self.size.context + 1)
+        starts = torch.randint(len(text) - len(rows), (self.size.batch, 1), generator=generator)
+        return text[starts + rows].long()
+
+    def outputs(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of all but the last byte, (batch, context, 256)."""
+        logits: torch.Tensor = model(batch[:, :-1].to(next(model.parameters()).device))
+        return logits.float()
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """Returns the mean cross-entropy in nats per byte."""
+        logits = self.outputs(model, batch)
+        target = batch[:, 1:].to(logits.device)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())

@@ -1,0 +1,139 @@
+"""A small text-to-image transformer, trained by flow matching."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..attentions.registry import Attention
+from .images import TEXT_LENGTH, WORDS, draw_batch
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model and its batches are; side and patch in pixels."""
+
+    side: int
+    patch: int
+    width: int
+    depth: int
+    heads: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return (self.side // self.patch) ** 2 + TEXT_LENGTH
+
+
+SIZES = {
+    "tiny": Size(side=16, patch=4, width=32, depth=2, heads=2, batch=8),
+    "small": Size(side=24, patch=3, width=64, depth=4, heads=4, batch=16),
+    "medium": Size(side=64, patch=4, width=384, depth=8, heads=6, batch=64),
+    "large": Size(side=128, patch=4, width=768, depth=12, heads=12, batch=32),
+}
+
+
+class Block(nn.Module):
+    """Attention over image and text tokens, and an MLP; scaled by the time and the text."""
+
+    def __init__(self, width: int, heads: int, attention: Attention) -> None:
+        super().__init__()
+        self.heads, self.attention = heads, attention
+        self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
+        self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+        self.scale = nn.Linear(width, 2 * width)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        gain1, gain2 = self.scale(condition)[:, None].chunk(2, -1)
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm1(x) * (1 + gain1))
+        qkv = qkv.reshape(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        out = self.attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
+        x = x + self.proj(out)
+        result: torch.Tensor = x + self.mlp(self.norm2(x) * (1 + gain2))
+        return result
+
+
+class TextToImage(nn.Module):
+    """Predicts the velocity from noise to image: (images, texts, times) -> like images."""
+
+    def __init__(self, size: Size, attention: Attention) -> None:
+        super().__init__()
+        self.size = size
+        pixels = 3 * size.patch**2
+        self.patch_in = nn.Linear(pixels, size.width)
+        self.position = nn.Parameter(0.02 * torch.randn(1, size.tokens, size.width))
+        self.words = nn.Embedding(len(WORDS), size.width)
+        self.time = nn.Sequential(
+            nn.Linear(size.width, size.width), nn.SiLU(), nn.Linear(size.width, size.width)
+        )
+        self.blocks = nn.ModuleList(
+            Block(size.width, size.heads, attention) for _ in range(size.depth)
+        )
+        self.norm = nn.LayerNorm(size.width)
+        self.patch_out = nn.Linear(size.width, pixels)
+
+    def forward(
+        self, images: torch.Tensor, texts: torch.Tensor, times: torch.Tensor
+    ) -> torch.Tensor:
+        patch = self.size.patch
+        patches = nn.functional.unfold(images, patch, stride=patch).transpose(1, 2)
+        x = torch.cat([self.patch_in(patches), self.words(texts)], 1) + self.position
+        half = self.size.width // 2
+        rates = torch.exp(-math.log(1000.0) * torch.arange(half, device=x.device) / half)
+        angles = 1000.0 * times[:, None] * rates
+        waves = torch.cat([angles.sin(), angles.cos()], -1).to(self.position.dtype)
+        condition = self.time(waves) + self.words(texts).mean(1)
+        for block in self.blocks:
+            x = block(x, condition)
+        x = self.patch_out(self.norm(x[:, : patches.shape[1]])).float().transpose(1, 2)
+        return nn.functional.fold(x, images.shape[-2:], patch, stride=patch)
+
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Drawings:
+    """The workload: drawings with text conditions."""
+
+    learning_rate = 1e-3
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+
+    def model(self, attention: Attention) -> nn.Module:
+        """Builds the model; torch's generator, seeded before, decides its initial weights."""
+        return TextToImage(self.size, attention)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
+
+    def batch(self, generator: torch.Generator) -> Batch:
+        """Draws images, texts, noise and times on the CPU."""
+        images, texts = draw_batch(self.size.batch, self.size.side, generator)
+        noise = torch.randn(images.shape, generator=generator)
+        return images, texts, noise, torch.rand((len(images),), generator=generator)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns the predicted velocities, like images."""
+        parameter = next(model.parameters())
+        images, texts, noise, times = (tensor.to(parameter.device) for tensor in batch)
+        mix = times[:, None, None, None]
+        noisy = (1 - mix) * noise + mix * images
+        predicted: torch.Tensor = model(noisy.to(parameter.dtype), texts, times)
+        return predicted.float()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Returns the flow-matching loss."""
+        predicted = self.outputs(model, batch)
+        target = (batch[0] - batch[2]).to(predicted.device)
+        return (predicted - target).square().mean()
