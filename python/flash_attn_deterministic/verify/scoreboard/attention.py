@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import inspect
 import os
@@ -212,8 +211,18 @@ def _mask(
     )
 
 
+@contextmanager
+def _flex_settings() -> Iterator[None]:
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+
+    # The first: a backward that is timed runs many times over what its forward saved. The second:
+    # past the limit torch would run something else, uncompiled.
+    with functorch.patch(donated_buffer=False), dynamo.patch(recompile_limit=64):
+        yield
+
+
 def _flex() -> list[Attention]:
-    from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()
@@ -227,23 +236,22 @@ def _flex() -> list[Attention]:
             causal: bool = False,
             seqlens_k: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            shift = k.shape[1] - q.shape[1]
             block_mask = None
             if seqlens_k is not None or causal:
+                # Tensors: a number would be compiled in, for each length anew.
+                batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+                lengths = seqlens_k
+                if lengths is None:
+                    lengths = torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device)
+                ahead = lengths - seqlen_q if causal else lengths
 
                 def visible(
                     batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
                 ) -> torch.Tensor:
-                    if seqlens_k is None:
-                        return row + shift >= key
-                    inside = key < seqlens_k[batch]
-                    return (
-                        inside & (row + seqlens_k[batch] - q.shape[1] >= key) if causal else inside
-                    )
+                    return (key < lengths[batch]) & (key <= row + ahead[batch])
 
-                batches = None if seqlens_k is None else q.shape[0]
                 block_mask = create_block_mask(
-                    visible, batches, None, q.shape[1], k.shape[1], device=str(q.device)
+                    visible, batch, None, seqlen_q, seqlen_k, device=str(q.device)
                 )
             out: Any = compiled(
                 *(t.transpose(1, 2) for t in (q, k, v)),
@@ -256,14 +264,19 @@ def _flex() -> list[Attention]:
 
         return attend
 
-    # A backward that is timed runs many times over what its forward saved.
-    kept = functools.partial(config.patch, donated_buffer=False)
     version = f"torch {torch.__version__}"
     # Decode has a kernel of its own, which cuts the keys by the number of CTAs, unless forbidden.
     one_kernel = {"FORCE_USE_FLEX_ATTENTION": True}
     return [
-        Attention("flex", DEFAULT, version, make({}), True, inside=kept),
-        Attention("flex", "FORCE_USE_FLEX_ATTENTION", version, make(one_kernel), True, inside=kept),
+        Attention("flex", DEFAULT, version, make({}), True, inside=_flex_settings),
+        Attention(
+            "flex",
+            "FORCE_USE_FLEX_ATTENTION",
+            version,
+            make(one_kernel),
+            True,
+            inside=_flex_settings,
+        ),
     ]
 
 
