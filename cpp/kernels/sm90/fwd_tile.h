@@ -1,0 +1,83 @@
+// How large the forward's tiles are, for each head dim, and how they share an SM's memory. No bits
+// depend on it.
+#pragma once
+
+#include <type_traits>
+
+#include "tma.h"
+
+namespace fad::sm90 {
+
+constexpr int kStep = 64;       // keys of one softmax step, as in every other kernel
+constexpr int kGroupRows = 64;  // rows of a consumer warpgroup: the height of wgmma
+
+// warpgroups: that consume. keys: of one product q k^T, one or two steps. state_columns: how many
+// eights of columns of the waiting accumulator lie in shared memory; the rest, at most half, waits
+// in the rows of the output.
+struct FwdShape {
+  int warpgroups, keys, state_columns;
+};
+
+constexpr FwdShape fwd_shape(int head_dim) {
+  return head_dim == 64    ? FwdShape{3, 128, 8}
+         : head_dim == 96  ? FwdShape{3, 64, 12}
+         : head_dim == 128 ? FwdShape{3, 64, 16}
+         : head_dim == 192 ? FwdShape{2, 64, 12}
+                           : FwdShape{2, 64, 16};
+}
+
+template <typename Element_, int kHeadDim_, bool kSoftcap_,
+          int kWarpgroups_ = fwd_shape(kHeadDim_).warpgroups,
+          int kKeys_ = fwd_shape(kHeadDim_).keys,
+          int kStateColumns_ = fwd_shape(kHeadDim_).state_columns>
+struct FwdTile {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kSoftcap = kSoftcap_;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kKeys = kKeys_;
+  static constexpr int kSteps = kKeys / kStep;
+  static constexpr int kRows = kGroupRows * kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = 32;
+
+  static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
+  static constexpr int kStateColumns = kStateColumns_;
+  static_assert(2 * kStateColumns >= kColumns && kSteps * kStep == kKeys);
+
+  // Shared memory: Q, a ring of blocks of K and V, what waits of the later splits, barriers.
+  static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kQBoxBytes = kGroupRows * kBoxRowBytes;
+  static constexpr int kQGroupBytes = kBoxes * kQBoxBytes;
+  static constexpr int kQBytes = kWarpgroups * kQGroupBytes;
+  static constexpr int kBoxBytes = kKeys * kBoxRowBytes;
+  static constexpr int kBlockBytes = kBoxes * kBoxBytes;
+  static constexpr int kStateBytes = kRows * 32 * kStateColumns;
+  static constexpr int kBarrierBytes = 512;
+  static constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0
+  static constexpr int kMaxBlocks = 12;
+  static constexpr int blocks_in(int bytes) {
+    return bytes / kBlockBytes < kMaxBlocks ? bytes / kBlockBytes : kMaxBlocks;
+  }
+  // Blocks in the ring where state waits, and where a single split has none.
+  static constexpr int kBlocks = blocks_in(kSharedBytes - kBarrierBytes - kQBytes - kStateBytes);
+  static constexpr int kBlocksAlone = blocks_in(kSharedBytes - kBarrierBytes - kQBytes);
+  static_assert(kBlocks >= 3);
+  static constexpr int kRingAt = kQBytes;
+  static constexpr int kStateAt = kRingAt + kBlocks * kBlockBytes;
+  static constexpr int kBarriersAt = kSharedBytes - kBarrierBytes;
+
+  // Barriers, 8 bytes each.
+  static constexpr int kFull = kBarriersAt;              // of each block of the ring
+  static constexpr int kEmpty = kFull + 8 * kMaxBlocks;  // likewise
+  static constexpr int kQFull = kEmpty + 8 * kMaxBlocks;  // of each warpgroup's Q
+  static constexpr int kQEmpty = kQFull + 8 * kWarpgroups;
+  static constexpr int kWorkFull = kQEmpty + 8 * kWarpgroups;  // of the two notes on work
+  static constexpr int kWorkEmpty = kWorkFull + 16;
+  static constexpr int kTailLoaded = kWorkEmpty + 16;  // V whose rows behind the end must go
+  static constexpr int kWorkAt = kBarriersAt + kBarrierBytes - 2 * 32;
+  static_assert(kTailLoaded + 16 <= kWorkAt && kWorkAt % 16 == 0);
+};
+
+}  // namespace fad::sm90
