@@ -77,6 +77,15 @@ __device__ __forceinline__ void store_shared_ints(uint32_t address, int4 value) 
                : "memory");
 }
 
+// Named barriers of a CTA: waits for, or counts towards, so many threads.
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Moves registers between the warpgroups of a CTA.
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {

@@ -278,13 +278,35 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   const auto block_at = [&](const Ring& at) {
     return shared + T::kRingAt + at.slot * T::kBlockBytes;
   };
-  // Blocks that none of this warpgroup's rows sees.
+  // Every warpgroup takes as many turns as the tile has blocks, less one.
+  const auto await_turn = [&] {
+    if constexpr (T::kTakesTurns) {
+      named_barrier_sync(1 + group, 256);
+    }
+  };
+  const auto end_turn = [&] {
+    if constexpr (T::kTakesTurns) {
+      named_barrier_arrive(group + 1 == T::kWarpgroups ? 1 : 2 + group, 256);
+    }
+  };
+  if (T::kTakesTurns && group + 1 == T::kWarpgroups) {
+    end_turn();
+  }
+  // Blocks of the ring, and whole steps, that this warpgroup leaves to the others.
   const auto pass = [&](int count) {
 #pragma unroll 1
     for (; count > 0; --count) {
       wait_full(ring);
       free_block(ring);
       ring.advance(call.blocks);
+    }
+  };
+  const auto pass_steps = [&](int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      pass(2);
+      await_turn();
+      end_turn();
     }
   };
   const auto issue_scores = [&](const Ring& at) {
@@ -394,7 +416,10 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       const int hidden_after = tile_blocks.end - own.end;
       int block = own.end - 1;
       bool empty_acc = true;
-      pass(hidden_after == 0 ? 0 : 2 * hidden_after - 1);
+      if (hidden_after > 0) {
+        pass(1);
+        pass_steps(hidden_after - 1);
+      }
       barrier_wait(q_full, turn & 1);
       wait_full(ring);
       hold(scores);
@@ -409,7 +434,11 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       find_maxima<T>(call, scores, rows, scales);
       exponentiate<T>(call, scores, rows, scales);
       pack_weights();
-      pass(hidden_after == 0 ? 0 : 1);
+      if (hidden_after > 0) {
+        pass(1);
+        await_turn();
+        end_turn();
+      }
 
       // Scores of `block`, and the values of the block after it. is_new_split: that one was the
       // first of its split.
@@ -426,11 +455,13 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         hold(weights);
         [[maybe_unused]] const float last_factor[2] = {scales.factor[T::kSteps - 1][0],
                                                        scales.factor[T::kSteps - 1][1]};
+        await_turn();
         wgmma_fence();
         issue_scores(k_at);
         wgmma_commit();
         issue_values(v_at, 0, !empty_acc);
         wgmma_commit();
+        end_turn();
         wgmma_wait<1>();
         hold(scores);
         free_block(k_at);
@@ -486,7 +517,11 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       }
 
       const int hidden_before = own.begin - tile_blocks.begin;
-      pass(hidden_before == 0 ? 0 : 1);
+      if (hidden_before > 0) {
+        pass(1);
+        await_turn();
+        end_turn();
+      }
       wait_full(ring);
       hold(acc);
       hold(weights);
@@ -506,12 +541,19 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       }
       free_block(ring);
       ring.advance(call.blocks);
-      pass(hidden_before == 0 ? 0 : 2 * hidden_before - 1);
+      if (hidden_before > 0) {
+        pass_steps(hidden_before - 1);
+        pass(1);
+      }
       find_out();
       merge_waiting(call, waiting, rows, acc);
       __syncwarp();  // the rows of the output are free
     } else {
-      pass(2 * (tile_blocks.end - tile_blocks.begin));
+      if (tile_blocks.end > tile_blocks.begin) {
+        pass(1);
+        pass_steps(tile_blocks.end - tile_blocks.begin - 1);
+        pass(1);
+      }
       barrier_wait(q_full, turn & 1);
       if (lane == 0) {
         barrier_arrive(q_empty);

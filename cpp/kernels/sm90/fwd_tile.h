@@ -29,8 +29,11 @@ constexpr FwdShape fwd_shape(int head_dim) {
 template <typename Element_, int kHeadDim_, bool kSoftcap_,
           int kWarpgroups_ = fwd_shape(kHeadDim_).warpgroups,
           int kKeys_ = fwd_shape(kHeadDim_).keys,
-          int kStateColumns_ = fwd_shape(kHeadDim_).state_columns>
+          int kStateColumns_ = fwd_shape(kHeadDim_).state_columns, bool kTakesTurns_ = false>
 struct FwdTile {
+  // Whether warpgroups issue their products one after another, so that the softmax of one falls
+  // into the products of the others.
+  static constexpr bool kTakesTurns = kTakesTurns_;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kSoftcap = kSoftcap_;
