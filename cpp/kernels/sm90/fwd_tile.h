@@ -43,7 +43,7 @@ struct FwdTile {
   static constexpr int kRows = kGroupRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
-  static constexpr int kProducerRegisters = 32;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
 
   static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
   static constexpr int kStateColumns = kStateColumns_;
