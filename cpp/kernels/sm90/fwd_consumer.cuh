@@ -6,21 +6,14 @@
 #include <cmath>
 #include <type_traits>
 
+#include "../tree/softmax_steps.h"
+#include "../tree/split_state.h"
 #include "barrier.h"
 #include "fwd_tile.h"
 #include "fwd_walk.h"
-#include "softmax_steps.h"
-#include "split_state.h"
 #include "wgmma.h"
 
 namespace fad::sm90 {
-
-// acc * factor, denormals kept: a factor of 1 changes no bit, so that it may be left out.
-__device__ __forceinline__ float rescaled(float acc, float factor) {
-  float product;
-  asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(acc), "f"(factor));
-  return product;
-}
 
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;
@@ -46,8 +39,8 @@ __device__ __forceinline__ float quad_max(float x) {
 }
 
 __device__ __forceinline__ float quad_sum(float x) {
-  x = x + __shfl_xor_sync(~0u, x, 2);
-  return x + __shfl_xor_sync(~0u, x, 1);
+  x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
+  return __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
 }
 
 // Four words of each of four neighbouring threads, transposed: thread i gets word i of each.
@@ -120,7 +113,7 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
       const float before = rows.max[r];
       rows.max[r] = fmaxf(before, maxima[step][r]);
       const float now = rows.max[r] == -INFINITY ? 0.f : rows.max[r];
-      scales.factor[step][r] = exp2f((before - now) * call.scale_log2);
+      scales.factor[step][r] = rescale_factor(before, now, call.scale_log2);
       scales.max_scaled[step][r] = scaled_max(now, call.scale_log2);
     }
   }
@@ -154,8 +147,8 @@ __device__ __forceinline__ void rescale(float (&acc)[kCount], const float (&fact
     if (__any_sync(~0u, factor[r] != 1.f)) {
 #pragma unroll
       for (int j = 2 * r; j < kCount; j += 4) {
-        acc[j] = rescaled(acc[j], factor[r]);
-        acc[j + 1] = rescaled(acc[j + 1], factor[r]);
+        acc[j] = rescaled_acc(acc[j], factor[r]);
+        acc[j + 1] = rescaled_acc(acc[j + 1], factor[r]);
       }
     }
   }

@@ -2,14 +2,13 @@
 // rows of V behind the end of a sequence.
 #pragma once
 
+#include "../tree/lengths.h"
 #include "barrier.h"
 #include "fwd_tile.h"
 #include "fwd_walk.h"
 #include "tma.h"
 
 namespace fad::sm90 {
-
-__device__ __forceinline__ int within(int length, int most) { return max(0, min(length, most)); }
 
 // Tiles of the last rows first: where the mask is causal they take longest. All heads of a batch
 // of heads, whose K and V fit in L2, before the next.

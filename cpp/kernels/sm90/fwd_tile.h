@@ -4,12 +4,13 @@
 
 #include <type_traits>
 
+#include "../tree/tree.h"
 #include "tma.h"
 
 namespace fad::sm90 {
 
-constexpr int kStep = 64;       // keys of one softmax step, as in every other kernel
-constexpr int kGroupRows = 64;  // rows of a consumer warpgroup: the height of wgmma
+constexpr int kStep = kKeysPerBlock;  // keys of one softmax step
+constexpr int kGroupRows = 64;        // rows of a consumer warpgroup: the height of wgmma
 
 // warpgroups: that consume. keys: of one product q k^T, one or two steps. state_columns: how many
 // eights of columns of the waiting accumulator lie in shared memory; the rest, at most half, waits
@@ -44,6 +45,11 @@ struct FwdTile {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  // A CTA has the registers it is launched with, in eights for each thread of an SM's 65536: with
+  // more, a warpgroup would wait for them forever.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
+                (kWarpgroups + 1) * kLaunchRegisters);
 
   static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
   static constexpr int kStateColumns = kStateColumns_;

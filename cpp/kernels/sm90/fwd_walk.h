@@ -3,13 +3,11 @@
 // the last one down.
 #pragma once
 
+#include "../tree/masking.h"
 #include "barrier.h"
 #include "fwd_params.h"
 
 namespace fad::sm90 {
-
-// Further than any key, and far from overflow when positions are added to it.
-constexpr int kUnlimited = 1 << 29;
 
 // A call's parameters as the kernel wants them.
 struct FwdCall : FwdParams {
