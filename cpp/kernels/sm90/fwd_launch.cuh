@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../launch.h"
 #include "fwd_consumer.cuh"
 #include "fwd_params.h"
 #include "fwd_producer.cuh"
@@ -60,23 +61,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
+// ctas: at most one to an SM.
 template <typename T>
-void launch_fwd(const FwdParams& params, cudaStream_t stream) {
+void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   FwdCall call{};
   static_cast<FwdParams&>(call) = params;
   call.window_left = params.window_left < 0 ? kUnlimited : params.window_left;
   call.window_right = params.window_right < 0 ? kUnlimited : params.window_right;
   call.row_tiles = (params.seqlen_q + T::kRows - 1) / T::kRows;
-  const int64_t tiles = static_cast<int64_t>(call.row_tiles) * params.batch * params.heads;
-  if (tiles == 0) {
-    return;
-  }
-  if (tiles >= 0x7fffffff / 2) {
-    throw std::runtime_error("q: expected batch * nheads * ceil(seqlen_q / " +
-                             std::to_string(T::kRows) + ") below 2^30, got " +
-                             std::to_string(tiles));
-  }
-  call.tiles = static_cast<int>(tiles);
+  call.tiles = call.row_tiles * params.batch * params.heads;
   call.heads_per_kv = params.heads / params.heads_k;
   const bool splits = params.split_tokens > 0 && params.seqlen_k > params.split_tokens;
   call.split_blocks = splits ? params.split_tokens / T::kKeys : kUnlimited;
@@ -109,23 +102,21 @@ void launch_fwd(const FwdParams& params, cudaStream_t stream) {
       map(params.v, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);
 
   if (params.tile_counter != nullptr) {
-    check_cuda(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream), "tile_counter");
+    C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));
   }
-  const auto kernel = &fwd_sm90_kernel<T>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  T::kSharedBytes),
-             "shared memory");
-  kernel<<<std::min(params.num_sms, call.tiles), T::kThreads, T::kSharedBytes, stream>>>(
-      q_map, k_map, v_map, call);
-  check_cuda(cudaGetLastError(), "fwd_sm90");
+  launch<&fwd_sm90_kernel<T>>(dim3(ctas), T::kThreads, kSharedBytes, kSharedBytes, stream, q_map,
+                              k_map, v_map, call);
 }
 
-template <typename Element, int kHeadDim>
-void fwd_sm90(const FwdParams& params, cudaStream_t stream) {
+using fp16 = __half;
+using bf16 = __nv_bfloat16;
+
+template <typename Element, int kHeadDim, int kBlockM>
+void fwd_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   if (params.softcap > 0.f) {
-    launch_fwd<FwdTile<Element, kHeadDim, true>>(params, stream);
+    launch_fwd<TileOf<Element, kHeadDim, kBlockM, true>>(params, ctas, stream);
   } else {
-    launch_fwd<FwdTile<Element, kHeadDim, false>>(params, stream);
+    launch_fwd<TileOf<Element, kHeadDim, kBlockM, false>>(params, ctas, stream);
   }
 }
 

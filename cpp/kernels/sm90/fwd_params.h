@@ -45,8 +45,7 @@ struct FwdParams {
   float scale_log2;               // of scores in exp2
   int split_tokens;               // a multiple of 64; 0: one split
 
-  int num_sms;
-  // Zeroed by the launcher, on the stream: CTAs take tiles from it one by one. nullptr: tiles are
+  // Set to 0 by the launcher, on the stream: CTAs take tiles from it one by one. nullptr: tiles are
   // dealt out beforehand.
   unsigned* tile_counter;
 };
@@ -64,9 +63,12 @@ inline bool supports(const FwdParams& params) {
   const bool packed_k = params.cu_seqlens_k != nullptr;
   const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
   const int64_t rows_k = packed_k ? params.total_k : params.seqlen_k;
-  return params.head_dim % 8 == 0 && params.head_dim <= 256 && rows_q > 0 && rows_k > 0 &&
-         params.split_tokens % (params.head_dim > 64 ? 64 : 128) == 0 && rows_k < (int64_t{1} << 31) &&
-         rows_q < (int64_t{1} << 31) &&
+  // The kernel numbers its tiles, of 64 rows or more, with an int.
+  const int64_t tiles =
+      static_cast<int64_t>(params.batch) * params.heads * ((params.seqlen_q + 63) / 64);
+  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 && rows_q > 0 && rows_k > 0 &&
+         params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
+         rows_q < (int64_t{1} << 31) && rows_k < (int64_t{1} << 31) &&
          fits(params.q, packed_q ? 1 : params.batch, rows_q, params.heads) &&
          fits(params.k, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
          fits(params.v, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&

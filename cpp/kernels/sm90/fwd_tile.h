@@ -1,39 +1,16 @@
-// How large the forward's tiles are, for each head dim, and how they share an SM's memory. No bits
-// depend on it.
+// How the forward's tiles share an SM's threads, registers and memory.
 #pragma once
 
 #include <type_traits>
 
-#include "../tree/tree.h"
+#include "fwd_shape.h"
 #include "tma.h"
 
 namespace fad::sm90 {
 
-constexpr int kStep = kKeysPerBlock;  // keys of one softmax step
-constexpr int kGroupRows = 64;        // rows of a consumer warpgroup: the height of wgmma
-
-// warpgroups: that consume. keys: of one product q k^T, one or two steps. state_columns: how many
-// eights of columns of the waiting accumulator lie in shared memory; the rest, at most half, waits
-// in the rows of the output.
-struct FwdShape {
-  int warpgroups, keys, state_columns;
-};
-
-constexpr FwdShape fwd_shape(int head_dim) {
-  return head_dim == 64    ? FwdShape{3, 128, 8}
-         : head_dim == 96  ? FwdShape{3, 64, 12}
-         : head_dim == 128 ? FwdShape{3, 64, 16}
-         : head_dim == 192 ? FwdShape{2, 64, 12}
-                           : FwdShape{2, 64, 16};
-}
-
-template <typename Element_, int kHeadDim_, bool kSoftcap_,
-          int kWarpgroups_ = fwd_shape(kHeadDim_).warpgroups,
-          int kKeys_ = fwd_shape(kHeadDim_).keys,
-          int kStateColumns_ = fwd_shape(kHeadDim_).state_columns, bool kTakesTurns_ = false>
+template <typename Element_, int kHeadDim_, bool kSoftcap_, int kWarpgroups_, int kKeys_,
+          int kStateColumns_, bool kTakesTurns_>
 struct FwdTile {
-  // Whether warpgroups issue their products one after another, so that the softmax of one falls
-  // into the products of the others.
   static constexpr bool kTakesTurns = kTakesTurns_;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -64,7 +41,6 @@ struct FwdTile {
   static constexpr int kBlockBytes = kBoxes * kBoxBytes;
   static constexpr int kStateBytes = kRows * 32 * kStateColumns;
   static constexpr int kBarrierBytes = 512;
-  static constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0
   static constexpr int kMaxBlocks = 12;
   static constexpr int blocks_in(int bytes) {
     return bytes / kBlockBytes < kMaxBlocks ? bytes / kBlockBytes : kMaxBlocks;
@@ -88,5 +64,10 @@ struct FwdTile {
   static constexpr int kWorkAt = kBarriersAt + kBarrierBytes - 2 * 32;
   static_assert(kTailLoaded + 16 <= kWorkAt && kWorkAt % 16 == 0);
 };
+
+template <typename Element, int kHeadDim, int kBlockM, bool kSoftcap>
+using TileOf =
+    FwdTile<Element, kHeadDim, kSoftcap, kBlockM / kGroupRows, fwd_shape(kHeadDim, kBlockM).keys,
+            fwd_shape(kHeadDim, kBlockM).state_columns, fwd_shape(kHeadDim, kBlockM).takes_turns>;
 
 }  // namespace fad::sm90

@@ -5,6 +5,7 @@
 // and rows beyond the tensor are filled with zeros.
 #pragma once
 
+#include <c10/cuda/CUDAException.h>
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -16,12 +17,6 @@ namespace fad::sm90 {
 
 constexpr int kBoxColumns = 64;
 constexpr int kBoxRowBytes = 128;
-
-inline void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-  }
-}
 
 struct MappedTensor {
   const void* data;
@@ -36,9 +31,13 @@ inline auto encode_tensor_map() {
   static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                cudaEnableDefault, &result),
-               "cuTensorMapEncodeTiled");
+#if CUDART_VERSION >= 12050
+    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                    cudaEnableDefault, &result));
+#else
+    C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault,
+                                           &result));
+#endif
     if (result != cudaDriverEntryPointSuccess || function == nullptr) {
       throw std::runtime_error("cuTensorMapEncodeTiled: not offered by this driver");
     }
