@@ -133,6 +133,11 @@ foreach(FAD_DTYPE IN LISTS FLASH_ATTENTION_DTYPES)
       string(JSON FAD_INSTANCES_JSON SET "${FAD_INSTANCES_JSON}" ${_count}
              "{\"direction\": \"${_direction}\", \"dtype\": \"${FAD_DTYPE}\", \"head_dim\": ${FAD_HEAD_DIM}}")
       math(EXPR _count "${_count} + 1")
+      if(_direction STREQUAL fwd AND _sm90_rows)
+        string(JSON FAD_INSTANCES_JSON SET "${FAD_INSTANCES_JSON}" ${_count}
+               "{\"direction\": \"fwd\", \"dtype\": \"${FAD_DTYPE}\", \"head_dim\": ${FAD_HEAD_DIM}, \"family\": \"sm90\"}")
+        math(EXPR _count "${_count} + 1")
+      endif()
     endforeach()
   endforeach()
 endforeach()
