@@ -78,9 +78,8 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
     const FwdKernel& kernel = instance.kernels[i];
     if (kernel.family == family && kernel.path == path && (features & ~kernel.covers) == 0 &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
-        (best == nullptr ||
-         (kernel.persistent && longest_turns(params, kernel, num_sms) <
-                                   longest_turns(params, *best, num_sms)))) {
+        (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <
+                                                      longest_turns(params, *best, num_sms)))) {
       best = &kernel;
     }
   }
@@ -195,8 +194,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
     return candidate(params, instance, family, path, plan.tree, plan.num_splits, device);
   };
   const auto on = [&](Path path) {
-    const Candidate newer =
-        device.family == Family::kSm80 ? Candidate{} : of(Family::kSm90, path);
+    const Candidate newer = device.family == Family::kSm80 ? Candidate{} : of(Family::kSm90, path);
     return newer.possible ? newer : of(Family::kSm80, path);
   };
   const Candidate one_cta = on(Path::kOneCta);
@@ -234,8 +232,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
                              ") below 2^31, the size of a CUDA grid, got " + std::to_string(ctas));
   }
   const long long most_ctas = chosen.kernel->persistent ? device.num_sms : kMaxCtas;
-  plan.ctas = plan.ctas_per_launch =
-      static_cast<unsigned>(std::clamp(ctas, 1LL, most_ctas));
+  plan.ctas = plan.ctas_per_launch = static_cast<unsigned>(std::clamp(ctas, 1LL, most_ctas));
   // CTAs that take row blocks one after another count those that are taken.
   plan.scratch_bytes = ctas > plan.ctas ? sizeof(unsigned) : 0;
   if (plan.writes_parts) {

@@ -179,7 +179,9 @@ def test_streams_do_not_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "sm90")
     q, k, v = make_qkv((8, 1100, 16, 64))
     expected = flash_attn_func(q, k, v, causal=True)
-    streams = [torch.cuda.Stream() for _ in range(4)]
+    streams: list[Any] = []
+    for _ in range(4):
+        streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call, unused-ignore]
     torch.cuda.synchronize()
     results = []
     for _ in range(10):

@@ -122,8 +122,7 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
 // Scores become their exponentials, and are added to the rows' sums.
 template <typename T>
 __device__ __forceinline__ void exponentiate(const FwdCall& call, float (&scores)[T::kKeys / 2],
-                                             RowState& rows,
-                                             const StepScales<T::kSteps>& scales) {
+                                             RowState& rows, const StepScales<T::kSteps>& scales) {
 #pragma unroll
   for (int step = 0; step < T::kSteps; ++step) {
 #pragma unroll
@@ -160,9 +159,9 @@ template <typename T>
 struct Waiting {
   static constexpr bool kUsesOut = T::kStateColumns < T::kColumns;
 
-  uint32_t shared;          // of this thread's first four values
-  float* out[2] = {};       // this thread's part of its two rows; nullptr: no such row
-  int out_columns = 0;      // eights of columns that the output's rows have
+  uint32_t shared;      // of this thread's first four values
+  float* out[2] = {};   // this thread's part of its two rows; nullptr: no such row
+  int out_columns = 0;  // eights of columns that the output's rows have
   RowState rows;
   bool any = false;
 
@@ -339,9 +338,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     const int first_row = work.first_row + group * kGroupRows;
     const int diagonal = work.seqlen_k - work.seqlen_q;
     // Blocks of the tile, and those of this warpgroup's rows.
-    const KeyRange tile_blocks = blocks_of<T>(
-        visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row,
-                     min(work.first_row + T::kRows, work.seqlen_q) - 1));
+    const KeyRange tile_blocks =
+        blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row,
+                                  min(work.first_row + T::kRows, work.seqlen_q) - 1));
     KeyRange own = {0, 0};
     if (first_row < work.seqlen_q) {
       own = blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, first_row,
@@ -371,8 +370,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           Element* const row = out_row(now, r);
-          waiting.out[r] =
-              row == nullptr ? nullptr : reinterpret_cast<float*>(row) + lane % 4 * 2;
+          waiting.out[r] = row == nullptr ? nullptr : reinterpret_cast<float*>(row) + lane % 4 * 2;
         }
       }
     };
@@ -492,8 +490,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       };
 #pragma unroll 1
       for (;;) {
-        const int split_begin =
-            max(own.begin, block / call.split_blocks * call.split_blocks);
+        const int split_begin = max(own.begin, block / call.split_blocks * call.split_blocks);
 #pragma unroll 1
         while (block > split_begin) {
           --block;
@@ -557,7 +554,8 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       }
     }
 
-    // The end of the rows. Four threads exchange columns, so that each stores eight of them at once.
+    // The end of the rows. Four threads exchange columns, so that each stores eight of them at
+    // once.
     const Work now = read_work(work_at);
     const int64_t lse_at =
         (call.cu_seqlens_q == nullptr ? now.bidb * call.lse_batch_stride : now.q_row) +

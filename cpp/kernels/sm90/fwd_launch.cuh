@@ -92,9 +92,9 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
                        packed ? 1 : batch, count, heads, params.head_dim},
                       kType, box_rows);
   };
-  const CUtensorMap q_map = map(params.q, packed_q, params.batch,
-                                packed_q ? params.total_q : params.seqlen_q, params.heads,
-                                kGroupRows);
+  const CUtensorMap q_map =
+      map(params.q, packed_q, params.batch, packed_q ? params.total_q : params.seqlen_q,
+          params.heads, kGroupRows);
   const int64_t rows_k = packed_k ? params.total_k : params.seqlen_k;
   const CUtensorMap k_map =
       map(params.k, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);

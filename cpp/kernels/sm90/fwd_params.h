@@ -27,7 +27,7 @@ struct FwdParams {
   int64_t lse_batch_stride, lse_head_stride;
 
   int batch, kv_batch;
-  int seqlen_q, seqlen_k;  // of the longest sequence; below 2^29
+  int seqlen_q, seqlen_k;    // of the longest sequence; below 2^29
   int64_t total_q, total_k;  // rows of packed tensors
   int heads, heads_k, head_dim;
 
@@ -66,8 +66,8 @@ inline bool supports(const FwdParams& params) {
   // The kernel numbers its tiles, of 64 rows or more, with an int.
   const int64_t tiles =
       static_cast<int64_t>(params.batch) * params.heads * ((params.seqlen_q + 63) / 64);
-  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 && rows_q > 0 && rows_k > 0 &&
-         params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
+  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 && rows_q > 0 &&
+         rows_k > 0 && params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
          rows_q < (int64_t{1} << 31) && rows_k < (int64_t{1} << 31) &&
          fits(params.q, packed_q ? 1 : params.batch, rows_q, params.heads) &&
          fits(params.k, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&

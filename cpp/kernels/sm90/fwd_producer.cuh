@@ -27,9 +27,9 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int tile, int& k_ro
   work.bidh = head - work.bidb * call.heads;
   const int b = work.bidb;
   work.q_row = call.cu_seqlens_q == nullptr ? 0 : call.cu_seqlens_q[b];
-  work.seqlen_q = within(
-      call.cu_seqlens_q == nullptr ? call.seqlen_q : call.cu_seqlens_q[b + 1] - work.q_row,
-      call.seqlen_q);
+  work.seqlen_q =
+      within(call.cu_seqlens_q == nullptr ? call.seqlen_q : call.cu_seqlens_q[b + 1] - work.q_row,
+             call.seqlen_q);
   const int pad = call.leftpad_k == nullptr ? 0 : call.leftpad_k[b];
   const int first_k = call.cu_seqlens_k == nullptr ? 0 : call.cu_seqlens_k[b];
   int length = call.cu_seqlens_k == nullptr ? call.seqlen_k : call.cu_seqlens_k[b + 1] - first_k;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     const int count = blocks.end - blocks.begin;
 
     // The block that holds the end of the sequence is the first one loaded.
-    const bool may_have_tail = call.cu_seqlens_k != nullptr || call.seqused_k != nullptr ||
-                               call.leftpad_k != nullptr;
+    const bool may_have_tail =
+        call.cu_seqlens_k != nullptr || call.seqused_k != nullptr || call.leftpad_k != nullptr;
     const int behind = work.seqlen_k - (blocks.end - 1) * T::kKeys;
     const bool tail = may_have_tail && count > 0 && behind < T::kKeys;
     // V's first block comes third to the ring, or second where it is the only one.

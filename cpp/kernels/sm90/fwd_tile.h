@@ -54,8 +54,8 @@ struct FwdTile {
   static constexpr int kBarriersAt = kSharedBytes - kBarrierBytes;
 
   // Barriers, 8 bytes each.
-  static constexpr int kFull = kBarriersAt;              // of each block of the ring
-  static constexpr int kEmpty = kFull + 8 * kMaxBlocks;  // likewise
+  static constexpr int kFull = kBarriersAt;               // of each block of the ring
+  static constexpr int kEmpty = kFull + 8 * kMaxBlocks;   // likewise
   static constexpr int kQFull = kEmpty + 8 * kMaxBlocks;  // of each warpgroup's Q
   static constexpr int kQEmpty = kQFull + 8 * kWarpgroups;
   static constexpr int kWorkFull = kQEmpty + 8 * kWarpgroups;  // of the two notes on work

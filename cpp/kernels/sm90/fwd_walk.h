@@ -15,8 +15,8 @@ struct FwdCall : FwdParams {
   int row_tiles;        // of the longest sequence
   int heads_at_a_time;  // (batch, head) pairs whose tiles are worked on together
   int heads_per_kv;
-  int blocks;           // in the ring
-  int split_blocks;     // blocks of keys in a split
+  int blocks;        // in the ring
+  int split_blocks;  // blocks of keys in a split
 };
 
 struct KeyRange {

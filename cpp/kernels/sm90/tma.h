@@ -35,8 +35,8 @@ inline auto encode_tensor_map() {
     C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                     cudaEnableDefault, &result));
 #else
-    C10_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault,
-                                           &result));
+    C10_CUDA_CHECK(
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
 #endif
     if (result != cudaDriverEntryPointSuccess || function == nullptr) {
       throw std::runtime_error("cuTensorMapEncodeTiled: not offered by this driver");
