@@ -41,13 +41,18 @@ struct FwdKernel {
   Family family;
   Path path;
   Features covers;
-  int block_m;       // query rows to a CTA
+  int block_m;       // query rows to a CTA, at a time
   int shared_bytes;  // of a CTA that walks one split
   int state_bytes;   // the same, with room for the state of later splits
   void (*launch)(const FwdParams& params, unsigned ctas, cudaStream_t stream);
+  // Whether CTAs, at most one to an SM, take row blocks one after another.
+  bool persistent = false;
+  // Whether it takes tensors laid out like this, and splits of this size; nullptr: all.
+  bool (*takes)(const FwdParams& params, const Tree& tree) = nullptr;
 };
 
-// All kernels of one (dtype, head dim) and family, those that cover less (and are faster) first.
+// All kernels of one (dtype, head dim). Of one family and path, those that cover less (and are
+// faster) come first.
 struct FwdInstance {
   const FwdKernel* kernels;
   int num_kernels;

@@ -11,11 +11,13 @@
 
 namespace fad {
 
-// What a plan may know of the GPU. Tests set the numbers of other GPUs, and a path.
+// What a plan may know of the GPU. Tests set the numbers of other GPUs, a path and a family.
 struct Device {
   int num_sms;
-  int shared_bytes_per_block;  // that one CTA may ask for
-  std::optional<Path> path;    // run this one where it can run at all
+  int shared_bytes_per_block;    // that one CTA may ask for
+  int capability;                // 10 * major + minor
+  std::optional<Path> path;      // run this one where it can run at all
+  std::optional<Family> family;  // likewise
 };
 
 // Scratch memory of one launch: parts beyond it are computed by several launches.

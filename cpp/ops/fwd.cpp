@@ -26,6 +26,7 @@ Outputs fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTen
   const Tensor v_rows = aligned(v);
   FwdParams params{};
   set_dense(params, q_rows, k_rows, v_rows, out, softmax_lse);
+  params.kv_batch = params.b;
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);

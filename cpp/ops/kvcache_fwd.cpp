@@ -123,6 +123,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   FwdParams params{};
   set_dense(params, attending, k_cache, v_cache, out, softmax_lse);
   params.seqlen_k = static_cast<int>(capacity);  // of pages, more than one of them
+  params.kv_batch = static_cast<int>(k_cache.size(0));
   // Lengths, not offsets: upstream's meaning of this flag.
   params.cu_seqlens_k = data(cache_seqlens);
   params.is_seqlens_k_cumulative = !cache_seqlens.has_value();

@@ -23,6 +23,18 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
   params.h_k = static_cast<int>(nheads_k);
   params.h_h_k_ratio = params.h / params.h_k;
   params.d = static_cast<int>(head_dim);
+  // Contiguous tensors, as large as the longest sequence allows.
+  params.kv_batch = params.b;
+  params.total_q = params.b * params.seqlen_q;
+  params.total_k = params.b * params.seqlen_k;
+  params.q_head_stride = params.k_head_stride = params.v_head_stride = head_dim;
+  params.q_row_stride = head_dim * nheads;
+  params.k_row_stride = params.v_row_stride = head_dim * nheads_k;
+  params.q_batch_stride = params.q_row_stride * seqlen_q;
+  params.k_batch_stride = params.v_batch_stride = params.k_row_stride * seqlen_k;
+  params.o_head_stride = params.q_head_stride;
+  params.o_row_stride = params.q_row_stride;
+  params.o_batch_stride = params.q_batch_stride;
   const OptionalTensor none;
   params.softcap = has_softcap ? 1.f : 0.f;  // whether there is some is all that counts
   set_masking(params, Scores{1.0, window_left, window_right, 0.0, none, 0.0, none});
@@ -30,7 +42,8 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
   float any_slope = 0.f;
   params.alibi_slopes_ptr = has_alibi ? &any_slope : nullptr;
   int any_length = 0;
-  params.cu_seqlens_q = packed ? &any_length : nullptr;
+  params.cu_seqlens_q = params.cu_seqlens_k = packed ? &any_length : nullptr;
+  params.is_seqlens_k_cumulative = true;
   int any_page = 0;
   params.block_table = paged ? &any_page : nullptr;
   params.cache_batch_idx = cache_index ? &any_page : nullptr;

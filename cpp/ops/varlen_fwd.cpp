@@ -69,6 +69,7 @@ Outputs varlen_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const Tensor v_rows = aligned(v);
   FwdParams params{};
   set_packed(params, q_rows, k_rows, v_rows, out, softmax_lse, packed);
+  params.total_k = static_cast<int>(k.size(0));
   params.seqused_k = lengths(seqused_k, "seqused_k", q, params.b);
   params.leftpad_k = lengths(leftpad_k, "leftpad_k", q, params.b);
   if (block_table.has_value()) {

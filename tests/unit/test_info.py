@@ -19,7 +19,7 @@ from flash_attn_deterministic._checks import kernels
 from flash_attn_deterministic._ops import library
 from flash_attn_deterministic.info import build_info as record
 from flash_attn_deterministic.info import collect as info
-from flash_attn_deterministic.info.build_info import build_info
+from flash_attn_deterministic.info.build_info import Instance, build_info
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,8 @@ def test_collects_the_wheels_own_record() -> None:
         for dtype, head_dims in dtypes.items()
         for head_dim in head_dims
     }
-    assert held == {(i.direction, i.dtype, i.head_dim) for i in built.instances}
+    every_gpu = {(i.direction, i.dtype, i.head_dim) for i in built.instances if i.family == "sm80"}
+    assert {kernel for kernel in held if " " not in kernel[0]} == every_gpu
 
 
 def test_info_is_frozen() -> None:
@@ -84,6 +85,32 @@ def test_devices_cannot_run_without_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert {(d.runs, d.reason) for d in info.collect().devices} == {
         (False, "the wheel holds no kernels")
     }
+
+
+def test_kernels_of_another_family_are_listed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    instances = (
+        Instance("fwd", "bf16", 64),
+        Instance("fwd", "bf16", 64, "sm90"),
+        Instance("fwd", "bf16", 128, "sm90"),
+    )
+    built = replace(build_info(), instances=instances)
+    monkeypatch.setattr(info, "build_info", lambda: built)
+    assert info.collect().instances == {"fwd": {"bf16": [64]}, "fwd sm90": {"bf16": [64, 128]}}
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("architectures", "slower"),
+    [
+        pytest.param(("80-real", "90-real"), True, id="without-90a"),
+        pytest.param(("80-real", "90-real", "90a-real"), False, id="with-90a"),
+    ],
+)
+def test_a_hopper_gpu_without_its_kernels_is_pointed_out(
+    architectures: tuple[str, ...], slower: bool
+) -> None:
+    collected = replace(info.collect(), architectures=architectures)
+    assert ("this wheel holds no 90a-real" in collected.text()) is slower
 
 
 def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,11 +42,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class Instance:
-    """One compiled kernel; head_dim is the largest that it takes."""
+    """The kernels of one family for one head dim, the largest that they take.
+
+    Args:
+        direction: "fwd" or "bwd".
+        dtype: "fp16" or "bf16".
+        head_dim: of the kernels; smaller ones are padded.
+        family: "sm80", for every supported GPU, or "sm90", for compute capability 9.0 alone.
+    """
 
     direction: str
     dtype: str
     head_dim: int
+    family: str = "sm80"
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,8 @@ def parse(record: Mapping[str, Any]) -> BuildInfo:
                 for head_dim, tile in sorted((int(d), t) for d, t in record["tiles"].items())
             },
             instances=tuple(
-                Instance(i["direction"], i["dtype"], i["head_dim"]) for i in record["instances"]
+                Instance(i["direction"], i["dtype"], i["head_dim"], i.get("family", "sm80"))
+                for i in record["instances"]
             ),
             sources={str(part): str(sha256) for part, sha256 in record["sources"].items()},
             bits_version=int(record.get("bits_version", 0)),

@@ -43,7 +43,8 @@ class Info:
         cuda_toolkit: version of the compiler that built the kernels.
         driver_floor: lowest Linux driver (its major version) for the toolkit; None: not known.
         architectures: GPU code in the wheel, as CMAKE_CUDA_ARCHITECTURES.
-        instances: kernels in the wheel: direction, then dtype, to head dims.
+        instances: kernels in the wheel: direction (and family, unless it is "sm80": "fwd sm90"),
+            then dtype, to head dims.
         torch_floor: lowest torch that the wheel runs with.
         torch_version: the torch found.
         torch_cuda: CUDA version of the torch found; None: built without CUDA.
@@ -99,6 +100,12 @@ class Info:
             lines.append(
                 "note           virtual architectures are PTX, which newer GPUs compile at load; "
                 "that needs a driver at least as new as the toolkit"
+            )
+        hopper = [d for d in self.devices if d.capability == "9.0"]
+        if hopper and not any(name.startswith("90a") for name in self.architectures):
+            lines.append(
+                "note           this wheel holds no 90a-real: a Hopper GPU runs the kernels for "
+                "every GPU, whose forward takes 1.5 to 2 times as long"
             )
         if self.kernels_missing:
             lines.append(f"CUDA kernels   not loaded: {self.kernels_missing}")
@@ -170,7 +177,8 @@ def _mode() -> tuple[Mode | None, str]:
 def _instances(built: BuildInfo) -> dict[str, dict[str, list[int]]]:
     table: dict[str, dict[str, list[int]]] = {}
     for instance in built.instances:
-        dtypes = table.setdefault(instance.direction, {})
+        other = "" if instance.family == "sm80" else f" {instance.family}"
+        dtypes = table.setdefault(f"{instance.direction}{other}", {})
         dtypes.setdefault(instance.dtype, []).append(instance.head_dim)
     return table
 

@@ -16,7 +16,11 @@ class Plan:
     """How a call is carried out. Its bits depend on split_size and block_n, on nothing else here.
 
     Args:
-        family: "sm80": the kernels for every supported GPU; "reference": plain torch, on CPUs.
+        family: "sm80": the kernels for every supported GPU; "sm90": those for compute capability
+            9.0 (Hopper) alone, of calls that they cover; "reference": plain torch, on CPUs. The
+            environment variable FLASH_ATTENTION_FAMILY, read in each call, chooses: "sm80" runs
+            those kernels on Hopper too, "sm90" runs Hopper's wherever they can run. The plan
+            supposes contiguous tensors: others may run in the other family.
         path: "one-cta": a thread block of the GPU walks over all splits of its rows; "parts": one
             per split, and a kernel that merges their parts; "few-rows": the same for up to 16 rows.
         block_m: query rows per thread block.

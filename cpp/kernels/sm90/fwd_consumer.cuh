@@ -1,0 +1,592 @@
+// The warpgroups that compute: each owns 64 rows of the tile. Scores of a block are computed while
+// the values of the block before are added; the softmax runs in steps of 64 keys, last to first,
+// with the functions that every other kernel uses, and in their order.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "../tree/softmax_steps.h"
+#include "../tree/split_state.h"
+#include "barrier.h"
+#include "fwd_tile.h"
+#include "fwd_walk.h"
+#include "wgmma.h"
+
+namespace fad::sm90 {
+
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename Element>
+__device__ __forceinline__ uint32_t packed(float low, float high) {
+  uint32_t pair;
+  if constexpr (std::is_same_v<Element, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
+// Over the four threads that share a row, in the order of upstream's Allreduce<4>.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
+  return __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
+}
+
+// Four words of each of four neighbouring threads, transposed: thread i gets word i of each.
+__device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const int lane = threadIdx.x % 4;
+  const bool odd = lane & 1;
+  const bool upper = lane & 2;
+  const uint32_t ab = __shfl_xor_sync(~0u, odd ? a : b, 1);
+  const uint32_t cd = __shfl_xor_sync(~0u, odd ? c : d, 1);
+  const uint32_t a1 = odd ? ab : a;
+  const uint32_t b1 = odd ? b : ab;
+  const uint32_t c1 = odd ? cd : c;
+  const uint32_t d1 = odd ? d : cd;
+  const uint32_t ac = __shfl_xor_sync(~0u, upper ? a1 : c1, 2);
+  const uint32_t bd = __shfl_xor_sync(~0u, upper ? b1 : d1, 2);
+  return upper ? make_uint4(ac, bd, c1, d1) : make_uint4(a1, b1, ac, bd);
+}
+
+// The running softmax of the thread's two rows.
+struct RowState {
+  float max[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0.f, 0.f};
+};
+
+// What one block does to it, for each step of 64 keys: factors of what is there already, and the
+// scaled maximum to take scores against.
+template <int kSteps>
+struct StepScales {
+  float factor[kSteps][2], max_scaled[kSteps][2];
+};
+
+// Step 0 is the last 64 keys of the block.
+template <typename T>
+__device__ __forceinline__ constexpr int first_score(int step) {
+  return (T::kSteps - 1 - step) * (kStep / 2);
+}
+
+template <typename T>
+__device__ __forceinline__ void find_maxima(const FwdCall& call,
+                                            const float (&scores)[T::kKeys / 2], RowState& rows,
+                                            StepScales<T::kSteps>& scales) {
+  float maxima[T::kSteps][2];
+#pragma unroll
+  for (int step = 0; step < T::kSteps; ++step) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // Two chains: a maximum has no order.
+      const float* const s = scores + first_score<T>(step) + 2 * r;
+      float a = fmaxf(s[0], s[1]);
+      float b = fmaxf(s[kStep / 4], s[kStep / 4 + 1]);
+#pragma unroll
+      for (int j = 4; j < kStep / 4; j += 4) {
+        a = fmaxf(a, fmaxf(s[j], s[j + 1]));
+        b = fmaxf(b, fmaxf(s[kStep / 4 + j], s[kStep / 4 + j + 1]));
+      }
+      maxima[step][r] = fmaxf(a, b);
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < T::kSteps; ++step) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      maxima[step][r] = quad_max(maxima[step][r]);
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < T::kSteps; ++step) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float before = rows.max[r];
+      rows.max[r] = fmaxf(before, maxima[step][r]);
+      const float now = rows.max[r] == -INFINITY ? 0.f : rows.max[r];
+      scales.factor[step][r] = rescale_factor(before, now, call.scale_log2);
+      scales.max_scaled[step][r] = scaled_max(now, call.scale_log2);
+    }
+  }
+}
+
+// Scores become their exponentials, and are added to the rows' sums.
+template <typename T>
+__device__ __forceinline__ void exponentiate(const FwdCall& call, float (&scores)[T::kKeys / 2],
+                                             RowState& rows, const StepScales<T::kSteps>& scales) {
+#pragma unroll
+  for (int step = 0; step < T::kSteps; ++step) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rows.sum[r] = rescaled_sum(rows.sum[r], scales.factor[step][r]);
+    }
+#pragma unroll
+    for (int j = 0; j < kStep / 2; ++j) {
+      const int r = j / 2 % 2;
+      float& s = scores[first_score<T>(step) + j];
+      s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
+      rows.sum[r] = __fadd_rn(rows.sum[r], s);
+    }
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void rescale(float (&acc)[kCount], const float (&factor)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (__any_sync(~0u, factor[r] != 1.f)) {
+#pragma unroll
+      for (int j = 2 * r; j < kCount; j += 4) {
+        acc[j] = rescaled_acc(acc[j], factor[r]);
+        acc[j + 1] = rescaled_acc(acc[j + 1], factor[r]);
+      }
+    }
+  }
+}
+
+// Where the state of the later splits waits while an earlier one is worked on: a thread's own part,
+// in shared memory and, where that is too small, in its rows of the output.
+template <typename T>
+struct Waiting {
+  static constexpr bool kUsesOut = T::kStateColumns < T::kColumns;
+
+  uint32_t shared;      // of this thread's first four values
+  float* out[2] = {};   // this thread's part of its two rows; nullptr: no such row
+  int out_columns = 0;  // eights of columns that the output's rows have
+  RowState rows;
+  bool any = false;
+
+  __device__ __forceinline__ float4 load(int column) const {
+    if (column < T::kStateColumns) {
+      return load_shared(shared + column * 128 * 16);
+    }
+    float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (column < out_columns) {
+      if (out[0] != nullptr) {
+        const float2 pair = *at(0, column);
+        value.x = pair.x;
+        value.y = pair.y;
+      }
+      if (out[1] != nullptr) {
+        const float2 pair = *at(1, column);
+        value.z = pair.x;
+        value.w = pair.y;
+      }
+    }
+    return value;
+  }
+
+  __device__ __forceinline__ void store(int column, float4 value) const {
+    if (column < T::kStateColumns) {
+      store_shared(shared + column * 128 * 16, value);
+    } else if (column < out_columns) {
+      if (out[0] != nullptr) {
+        *at(0, column) = make_float2(value.x, value.y);
+      }
+      if (out[1] != nullptr) {
+        *at(1, column) = make_float2(value.z, value.w);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float2* at(int r, int column) const {
+    return reinterpret_cast<float2*>(out[r] + (column - T::kStateColumns) * 8);
+  }
+};
+
+// The split that `rows` and `acc` hold is done: what waits is merged into it.
+template <typename T>
+__device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting<T>& waiting,
+                                              RowState& rows, float (&acc)[T::kHeadDim / 2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows.sum[r] = quad_sum(rows.sum[r]);
+  }
+  if (waiting.any) {
+    const MergeWeights upper = merge_state(waiting.rows.max[0], waiting.rows.sum[0], rows.max[0],
+                                           rows.sum[0], call.scale_log2);
+    const MergeWeights lower = merge_state(waiting.rows.max[1], waiting.rows.sum[1], rows.max[1],
+                                           rows.sum[1], call.scale_log2);
+#pragma unroll
+    for (int j = 0; j < T::kColumns; ++j) {
+      const float4 later = waiting.load(j);
+      float* const a = acc + 4 * j;
+      a[0] = merge_value(later.x, upper.later, a[0], upper.earlier);
+      a[1] = merge_value(later.y, upper.later, a[1], upper.earlier);
+      a[2] = merge_value(later.z, lower.later, a[2], lower.earlier);
+      a[3] = merge_value(later.w, lower.later, a[3], lower.earlier);
+      if (j % 2 == 1) {
+        hold(acc);  // loads must not pile up in registers
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void let_wait(Waiting<T>& waiting, const RowState& rows,
+                                         const float (&acc)[T::kHeadDim / 2]) {
+#pragma unroll
+  for (int j = 0; j < T::kColumns; ++j) {
+    waiting.store(j, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+  }
+  waiting.rows = rows;
+  waiting.any = true;
+}
+
+template <typename T>
+__device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, int group) {
+  using Element = typename T::Element;
+  const int thread = threadIdx.x % 128;
+  const int lane = thread % 32;
+  const int row_in_group = thread / 32 * 16 + lane / 4;  // and the one 8 below it
+  const uint32_t queries = shared + group * T::kQGroupBytes;
+  const uint32_t q_full = shared + T::kQFull + 8 * group;
+  const uint32_t q_empty = shared + T::kQEmpty + 8 * group;
+
+  float scores[T::kKeys / 2];
+  float acc[T::kHeadDim / 2];
+  uint32_t weights[T::kKeys / 4];  // exponentials in 16 bit, as an operand
+  StepScales<T::kSteps> scales;
+  Ring ring;
+
+  const auto wait_full = [&](const Ring& at) {
+    barrier_wait(shared + T::kFull + 8 * at.slot, at.parity);
+  };
+  const auto free_block = [&](const Ring& at) {
+    if (lane == 0) {
+      barrier_arrive(shared + T::kEmpty + 8 * at.slot);
+    }
+  };
+  const auto block_at = [&](const Ring& at) {
+    return shared + T::kRingAt + at.slot * T::kBlockBytes;
+  };
+  // Every warpgroup takes as many turns as the tile has blocks, less one.
+  const auto await_turn = [&] {
+    if constexpr (T::kTakesTurns) {
+      named_barrier_sync(1 + group, 256);
+    }
+  };
+  const auto end_turn = [&] {
+    if constexpr (T::kTakesTurns) {
+      named_barrier_arrive(group + 1 == T::kWarpgroups ? 1 : 2 + group, 256);
+    }
+  };
+  if (T::kTakesTurns && group + 1 == T::kWarpgroups) {
+    end_turn();
+  }
+  // Blocks of the ring, and whole steps, that this warpgroup leaves to the others.
+  const auto pass = [&](int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      wait_full(ring);
+      free_block(ring);
+      ring.advance(call.blocks);
+    }
+  };
+  const auto pass_steps = [&](int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      pass(2);
+      await_turn();
+      end_turn();
+    }
+  };
+  const auto issue_scores = [&](const Ring& at) {
+    const uint64_t q = operand(queries, 16);
+    const uint64_t k = operand(block_at(at), 16);
+#pragma unroll
+    for (int i = 0; i < T::kHeadDim / 16; ++i) {
+      const int in_box = i % 4 * kOperandColumns16;
+      SharedProduct<Element, T::kKeys>::issue(scores, q + (i / 4 * T::kQBoxBytes / 16 + in_box),
+                                              k + (i / 4 * T::kBoxBytes / 16 + in_box), i > 0);
+    }
+  };
+  const auto issue_values = [&](const Ring& at, int step, bool accumulate) {
+    const int first = (T::kSteps - 1 - step) * kStep;
+    const uint64_t v = operand(block_at(at) + first * kBoxRowBytes, T::kBoxBytes);
+#pragma unroll
+    for (int i = 0; i < kStep / 16; ++i) {
+      RegisterProduct<Element, T::kHeadDim>::issue(acc, weights + first / 4 + 4 * i,
+                                                   v + i * kOperandRows16, i > 0 || accumulate);
+    }
+  };
+  const auto pack_weights = [&] {
+#pragma unroll
+    for (int j = 0; j < T::kKeys / 4; ++j) {
+      weights[j] = packed<Element>(scores[2 * j], scores[2 * j + 1]);
+    }
+  };
+
+#pragma unroll 1
+  for (int turn = 0;; ++turn) {
+    const uint32_t work_at = shared + T::kWorkAt + 32 * (turn & 1);
+    barrier_wait(shared + T::kWorkFull + 8 * (turn & 1), turn >> 1 & 1);
+    const Work work = read_work(work_at);
+    if (work.first_row < 0) {
+      return;
+    }
+    const int first_row = work.first_row + group * kGroupRows;
+    const int diagonal = work.seqlen_k - work.seqlen_q;
+    // Blocks of the tile, and those of this warpgroup's rows.
+    const KeyRange tile_blocks =
+        blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row,
+                                  min(work.first_row + T::kRows, work.seqlen_q) - 1));
+    KeyRange own = {0, 0};
+    if (first_row < work.seqlen_q) {
+      own = blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, first_row,
+                                      min(first_row + kGroupRows, work.seqlen_q) - 1));
+    }
+    // Keys that all rows of this warp see.
+    const int warp_row = first_row + thread / 32 * 16;
+    const int seen_end = min(work.seqlen_k, warp_row + diagonal + 1 + call.window_right);
+    const int seen_begin = warp_row + 15 + diagonal - call.window_left;
+
+    RowState rows;
+    Waiting<T> waiting;
+    waiting.shared = shared + T::kStateAt + (group * T::kStateColumns * 128 + thread) * 16;
+    // Rows of the output are looked up where they are needed: registers are short in the loop.
+    const auto out_row = [&](const Work& now, int r) {
+      const int row = now.first_row + group * kGroupRows + row_in_group + 8 * r;
+      const int64_t first = call.cu_seqlens_q == nullptr ? now.bidb * call.out_batch_stride
+                                                         : now.q_row * call.out_row_stride;
+      return row < now.seqlen_q ? static_cast<Element*>(call.out) + first +
+                                      now.bidh * call.out_head_stride + row * call.out_row_stride
+                                : nullptr;
+    };
+    const auto find_out = [&] {
+      if constexpr (Waiting<T>::kUsesOut) {
+        const Work now = read_work(work_at);
+        waiting.out_columns = call.head_dim / 8;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          Element* const row = out_row(now, r);
+          waiting.out[r] = row == nullptr ? nullptr : reinterpret_cast<float*>(row) + lane % 4 * 2;
+        }
+      }
+    };
+    const auto hide_keys = [&](int block) {
+      if constexpr (T::kSoftcap) {
+#pragma unroll
+        for (int j = 0; j < T::kKeys / 2; ++j) {
+          scores[j] = tanh_approx(__fmul_rn(scores[j], call.softcap));
+        }
+      }
+      const int key = block * T::kKeys;
+      if (key + T::kKeys > seen_end || key < seen_begin) {
+        const int row = first_row + row_in_group + diagonal;
+        const int column = key + lane % 4 * 2;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int end = min(work.seqlen_k, row + 8 * r + 1 + call.window_right) - column;
+          const int begin = row + 8 * r - call.window_left - column;
+#pragma unroll
+          for (int j = 2 * r; j < T::kKeys / 2; j += 4) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int at = j / 4 * 8 + i;
+              if (at >= end || at < begin) {
+                scores[j + i] = -INFINITY;
+              }
+            }
+          }
+        }
+      }
+    };
+
+    if (own.end > own.begin) {
+      const int hidden_after = tile_blocks.end - own.end;
+      int block = own.end - 1;
+      bool empty_acc = true;
+      if (hidden_after > 0) {
+        pass(1);
+        pass_steps(hidden_after - 1);
+      }
+      barrier_wait(q_full, turn & 1);
+      wait_full(ring);
+      hold(scores);
+      wgmma_fence();
+      issue_scores(ring);
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(scores);
+      free_block(ring);
+      ring.advance(call.blocks);
+      hide_keys(block);
+      find_maxima<T>(call, scores, rows, scales);
+      exponentiate<T>(call, scores, rows, scales);
+      pack_weights();
+      if (hidden_after > 0) {
+        pass(1);
+        await_turn();
+        end_turn();
+      }
+
+      // Scores of `block`, and the values of the block after it. is_new_split: that one was the
+      // first of its split.
+      const auto step = [&](auto is_new_split) {
+        constexpr bool kNewSplit = decltype(is_new_split)::value;
+        const Ring k_at = ring;
+        ring.advance(call.blocks);
+        const Ring v_at = ring;
+        ring.advance(call.blocks);
+        wait_full(k_at);
+        wait_full(v_at);
+        hold(scores);
+        hold(acc);
+        hold(weights);
+        [[maybe_unused]] const float last_factor[2] = {scales.factor[T::kSteps - 1][0],
+                                                       scales.factor[T::kSteps - 1][1]};
+        await_turn();
+        wgmma_fence();
+        issue_scores(k_at);
+        wgmma_commit();
+        issue_values(v_at, 0, !empty_acc);
+        wgmma_commit();
+        end_turn();
+        wgmma_wait<1>();
+        hold(scores);
+        free_block(k_at);
+        RowState done;
+        if constexpr (kNewSplit) {
+          done = rows;
+          rows = RowState{};
+        }
+        hide_keys(block);
+        find_maxima<T>(call, scores, rows, scales);
+        if constexpr (T::kSteps == 2) {
+          wgmma_wait<0>();
+          hold(acc);
+          rescale(acc, last_factor);
+          hold(acc);
+          wgmma_fence();
+          issue_values(v_at, 1, true);
+          wgmma_commit();
+        }
+        exponentiate<T>(call, scores, rows, scales);
+        wgmma_wait<0>();
+        hold(acc);
+        hold(weights);
+        free_block(v_at);
+        if constexpr (kNewSplit) {
+          find_out();
+          merge_waiting(call, waiting, done, acc);
+          let_wait(waiting, done, acc);
+          empty_acc = true;
+        } else {
+          rescale(acc, scales.factor[0]);
+          empty_acc = false;
+        }
+        pack_weights();
+      };
+#pragma unroll 1
+      for (;;) {
+        const int split_begin = max(own.begin, block / call.split_blocks * call.split_blocks);
+#pragma unroll 1
+        while (block > split_begin) {
+          --block;
+          step(std::false_type{});
+        }
+        if (block == own.begin) {
+          break;
+        }
+        --block;
+        step(std::true_type{});
+      }
+      if (lane == 0) {
+        barrier_arrive(q_empty);
+      }
+
+      const int hidden_before = own.begin - tile_blocks.begin;
+      if (hidden_before > 0) {
+        pass(1);
+        await_turn();
+        end_turn();
+      }
+      wait_full(ring);
+      hold(acc);
+      hold(weights);
+      wgmma_fence();
+      issue_values(ring, 0, !empty_acc);
+      wgmma_commit();
+      wgmma_wait<0>();
+      hold(acc);
+      if constexpr (T::kSteps == 2) {
+        rescale(acc, scales.factor[1]);
+        hold(acc);
+        wgmma_fence();
+        issue_values(ring, 1, true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        hold(acc);
+      }
+      free_block(ring);
+      ring.advance(call.blocks);
+      if (hidden_before > 0) {
+        pass_steps(hidden_before - 1);
+        pass(1);
+      }
+      find_out();
+      merge_waiting(call, waiting, rows, acc);
+      __syncwarp();  // the rows of the output are free
+    } else {
+      if (tile_blocks.end > tile_blocks.begin) {
+        pass(1);
+        pass_steps(tile_blocks.end - tile_blocks.begin - 1);
+        pass(1);
+      }
+      barrier_wait(q_full, turn & 1);
+      if (lane == 0) {
+        barrier_arrive(q_empty);
+      }
+#pragma unroll
+      for (int j = 0; j < T::kHeadDim / 2; ++j) {
+        acc[j] = 0.f;
+      }
+    }
+
+    // The end of the rows. Four threads exchange columns, so that each stores eight of them at
+    // once.
+    const Work now = read_work(work_at);
+    const int64_t lse_at =
+        (call.cu_seqlens_q == nullptr ? now.bidb * call.lse_batch_stride : now.q_row) +
+        now.bidh * call.lse_head_stride + now.first_row + group * kGroupRows + row_in_group;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Element* const out = out_row(now, r);
+      const float inverse = inverse_sum(rows.sum[r]);
+      if (lane % 4 == 0 && out != nullptr) {
+        call.softmax_lse[lse_at + 8 * r] =
+            log_sum_exp(rows.max[r], call.scale, rows.sum[r], INFINITY);
+      }
+#pragma unroll
+      for (int j = 0; j < T::kColumns; j += 4) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const a = acc + 4 * (j + i) + 2 * r;
+          pairs[i] = packed<Element>(normalised(a[0], inverse), normalised(a[1], inverse));
+        }
+        const uint4 eight = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3]);
+        const int column = 8 * (j + lane % 4);
+        if (out != nullptr && column < call.head_dim) {
+          *reinterpret_cast<uint4*>(out + column) = eight;
+        }
+      }
+    }
+    if (lane == 0) {
+      barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
+    }
+  }
+}
+
+}  // namespace fad::sm90

@@ -1,0 +1,79 @@
+// What the Hopper forward takes: one struct, and one launcher per (dtype, head dim).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fad::sm90 {
+
+// Rows of one tensor. Strides in elements; the last dimension is contiguous.
+struct Rows {
+  const void* data;
+  int64_t batch_stride;  // unused where sequences are packed
+  int64_t row_stride;
+  int64_t head_stride;
+};
+
+struct FwdParams {
+  Rows q;  // (batch, seqlen_q, heads, head_dim), or packed: (total_q, heads, head_dim)
+  Rows k;  // (kv_batch, seqlen_k, heads_k, head_dim), or packed: (total_k, heads_k, head_dim)
+  Rows v;
+  // Like q. Its rows also hold waiting accumulators until they get their results.
+  void* out;
+  int64_t out_batch_stride, out_row_stride, out_head_stride;
+  // (batch, heads, seqlen_q), or packed: (heads, total_q); fp32. Rows without keys get +inf.
+  float* softmax_lse;
+  int64_t lse_batch_stride, lse_head_stride;
+
+  int batch, kv_batch;
+  int seqlen_q, seqlen_k;    // of the longest sequence; below 2^29
+  int64_t total_q, total_k;  // rows of packed tensors
+  int heads, heads_k, head_dim;
+
+  const int* cu_seqlens_q;     // (batch + 1): packed queries; nullptr: dense
+  const int* cu_seqlens_k;     // (batch + 1): packed keys; nullptr: dense
+  const int* seqused_k;        // (batch): keys in use; nullptr: all
+  const int* leftpad_k;        // (batch): rows before a sequence's first key; nullptr: none
+  const int* cache_batch_idx;  // (batch): which sequence of k and v; nullptr: the same
+  int seqlen_new;              // keys in use beyond seqused_k: those appended by this call
+
+  int window_left, window_right;  // keys visible before and after the diagonal; below 0: all.
+                                  // The diagonal ends at the last key: causal is (-1, 0).
+  float softcap;                  // scores become tanh(score * softcap) first; 0: they do not
+  float scale;                    // of scores in softmax_lse
+  float scale_log2;               // of scores in exp2
+  int split_tokens;               // a multiple of 64; 0: one split
+
+  // Set to 0 by the launcher, on the stream: CTAs take tiles from it one by one. nullptr: tiles are
+  // dealt out beforehand.
+  unsigned* tile_counter;
+};
+
+// Whether the kernel takes tensors laid out like this.
+inline bool supports(const FwdParams& params) {
+  const auto fits = [&](const Rows& rows, int64_t batch, int64_t count, int heads) {
+    const auto stride = [](int64_t value, int64_t size) {
+      return size == 1 || (value > 0 && value % 8 == 0 && value < (int64_t{1} << 39));
+    };
+    return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && stride(rows.row_stride, count) &&
+           stride(rows.head_stride, heads) && stride(rows.batch_stride, batch);
+  };
+  const bool packed_q = params.cu_seqlens_q != nullptr;
+  const bool packed_k = params.cu_seqlens_k != nullptr;
+  const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
+  const int64_t rows_k = packed_k ? params.total_k : params.seqlen_k;
+  // The kernel numbers its tiles, of 64 rows or more, with an int.
+  const int64_t tiles =
+      static_cast<int64_t>(params.batch) * params.heads * ((params.seqlen_q + 63) / 64);
+  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 && rows_q > 0 &&
+         rows_k > 0 && params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
+         rows_q < (int64_t{1} << 31) && rows_k < (int64_t{1} << 31) &&
+         fits(params.q, packed_q ? 1 : params.batch, rows_q, params.heads) &&
+         fits(params.k, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
+         fits(params.v, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
+         reinterpret_cast<uintptr_t>(params.out) % 16 == 0 && params.out_row_stride % 8 == 0 &&
+         params.out_head_stride % 8 == 0 && params.out_batch_stride % 8 == 0;
+}
+
+}  // namespace fad::sm90

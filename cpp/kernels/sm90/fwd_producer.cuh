@@ -1,0 +1,195 @@
+// The warps that feed the consumers: one takes tiles and loads K and V, one loads Q, one clears
+// rows of V behind the end of a sequence.
+#pragma once
+
+#include "../tree/lengths.h"
+#include "barrier.h"
+#include "fwd_tile.h"
+#include "fwd_walk.h"
+#include "tma.h"
+
+namespace fad::sm90 {
+
+// Tiles of the last rows first: where the mask is causal they take longest. All heads of a batch
+// of heads, whose K and V fit in L2, before the next.
+template <typename T>
+__device__ __forceinline__ Work work_of(const FwdCall& call, int tile, int& k_row) {
+  const int heads = call.batch * call.heads;
+  const int section = tile / (call.heads_at_a_time * call.row_tiles);
+  const int first_head = section * call.heads_at_a_time;
+  const int here = min(call.heads_at_a_time, heads - first_head);
+  const int rest = tile - first_head * call.row_tiles;
+  const int row_tile = rest / here;
+  const int head = first_head + rest - row_tile * here;
+  Work work;
+  work.first_row = (call.row_tiles - 1 - row_tile) * T::kRows;
+  work.bidb = head / call.heads;
+  work.bidh = head - work.bidb * call.heads;
+  const int b = work.bidb;
+  work.q_row = call.cu_seqlens_q == nullptr ? 0 : call.cu_seqlens_q[b];
+  work.seqlen_q =
+      within(call.cu_seqlens_q == nullptr ? call.seqlen_q : call.cu_seqlens_q[b + 1] - work.q_row,
+             call.seqlen_q);
+  const int pad = call.leftpad_k == nullptr ? 0 : call.leftpad_k[b];
+  const int first_k = call.cu_seqlens_k == nullptr ? 0 : call.cu_seqlens_k[b];
+  int length = call.cu_seqlens_k == nullptr ? call.seqlen_k : call.cu_seqlens_k[b + 1] - first_k;
+  length = (call.seqused_k == nullptr ? length : call.seqused_k[b]) + call.seqlen_new - pad;
+  work.seqlen_k = within(length, call.seqlen_k - pad);
+  k_row = first_k + pad;
+  return work;
+}
+
+// Tile number `turn` of this CTA, where tiles are dealt out beforehand: to and fro, so that long
+// ones and short ones come to the same CTA.
+__device__ __forceinline__ int dealt_tile(int turn) {
+  const int cta = static_cast<int>(blockIdx.x);
+  const int ctas = static_cast<int>(gridDim.x);
+  return turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
+}
+
+template <typename T>
+__device__ __forceinline__ KeyRange tile_blocks(const FwdCall& call, const Work& work) {
+  const int last_row = min(work.first_row + T::kRows, work.seqlen_q) - 1;
+  return blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row, last_row));
+}
+
+// One thread.
+template <typename T>
+__device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const CUtensorMap& k_map,
+                                                     const CUtensorMap& v_map, uint32_t shared) {
+  Ring ring;
+  int taken = 0;
+  for (int turn = 0;; ++turn) {
+    Work work;
+    int k_row = 0;
+    for (;;) {
+      const int tile = call.tile_counter == nullptr
+                           ? dealt_tile(taken++)
+                           : static_cast<int>(atomicAdd(call.tile_counter, 1u));
+      if (tile >= call.tiles) {
+        work.first_row = -1;
+        break;
+      }
+      work = work_of<T>(call, tile, k_row);
+      if (work.first_row < work.seqlen_q) {
+        break;
+      }
+    }
+    const bool done = work.first_row < 0;
+    const KeyRange blocks = done ? KeyRange{0, 0} : tile_blocks<T>(call, work);
+    const int count = blocks.end - blocks.begin;
+
+    // The block that holds the end of the sequence is the first one loaded.
+    const bool may_have_tail =
+        call.cu_seqlens_k != nullptr || call.seqused_k != nullptr || call.leftpad_k != nullptr;
+    const int behind = work.seqlen_k - (blocks.end - 1) * T::kKeys;
+    const bool tail = may_have_tail && count > 0 && behind < T::kKeys;
+    // V's first block comes third to the ring, or second where it is the only one.
+    const int tail_slot = (ring.slot + (count == 1 ? 1 : 2)) % call.blocks;
+    work.tail_slot = tail ? tail_slot : -1;
+    work.tail_row = behind;
+
+    const int note = turn & 1;
+    barrier_wait(shared + T::kWorkEmpty + 8 * note, (turn >> 1 & 1) ^ 1);
+    write_work(shared + T::kWorkAt + 32 * note, work);
+    barrier_arrive(shared + T::kWorkFull + 8 * note);
+    if (done) {
+      return;
+    }
+
+    const int batch = call.cu_seqlens_k != nullptr      ? 0
+                      : call.cache_batch_idx != nullptr ? call.cache_batch_idx[work.bidb]
+                                                        : work.bidb;
+    const int head = work.bidh / call.heads_per_kv;
+    const auto load = [&](const CUtensorMap& map, int block, bool is_tail) {
+      barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
+      const uint32_t full =
+          shared + (is_tail ? T::kTailLoaded + 8 * note : T::kFull + 8 * ring.slot);
+      const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
+      barrier_expect(full, T::kBlockBytes);
+#pragma unroll
+      for (int box = 0; box < T::kBoxes; ++box) {
+        load_box(to + box * T::kBoxBytes, map, full, box * kBoxColumns, head,
+                 k_row + block * T::kKeys, batch);
+      }
+      ring.advance(call.blocks);
+    };
+    // Each block of V comes after the next block of K, as the consumers need them.
+    for (int block = blocks.end; block >= blocks.begin && count > 0; --block) {
+      if (block > blocks.begin) {
+        load(k_map, block - 1, false);
+      }
+      if (block < blocks.end) {
+        load(v_map, block, tail && block == blocks.end - 1);
+      }
+    }
+  }
+}
+
+// One thread.
+template <typename T>
+__device__ __forceinline__ void load_queries(const FwdCall& call, const CUtensorMap& q_map,
+                                             uint32_t shared) {
+  uint32_t parity = 0;
+  for (int turn = 0;; ++turn) {
+    const int note = turn & 1;
+    barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);
+    const Work work = read_work(shared + T::kWorkAt + 32 * note);
+    barrier_arrive(shared + T::kWorkEmpty + 8 * note);
+    if (work.first_row < 0) {
+      return;
+    }
+    const int batch = call.cu_seqlens_q == nullptr ? work.bidb : 0;
+#pragma unroll 1
+    for (int group = 0; group < T::kWarpgroups; ++group) {
+      const uint32_t full = shared + T::kQFull + 8 * group;
+      const uint32_t to = shared + group * T::kQGroupBytes;
+      barrier_wait(shared + T::kQEmpty + 8 * group, parity ^ 1);
+      barrier_expect(full, T::kQGroupBytes);
+#pragma unroll
+      for (int box = 0; box < T::kBoxes; ++box) {
+        load_box(to + box * T::kQBoxBytes, q_map, full, box * kBoxColumns, work.bidh,
+                 work.q_row + work.first_row + group * kGroupRows, batch);
+      }
+    }
+    parity ^= 1;
+  }
+}
+
+// One warp. What lies behind the end of a sequence may be NaN, and 0 * NaN is NaN.
+template <typename T>
+__device__ __forceinline__ void clear_tails(uint32_t shared) {
+  const int lane = threadIdx.x % 32;
+  uint32_t parities = 0;  // a bit for each note
+  for (int turn = 0;; ++turn) {
+    const int note = turn & 1;
+    barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);
+    const Work work = read_work(shared + T::kWorkAt + 32 * note);
+    if (work.first_row < 0) {
+      return;
+    }
+    if (work.tail_slot >= 0) {
+      barrier_wait(shared + T::kTailLoaded + 8 * note, parities >> note & 1);
+      parities ^= 1u << note;
+      const uint32_t block = shared + T::kRingAt + work.tail_slot * T::kBlockBytes;
+      for (int row = work.tail_row + lane / 8; row < T::kKeys; row += 4) {
+#pragma unroll
+        for (int box = 0; box < T::kBoxes; ++box) {
+          store_shared(block + box * T::kBoxBytes + row * kBoxRowBytes + lane % 8 * 16,
+                       make_float4(0.f, 0.f, 0.f, 0.f));
+        }
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(shared + T::kFull + 8 * work.tail_slot);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(shared + T::kWorkEmpty + 8 * note);
+    }
+  }
+}
+
+}  // namespace fad::sm90

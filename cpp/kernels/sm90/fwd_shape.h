@@ -1,0 +1,32 @@
+// How large the forward's tiles are, for each head dim. No bits depend on it.
+#pragma once
+
+#include "../tree/tree.h"
+
+namespace fad::sm90 {
+
+constexpr int kStep = kKeysPerBlock;      // keys of one softmax step
+constexpr int kGroupRows = 64;            // rows of a consumer warpgroup: the height of wgmma
+constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0: all of it
+
+// keys: of one product q k^T, one or two steps. state_columns: how many eights of columns of the
+// waiting accumulator lie in shared memory; the rest, at most half, waits in the rows of the
+// output. takes_turns: whether warpgroups issue their products one after another, so that the
+// softmax of one falls into the products of the others. (Measured on an H100, as block_m in
+// instances.json was.)
+struct FwdShape {
+  int keys, state_columns;
+  bool takes_turns;
+};
+
+// block_m: query rows to a CTA, 64 to a warpgroup that computes.
+constexpr FwdShape fwd_shape(int head_dim, int block_m) {
+  return head_dim == 64                      ? FwdShape{128, 8, false}
+         : head_dim == 96                    ? FwdShape{64, 12, true}
+         : head_dim == 128 && block_m == 192 ? FwdShape{64, 16, true}
+         : head_dim == 128                   ? FwdShape{128, 16, false}
+         : head_dim == 192                   ? FwdShape{64, 12, true}
+                                             : FwdShape{64, 16, false};
+}
+
+}  // namespace fad::sm90

@@ -1,0 +1,73 @@
+// How the forward's tiles share an SM's threads, registers and memory.
+#pragma once
+
+#include <type_traits>
+
+#include "fwd_shape.h"
+#include "tma.h"
+
+namespace fad::sm90 {
+
+template <typename Element_, int kHeadDim_, bool kSoftcap_, int kWarpgroups_, int kKeys_,
+          int kStateColumns_, bool kTakesTurns_>
+struct FwdTile {
+  static constexpr bool kTakesTurns = kTakesTurns_;
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kSoftcap = kSoftcap_;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kKeys = kKeys_;
+  static constexpr int kSteps = kKeys / kStep;
+  static constexpr int kRows = kGroupRows * kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  // A CTA has the registers it is launched with, in eights for each thread of an SM's 65536: with
+  // more, a warpgroup would wait for them forever.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
+                (kWarpgroups + 1) * kLaunchRegisters);
+
+  static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
+  static constexpr int kStateColumns = kStateColumns_;
+  static_assert(2 * kStateColumns >= kColumns && kSteps * kStep == kKeys);
+
+  // Shared memory: Q, a ring of blocks of K and V, what waits of the later splits, barriers.
+  static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kQBoxBytes = kGroupRows * kBoxRowBytes;
+  static constexpr int kQGroupBytes = kBoxes * kQBoxBytes;
+  static constexpr int kQBytes = kWarpgroups * kQGroupBytes;
+  static constexpr int kBoxBytes = kKeys * kBoxRowBytes;
+  static constexpr int kBlockBytes = kBoxes * kBoxBytes;
+  static constexpr int kStateBytes = kRows * 32 * kStateColumns;
+  static constexpr int kBarrierBytes = 512;
+  static constexpr int kMaxBlocks = 12;
+  static constexpr int blocks_in(int bytes) {
+    return bytes / kBlockBytes < kMaxBlocks ? bytes / kBlockBytes : kMaxBlocks;
+  }
+  // Blocks in the ring where state waits, and where a single split has none.
+  static constexpr int kBlocks = blocks_in(kSharedBytes - kBarrierBytes - kQBytes - kStateBytes);
+  static constexpr int kBlocksAlone = blocks_in(kSharedBytes - kBarrierBytes - kQBytes);
+  static_assert(kBlocks >= 3);
+  static constexpr int kRingAt = kQBytes;
+  static constexpr int kStateAt = kRingAt + kBlocks * kBlockBytes;
+  static constexpr int kBarriersAt = kSharedBytes - kBarrierBytes;
+
+  // Barriers, 8 bytes each.
+  static constexpr int kFull = kBarriersAt;               // of each block of the ring
+  static constexpr int kEmpty = kFull + 8 * kMaxBlocks;   // likewise
+  static constexpr int kQFull = kEmpty + 8 * kMaxBlocks;  // of each warpgroup's Q
+  static constexpr int kQEmpty = kQFull + 8 * kWarpgroups;
+  static constexpr int kWorkFull = kQEmpty + 8 * kWarpgroups;  // of the two notes on work
+  static constexpr int kWorkEmpty = kWorkFull + 16;
+  static constexpr int kTailLoaded = kWorkEmpty + 16;  // V whose rows behind the end must go
+  static constexpr int kWorkAt = kBarriersAt + kBarrierBytes - 2 * 32;
+  static_assert(kTailLoaded + 16 <= kWorkAt && kWorkAt % 16 == 0);
+};
+
+template <typename Element, int kHeadDim, int kBlockM, bool kSoftcap>
+using TileOf =
+    FwdTile<Element, kHeadDim, kSoftcap, kBlockM / kGroupRows, fwd_shape(kHeadDim, kBlockM).keys,
+            fwd_shape(kHeadDim, kBlockM).state_columns, fwd_shape(kHeadDim, kBlockM).takes_turns>;
+
+}  // namespace fad::sm90

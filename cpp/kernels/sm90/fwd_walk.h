@@ -1,0 +1,78 @@
+// What the forward's producer and consumers agree on: which keys a row sees, in which blocks of
+// T::kKeys keys, and which tile of rows is worked on. A CTA goes over the blocks of its tile from
+// the last one down.
+#pragma once
+
+#include "../tree/masking.h"
+#include "barrier.h"
+#include "fwd_params.h"
+
+namespace fad::sm90 {
+
+// A call's parameters as the kernel wants them.
+struct FwdCall : FwdParams {
+  int tiles;            // of all sequences and heads
+  int row_tiles;        // of the longest sequence
+  int heads_at_a_time;  // (batch, head) pairs whose tiles are worked on together
+  int heads_per_kv;
+  int blocks;        // in the ring
+  int split_blocks;  // blocks of keys in a split
+};
+
+struct KeyRange {
+  int begin, end;
+};
+
+// Keys that some row of [first_row, last_row] sees.
+__device__ __forceinline__ KeyRange visible_keys(const FwdCall& call, int seqlen_q, int seqlen_k,
+                                                 int first_row, int last_row) {
+  const int diagonal = seqlen_k - seqlen_q;
+  const int end = min(seqlen_k, last_row + diagonal + 1 + call.window_right);
+  const int begin = max(0, first_row + diagonal - call.window_left);
+  return {begin, end};
+}
+
+// Blocks of T::kKeys keys that hold these keys.
+template <typename T>
+__device__ __forceinline__ KeyRange blocks_of(KeyRange keys) {
+  if (keys.end <= keys.begin) {
+    return {0, 0};
+  }
+  return {keys.begin / T::kKeys, (keys.end - 1) / T::kKeys + 1};
+}
+
+// The next block of the ring.
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int blocks) {
+    if (++slot == blocks) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// A tile of rows of one head, as the producer notes it for the others.
+struct Work {
+  int first_row;  // in its sequence; below 0: there is no more work
+  int bidb, bidh;
+  int seqlen_q, seqlen_k;
+  int q_row;      // of the sequence's first query: packed sequences follow one another
+  int tail_slot;  // block of the ring that holds V behind the end of the sequence; below 0: none
+  int tail_row;   // its first row behind the end
+};
+
+__device__ __forceinline__ void write_work(uint32_t at, const Work& work) {
+  store_shared_ints(at, make_int4(work.first_row, work.bidb, work.bidh, work.seqlen_q));
+  store_shared_ints(at + 16, make_int4(work.seqlen_k, work.q_row, work.tail_slot, work.tail_row));
+}
+
+__device__ __forceinline__ Work read_work(uint32_t at) {
+  const int4 a = load_shared_ints(at);
+  const int4 b = load_shared_ints(at + 16);
+  return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+}  // namespace fad::sm90

@@ -1,0 +1,89 @@
+// The copy engine (TMA): tensor maps on the host, loads of boxes on the device.
+//
+// A tensor of (batch, rows, heads, head_dim) is loaded in boxes of 64 columns of one head and some
+// rows, each row 128 bytes of shared memory, swizzled as wgmma.h reads it. Columns from head_dim on
+// and rows beyond the tensor are filled with zeros.
+#pragma once
+
+#include <c10/cuda/CUDAException.h>
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace fad::sm90 {
+
+constexpr int kBoxColumns = 64;
+constexpr int kBoxRowBytes = 128;
+
+struct MappedTensor {
+  const void* data;
+  int64_t batch_stride, row_stride, head_stride;  // in elements
+  int64_t batch, rows;
+  int heads, head_dim;
+};
+
+// The driver's function, asked for at run time, so that nothing links libcuda.
+inline auto encode_tensor_map() {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                    cudaEnableDefault, &result));
+#else
+    C10_CUDA_CHECK(
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result));
+#endif
+    if (result != cudaDriverEntryPointSuccess || function == nullptr) {
+      throw std::runtime_error("cuTensorMapEncodeTiled: not offered by this driver");
+    }
+    return reinterpret_cast<Encode>(function);
+  }();
+  return encode;
+}
+
+inline CUtensorMap tensor_map(const MappedTensor& tensor, CUtensorMapDataType type, int box_rows) {
+  // The stride of a dimension of size 1 may be anything, but the driver checks it.
+  const auto bytes = [](int64_t stride, int64_t size) {
+    return static_cast<cuuint64_t>(size == 1 ? 16 : 2 * stride);
+  };
+  const cuuint64_t sizes[4] = {
+      static_cast<cuuint64_t>(tensor.head_dim), static_cast<cuuint64_t>(tensor.heads),
+      static_cast<cuuint64_t>(tensor.rows), static_cast<cuuint64_t>(tensor.batch)};
+  const cuuint64_t strides[3] = {bytes(tensor.head_stride, tensor.heads),
+                                 bytes(tensor.row_stride, tensor.rows),
+                                 bytes(tensor.batch_stride, tensor.batch)};
+  const cuuint32_t box[4] = {kBoxColumns, 1, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encode_tensor_map()(&map, type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(result));
+  }
+  return map;
+}
+
+#ifdef __CUDACC__
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Loads a box; its bytes count towards the barrier's phase.
+__device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier,
+                                         int column, int head, int row, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(head), "r"(row), "r"(batch)
+      : "memory");
+}
+#endif
+
+}  // namespace fad::sm90

@@ -1,0 +1,201 @@
+"""Hopper's kernels and those for every GPU give the same bits: one family forced against the other.
+
+FLASH_ATTENTION_FAMILY is read in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_deterministic import (
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn_deterministic.info.build_info import build_info
+
+from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, skip_unless_built
+from tests.gpu.gradients import int32
+
+pytestmark = pytest.mark.gpu
+
+VARIABLE = "FLASH_ATTENTION_FAMILY"
+CONFIGS = each_config(
+    [(d, t) for d in (40, 64, 96, 112, 128, 160, 192, 256) for t in ("bf16", "fp16")]
+)
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 30)},
+    "softcap": {"softcap": 20.0, "causal": True},
+}
+MASK = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+SPLIT = pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the sm90 family runs on compute capability 9.0 alone")
+    if not any(name.startswith("90a") for name in build_info().architectures):
+        pytest.skip("this wheel holds no 90a-real")
+
+
+def assert_families_agree(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Outputs]) -> None:
+    results = {}
+    for family in ("sm80", "sm90"):
+        monkeypatch.setenv(VARIABLE, family)
+        results[family] = run()
+    assert_same(results["sm90"], results["sm80"])
+
+
+@pytest.mark.parametrize("seqlen_q", [40, 700, 1100])
+@SPLIT
+@MASK
+@CONFIGS
+def test_dense(
+    head_dim: int,
+    dtype: str,
+    options: dict[str, Any],
+    split_size: int,
+    seqlen_q: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((2, seqlen_q, 6, head_dim), 1100, 2, dtype=DTYPES[dtype])
+
+    def run() -> Outputs:
+        out, softmax_lse, _ = flash_attn_func(
+            q, k, v, split_size=split_size, return_attn_probs=True, **options
+        )
+        return out, softmax_lse
+
+    for family in ("sm80", "sm90"):
+        monkeypatch.setenv(VARIABLE, family)
+        plan = explain(flash_attn_func, q, k, v, split_size=split_size, **options)
+        assert plan.family == family
+    assert_families_agree(monkeypatch, run)
+
+
+@SPLIT
+@MASK
+@CONFIGS
+def test_packed(
+    head_dim: int,
+    dtype: str,
+    options: dict[str, Any],
+    split_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    lengths_q, lengths_k = [300, 0, 1, 65, 640], [300, 17, 900, 0, 129]
+    q, _, _ = make_qkv((1, sum(lengths_q), 4, head_dim), dtype=DTYPES[dtype])
+    _, k, v = make_qkv((1, sum(lengths_k), 2, head_dim), dtype=DTYPES[dtype], seed=1)
+    starts_q = int32([sum(lengths_q[:i]) for i in range(6)])
+    starts_k = int32([sum(lengths_k[:i]) for i in range(6)])
+
+    def run() -> Outputs:
+        out, softmax_lse, _ = flash_attn_varlen_func(
+            q[0],
+            k[0],
+            v[0],
+            starts_q,
+            starts_k,
+            max(lengths_q),
+            max(lengths_k),
+            split_size=split_size,
+            return_attn_probs=True,
+            **options,
+        )
+        return out, softmax_lse
+
+    assert_families_agree(monkeypatch, run)
+
+
+@pytest.mark.parametrize("picked", [False, True], ids=["in-order", "picked"])
+@SPLIT
+@MASK
+@CONFIGS
+def test_cache_with_nan_behind_its_ends(
+    head_dim: int,
+    dtype: str,
+    options: dict[str, Any],
+    split_size: int,
+    picked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((3, 200, 6, head_dim), 1024, 2, dtype=DTYPES[dtype])
+    order, used = ([2, 0, 1] if picked else [0, 1, 2]), [1000, 63, 0]
+    for sequence, length in zip(order, used, strict=True):
+        k[sequence, length:] = v[sequence, length:] = float("nan")
+
+    def run() -> Outputs:
+        out, softmax_lse = flash_attn_with_kvcache(
+            q,
+            k,
+            v,
+            cache_seqlens=int32(used),
+            cache_batch_idx=int32(order) if picked else None,
+            split_size=split_size,
+            return_softmax_lse=True,
+            **options,
+        )
+        assert not out.isnan().any()
+        return out, softmax_lse
+
+    assert_families_agree(monkeypatch, run)
+
+
+@pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])
+def test_a_graph_replays_what_was_captured(
+    split_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_built(64, "bf16")
+    monkeypatch.setenv(VARIABLE, "sm90")
+    q, k, v = make_qkv((8, 1100, 16, 64))  # more row blocks than SMs: the counter is used
+
+    def run() -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=True, split_size=split_size)
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(3):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert_same((captured,), (expected,), ("out",))
+
+
+def test_streams_do_not_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_built(64, "bf16")
+    monkeypatch.setenv(VARIABLE, "sm90")
+    q, k, v = make_qkv((8, 1100, 16, 64))
+    expected = flash_attn_func(q, k, v, causal=True)
+    streams: list[Any] = []
+    for _ in range(4):
+        streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call, unused-ignore]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(flash_attn_func(q, k, v, causal=True))
+    torch.cuda.synchronize()
+    for result in results:
+        assert_same((result,), (expected,), ("out",))
+
+
+def test_a_wrong_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_built(64, "bf16")
+    monkeypatch.setenv(VARIABLE, "sm75")
+    q, k, v = make_qkv((1, 64, 1, 64))
+    with pytest.raises(RuntimeError, match="FLASH_ATTENTION_FAMILY: expected the family sm80 or"):
+        flash_attn_func(q, k, v)
