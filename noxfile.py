@@ -267,8 +267,10 @@ def run_tool(
 
 
 def the_wheel(session: nox.Session, folder: str) -> Path:
-    """Finds the one wheel in a folder, or ends the session with what to do."""
-    wheels = sorted((ROOT / folder).glob("*.whl"))
+    """Finds the one wheel in a folder (in dist/dev the newest), or says what to do."""
+    wheels = sorted((ROOT / folder).glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    if folder == "dist/dev":
+        wheels = wheels[-1:]  # after a change of the version, the last one's is there too
     if len(wheels) != 1:
         names = ", ".join(wheel.name for wheel in wheels) or "none"
         session.error(f"{folder}: expected one wheel, found {names}; remove others, or build one")

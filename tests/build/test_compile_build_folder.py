@@ -90,7 +90,7 @@ def test_cmake_does_not_go_on_with_the_options_of_the_last_build(tmp_path: Path)
 
 
 def test_the_units_of_a_real_build_are_found_and_earlier_ones_are_not(tmp_path: Path) -> None:
-    """The real cmake and ninja, with the launcher: what another configuration left is not listed."""
+    """The real cmake and ninja: what another configuration left is not listed."""
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
     if not shutil.which("cmake", path=path) or not shutil.which("ninja", path=path):
         pytest.skip("no cmake and ninja")

@@ -173,7 +173,7 @@ def test_the_licence_of_what_is_linked_is_missing(tmp_path: Path, binary: bytes,
     [
         (" AND MIT", "", "lacks MIT, which is linked in"),
         ("Version: 0.1.0", "Version: 0.1.0+x", "says version 0.1.0+x"),
-        ("Name: ", "Nam: ", "METADATA: not valid"),
+        ("Name: ", "X-Name: ", "METADATA: not valid"),
     ],
     ids=["licence", "version", "damaged"],
 )

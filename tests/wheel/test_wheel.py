@@ -49,7 +49,7 @@ def test_passes_every_check_of_the_build(wheel: Path) -> None:
 
 
 def test_name(wheel: Path) -> None:
-    expected = r"flash_attn_deterministic-[\w.]+-py3-none-manylinux_2_28_x86_64\.whl"
+    expected = r"flash_attn_deterministic-[\w.+]+-py3-none-manylinux_2_28_x86_64\.whl"
     assert re.fullmatch(expected, wheel.name)
 
 

@@ -1,0 +1,103 @@
+"""What nox sessions share: which wheel is meant, where a run of verify goes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Stopped(Exception):
+    """What a session raises to end."""
+
+
+class Session:
+    """Stands in for nox's: notes commands, and ends where nox would."""
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[str, ...]] = []
+
+    def error(self, message: str) -> None:
+        raise Stopped(message)
+
+    def install(self, *arguments: str) -> None:
+        self.commands.append(("install", *arguments))
+
+    def run(self, *arguments: str, **_: Any) -> str:
+        self.commands.append(arguments)
+        return "/packages/nvcc\n"
+
+
+@pytest.fixture(scope="module")
+def noxfile() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sessions", ROOT / "noxfile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def sessions(noxfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(noxfile, "ROOT", tmp_path)
+    return noxfile
+
+
+def put(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for age, name in enumerate(names):
+        (folder / name).write_text("")
+        os.utime(folder / name, (age, age))
+
+
+def test_after_a_change_of_the_version_the_new_dev_wheel_is_meant(
+    sessions: ModuleType, tmp_path: Path
+) -> None:
+    put(tmp_path / "dist" / "dev", "a-0.9.0.whl", "a-0.10.0.whl")
+    assert sessions.the_wheel(Session(), "dist/dev").name == "a-0.10.0.whl"
+
+
+@pytest.mark.parametrize("names", [[], ["a-0.1.0.whl", "a-0.2.0.whl"]], ids=["none", "two"])
+def test_a_release_is_never_a_guess(sessions: ModuleType, tmp_path: Path, names: list[str]) -> None:
+    put(tmp_path / "dist", *names)
+    expected = f"dist: expected one wheel, found {', '.join(names) or 'none'}"
+    with pytest.raises(Stopped, match=expected):
+        sessions.the_wheel(Session(), "dist")
+
+
+def test_each_verification_has_a_folder_of_its_own(sessions: ModuleType, tmp_path: Path) -> None:
+    put(tmp_path, "a.whl")
+    for expected in ("1", "2"):
+        session = Session()
+        sessions.run_verify(session, tmp_path / "a.whl")
+        command = session.commands[-1]
+        assert Path(command[command.index("--out") + 1]) == tmp_path / "verification" / expected
+    (tmp_path / "verification" / "9").mkdir()
+    sessions.run_verify(Session(), tmp_path / "a.whl")
+    assert (tmp_path / "verification" / "10").is_dir()
+
+
+def test_a_locked_build_installs_by_hash_only_and_compiles_with_the_locked_nvcc(
+    sessions: ModuleType,
+) -> None:
+    session = Session()
+    assert sessions.install_compilers(session, locked=True) == "/packages/nvcc"
+    installs = [command for command in session.commands if command[0] == "install"]
+    assert [command[-1] for command in installs] == [
+        "locks/build.txt", "locks/torch.txt", "locks/cuda.txt"
+    ]  # fmt: skip
+    assert all("--require-hashes" in command for command in installs)
+    assert session.commands[-1][-1] == "--packages"
+
+
+def test_cuda_12_is_compiled_with_debians_nvcc(sessions: ModuleType) -> None:
+    session = Session()
+    assert sessions.install_compilers(session, locked=True, cuda12=True) == "/packages/nvcc"
+    assert session.commands[-1][:3] == ("python", "-m", "flash_attn_build.compile.debian_cuda")
