@@ -13,6 +13,7 @@ from tests.gpu.attention import DTYPES, attend, make_qkv, skip_unless_built
 pytestmark = pytest.mark.gpu
 
 ALLOWED = 2**20
+COUNTER = 4  # bytes, of the row blocks that CTAs of the sm90 family have taken
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -36,7 +37,8 @@ def test_scratch_is_what_explain_says(
     torch.cuda.synchronize()
     results = out.nbytes + softmax_lse.nbytes
     plan = explain(flash_attn_func, q, k, v, causal=causal)
-    assert (plan.scratch_bytes == 0) == (plan.path == "one-cta")
-    assert plan.path == ("one-cta" if batch == 4 else "few-rows" if seqlen_q == 1 else "parts")
+    assert (plan.scratch_bytes <= COUNTER) == (plan.path == "one-cta")
+    whole = batch == 4 or plan.family == "sm90"
+    assert plan.path == ("one-cta" if whole else "few-rows" if seqlen_q == 1 else "parts")
     scratch = torch.cuda.max_memory_allocated() - before - results
     assert plan.scratch_bytes <= scratch <= plan.scratch_bytes + ALLOWED

@@ -40,7 +40,8 @@ def test_no_plan_takes_more(
     plan = explain(flash_attn_func, q, k, k, causal=causal, split_size=split_size)
     assert plan.num_splits == -(-seqlen_k // split_size)
     assert plan.scratch_bytes <= LIMIT
-    assert (plan.scratch_bytes == 0) == (plan.path == "one-cta")
+    counter = 4  # bytes, of the row blocks that CTAs of the sm90 family have taken
+    assert (plan.scratch_bytes <= counter) == (plan.path == "one-cta")
 
 
 def run(
