@@ -15,7 +15,7 @@ constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 
 // Parts are computed in tiles of fewer rows, and written and read once more: the one-CTA path is
 // faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
-constexpr double kFullEnough = 0.83;
+constexpr double kFullEnough = 0.76;
 
 // The same for the sm90 family, whose CTAs are one to an SM and take row blocks in turns: the share
 // of these turns that have a row block. (H100, 512 queries on 32768 keys, 32 heads, head dim 128:
@@ -68,6 +68,13 @@ double longest_turns(const FwdParams& params, const FwdKernel& kernel, int num_s
   return rows * ceil_div(row_blocks(params, kernel.block_m), num_sms);
 }
 
+// Whether a kernel can run a call. One without windows masks in one way only: causal, or not.
+bool covers(const FwdKernel& kernel, Features features) {
+  const bool same_mask =
+      (kernel.covers & kWindow) != 0 || (kernel.covers & kCausal) == (features & kCausal);
+  return same_mask && (features & ~kernel.covers) == 0;
+}
+
 // The kernel of a family and path for a call. Of persistent ones, the one with the best tile; of
 // others, the first that covers the call: those that cover least come first.
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
@@ -76,7 +83,7 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];
-    if (kernel.family == family && kernel.path == path && (features & ~kernel.covers) == 0 &&
+    if (kernel.family == family && kernel.path == path && covers(kernel, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
         (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <
                                                       longest_turns(params, *best, num_sms)))) {

@@ -28,6 +28,8 @@ struct FwdTraits
   static constexpr Masking kMasking = (kCovers & kWindow) != 0   ? Masking::kLocal
                                       : (kCovers & kCausal) != 0 ? Masking::kCausal
                                                                  : Masking::kFull;
+  // Upstream's other masks add the bias in another form (tree/softmax_steps.h).
+  static_assert(!kAlibiToo || kMasking == Masking::kLocal);
 };
 
 template <typename Traits>
