@@ -34,10 +34,10 @@ bool suits_whole_heads(const BwdParams& params, const BwdInstance& instance, std
          heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
 }
 
-// Which CTAs run side by side: no bits depend on it. With many key blocks of a head side by side these
-// share rows in L2, which counts most where sequences of uneven lengths pull them apart; with few
-// they wait less for each other under a causal mask, where each has fewer rows than the one before.
-// The numbers are the best of those tried on an H200 (docs/adr/0008).
+// Which CTAs run side by side: no bits depend on it. With many key blocks of a head side by side
+// these share rows in L2, which counts most where sequences of uneven lengths pull them apart; with
+// few they wait less for each other under a causal mask, where each has fewer rows than the one
+// before. The numbers are the best of those tried on an H200 (docs/adr/0008).
 void set_schedule(BwdParams& params, const BwdInstance& instance, std::int64_t total_k, int num_sms,
                   bool deterministic) {
   params.whole_heads = deterministic && suits_whole_heads(params, instance, total_k, num_sms);

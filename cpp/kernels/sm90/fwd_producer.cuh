@@ -39,8 +39,8 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int tile, int& k_ro
   return work;
 }
 
-// Tile number `turn` of this CTA, where tiles are dealt out beforehand: to and fro, so that long
-// ones and short ones come to the same CTA.
+// Tile number `turn` of this CTA, where tiles are dealt out beforehand: back and forth, so that
+// long ones and short ones come to the same CTA.
 __device__ __forceinline__ int dealt_tile(int turn) {
   const int cta = static_cast<int>(blockIdx.x);
   const int ctas = static_cast<int>(gridDim.x);
