@@ -45,7 +45,9 @@ def _add_model(parser: argparse.ArgumentParser, attention: str) -> None:
     )
     parser.add_argument("--count", type=int, default=8, help="batches that are used (%(default)s)")
     parser.add_argument("--attention", default=attention, help="names, with commas (%(default)s)")
-    parser.add_argument("--precision", choices=_PRECISIONS, default="bf16")
+    parser.add_argument(
+        "--precision", choices=_PRECISIONS, default="bf16", help="of q, k and v (%(default)s)"
+    )
     parser.add_argument(
         "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
     )
