@@ -11,14 +11,14 @@ namespace {
 constexpr std::int64_t kMaxSize = (1 << 30) - 1;
 
 template <typename Numbers>
-void write(std::ostream& out, const Numbers& numbers) {
-  out << '(';
+void write(Text& out, const Numbers& numbers) {
+  out << "(";
   const char* comma = "";
   for (const std::int64_t number : numbers) {
     out << comma << number;
     comma = ", ";
   }
-  out << ')';
+  out << ")";
 }
 
 // An expected shape.
@@ -26,7 +26,7 @@ struct Sizes {
   std::initializer_list<std::int64_t> sizes;
 };
 
-std::ostream& operator<<(std::ostream& out, Sizes expected) {
+Text& operator<<(Text& out, Sizes expected) {
   write(out, expected.sizes);
   return out;
 }
@@ -46,14 +46,14 @@ const char* dtype_name(const Tensor& tensor) {
   return nullptr;
 }
 
-std::ostream& operator<<(std::ostream& out, Shape shape) {
+Text& operator<<(Text& out, Shape shape) {
   write(out, shape.tensor.sizes());
   return out;
 }
 
-std::ostream& operator<<(std::ostream& out, Described described) {
+Text& operator<<(Text& out, Described described) {
   const Tensor& tensor = described.tensor;
-  out << torch::headeronly::toString(tensor.scalar_type()) << ' ' << Shape{tensor} << ", strides ";
+  out << torch::headeronly::toString(tensor.scalar_type()) << " " << Shape{tensor} << ", strides ";
   write(out, tensor.strides());
   out << (tensor.is_cuda() ? ", on cuda:" : ", not on a GPU");
   return tensor.is_cuda() ? out << tensor.get_device_index() : out;

@@ -5,20 +5,49 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <initializer_list>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <type_traits>
 
 namespace fad {
+
+// A message. Not a std::ostream: a stream finds the code that writes numbers by the address of an
+// object in libstdc++, of which this library has its own copy (libstdcxx_2_28.h), and so writes
+// none.
+class Text {
+ public:
+  Text& operator<<(std::string_view words) {
+    words_ += words;
+    return *this;
+  }
+
+  template <typename Number, std::enable_if_t<std::is_arithmetic_v<Number>, int> = 0>
+  Text& operator<<(Number number) {
+    char digits[32];
+    if constexpr (std::is_floating_point_v<Number>) {
+      std::snprintf(digits, sizeof digits, "%g", static_cast<double>(number));
+    } else {
+      std::snprintf(digits, sizeof digits, "%lld", static_cast<long long>(number));
+    }
+    return *this << std::string_view(digits);
+  }
+
+  const std::string& words() const { return words_; }
+
+ private:
+  std::string words_;
+};
 
 // Throws what arrives in Python as RuntimeError: the words alone, no file and line before them.
 template <typename... Words>
 void check(bool condition, const Words&... words) {
   if (!condition) {
-    std::ostringstream text;
+    Text text;
     (text << ... << words);
-    throw std::runtime_error(text.str());
+    throw std::runtime_error(text.words());
   }
 }
 
@@ -28,12 +57,12 @@ const char* dtype_name(const torch::stable::Tensor& tensor);  // "fp16", "bf16",
 struct Shape {
   const torch::stable::Tensor& tensor;
 };
-std::ostream& operator<<(std::ostream& out, Shape shape);
+Text& operator<<(Text& out, Shape shape);
 
 struct Described {  // dtype, shape, strides, device
   const torch::stable::Tensor& tensor;
 };
-std::ostream& operator<<(std::ostream& out, Described described);
+Text& operator<<(Text& out, Described described);
 
 void check_attention_input(const torch::stable::Tensor& tensor, const char* name,
                            const torch::stable::Tensor& q, std::int64_t dims);

@@ -55,7 +55,6 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Change]] = {
     "dropout-1": (ValueError, "dropout_p", lambda q, k, v: {"dropout_p": 1.0}),
     "dropout-negative": (ValueError, "dropout_p", lambda q, k, v: {"dropout_p": -0.1}),
     "window-float": (TypeError, "window_size", lambda q, k, v: {"window_size": (8.0, 0)}),
-    "softcap-negative": (ValueError, "softcap", lambda q, k, v: {"softcap": -30.0}),
     "split-size": (ValueError, "split_size", lambda q, k, v: {"split_size": 100}),
     "alibi-on-cpu": (
         ValueError,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -214,6 +216,21 @@ _FEW_ROWS = 16  # up to here a kernel of its own runs
 _MANY_ROWS = 128
 
 
+@contextmanager
+def _path_of(name: str) -> Iterator[None]:
+    """Within, kernels take a path wherever they can (docs/adr/0014)."""
+    variable = "FLASH_ATTENTION_TEST_DEVICE"
+    before = os.environ.get(variable)
+    os.environ[variable] = f"path={name}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
 def schedule(case: Case, attention: Attention, size: Size) -> None:
     """A sequence alone, and often enough to give each multiprocessor row blocks of its own.
 
@@ -226,7 +243,9 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
     gpu = torch.cuda.get_device_properties(0)
     row_blocks = -(-seqlen_q // 128) * 2  # two KV heads
     often = call.sequences([0] * (2 * gpu.multi_processor_count // row_blocks + 1))
-    paths = (call.path, often.path)
+    with _path_of("parts"):  # alone it may fill the GPU with a thread block per row block
+        path, alone = call.path, call()
+    paths = (path, often.path)
     # Where one thread block's state does not fit its shared memory there is one path only.
     small = 0 < getattr(gpu, "shared_memory_per_block_optin", 0) < _SHARED_BYTES
     if paths != ("parts", "one-cta") and not (
@@ -237,7 +256,7 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
             f"{paths[0]}, {often.q.shape[0]} times {paths[1]}",
             call,
         )
-    alone, together = call(), often()
+    together = often()
     for place in (0, often.q.shape[0] // 2, often.q.shape[0] - 1):
         what = f"place {place} of {often.q.shape[0]} against the same alone"
         expect_same(call, what, pick(together, place), alone)
