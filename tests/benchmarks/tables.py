@@ -225,7 +225,8 @@ def _splits(results: Results) -> str:
     record = results["forward"]
     default = record.get("split_size")
     prefill: dict[int, list[float]] = {}
-    for case in (case for case in record["cases"] if case.get("splits")):
+    timed = [case for case in record["cases"] if case.get("splits") and "ratio_to_fa2" in case]
+    for case in timed:
         for size, one in case["splits"].items():
             prefill.setdefault(int(size), []).append(one["ratio_to_fa2"])
         if default is not None:
