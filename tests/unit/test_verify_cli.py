@@ -541,7 +541,12 @@ def test_a_quick_run_on_the_cpu_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_leaves_an_incomplete_report(tmp_path: Path, sent: signal.Signals) -> None:
     process = subprocess.Popen(
-        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background has its children ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     for line in process.stderr:
