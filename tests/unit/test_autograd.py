@@ -128,10 +128,9 @@ def test_cpu_is_the_reference(options: dict[str, Any]) -> None:
     call = qkv_call()
     q, k, v = leaves_of(call).values()
     renamed = {n.replace("window_size", "window"): x for n, x in options.items()}
-    scale = renamed.pop("softmax_scale", None)
-    out = reference.attention(q, k, v, scale, causal=True, **renamed)
+    out = reference.attention(q, k, v, causal=True, **renamed)
     dout = normal_like(out[0])
-    expected = reference.attention_backward(dout, q, k, v, *out, scale, True, **renamed)
+    expected = reference.attention_backward(dout, q, k, v, *out, causal=True, **renamed)
     assert same_gradients(list(gradients(call, **options).values()), expected)
 
 

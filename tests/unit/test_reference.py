@@ -76,7 +76,7 @@ def test_float64_inputs_are_computed_in_float64(split_size: int) -> None:
 @pytest.mark.parametrize("softmax_scale", [0.0, 1.0, -0.3], ids=["zero", "one", "negative"])
 def test_any_finite_scale(softmax_scale: float) -> None:
     q, k, v = make_inputs(1, 5, 150, 1, 1, 32, torch.float64)
-    out, softmax_lse = attention(q, k, v, softmax_scale, causal=True, block_n=64)
+    out, softmax_lse = attention(q, k, v, softmax_scale=softmax_scale, causal=True, block_n=64)
     exact_out, exact_lse = softmax_attention(q, k, v, softmax_scale, causal=True)
     torch.testing.assert_close(out, exact_out, rtol=0, atol=1e-13)
     torch.testing.assert_close(softmax_lse, exact_lse, rtol=0, atol=1e-13)
@@ -214,7 +214,7 @@ def test_one_split_that_holds_all_keys_is_no_split() -> None:
 
 @pytest.mark.parametrize("split_size", [-128, 64, 200])
 def test_split_size_is_whole_blocks(split_size: int) -> None:
-    with pytest.raises(ArgumentError, match=rf"split_size: .*\(128\), got {split_size}"):
+    with pytest.raises(ArgumentError, match=rf"split_size: .* of 128, .*, got {split_size};"):
         attention(*make_inputs(), split_size=split_size, block_n=128)
 
 
@@ -353,9 +353,13 @@ def test_strides(case: tuple[Inputs, int]) -> None:
 
 def test_zero_padding_of_head_dim(case: tuple[Inputs, int]) -> None:
     (q, k, v), split = case
-    out, lse = attention(q, k, v, 0.25, causal=True, split_size=split, block_n=BLOCK_N)
+    out, lse = attention(
+        q, k, v, softmax_scale=0.25, causal=True, split_size=split, block_n=BLOCK_N
+    )
     q, k, v = (torch.nn.functional.pad(x, (0, 16)) for x in (q, k, v))
-    wide_out, wide_lse = attention(q, k, v, 0.25, causal=True, split_size=split, block_n=BLOCK_N)
+    wide_out, wide_lse = attention(
+        q, k, v, softmax_scale=0.25, causal=True, split_size=split, block_n=BLOCK_N
+    )
     assert _same((out, lse), (wide_out[..., :16], wide_lse))
 
 

@@ -99,9 +99,8 @@ def test_gradcheck_of_packed_sequences(dropout_p: float) -> None:
 
 
 def _reference(inputs: Inputs, dout: torch.Tensor, **options: Any) -> Inputs:
-    return attention_backward(
-        dout, *inputs, *attention(*inputs, SCALE, **options), SCALE, **options
-    )
+    options["softmax_scale"] = SCALE
+    return attention_backward(dout, *inputs, *attention(*inputs, **options), **options)
 
 
 @features
@@ -177,8 +176,9 @@ def test_packed_sequences_are_the_definition() -> None:
             ]
         )
 
-    out = varlen_attention(*inputs, starts_q, starts_k, softmax_scale=SCALE, causal=True)
-    ours = varlen_attention_backward(dout, *inputs, *out, starts_q, starts_k, SCALE, True)
+    options: Any = {"softmax_scale": SCALE, "causal": True}
+    out = varlen_attention(*inputs, starts_q, starts_k, **options)
+    ours = varlen_attention_backward(dout, *inputs, *out, starts_q, starts_k, **options)
     for a, b in zip(ours, autograd_gradients(definition, inputs, dout), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 

@@ -312,7 +312,7 @@ def test_softcap_and_alibi_come_before_the_mask_in_this_order(softcap: float) ->
     slope, scale = torch.tensor([0.37]), torch.tensor(0.25)
     key = 4
     _, softmax_lse = attention(
-        q, k[:, : key + 1], v[:, : key + 1], 0.25, window=(0, 0), softcap=softcap,
+        q, k[:, : key + 1], v[:, : key + 1], softmax_scale=0.25, window=(0, 0), softcap=softcap,
         alibi_slopes=slope, block_n=BLOCK_N,
     )  # fmt: skip
     score = torch.tensor(0.0)
@@ -325,8 +325,7 @@ def test_softcap_and_alibi_come_before_the_mask_in_this_order(softcap: float) ->
     score = score - slope[0] / factor * 0.0
     assert bits_equal(softmax_lse[0, 0, 0], score * factor)
 
-    _, two = attention(
-        q, k[:, :2], v[:, :2], 0.25, softcap=softcap, alibi_slopes=slope, block_n=BLOCK_N
-    )
-    exact = softmax_attention(q, k[:, :2], v[:, :2], 0.25, softcap=softcap, alibi_slopes=slope)
+    scores: Any = {"softmax_scale": 0.25, "softcap": softcap, "alibi_slopes": slope}
+    _, two = attention(q, k[:, :2], v[:, :2], **scores, block_n=BLOCK_N)
+    exact = softmax_attention(q, k[:, :2], v[:, :2], **scores)
     torch.testing.assert_close(two.double(), exact[1], rtol=1e-6, atol=1e-6)

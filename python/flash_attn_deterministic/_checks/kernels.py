@@ -7,7 +7,6 @@ import functools
 import torch
 
 from ..errors import MissingInstanceError, UnsupportedDeviceError, UnsupportedError
-from ..info.architectures import any_runs_on
 from ..info.build_info import build_info
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -81,6 +80,8 @@ def device_problem(index: int) -> str:
     """Returns "" if this wheel runs on CUDA device number `index`, otherwise why not."""
     if not torch.cuda.is_available():
         return ""  # only fake tensors get here, and those launch nothing
+    from ..info.architectures import any_runs_on  # here, to keep the package's import short
+
     capability = torch.cuda.get_device_capability(index)
     architectures = build_info().architectures
     if any_runs_on(architectures, capability):

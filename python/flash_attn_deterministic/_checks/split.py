@@ -47,14 +47,14 @@ def check_split_size(split_size: Any, head_dim: int) -> int | None:
         return None
     tokens = _check_number(split_size, "split_size")
     if not torch.compiler.is_compiling():
-        _check_multiple(tokens, build_info().tile(head_dim).block_n, "split_size")
+        check_multiple(tokens, build_info().tile(head_dim).block_n)
     return tokens
 
 
 def check_mode_split_size(split_size: Any, name: str = "split_size") -> int:
     """Returns a split size that has to serve every head dim; see `check_split_size`."""
     tokens = _check_number(split_size, name)
-    _check_multiple(tokens, _BLOCK_N_OF_ALL, name)
+    check_multiple(tokens, _BLOCK_N_OF_ALL, name)
     return tokens
 
 
@@ -68,9 +68,14 @@ def _check_number(split_size: Any, name: str) -> int:
     return tokens
 
 
-def _check_multiple(split_size: int, block_n: int, name: str) -> None:
-    if split_size % block_n:
-        below = split_size // block_n * block_n
+def check_multiple(split_size: int, block_n: int, name: str = "split_size") -> None:
+    """Checks that splits end where the blocks of a kernel do.
+
+    Raises:
+        ArgumentError: negative, or no multiple of block_n.
+    """
+    if split_size < 0 or split_size % block_n:
+        below = max(split_size // block_n * block_n, 0)
         valid = f"{below} and {below + block_n}" if below else str(block_n)
         raise ArgumentError(
             f"{name}: expected a multiple of {block_n}, the keys that a kernel takes at a time, "

@@ -188,13 +188,25 @@ def check_heads(q: torch.Tensor, k: torch.Tensor, names: Names = QKV) -> None:
 def _transposed(q: torch.Tensor, k: torch.Tensor, names: Names) -> str:
     """What to say where heads and tokens seem to have changed places, as in torch's attention."""
     heads, heads_k = q.shape[-3], k.shape[-3]
-    if q.dim() != k.dim() or heads_k == 0 or heads % heads_k != 0:
+    if q.dim() != k.dim() or heads_k == 0:
         return ""
-    dims = tuple(range(q.dim()))[-3:-1]
-    both = names.q if names.q == names.k else f"{names.q} {tuple(q.shape)} and {names.k}"
+    if heads % heads_k == 0:
+        both = names.q if names.q == names.k else f"{names.q} {tuple(q.shape)} and {names.k}"
+        advice = f"{_swapped(names.q, q)} and the same of the others"
+        return f"; {both} {tuple(k.shape)} look transposed, with heads before tokens: pass {advice}"
+    if q.shape[-2] % heads_k == 0:
+        return _looks_transposed(names.k, k)
+    return ""
+
+
+def _swapped(name: str, tensor: torch.Tensor) -> str:
+    return f"{name}.transpose{tuple(range(tensor.dim()))[-3:-1]}"
+
+
+def _looks_transposed(name: str, tensor: torch.Tensor) -> str:
     return (
-        f"; {both} {tuple(k.shape)} look transposed, with heads before tokens: "
-        f"pass {names.q}.transpose{dims} and the same of the others"
+        f"; {name} {tuple(tensor.shape)} looks transposed, with heads before tokens: pass "
+        f"{_swapped(name, tensor)}"
     )
 
 
@@ -211,7 +223,11 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], what: s
         ArgumentError: the tensor has another shape.
     """
     if tensor.shape != shape:
-        raise ArgumentError(f"{name}: expected shape {shape}, {what}, got {tuple(tensor.shape)}")
+        swapped = tensor.dim() > 2 and tensor.transpose(-3, -2).shape == shape
+        advice = _looks_transposed(name, tensor) if swapped else ""
+        raise ArgumentError(
+            f"{name}: expected shape {shape}, {what}, got {tuple(tensor.shape)}{advice}"
+        )
 
 
 def check_int32(

@@ -8,12 +8,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .._ops.arguments import Lengths, Scores
 from ..errors import ArgumentError
 from .kvcache import check_rotated_queries, rotated_positions
+
+
+def check_values(name: str, arguments: dict[str, Any]) -> None:
+    """Checks what an op finds in tensors of lengths and indices.
+
+    Args:
+        name: of the op.
+        arguments: of the op, by name; shapes and dtypes have been checked.
+
+    Raises:
+        ArgumentError: one of them holds what can't be.
+    """
+    if name == "varlen_fwd":
+        lengths = Lengths(*(arguments[field] for field in Lengths._fields))
+        check_varlen_values(arguments["q"], arguments["k"], lengths)
+    elif name == "kvcache_fwd":
+        check_cache_values(arguments)
+    elif name == "varlen_bwd":
+        for end in ("q", "k"):
+            starts = f"cu_seqlens_{end}"
+            check_starts(starts, arguments[starts].tolist(), arguments[end].shape[0])
 
 
 def check_varlen_values(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> None:
@@ -52,34 +74,20 @@ def check_varlen_values(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> N
     check_longest("max_seqlen_k", lengths.max_seqlen_k, seqlens_k)
 
 
-def check_cache_values(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    rotary_cos: torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    scores: Scores,
-) -> None:
+def check_cache_values(arguments: dict[str, Any]) -> None:
     """Checks what a cache holds, and has to take up.
 
     Args:
-        q: see `flash_attn_with_kvcache`, here and below; shapes and dtypes have been checked.
-        k_cache: the cache.
-        k: what is appended, or None.
-        cache_seqlens: (batch,), or None.
-        rotary_cos: the table, or None.
-        cache_batch_idx: (batch,), or None.
-        cache_leftpad: (batch,), or None.
-        block_table: (batch, max_num_blocks_per_seq), or None.
-        scores: of the call.
+        arguments: of the op kvcache_fwd, by name.
 
     Raises:
         ArgumentError: a length, a row or a page that can't be, more tokens than the cache has room
             for, or a query beyond the rotary tables.
     """
+    q, k_cache, k = (arguments[name] for name in ("q", "k_cache", "k"))
+    cache_seqlens, cache_leftpad = arguments["cache_seqlens"], arguments["cache_leftpad"]
+    cache_batch_idx, block_table = arguments["cache_batch_idx"], arguments["block_table"]
+    rotary_cos = arguments["rotary_cos"]
     batch, capacity = q.shape[0], k_cache.shape[1]
     if block_table is not None:
         capacity *= block_table.shape[1]
@@ -96,6 +104,7 @@ def check_cache_values(
         last = [k_cache.shape[0] - 1] * batch
         check_each("cache_batch_idx", cache_batch_idx.tolist(), last, "the places in the cache")
     if rotary_cos is not None:
+        scores = Scores(*(arguments[field] for field in Scores._fields))
         positions = rotated_positions(q, scores)
         for sequence, position in enumerate(used):
             where = f" in sequence {sequence}"

@@ -107,13 +107,10 @@ def check_cu_seqlens(
 
 
 def _check_lengths(lengths: Lengths, device: torch.device, names: Names) -> Lengths:
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others = lengths
-    seqused_k, leftpad_k, block_table = others
+    cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *_ = lengths
     check_cu_seqlens(names.cu_seqlens_q, cu_seqlens_q, None, device)
     batch = cu_seqlens_q.shape[0] - 1
     check_cu_seqlens(names.cu_seqlens_k, cu_seqlens_k, batch, device)
-    max_seqlen_q = check_length(names.max_seqlen_q, max_seqlen_q)
-    max_seqlen_k = check_length(names.max_seqlen_k, max_seqlen_k)
     if seqused_k is not None:
         check_int32("seqused_k", seqused_k, (batch,), "(batch,)", device)
     if block_table is not None:
@@ -121,7 +118,10 @@ def _check_lengths(lengths: Lengths, device: torch.device, names: Names) -> Leng
         check_no_leftpad("leftpad_k", leftpad_k)
     if leftpad_k is not None:
         check_int32("leftpad_k", leftpad_k, (batch,), "(batch,)", device)
-    return Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others)
+    return lengths._replace(
+        max_seqlen_q=check_length(names.max_seqlen_q, lengths.max_seqlen_q),
+        max_seqlen_k=check_length(names.max_seqlen_k, lengths.max_seqlen_k),
+    )
 
 
 def check_no_gradient(inputs: tuple[torch.Tensor, ...], lengths: Lengths) -> None:
@@ -135,7 +135,7 @@ def check_no_gradient(inputs: tuple[torch.Tensor, ...], lengths: Lengths) -> Non
     """
     if not torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
-    name = without_backward(lengths)
+    name = without_backward(lengths.seqused_k, lengths.leftpad_k, lengths.block_table)
     if name and any(tensor.requires_grad for tensor in inputs):
         raise UnsupportedError(
             f"{name}: there is no backward with it, and q, k or v requires a gradient; call it "
@@ -143,9 +143,14 @@ def check_no_gradient(inputs: tuple[torch.Tensor, ...], lengths: Lengths) -> Non
         )
 
 
-def without_backward(lengths: Lengths) -> str:
+def without_backward(
+    seqused_k: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> str:
     """Returns the name of an argument that has no backward, "" if none of those is given."""
-    for name in ("seqused_k", "leftpad_k", "block_table"):
-        if getattr(lengths, name) is not None:
+    given = {"seqused_k": seqused_k, "leftpad_k": leftpad_k, "block_table": block_table}
+    for name, tensor in given.items():
+        if tensor is not None:
             return name
     return ""

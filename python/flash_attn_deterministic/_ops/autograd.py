@@ -17,7 +17,6 @@ from .._checks.determinism import alert_atomics
 from .._checks.kernels import check_kernels
 from .._checks.varlen import without_backward
 from ..errors import UnsupportedError
-from .arguments import Lengths
 from .schemas import BACKWARD, NAMESPACE, Gradients, Outputs
 
 DIFFERENTIABLE = ("fwd", "varlen_fwd")
@@ -68,10 +67,10 @@ def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *others, alibi_slopes, rng_state = inputs[:10]
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *without, alibi_slopes, rng_state = inputs[:10]
     *lengths_and_scores, _, _, deterministic_bwd = inputs[10:]
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
-    ctx.without_backward = without_backward(Lengths(cu_seqlens_q, cu_seqlens_k, 0, 0, *others))
+    ctx.without_backward = without_backward(*without)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
     _setup(ctx, inputs, output)
 

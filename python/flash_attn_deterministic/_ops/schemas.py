@@ -5,6 +5,7 @@ The schemas are defined in Python, so that a torch without CUDA needs no binary.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -63,3 +64,10 @@ def define(library: Any) -> None:
     """Defines all ops in a torch.library.Library."""
     for name, schema in {**FORWARD, **BACKWARD, **PLAN}.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@functools.cache
+def argument_names(name: str) -> tuple[str, ...]:
+    """Returns the names of an op's arguments, in order."""
+    op = getattr(torch.ops.flash_attn_deterministic, name).default
+    return tuple(argument.name for argument in op._schema.arguments)

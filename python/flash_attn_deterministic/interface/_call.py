@@ -7,10 +7,10 @@ from typing import Any, Literal, ParamSpec, Protocol, cast, overload
 
 import torch
 
-from .._checks import numbers
+from .._checks import kernels, numbers, tensors
 from .._checks.determinism import resolve_deterministic
 from .._checks.split import check_split_size
-from .._ops.arguments import Options
+from .._ops.arguments import Lengths, Options
 from ..mode.current import resolve
 
 # Defines the ops.
@@ -49,14 +49,18 @@ def typed(function: Callable[Arguments, Any]) -> Attention[Arguments]:
 def resolve_options(
     head_dim: int,
     dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
+    scores: tuple[Any, Any, Any, Any],
     split_size: Any,
     deterministic: Any = None,
 ) -> Options:
     """Checks the numbers and flags of a call, and fills in what the caller left open.
+
+    Args:
+        head_dim: of q.
+        dropout_p: see `flash_attn_func`, here and below.
+        scores: softmax_scale, causal, window_size and softcap.
+        split_size: None: the mode's.
+        deterministic: None: as the mode says.
 
     Raises:
         ArgumentError: a wrong value.
@@ -64,15 +68,65 @@ def resolve_options(
         MissingInstanceError: deterministic is True, and the wheel holds no such kernels.
     """
     dropout_p = numbers.check_dropout(dropout_p)
-    scores = numbers.check_scores(head_dim, softmax_scale, causal, window_size, softcap)
+    checked = numbers.check_scores(head_dim, *scores)
     mode = resolve(check_split_size(split_size, head_dim))
-    return Options(
-        dropout_p,
-        scores,
-        mode.split_size,
-        mode.enabled,
-        resolve_deterministic(deterministic, mode),
-    )
+    backward = resolve_deterministic(deterministic, mode)
+    return Options(dropout_p, checked, mode.split_size, mode.enabled, backward)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    options: Options,
+    return_attn_probs: Any,
+    lengths: Lengths | None = None,
+) -> torch.Tensor | WithProbs:
+    """Runs a dense or a packed call.
+
+    Args:
+        q: checked; k, v, options and lengths too.
+        k: see q.
+        v: see q.
+        alibi_slopes: as the caller gave it; return_attn_probs too.
+        options: of the call.
+        return_attn_probs: see alibi_slopes.
+        lengths: of packed sequences; None: dense.
+
+    Returns:
+        What `flash_attn_func` or `flash_attn_varlen_func` returns.
+
+    Raises:
+        As `flash_attn_func`.
+    """
+    with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
+    nheads, head_dim = q.shape[-2:]
+    batch = q.shape[0] if lengths is None else lengths.cu_seqlens_q.shape[0] - 1
+    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
+    kernels.check_kernels(q.device, q.dtype, head_dim)
+    kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
+    slopes = slopes_for_op(alibi_slopes)
+    rng_state = draw_rng_state(options.dropout_p, q.device)
+    qkv = padded(q), padded(k), padded(v)
+    dropout_p, scores, *tree = options
+    ops = torch.ops.flash_attn_deterministic
+    if lengths is None:
+        out, softmax_lse = ops.fwd(*qkv, slopes, rng_state, dropout_p, *scores, *tree)
+    else:
+        starts, longest = map(contiguous, lengths[:-2]), lengths[-2:]
+        out, softmax_lse = ops.varlen_fwd(
+            *qkv, *starts, slopes, rng_state, *longest, dropout_p, *scores, *tree
+        )
+    out = out[..., :head_dim]
+    if not with_probs:
+        return out  # type: ignore[no-any-return]
+    if rng_state is None:
+        return out, softmax_lse, out.new_empty(0)
+    # Imported here, as the reference is wherever it is used, to keep the package's import short.
+    from ..reference._probs import signed_probs
+
+    return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, slopes, rng_state, options)
 
 
 def draw_rng_state(dropout_p: float, device: torch.device) -> torch.Tensor | None:

@@ -7,10 +7,9 @@ from typing import Literal
 
 import torch
 
-from .._checks import kernels, numbers, tensors
+from .._checks import tensors
 from .._checks.determinism import Deterministic
-from .._ops.arguments import Options
-from ._call import WithProbs, draw_rng_state, padded, resolve_options, slopes_for_op, typed
+from ._call import WithProbs, attend, resolve_options, typed
 
 _QKV = tensors.Names("qkv", "qkv", "qkv")
 _KV = tensors.Names("q", "kv", "kv")
@@ -125,17 +124,9 @@ def flash_attn_func(
         torch.Size([1, 4, 2, 64])
     """
     tensors.check_dense(q, k, v)
-    options = resolve_options(
-        q.shape[-1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        split_size,
-        deterministic,
-    )
-    return _attend(q, k, v, alibi_slopes, options, return_attn_probs)
+    scores = softmax_scale, causal, window_size, softcap
+    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs)
 
 
 @typed
@@ -171,17 +162,9 @@ def flash_attn_qkvpacked_func(
     tensors.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
     q, k, v = qkv.unbind(2)
     tensors.check_dense(q, k, v, _QKV)
-    options = resolve_options(
-        q.shape[-1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        split_size,
-        deterministic,
-    )
-    return _attend(q, k, v, alibi_slopes, options, return_attn_probs)
+    scores = softmax_scale, causal, window_size, softcap
+    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs)
 
 
 @typed
@@ -219,53 +202,6 @@ def flash_attn_kvpacked_func(
     tensors.check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
     k, v = kv.unbind(2)
     tensors.check_dense(q, k, v, _KV)
-    options = resolve_options(
-        q.shape[-1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        split_size,
-        deterministic,
-    )
-    return _attend(q, k, v, alibi_slopes, options, return_attn_probs)
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    options: Options,
-    return_attn_probs: bool,
-) -> torch.Tensor | WithProbs:
-    """Runs a call whose q, k, v and options have been checked."""
-    with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
-    batch, _, nheads, head_dim = q.shape
-    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    kernels.check_kernels(q.device, q.dtype, head_dim)
-    kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
-    slopes = slopes_for_op(alibi_slopes)
-    rng_state = draw_rng_state(options.dropout_p, q.device)
-    out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
-        padded(q),
-        padded(k),
-        padded(v),
-        slopes,
-        rng_state,
-        options.dropout_p,
-        *options.scores,
-        options.split_size,
-        options.deterministic,
-        options.deterministic_bwd,
-    )
-    out = out[..., :head_dim]
-    if not with_probs:
-        return out  # type: ignore[no-any-return]
-    if rng_state is None:
-        return out, softmax_lse, out.new_empty(0)
-    # Imported here, as the reference is wherever it is used, to keep the package's import short.
-    from ..reference._probs import signed_probs
-
-    return out, softmax_lse, signed_probs(q, k, softmax_lse, slopes, rng_state, options)
+    scores = softmax_scale, causal, window_size, softcap
+    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs)

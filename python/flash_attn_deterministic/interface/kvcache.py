@@ -80,18 +80,13 @@ def flash_attn_with_kvcache(
             together with block_table.
         block_table: (batch, max_num_blocks_per_seq), int32: which blocks of the cache hold a
             sequence, in order.
-        softmax_scale: as in `flash_attn_func`.
-        causal: whether to apply the causal mask above.
-        window_size: as in `flash_attn_func`.
-        softcap: as in `flash_attn_func`.
-        alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
-            - j| to the score of query i and key j. Without gradient.
+        softmax_scale: as in `flash_attn_func`; so are causal, window_size, softcap and split_size.
+        alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`.
         rotary_interleaved: True: dimensions 0 and 1, 2 and 3 and so on are rotated together; False:
             0 and rotary_dim / 2, 1 and rotary_dim / 2 + 1 and so on, as in GPT-NeoX.
         num_splits: 0 or more; accepted for code that passes it. It never changes a bit, and the
             kernels choose their schedule without it. See split_size.
         return_softmax_lse: whether to return softmax_lse too.
-        split_size: as in `flash_attn_func`.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_softmax_lse the tuple of
@@ -114,9 +109,8 @@ def flash_attn_with_kvcache(
     cache_seqlens = checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
     checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
     tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    options = resolve_options(
-        head_dim, 0.0, softmax_scale, causal, window_size, softcap, split_size
-    )
+    scores = softmax_scale, causal, window_size, softcap
+    options = resolve_options(head_dim, 0.0, scores, split_size)
     checks.check_rotary(q, k, rotary_cos, rotary_sin, cache_seqlens, capacity, options.scores)
     kernels.check_kernels(q.device, q.dtype, head_dim)
     if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used

@@ -7,19 +7,11 @@ from typing import Literal
 
 import torch
 
-from .._checks import kernels, numbers, tensors
+from .._checks import tensors
 from .._checks import varlen as checks
 from .._checks.determinism import Deterministic
-from .._ops.arguments import Lengths, Options
-from ._call import (
-    WithProbs,
-    contiguous,
-    draw_rng_state,
-    padded,
-    resolve_options,
-    slopes_for_op,
-    typed,
-)
+from .._ops.arguments import Lengths
+from ._call import WithProbs, attend, resolve_options, typed
 
 _QKV = checks.NAMES._replace(
     q="qkv",
@@ -88,15 +80,8 @@ def flash_attn_varlen_func(
             an error, which only the CPU can tell; a CUDA device does not compute the rows beyond.
         max_seqlen_k: the same for the keys that count of a sequence; a CUDA device leaves out those
             beyond.
-        dropout_p: as in `flash_attn_func`.
-        softmax_scale: as in `flash_attn_func`.
-        causal: whether to apply the causal mask above.
-        window_size: as in `flash_attn_func`.
-        softcap: as in `flash_attn_func`.
-        alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
-            - j| to the score of query i and key j. Without gradient.
-        deterministic: as in `flash_attn_func`.
-        return_attn_probs: as in `flash_attn_func`.
+        dropout_p: as in `flash_attn_func`; so are the arguments up to return_attn_probs.
+        alibi_slopes: (nheads,) or (batch, nheads), float32.
         block_table: (batch, max_num_blocks_per_seq), int32: which blocks of k and v hold a
             sequence, in order. Sequences have the lengths of cu_seqlens_k or seqused_k.
         seqused_k: (batch,), int32: how many keys of each sequence count; None: all.
@@ -117,20 +102,13 @@ def flash_attn_varlen_func(
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
     lengths = Lengths(
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
+        cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, max_seqlen_q, max_seqlen_k
     )
     lengths = checks.check_varlen(q, k, v, lengths)
-    options = resolve_options(
-        q.shape[-1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        split_size,
-        deterministic,
-    )
-    return _attend(q, k, v, lengths, alibi_slopes, options, return_attn_probs)
+    checks.check_no_gradient((q, k, v), lengths)
+    scores = softmax_scale, causal, window_size, softcap
+    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)
 
 
 @typed
@@ -170,19 +148,11 @@ def flash_attn_varlen_qkvpacked_func(
     """
     tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
     q, k, v = qkv.unbind(1)
-    lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    lengths = Lengths(cu_seqlens, cu_seqlens, None, None, None, max_seqlen, max_seqlen)
     lengths = checks.check_varlen(q, k, v, lengths, _QKV)
-    options = resolve_options(
-        q.shape[-1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        split_size,
-        deterministic,
-    )
-    return _attend(q, k, v, lengths, alibi_slopes, options, return_attn_probs)
+    scores = softmax_scale, causal, window_size, softcap
+    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)
 
 
 @typed
@@ -228,65 +198,8 @@ def flash_attn_varlen_kvpacked_func(
     """
     tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
     k, v = kv.unbind(1)
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, None, None, None, max_seqlen_q, max_seqlen_k)
     lengths = checks.check_varlen(q, k, v, lengths, _KV)
-    options = resolve_options(
-        q.shape[-1],
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        split_size,
-        deterministic,
-    )
-    return _attend(q, k, v, lengths, alibi_slopes, options, return_attn_probs)
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Lengths,
-    alibi_slopes: torch.Tensor | None,
-    options: Options,
-    return_attn_probs: bool,
-) -> torch.Tensor | WithProbs:
-    """Runs a call whose q, k, v, lengths and options have been checked."""
-    with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
-    checks.check_no_gradient((q, k, v), lengths)
-    _, nheads, head_dim = q.shape
-    batch = lengths.cu_seqlens_q.shape[0] - 1
-    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    kernels.check_kernels(q.device, q.dtype, head_dim)
-    kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
-    slopes = slopes_for_op(alibi_slopes)
-    rng_state = draw_rng_state(options.dropout_p, q.device)
-    out, softmax_lse = torch.ops.flash_attn_deterministic.varlen_fwd(
-        padded(q),
-        padded(k),
-        padded(v),
-        contiguous(lengths.cu_seqlens_q),
-        contiguous(lengths.cu_seqlens_k),
-        contiguous(lengths.seqused_k),
-        contiguous(lengths.leftpad_k),
-        contiguous(lengths.block_table),
-        slopes,
-        rng_state,
-        lengths.max_seqlen_q,
-        lengths.max_seqlen_k,
-        options.dropout_p,
-        *options.scores,
-        options.split_size,
-        options.deterministic,
-        options.deterministic_bwd,
-    )
-    out = out[..., :head_dim]
-    if not with_probs:
-        return out  # type: ignore[no-any-return]
-    if rng_state is None:
-        return out, softmax_lse, out.new_empty(0)
-    from ..reference._probs import varlen_signed_probs
-
-    probs = varlen_signed_probs(q, k, softmax_lse, lengths, slopes, rng_state, options)
-    return out, softmax_lse, probs
+    scores = softmax_scale, causal, window_size, softcap
+    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import interface
 from .._checks.describe import shown
-from .._ops.cpu import check_values
-from .._ops.schemas import FORWARD, NAMESPACE
+from .._checks.values import check_values
+from .._ops.schemas import FORWARD, NAMESPACE, argument_names
 from ..errors import ArgumentError
 from .plan import Plan, Request, plan
 
@@ -99,8 +99,7 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix(f"{NAMESPACE}::")
         if name in FORWARD:
-            names = (argument.name for argument in func._schema.arguments)
-            arguments = dict(zip(names, args, strict=True))
+            arguments = dict(zip(argument_names(name), args, strict=True))
             if arguments["q"].device.type == "cpu":
                 check_values(name, arguments)
             raise _Stopped(_request(name, arguments))

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from . import _ieee
 from ._dense import batch_slopes, tiles
-from ._dropout import Dropout, Place
-from ._formats import DEFAULT_FORMATS, Formats, round_to
+from ._dropout import Place
+from ._formats import round_to
 from ._state import INF
-from ._walk import Walk, add_products, copy, fold
-from ._window import Window
+from ._walk import Options, Walk, add_products, copy, fold
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -38,16 +40,9 @@ def attention_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
     *,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    block_n: int | None = None,
-    formats: Formats = DEFAULT_FORMATS,
+    **options: Unpack[Options],
 ) -> Gradients:
     """Computes the gradients of `attention` with respect to q, k and v.
 
@@ -58,15 +53,8 @@ def attention_backward(
         v: as in `attention`.
         out: what `attention` returned.
         softmax_lse: what `attention` returned.
-        softmax_scale: as in `attention`.
-        causal: as in `attention`.
-        window: as in `attention`.
-        softcap: as in `attention`.
         alibi_slopes: as in `attention`.
-        dropout_p: as in `attention`.
-        rng_state: as in `attention`.
-        block_n: as in `attention`; changes no bit.
-        formats: number format of each step.
+        **options: as in `attention`; split_size and block_n change no bit.
 
     Returns:
         dq, dk and dv, like q, k and v. Rows without a visible key, and keys that no row sees: 0.
@@ -75,9 +63,7 @@ def attention_backward(
         DtypeError: as in `attention`.
         ArgumentError: as in `attention`.
     """
-    visible = Window.of(causal, window)
-    dropout = Dropout.of(dropout_p, rng_state)
-    walk = Walk.of(q, softmax_scale, visible, softcap, 0, block_n, formats, dropout)
+    walk = Walk.of(q, **options)
     slopes = batch_slopes(alibi_slopes, q.shape[0])
     sequences = list(range(q.shape[0]))
     return attend_backward(walk, dout, q, k, v, out, softmax_lse, slopes, sequences)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from ._dropout import Dropout, Place
-from ._formats import DEFAULT_FORMATS, Formats
-from ._walk import Walk
-from ._window import Window
+from ._dropout import Place
+from ._walk import Options, Walk
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Elements of the largest tensor of a step. Up to here it stays in the L2 cache, and torch runs an
 # operation on the calling thread: its thread pool gains little on such steps, and on a machine
@@ -23,17 +25,9 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
     *,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    split_size: int = 0,
-    block_n: int | None = None,
-    formats: Formats = DEFAULT_FORMATS,
+    **options: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention in the kernels' order of operations.
 
@@ -43,15 +37,15 @@ def attention(
         q: (batch, seqlen_q, nheads, head_dim); float16, bfloat16, float32 or float64.
         k: (batch, seqlen_k, nheads_k, head_dim), like q; nheads is a multiple of nheads_k.
         v: like k.
+        alibi_slopes: (nheads,) or (batch, nheads); slope times the distance between the positions
+            of query and key is subtracted from the score.
         softmax_scale: factor of q k^T; None: head_dim ** -0.5.
         causal: whether a query sees no key after its position; as a right window of 0.
         window: how many keys before and after its position a query sees; negative: all.
         softcap: where positive, scores are softcap * tanh(scores / softcap).
-        alibi_slopes: (nheads,) or (batch, nheads); slope times the distance between the positions
-            of query and key is subtracted from the score.
         dropout_p: probability that a weight is dropped; the others are divided by 1 - dropout_p.
         rng_state: (2,), int64: seed and offset of the dropout mask.
-        split_size: tokens per split, a multiple of block_n; 0: one split.
+        split_size: tokens per split, a multiple of block_n; 0: one split. Of the forward.
         block_n: keys per block, a power of two; None: that of the kernel for this head_dim.
         formats: number format of each step.
 
@@ -64,9 +58,7 @@ def attention(
         DtypeError: q has another dtype.
         ArgumentError: split_size or block_n is not as above.
     """
-    visible = Window.of(causal, window)
-    dropout = Dropout.of(dropout_p, rng_state)
-    walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats, dropout)
+    walk = Walk.of(q, **options)
     sequences = list(range(q.shape[0]))
     return attend(walk, q, k, v, batch_slopes(alibi_slopes, q.shape[0]), sequences)
 

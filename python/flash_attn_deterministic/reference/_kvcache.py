@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ._dense import batch_slopes
-from ._formats import DEFAULT_FORMATS, Formats
 from ._rotary import rotate
 from ._sequences import Slots, attend_sequences
-from ._walk import Walk
-from ._window import Window
+from ._walk import Options, Walk
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @torch.no_grad()
@@ -26,15 +29,9 @@ def kvcache_attention(
     cache_batch_idx: torch.Tensor | None = None,
     cache_leftpad: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
-    split_size: int = 0,
-    block_n: int | None = None,
-    formats: Formats = DEFAULT_FORMATS,
+    **options: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Appends k and v to the caches in place, and computes attention over what they hold then.
 
@@ -56,16 +53,10 @@ def kvcache_attention(
         cache_leftpad: (batch,), the tokens to skip at the beginning of each sequence. Position 0
             of splits and masks is the first token after them; for rotary they count.
         block_table: (batch, max_pages), the pages of each sequence.
-        softmax_scale: as in `attention`.
-        causal: as in `attention`.
-        window: as in `attention`.
-        softcap: as in `attention`.
         rotary_interleaved: whether pairs are (0, 1), (2, 3) and so on, rather than
             (0, rotary_dim / 2), (1, rotary_dim / 2 + 1) and so on.
         alibi_slopes: as in `attention`.
-        split_size: as in `attention`.
-        block_n: as in `attention`.
-        formats: as in `attention`.
+        **options: as in `attention`.
 
     Returns:
         As `attention`.
@@ -75,8 +66,7 @@ def kvcache_attention(
         ArgumentError: as in `attention`. Lengths, rows and pages are not checked; see
             `_checks.values`.
     """
-    visible = Window.of(causal, window)
-    walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats)
+    walk = Walk.of(q, **options)
     batch, seqlen_q = q.shape[:2]
     cache_rows = range(batch) if cache_batch_idx is None else cache_batch_idx.tolist()
     slots = Slots(k_cache.shape[1], cache_rows, block_table)
@@ -99,7 +89,7 @@ def kvcache_attention(
             rotary_sin,
             used[sequence],
             rotary_interleaved,
-            advance=visible.is_local,
+            advance=walk.window.is_local,
         )
 
     def keys(sequence: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ def signed_probs(
     q: torch.Tensor,
     k: torch.Tensor,
     softmax_lse: torch.Tensor,
+    lengths: Lengths | None,
     alibi_slopes: torch.Tensor | None,
     rng_state: torch.Tensor,
     options: Options,
@@ -20,48 +21,38 @@ def signed_probs(
     """Returns the softmax, with the sign bit set where it is dropped.
 
     Args:
-        q: (batch, seqlen_q, nheads, head_dim).
-        k: (batch, seqlen_k, nheads_k, head_dim).
-        softmax_lse: (batch, nheads, seqlen_q).
+        q: (batch, seqlen_q, nheads, head_dim); packed: (total_q, nheads, head_dim).
+        k: (batch, seqlen_k, nheads_k, head_dim); packed: (total_k, nheads_k, head_dim), with
+            block_table (num_blocks, page_block_size, nheads_k, head_dim).
+        softmax_lse: (batch, nheads, seqlen_q); packed: (nheads, total_q).
+        lengths: of packed sequences; max_seqlen_q and max_seqlen_k are those of the result. None:
+            dense.
         alibi_slopes: (nheads,) or (batch, nheads), or None.
         rng_state: (2,), int64: seed and offset.
         options: of the call.
 
     Returns:
-        (batch, nheads, seqlen_q, seqlen_k), like q. Computed in float32 from softmax_lse, so close
-        to what the kernels have, not bit for bit.
+        (batch, nheads, seqlen_q, seqlen_k), like q; packed: (batch, nheads, max_seqlen_q,
+        max_seqlen_k), 0 beyond a sequence. Computed in float32 from softmax_lse, so close to what
+        the kernels have, not bit for bit.
     """
-    seqlen_q, seqlen_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))
-    return _signed_probs(q, k, softmax_lse, seqlen_q, seqlen_k, alibi_slopes, rng_state, options)
+    if lengths is None:
+        seqlen_q, seqlen_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))
+        dense = q, k, softmax_lse, seqlen_q, seqlen_k
+    else:
+        dense = _unpacked(q, k, softmax_lse, lengths)
+    return _signed_probs(*dense, alibi_slopes, rng_state, options)
 
 
-@torch.no_grad()
-def varlen_signed_probs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    lengths: Lengths,
-    alibi_slopes: torch.Tensor | None,
-    rng_state: torch.Tensor,
-    options: Options,
-) -> torch.Tensor:
-    """Returns what `signed_probs` does, of packed sequences.
+def _unpacked(
+    q: torch.Tensor, k: torch.Tensor, softmax_lse: torch.Tensor, lengths: Lengths
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns q, k and softmax_lse of a packed call as of a dense one, and the sequences' lengths.
 
-    Args:
-        q: (total_q, nheads, head_dim).
-        k: (total_k, nheads_k, head_dim); with block_table (num_blocks, page_block_size, nheads_k,
-            head_dim).
-        softmax_lse: (nheads, total_q).
-        lengths: of the call; max_seqlen_q and max_seqlen_k are those of the result.
-        alibi_slopes: as in `signed_probs`.
-        rng_state: as in `signed_probs`.
-        options: of the call.
-
-    Returns:
-        (batch, nheads, max_seqlen_q, max_seqlen_k), like q; 0 beyond a sequence.
+    Beyond a sequence they hold something else.
     """
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others = lengths
-    seqused_k, leftpad_k, block_table = others
+    cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *longest = lengths
+    max_seqlen_q, max_seqlen_k = longest
     q, k = _some(q), _some(k)
     softmax_lse = _some(softmax_lse.transpose(0, 1))
     seqlens_q, seqlens_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
@@ -79,16 +70,7 @@ def varlen_signed_probs(
     else:
         page = _within(key // k.shape[1], block_table.shape[1])
         keys = k[_within(block_table.gather(1, page).long(), k.shape[0]), key % k.shape[1]]
-    return _signed_probs(
-        q[rows],
-        keys,
-        softmax_lse[rows].transpose(1, 2),
-        seqlens_q,
-        seqlens_k,
-        alibi_slopes,
-        rng_state,
-        options,
-    )
+    return q[rows], keys, softmax_lse[rows].transpose(1, 2), seqlens_q, seqlens_k
 
 
 def _some(tokens: torch.Tensor) -> torch.Tensor:

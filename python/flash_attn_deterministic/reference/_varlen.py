@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 
 from ._dense import batch_slopes
-from ._dropout import Dropout
-from ._formats import DEFAULT_FORMATS, Formats
 from ._sequences import Slots, attend_sequences
-from ._walk import Walk
-from ._window import Window
+from ._walk import Options, Walk
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @torch.no_grad()
@@ -23,20 +24,12 @@ def varlen_attention(
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
     *,
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    split_size: int = 0,
-    block_n: int | None = None,
-    formats: Formats = DEFAULT_FORMATS,
+    **options: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention over packed sequences, each the same bits as alone in `attention`.
 
@@ -49,21 +42,13 @@ def varlen_attention(
         cu_seqlens_k: (batch + 1,), the same for k; with block_table only the lengths count.
         max_seqlen_q: changes nothing: every sequence is computed to its end.
         max_seqlen_k: the same.
-        softmax_scale: as in `attention`.
-        causal: as in `attention`.
         seqused_k: (batch,), the end of each sequence's keys, counted from where they begin; None:
             all of them. What lies beyond is not read.
         leftpad_k: (batch,), the keys to skip at the beginning of each sequence. Position 0 is the
             first key after them.
         block_table: (batch, max_pages), the pages of each sequence.
-        window: as in `attention`.
-        softcap: as in `attention`.
         alibi_slopes: as in `attention`.
-        dropout_p: as in `attention`.
-        rng_state: as in `attention`; the mask of a sequence depends on its index in the batch.
-        split_size: as in `attention`.
-        block_n: as in `attention`.
-        formats: as in `attention`.
+        **options: as in `attention`; a sequence's dropout mask depends on its index in the batch.
 
     Returns:
         out (total_q, nheads, head_dim) and softmax_lse (nheads, total_q), otherwise as in
@@ -73,9 +58,7 @@ def varlen_attention(
         DtypeError: as in `attention`.
         ArgumentError: as in `attention`. Lengths are not checked; see `_checks.values`.
     """
-    visible = Window.of(causal, window)
-    dropout = Dropout.of(dropout_p, rng_state)
-    walk = Walk.of(q, softmax_scale, visible, softcap, split_size, block_n, formats, dropout)
+    walk = Walk.of(q, **options)
     q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     seqlens_q = [end - begin for begin, end in itertools.pairwise(q_starts)]
     batch = len(seqlens_q)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import torch
 
 from ._backward import Gradients, attend_backward
 from ._dense import batch_slopes
-from ._dropout import Dropout
-from ._formats import DEFAULT_FORMATS, Formats
-from ._walk import Walk
-from ._window import Window
+from ._walk import Options, Walk
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @torch.no_grad()
@@ -25,16 +26,11 @@ def varlen_attention_backward(
     softmax_lse: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     *,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    block_n: int | None = None,
-    formats: Formats = DEFAULT_FORMATS,
+    **options: Unpack[Options],
 ) -> Gradients:
     """Computes the gradients of `varlen_attention`, each sequence the same bits as alone.
 
@@ -47,15 +43,10 @@ def varlen_attention_backward(
         softmax_lse: what `varlen_attention` returned.
         cu_seqlens_q: as in `varlen_attention`.
         cu_seqlens_k: as in `varlen_attention`.
-        softmax_scale: as in `attention`.
-        causal: as in `attention`.
-        window: as in `attention`.
-        softcap: as in `attention`.
+        max_seqlen_q: changes nothing.
+        max_seqlen_k: changes nothing.
         alibi_slopes: as in `attention`.
-        dropout_p: as in `attention`.
-        rng_state: as in `varlen_attention`.
-        block_n: as in `attention`; changes no bit.
-        formats: as in `attention_backward`.
+        **options: as in `attention_backward`.
 
     Returns:
         dq, dk and dv, like q, k and v. What belongs to no sequence: 0.
@@ -64,9 +55,7 @@ def varlen_attention_backward(
         DtypeError: as in `attention`.
         ArgumentError: as in `attention`.
     """
-    visible = Window.of(causal, window)
-    dropout = Dropout.of(dropout_p, rng_state)
-    walk = Walk.of(q, softmax_scale, visible, softcap, 0, block_n, formats, dropout)
+    walk = Walk.of(q, **options)
     q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     rows, keys = (
         list(itertools.starmap(slice, itertools.pairwise(starts)))

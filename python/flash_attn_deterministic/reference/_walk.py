@@ -7,16 +7,32 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
+from .._checks.split import check_multiple
 from ..errors import ArgumentError, DtypeError
 from ..info.build_info import build_info
 from . import _ieee
 from ._dropout import Dropout, Place
-from ._formats import Formats, round_to
+from ._formats import DEFAULT_FORMATS, Formats, round_to
 from ._state import INF, State, empty_state, merge_state, normalise, rescale_factor
 from ._window import Window
+
+
+class Options(TypedDict, total=False):
+    """What the functions of the reference take besides tensors; see `attention`."""
+
+    softmax_scale: float | None
+    causal: bool
+    window: tuple[int, int]
+    softcap: float
+    dropout_p: float
+    rng_state: torch.Tensor | None
+    split_size: int
+    block_n: int | None
+    formats: Formats
 
 
 @dataclass(frozen=True)
@@ -35,23 +51,21 @@ class Walk:
     def __post_init__(self) -> None:
         if self.block_n < 1 or self.block_n & (self.block_n - 1):
             raise ArgumentError(f"block_n: expected a power of two, got {self.block_n}")
-        if self.split_size < 0 or self.split_size % self.block_n:
-            raise ArgumentError(
-                f"split_size: expected 0 or a multiple of block_n ({self.block_n}), "
-                f"got {self.split_size}"
-            )
+        check_multiple(self.split_size, self.block_n)
 
     @classmethod
     def of(
         cls,
         q: torch.Tensor,
-        softmax_scale: float | None,
-        window: Window,
-        softcap: float,
-        split_size: int,
-        block_n: int | None,
-        formats: Formats,
-        dropout: Dropout | None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        rng_state: torch.Tensor | None = None,
+        split_size: int = 0,
+        block_n: int | None = None,
+        formats: Formats = DEFAULT_FORMATS,
     ) -> Walk:
         """Fills in the defaults that follow from q's head_dim and dtype."""
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -59,13 +73,13 @@ class Walk:
         head_dim = q.shape[-1]
         return cls(
             softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-            window=window,
+            window=Window.of(causal, window),
             softcap=softcap,
             split_size=split_size,
             block_n=build_info().tile(head_dim).block_n if block_n is None else block_n,
             dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
             formats=formats.filled(q.dtype),
-            dropout=dropout,
+            dropout=Dropout.of(dropout_p, rng_state),
         )
 
     def _rounded(self, value: float) -> float:
