@@ -1,21 +1,30 @@
 """FlashAttention-2 with the same bits every time: deterministic, batch-invariant attention."""
 
+# ruff: noqa: E402 -- what Ctrl-C does is set before the imports that take long
+
 from __future__ import annotations
 
-import os.path
+import importlib
+import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-try:
-    import torch as _torch  # noqa: F401
-except KeyboardInterrupt:
-    # It takes seconds. The command, which can't catch this, ends without a traceback.
-    if sys.argv[0] == "-m" or os.path.basename(sys.argv[0]) == "flash-attn-deterministic":
-        sys.exit(130)
-    raise
+
+def _leave(*_: Any) -> None:
+    os._exit(130)
+
+
+if os.path.basename(sys.argv[0]) == "flash-attn-deterministic" or (
+    sys.argv[0] == "-m" and __name__ in sys.orig_argv
+):
+    # The command. Importing torch takes seconds; an exception of Ctrl-C in its C++ code would abort
+    # the process, and one before main() would print a traceback. main() takes this back.
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
 
 from .errors import FlashAttnError
-from .integrations.alias import as_flash_attn
 from .interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -32,8 +41,11 @@ from .mode.current import (
     get_deterministic_mode,
     set_deterministic_mode,
 )
-from .mode.explain import explain
-from .mode.plan import Plan
+
+if TYPE_CHECKING:
+    from .integrations.alias import as_flash_attn
+    from .mode.explain import explain
+    from .mode.plan import Plan
 
 __all__ = [
     "FlashAttnError",
@@ -55,7 +67,15 @@ __all__ = [
 ]
 
 
+# Imported when they are first used, to keep the import of the package short.
+_LATER = {"Plan": "mode.plan", "as_flash_attn": "integrations.alias", "explain": "mode.explain"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        module = importlib.import_module(f".{_LATER[name]}", __name__)
+        globals()[name] = getattr(module, name)
+        return globals()[name]
     if name == "__version__":
         # Looked up on demand: importlib.metadata costs more than the rest of this import.
         from importlib.metadata import PackageNotFoundError, version
@@ -67,3 +87,7 @@ def __getattr__(name: str) -> Any:
                 "__version__: flash-attn-deterministic is not installed; this is a source tree"
             ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

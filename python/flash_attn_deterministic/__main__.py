@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
+from . import _leave
 from .errors import FlashAttnError
 
 # Modules with add_command, which imports nothing costly.
@@ -24,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage); `verify` has more.
     """
     try:
+        if signal.getsignal(signal.SIGINT) is _leave:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(argv)
     except FlashAttnError as error:
         print(f"error: {error}", file=sys.stderr)

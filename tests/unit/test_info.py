@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,6 +163,21 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: flash-attn-deterministic" in capsys.readouterr().err
 
 
+def _interrupted(
+    command: list[str], tmp_path: Path, then: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command that gets the signal of Ctrl-C while it imports torch."""
+    torch = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)"
+    (tmp_path / "torch.py").write_text(f"{torch}\n{then}")
+    if command[0] not in ("-m", "-c"):
+        script = tmp_path / command[0]
+        script.write_text("from flash_attn_deterministic.__main__ import main; main()")
+        command = [str(script), *command[1:]]
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environ = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environ)
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -171,19 +187,40 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     ids=["module", "script"],
 )
 def test_command_interrupted_during_the_import(command: list[str], tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    if command[0] != "-m":
-        script = tmp_path / command[0]
-        script.write_text("from flash_attn_deterministic.__main__ import main; main()")
-        command = [str(script), *command[1:]]
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
-    )
+    done = _interrupted(command, tmp_path)
     assert done.returncode == 130
-    assert "Traceback" not in done.stderr
+    assert done.stderr == ""
+
+
+def test_background_command_is_not_interrupted(tmp_path: Path) -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C."""
+    command = [
+        "-c",
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "os.execv(sys.executable, [sys.executable, '-m', 'flash_attn_deterministic', '--help'])",
+    ]
+    done = _interrupted(command, tmp_path, "raise ImportError('torch of this test')")
+    assert done.returncode == 1
+    assert "torch of this test" in done.stderr
+
+
+def test_command_interrupted_between_import_and_main() -> None:
+    script = (
+        "import os, signal, sys; sys.argv[0] = '/bin/flash-attn-deterministic';"
+        "import flash_attn_deterministic; os.kill(os.getpid(), signal.SIGINT)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_command_takes_its_handler_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGINT, flash_attn_deterministic._leave)
+    try:
+        monkeypatch.setattr(info, "collect", lambda: signal.raise_signal(signal.SIGINT))
+        assert main(["info"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_command_interrupted_later(
@@ -197,14 +234,11 @@ def test_command_interrupted_later(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_import_that_is_interrupted_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
-    done = subprocess.run(
-        [sys.executable, "-c", "import flash_attn_deterministic"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])},
-    )
+@pytest.mark.parametrize("command", [["-c", "import flash_attn_deterministic"], ["-m", "other"]])
+def test_import_that_is_interrupted_elsewhere(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "__init__.py").write_text("import flash_attn_deterministic")
+    done = _interrupted(command, tmp_path)
     assert "KeyboardInterrupt" in done.stderr
 
 

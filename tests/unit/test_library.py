@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import flash_attn_deterministic as package
 import pytest
 import torch
 from calls import CALLS
 from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD
+
+# Modules and rooms that the import of the package leaves out, whoever else imports them later.
+LATER = (
+    *("bench", "deviation", "integrations", "reference", "verify", "__main__"),
+    *("info.architectures", "info.cli", "info.collect", "mode.explain", "mode.plan"),
+)
 
 
 def test_import_stays_light() -> None:
@@ -20,8 +28,47 @@ def test_import_stays_light() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     ).stdout.split()
     assert "flash_attn_deterministic.interface" in loaded
-    assert "flash_attn_deterministic.reference" not in loaded
     assert [name for name in loaded if not name.startswith("flash_attn_deterministic")] == []
+    ours = {name.removeprefix("flash_attn_deterministic.") for name in loaded}
+    assert [name for name in ours if any(f"{name}.".startswith(f"{x}.") for x in LATER)] == []
+
+
+def test_import_is_short(tmp_path: Path) -> None:
+    """20 ms on top of torch; CPU time, and half as much again for slow machines."""
+    script = """
+import os, time, torch
+for _ in range(8):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    begin = time.process_time()
+    import flash_attn_deterministic
+    print(time.process_time() - begin, flush=True)
+    os._exit(0)
+"""
+    environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    _, *seconds = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True, text=True, check=True, env=environ,
+    ).stdout.split()  # fmt: skip
+    assert len(seconds) == 7
+    assert min(map(float, seconds)) < 0.030
+
+
+def test_names_that_are_imported_later() -> None:
+    script = (
+        "import flash_attn_deterministic as f; assert 'explain' not in vars(f);"
+        "assert {'explain', 'Plan', 'as_flash_attn'} <= set(dir(f));"
+        "assert f.explain is f.explain and 'explain' in vars(f);"
+        "from flash_attn_deterministic import Plan, as_flash_attn, explain;"
+        "print(Plan.__module__, as_flash_attn.__module__, explain.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    modules = ("mode.plan", "integrations.alias", "mode.explain")
+    expected = [f"flash_attn_deterministic.{module}" for module in modules]
+    assert done.stdout.split() == expected, done.stderr
 
 
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
