@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -293,6 +294,10 @@ class _AsyncCall:
         await asyncio.sleep(0)
 
 
+class _PartialCall:
+    __call__ = functools.partial(_coroutine)
+
+
 class _GeneratorCall:
     def __call__(self) -> Iterator[int]:
         yield 0
@@ -324,6 +329,8 @@ def test_objects_that_can_be_decorated() -> None:
         pytest.param(functools.partial(_generator), "a generator function", id="partial"),
         pytest.param(_AsyncCall(), "a coroutine function", id="async-call"),
         pytest.param(_GeneratorCall(), "a generator function", id="generator-call"),
+        pytest.param(_PartialCall(), "a coroutine function", id="partial-call"),
+        pytest.param(functools.lru_cache(_coroutine), "a coroutine function", id="cache"),
         pytest.param(_GeneratorCall().method, "a generator function", id="method"),
         pytest.param(staticmethod(_generator), "a generator function", id="staticmethod"),
         pytest.param(_AsyncCall, r"the class [\w.]*_AsyncCall; decorate its methods", id="class"),
@@ -339,6 +346,20 @@ def test_objects_that_can_be_decorated() -> None:
 def test_functions_that_cannot_be_decorated(function: Any, kind: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"function: expected .* got {kind}"):
         deterministic_mode(split_size=512)(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        pytest.param(lambda: _generator(), "generator", id="generator"),
+        pytest.param(lambda: _async_generator(), "async_generator", id="async-generator"),
+        pytest.param(types.coroutine(lambda: (yield)), "generator", id="old-coroutine"),
+    ],
+)
+def test_functions_that_turn_out_to_run_later(function: Any, kind: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"got one that returned a {kind}, whose body"):
+        deterministic_mode(split_size=512)(function)()
+    assert get_deterministic_mode() == Mode(True, 2048)
 
 
 def test_exit_without_enter() -> None:

@@ -13,6 +13,7 @@ import functools
 import inspect
 import os
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -237,7 +238,7 @@ class deterministic_mode:
     A block must not span an `await` or a `yield`: what the thread runs meanwhile would have its
     mode, and it the mode of another block entered meanwhile. Blocks left in another order than
     that of nesting, or by another thread, still leave nothing behind. What is decorated has to run
-    its body in the call: no class, and no coroutine or generator function.
+    its body in the call: no class, and nothing that returns a coroutine or a generator.
 
     Args:
         enabled: as in `set_deterministic_mode`.
@@ -246,7 +247,7 @@ class deterministic_mode:
     Raises:
         ArgumentError: a ValueError; split_size is no valid number.
         ArgumentTypeError: a TypeError; enabled is no bool, split_size no int, or what is decorated
-            no ordinary function.
+            no ordinary function, from the call of one that returns a coroutine or a generator.
         MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
         ModeError: a RuntimeError; a block is left that was not entered.
 
@@ -301,7 +302,10 @@ class deterministic_mode:
         def inside(*args: object, **kwargs: object) -> object:
             # One object for each call: several threads may be inside at once.
             with deterministic_mode(enabled, split_size):
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            if isinstance(result, _LATER_RESULTS):
+                raise _runs_later(f"one that returned a {type(result).__name__}")
+            return result
 
         return inside  # type: ignore[return-value]
 
@@ -358,6 +362,14 @@ _LATER = (
     ("a generator function", inspect.isgeneratorfunction),
     ("an async generator function", inspect.isasyncgenfunction),
 )
+_LATER_RESULTS = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
+
+
+def _runs_later(what: str) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"function: expected an ordinary function, got {what}, whose body runs after the call; put "
+        "the block inside it, around what has no await and no yield"
+    )
 
 
 def _check_body_runs_in_the_call(function: Any) -> None:
@@ -372,25 +384,25 @@ def _check_body_runs_in_the_call(function: Any) -> None:
     for body in _bodies(function):
         for kind, is_kind in _LATER:
             if is_kind(body):
-                raise ArgumentTypeError(
-                    f"{expected}{kind}, whose body runs after the call; put the block inside it, "
-                    "around what has no await and no yield"
-                )
+                raise _runs_later(kind)
 
 
 def _bodies(function: Any) -> Iterator[Any]:
     """Yields what is called when `function` is: itself, and what partial and objects stand for."""
+    seen: list[Any] = []
     while True:
         yield function
         if isinstance(function, functools.partial):
             function = function.func
+        elif isinstance(function, functools._lru_cache_wrapper):
+            function = function.__wrapped__
         elif inspect.ismethod(function) or isinstance(function, staticmethod):
             function = function.__func__
         elif inspect.isroutine(function):
             return
         else:
             call = type(function).__call__
-            if not inspect.isroutine(call):
+            if call in seen:
                 return
-            yield call
-            return
+            seen.append(call)
+            function = call
