@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -353,7 +352,7 @@ def test_functions_that_cannot_be_decorated(function: Any, kind: str) -> None:
     [
         pytest.param(lambda: _generator(), "generator", id="generator"),
         pytest.param(lambda: _async_generator(), "async_generator", id="async-generator"),
-        pytest.param(types.coroutine(lambda: (yield)), "generator", id="old-coroutine"),
+        pytest.param(lambda: _coroutine(), "coroutine", id="coroutine"),
     ],
 )
 def test_functions_that_turn_out_to_run_later(function: Any, kind: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from attention_cases import make_inputs
 from calls import int32, normal
 from flash_attn_deterministic._ops import cuda, library
-from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD
+from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD, argument_names
 from flash_attn_deterministic.errors import ArgumentError, LibraryError, MissingInstanceError
 
 OPS = torch.ops.flash_attn_deterministic
@@ -208,6 +208,11 @@ GRADIENTS = "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)"
 def test_schema(name: str, schema: str) -> None:
     assert str(op(name)._schema) == f"flash_attn_deterministic::{name}({schema}"
     assert torch.Tag.pt2_compliant_tag in op(name).tags
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+def test_names_of_arguments(name: str) -> None:
+    assert argument_names(name) == tuple(argument.name for argument in op(name)._schema.arguments)
 
 
 def test_schema_of_the_op_that_writes() -> None:

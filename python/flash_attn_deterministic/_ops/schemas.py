@@ -69,5 +69,5 @@ def define(library: Any) -> None:
 @functools.cache
 def argument_names(name: str) -> tuple[str, ...]:
     """Returns the names of an op's arguments, in order."""
-    op = getattr(torch.ops.flash_attn_deterministic, name).default
-    return tuple(argument.name for argument in op._schema.arguments)
+    arguments, _ = {**FORWARD, **BACKWARD}[name].removeprefix("(").split(") -> ")
+    return tuple(argument.split()[-1] for argument in arguments.split(", "))

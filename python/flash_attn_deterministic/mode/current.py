@@ -304,6 +304,8 @@ class deterministic_mode:
             with deterministic_mode(enabled, split_size):
                 result = function(*args, **kwargs)
             if isinstance(result, _LATER_RESULTS):
+                if isinstance(result, types.CoroutineType):
+                    result.close()  # without it Python warns that nothing awaited it
                 raise _runs_later(f"one that returned a {type(result).__name__}")
             return result
 
