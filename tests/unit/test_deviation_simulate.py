@@ -90,7 +90,7 @@ def test_kernel_and_tree_presets_are_the_cpu_backend_but_for_the_order_of_sums(
     wrong = tiled_attention(q, k, v, SCALE, preset, wide, Blocks(64, 64), None, bias)
     q16, k16, v16 = (tensor.to(torch.bfloat16)[:, :, None] for tensor in (q, k, v))
     expected, _ = reference.attention(
-        q16, k16, v16, SCALE, causal, split_size=split_size, block_n=64
+        q16, k16, v16, softmax_scale=SCALE, causal=causal, split_size=split_size, block_n=64
     )
     real = expected[:, :, 0].float()
     assert (out == real).double().mean() > 0.99

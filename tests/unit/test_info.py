@@ -175,7 +175,18 @@ def _interrupted(
         command = [str(script), *command[1:]]
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environ)
+    return _run([sys.executable, *command], environ)
+
+
+def _run(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environ,
+        # A shell that runs the tests in the background has its children ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +220,7 @@ def test_command_interrupted_between_import_and_main() -> None:
         "import os, signal, sys; sys.argv[0] = '/bin/flash-attn-deterministic';"
         "import flash_attn_deterministic; os.kill(os.getpid(), signal.SIGINT)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = _run([sys.executable, "-c", script], dict(os.environ))
     assert (done.returncode, done.stderr) == (130, "")
 
 

@@ -159,7 +159,11 @@ def test_heads_before_tokens(function: Any, arguments: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("other", ["k", "v"])
 def test_heads_before_tokens_in_one_tensor(other: str) -> None:
-    tensors = {"q": normal(2, 3, 8, 32), "k": normal(2, 7, 2, 32), "v": normal(2, 7, 2, 32)}
+    tensors: dict[str, Any] = {
+        "q": normal(2, 3, 8, 32),
+        "k": normal(2, 7, 2, 32),
+        "v": normal(2, 7, 2, 32),
+    }
     tensors[other] = tensors[other].transpose(1, 2)
     if other == "k":
         tensors["v"] = tensors["k"]

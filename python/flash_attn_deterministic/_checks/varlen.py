@@ -107,7 +107,7 @@ def check_cu_seqlens(
 
 
 def _check_lengths(lengths: Lengths, device: torch.device, names: Names) -> Lengths:
-    cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *_ = lengths
+    cu_seqlens_q, cu_seqlens_k, _, _, seqused_k, leftpad_k, block_table = lengths
     check_cu_seqlens(names.cu_seqlens_q, cu_seqlens_q, None, device)
     batch = cu_seqlens_q.shape[0] - 1
     check_cu_seqlens(names.cu_seqlens_k, cu_seqlens_k, batch, device)

@@ -42,15 +42,12 @@ class Options(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Where packed sequences begin and end, in the order of the ops' arguments.
-
-    See `flash_attn_varlen_func`.
-    """
+    """Where packed sequences begin and end; see `flash_attn_varlen_func`."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    seqused_k: torch.Tensor | None
-    leftpad_k: torch.Tensor | None
-    block_table: torch.Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
+    seqused_k: torch.Tensor | None = None
+    leftpad_k: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None

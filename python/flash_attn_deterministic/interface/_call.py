@@ -49,18 +49,14 @@ def typed(function: Callable[Arguments, Any]) -> Attention[Arguments]:
 def resolve_options(
     head_dim: int,
     dropout_p: Any,
-    scores: tuple[Any, Any, Any, Any],
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
     split_size: Any,
     deterministic: Any = None,
 ) -> Options:
     """Checks the numbers and flags of a call, and fills in what the caller left open.
-
-    Args:
-        head_dim: of q.
-        dropout_p: see `flash_attn_func`, here and below.
-        scores: softmax_scale, causal, window_size and softcap.
-        split_size: None: the mode's.
-        deterministic: None: as the mode says.
 
     Raises:
         ArgumentError: a wrong value.
@@ -68,10 +64,10 @@ def resolve_options(
         MissingInstanceError: deterministic is True, and the wheel holds no such kernels.
     """
     dropout_p = numbers.check_dropout(dropout_p)
-    checked = numbers.check_scores(head_dim, *scores)
+    scores = numbers.check_scores(head_dim, softmax_scale, causal, window_size, softcap)
     mode = resolve(check_split_size(split_size, head_dim))
     backward = resolve_deterministic(deterministic, mode)
-    return Options(dropout_p, checked, mode.split_size, mode.enabled, backward)
+    return Options(dropout_p, scores, mode.split_size, mode.enabled, backward)
 
 
 def attend(
@@ -114,9 +110,10 @@ def attend(
     if lengths is None:
         out, softmax_lse = ops.fwd(*qkv, slopes, rng_state, dropout_p, *scores, *tree)
     else:
-        starts, longest = map(contiguous, lengths[:-2]), lengths[-2:]
+        cu_seqlens_q, cu_seqlens_k, *longest, seqused_k, leftpad_k, block_table = lengths
+        indices = cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table
         out, softmax_lse = ops.varlen_fwd(
-            *qkv, *starts, slopes, rng_state, *longest, dropout_p, *scores, *tree
+            *qkv, *map(contiguous, indices), slopes, rng_state, *longest, dropout_p, *scores, *tree
         )
     out = out[..., :head_dim]
     if not with_probs:

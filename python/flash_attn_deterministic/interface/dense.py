@@ -125,7 +125,7 @@ def flash_attn_func(
     """
     tensors.check_dense(q, k, v)
     scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
     return attend(q, k, v, alibi_slopes, options, return_attn_probs)
 
 
@@ -163,7 +163,7 @@ def flash_attn_qkvpacked_func(
     q, k, v = qkv.unbind(2)
     tensors.check_dense(q, k, v, _QKV)
     scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
     return attend(q, k, v, alibi_slopes, options, return_attn_probs)
 
 
@@ -203,5 +203,5 @@ def flash_attn_kvpacked_func(
     k, v = kv.unbind(2)
     tensors.check_dense(q, k, v, _KV)
     scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
     return attend(q, k, v, alibi_slopes, options, return_attn_probs)

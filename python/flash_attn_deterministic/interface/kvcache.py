@@ -110,7 +110,7 @@ def flash_attn_with_kvcache(
     checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
     tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
     scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(head_dim, 0.0, scores, split_size)
+    options = resolve_options(head_dim, 0.0, *scores, split_size)
     checks.check_rotary(q, k, rotary_cos, rotary_sin, cache_seqlens, capacity, options.scores)
     kernels.check_kernels(q.device, q.dtype, head_dim)
     if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used

@@ -102,12 +102,12 @@ def flash_attn_varlen_func(
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
     lengths = Lengths(
-        cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, max_seqlen_q, max_seqlen_k
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
     lengths = checks.check_varlen(q, k, v, lengths)
     checks.check_no_gradient((q, k, v), lengths)
     scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
     return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)
 
 
@@ -148,10 +148,10 @@ def flash_attn_varlen_qkvpacked_func(
     """
     tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
     q, k, v = qkv.unbind(1)
-    lengths = Lengths(cu_seqlens, cu_seqlens, None, None, None, max_seqlen, max_seqlen)
+    lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     lengths = checks.check_varlen(q, k, v, lengths, _QKV)
     scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
     return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)
 
 
@@ -198,8 +198,8 @@ def flash_attn_varlen_kvpacked_func(
     """
     tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
     k, v = kv.unbind(1)
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, None, None, None, max_seqlen_q, max_seqlen_k)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     lengths = checks.check_varlen(q, k, v, lengths, _KV)
     scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, scores, split_size, deterministic)
+    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
     return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)

@@ -51,8 +51,8 @@ def _unpacked(
 
     Beyond a sequence they hold something else.
     """
-    cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, *longest = lengths
-    max_seqlen_q, max_seqlen_k = longest
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others = lengths
+    seqused_k, leftpad_k, block_table = others
     q, k = _some(q), _some(k)
     softmax_lse = _some(softmax_lse.transpose(0, 1))
     seqlens_q, seqlens_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()

@@ -26,9 +26,9 @@ def varlen_attention_backward(
     softmax_lse: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
+    *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
     alibi_slopes: torch.Tensor | None = None,
     **options: Unpack[Options],
 ) -> Gradients:
