@@ -12,6 +12,7 @@ from calls import int32, normal
 from flash_attn_deterministic._ops import cuda, library
 from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD, argument_names
 from flash_attn_deterministic.errors import ArgumentError, LibraryError, MissingInstanceError
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 OPS = torch.ops.flash_attn_deterministic
 TREE = (64, True)
@@ -245,6 +246,19 @@ def test_meta_tensors_give_the_shapes(name: str, arguments: Arguments) -> None:
     meta = op(name)(*(x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments))
     for a, b in zip(real, meta, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize(("name", "arguments"), ALL_CASES)
+def test_fake_tensors_stay_on_their_device(name: str, arguments: Arguments) -> None:
+    real = op(name)(*(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))
+    with FakeTensorMode():
+        fakes = (
+            torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
+            for x in arguments
+        )
+        for a, b in zip(real, op(name)(*fakes), strict=True):
+            assert b.device.type == "cuda"
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
 
 @pytest.mark.parametrize(("name", "arguments"), CASES)
