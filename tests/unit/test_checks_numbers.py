@@ -91,7 +91,7 @@ def test_max_seqlen_fits_into_an_int(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "softmax_scale", [torch.ones(2), "1", True, 1j], ids=["tensor", "str", "bool", "complex"]
+    "softmax_scale", [torch.ones(2), "1", 1j], ids=["tensor", "str", "complex"]
 )
 def test_softmax_scale_is_a_number(softmax_scale: object) -> None:
     with pytest.raises(ArgumentTypeError, match="softmax_scale: expected a float or None, got"):
@@ -103,9 +103,9 @@ def test_positive_scales_are_accepted(softmax_scale: float) -> None:
     assert flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale).shape == GOOD.shape
 
 
-@pytest.mark.parametrize("value", [0.125, 2, -1, 1.0, "yes", None, torch.tensor(0.125)], ids=repr)
+@pytest.mark.parametrize("value", [0.125, 1.0, "yes", None, torch.tensor(0.125)], ids=repr)
 def test_flags_are_flags(value: Any) -> None:
-    """One rule for all of them: a bool, or the number 0 or 1."""
+    """One rule for all of them: a bool or an integer."""
     with pytest.raises(ArgumentTypeError, match=r"causal: expected a bool, got"):
         flash_attn_func(GOOD, GOOD, GOOD, causal=value)
     if value is not None:
@@ -115,8 +115,8 @@ def test_flags_are_flags(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "yes",
-    [True, 1, np.bool_(True), torch.tensor(True), torch.tensor(1), np.array([True])],
-    ids=["bool", "int", "numpy", "tensor", "int-tensor", "array"],
+    [True, 1, 2, -1, np.bool_(True), torch.tensor(True), torch.tensor(2), np.array([True])],
+    ids=["bool", "1", "2", "-1", "numpy", "tensor", "int-tensor", "array"],
 )
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_kinds_of_flags(name: str, yes: Any) -> None:
@@ -127,11 +127,12 @@ def test_kinds_of_flags(name: str, yes: Any) -> None:
     assert bits_equal(lse, expected[1])
 
 
-@pytest.mark.parametrize("argument", ["softcap", "softmax_scale", "dropout_p", "split_size"])
-def test_a_bool_is_no_number(argument: str) -> None:
-    options: Any = {argument: True}
-    with pytest.raises(ArgumentTypeError, match=f"{argument}: expected .*, got bool"):
-        flash_attn_func(GOOD, GOOD, GOOD, **options)
+@pytest.mark.parametrize("argument", ["softcap", "softmax_scale"])
+def test_a_bool_is_0_or_1_as_a_number(argument: str) -> None:
+    as_bool: Any = {argument: True}
+    as_number: Any = {argument: 1.0}
+    out = flash_attn_func(GOOD, GOOD, GOOD, **as_bool)
+    assert bits_equal(out, flash_attn_func(GOOD, GOOD, GOOD, **as_number))
 
 
 NUMBERS: list[Any] = [
@@ -191,7 +192,7 @@ def test_kinds_of_windows(name: str, window: Any) -> None:
     "window",
     [
         5, None, (3,), (1, 2, 3), torch.tensor(3), torch.tensor([[3, 0]]), torch.zeros(2), "30",
-        {0: 3, 1: 0}, {3, 0}, (True, 0), (1.0, 0), (None, 0), torch.ones(100, 100),
+        {0: 3, 1: 0}, {3, 0}, (1.0, 0), (None, 0), torch.ones(100, 100),
     ],
     ids=str,
 )  # fmt: skip
@@ -288,8 +289,8 @@ def test_dropout_is_a_probability(name: str, dropout_p: float) -> None:
 
 @pytest.mark.parametrize("name", DROPOUT)
 def test_flags_of_the_backward(name: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="deterministic: expected a bool, got int 2"):
-        CALLS[name](32)(deterministic=2)
+    with pytest.raises(ArgumentTypeError, match="deterministic: expected a bool, got float"):
+        CALLS[name](32)(deterministic=0.5)
     with pytest.raises(ArgumentTypeError, match="return_attn_probs: expected a bool, got str"):
         CALLS[name](32)(return_attn_probs="yes")
 

@@ -394,7 +394,7 @@ def test_exit_without_enter() -> None:
         pytest.param(
             {"split_size": 64.0}, ArgumentTypeError, "split_size: .* got float", id="float"
         ),
-        pytest.param({"split_size": True}, ArgumentTypeError, "split_size: .* got bool", id="bool"),
+        pytest.param({"split_size": True}, ArgumentError, "split_size: .* got 1;", id="bool"),
         pytest.param(
             {"enabled": 512}, ArgumentTypeError, "enabled: expected a bool, got int", id="enabled"
         ),

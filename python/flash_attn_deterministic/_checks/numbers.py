@@ -1,8 +1,9 @@
 """Plain numbers and flags: what is taken for one, and in which range.
 
 A number may be one of Python or NumPy, or a tensor or array of one element, as the arguments of a
-custom op in torch. A bool is no number. A flag is a bool of any of those kinds, or the number 0
-or 1.
+custom op in torch. Python's own rule holds for bools: a flag may be any integer, of which all but 0
+are true, and a bool counts as 0 or 1 where a number is expected. Upstream's op takes a float or
+None as a flag too; that is refused, as it is most often a softmax scale in the place of `causal`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def check_flag(name: str, value: Any) -> bool:
     """Returns an argument that is a flag.
 
     Raises:
-        ArgumentTypeError: neither a bool nor 0 or 1, but for instance a softmax scale in its place.
+        ArgumentTypeError: neither a bool nor an integer, but for instance a softmax scale.
     """
     flag = _scalar(value)
     if isinstance(flag, bool):
         return flag
-    if isinstance(flag, _INTS) and flag in (0, 1):
-        return flag == 1
+    if isinstance(flag, _INTS):
+        return flag != 0
     raise ArgumentTypeError(f"{name}: expected a bool, got {_described(value)}")
 
 
@@ -46,24 +47,24 @@ def check_int(name: str, value: Any, expected: str = "an int") -> int:
     """Returns an argument that is an integer.
 
     Raises:
-        ArgumentTypeError: another type; a bool too.
+        ArgumentTypeError: another type.
     """
     number = _scalar(value)
-    if isinstance(number, bool) or not isinstance(number, _INTS):
+    if not isinstance(number, _INTS):
         raise ArgumentTypeError(f"{name}: expected {expected}, got {_described(value)}")
-    return number  # type: ignore[return-value]
+    return int(number) if isinstance(number, bool) else number  # type: ignore[return-value]
 
 
 def check_float(name: str, value: Any, expected: str = "a float") -> float:
     """Returns an argument that is a number; an int is one.
 
     Raises:
-        ArgumentTypeError: another type; a bool too.
+        ArgumentTypeError: another type.
     """
     number = _scalar(value)
-    if isinstance(number, bool) or not isinstance(number, _NUMBERS):
+    if not isinstance(number, _NUMBERS):
         raise ArgumentTypeError(f"{name}: expected {expected}, got {_described(value)}")
-    return number  # type: ignore[return-value]
+    return float(number) if isinstance(number, bool) else number  # type: ignore[return-value]
 
 
 def _scalar(value: Any) -> Any:

@@ -49,7 +49,7 @@ def flash_attn_func(
             0 0 1 1 1
 
     Numbers and flags may be those of Python or NumPy, or tensors of one element; a tensor on a GPU
-    is waited for. The numbers 0 and 1 are flags too; no bool is a number.
+    is waited for. An integer is a flag too, a bool a number (0 or 1).
 
     CPU tensors run through `flash_attn_deterministic.reference`: exact in its order of operations,
     and slow; meant for tests, not for long sequences.
