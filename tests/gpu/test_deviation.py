@@ -11,8 +11,10 @@ from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.instrument.tokens import run_tokens
 from flash_attn_deterministic.deviation.kernels.agreement import CONTROL
 from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
-from flash_attn_deterministic.deviation.kernels.study import read_kernels, run_kernels
-from flash_attn_deterministic.deviation.training.study import plan_of, run_training
+from flash_attn_deterministic.deviation.kernels.kernel_study import read_kernels, run_kernels
+from flash_attn_deterministic.deviation.training.first_difference import first_difference
+from flash_attn_deterministic.deviation.training.runs import Setup
+from flash_attn_deterministic.deviation.training.training_study import plan_of, run_training
 
 pytestmark = pytest.mark.gpu
 EQUAL = 0.95
@@ -84,9 +86,17 @@ def test_our_gradients_are_about_as_near_as_torchs(study: dict[str, Any]) -> Non
 
 def test_training_with_our_kernels_repeats(tmp_path: Path) -> None:
     plan = plan_of("language-25m", "cuda", 6, ("repeat", "sdpa-flash"), (0,))
-    found = run_training(plan, tmp_path)["seeds"]["0"]
-    assert max(found["repeat"]["max_difference"]) == 0
+    value = run_training(plan, tmp_path)
+    found = value["seeds"]["0"]
+    if max(found["repeat"]["max_difference"]) > 0:
+        pytest.fail(f"{first_difference(plan.setup)}; torch says: {value['unrepeatable']}")
     assert found["sdpa-flash"]["l2"][-1] > 0
+
+
+@pytest.mark.parametrize("attention", ["ours", "explicit"])
+def test_every_operation_of_a_training_repeats(attention: str) -> None:
+    """With explicit attention the rest of the model is tested alone."""
+    assert first_difference(Setup("language-25m", attention, 3, "cuda"), times=2) is None
 
 
 def test_our_gradients_and_tokens_in_a_model(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import pytest
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.deviation.forward.plan import FIGURES, Plan, run_forward
 from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
-from flash_attn_deterministic.deviation.kernels.study import run_kernels
+from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
 from flash_attn_deterministic.deviation.report import page as page_module
 from flash_attn_deterministic.deviation.report import plots
 from flash_attn_deterministic.deviation.report.claims import CLAIMS
 from flash_attn_deterministic.deviation.report.page import CAPTIONS, read_study, write_report
 from flash_attn_deterministic.deviation.report.plots import MissingExtraError
-from flash_attn_deterministic.deviation.training.study import plan_of, run_training
+from flash_attn_deterministic.deviation.training.training_study import plan_of, run_training
 from flash_attn_deterministic.errors import ArgumentError
 
 PLAN = Plan(

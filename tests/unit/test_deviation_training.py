@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.deviation.attentions.registry import find_attention
-from flash_attn_deterministic.deviation.training import study
+from flash_attn_deterministic.deviation.training import training_study
 from flash_attn_deterministic.deviation.training.images import TEXT_LENGTH, WORDS, draw_batch
 from flash_attn_deterministic.deviation.training.language import LANGUAGE_SIZES, Language, corpus
 from flash_attn_deterministic.deviation.training.runs import (
@@ -21,7 +21,7 @@ from flash_attn_deterministic.deviation.training.runs import (
     compare,
     train,
 )
-from flash_attn_deterministic.deviation.training.study import (
+from flash_attn_deterministic.deviation.training.training_study import (
     TrainingPlan,
     plan_of,
     printed,
@@ -151,7 +151,7 @@ def test_an_interrupted_study_goes_on_to_the_same(
         started.append(run.name)
         return train(setup, run, seed, *rest)
 
-    monkeypatch.setattr(study, "train", interrupted)
+    monkeypatch.setattr(training_study, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_training(PLAN, tmp_path / "parts")
     assert len(read_training(tmp_path / "parts" / "training.json")["seeds"]["0"]) == 3

@@ -21,7 +21,7 @@ def add_command(commands: _Parsers) -> None:
     )
     studies = parser.add_subparsers(dest="study", required=True)
     for add in (_add_gradients, _add_tokens, _add_weights, _add_training, _add_forward,
-                _add_kernels, _add_report):  # fmt: skip
+                _add_kernels, _add_report, _add_repeat):  # fmt: skip
         add(studies)
 
 
@@ -52,6 +52,7 @@ def _add_model(parser: argparse.ArgumentParser, attention: str) -> None:
         "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model of ours, 3 batches")
+    parser.add_argument("--seconds", type=float, help="start no batch later, after the second")
 
 
 def _add_gradients(studies: _Parsers) -> None:
@@ -133,6 +134,19 @@ def _add_training(studies: _Parsers) -> None:
     parser.add_argument("--force", action="store_true", help="replace another study there")
 
 
+def _add_repeat(studies: _Parsers) -> None:
+    text = "trains several times and names the first operation whose result has other bits"
+    parser = studies.add_parser("repeat", help=text, description=text)
+    parser.set_defaults(run=functools.partial(_interruptible, _repeat))
+    parser.add_argument("--workload", default="language-tiny", help="as of training (%(default)s)")
+    parser.add_argument("--attention", default="ours", help="what is trained with (%(default)s)")
+    parser.add_argument(
+        "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps (%(default)s)")
+    parser.add_argument("--times", type=int, default=3, help="repeats (%(default)s)")
+
+
 def _add_report(studies: _Parsers) -> None:
     parser = _add(studies, "report", _report, "one page of all claims, numbers and verdicts")
     parser.set_defaults(out=Path("deviation"))
@@ -179,7 +193,9 @@ def _gradients(arguments: argparse.Namespace) -> int:
         arguments.model, _names(arguments.attention), arguments.precision, arguments.device,
         str(arguments.checkpoint or ""),
     )  # fmt: skip
-    value = run_gradients(plan, target, arguments.out, arguments.force)
+    value = run_gradients(plan, target, arguments.out, arguments.force, arguments.seconds)
+    if value["done"] < len(target.batches):
+        print(f"{value['done']} of {len(target.batches)} batches; the same command goes on")
     for name, found in value["whole"].items():
         numbers = (f"{measure} {middle:.2g} [{low:.2g}, {high:.2g}]"
                    for measure, (low, middle, high) in found.items())  # fmt: skip
@@ -203,6 +219,7 @@ def _tokens(arguments: argparse.Namespace) -> int:
         arguments.precision,
         arguments.device,
         arguments.out,
+        arguments.seconds,
     )
     low, middle, high = value["kl"]
     print(f"KL {middle:.2g} [{low:.2g}, {high:.2g}] nats a token, {value['tokens']} tokens")
@@ -250,7 +267,7 @@ def _forward(arguments: argparse.Namespace) -> int:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     from .kernels.plan import KernelPlan
-    from .kernels.study import run_kernels
+    from .kernels.kernel_study import run_kernels
 
     plan = KernelPlan(arguments.device, arguments.quick, arguments.seeds)
     value = run_kernels(plan, arguments.out)
@@ -260,7 +277,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _training(arguments: argparse.Namespace) -> int:
-    from .training.study import NOISE, plan_of, printed, run_training
+    from .training.training_study import NOISE, plan_of, printed, run_training
 
     plan = plan_of(
         arguments.workload, arguments.device, arguments.steps, _names(arguments.runs),
@@ -269,6 +286,19 @@ def _training(arguments: argparse.Namespace) -> int:
     value = run_training(plan, arguments.out, arguments.seconds, arguments.budget, arguments.force)
     print(printed(value))
     return _done(arguments.out)
+
+
+def _repeat(arguments: argparse.Namespace) -> int:
+    from .study.environment import check_device
+    from .training.first_difference import first_difference
+    from .training.runs import Setup
+
+    check_device(arguments.device)
+    setup = Setup(arguments.workload, arguments.attention, arguments.steps, arguments.device)
+    found = first_difference(setup, arguments.times)
+    print(f"{arguments.times} repeats of {arguments.steps} steps: equal bits" if found is None
+          else found)  # fmt: skip
+    return int(found is not None)
 
 
 def _report(arguments: argparse.Namespace) -> int:

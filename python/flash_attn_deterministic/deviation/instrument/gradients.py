@@ -14,6 +14,7 @@ from a seed: memory is attentions x batches x tensors x SAMPLE x 4 bytes beside 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention
 from ..attentions.substitute import replaced_attention, running_modules
 from ..numbers.intervals import Interval, interval_of
-from ..study.environment import SCHEMA, environment, stopwatch
+from ..study.environment import SCHEMA, environment, repeatable, stopwatch
 from ..study.files import read_json, whole_file, write_json
 from ..study.progress import Progress
 from .target import Target
@@ -62,18 +63,32 @@ def memory_bound(target: Target, attentions: int) -> int:
 
 
 def run_gradients(
-    plan: GradientPlan, target: Target, folder: Path, force: bool = False
+    plan: GradientPlan,
+    target: Target,
+    folder: Path,
+    force: bool = False,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
     """Runs or resumes the comparison; each batch is kept as it is done.
+
+    Args:
+        plan: what to compare.
+        target: the model with its batches.
+        folder: of the result and of what is kept.
+        force: whether another comparison in the folder is replaced.
+        seconds: no batch but the first two is started that would end later; the same call again
+            goes on. None: all batches.
 
     Returns:
         gradients.json: {"layers": {parameter: {attention: {"error", "noise", "systematic"}}},
         "whole": {attention: ...}, "forward": {layer: {attention: relative error of the output}},
-        "missing": {attention: reason}, ...}; numbers are [low, middle, high].
+        "missing": {attention: reason}, "done": how many batches, ...}; numbers are [low, middle,
+        high].
 
     Raises:
         ArgumentError: no attention works, the model calls none, or the folder holds another study.
     """
+    start, slowest = time.monotonic(), 0.0
     found = {name: find_attention(name) for name in plan.attentions}
     identity = {**asdict(plan), "attentions": list(plan.attentions)}
     identity["batches"] = len(target.batches)
@@ -82,13 +97,19 @@ def run_gradients(
     missing: dict[str, str] = {}
     with (
         stopwatch() as taken,
+        repeatable(plan.device),
         Progress("gradients", len(target.batches)) as progress,
     ):
         for number, batch in enumerate(target.batches):
             path = store / f"{number:04}.pt"
             kept = _kept(path, identity, force)
             if kept is None:
+                before = time.monotonic()
+                late = seconds is not None and before - start + slowest > seconds
+                if late and number >= 2:
+                    break
                 kept = _one_batch(plan, target, batch, found, missing)
+                slowest = max(slowest, time.monotonic() - before)
                 with whole_file(path) as temporary:
                     torch.save({"identity": identity, **kept}, temporary)
             missing.update(kept["missing"])
@@ -106,6 +127,7 @@ def run_gradients(
         "memory_bytes": memory_bound(target, len(names)),
         "parameters": sum(p.numel() for p in target.model.parameters()),
         "missing": missing,
+        "done": len(samples),
         **_statistics(samples, names),
     }
     write_json(folder / RESULT_FILE, value, digits=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
 
 def run_tokens(
-    target: Target, attentions: tuple[str, ...], precision: str, device: str, out: Path
+    target: Target,
+    attentions: tuple[str, ...],
+    precision: str,
+    device: str,
+    out: Path,
+    seconds: float | None = None,
 ) -> dict[str, Any]:
     """Compares the next-token distributions that two attentions give.
 
@@ -30,6 +36,7 @@ def run_tokens(
         precision: bf16, fp16: autocast; fp32: none.
         device: cpu or cuda.
         out: folder of tokens.json.
+        seconds: no batch but the first two is started later than this; None: all are.
 
     Returns:
         tokens.json: "kl": mean over tokens of KL(first || second) in nats, with its interval over
@@ -46,7 +53,10 @@ def run_tokens(
     found = [find_attention(name) for name in attentions]
     kls, differences, same, tokens = [], [], 0, 0
     invariant: dict[str, bool] = {}
+    start = time.monotonic()
     for number, batch in enumerate(target.batches):
+        if seconds is not None and number >= 2 and time.monotonic() - start > seconds:
+            break
         logs = []
         for name, attention in zip(attentions, found, strict=True):
             logits, kept = _logits(target, batch, attention, precision, device)

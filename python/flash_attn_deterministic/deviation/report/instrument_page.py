@@ -35,7 +35,7 @@ def write_gradients_page(folder: Path) -> Path:
     setup = value["configuration"]
     intro = (
         f"{setup['model']}, {value['parameters'] / 1e6:.3g} million parameters, "
-        f"{setup['precision']}, {setup['batches']} batches on {setup['device']}, "
+        f"{setup['precision']}, {value.get('done', setup['batches'])} batches on {setup['device']}, "
         f"{value['seconds']:.0f} s, {value['memory_bytes'] / 1e6:.0f} MB of kept gradients. Each "
         "attention against exact (FP64) attention in the same model; numbers with 95 % bootstrap "
         "intervals over batches. error: relative size of the gradient's error. noise: that error "

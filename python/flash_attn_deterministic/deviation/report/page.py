@@ -12,11 +12,11 @@ from typing import Any
 from ...errors import ArgumentError
 from ..forward import plan as forward
 from ..forward.plan import Points, forward_points
-from ..kernels import study as kernels
+from ..kernels import kernel_study as kernels
 from ..numbers.intervals import median
 from ..numbers.metrics import METRICS
 from ..study.files import read_json, write_text
-from ..training import study as training
+from ..training import training_study as training
 from .claims import judge_all
 from .forward_plots import forward_plots
 from .judging import NOT_REPRODUCED, NOT_TESTED, REPRODUCED, UNDECIDED, Claim, Evidence, Outcome

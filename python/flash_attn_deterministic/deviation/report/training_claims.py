@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..numbers.intervals import Interval, mean_interval, median_interval
-from ..training.study import by_seed
+from ..training.training_study import by_seed
 from .forward_claims import GROWS, OURS, PAPER
 from .judging import Case, Claim, Evidence, Outcome, decide, range_text, untested
 

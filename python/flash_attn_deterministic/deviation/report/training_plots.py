@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..training.study import by_seed
+from ..training.training_study import by_seed
 from .names import attention_name
 from .plots import Draw, dots, legend_below, line, panels
 

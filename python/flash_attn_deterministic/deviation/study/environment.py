@@ -7,6 +7,7 @@ import datetime
 import os
 import platform
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,3 +62,43 @@ def one_thread(device: str = "cpu") -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def repeatable(device: str = "cpu", fill: bool = False) -> Iterator[list[str]]:
+    """Asks torch for algorithms that repeat, so that what differs is what a study changes.
+
+    "Warn only" is meant: the attentions under test keep what they do by default (torch's flash
+    backward adds atomically then), and an operation that can't repeat is named and not refused.
+    cuBLAS reads its workspace from the environment at the first product of the process.
+
+    Args:
+        device: cpu or cuda.
+        fill: whether memory that is not initialised holds NaN, so that reading it shows.
+
+    Yields:
+        A list that holds, once the block is left, torch's warnings: each names an operation.
+    """
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        try:
+            yield found
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+    for warning in caught:
+        text = str(warning.message).splitlines()[0]
+        if "deterministic" not in text:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        elif text not in found:
+            found.append(text)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ..forward.plan import FIGURES, Plan, quick_plan, run_forward
 from ..kernels.plan import KernelPlan
-from ..kernels.study import run_kernels
-from ..training.study import plan_of, run_training
+from ..kernels.kernel_study import run_kernels
+from ..training.training_study import plan_of, run_training
 
 _RUNS = ("repeat", "paper", "init", "fp16", "data")
 

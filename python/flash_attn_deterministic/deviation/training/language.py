@@ -30,7 +30,7 @@ LANGUAGE_SIZES = {
     "tiny": LanguageSize(width=32, depth=2, heads=2, context=48, batch=4),
     "small": LanguageSize(width=128, depth=4, heads=4, context=128, batch=8),
     "25m": LanguageSize(width=512, depth=8, heads=8, context=1024, batch=16),
-    "100m": LanguageSize(width=768, depth=14, heads=12, context=1024, batch=16),
+    "100m": LanguageSize(width=768, depth=14, heads=12, context=1024, batch=8),
 }
 
 

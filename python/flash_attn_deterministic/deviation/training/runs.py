@@ -129,10 +129,12 @@ def train(
     """
     torch.manual_seed(1000 * seed + run.init)
     workload = find_workload(setup.workload)
-    model = workload.model(find_attention(run.attention or setup.base))
+    # On a GPU, a hundred million initial weights from a CPU take longer than many steps.
+    with torch.device(setup.device):
+        model = workload.model(find_attention(run.attention or setup.base))
+    model = model.to(setup.device)
     if run.nudge:
         _nudge(model)
-    model = model.to(setup.device)
     if run.precision == "pure_bf16":
         model = model.to(torch.bfloat16)
     optimizer = workload.optimizer(model)
@@ -171,7 +173,7 @@ def train(
 def _nudge(model: torch.nn.Module) -> None:
     with torch.no_grad():
         weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
-        weight[0] = torch.nextafter(weight[0], torch.tensor(math.inf))
+        weight[0] = torch.nextafter(weight[0], torch.full_like(weight[0], math.inf))
 
 
 def _autocast(device: str, precision: str) -> torch.autocast:

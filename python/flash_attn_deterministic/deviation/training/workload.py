@@ -16,7 +16,7 @@ class Workload(Protocol):
     """A model with its data and optimizer."""
 
     def model(self, attention: Attention) -> torch.nn.Module:
-        """Builds a model on the CPU whose layers call `attention`, which has torch's signature."""
+        """Builds a model, on torch's default device, whose layers call `attention`."""
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Returns the optimizer; its learning rate is the peak, after a linear start."""

@@ -14,7 +14,7 @@ from ...errors import ArgumentError
 from ..attentions.registry import find_attention, missing
 from ..instrument.capture import dual_compute
 from ..numbers.intervals import mean_interval, short
-from ..study.environment import SCHEMA, check_device, environment, one_thread
+from ..study.environment import SCHEMA, check_device, environment, one_thread, repeatable
 from ..study.files import read_json, whole_file, write_json
 from ..study.progress import Progress
 from .runs import Run, Setup, Snapshots, train
@@ -137,7 +137,8 @@ def run_training(
         force: whether another study in the folder is replaced.
 
     Returns:
-        training.json: {"runs": {name: run}, "seeds": {seed: {name: history}}, ...}.
+        training.json: {"runs": {name: run}, "seeds": {seed: {name: history}}, "unrepeatable":
+        [what torch says of operations that need not repeat], ...}.
 
     Raises:
         ArgumentError: the folder holds another study; or 0 steps without seconds or budget.
@@ -159,7 +160,11 @@ def run_training(
     done = sum(run.name in value["seeds"].get(str(seed), {})
                for seed in plan.seeds for run in runs)  # fmt: skip
     slowest = 0.0
-    with one_thread(setup.device), Progress("training", total, done) as progress:
+    with (
+        repeatable(setup.device) as warned,
+        one_thread(setup.device),
+        Progress("training", total, done) as progress,
+    ):
         for seed in plan.seeds:
             histories = value["seeds"].setdefault(str(seed), {})
             todo = [run for run in runs if run.name not in histories]
@@ -185,6 +190,7 @@ def run_training(
                 value["seconds"] += time.monotonic() - before
                 write_json(path, value)
                 del model, snapshots
+    value["unrepeatable"] = sorted({*value["unrepeatable"], *warned})
     write_json(path, value)
     return value
 
@@ -194,11 +200,11 @@ def _opened(plan: TrainingPlan, path: Path, force: bool) -> dict[str, Any]:
     fresh = {
         "kind": "training", "schema": SCHEMA, "configuration": configuration,
         "environment": environment(plan.setup.device), "seconds": 0.0, "runs": {}, "seeds": {},
-        "missing": {}, "live": [],
+        "missing": {}, "live": [], "unrepeatable": [],
     }  # fmt: skip
     if not path.exists() or force:
         return fresh
-    found = read_training(path)
+    found = {**fresh, **read_training(path)}
     # Without a number of steps, those of the study in the folder are meant.
     same = {**found["configuration"], "steps": configuration["steps"]}
     steps = configuration["steps"] in (0, found["configuration"]["steps"])

@@ -1,0 +1,178 @@
+"""Names the first operation whose result differs between two identical trainings."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..study.environment import one_thread, repeatable
+from .runs import Run, Setup, train
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HERE = ("/torch/", "first_difference.py")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first operation whose result differs.
+
+    Args:
+        operation: its name, such as aten.addmm.default or flash_attn_deterministic.bwd.default;
+            where another one ran than the first time, both.
+        number: how many operations came before.
+        step: optimizer steps before it.
+        shapes: of its results.
+        differs: whether each of them differs.
+        where: the line that called it; in a backward, that of the call of backward().
+        time: which of the repeats differed, counted from 1.
+    """
+
+    operation: str
+    number: int
+    step: int
+    shapes: tuple[tuple[int, ...], ...]
+    differs: tuple[bool, ...]
+    where: str
+    time: int
+
+    def __str__(self) -> str:
+        which = ", ".join(
+            f"{shape} {'differs' if differs else 'is equal'}"
+            for shape, differs in zip(self.shapes, self.differs, strict=True)
+        )
+        return (
+            f"repeat {self.time}, step {self.step}: {self.operation} (operation {self.number}, "
+            f"{self.where}): {which}; all that came before has equal bits"
+        )
+
+
+@dataclass
+class _Entry:
+    operation: str
+    step: int
+    where: str
+    shapes: tuple[tuple[int, ...], ...]
+    prints: list[torch.Tensor]
+
+
+class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps a fingerprint of every operation's results, backward and optimizer included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: list[_Entry] = []
+        self.step = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        # Fresh memory holds anything.
+        if "empty" not in func._schema.name:
+            written = [
+                kwargs.get(argument.name, args[place] if place < len(args) else None)
+                for place, argument in enumerate(func._schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            results = _tensors([out, *written])
+            self.entries.append(
+                _Entry(
+                    str(func), self.step, _caller(sys._getframe(1)),
+                    tuple(tuple(tensor.shape) for tensor in results),
+                    [_fingerprint(tensor) for tensor in results],
+                )
+            )  # fmt: skip
+        return out
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Adds the bits of all elements, each times an odd number of its place: order plays no part."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.int8)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    return (bits * (2 * torch.arange(len(bits), device=bits.device) + 1)).sum()
+
+
+def _caller(frame: FrameType | None) -> str:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not any(part in name for part in _HERE):
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "backward"
+
+
+_END = _Entry("the end", 0, "-", (), [])
+
+
+def _unequal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return int(left) != int(right)
+
+
+def first_difference(setup: Setup, times: int = 3) -> Difference | None:
+    """Repeats a training and compares every operation's result with the first time, bit by bit.
+
+    Fingerprints are sums of integers, which have no order. Memory that is not initialised holds NaN
+    while this runs, so that an operation that reads it shows.
+
+    Args:
+        setup: what is trained, with which attention and for how many steps.
+        times: how often it is repeated.
+
+    Returns:
+        The first operation with other bits; None: all were equal every time.
+    """
+    first = _traced(setup)
+    for time in range(1, times + 1):
+        other = _traced(setup)
+        for number, (left, right) in enumerate(itertools.zip_longest(first, other, fillvalue=_END)):
+            if (left.operation, left.shapes) != (right.operation, right.shapes):
+                name = f"{right.operation} in the place of {left.operation}"
+                differs = (True,) * len(right.shapes)
+            else:
+                name = right.operation
+                differs = tuple(map(_unequal, left.prints, right.prints))
+            if any(differs) or name != left.operation:
+                return Difference(
+                    name, number, right.step, right.shapes, differs, right.where, time
+                )
+    return None
+
+
+def _traced(setup: Setup) -> list[_Entry]:
+    trace = _Trace()
+
+    def count(*_: Any) -> None:
+        trace.step += 1
+
+    handle = register_optimizer_step_post_hook(count)
+    try:
+        with repeatable(setup.device, fill=True), one_thread(setup.device), trace:
+            train(setup, Run("base", against=""), 0, None, False)
+    finally:
+        handle.remove()
+    # One transfer for all.
+    flat = [each for entry in trace.entries for each in entry.prints]
+    values = iter(torch.stack(flat).cpu() if flat else [])
+    for entry in trace.entries:
+        entry.prints = [next(values) for _ in entry.prints]
+    return trace.entries
