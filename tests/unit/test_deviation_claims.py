@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 from flash_attn_deterministic.deviation.forward.cells import Cell
-from flash_attn_deterministic.deviation.forward.plan import ON_CHIP, Points, forward_points
+from flash_attn_deterministic.deviation.forward.plan import (
+    LINES,
+    ON_CHIP,
+    TILING,
+    Points,
+    forward_points,
+)
 from flash_attn_deterministic.deviation.kernels.agreement import CONTROL
 from flash_attn_deterministic.deviation.numbers.intervals import Interval
 from flash_attn_deterministic.deviation.numbers.metrics import METRICS
 from flash_attn_deterministic.deviation.report.claims import CLAIMS, judge_all
-from flash_attn_deterministic.deviation.report.forward_claims import LINES, TILING
 from flash_attn_deterministic.deviation.report.judging import (
     CONDITIONAL,
     NOT_REPRODUCED,
@@ -211,6 +216,11 @@ def test_claims_about_d(rounded: float, residual: float, matters: str, cure: str
 POINT = {"inputs": "uniform", "format": "bf16", "seqlen": 512, "head_dim": 64}
 
 
+def _speed(backend: str, milliseconds: float, width: float = 0.01) -> dict[str, Any]:
+    return {"backend": backend, "model": "m", "milliseconds": milliseconds,
+            "all": _spread(milliseconds, width)}  # fmt: skip
+
+
 def _kernels(**change: Any) -> Evidence:
     value = {
         "configuration": {"device": "cuda"},
@@ -229,7 +239,7 @@ def _kernels(**change: Any) -> Evidence:
             {"backend": "ours", "output": "dq", "same_bits": True, "repeats": 10,
              "relative": 0.0, "seqlen": 512},
         ],
-        "speed": [{"backend": "sdpa-flash", "model": "m", "milliseconds": 10.0, "speedup": 0.14}],
+        "speed": [_speed("sdpa-flash", 10.0), _speed("explicit", 11.4)],
     }  # fmt: skip
     return Evidence(kernels={**value, **change})
 
@@ -252,8 +262,11 @@ def test_a_model_that_its_control_equals_is_no_model() -> None:
 
 
 def test_a_speedup_of_another_size_is_another_one() -> None:
-    point = {"backend": "ours", "model": "m", "milliseconds": 1.0, "speedup": 0.95}
-    assert _verdict("speedup", _kernels(speed=[point])) == NOT_REPRODUCED
+    speed = [_speed("ours", 10.0), _speed("explicit", 19.5)]
+    assert _verdict("speedup", _kernels(speed=speed)) == NOT_REPRODUCED
+    # Times that vary as much as they differ decide nothing.
+    speed = [_speed("ours", 10.0, 0.9), _speed("explicit", 11.4, 0.9)]
+    assert _verdict("speedup", _kernels(speed=speed)) == UNDECIDED
 
 
 def test_other_bits_are_noise() -> None:
@@ -309,6 +322,51 @@ def test_training_claims(key: str, change: dict[str, float], expected: str) -> N
     assert _verdict(key, _training(**change)) == expected
 
 
+def test_more_variable_needs_more_than_a_few_seeds_say() -> None:
+    """The same relative spread: five seeds can't tell, and no word is said."""
+    evidence = _training()
+    training = evidence.training
+    assert training is not None
+    for seed, shift in enumerate((0.7, 1.3, 0.9, 1.2, 1.0)):
+        histories = training["seeds"][str(seed)]
+        for name, factor in (("fp16", shift), ("paper", 2.2 - shift)):
+            histories[name]["wasserstein"] = [0.0] * 5 + [factor]
+    assert _verdict("variable", evidence) == UNDECIDED
+
+
+def _sinks(**change: tuple[float, float]) -> Evidence:
+    """Gradients on rows with equal maxima: (error, systematic share) of each attention."""
+    values = {"torch_lines": (150.0, 0.7), "torch_lines_shifted": (70.0, 0.0), "kernel": (20, 0.4),
+              "sdpa": (80, 0.9), "explicit": (20, 0.9), "kernel_residual": (0.9, 0.0)}  # fmt: skip
+    names = {"torch_lines": "torch-lines", "torch_lines_shifted": "torch-lines-shifted",
+             "kernel_residual": "kernel+residual"}  # fmt: skip
+    whole = {
+        names.get(name, name): {"error": [error * 0.9, error, error * 1.1],
+                                "systematic": [share - 0.05, share, share + 0.05]}
+        for name, (error, share) in (values | change).items()
+    }  # fmt: skip
+    return Evidence(sinks={"whole": whole})
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "expected"),
+    [
+        ("failure-lines", {}, REPRODUCED),
+        ("failure-lines", {"torch_lines": (150.0, 0.0)}, CONDITIONAL),
+        ("failure-lines", {"torch_lines": (1.0, 0.0)}, NOT_REPRODUCED),
+        ("failure-remedy", {}, REPRODUCED),
+        ("failure-remedy", {"torch_lines_shifted": (70.0, 0.7)}, NOT_REPRODUCED),
+        ("failure-remedy", {"torch_lines_shifted": (70.0, 0.08)}, UNDECIDED),
+        ("failure-kernels", {}, NOT_REPRODUCED),
+        ("failure-kernels", {"kernel": (1.0, 0.0)}, CONDITIONAL),
+        ("failure-residual", {}, REPRODUCED),
+        ("failure-residual", {"kernel_residual": (20.0, 0.4)}, NOT_REPRODUCED),
+    ],
+)
+def test_failure_claims(key: str, change: dict[str, Any], expected: str) -> None:
+    assert _verdict(key, _sinks(**change)) == expected
+
+
 def test_verdicts_need_no_plots() -> None:
     import subprocess
     import sys
@@ -325,7 +383,10 @@ def test_the_committed_report_says_what_the_committed_data_says() -> None:
         name: json.loads((RESULTS / name / f"{name}.json").read_text())
         for name in ("forward", "kernels", "training")
     }
-    evidence = Evidence(forward_points(values["forward"]), values["kernels"], values["training"])
+    sinks = json.loads((RESULTS / "sinks" / "gradients.json").read_text())
+    evidence = Evidence(
+        forward_points(values["forward"]), values["kernels"], values["training"], sinks
+    )
     text = (RESULTS / "report.md").read_text()
     for claim, outcome in judge_all(evidence):
         assert f"| {claim.text} | {claim.source} | **{outcome.verdict}** |" in text, claim.key

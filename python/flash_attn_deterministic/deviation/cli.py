@@ -152,7 +152,7 @@ def _add_report(studies: _Parsers) -> None:
     parser.set_defaults(out=Path("deviation"))
     parser.add_argument(
         "results", nargs="*", type=Path,
-        help="folders of studies; none: forward, kernels and training in the folder of the report",
+        help="folders of studies; none: forward, kernels, training and sinks in that of the report",
     )  # fmt: skip
     parser.add_argument(
         "--quick", action="store_true", help="run quick studies first, in the folder of the report"
@@ -266,8 +266,8 @@ def _forward(arguments: argparse.Namespace) -> int:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    from .kernels.plan import KernelPlan
     from .kernels.kernel_study import run_kernels
+    from .kernels.plan import KernelPlan
 
     plan = KernelPlan(arguments.device, arguments.quick, arguments.seeds)
     value = run_kernels(plan, arguments.out)
@@ -311,7 +311,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
         folders = quick_studies(arguments.out)
     elif not folders:
-        folders = [arguments.out / name for name in ("forward", "kernels", "training")]
+        folders = [arguments.out / name for name in ("forward", "kernels", "training", "sinks")]
         folders = [folder for folder in folders if folder.exists()]
     for path in write_report(folders, arguments.out):
         print(path)

@@ -23,6 +23,7 @@ from ..emulate.gradients import DELTAS, Emulation, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
 from .masks import Call
+from .torch_lines import Lines, torch_lines
 
 _SDPA = functional.scaled_dot_product_attention
 
@@ -164,6 +165,11 @@ def _emulated(call: Call, emulation: Emulation) -> torch.Tensor:
     return emulated_attention(q, k, v, call.bias(), call.factor, emulation)
 
 
+def _lines(call: Call, lines: Lines) -> torch.Tensor:
+    q, k, v = call.heads()
+    return torch_lines(q, k, v, call.bias(), call.factor, lines)
+
+
 def _torch(call: Call, backend: SDPBackend | None) -> torch.Tensor:
     grouped = call.q.shape[-3] != call.k.shape[-3]
 
@@ -232,6 +238,9 @@ _NAMED: dict[str, _Of] = {
     "fa3": _fa3,
     "explicit": _explicit,
     "exact": _exact,
+    "torch-lines": functools.partial(_lines, lines=Lines()),
+    "torch-lines-shifted": functools.partial(_lines, lines=Lines(shifted=True)),
+    "torch-lines-wide": functools.partial(_lines, lines=Lines(wide=True)),
 }
 REAL = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
 LABELS = {
@@ -245,6 +254,9 @@ LABELS = {
     "fa3": "FlashAttention-3",
     "explicit": "explicit",
     "exact": "exact (FP64)",
+    "torch-lines": "16 bits after each line",
+    "torch-lines-shifted": "16 bits, maximum moved",
+    "torch-lines-wide": "16 bits, O in FP32",
 }
 
 
@@ -260,7 +272,8 @@ def find_attention(name: str) -> Attention:
 
     Args:
         name: ours, ours-atomics; sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math; fa3;
-            explicit, or explicit:FORMAT with every result rounded to a format; exact; PRESET,
+            explicit, or explicit:FORMAT with every result rounded to a format; exact; torch-lines,
+            torch-lines-shifted, torch-lines-wide (`attentions.torch_lines`); PRESET,
             PRESET:FORMAT, PRESET+DELTA of the emulated ones; or MODULE:FUNCTION of a function with
             the signature of torch's scaled_dot_product_attention.
 

@@ -134,11 +134,13 @@ def tiled_attention(
     # One tile at a time where it could matter; otherwise as many rows as the caches hold.
     lead = math.prod(q.shape[:-2]) * max(blocks.keys, q.shape[-1])
     size = blocks.rows if products is not torch.matmul else max(blocks.rows, _CHUNK // lead)
-    tile = _renormalised if preset.algorithm == "renormalised" else _running
-    out = _tiles(
-        lambda rows, b: tile(rows, k, v, scale, preset, rounded, blocks, b, products), q, bias, size
-    )
-    return rounded["out"](out)
+
+    def tile(rows: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        if preset.algorithm == "renormalised":
+            return _renormalised(rows, k, v, scale, rounded, blocks, b, products)
+        return _running(rows, k, v, scale, preset, rounded, blocks, b, products)
+
+    return rounded["out"](_tiles(tile, q, bias, size))
 
 
 def _renormalised(
@@ -146,7 +148,6 @@ def _renormalised(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
-    preset: Preset,
     rounded: dict[str, Round],
     blocks: Blocks,
     bias: torch.Tensor | None,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from .failure_claims import FAILURE_CLAIMS
 from .forward_claims import FORWARD_CLAIMS
 from .judging import Claim, Evidence, Outcome
 from .kernel_claims import KERNEL_CLAIMS
 from .training_claims import TRAINING_CLAIMS
 
-CLAIMS: tuple[Claim, ...] = (*FORWARD_CLAIMS, *KERNEL_CLAIMS, *TRAINING_CLAIMS)
+CLAIMS: tuple[Claim, ...] = (
+    *FORWARD_CLAIMS,
+    *KERNEL_CLAIMS,
+    *TRAINING_CLAIMS,
+    *FAILURE_CLAIMS,
+)
 
 
 def judge_all(evidence: Evidence) -> list[tuple[Claim, Outcome]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from ..emulate.steps import TILING_STEPS, WITHIN_LINES
 from ..forward.cells import Cell, Result
-from ..forward.plan import FOUR_FORMATS, ON_CHIP, Points
+from ..forward.plan import FOUR_FORMATS, ON_CHIP, TILING, Points
 from ..numbers.intervals import Interval, mean_interval, median_interval
 from .judging import Case, Claim, Evidence, Outcome, decide, range_text, ratio, untested
 from .names import inputs_of, presets_of, select, title
@@ -149,9 +148,6 @@ def _rows(points: Points) -> list[Case]:
         value = Interval(differ, differ, differ)
         cases.append(Case(f"{name}, B_r = {sizes}", value, 0, 0, " sizes with other deviations"))
     return cases
-
-
-TILING, LINES = "+".join(TILING_STEPS), "+".join(WITHIN_LINES)
 
 
 def _alone(points: Points, steps: str, low: float, high: float) -> list[Case]:

@@ -8,10 +8,9 @@ from typing import Any
 
 from ..emulate.steps import STEP_NAMES
 from ..forward.cells import Cell, Result
-from ..forward.plan import FOUR_FORMATS, ON_CHIP, Points
+from ..forward.plan import FOUR_FORMATS, LINES, ON_CHIP, TILING, Points
 from ..numbers.formats import parse_format
 from ..numbers.intervals import finite, median
-from .forward_claims import LINES, TILING
 from .names import inputs_of, presets_of, select, title
 from .plots import Draw, dots, legend_below, lengths_axis, line, panels
 

@@ -64,11 +64,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Results of the studies; None: not run."""
+    """Results of the studies, the last one gradients on the workload sinks; None: not run."""
 
     forward: dict[str, Points] | None = None
     kernels: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
+    sinks: dict[str, Any] | None = None
 
 
 Judge = Callable[[Evidence], Outcome]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..kernels.agreement import CONTROL
-from ..numbers.intervals import Interval, median_interval
+from ..numbers.intervals import Interval, interval_of, median_interval
 from .forward_claims import MORE, OURS, PAPER, TENFOLD
 from .judging import Case, Claim, Evidence, Outcome, decide, range_text, ratio, untested
 from .names import attention_name, title
@@ -109,15 +111,26 @@ def _repeats(kernels: Kernels) -> list[Case]:
 
 
 def _speed(kernels: Kernels) -> list[Case]:
-    return [
-        Case(
-            f"{attention_name(point['backend'])}, {point['model']}",
-            Interval(point["speedup"], point["speedup"], point["speedup"]),
-            *SPEEDUP, "", f" ({point['milliseconds']:.1f} ms a step)",
-        )
-        for point in kernels["speed"]
-        if point["backend"] in FLASH and "speedup" in point
-    ]  # fmt: skip
+    explicit = {p["model"]: p["all"] for p in kernels["speed"] if p["backend"] == "explicit"}
+    cases = []
+    for point in kernels["speed"]:
+        if point["backend"] in FLASH and point["model"] in explicit:
+            name = f"{attention_name(point['backend'])}, {point['model']}"
+            value = _saved(explicit[point["model"]], point["all"])
+            cases.append(Case(name, value, *SPEEDUP, "", f" ({point['milliseconds']:.1f} ms)"))
+    return cases
+
+
+def _saved(slow: list[float], fast: list[float]) -> Interval:
+    """Median time of a step over another's, less 1; steps of both are drawn apart."""
+    count = min(len(slow), len(fast))
+    times = torch.tensor([slow[:count], fast[:count]], dtype=torch.float64)
+
+    def saved(steps: torch.Tensor) -> torch.Tensor:
+        medians = (times[0][steps].quantile(0.5, -1), times[1][steps.flip(0)].quantile(0.5, -1))
+        return medians[0] / medians[1] - 1
+
+    return interval_of(count, saved)
 
 
 KERNEL_CLAIMS: tuple[Claim, ...] = (

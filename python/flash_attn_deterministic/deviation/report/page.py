@@ -12,13 +12,16 @@ from typing import Any
 from ...errors import ArgumentError
 from ..forward import plan as forward
 from ..forward.plan import Points, forward_points
+from ..instrument import gradients
 from ..kernels import kernel_study as kernels
-from ..numbers.intervals import median
+from ..numbers.intervals import Interval, median
 from ..numbers.metrics import METRICS
 from ..study.files import read_json, write_text
 from ..training import training_study as training
 from .claims import judge_all
+from .failure_claims import MODEL
 from .forward_plots import forward_plots
+from .gradient_plots import MEASURES, gradient_plots
 from .judging import NOT_REPRODUCED, NOT_TESTED, REPRODUCED, UNDECIDED, Claim, Evidence, Outcome
 from .kernel_plots import kernel_plots
 from .names import attention_name, title
@@ -54,6 +57,8 @@ CAPTIONS = {
     "step 0.",
     "noise": "Distance from base (8 bits) by the bits of explicit attention.",
     "training-loss": "Loss of held-out batches at the end, paired by seed.",
+    "gradients": "Errors of W_q's gradient against exact attention, on rows with equal maxima.",
+    "outputs": "Relative error of the output of each call of attention.",
     "live": "Both attentions inside the trained model, on every call (dual compute).",
 }
 
@@ -67,7 +72,7 @@ class Study:
     plots: list[Path]
 
 
-def read_study(folder: Path, plots: bool = True) -> Study:
+def read_study(folder: Path) -> Study:
     """Reads a folder's result and draws its plots into its folder `plots`.
 
     Raises:
@@ -77,11 +82,12 @@ def read_study(folder: Path, plots: bool = True) -> Study:
         forward.RESULT_FILE: (read_json, lambda value: forward_plots(forward_points(value))),
         kernels.RESULT_FILE: (kernels.read_kernels, kernel_plots),
         training.RESULT_FILE: (training.read_training, training_plots),
+        gradients.RESULT_FILE: (gradients.read_gradients, gradient_plots),
     }
     for name, (read, draw) in readers.items():
         if (folder / name).exists():
             value = read(folder / name)
-            drawers: dict[str, Draw] = draw(value) if plots else {}
+            drawers: dict[str, Draw] = draw(value)
             return Study(value["kind"], value, draw_all(drawers, folder / "plots"))
     raise ArgumentError(
         f"results: expected folders of finished studies, got {folder} without {', '.join(readers)}"
@@ -114,12 +120,19 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
         forward_points(values["forward"]) if "forward" in values else None,
         values.get("kernels"),
         values.get("training"),
+        _sinks(values.get("gradients")),
     )
     judged = judge_all(evidence)
     page, text = out / "report.html", out / "report.md"
     write_text(page, _html(judged, list(studies.values())))
     write_text(text, _markdown(judged, list(studies.values()), out))
     return [page, text]
+
+
+def _sinks(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Gradients of another model say nothing of the failure's mechanism."""
+    made = value is not None and value["configuration"]["model"].startswith(MODEL)
+    return value if made else None
 
 
 def _setups(studies: list[Study]) -> list[tuple[str, str]]:
@@ -135,6 +148,9 @@ def _setups(studies: list[Study]) -> list[tuple[str, str]]:
             count = len(found.value["seeds"])
             text += f"; {setup['workload']}, {setup['steps']} steps, {count} paired seeds, "
             text += f"base: {attention_name(setup['base'])}"
+        if found.kind == "gradients":
+            setup = found.value["configuration"]
+            text += f"; {setup['model']}, {setup['precision']}, {found.value['done']} batches"
         if found.kind == "forward":
             plan = found.value["configuration"]
             text += f"; {plan['seeds']} draws a point, d = {plan['head_dim']}, M = {plan['sram']}"
@@ -154,6 +170,14 @@ def _tables(studies: list[Study]) -> list[_Table]:
         if found.kind == "training":
             rows = training.summary(found.value)
             tables.append(("Every run of the training study", training.SUMMARY_HEADER, rows))
+        if found.kind == "gradients":
+            rows = [
+                [attention_name(name), *(str(Interval(*whole[m])) for m in MEASURES)]
+                for name, whole in found.value["whole"].items()
+            ]
+            model = found.value["configuration"]["model"]
+            header = ["attention", *MEASURES]
+            tables.append((f"Gradients of {model} against exact attention", header, rows))
         if found.kind != "kernels":
             continue
         if found.value["backward"]:

@@ -115,8 +115,10 @@ def line(
     if axes.get_yscale() == "log":
         # A logarithmic axis has no place for 0: the legend says what it can't show.
         there = [(x, values) for x, values in shown if statistics.median(values) > 0]
-        if len(there) < len(shown):
-            label += ": 0" if not there else f" (0 or less at {len(shown) - len(there)} points)"
+        left_out = sum(value <= 0 for _, values in shown for value in values)
+        if left_out:
+            total = sum(len(values) for _, values in shown)
+            label += f" ({left_out} of {total} are 0 or less)" if there else ": 0"
         shown = there
     xs = [x for x, _ in shown]
     colour = COLOURS[number % 8]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..numbers.intervals import Interval, mean_interval, median_interval
+import torch
+
+from ..numbers.intervals import Interval, interval_of, mean_interval, median_interval
 from ..training.training_study import by_seed
 from .forward_claims import GROWS, OURS, PAPER
 from .judging import Case, Claim, Evidence, Outcome, decide, range_text, untested
@@ -102,19 +104,26 @@ def _low_precision(training: Training) -> list[Case]:
 
 def _variable(training: Training) -> list[Case]:
     """Spread over seeds, over the mean, of the low-precision distance against flash's."""
+    low = by_seed(training, "fp16")
     cases = []
     for name in _flash(training):
-        spreads = []
-        for run in ("fp16", name):
-            ends = [h["wasserstein"][-1] for h in by_seed(training, run).values()]
-            if len(ends) < 3 or None in ends:
-                return []
-            mean = sum(ends) / len(ends)
-            spreads.append((sum((end - mean) ** 2 for end in ends) / len(ends)) ** 0.5 / mean)
-        value = spreads[0] / spreads[1] if spreads[1] else float("nan")
-        text = f" (relative spread {spreads[0]:.2g} and {spreads[1]:.2g}; no interval: one spread)"
-        cases.append(Case(f"FP16 over {name}", Interval(value, value, value), 1.25, note=text))
+        flash = by_seed(training, name)
+        pairs = [
+            (low[seed]["wasserstein"][-1], flash[seed]["wasserstein"][-1])
+            for seed in low.keys() & flash.keys()
+        ]
+        if len(pairs) < 3 or any(None in pair for pair in pairs):
+            continue
+        ends = torch.tensor(sorted(pairs), dtype=torch.float64)
+        found = interval_of(len(pairs), lambda seeds, ends=ends: _spreads(ends[seeds]))
+        cases.append(Case(f"FP16 over {name}", found, 1.25, unit="x"))
     return cases
+
+
+def _spreads(ends: torch.Tensor) -> torch.Tensor:
+    """The relative spread of the first column over that of the second, (resamples, seeds, 2)."""
+    spread = ends.std(1, correction=0) / ends.mean(1)
+    return torch.where(spread[:, 1] > 0, spread[:, 0] / spread[:, 1], torch.nan)
 
 
 def _null(training: Training) -> list[Case]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..forward.plan import FIGURES, Plan, quick_plan, run_forward
-from ..kernels.plan import KernelPlan
 from ..kernels.kernel_study import run_kernels
+from ..kernels.plan import KernelPlan
 from ..training.training_study import plan_of, run_training
 
 _RUNS = ("repeat", "paper", "init", "fp16", "data")

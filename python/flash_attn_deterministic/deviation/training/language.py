@@ -24,6 +24,8 @@ class LanguageSize:
     heads: int
     context: int
     batch: int
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.1
 
 
 LANGUAGE_SIZES = {
@@ -31,6 +33,11 @@ LANGUAGE_SIZES = {
     "small": LanguageSize(width=128, depth=4, heads=4, context=128, batch=8),
     "25m": LanguageSize(width=512, depth=8, heads=8, context=1024, batch=16),
     "100m": LanguageSize(width=768, depth=14, heads=12, context=1024, batch=8),
+    # Qiu and Yao's failing run, but for its data (OpenWebText in BPE), 16 micro-batches a step,
+    # cosine schedule and gradient clipping.
+    "gpt2": LanguageSize(
+        width=768, depth=12, heads=12, context=1024, batch=20, learning_rate=1e-3, weight_decay=0.0
+    ),
 }
 
 
@@ -98,8 +105,6 @@ class Transformer(nn.Module):
 class Language:
     """The workload: the next byte of program text."""
 
-    learning_rate = 6e-4
-
     def __init__(self, size: LanguageSize) -> None:
         self.size = size
 
@@ -109,7 +114,10 @@ class Language:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
-            model.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+            model.parameters(),
+            lr=self.size.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=self.size.weight_decay,
         )
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_object
 from .language import LANGUAGE_SIZES, Language
+from .sinks import SINKS_SIZES, Sinks
 from .text_to_image import SIZES, Drawings
 
 
@@ -38,8 +39,8 @@ def find_workload(name: str) -> Workload:
     """Returns a workload.
 
     Args:
-        name: drawings-SIZE, language-SIZE, or MODULE:FUNCTION of a callable without arguments that
-            returns a Workload.
+        name: drawings-SIZE, language-SIZE, sinks-SIZE, or MODULE:FUNCTION of a callable without
+            arguments that returns a Workload.
 
     Raises:
         ArgumentError: there is none of this name.
@@ -49,8 +50,11 @@ def find_workload(name: str) -> Workload:
         return Drawings(SIZES[size])
     if kind == "language" and size in LANGUAGE_SIZES:
         return Language(LANGUAGE_SIZES[size])
+    if kind == "sinks" and size in SINKS_SIZES:
+        return Sinks(SINKS_SIZES[size])
     if ":" not in name:
-        known = [f"drawings-{s}" for s in SIZES] + [f"language-{s}" for s in LANGUAGE_SIZES]
+        sizes = {"drawings": SIZES, "language": LANGUAGE_SIZES, "sinks": SINKS_SIZES}
+        known = [f"{kind}-{size}" for kind, found in sizes.items() for size in found]
         raise ArgumentError(
             f"workload: expected one of {', '.join(known)} or MODULE:FUNCTION, got {name!r}"
         )

@@ -1,0 +1,76 @@
+"""Claims about the published training failure, on rows made for it (`training.sinks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..numbers.intervals import Interval
+from .forward_claims import NEWER, OURS
+from .judging import Case, Claim, Evidence, Outcome, decide, range_text, untested
+
+MODEL = "sinks"
+COMMON = (0.5, 1.0)  # share of the squared error that is the same in every batch
+NOT_COMMON = (-0.1, 0.1)
+LARGE = (10.0, float("inf"))  # error over the gradient with exact attention
+CURED = (0.0, 1.5)
+
+Whole = dict[str, dict[str, list[float]]]
+
+
+def _judge(cases: Callable[[Whole], list[Case]]) -> Callable[[Evidence], Outcome]:
+    def judge(evidence: Evidence) -> Outcome:
+        if evidence.sinks is None:
+            return untested("gradients on the workload sinks")
+        return decide(cases(evidence.sinks["whole"]))
+
+    return judge
+
+
+def _cases(*wanted: tuple[str, str, tuple[float, float]]) -> Callable[[Whole], list[Case]]:
+    def cases(whole: Whole) -> list[Case]:
+        units = {"systematic": " of the squared error in common", "error": "x exact gradient"}
+        return [
+            Case(name, Interval(*whole[name][measure]), *bounds, units[measure])
+            for name, measure, bounds in wanted
+            if name in whole
+        ]
+
+    return cases
+
+
+def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Any]) -> Claim:
+    tests = {measure: bounds for _, measure, bounds in wanted}
+    how = "; ".join(
+        f"{'share in common to batches' if measure == 'systematic' else 'size of the error'}: "
+        f"{range_text(*bounds)}"
+        for measure, bounds in tests.items()
+    )
+    figures = ("gradients",)
+    return Claim(key, source, text, f"Gradient of W_q. {how}.", _judge(_cases(*wanted)), figures)
+
+
+FAILURE_CLAIMS: tuple[Claim, ...] = (
+    _claim(
+        "failure-lines", NEWER,
+        "With equal maxima and V and dO of one sign, attention in 16 bits after every line gives "
+        "the gradient of W_q a large error of one direction.",
+        ("torch-lines", "error", LARGE), ("torch-lines", "systematic", COMMON),
+    ),
+    _claim(
+        "failure-remedy", NEWER,
+        "Moving the maximum of such rows, the published remedy, removes that direction.",
+        ("torch-lines-shifted", "systematic", NOT_COMMON),
+    ),
+    _claim(
+        "failure-kernels", f"{OURS}, on the same",
+        "So does O in FP32 with one rounding, as kernels have it.",
+        ("kernel", "systematic", NOT_COMMON), ("sdpa", "systematic", NOT_COMMON),
+        ("explicit", "systematic", NOT_COMMON),
+    ),
+    _claim(
+        "failure-residual", OURS,
+        "In kernels, D from O and its residual removes the error and its direction.",
+        ("kernel+residual", "error", CURED), ("kernel+residual", "systematic", NOT_COMMON),
+    ),
+)  # fmt: skip
