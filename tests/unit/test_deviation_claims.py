@@ -367,6 +367,34 @@ def test_failure_claims(key: str, change: dict[str, Any], expected: str) -> None
     assert _verdict(key, _sinks(**change)) == expected
 
 
+def test_distances_count_from_step_0() -> None:
+    """BF16 weights start apart by rounding alone; that is no effect of training."""
+    evidence = _training(fp16=3.0)
+    assert evidence.training is not None
+    for histories in evidence.training["seeds"].values():
+        for measure in ("wasserstein", "l2"):
+            histories["fp16"][measure] = [value + 50.0 for value in histories["fp16"][measure]]
+    assert _verdict("low-precision", evidence) == _verdict("low-precision", _training(fp16=3.0))
+
+
+def test_gradients_rank_attentions_where_weights_do_not() -> None:
+    """In the committed studies of one model: intervals of gradients lie apart, of weights not."""
+    gradients = json.loads((RESULTS / "gradients" / "gradients.json").read_text())["whole"]
+    assert gradients["kernel"]["error"][2] < gradients["paper"]["error"][0]
+    assert gradients["explicit:p24"]["error"][2] < gradients["kernel"]["error"][0]
+    training = json.loads((RESULTS / "training" / "training.json").read_text())
+    ends = {
+        name: [histories[name]["l2"][-1] for histories in training["seeds"].values()]
+        for name in ("kernel", "paper", "explicit:p24")
+    }
+    assert min(ends["paper"]) < max(ends["kernel"])
+    assert min(ends["kernel"]) < max(ends["explicit:p24"])
+    # Nor does any difference at all show in weights.
+    nudges = [histories["nudge"]["l2"][-1] for histories in training["seeds"].values()]
+    assert min(nudges) == 0 < max(nudges)
+    assert len(nudges) == 5
+
+
 def test_verdicts_need_no_plots() -> None:
     import subprocess
     import sys

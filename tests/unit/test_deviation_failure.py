@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from flash_attn_deterministic.deviation.attentions.registry import find_attentio
 from flash_attn_deterministic.deviation.forward.cells import Cell, run_cell
 from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
 from flash_attn_deterministic.deviation.instrument.target import load_target
+from flash_attn_deterministic.deviation.numbers.intervals import Interval, mean_interval
 from flash_attn_deterministic.deviation.training.runs import Run, Setup, train
 from flash_attn_deterministic.deviation.training.sinks import SINKS_SIZES, Sinks
 
@@ -136,6 +138,19 @@ def test_keys_behind_a_mask_and_rows_without_keys() -> None:
         gradients = torch.autograd.grad(out.square().sum(), leaves)
         assert all(bool(gradient.isfinite().all()) for gradient in gradients), name
         assert not gradients[0][:, :, 5].any(), name
+
+
+def test_the_table_in_the_docs_says_what_the_committed_data_says() -> None:
+    root = Path(__file__).parents[2] / "docs"
+    results = root / "results" / "deviation"
+    whole = json.loads((results / "sinks" / "gradients.json").read_text())["whole"]
+    seeds = json.loads((results / "sinks-training" / "training.json").read_text())["seeds"]
+    assert len(seeds) == 5
+    text = (root / "deviation.md").read_text()
+    for name in ("torch-lines", "torch-lines-shifted", "explicit", "kernel", "kernel+residual"):
+        moved = mean_interval([histories[name]["l2"][-1] for histories in seeds.values()])
+        numbers = [Interval(*whole[name][measure]) for measure in ("error", "systematic")]
+        assert f" | {numbers[0]} | {numbers[1]} | {moved} |" in text, name
 
 
 def test_the_command_takes_the_workload(tmp_path: Path) -> None:

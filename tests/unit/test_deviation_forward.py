@@ -171,3 +171,18 @@ def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
 def test_json_has_no_nan(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"a": [float("nan"), float("inf"), 1 / 3]})
     assert read_json(tmp_path / "a.json") == {"a": [None, None, 0.33333333]}
+
+
+def test_figures_have_what_the_papers_have() -> None:
+    plan = Plan()
+    four = ["bf16", "fp16", "fp32", "fp64"]
+    golden = [cell for cell in FIGURES["4"](plan) if cell.preset == "paper"]
+    assert list(dict.fromkeys(cell.format for cell in golden)) == four
+    for figure in ("6a", "6b", "6c"):
+        assert list(dict.fromkeys(cell.format for cell in FIGURES[figure](plan))) == four, figure
+    cells = FIGURES["6b"](plan)
+    for square, wide, tall in zip(cells[0::3], cells[1::3], cells[2::3], strict=True):
+        assert square.block_r == square.block_c
+        areas = {cell.block_r * cell.block_c for cell in (square, wide, tall)}
+        assert len(areas) == 1
+        assert wide.block_c > square.block_c > tall.block_c

@@ -10,9 +10,9 @@ import torch
 from flash_attn_deterministic.deviation.attentions import registry
 from flash_attn_deterministic.deviation.kernels import kernel_study
 from flash_attn_deterministic.deviation.kernels.agreement import row_agreement
+from flash_attn_deterministic.deviation.kernels.kernel_study import read_kernels, run_kernels
 from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
 from flash_attn_deterministic.deviation.kernels.repeats import run_to_run
-from flash_attn_deterministic.deviation.kernels.kernel_study import read_kernels, run_kernels
 from flash_attn_deterministic.deviation.numbers.formats import parse_format
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.deviation.forward.plan import FIGURES, Plan, run_forward
-from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
 from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
+from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
 from flash_attn_deterministic.deviation.report import page as page_module
 from flash_attn_deterministic.deviation.report import plots
 from flash_attn_deterministic.deviation.report.claims import CLAIMS

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from flash_attn_deterministic.deviation.training.runs import (
     compare,
     train,
 )
+from flash_attn_deterministic.deviation.training.text_to_image import SIZES, Drawings
 from flash_attn_deterministic.deviation.training.training_study import (
     TrainingPlan,
     plan_of,
@@ -29,7 +31,6 @@ from flash_attn_deterministic.deviation.training.training_study import (
     run_of,
     run_training,
 )
-from flash_attn_deterministic.deviation.training.text_to_image import SIZES, Drawings
 from flash_attn_deterministic.deviation.training.workload import find_workload
 from flash_attn_deterministic.errors import ArgumentError
 from torch import nn
@@ -136,6 +137,26 @@ def test_a_study_pairs_seeds_and_looks_into_the_model(tmp_path: Path) -> None:
     text = printed(value)
     assert "sdpa" in text
     assert "6 steps each" in text
+
+
+def test_five_paired_seeds_are_the_default() -> None:
+    plan = plan_of("drawings-tiny", "cpu", 3)
+    assert plan.seeds == (0, 1, 2, 3, 4)
+    assert {"repeat", "nudge", "init", "data", "fp16"} <= {run.name for run in plan.ordered()}
+
+
+def test_torch_is_asked_for_algorithms_that_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warned(*arguments: Any) -> Any:
+        assert torch.are_deterministic_algorithms_enabled()
+        warnings.warn("op does not have a deterministic implementation", stacklevel=1)
+        return train(*arguments)
+
+    monkeypatch.setattr(training_study, "train", warned)
+    value = run_training(replace(PLAN, runs=("repeat",), seeds=(0,)), tmp_path)
+    assert value["unrepeatable"] == ["op does not have a deterministic implementation"]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_an_interrupted_study_goes_on_to_the_same(

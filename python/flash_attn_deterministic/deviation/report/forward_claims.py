@@ -191,7 +191,7 @@ def _bias(points: Points) -> list[Case]:
                                 shifted=shifted):  # fmt: skip
             low, high = {1: (BIAS_ULP, 1.0), -1: (-1.0, -BIAS_ULP), 0: (-BIAS_ULP, BIAS_ULP)}[sign]
             value = mean_interval(result[place]["away"])
-            word = {1: "away from 0", -1: "towards 0", 0: "unbiased"}[sign]
+            word = {1: "away from 0", -1: "towards 0", 0: f"within {BIAS_ULP:g}"}[sign]
             cases.append(Case(f"{label} ({word})", value, low, high, " ULP"))
     return cases
 
