@@ -6,6 +6,8 @@ import io
 import math
 import re
 import statistics
+import textwrap
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 Draw = Callable[[Any], Any]  # pyplot -> figure
+_LEFT_OUT: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
 
 class MissingExtraError(FlashAttnError, ImportError):
@@ -71,6 +74,7 @@ def draw_all(drawers: dict[str, Draw], folder: Path) -> list[Path]:
         figure = draw(pyplot)
         for axes in figure.axes:
             name_ticks(axes)
+            say_what_is_left_out(axes)
         image = io.StringIO()
         figure.savefig(image, format="svg", metadata={"Date": None}, bbox_inches="tight")
         pyplot.close(figure)
@@ -112,16 +116,15 @@ def line(
     """
     shown = [(x, finite(values)) for x, values in sorted(points, key=lambda point: point[0])]
     shown = [(x, values) for x, values in shown if values]
+    colour = COLOURS[number % 8]
     if axes.get_yscale() == "log":
-        # A logarithmic axis has no place for 0: the legend says what it can't show.
-        there = [(x, values) for x, values in shown if statistics.median(values) > 0]
+        # A logarithmic axis has no place for 0: the panel says what it can't show.
         left_out = sum(value <= 0 for _, values in shown for value in values)
         if left_out:
             total = sum(len(values) for _, values in shown)
-            label += f" ({left_out} of {total} are 0 or less)" if there else ": 0"
-        shown = there
+            _LEFT_OUT.setdefault(axes, []).append(f"{label} {left_out} of {total}")
+        shown = [(x, values) for x, values in shown if statistics.median(values) > 0]
     xs = [x for x, _ in shown]
-    colour = COLOURS[number % 8]
     axes.plot(
         xs, [statistics.median(values) for _, values in shown], style,
         color=colour, marker=MARKERS[number % 8], markersize=4.5, linewidth=1.4, label=label,
@@ -166,6 +169,14 @@ def name_ticks(axes: Any) -> None:
         ticks = _log_ticks(*getattr(axes, f"get_{name}lim")())
         axis.set_ticks(ticks, [_power(tick) for tick in ticks])
         axis.minorticks_off()
+
+
+def say_what_is_left_out(axes: Any) -> None:
+    """Names under a panel what its logarithmic axis has no place for."""
+    if axes in _LEFT_OUT:
+        text = "0 or less, not shown: " + ", ".join(_LEFT_OUT.pop(axes))
+        lines = [axes.get_xlabel(), *textwrap.wrap(text, 70)]
+        axes.set_xlabel("\n".join(lines), fontsize=7)
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
