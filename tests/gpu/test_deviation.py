@@ -10,8 +10,8 @@ from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan
 from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.instrument.tokens import run_tokens
 from flash_attn_deterministic.deviation.kernels.agreement import CONTROL
-from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
 from flash_attn_deterministic.deviation.kernels.kernel_study import read_kernels, run_kernels
+from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
 from flash_attn_deterministic.deviation.training.first_difference import first_difference
 from flash_attn_deterministic.deviation.training.runs import Setup
 from flash_attn_deterministic.deviation.training.training_study import plan_of, run_training

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from flash_attn_deterministic import reference
 from flash_attn_deterministic.deviation.attentions.masks import Call
 from flash_attn_deterministic.deviation.attentions.registry import find_attention
-from flash_attn_deterministic.deviation.forward.cells import Cell, run_cell
 from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
 from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.numbers.intervals import Interval, mean_interval
@@ -43,11 +43,9 @@ def test_rows_of_the_workload_have_equal_maxima_and_values_of_one_sign() -> None
     workload = Sinks(SINKS_SIZES["small"])
     seen: list[Call] = []
 
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
-    ) -> torch.Tensor:
-        seen.append(Call(q, k, v))
-        return q
+    def attend(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        seen.append(Call(query, key, value))
+        return query
 
     torch.manual_seed(0)
     model = workload.model(attend)
@@ -57,7 +55,7 @@ def test_rows_of_the_workload_have_equal_maxima_and_values_of_one_sign() -> None
     assert call.q.shape == call.k.shape == call.v.shape == (8, 1, 64, 64)
     scores = call.q.double() @ call.k.double().mT
     equal = (scores == scores.amax(-1, keepdim=True)).sum(-1)
-    assert equal.unique().tolist() == [workload.size.ties]
+    assert bool((equal == workload.size.ties).all())
     assert bool((call.v < 0).all())
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["query.weight"]
 
@@ -90,17 +88,6 @@ def test_weights_drift_with_the_rounded_output_and_stay_with_its_residual() -> N
     assert moved["kernel+residual"] < 0.2 * moved["torch-lines"]
 
 
-@pytest.mark.parametrize(("name", "floor"), [("bf16", 0.01), ("fp16", 0.001)])
-def test_dq_of_uniform_inputs_is_cured_in_the_emulation(name: str, floor: float) -> None:
-    result = run_cell(Cell(preset="kernel", kind="gradients", format=name, seqlen=256, seeds=2))
-    errors = {delta: max(result[f"{delta} dq"]["relative"])
-              for delta in ("rounded", "residual", "residual8", "exact", "explicit")}  # fmt: skip
-    assert errors["rounded"] > 5 * errors["exact"]
-    assert errors["rounded"] > errors["explicit"]
-    for delta in ("residual", "residual8"):
-        assert errors[delta] < 1.1 * errors["exact"] < floor
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_dq_of_uniform_inputs_is_cured_in_the_reference(dtype: torch.dtype) -> None:
     """The CPU backend, bit for bit the kernels' arithmetic: O and its residual in 16 bits each."""
@@ -113,7 +100,7 @@ def test_dq_of_uniform_inputs_is_cured_in_the_reference(dtype: torch.dtype) -> N
     )
     residual = (wide - out.float()).to(dtype)
     leaves = [tensor.double().transpose(1, 2).requires_grad_() for tensor in (q, k, v)]
-    exact = find_attention("exact")(*leaves)
+    exact = find_attention("exact")(leaves[0], leaves[1], leaves[2])
     (golden, _, _) = torch.autograd.grad(exact, leaves, dout.double().transpose(1, 2))
     errors = []
     for kept in (out, out.float() + residual.float()):
@@ -130,7 +117,7 @@ def test_keys_behind_a_mask_and_rows_without_keys() -> None:
     mask[5] = False
     for name in ("torch-lines", "torch-lines-shifted", "torch-lines-wide"):
         leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-        out = find_attention(name)(*leaves, attn_mask=mask)
+        out = find_attention(name)(leaves[0], leaves[1], leaves[2], attn_mask=mask)
         assert not out[:, :, 5].any(), name
         expected = find_attention("explicit")(q, k, v, attn_mask=mask)
         seen = mask.any(-1)

@@ -55,9 +55,10 @@ def test_biased_rounding() -> None:
         assert abs(away(**change)) < 0.02, change
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("inputs", ["uniform", "normal"])
-def test_d_from_the_rounded_output_and_its_cures(inputs: str) -> None:
-    cell = Cell(kind="gradients", preset="kernel", inputs=inputs, seqlen=256, seeds=2)
+def test_d_from_the_rounded_output_and_its_cures(inputs: str, name: str) -> None:
+    cell = Cell(kind="gradients", preset="kernel", format=name, inputs=inputs, seqlen=256, seeds=2)
     found = run_cell(cell)
     error = {place: max(found[f"{place} dq"]["relative"]) for place in
              ("explicit", "rounded", "residual", "residual8", "exact")}  # fmt: skip

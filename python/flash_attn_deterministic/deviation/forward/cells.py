@@ -27,7 +27,6 @@ from ..numbers.metrics import Metrics, deviation
 from .inputs import draw, read_calls
 
 Result = dict[str, Metrics]
-KINDS = ("attention", "gradients", "bias")
 _BATCH_ELEMENTS = 1 << 24
 
 

@@ -21,7 +21,6 @@ MORE = (1.1, float("inf"))  # more than the other by more than a tenth
 GROWS = (1.5, float("inf"))  # from the shortest to the longest, or from early to late
 FALLS = (0.0, 0.8)  # from the smallest block to the largest
 SAME = (1 / 1.25, 1.25)  # no significant effect
-MINOR = (0.0, 0.1)  # share of the whole
 BIAS_ULP = 0.05  # mean error in gaps of the format from which one is called biased
 D_MATTERS = (3.0, float("inf"))  # error with D from the rounded O over that with D from the exact O
 D_CURED = (0.0, 1.1)  # error with D from O and its residual over that with D from the exact O

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,14 +116,15 @@ def _variable(training: Training) -> list[Case]:
         if len(pairs) < 3 or any(None in pair for pair in pairs):
             continue
         ends = torch.tensor(sorted(pairs), dtype=torch.float64)
-        found = interval_of(len(pairs), lambda seeds, ends=ends: _spreads(ends[seeds]))
+        found = interval_of(len(pairs), functools.partial(_spreads, ends))
         cases.append(Case(f"FP16 over {name}", found, 1.25, unit="x"))
     return cases
 
 
-def _spreads(ends: torch.Tensor) -> torch.Tensor:
-    """The relative spread of the first column over that of the second, (resamples, seeds, 2)."""
-    spread = ends.std(1, correction=0) / ends.mean(1)
+def _spreads(ends: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """The relative spread of the first column over that of the second; ends is (seeds, 2)."""
+    drawn = ends[seeds]
+    spread = drawn.std(1, correction=0) / drawn.mean(1)
     return torch.where(spread[:, 1] > 0, spread[:, 0] / spread[:, 1], torch.nan)
 
 

@@ -83,17 +83,18 @@ def repeatable(device: str = "cpu", fill: bool = False) -> Iterator[list[str]]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
         try:
             yield found
         finally:
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = filled
+            memory.fill_uninitialized_memory = filled
     for warning in caught:
         text = str(warning.message).splitlines()[0]
         if "deterministic" not in text:

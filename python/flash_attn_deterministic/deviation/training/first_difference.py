@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -59,7 +61,8 @@ class _Entry:
     step: int
     where: str
     shapes: tuple[tuple[int, ...], ...]
-    prints: list[torch.Tensor]
+    prints: list[torch.Tensor]  # where the model is, until the training is over
+    bits: list[int] = field(default_factory=list)
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -124,10 +127,6 @@ def _caller(frame: FrameType | None) -> str:
 _END = _Entry("the end", 0, "-", (), [])
 
 
-def _unequal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return int(left) != int(right)
-
-
 def first_difference(setup: Setup, times: int = 3) -> Difference | None:
     """Repeats a training and compares every operation's result with the first time, bit by bit.
 
@@ -150,7 +149,7 @@ def first_difference(setup: Setup, times: int = 3) -> Difference | None:
                 differs = (True,) * len(right.shapes)
             else:
                 name = right.operation
-                differs = tuple(map(_unequal, left.prints, right.prints))
+                differs = tuple(map(operator.ne, left.bits, right.bits))
             if any(differs) or name != left.operation:
                 return Difference(
                     name, number, right.step, right.shapes, differs, right.where, time
@@ -171,8 +170,9 @@ def _traced(setup: Setup) -> list[_Entry]:
     finally:
         handle.remove()
     # One transfer for all.
-    flat = [each for entry in trace.entries for each in entry.prints]
-    values = iter(torch.stack(flat).cpu() if flat else [])
+    flat = torch.stack([each for entry in trace.entries for each in entry.prints])
+    values: Iterator[int] = iter(flat.tolist())
     for entry in trace.entries:
-        entry.prints = [next(values) for _ in entry.prints]
+        entry.bits = [next(values) for _ in entry.prints]
+        entry.prints = []
     return trace.entries

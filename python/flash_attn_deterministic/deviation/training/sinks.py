@@ -41,6 +41,8 @@ _LOGIT = 6.0  # scores of the keys at the maximum; the others have its negative
 class _OneHead(nn.Module):
     """Attention of one head in which W_q alone is trained."""
 
+    direction: torch.Tensor
+
     def __init__(self, size: SinksSize, attention: Attention) -> None:
         super().__init__()
         self.size, self.attention = size, attention

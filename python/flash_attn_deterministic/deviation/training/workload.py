@@ -32,6 +32,11 @@ class Workload(Protocol):
         """Returns the loss of a batch."""
 
 
+_OURS: dict[str, Workload] = {
+    **{f"drawings-{name}": Drawings(size) for name, size in SIZES.items()},
+    **{f"language-{name}": Language(size) for name, size in LANGUAGE_SIZES.items()},
+    **{f"sinks-{name}": Sinks(size) for name, size in SINKS_SIZES.items()},
+}
 _PARTS = ("model", "optimizer", "batch", "outputs", "loss")
 
 
@@ -45,18 +50,11 @@ def find_workload(name: str) -> Workload:
     Raises:
         ArgumentError: there is none of this name.
     """
-    kind, _, size = name.partition("-")
-    if kind == "drawings" and size in SIZES:
-        return Drawings(SIZES[size])
-    if kind == "language" and size in LANGUAGE_SIZES:
-        return Language(LANGUAGE_SIZES[size])
-    if kind == "sinks" and size in SINKS_SIZES:
-        return Sinks(SINKS_SIZES[size])
+    if name in _OURS:
+        return _OURS[name]
     if ":" not in name:
-        sizes = {"drawings": SIZES, "language": LANGUAGE_SIZES, "sinks": SINKS_SIZES}
-        known = [f"{kind}-{size}" for kind, found in sizes.items() for size in found]
         raise ArgumentError(
-            f"workload: expected one of {', '.join(known)} or MODULE:FUNCTION, got {name!r}"
+            f"workload: expected one of {', '.join(_OURS)} or MODULE:FUNCTION, got {name!r}"
         )
     try:
         found: Any = find_object(name, "workload")()
