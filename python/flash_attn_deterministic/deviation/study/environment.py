@@ -68,6 +68,8 @@ def one_thread(device: str = "cpu") -> Iterator[None]:
 def repeatable(device: str = "cpu", fill: bool = False) -> Iterator[list[str]]:
     """Asks torch for algorithms that repeat, so that what differs is what a study changes.
 
+    An example of what it changes: the gradient of an embedding in which few tokens occur often, as
+    bytes do, is added up atomically since torch 2.11 (pytorch pull request 172454), unless asked.
     "Warn only" is meant: the attentions under test keep what they do by default (torch's flash
     backward adds atomically then), and an operation that can't repeat is named and not refused.
     cuBLAS reads its workspace from the environment at the first product of the process.
