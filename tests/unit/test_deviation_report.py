@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.deviation.forward.plan import FIGURES, Plan, run_forward
+from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
+from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
 from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
 from flash_attn_deterministic.deviation.report import page as page_module
@@ -34,7 +36,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     run_kernels(KernelPlan("cpu", quick=True, seeds=1), folder / "kernels")
     runs = ("repeat", "paper", "init", "explicit:p5", "explicit:p24")
     run_training(plan_of("drawings-tiny", "cpu", 4, runs, (0, 1)), folder / "training")
-    return [folder / name for name in ("forward", "kernels", "training")]
+    target = load_target("sinks-small", "", 2, "cpu")
+    run_gradients(GradientPlan("sinks-small", ("kernel",)), target, folder / "sinks")
+    return [folder / name for name in ("forward", "kernels", "training", "sinks")]
 
 
 @pytest.fixture
