@@ -7,6 +7,7 @@ import datetime
 import functools
 import importlib
 import multiprocessing
+import os
 import socket
 import sys
 import traceback
@@ -55,7 +56,8 @@ def _serve(
         except Exception as error:
             result = False, (type(error).__name__, str(error), traceback.format_exc())
         pipe.send(result)
-    dist.destroy_process_group()
+    # Without taking leave of ranks that may be gone.
+    os._exit(0)
 
 
 class Pool:

@@ -98,7 +98,7 @@ def test_a_rank_that_dies() -> None:
 
 
 def test_a_rank_that_does_not_come() -> None:
-    with pool_of(2, timeout=8) as two:
+    with pool_of(2, timeout=5) as two:
         two.start(ranks.end_on, 1, "late")
         (_, message), (_, late) = two.results()
         assert message.startswith("RankError: rank 0 of 2: what the ranks are called with did not")

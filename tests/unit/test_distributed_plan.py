@@ -89,7 +89,9 @@ def test_rows_see_their_keys(tokens: tuple[Tokens, Tokens], mask: Mask, align: i
     for rank in range(len(tokens[0].layout)):
         whole = divided(*tokens, mask, rank)
         half = rows_on_keys(whole.q, whole.k, mask, align, rank)
-        found = {}
+        # Rows that see nothing may be in no call.
+        own_tokens = _holds(tokens[0].layout[rank]).values()
+        found: dict[tuple[int, int], set[tuple[int, int]]] = {token: set() for token in own_tokens}
         for calls, keys in ((half.calls, half.wanted[rank]), (whole.calls, tokens[1].layout[rank])):
             key_at, row_at = _holds(keys), _holds(tokens[0].layout[rank])
             for call in calls:

@@ -166,9 +166,10 @@ def backward(
             part = half.parts[step.piece]
             sums = _received(ranks, step, part, own_rows.q[:, heads])
             call = call_of(part)
-            here_k, here_v = (tensor[call.keys] for tensor in keys[unit.number])
-            here = own_rows.of_heads(heads).of(call)
-            dq_rows[call.rows, heads] = backward_step(here, here_k, here_v, call, scores, sums)
+            if call is not None:
+                here_k, here_v = (tensor[call.keys] for tensor in keys[unit.number])
+                here = own_rows.of_heads(heads).of(call)
+                dq_rows[call.rows, heads] = backward_step(here, here_k, here_v, call, scores, sums)
             if step.after >= 0:
                 on_the_way.append(_sent(ranks, step, part, sums))
             for piece in step.ended:

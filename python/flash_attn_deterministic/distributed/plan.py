@@ -262,17 +262,23 @@ def _within(sequence: int, needed: tuple[int, int, int], shared: dict[int, list[
     return Piece(sequence, begin, begin, 0)
 
 
-def call_of(part: Part) -> Call:
-    """Returns a part as a call of its own."""
-    return _calls([part])[0]
+def call_of(part: Part) -> Call | None:
+    """Returns a part as a call of its own; None where it has no rows or no keys."""
+    calls = _calls([part])
+    return calls[0] if calls else None
 
 
 def _calls(parts: Sequence[Part]) -> tuple[Call, ...]:
-    """Makes calls of parts; neighbours with one mask share a call."""
+    """Makes calls of parts; neighbours with one mask share a call.
+
+    Parts without rows or without keys get none: their results are 0 (+inf for softmax_lse).
+    """
     calls: list[Call] = []
     for part in parts:
         rows, keys = part.rows.stored, part.keys.stored
         length_q, length_k = rows.stop - rows.start, keys.stop - keys.start
+        if length_q == 0 or length_k == 0:
+            continue
         last = calls[-1] if calls else None
         if last is not None and (last.rows.stop, last.keys.stop, last.mask) == (
             rows.start,
