@@ -42,6 +42,10 @@ class MissingInstanceError(FlashAttnError, RuntimeError):
     """This wheel was built without the kernel that the call needs."""
 
 
+class RankError(FlashAttnError, RuntimeError):
+    """Another rank of the group ended, did not answer in time, or made another call."""
+
+
 class BuildInfoError(FlashAttnError, RuntimeError):
     """The record of what the wheel holds is missing or unreadable."""
 

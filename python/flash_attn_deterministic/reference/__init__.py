@@ -28,7 +28,7 @@ from ._formats import DEFAULT_FORMATS, Formats, Rounding
 from ._kvcache import kvcache_attention
 from ._state import State, merge_state
 from ._varlen import varlen_attention
-from ._varlen_backward import varlen_attention_backward
+from ._varlen_backward import finish_key_sums, varlen_attention_backward
 
 __all__ = [
     "DEFAULT_FORMATS",
@@ -37,6 +37,7 @@ __all__ = [
     "State",
     "attention",
     "attention_backward",
+    "finish_key_sums",
     "kvcache_attention",
     "merge_state",
     "varlen_attention",

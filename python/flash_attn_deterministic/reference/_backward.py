@@ -79,8 +79,13 @@ def attend_backward(
     softmax_lse: torch.Tensor,
     slopes: torch.Tensor | None,
     sequences: list[int],
+    carried: KeySums | None = None,
 ) -> Gradients:
-    """Computes `attention_backward` of a walk; slopes and sequences as in `attend`."""
+    """Computes `attention_backward` of a walk; slopes and sequences as in `attend`.
+
+    Where sums are carried from rows before these, dk and dv go on with them, in place, and what is
+    returned in their stead is 0.
+    """
     batch_size, seqlen_k, nheads_k, _ = k.shape
     group = q.shape[2] // nheads_k
 
@@ -95,7 +100,10 @@ def attend_backward(
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     cut = tiles(q.shape, nheads_k, walk.block_n)
     for (batch, heads_k), parts in itertools.groupby(cut, key=lambda tile: tile[:2]):
-        sums = _Sums.empty(walk, k[batch, :, heads_k], group)
+        if carried is None:
+            sums = KeySums.empty(walk, k[batch, :, heads_k], group)
+        else:
+            sums = KeySums(*(total[batch, heads_k] for total in carried))
         for _, _, rows in parts:
             dq_rows = _add_rows(
                 walk,
@@ -114,15 +122,9 @@ def attend_backward(
             )
             heads = slice(heads_k.start * group, heads_k.stop * group)
             dq[batch, rows, heads] = _rounded(dq_rows, q.dtype).flatten(1, 2).transpose(1, 2)
-        for total, result in ((sums.dk, dk), (sums.dv, dv)):
-            # Heads one after another; (batch, nheads_k, seqlen_k, head_dim).
-            both = total[:, :, 0].clone()
-            for head in range(1, group):
-                both += total[:, :, head]
-            factor = walk.score_scale if total is sums.dk else walk.keep_scale
-            if factor is not None:
-                both *= factor
-            result[batch, :, heads_k] = _rounded(both, k.dtype).transpose(1, 2)
+        if carried is None:
+            for result, gradient in zip((dk, dv), sums.finish(walk, k.dtype), strict=True):
+                result[batch, :, heads_k] = gradient.transpose(1, 2)
     return dq, dk, dv
 
 
@@ -135,22 +137,35 @@ class _Rows(NamedTuple):
     lse: torch.Tensor
 
 
-class _Sums(NamedTuple):
+class KeySums(NamedTuple):
     """What the rows so far gave to each key: (batch, nheads_k, group, seqlen_k, head_dim)."""
 
     dk: torch.Tensor
     dv: torch.Tensor
 
     @classmethod
-    def empty(cls, walk: Walk, k: torch.Tensor, group: int) -> _Sums:
+    def empty(cls, walk: Walk, k: torch.Tensor, group: int) -> KeySums:
         batch, seqlen_k, nheads_k, head_dim = k.shape
         shape = (batch, nheads_k, group, seqlen_k, head_dim)
         return cls(*(torch.zeros(shape, dtype=walk.dtype, device=k.device) for _ in range(2)))
 
+    def finish(self, walk: Walk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns dk and dv, rounded, as (batch, nheads_k, seqlen_k, head_dim)."""
+        results = []
+        for total, factor in ((self.dk, walk.score_scale), (self.dv, walk.keep_scale)):
+            # Heads one after another.
+            both = total[:, :, 0].clone()
+            for head in range(1, total.shape[2]):
+                both += total[:, :, head]
+            if factor is not None:
+                both *= factor
+            results.append(_rounded(both, dtype))
+        return results[0], results[1]
+
 
 def _add_rows(
     walk: Walk,
-    sums: _Sums,
+    sums: KeySums,
     tile: _Rows,
     k: torch.Tensor,
     v: torch.Tensor,

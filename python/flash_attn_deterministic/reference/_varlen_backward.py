@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._backward import Gradients, attend_backward
+from ._backward import Gradients, KeySums, attend_backward
 from ._dense import batch_slopes
 from ._walk import Options, Walk
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+PackedSums = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
@@ -30,6 +32,7 @@ def varlen_attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    sums: PackedSums | None = None,
     **options: Unpack[Options],
 ) -> Gradients:
     """Computes the gradients of `varlen_attention`, each sequence the same bits as alone.
@@ -46,10 +49,13 @@ def varlen_attention_backward(
         max_seqlen_q: changes nothing.
         max_seqlen_k: changes nothing.
         alibi_slopes: as in `attention`.
+        sums: what rows before these gave to each key: dk without softmax_scale, and dv, each
+            (total_k, nheads, head_dim) in the computing dtype. What these rows give is added, in
+            place; `finish_key_sums` makes gradients of it.
         **options: as in `attention_backward`.
 
     Returns:
-        dq, dk and dv, like q, k and v. What belongs to no sequence: 0.
+        dq, dk and dv, like q, k and v. What belongs to no sequence: 0. With sums, dk and dv are 0.
 
     Raises:
         DtypeError: as in `attention`.
@@ -74,6 +80,9 @@ def varlen_attention_backward(
     for (seqlen_q, seqlen_k), sequences in alike.items():
         if seqlen_q == 0 or seqlen_k == 0:
             continue
+        carried = None
+        if sums is not None:
+            carried = KeySums(*(_by_head(stacked(x, keys, sequences), k.shape[1]) for x in sums))
         gradients = attend_backward(
             walk,
             stacked(dout, rows, sequences),
@@ -84,7 +93,37 @@ def varlen_attention_backward(
             stacked(softmax_lse.transpose(0, 1), rows, sequences).transpose(1, 2),
             None if slopes is None else slopes[sequences],
             sequences,
+            carried,
         )
         for index, b in enumerate(sequences):
             dq[rows[b]], dk[keys[b]], dv[keys[b]] = (x[index] for x in gradients)
+            if sums is not None and carried is not None:
+                for packed, by_head in zip(sums, carried, strict=True):
+                    packed[keys[b]] = by_head[index].flatten(0, 1).transpose(0, 1)
     return dq, dk, dv
+
+
+def finish_key_sums(
+    sums: PackedSums, k: torch.Tensor, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes dk and dv of the sums of all rows, as `varlen_attention_backward` does of its own.
+
+    Args:
+        sums: as there, for any keys: (keys, nheads, head_dim).
+        k: (any tokens, nheads_k, head_dim), in the dtype of the gradients.
+        softmax_scale: as there.
+
+    Returns:
+        dk and dv, (keys, nheads_k, head_dim).
+    """
+    walk = Walk.of(k, softmax_scale)
+    by_head = KeySums(*(_by_head(total[None], k.shape[1]) for total in sums))
+    dk, dv = (x[0].transpose(0, 1) for x in by_head.finish(walk, k.dtype))
+    return dk, dv
+
+
+def _by_head(packed: torch.Tensor, nheads_k: int) -> torch.Tensor:
+    """(batch, keys, nheads, head_dim) as (batch, nheads_k, group, keys, head_dim)."""
+    batch, keys, nheads, head_dim = packed.shape
+    grouped = packed.reshape(batch, keys, nheads_k, nheads // nheads_k, head_dim)
+    return grouped.permute(0, 2, 3, 1, 4).contiguous()

@@ -64,6 +64,14 @@ def add_command(commands: Any) -> None:
         metavar="S",
         help="with --attention: after S seconds no further row of one attention starts (60)",
     )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="instead of all that: attention cut over up to N ranks against one device, bit for "
+        "bit; starts the ranks itself, or runs as one of them under torchrun; writes ranks.json "
+        "and .md",
+    )
     parser.set_defaults(run=run)
 
 
@@ -79,11 +87,20 @@ def run(arguments: argparse.Namespace) -> int:
     from .outcome import Exit
 
     command = _verify if arguments.attention is None else _scoreboard
+    if arguments.ranks is not None:
+        command = _ranks
     return ended(lambda: command(arguments), {FileError: Exit.USAGE, ArgumentError: Exit.USAGE})
 
 
 def _scoreboard(arguments: argparse.Namespace) -> int:
     from .scoreboard import cli
+
+    _check_device(arguments.device)
+    return cli.run(arguments)
+
+
+def _ranks(arguments: argparse.Namespace) -> int:
+    from .ranks import cli
 
     _check_device(arguments.device)
     return cli.run(arguments)

@@ -1,0 +1,22 @@
+"""Attention over several ranks, with the bits of one device. See docs/distributed.md."""
+
+from __future__ import annotations
+
+from .dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from .packed import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from .sharding import shard, unshard
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "shard",
+    "unshard",
+]

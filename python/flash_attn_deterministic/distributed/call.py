@@ -1,0 +1,164 @@
+"""What the dense and the packed functions have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .._checks import kernels
+from .._checks.describe import shown, type_name
+from .._checks.numbers import check_flag, check_int
+from .._ops.arguments import Options
+from ..errors import ArgumentError, ArgumentTypeError, FlashAttnError, UnsupportedError
+from ..interface._call import padded, resolve_options
+
+# Defines the ops.
+from . import agreement, ops
+from .groups import Groups
+from .layout import ORDERS
+
+_Result = TypeVar("_Result")
+
+
+class Settings(NamedTuple):
+    """What a distributed call has beside one on one device.
+
+    Args:
+        groups: of ranks.
+        order: index in ORDERS.
+        heads_k: KV heads to gather at a time.
+        with_lse: whether softmax_lse is returned.
+    """
+
+    groups: Groups
+    order: int
+    heads_k: int
+    with_lse: bool
+
+
+def checked(groups: Groups, device: torch.device | None, prepare: Callable[[], _Result]) -> _Result:
+    """Runs the checks of a call; where they fail, the other ranks hear of it.
+
+    Args:
+        groups: of ranks.
+        device: of the tensors; None: there are none.
+        prepare: raises what is wrong with the arguments.
+    """
+    if torch.compiler.is_compiling():
+        return prepare()
+    try:
+        return prepare()
+    except FlashAttnError as error:
+        for ranks in (groups.heads, groups.sequence):
+            if ranks.size > 1 and device is not None and device.type in ("cpu", "cuda"):
+                agreement.report(ranks, error, device)
+        raise
+
+
+def resolve(
+    groups: Groups,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    options: tuple[Any, ...],
+    alibi_slopes: Any,
+    order: Any,
+    heads_k_stride: Any,
+    return_attn_probs: Any,
+) -> tuple[Options, Settings]:
+    """Checks everything but q, k and v.
+
+    Args:
+        groups: of ranks.
+        q: checked.
+        k: checked.
+        options: arguments of `resolve_options` after head_dim.
+        alibi_slopes: has to be None.
+        order: the argument.
+        heads_k_stride: the argument.
+        return_attn_probs: the argument.
+
+    Raises:
+        ArgumentError: a wrong value; ArgumentTypeError: a wrong type.
+        UnsupportedError: dropout or ALiBi, or a group whose backend can't send the tensors.
+    """
+    groups.check(q.device)
+    found = resolve_options(q.shape[-1], *options)
+    if found.dropout_p > 0:
+        raise UnsupportedError(
+            f"dropout_p: expected 0.0 on several ranks, got {found.dropout_p}: the mask of a "
+            "sequence depends on its place in the call, which is another one on each rank"
+        )
+    if alibi_slopes is not None:
+        raise UnsupportedError(
+            "alibi_slopes: expected None on several ranks: the ops measure distances from the last "
+            "row that they are given"
+        )
+    if not isinstance(order, str):
+        raise ArgumentTypeError(f"order: expected a str, got {type_name(order)}")
+    if order not in ORDERS:
+        raise ArgumentError(f"order: expected one of {', '.join(ORDERS)}, got {shown(order)}")
+    nheads, nheads_k = q.shape[-2], k.shape[-2]
+    size = groups.heads.size
+    if nheads_k % size:
+        raise ArgumentError(
+            f"k: expected a number of heads that divides by the {size} ranks of the heads' group, "
+            f"got {nheads_k}; of {nheads} query heads, those that share keys stay together"
+        )
+    heads_k = 1 if heads_k_stride is None else check_int("heads_k_stride", heads_k_stride)
+    if not 1 <= heads_k <= nheads_k:
+        raise ArgumentError(f"heads_k_stride: expected 1 to {nheads_k}, got {heads_k}")
+    kernels.check_kernels(q.device, q.dtype, q.shape[-1])
+    with_lse = check_flag("return_attn_probs", return_attn_probs)
+    return found, Settings(groups, ORDERS.index(order), heads_k, with_lse)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor | None,
+    starts_k: torch.Tensor | None,
+    options: Options,
+    settings: Settings,
+) -> Any:
+    """Runs a call whose arguments have been checked."""
+    head_dim = q.shape[-1]
+    heads, tokens = q.dim() - 2, q.dim() - 3  # dimensions
+    by_heads = settings.groups.heads
+    q, k, v = padded(q), padded(k), padded(v)
+    if by_heads.size > 1:
+        agreed = [*q.shape, *k.shape]
+        swap = torch.ops.flash_attn_deterministic.swap
+        q = swap(q, heads, tokens, by_heads.name, agreed)
+        k, v = (swap(tensor, heads, tokens, by_heads.name, []) for tensor in (k, v))
+    scale, left, right, softcap = options.scores
+    out, softmax_lse = torch.ops.flash_attn_deterministic.sequence_fwd(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        settings.groups.sequence.name,
+        settings.order,
+        min(settings.heads_k, k.shape[heads]),
+        ops.GATHER,
+        scale,
+        left,
+        right,
+        softcap,
+        options.split_size,
+        options.deterministic,
+        options.deterministic_bwd,
+    )
+    if by_heads.size > 1:
+        out = swap(out, tokens, heads, by_heads.name, [])
+    out = out[..., :head_dim]
+    if not settings.with_lse:
+        return out
+    if by_heads.size > 1:
+        # (batch, nheads, seqlen), or (nheads, total).
+        by_token = softmax_lse.dim() - 1
+        softmax_lse = swap(softmax_lse, by_token, by_token - 1, by_heads.name, [])
+    return out, softmax_lse, out.new_empty(0)

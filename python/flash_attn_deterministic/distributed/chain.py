@@ -1,0 +1,300 @@
+"""The backward as one device adds it up: sums of dk and dv that travel along the rows.
+
+dk and dv of a key are a sum over the rows that see it, in one order. So the sums of a query head
+start on the rank with the rows that come first in that order, go from rank to rank with the rows,
+and end on the rank with the last of them: unrounded, one float32 sum for each key and query head.
+Heads are independent: while the sums of one head are at the second rank, the first rank works on
+the next head. Only what rows on both sides of a border see crosses it.
+
+Where a backend adds rows by blocks, a border within a block moves to its end: the rows of the block
+go to the rank that has the first of them, and their dq comes back.
+
+Every rank walks the same list of steps, by waves, in the same order: a step needs the step before
+it of the same head, which is one wave earlier. So no rank waits in a circle, and messages between
+two ranks arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import exchange
+from .backward import Gradients, whole_sequences, zeros_like
+from .forward import KEYS, gathered, head_slices
+from .layout import Layout, Piece, Tokens, in_blocks, stored_tokens
+from .plan import Mask, Part, call_of, divided, rows_on_keys
+from .ranks import Pending, Ranks
+from .slices import Rows, Scores, Sums, backward_step, finish, row_order
+
+
+class Step(NamedTuple):
+    """Rows of one sequence on one rank, between the rows before and after them.
+
+    Args:
+        chain: index of the chain, which is the index of the sequence.
+        number: how many steps come before it.
+        rank: that does it.
+        came: the keys [begin, end) whose sums come from the step before.
+        goes: the keys whose sums the next step needs.
+        before: rank of the step before; -1: none.
+        after: rank of the next step; -1: none.
+        piece: index of its rows among the pieces of the rank.
+        ended: the keys whose sums are complete, as pieces of what the rank completes.
+    """
+
+    chain: int
+    number: int
+    rank: int
+    came: tuple[int, int]
+    goes: tuple[int, int]
+    before: int
+    after: int
+    piece: int
+    ended: tuple[Piece, ...]
+
+
+class Steps(NamedTuple):
+    """All steps.
+
+    Args:
+        steps: of all ranks.
+        ended: the keys that each rank completes.
+        room: how many keys each rank completes.
+        longest: steps of the longest chain.
+    """
+
+    steps: tuple[Step, ...]
+    ended: Layout
+    room: tuple[int, ...]
+    longest: int
+
+
+@functools.lru_cache(maxsize=64)
+def find_steps(q: Tokens, k: Tokens, mask: Mask, last_first: bool = False) -> Steps:
+    """Lists the steps of all chains in the order of the rows, or in the opposite one."""
+    chains: dict[int, list[tuple[Piece, int, int]]] = {}
+    for rank, own in enumerate(q.layout):
+        for index, piece in enumerate(own):
+            chains.setdefault(piece.sequence, []).append((piece, rank, index))
+    steps = []
+    ended: list[list[Piece]] = [[] for _ in q.layout]
+    room = [0 for _ in q.layout]
+    for sequence, pieces in sorted(chains.items()):
+        pieces.sort(key=lambda one: one[0].begin, reverse=last_first)
+        offset = k.lengths[sequence] - q.lengths[sequence]
+        seen = [mask.keys(p.begin, p.end, offset, k.lengths[sequence]) for p, _, _ in pieces]
+        came = (0, 0)
+        for number, (_, rank, index) in enumerate(pieces):
+            last = number + 1 == len(pieces)
+            goes = (0, 0) if last else _both(seen[number], seen[number + 1])
+            complete = []
+            # What the next rows don't see, no later ones do. Keys leave at one end.
+            begin, end = seen[number]
+            leave = ((begin, end),) if goes == (0, 0) else ((begin, goes[0]), (goes[1], end))
+            for first, last_key in leave:
+                if first < last_key:
+                    complete.append(Piece(sequence, first, last_key, room[rank]))
+                    room[rank] += last_key - first
+            ended[rank] += complete
+            steps.append(
+                Step(
+                    sequence,
+                    number,
+                    rank,
+                    came,
+                    goes,
+                    pieces[number - 1][1] if number and came[0] < came[1] else -1,
+                    -1 if last or goes[0] == goes[1] else pieces[number + 1][1],
+                    index,
+                    tuple(complete),
+                )
+            )
+            came = goes
+    longest = max((step.number + 1 for step in steps), default=0)
+    return Steps(tuple(steps), tuple(map(tuple, ended)), tuple(room), longest)
+
+
+def _both(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    begin, end = max(one[0], other[0]), min(one[1], other[1])
+    return (begin, end) if begin < end else (0, 0)
+
+
+def backward(
+    ranks: Ranks,
+    rows: Rows,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tokens_q: Tokens,
+    tokens_k: Tokens,
+    scores: Scores,
+    heads_k: int,
+) -> Gradients:
+    """Computes what `backward.backward` does."""
+    gradients = dq, dk, dv = zeros_like(rows.q, k, v)
+    parts = divided(tokens_q, tokens_k, scores.mask, ranks.rank)
+    whole_sequences(parts.calls, rows, k, v, scores, gradients)
+    if not parts.travels:
+        return gradients
+    order = row_order(rows.q.device)
+    blocks = in_blocks(parts.q, order.block)
+    own_rows, dq_rows = rows, dq
+    if blocks != parts.q:
+        own_rows = Rows(*_moved(ranks, parts.q, blocks, rows, "rows"))
+        dq_rows = torch.zeros_like(own_rows.q)
+    half = rows_on_keys(blocks, parts.k, scores.mask, scores.key_align, ranks.rank)
+    chains = find_steps(blocks, parts.k, scores.mask, order.last_first)
+    way = exchange.route(parts.k.layout, half.wanted, ranks.rank, half.room)
+    units = find_units(rows.q.shape[1], k.shape[1], heads_k)
+    mine = [step for step in chains.steps if step.rank == ranks.rank]
+    complete = [k.new_zeros((chains.room[ranks.rank], *k.shape[1:])) for _ in range(2)]
+    totals = Totals(complete, scores)
+    keys: dict[int, list[torch.Tensor]] = {}
+    on_the_way: list[Pending] = []
+    arriving = gathered(ranks, way, [k, v], k.shape[1], heads_k, KEYS)
+    for wave in range(len(units) + chains.longest - 1):
+        if wave < len(units) and units[wave].number not in keys:
+            _, keys[units[wave].number] = next(arriving)
+        for step in mine:
+            if not 0 <= wave - step.number < len(units):
+                continue
+            unit = units[wave - step.number]
+            heads = unit.heads
+            part = half.parts[step.piece]
+            sums = _received(ranks, step, part, own_rows.q[:, heads])
+            call = call_of(part)
+            if call is not None:
+                here_k, here_v = (tensor[call.keys] for tensor in keys[unit.number])
+                here = own_rows.of_heads(heads).of(call)
+                dq_rows[call.rows, heads] = backward_step(here, here_k, here_v, call, scores, sums)
+            if step.after >= 0:
+                on_the_way.append(_sent(ranks, step, part, sums))
+            for piece in step.ended:
+                totals.add(piece.stored, unit, _of_keys(sums, part, (piece.begin, piece.end)))
+        # The last step of a chain is at these heads in the next wave; none goes further back.
+        oldest = units[max(0, min(wave + 2 - chains.longest, len(units) - 1))].number
+        keys = {number: one for number, one in keys.items() if number >= oldest}
+        on_the_way = [one for one in on_the_way if not one.done()]
+    for one in on_the_way:
+        one.wait()
+    if blocks != parts.q:
+        _bring(ranks, blocks.layout, parts.q.layout, [dq_rows], [dq], "dq")
+    _bring(ranks, chains.ended, parts.k.layout, complete, [dk, dv], "dk and dv")
+    return gradients
+
+
+class Unit(NamedTuple):
+    """Query heads whose sums go their way together.
+
+    Args:
+        number: of the KV heads that are gathered for them.
+        keys: those KV heads.
+        heads: the query heads: one, or all that share several KV heads.
+        first: whether they are the first that share these KV heads.
+        last: whether they are the last.
+    """
+
+    number: int
+    keys: slice
+    heads: slice
+    first: bool
+    last: bool
+
+
+def find_units(nheads: int, nheads_k: int, heads_k: int) -> list[Unit]:
+    """Cuts the heads: one query head at a time where KV heads come one by one.
+
+    The more units there are, the less ranks wait for the first and the last one.
+    """
+    group = nheads // nheads_k
+    units = []
+    for number, span in enumerate(head_slices(nheads_k, heads_k)):
+        begin, end = span.start * group, span.stop * group
+        step = 1 if heads_k == 1 else end - begin
+        for head in range(begin, end, step):
+            heads = slice(head, head + step)
+            units.append(Unit(number, span, heads, head == begin, heads.stop == end))
+    return units
+
+
+class Totals:
+    """dk and dv of complete keys: sums of query heads, one head of a group after another.
+
+    Args:
+        results: dk and dv, (keys, nheads_k, head_dim), to be filled.
+        scores: of the call.
+    """
+
+    def __init__(self, results: list[torch.Tensor], scores: Scores) -> None:
+        self._results, self._scores = results, scores
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, place: slice, unit: Unit, sums: Sums) -> None:
+        """Takes the sums (keys, heads of the unit, head_dim) of some keys."""
+        if not (unit.first and unit.last):
+            if not self._sums:
+                keys, _, head_dim = self._results[0].shape
+                self._sums = [sums[0].new_empty((keys, 1, head_dim)) for _ in range(2)]
+            dk, dv = (total[place] for total in self._sums)
+            for total, one in zip((dk, dv), sums, strict=True):
+                if unit.first:
+                    total.copy_(one)
+                else:
+                    total += one
+            sums = (dk, dv)
+        if unit.last:
+            of_heads = self._results[0][:, unit.keys]
+            finished = finish(sums, of_heads, self._scores)
+            for result, one in zip(self._results, finished, strict=True):
+                result[place, unit.keys] = one
+
+
+def _moved(
+    ranks: Ranks, here: Tokens, there: Tokens, tensors: Sequence[torch.Tensor], what: str
+) -> list[torch.Tensor]:
+    """Returns what this rank has of tensors when their tokens lie elsewhere."""
+    room = stored_tokens(there.layout[ranks.rank])
+    way = exchange.route(here.layout, there.layout, ranks.rank, room)
+    return exchange.start(ranks, way, tensors, what).wait()
+
+
+def _bring(
+    ranks: Ranks,
+    here: Layout,
+    there: Layout,
+    tensors: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+    what: str,
+) -> None:
+    """Writes tensors into results, where their tokens lie elsewhere."""
+    way = exchange.route(here, there, ranks.rank, results[0].shape[0])
+    arrived = exchange.start(ranks, way, tensors, what).wait()
+    for result, found in zip(results, arrived, strict=True):
+        for piece in there[ranks.rank]:
+            result[piece.stored] = found[piece.stored]
+
+
+def _received(ranks: Ranks, step: Step, part: Part, q: torch.Tensor) -> Sums:
+    """Returns the sums for the keys of a step: 0, and what the step before sends."""
+    count = part.keys.end - part.keys.begin
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    both = q.new_zeros((2, count, *q.shape[1:]), dtype=dtype)
+    if step.before >= 0:
+        begin, end = step.came
+        arrived = both.new_empty((2, end - begin, *q.shape[1:]))
+        ranks.receive(arrived, step.before, "sums of dk and dv")
+        both[:, begin - part.keys.begin : end - part.keys.begin] = arrived
+    return both[0], both[1]
+
+
+def _sent(ranks: Ranks, step: Step, part: Part, sums: Sums) -> Pending:
+    message = torch.stack(_of_keys(sums, part, step.goes))
+    return ranks.send(message, step.after, "sums of dk and dv")
+
+
+def _of_keys(sums: Sums, part: Part, keys: tuple[int, int]) -> Sums:
+    place = slice(keys[0] - part.keys.begin, keys[1] - part.keys.begin)
+    return sums[0][place], sums[1][place]

@@ -1,0 +1,63 @@
+"""q, k and v as DTensors."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ArgumentError
+
+_TOKENS = 1  # the dimension of (batch, seqlen, nheads, head_dim) that is cut
+_WITHOUT_MESSAGES = (0, 2)  # batch and heads
+
+
+def with_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a dense function take DTensors, whose placements say how tokens lie."""
+
+    @functools.wraps(function)
+    def wrapped(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch imports its DTensors only where somebody uses them, as that takes a second.
+        module = sys.modules.get("torch.distributed.tensor")
+        DTensor: Any = getattr(module, "DTensor", ())
+        if not any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
+            return function(q, k, v, *args, **kwargs)
+        if not all(isinstance(tensor, DTensor) for tensor in (q, k, v)):
+            raise ArgumentError("q, k, v: expected three DTensors or none, got both kinds")
+        mesh, group = _sequence_group(q, k, v, kwargs)
+        local = (tensor.to_local() for tensor in (q, k, v))
+        result = function(*local, *args, **{**kwargs, "group": group})
+        out = result[0] if isinstance(result, tuple) else result
+        placed = DTensor.from_local(out, mesh, q.placements, run_check=False)
+        return (placed, *result[1:]) if isinstance(result, tuple) else placed
+
+    return wrapped
+
+
+def _sequence_group(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    for name in ("group", "heads_group", "mesh"):
+        if options.get(name) is not None:
+            raise ArgumentError(f"{name}: expected None with DTensors, whose own mesh counts")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.device_mesh != q.device_mesh or tensor.placements != q.placements:
+            raise ArgumentError(
+                f"{name}: expected the mesh and the placements of q, {q.placements}, got "
+                f"{tensor.placements}"
+            )
+    found = []
+    for number, placement in enumerate(q.placements):
+        if placement.is_shard(_TOKENS):
+            found.append(number)
+        elif not placement.is_replicate() and not any(map(placement.is_shard, _WITHOUT_MESSAGES)):
+            raise ArgumentError(
+                f"q: expected the placements Shard(0), Shard(1), Shard(2) and Replicate(), got "
+                f"{placement}"
+            )
+    if len(found) != 1:
+        raise ArgumentError(
+            "q: expected tokens (dimension 1) sharded over one dimension of the mesh, got "
+            f"{q.placements}; if they are on every rank, call the function of one device with "
+            "to_local()"
+        )
+    return q.device_mesh, q.device_mesh.get_group(found[0])

@@ -1,0 +1,111 @@
+"""The forward: own rows on gathered keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from . import exchange
+from .layout import Tokens
+from .plan import Call, divided, rows_on_keys
+from .ranks import Ranks
+from .slices import Scores, forward_slice
+
+
+def forward(
+    ranks: Ranks,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tokens_q: Tokens,
+    tokens_k: Tokens,
+    scores: Scores,
+    heads_k: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends the rows of this rank.
+
+    Args:
+        ranks: over which the sequences lie.
+        q: (tokens of q on this rank, nheads, head_dim).
+        k: (tokens of k on this rank, nheads_k, head_dim).
+        v: like k.
+        tokens_q: where the tokens of q lie.
+        tokens_k: where those of k and v lie.
+        scores: of the call.
+        heads_k: KV heads to gather at a time.
+
+    Returns:
+        out like q, and softmax_lse (tokens of q, nheads) in the computing dtype; 0 and +inf in rows
+        of no sequence.
+    """
+    out = q.new_zeros(q.shape)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    softmax_lse = q.new_full(q.shape[:2], float("inf"), dtype=lse_dtype)
+
+    def attend(
+        calls: Sequence[Call], heads: slice, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        for call in calls:
+            place = (call.rows, heads)
+            out[place], softmax_lse[place] = forward_slice(
+                q[place], keys[call.keys], values[call.keys], call, scores
+            )
+
+    parts = divided(tokens_q, tokens_k, scores.mask, ranks.rank)
+    if parts.travels:
+        half = rows_on_keys(parts.q, parts.k, scores.mask, scores.key_align, ranks.rank)
+        way = exchange.route(parts.k.layout, half.wanted, ranks.rank, half.room)
+        group = q.shape[1] // k.shape[1]
+        for span, (keys, values) in gathered(ranks, way, [k, v], k.shape[1], heads_k, KEYS):
+            attend(half.calls, slice(span.start * group, span.stop * group), keys, values)
+    attend(parts.calls, slice(None), k, v)
+    return out, softmax_lse
+
+
+# For messages.
+KEYS = "keys and values"
+
+
+def gathered(
+    ranks: Ranks,
+    way: exchange.Route,
+    tensors: Sequence[torch.Tensor],
+    nheads_k: int,
+    heads_k: int,
+    what: str,
+) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+    """Gathers a few KV heads at a time, the next ones while the caller computes.
+
+    Args:
+        ranks: the ranks.
+        way: of their tokens.
+        tensors: (tokens, heads, ...); heads is a multiple of nheads_k.
+        nheads_k: all KV heads.
+        heads_k: KV heads at a time.
+        what: the tensors are, for messages.
+
+    Yields:
+        The KV heads, and what was gathered of each tensor.
+    """
+    spans = head_slices(nheads_k, heads_k)
+    coming = [exchange.start(ranks, way, of_heads(tensors, spans[0], nheads_k), what)]
+    for span, after in zip(spans, [*spans[1:], None], strict=True):
+        here = coming.pop().wait()
+        if after is not None:
+            coming.append(exchange.start(ranks, way, of_heads(tensors, after, nheads_k), what))
+        yield span, here
+
+
+def head_slices(nheads_k: int, heads_k: int) -> list[slice]:
+    """Cuts KV heads into slices of heads_k."""
+    return [slice(h, min(h + heads_k, nheads_k)) for h in range(0, nheads_k, heads_k)]
+
+
+def of_heads(tensors: Sequence[torch.Tensor], span: slice, nheads_k: int) -> list[torch.Tensor]:
+    """Returns what belongs to some KV heads, of tensors as in `gathered`."""
+    groups = [tensor.shape[1] // nheads_k for tensor in tensors]
+    return [
+        tensor[:, span.start * group : span.stop * group]
+        for tensor, group in zip(tensors, groups, strict=True)
+    ]

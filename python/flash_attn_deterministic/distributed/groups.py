@@ -1,0 +1,73 @@
+"""Which ranks a call runs on, from what a caller may pass: groups, or a mesh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._checks.describe import type_name
+from ..errors import ArgumentError, ArgumentTypeError
+from .ranks import Ranks
+
+
+class Groups(NamedTuple):
+    """The ranks of a call.
+
+    Args:
+        sequence: over which each sequence lies.
+        heads: over which the heads lie inside of the call.
+    """
+
+    sequence: Ranks
+    heads: Ranks
+
+    def check(self, device: torch.device) -> None:
+        """Checks both, as `Ranks.check` does."""
+        self.sequence.check(device)
+        self.heads.check(device)
+
+
+def find_groups(group: Any, heads_group: Any, mesh: Any) -> Groups:
+    """Returns the groups that the arguments stand for.
+
+    Args:
+        group: a process group, or None: that of all ranks, unless another argument is given.
+        heads_group: a process group, or None.
+        mesh: a DeviceMesh of one dimension (sequence) or two (sequence, heads), or None.
+
+    Raises:
+        ArgumentTypeError: a wrong type.
+        ArgumentError: no process group is there; a mesh together with groups, or of more
+            dimensions.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError(
+            "group: expected a process group, got none: torch.distributed is not initialised; "
+            "start the ranks with torchrun and call torch.distributed.init_process_group()"
+        )
+    if mesh is not None:
+        if group is not None or heads_group is not None:
+            raise ArgumentError("mesh: expected None together with group or heads_group, got one")
+        return _of_mesh(mesh)
+    for name, one in (("group", group), ("heads_group", heads_group)):
+        if one is not None and not isinstance(one, dist.ProcessGroup):
+            raise ArgumentTypeError(
+                f"{name}: expected a torch.distributed.ProcessGroup or None, got {type_name(one)}"
+            )
+    if group is None and heads_group is None:
+        group = dist.group.WORLD
+    return Groups(Ranks(group), Ranks(heads_group))
+
+
+def _of_mesh(mesh: Any) -> Groups:
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(f"mesh: expected a DeviceMesh or None, got {type_name(mesh)}")
+    if mesh.ndim not in (1, 2):
+        raise ArgumentError(
+            "mesh: expected 1 dimension (sequence) or 2 (sequence, heads), got "
+            f"{mesh.ndim}; pass a part of it, such as mesh['cp']"
+        )
+    return Groups(Ranks(mesh.get_group(0)), Ranks(mesh.get_group(1) if mesh.ndim == 2 else None))

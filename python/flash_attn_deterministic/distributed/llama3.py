@@ -1,0 +1,184 @@
+"""The call shapes of ring-flash-attn's llama3_flash_attn_varlen functions, with our bits.
+
+    from flash_attn_deterministic.distributed.llama3 import (
+        llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func)
+
+Packed tokens lie in the contiguous order. The functions take what a rank knows of its own part, as
+ring-flash-attn's do; the ranks tell each other in each call, and so find the whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from .._checks.determinism import Deterministic
+from .._checks.numbers import check_flag
+from .._checks.varlen import check_cu_seqlens
+from ..errors import ArgumentError, ArgumentTypeError, FlashAttnError
+from .agreement import check, report
+from .groups import find_groups
+from .packed import flash_attn_varlen_func
+
+Prepared = tuple[torch.Tensor, torch.Tensor, int, int, slice]
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
+) -> Prepared:
+    """Finds a rank's part of packed sequences.
+
+    Args:
+        cu_seqlens: (batch + 1,), int32: tokens of all ranks before each sequence, and their total.
+        causal: whether the causal mask is applied: a rank then needs no keys after its own tokens.
+        rank: in the group.
+        world_size: ranks of the group.
+
+    Returns:
+        cu_seqlens_q and cu_seqlens_k of the sequences that have tokens on this rank, the longest of
+        both, and the slice of all tokens in which its keys lie.
+
+    Raises:
+        ArgumentError: tokens that don't divide by the ranks, or wrong cu_seqlens.
+    """
+    check_cu_seqlens("cu_seqlens", cu_seqlens, None, cu_seqlens.device)
+    starts = cu_seqlens.tolist()
+    if starts[-1] % world_size:
+        raise ArgumentError(
+            f"cu_seqlens: expected a total that divides by {world_size} ranks, got {starts[-1]}"
+        )
+    queries, keys, place = _part(starts, causal, rank, world_size)
+
+    def tensor(numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=cu_seqlens.device)
+
+    return tensor(queries), tensor(keys), _longest(queries), _longest(keys), place
+
+
+def _part(
+    starts: list[int], causal: bool, rank: int, world_size: int
+) -> tuple[list[int], list[int], slice]:
+    each = starts[-1] // world_size
+    begin, end = rank * each, (rank + 1) * each
+    # An empty sequence has tokens on no rank.
+    own = [(a, b) for a, b in itertools.pairwise(starts) if max(a, begin) < min(b, end)]
+    if not own:
+        return [0], [0], slice(begin, begin)
+    queries = [0, *(min(b, end) - begin for _, b in own)]
+    first = own[0][0]
+    keys = [0, *(b - first for _, b in own)]
+    if causal:
+        keys[-1] = end - first
+    return queries, keys, slice(first, first + keys[-1])
+
+
+def _longest(starts: list[int]) -> int:
+    return max((b - a for a, b in itertools.pairwise(starts)), default=0)
+
+
+def llama3_flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Any:
+    """Computes attention over packed sequences that cross the borders of ranks.
+
+    Args:
+        q: (total_q, nheads, head_dim), the tokens of this rank.
+        k: (total_k, nheads_k, head_dim), likewise.
+        v: like k.
+        cu_seqlens_q: of `llama3_flash_attn_prepare_cu_seqlens`; cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k and local_k_slice too.
+        cu_seqlens_k: see cu_seqlens_q.
+        max_seqlen_q: see cu_seqlens_q.
+        max_seqlen_k: see cu_seqlens_q.
+        heads_k_stride: KV heads to gather at a time.
+        local_k_slice: see cu_seqlens_q.
+        dropout_p: has to be 0.0; for the arguments after it see `flash_attn_varlen_func`.
+
+    Returns:
+        out (total_q, nheads, head_dim); with return_attn_probs out, softmax_lse and None.
+
+    Raises:
+        As `flash_attn_varlen_func`; ArgumentError too where the parts of the ranks make no whole.
+
+    Source:
+        llama3_flash_attn_varlen_func of ring-flash-attention.
+    """
+    ranks = find_groups(group, None, None).sequence
+    causal = check_flag("causal", causal)
+    error: FlashAttnError
+    if not isinstance(local_k_slice, slice):
+        error = ArgumentTypeError(f"local_k_slice: expected a slice, got {local_k_slice!r}")
+        if ranks.size > 1:
+            report(ranks, error, q.device)
+        raise error
+    if ranks.size > 1:
+        check(ranks, {"the tokens of q": q.shape[0], "causal": int(causal)}, q.device)
+    own = [int(local_k_slice.start + start) for start in cu_seqlens_k.tolist()[:-1]]
+    # At most a start for each token, and one that a rank shares with the rank before.
+    row = torch.full((q.shape[0] + 1,), -1, dtype=torch.int64, device=q.device)
+    row[: len(own)] = torch.tensor(own[: len(row)], dtype=torch.int64)
+    every = ranks.all_gather(row, "where sequences begin").flatten().tolist()
+    starts = sorted({start for start in every if start >= 0} | {q.shape[0] * ranks.size})
+    queries, keys, place = _part(starts, causal, ranks.rank, ranks.size)
+    found = (cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), local_k_slice)
+    if starts[0] != 0 or found != (queries, keys, place):
+        error = ArgumentError(
+            "cu_seqlens_q, cu_seqlens_k, local_k_slice: expected what "
+            "llama3_flash_attn_prepare_cu_seqlens gives each rank for one cu_seqlens, got others"
+        )
+        if ranks.size > 1:
+            report(ranks, error, q.device)
+        raise error
+    whole = torch.tensor(starts, dtype=torch.int32, device=q.device)
+    result = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        whole,
+        whole,
+        _longest(starts),
+        _longest(starts),
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        0.0,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        group=group,
+        heads_k_stride=heads_k_stride,
+    )
+    return (*result[:2], None) if return_attn_probs else result
+
+
+def llama3_flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Computes `llama3_flash_attn_varlen_func` with qkv (total, 3, nheads, head_dim)."""
+    q, k, v = qkv.unbind(1)
+    return llama3_flash_attn_varlen_func(q, k, v, *args, **kwargs)
+
+
+def llama3_flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Computes `llama3_flash_attn_varlen_func` with kv (total, 2, nheads_k, head_dim)."""
+    k, v = kv.unbind(1)
+    return llama3_flash_attn_varlen_func(q, k, v, *args, **kwargs)

@@ -1,0 +1,258 @@
+"""The ops `sequence_fwd`, `sequence_bwd` and `swap`: what torch.compile and autograd see.
+
+A process group is passed by its name, as torch's own functional collectives do, and what happens
+inside is hidden from the compiler: lengths may lie on the device, and are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._checks.determinism import alert_atomics
+from .._checks.kernels import check_kernels
+from .._ops import autograd
+from . import backward, chain, forward
+from .agreement import check
+from .layout import ORDERS, Tokens, dense_tokens, packed_tokens
+from .plan import Mask
+from .ranks import Ranks
+from .slices import Rows, Scores, carries
+
+NAMESPACE = "flash_attn_deterministic"
+
+# q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
+# ranks' tokens. `order` is an index in ORDERS. `gather` forbids the chain.
+_CALL = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, int order, int heads_k, bool gather, "
+    "float softmax_scale, int window_left, int window_right, float softcap, int split_size, "
+    "bool deterministic, bool deterministic_bwd"
+)
+_SCHEMAS = {
+    "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor softmax_lse)",
+    "sequence_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    # Cuts dimension `scatter` for the ranks, and joins what comes along dimension `gather`. All
+    # ranks have to give the same `agreed`, whose names are `NAMES_OF_AGREED`; empty: not asked.
+    "swap": "(Tensor tensor, int scatter, int gather, str group, SymInt[] agreed) -> Tensor",
+}
+NAMES_OF_AGREED = (
+    *("q.shape[0]", "q.shape[1]", "q.shape[2]", "q.shape[3]"),
+    *("k.shape[0]", "k.shape[1]", "k.shape[2]", "k.shape[3]"),
+)
+# Makes every backward take the gathering way, for tests and comparisons.
+GATHER = False
+Outputs = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _sequence_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    group: str,
+    order: int,
+    heads_k: int,
+    gather: bool,
+    *numbers: Any,
+) -> Outputs:
+    ranks, scores = Ranks.named(group), _scores(numbers)
+    tokens_q, tokens_k = _agreed(
+        ranks, q, k, cu_seqlens_q, cu_seqlens_k, order, (heads_k, gather), scores
+    )
+    out, softmax_lse = forward.forward(
+        ranks, _packed(q), _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k
+    )
+    if q.dim() == 3:
+        return out, softmax_lse.transpose(0, 1).contiguous()
+    by_sequence = softmax_lse.view(q.shape[0], q.shape[1], -1)
+    return out.view(q.shape), by_sequence.transpose(1, 2).contiguous()
+
+
+def _sequence_bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    group: str,
+    order: int,
+    heads_k: int,
+    gather: bool,
+    *numbers: Any,
+) -> Gradients:
+    ranks, scores = Ranks.named(group), _scores(numbers)
+    check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
+    if not scores.deterministic_bwd:
+        alert_atomics(q.device)
+    tokens_q, tokens_k = _agreed(
+        ranks, q, k, cu_seqlens_q, cu_seqlens_k, order, (heads_k, gather), scores
+    )
+    # A chain leaves ranks waiting for as long as ranks - 1 units take, and gathering doubles the
+    # work. Both have the same bits.
+    lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
+    rows = Rows(_packed(dout), _packed(q), _packed(out), lse)
+    units = chain.find_units(q.shape[-2], k.shape[-2], heads_k)
+    carried = carries(q.device) and len(units) >= ranks.size - 1 and not gather
+    way = chain if carried else backward
+    dq, dk, dv = way.backward(
+        ranks, rows, _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k
+    )
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _swap(
+    tensor: torch.Tensor, scatter: int, gather: int, group: str, agreed: Sequence[int]
+) -> torch.Tensor:
+    ranks = Ranks.named(group)
+    if agreed:
+        facts = {"q.dtype": tensor.dtype, **dict(zip(NAMES_OF_AGREED, agreed, strict=False))}
+        check(ranks, facts, tensor.device)
+    # (ranks, part of the scattered dimension, ...), a row of bytes for each rank.
+    parts = torch.stack(tensor.chunk(ranks.size, scatter))
+    rows = parts.flatten(1).view(torch.uint8)
+    ones = [1] * ranks.size
+    arrived = ranks.all_to_all(rows, ones, ones, "heads").wait()
+    return torch.cat(list(arrived.view(tensor.dtype).view(parts.shape)), dim=gather)
+
+
+def _scores(numbers: Sequence[Any]) -> Scores:
+    scale, left, right, *others = numbers
+    return Scores(scale, Mask(left, right), *others)
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 3 else tensor.flatten(0, 1)
+
+
+def _agreed(
+    ranks: Ranks,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    order: int,
+    numbers: tuple[int, bool],
+    scores: Scores,
+) -> tuple[Tokens, Tokens]:
+    """Returns where the tokens lie, once all ranks have shown that they agree on it."""
+    starts_q, starts_k = (
+        None if starts is None else tuple(starts.tolist())
+        for starts in (cu_seqlens_q, cu_seqlens_k)
+    )
+    facts = {
+        "the number of dimensions of q": q.dim(),
+        "q.dtype": q.dtype,
+        **{f"q.shape[{index}]": size for index, size in enumerate(q.shape)},
+        **{f"k.shape[{index}]": size for index, size in enumerate(k.shape)},
+        "cu_seqlens_q": starts_q,
+        "cu_seqlens_k": starts_k,
+        "order": ORDERS[order],
+        "heads_k_stride": numbers[0],
+        "gather": int(numbers[1]),
+        "softmax_scale": scores.softmax_scale,
+        "the left window": scores.mask.left,
+        "the right window": scores.mask.right,
+        "softcap": scores.softcap,
+        "split_size": scores.split_size,
+        "the deterministic mode": int(scores.deterministic),
+        "deterministic": int(scores.deterministic_bwd),
+    }
+    if ranks.size > 1:
+        check(ranks, facts, q.device)
+    if starts_q is None or starts_k is None:
+        batch, seqlen_q = q.shape[:2]
+        return (
+            dense_tokens(batch, seqlen_q, ranks.size, ORDERS[order]),
+            dense_tokens(batch, k.shape[1], ranks.size, ORDERS[order]),
+        )
+    return (
+        packed_tokens(starts_q, q.shape[0], ranks.size, ORDERS[order], "cu_seqlens_q"),
+        packed_tokens(starts_k, k.shape[0], ranks.size, ORDERS[order], "cu_seqlens_k"),
+    )
+
+
+# --- shapes, gradients --------------------------------------------------------------------------
+
+
+def _fake_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> Outputs:
+    *tokens, nheads, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    shape = (nheads, tokens[0]) if len(tokens) == 1 else (tokens[0], nheads, tokens[1])
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=dtype)
+
+
+def _fake_bwd(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any
+) -> Gradients:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _fake_swap(
+    tensor: torch.Tensor, scatter: int, gather: int, group: str, agreed: Sequence[int]
+) -> torch.Tensor:
+    size = Ranks.named(group).size
+    shape = list(tensor.shape)
+    shape[scatter] //= size
+    shape[gather] *= size
+    return tensor.new_empty(shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.call = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    if dout is None:
+        # The other ranks may have a gradient here, and wait.
+        dout = torch.zeros_like(saved[3])
+    gradients = torch.ops.flash_attn_deterministic.sequence_bwd(
+        dout.contiguous(), *saved, *ctx.call
+    )
+    return (*gradients, *[None] * (2 + len(ctx.call)))
+
+
+def _setup_swap(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.scatter, ctx.gather, ctx.group, _ = inputs
+
+
+def _backward_swap(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    back = torch.ops.flash_attn_deterministic.swap(
+        gradient.contiguous(), ctx.gather, ctx.scatter, ctx.group, []
+    )
+    return back, None, None, None, None
+
+
+_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+for _name, _body, _fake in (
+    ("sequence_fwd", _sequence_fwd, _fake_fwd),
+    ("sequence_bwd", _sequence_bwd, _fake_bwd),
+    ("swap", _swap, _fake_swap),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _body, _key)
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+_checked: Any = autograd._Checked(_library)
+for _name, _formula, _context in (
+    ("sequence_fwd", _backward, _setup),
+    ("sequence_bwd", autograd._no_double_backward, None),
+    ("swap", _backward_swap, _setup_swap),
+):
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{_name}", _formula, setup_context=_context, lib=_checked
+    )

@@ -1,0 +1,144 @@
+"""Attention over packed sequences, cut over several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._checks import tensors
+from .._checks import varlen as checks
+from .._checks.determinism import Deterministic
+from .._ops.arguments import Lengths
+from ..errors import UnsupportedError
+from .call import attend, checked, resolve
+from .groups import find_groups
+from .layout import CONTIGUOUS
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    split_size: int | None = None,
+    group: Any = None,
+    heads_group: Any = None,
+    mesh: Any = None,
+    order: str = CONTIGUOUS,
+    heads_k_stride: int | None = None,
+) -> Any:
+    """Computes `flash_attn_deterministic.flash_attn_varlen_func` of tokens on several ranks.
+
+    cu_seqlens tell of the tokens of all ranks together. In the contiguous order rank r holds the
+    r-th of P parts of them, and a sequence may begin on one rank and end on another. In the zigzag
+    order each sequence is cut by itself, as `dense.flash_attn_func` shows, and its length divides
+    by 2 P.
+
+    What cu_seqlens hold is read on the host, on a CUDA device too.
+
+    Args:
+        q: (total_q, nheads, head_dim), the tokens of this rank; as many on each rank.
+        k: (total_k, nheads_k, head_dim), likewise.
+        v: like k.
+        cu_seqlens_q: (batch + 1,), int32: tokens of all ranks before each sequence, and their
+            total; in the contiguous order the total may be less than that of all ranks.
+        cu_seqlens_k: (batch + 1,), int32, the same for k.
+        max_seqlen_q: without effect; lengths are known.
+        max_seqlen_k: the same.
+        dropout_p: has to be 0.0.
+        softmax_scale: as on one device; so are the arguments after it, if not named here.
+        alibi_slopes: has to be None.
+        return_attn_probs: whether to return softmax_lse as well.
+        block_table: has to be None.
+        group: as in `dense.flash_attn_func`; so are the arguments after it.
+
+    Returns:
+        out (total_q, nheads, head_dim); with return_attn_probs the tuple of out, softmax_lse
+        (nheads, total_q) in float32 and an empty tensor (0,). Rows of no sequence: out 0,
+        softmax_lse +inf.
+
+    Raises:
+        As `dense.flash_attn_func`.
+
+    Source:
+        As `dense.flash_attn_func`.
+    """
+    groups = find_groups(group, heads_group, mesh)
+
+    def prepare() -> Any:
+        if block_table is not None:
+            raise UnsupportedError("block_table: expected None on several ranks")
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        checks.check_varlen(q, k, v, lengths)
+        options = (
+            *(dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic),
+        )
+        return resolve(
+            groups, q, k, options, alibi_slopes, order, heads_k_stride, return_attn_probs
+        )
+
+    device = q.device if isinstance(q, torch.Tensor) else None
+    options, settings = checked(groups, device, prepare)
+    return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, settings)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Computes `flash_attn_varlen_func` with q, k and v in one tensor.
+
+    Args:
+        qkv: (total, 3, nheads, head_dim), the tokens of this rank.
+        cu_seqlens: (batch + 1,), int32, of all ranks.
+        max_seqlen: without effect.
+        args: as of `flash_attn_varlen_func` after max_seqlen_k.
+        kwargs: likewise.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        As `flash_attn_varlen_func`.
+    """
+    tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Computes `flash_attn_varlen_func` with k and v in one tensor.
+
+    Args:
+        q: (total_q, nheads, head_dim), the tokens of this rank.
+        kv: (total_k, 2, nheads_k, head_dim), likewise.
+        args: as of `flash_attn_varlen_func` after v.
+        kwargs: likewise.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        As `flash_attn_varlen_func`.
+    """
+    tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *args, **kwargs)

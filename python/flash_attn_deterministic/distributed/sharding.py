@@ -1,0 +1,109 @@
+"""Whole tensors cut over ranks, and put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._checks.varlen import check_cu_seqlens
+from ..errors import ArgumentError
+from .groups import Groups, find_groups
+from .layout import CONTIGUOUS, ORDERS, Layout, dense_tokens, packed_tokens
+
+
+def shard(
+    tensor: torch.Tensor,
+    dim: int = 1,
+    *,
+    group: Any = None,
+    heads_group: Any = None,
+    mesh: Any = None,
+    order: str = CONTIGUOUS,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns this rank's part of a tensor that every rank has whole. Sends nothing.
+
+    Args:
+        tensor: any, with the tokens of all ranks in one dimension.
+        dim: that dimension.
+        group: as in `flash_attn_func`; heads_group, mesh and order too.
+        heads_group: see group.
+        mesh: see group.
+        order: see group.
+        cu_seqlens: (batch + 1,), int32: where packed sequences begin and end; None: `dim` is one
+            sequence.
+
+    Returns:
+        Its tokens of this rank, as a tensor of their own. Gradients pass through.
+
+    Raises:
+        ArgumentError: the tokens don't divide by the ranks (by twice as many in the zigzag order).
+    """
+    groups = find_groups(group, heads_group, mesh)
+    tokens = tensor.shape[dim]
+    index = _order(tokens, groups, order, cu_seqlens)
+    size = groups.heads.size
+    part = index[groups.sequence.rank].chunk(size)[groups.heads.rank]
+    return tensor.index_select(dim, part.to(tensor.device))
+
+
+def unshard(
+    tensor: torch.Tensor,
+    dim: int = 1,
+    *,
+    group: Any = None,
+    heads_group: Any = None,
+    mesh: Any = None,
+    order: str = CONTIGUOUS,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns the tensor that `shard` with the same arguments cuts into the ranks' parts.
+
+    Args:
+        tensor: this rank's part.
+        dim: as in `shard`; so are the arguments after it.
+
+    Returns:
+        The whole tensor, on every rank, without gradient.
+
+    Raises:
+        ArgumentError: as `shard`.
+        RankError: another rank has ended, or does not answer.
+    """
+    groups = find_groups(group, heads_group, mesh)
+    part = tensor.detach()
+    for ranks in (groups.heads, groups.sequence):
+        parts = ranks.all_gather(part.contiguous(), "parts of a tensor")
+        part = torch.cat(list(parts), dim)
+    order_of_all = torch.cat(_order(part.shape[dim], groups, order, cu_seqlens))
+    return part.index_select(dim, order_of_all.argsort().to(part.device))
+
+
+def _order(
+    tokens: int, groups: Groups, order: str, cu_seqlens: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Returns, for each rank of the sequence, the indices of its tokens."""
+    if order not in ORDERS:
+        raise ArgumentError(f"order: expected one of {', '.join(ORDERS)}, got {order!r}")
+    ranks = groups.sequence.size
+    every = ranks * groups.heads.size
+    if tokens % every:
+        raise ArgumentError(
+            f"tensor: expected a number of tokens that divides by {every} ranks, got {tokens}"
+        )
+    if cu_seqlens is None:
+        starts = (0, tokens)
+        layout: Layout = dense_tokens(1, tokens // ranks, ranks, order).layout
+    else:
+        check_cu_seqlens("cu_seqlens", cu_seqlens, None, cu_seqlens.device)
+        starts = tuple(cu_seqlens.tolist())
+        layout = packed_tokens(starts, tokens // ranks, ranks, order, "cu_seqlens").layout
+    found = []
+    for number, own in enumerate(layout):
+        index = torch.arange(number * (tokens // ranks), (number + 1) * (tokens // ranks))
+        for piece in own:
+            begin = starts[piece.sequence] + piece.begin
+            index[piece.stored] = torch.arange(begin, begin + piece.end - piece.begin)
+        found.append(index)
+    return found

@@ -1,0 +1,209 @@
+"""Attention of one call on one rank: the only place that knows what ops and backends can do."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+# Defines the ops.
+from .._ops import library as library
+from .plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
+
+# Sums over rows that go on where another rank has ended: (keys, nheads, head_dim) of dk without
+# softmax_scale, and of dv, a sum for each query head, in float32 (float64 for float64 inputs).
+Sums = tuple[torch.Tensor, torch.Tensor]
+
+
+class Scores(NamedTuple):
+    """What holds for the whole of a distributed call.
+
+    Args:
+        softmax_scale: factor of q k^T.
+        mask: of the whole sequences.
+        softcap: 0.0: none.
+        split_size: tokens per split; 0: one split.
+        deterministic: whether the forward is.
+        deterministic_bwd: whether the backward is.
+    """
+
+    softmax_scale: float
+    mask: Mask
+    softcap: float
+    split_size: int
+    deterministic: bool
+    deterministic_bwd: bool
+
+    @property
+    def key_align(self) -> int:
+        """Returns where the keys of a call may begin without a change of bits."""
+        return math.lcm(KEY_BLOCK, self.split_size or 1)
+
+
+class Rows(NamedTuple):
+    """Rows with their results: (rows, nheads, head_dim), and softmax_lse (rows, nheads)."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    softmax_lse: torch.Tensor
+
+    def of(self, call: Call) -> Rows:
+        """Returns the rows of a call."""
+        return Rows(*(tensor[call.rows] for tensor in self))
+
+    def of_heads(self, heads: slice) -> Rows:
+        """Returns some query heads."""
+        return Rows(*(tensor[:, heads] for tensor in self))
+
+
+def carries(device: torch.device) -> bool:
+    """Returns whether the backward of a device can go on from sums of dk and dv.
+
+    The CUDA ops can't yet. Where this is False, each rank computes dk and dv of its own keys from
+    gathered rows.
+    """
+    return device.type == "cpu"
+
+
+class RowOrder(NamedTuple):
+    """In which order a backend adds rows to dk and dv.
+
+    Args:
+        last_first: whether blocks of rows go last to first; rows of a block go as one.
+        block: rows that are added as one, counted from the beginning of the sequence.
+    """
+
+    last_first: bool
+    block: int
+
+
+def row_order(device: torch.device) -> RowOrder:
+    """Returns the order of a device, which a chain over ranks has to follow.
+
+    The reference adds row by row. The kernels walk blocks of 64 or 128 rows, last to first.
+    """
+    return RowOrder(False, 1) if device.type == "cpu" else RowOrder(True, ROW_BLOCK)
+
+
+def forward_slice(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of a call.
+
+    Args:
+        q: (rows, nheads, head_dim) of the call.
+        k: (keys, nheads_k, head_dim) of the call.
+        v: like k.
+        call: lengths and mask.
+        scores: of the whole.
+    """
+    starts_q, starts_k = _starts(call, q.device)
+    out, softmax_lse = torch.ops.flash_attn_deterministic.varlen_fwd(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        None,
+        None,
+        None,
+        None,
+        None,
+        *call.longest,
+        0.0,
+        scores.softmax_scale,
+        *call.mask,
+        scores.softcap,
+        scores.split_size,
+        scores.deterministic,
+        scores.deterministic_bwd,
+    )
+    return out, softmax_lse.transpose(0, 1)
+
+
+def backward_slice(
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes dq, dk and dv of a call, rounded to the dtype of q.
+
+    Args:
+        rows: of the call.
+        k: as in `forward_slice`.
+        v: like k.
+        call: lengths and mask.
+        scores: of the whole.
+    """
+    dout, q, out, softmax_lse = rows
+    dq, dk, dv = torch.ops.flash_attn_deterministic.varlen_bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse.transpose(0, 1).contiguous(),
+        *_starts(call, q.device),
+        None,
+        None,
+        *call.longest,
+        0.0,
+        scores.softmax_scale,
+        *call.mask,
+        scores.softcap,
+        scores.deterministic_bwd,
+    )
+    return dq, dk, dv
+
+
+def backward_step(
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores, sums: Sums
+) -> torch.Tensor:
+    """Computes dq of a call, rounded, and goes on with the sums of dk and dv, in place.
+
+    Args:
+        rows: as in `backward_slice`.
+        k: as in `backward_slice`.
+        v: like k.
+        call: lengths and mask.
+        scores: of the whole.
+        sums: of the rows before, for the keys of the call.
+    """
+    from .. import reference
+
+    dout, q, out, softmax_lse = rows
+    dq, _, _ = reference.varlen_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse.transpose(0, 1),
+        *_starts(call, q.device),
+        softmax_scale=scores.softmax_scale,
+        window=call.mask,
+        softcap=scores.softcap,
+        sums=sums,
+    )
+    return dq
+
+
+def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dk and dv, rounded, from the sums of all rows: heads of a group one after another.
+
+    Args:
+        sums: (keys, nheads, head_dim) each.
+        k: any tensor of k's dtype, (tokens, nheads_k, head_dim).
+        scores: of the whole.
+    """
+    from .. import reference
+
+    return reference.finish_key_sums(sums, k, scores.softmax_scale)
+
+
+def _starts(call: Call, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    starts_q, starts_k = (
+        torch.tensor(starts, dtype=torch.int32, device=device)
+        for starts in (call.starts_q, call.starts_k)
+    )
+    return starts_q, starts_k

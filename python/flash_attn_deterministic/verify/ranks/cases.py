@@ -1,0 +1,200 @@
+"""The cases of the row "ranks": what is cut, how, over how many ranks."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (90, 30)},
+    "window-causal": {"causal": True, "window_size": (70, -1)},
+    "window-left": {"window_size": (110, -1)},
+    "window-right": {"window_size": (-1, 40)},
+    "softcap": {"causal": True, "softcap": 3.0},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on one device, and the same over ranks.
+
+    Args:
+        ranks: over which sequences lie.
+        heads_ranks: over which heads lie.
+        order: "contiguous" or "zigzag".
+        mask: a name in MASKS.
+        lengths_q: of each sequence, in all; equal ones are a dense call unless packed.
+        lengths_k: likewise.
+        packed: whether the call is packed.
+        nheads: query heads.
+        nheads_k: KV heads.
+        head_dim: of q, k and v.
+        dtype: "bf16" or "fp16".
+        split_size: tokens per split.
+        gather: whether the backward is to gather rows, where it could carry sums.
+    """
+
+    ranks: int
+    heads_ranks: int = 1
+    order: str = "contiguous"
+    mask: str = "causal"
+    lengths_q: tuple[int, ...] = (128,)
+    lengths_k: tuple[int, ...] = (128,)
+    packed: bool = False
+    nheads: int = 4
+    nheads_k: int = 2
+    head_dim: int = 32
+    dtype: str = "bf16"
+    split_size: int = 64
+    gather: bool = False
+
+    @property
+    def size(self) -> int:
+        """Returns how many processes the case takes."""
+        return self.ranks * self.heads_ranks
+
+    @property
+    def name(self) -> str:
+        """Returns e.g. "p2-zigzag-causal-d32-bf16-q130-k130"."""
+        words = [f"p{self.ranks}"]
+        words += [f"h{self.heads_ranks}"] * (self.heads_ranks > 1)
+        words += ["packed"] * self.packed
+        words += [self.order, self.mask, f"d{self.head_dim}", self.dtype]
+        words += [f"heads{self.nheads}over{self.nheads_k}"]
+        for side, lengths in (("q", self.lengths_q), ("k", self.lengths_k)):
+            words.append(side + "+".join(map(str, lengths)))
+        return "-".join(words + ["gathered"] * self.gather)
+
+    @property
+    def seed(self) -> int:
+        """Returns the seed of its numbers."""
+        return zlib.crc32(self.name.encode()) >> 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Returns the keyword arguments of the call."""
+        return {**MASKS[self.mask], "split_size": self.split_size}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large cases are.
+
+    Args:
+        borders: tokens of a rank, around a multiple of the blocks of rows and keys; even.
+        head_dims: with dtypes.
+        masks: names in MASKS.
+        batch: sequences of a dense call.
+        split_size: tokens per split.
+        packed: the shortest packed sequence; others are multiples.
+        window: what windows are multiplied by.
+    """
+
+    borders: tuple[int, ...]
+    head_dims: tuple[tuple[int, str], ...]
+    masks: tuple[str, ...]
+    batch: int
+    split_size: int
+    packed: int
+
+
+_FEW = ("full", "causal", "window")
+CPU_QUICK = Scale((64, 66), ((16, "bf16"),), _FEW, 1, 64, 12)
+CPU = Scale((62, 64, 66), ((16, "bf16"), (40, "fp16")), tuple(MASKS), 2, 64, 12)
+CUDA_QUICK = Scale((1022, 1024, 1026), ((64, "bf16"), (128, "bf16")), _FEW, 2, 512, 300)
+CUDA = Scale(
+    (254, 256, 258, 1022, 1024, 1026, 4096),
+    ((64, "bf16"), (64, "fp16"), (128, "bf16"), (128, "fp16"), (96, "bf16"), (256, "bf16")),
+    tuple(MASKS),
+    2,
+    512,
+    300,
+)
+
+
+def scale_of(device: str, quick: bool) -> Scale:
+    """Returns the scale of a run."""
+    if device == "cpu":
+        return CPU_QUICK if quick else CPU
+    return CUDA_QUICK if quick else CUDA
+
+
+def counts_of(most: int) -> list[int]:
+    """Returns the numbers of ranks to try: all up to 4, then powers of two, and the most."""
+    powers = (2**n for n in range(most.bit_length()))
+    return sorted({*range(1, min(most, 4) + 1), *powers, most})
+
+
+def cases_of(
+    ranks: int, scale: Scale, held: Callable[[tuple[int, str]], bool] = lambda _: True
+) -> Iterator[Case]:
+    """Yields the cases of a number of ranks.
+
+    Args:
+        ranks: how many.
+        scale: of the cases.
+        held: whether there are kernels for a head dim and dtype.
+    """
+    configs = tuple(filter(held, scale.head_dims))
+    if not configs:
+        return
+    for (head_dim, dtype), mask, order in itertools.product(
+        configs, scale.masks, ("contiguous", "zigzag")
+    ):
+        common: dict[str, Any] = {
+            "ranks": ranks,
+            "mask": mask,
+            "order": order,
+            "head_dim": head_dim,
+            "dtype": dtype,
+            "split_size": scale.split_size,
+        }
+        for border in scale.borders:
+            whole = (border * ranks,) * scale.batch
+            yield Case(lengths_q=whole, lengths_k=whole, **common)
+        # Fewer queries than keys: borders of both lie at other places.
+        shorter = (scale.borders[0] // 2 // 2 * 2 * ranks,)
+        longer = (scale.borders[-1] * ranks,)
+        yield Case(lengths_q=shorter, lengths_k=longer, gather=True, **common)
+        yield from _packed_cases(ranks, order, scale, common)
+        if order == "zigzag":
+            yield Case(lengths_q=whole, lengths_k=whole, nheads_k=4, **common)
+    yield from _heads_cases(ranks, scale, *configs[0])
+
+
+def _packed_cases(ranks: int, order: str, scale: Scale, common: dict[str, Any]) -> Iterator[Case]:
+    if order == "zigzag":
+        lengths = tuple(scale.packed // 2 * 2 * ranks * n for n in (1, 3, 2))
+    else:
+        # One sequence over all borders, others within a rank, an empty one, and tokens of none.
+        rest = scale.packed * ranks * 4 - scale.packed * 3 - 1
+        lengths = (scale.packed + 1, 0, rest, scale.packed)
+        total = sum(lengths)
+        lengths = (*lengths, -total % ranks) if total % ranks else lengths
+    yield Case(lengths_q=lengths, lengths_k=lengths, packed=True, **common)
+
+
+def _heads_cases(size: int, scale: Scale, head_dim: int, dtype: str) -> Iterator[Case]:
+    for heads_ranks in range(2, size + 1):
+        if size % heads_ranks:
+            continue
+        for order, packed in itertools.product(("contiguous", "zigzag"), (False, True)):
+            whole = (scale.borders[0] // 2 * 2 * size,) * (1 if packed else scale.batch)
+            yield Case(
+                ranks=size // heads_ranks,
+                heads_ranks=heads_ranks,
+                order=order,
+                packed=packed,
+                lengths_q=whole,
+                lengths_k=whole,
+                nheads=2 * heads_ranks,
+                nheads_k=heads_ranks,
+                head_dim=head_dim,
+                dtype=dtype,
+                split_size=scale.split_size,
+            )

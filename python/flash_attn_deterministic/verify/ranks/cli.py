@@ -1,0 +1,60 @@
+"""What `flash-attn-deterministic verify --ranks N` runs: torchrun, unless it is in one already."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+from ...errors import ArgumentError
+from ..installed import NotInstalledError
+from ..outcome import PASSED, Exit
+
+_MODULE = "flash_attn_deterministic.verify.ranks.run"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the row "ranks" on N ranks of this machine, or as one rank of a running torchrun.
+
+    Args:
+        arguments: `ranks`, `device`, `quick`, `out`.
+
+    Returns:
+        Exit status: of `outcome.Exit`; 1 where a rank ended early.
+
+    Raises:
+        ArgumentError: a number of ranks that can't be.
+        NotInstalledError: not as many GPUs.
+    """
+    import torch
+
+    count = arguments.ranks
+    if count < 2:
+        raise ArgumentError(f"--ranks: expected at least 2, got {count}")
+    settings = ["--device", arguments.device, "--out", str(arguments.out.resolve())]
+    settings += ["--quick"] * arguments.quick
+    world = os.environ.get("WORLD_SIZE")
+    if world is not None and "RANK" in os.environ:
+        if int(world) != count:
+            raise ArgumentError(f"--ranks: expected {world}, as torchrun has started, got {count}")
+        from . import run as ranks
+
+        return ranks.main(settings)
+    if arguments.device == "cuda" and torch.cuda.device_count() < count:
+        raise NotInstalledError(
+            f"--ranks: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got "
+            f"{count}; use torchrun over several machines, or --device cpu"
+        )
+    environment = {n: v for n, v in os.environ.items() if not n.startswith("FA2_")}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={count}", "-m", _MODULE, *settings, "--launched"),
+    ]
+    if subprocess.run(command, env=environment).returncode != 0:
+        return 1  # torchrun has said which rank ended, and why
+    # Of this run: no rank ends with 0 before it is written.
+    record = json.loads((arguments.out / "ranks.json").read_text(encoding="utf-8"))
+    return Exit.PASSED if record["status"] == PASSED else Exit.CONTRACT

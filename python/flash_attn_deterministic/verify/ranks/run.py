@@ -1,0 +1,149 @@
+"""What each process of `verify --ranks` runs, started by torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import FlashAttnError
+from ..outcome import FAILED, PASSED, Exit
+from ..tasks import holds
+from .cases import Case, cases_of, counts_of, scale_of
+from .trial import groups_of, together, try_case
+
+PROMISE = "One device, or sequences and heads cut over P ranks: forward and backward"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs all cases as one of several ranks; rank 0 writes and prints.
+
+    Args:
+        argv: arguments; None: those of the process.
+
+    Returns:
+        Exit status: of `outcome.Exit`, on every rank the same.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("verification"))
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S")
+    parser.add_argument(
+        "--launched", action="store_true", help="exit with 0 once ranks.json has the verdict"
+    )
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {}
+    if arguments.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    dist.init_process_group(
+        "gloo" if arguments.device == "cpu" else "nccl",
+        timeout=datetime.timedelta(seconds=arguments.timeout),
+        **options,
+    )
+    try:
+        status = run(arguments.device, arguments.quick, arguments.out)
+    finally:
+        dist.destroy_process_group()
+    return 0 if arguments.launched else status
+
+
+def run(device: str, quick: bool, out: Path) -> int:
+    """Runs all cases on the ranks of the world.
+
+    Args:
+        device: "cpu" or "cuda".
+        quick: fewer cases.
+        out: folder of ranks.json and ranks.md.
+
+    Returns:
+        Exit status, on every rank the same.
+
+    Raises:
+        ReportError: on rank 0; the files cannot be written.
+    """
+    from ..report import write_files
+
+    begin, size, first = time.monotonic(), dist.get_world_size(), dist.get_rank() == 0
+    rows = []
+    for ranks in counts_of(size):
+        row: dict[str, Any] = {"ranks": ranks, "cases": 0, "failed": 0, "counter_example": None}
+        began = time.monotonic()
+        for case in cases_of(ranks, scale_of(device, quick), holds(device)):
+            if first and sys.stderr.isatty():
+                print(f"\r{case.name:<100.100}", end="", file=sys.stderr, flush=True)
+            found = outcome_of(case, device)
+            row["cases"] += 1
+            row["failed"] += bool(found)
+            if found and row["counter_example"] is None:
+                row["counter_example"] = {"case": case.name, "seed": case.seed, "ranks": found}
+        row["seconds"] = round(time.monotonic() - began, 1)
+        rows.append(row)
+        if first:
+            verdict = "passed" if not row["failed"] else f"{row['failed']} failed"
+            print(f"\rranks: {ranks} against one device: {row['cases']} cases, {verdict}")
+    failed = any(row["failed"] or not row["cases"] for row in rows)
+    if first:
+        record = {
+            "schema_version": 1,
+            "id": "ranks",
+            "promise": PROMISE,
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "quick": quick,
+            "status": FAILED if failed else PASSED,
+            "seconds": round(time.monotonic() - begin, 1),
+            "rows": rows,
+        }
+        texts = {"ranks.json": json.dumps(record, indent=2) + "\n", "ranks.md": _table(record)}
+        write_files(out, texts)
+        print(f"{record['status']}: {out / 'ranks.json'}")
+    return int(Exit.CONTRACT if failed else Exit.PASSED)
+
+
+def outcome_of(case: Case, device: str) -> dict[str, Any]:
+    """Tries a case, and tells every rank what came of it on all of them.
+
+    Returns:
+        For each rank with differences, or an error, what they are; empty: none.
+    """
+    # Made outside of what may fail, as all ranks take part.
+    groups_of(case.ranks, case.heads_ranks)
+    together(case.size)
+    try:
+        own: Any = try_case(case, device)
+    except FlashAttnError as error:
+        own = {"error": f"{type(error).__name__}: {error}"[:1000]}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return {str(rank): found for rank, found in enumerate(every) if found}
+
+
+def _table(record: dict[str, Any]) -> str:
+    lines = [
+        f"{PROMISE}: {record['status']} ({record['device']}, torch {record['torch']}).",
+        "",
+        "| ranks | cases | failed | seconds |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['ranks']} | {row['cases']} | {row['failed']} | {row['seconds']} |"
+        for row in record["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""How long attention over P ranks takes, by a model: compute, bytes, and who waits for whom.
+
+    python -m tests.benchmarks.ranks_model
+
+Rates are those of one GPU and of its links; nothing here is measured on several. `ranks` writes
+what the model says beside what it measures.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flash_attn_deterministic.distributed.chain import find_steps, find_units
+from flash_attn_deterministic.distributed.layout import dense_tokens
+from flash_attn_deterministic.distributed.plan import Mask
+
+CAUSAL = Mask(-1, 0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank computes with, and sends through.
+
+    Args:
+        forward: 2 * multiply-adds per second of the forward.
+        backward: the same of the backward.
+        link: bytes per second in one direction.
+        latency: seconds of one message.
+    """
+
+    forward: float
+    backward: float
+    link: float
+    latency: float = 20e-6
+
+
+# One H100: the forward for Hopper, the backward of the sm80 family; NVLink, or 400 Gbit/s.
+NVLINK = Machine(590e12, 320e12, 400e9)
+NETWORK = Machine(590e12, 320e12, 45e9)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A causal call in the zigzag order.
+
+    Args:
+        seqlen: tokens of the whole sequence.
+        batch: sequences.
+        nheads: query heads.
+        nheads_k: KV heads.
+        head_dim: of q, k and v, in 16 bits.
+    """
+
+    seqlen: int
+    batch: int = 1
+    nheads: int = 32
+    nheads_k: int = 8
+    head_dim: int = 128
+
+    def products(self) -> float:
+        """Returns 2 * multiply-adds of the forward."""
+        return 2.0 * self.batch * self.nheads * self.head_dim * self.seqlen**2
+
+    def keys(self, heads_k: int) -> float:
+        """Returns the bytes of K and V of some heads, whole."""
+        return 4.0 * self.batch * self.seqlen * heads_k * self.head_dim
+
+    def rows(self) -> float:
+        """Returns the bytes of q, out and dout, whole, with softmax_lse."""
+        return self.batch * self.seqlen * self.nheads * (6.0 * self.head_dim + 4)
+
+
+# Of a shape, a number of ranks and a machine.
+Seconds = Callable[[Shape, int, Machine], float]
+
+
+def forward_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) -> float:
+    """Keys of the next heads come while these are computed: the first ones are waited for."""
+    compute = shape.products() / ranks / machine.forward
+    if ranks == 1:
+        return compute
+    slices = math.ceil(shape.nheads_k / heads_k)
+    one = shape.keys(heads_k) * (ranks - 1) / ranks / machine.link + machine.latency
+    return one + slices * max(compute / slices, one)
+
+
+def gathered_seconds(shape: Shape, ranks: int, machine: Machine) -> float:
+    """The backward in which each side gathers the other: twice the products of one device."""
+    compute = 2.5 * shape.products() / machine.backward
+    if ranks == 1:
+        return compute
+    share = (ranks - 1) / ranks
+    sent = (shape.keys(shape.nheads_k) + shape.rows()) * share / machine.link
+    first = sent / shape.nheads_k
+    return first + max(2 * compute / ranks, sent)
+
+
+def chain_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) -> float:
+    """The backward with sums that travel: its steps played through, last rows first.
+
+    A rank works on one step at a time, in the order of waves, and a step begins when the sums of
+    the step before have arrived.
+    """
+    compute = 2.5 * shape.products() / machine.backward
+    if ranks == 1:
+        return compute
+    units = find_units(shape.nheads, shape.nheads_k, heads_k)
+    # Shares of rows and keys do not depend on the length.
+    tokens = dense_tokens(1, 2, ranks, "zigzag")
+    steps = sorted(find_steps(tokens, tokens, CAUSAL, True).steps, key=lambda step: step.number)
+    parts = 2 * ranks  # of a sequence
+    piece = {(rank, i): p for rank, own in enumerate(tokens.layout) for i, p in enumerate(own)}
+    # Pairs of a row's part and a key's part: a part of rows sees half of its own keys.
+    costs = [
+        sum(part + 0.5 for part in range(p.begin, p.end))
+        for p in (piece[step.rank, step.piece] for step in steps)
+    ]
+    pair = compute / len(units) / (parts * parts / 2)
+    per_key = 8.0 * shape.batch * (shape.nheads // len(units)) * shape.head_dim
+    free = [0.0] * ranks
+    arrived = [[0.0] * len(steps) for _ in units]
+    first = shape.keys(heads_k) * (ranks - 1) / ranks / machine.link
+    for wave in range(len(units) + len(steps) - 1):
+        for number, step in enumerate(steps):
+            index = wave - number
+            if not 0 <= index < len(units):
+                continue
+            keys_there = first * (units[index].number + 1)
+            begin = max(free[step.rank], arrived[index][number], keys_there)
+            free[step.rank] = begin + costs[number] * pair
+            if number + 1 < len(steps):
+                keys = (step.goes[1] - step.goes[0]) * shape.seqlen / parts
+                sending = keys * per_key / machine.link + machine.latency
+                arrived[index][number + 1] = free[step.rank] + sending
+    return max(free)
+
+
+def bubble(shape: Shape, ranks: int, heads_k: int = 1) -> float:
+    """Returns the share of a chain's time in which ranks wait, if messages took no time."""
+    free = Machine(1e12, 1e12, math.inf, 0.0)
+    return 1.0 - chain_seconds(shape, 1, free) / ranks / chain_seconds(shape, ranks, free, heads_k)
+
+
+def memory(shape: Shape, ranks: int, heads_k: int, chain: bool) -> float:
+    """Returns the bytes of a rank in the backward, beside what it is given and what it returns."""
+    group = shape.nheads // shape.nheads_k
+    slices = math.ceil(shape.nheads_k / heads_k)
+    if chain:
+        waves = math.ceil((2 * ranks - 1) / (group if heads_k == 1 else 1))
+        kept = min(slices, waves + 1) + 1  # slices of keys: in use, and on their way
+        # Of one unit: here, and on their way in and out.
+        at_once = 1 if heads_k == 1 else heads_k * group
+        sums = 3 * 8.0 * shape.batch * shape.seqlen * at_once * shape.head_dim
+        return kept * shape.keys(heads_k) + sums
+    slice_of_rows = shape.rows() / shape.nheads_k * heads_k
+    # Two slices, and the gradients that are thrown away: dq in 32 bits of all rows of a slice.
+    unused = 6.0 * shape.batch * shape.seqlen * heads_k * group * shape.head_dim
+    return 2 * (shape.keys(heads_k) + slice_of_rows) + unused
+
+
+def main() -> int:
+    """Prints the table."""
+    print(
+        "| tokens | ranks | link | forward | gathered | chain | bubble | gathered GB | chain GB |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for seqlen, ranks, name, machine in (
+        (65_536, 2, "NVLink", NVLINK),
+        (65_536, 8, "NVLink", NVLINK),
+        (262_144, 8, "NVLink", NVLINK),
+        (1_048_576, 8, "NVLink", NVLINK),
+        (1_048_576, 16, "400 Gbit/s", NETWORK),
+        (1_048_576, 64, "400 Gbit/s", NETWORK),
+    ):
+        shape = Shape(seqlen)
+        one = Machine(machine.forward, machine.backward, math.inf)
+        forward = forward_seconds(shape, 1, one) / ranks / forward_seconds(shape, ranks, machine)
+        backward = gathered_seconds(shape, 1, one)
+        shares = [
+            forward,
+            backward / ranks / gathered_seconds(shape, ranks, machine),
+            backward / ranks / chain_seconds(shape, ranks, machine),
+            bubble(shape, ranks),
+        ]
+        sizes = [memory(shape, ranks, 1, chain) / 1e9 for chain in (False, True)]
+        words = [f"{seqlen:,}", str(ranks), name, *(f"{100 * share:.0f} %" for share in shares)]
+        print("| " + " | ".join([*words, *(f"{size:.1f}" for size in sizes)]) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,440 @@
+"""What tests run on every rank of a pool; all of it is called by name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import flash_attn_deterministic
+import torch
+import torch.distributed as dist
+from bits import bits_equal
+from flash_attn_deterministic.distributed import chain, exchange, layout, llama3, plan, slices
+from flash_attn_deterministic.distributed.ranks import Ranks
+from flash_attn_deterministic.verify.ranks import run, trial
+from flash_attn_deterministic.verify.ranks.cases import Case
+
+Tensors = list[torch.Tensor]
+
+# Called with lists of arguments, whose number a type checker can't see.
+package: Any = flash_attn_deterministic
+distributed: Any = flash_attn_deterministic.distributed
+ring: Any = llama3
+
+
+def outcomes(cases: list[Case]) -> list[dict[str, Any]]:
+    """Returns what differs on any rank, for each case."""
+    return [run.outcome_of(case, "cpu") for case in cases]
+
+
+def outcome_without(case: Case, what: str) -> dict[str, Any]:
+    """Returns what differs where something is left out: a test that has to find something."""
+    module: Any = chain
+    broken: Any = _no_sums
+    name = "_received"
+    if what == "rounded sums":
+        broken = _rounded_sums
+    elif what == "alignment":
+        module, name, broken = slices.Scores, "key_align", property(lambda scores: 1)
+    with _instead(module, **{name: broken}):
+        return run.outcome_of(case, "cpu")
+
+
+@contextlib.contextmanager
+def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
+    """Puts other functions into a module for a while."""
+    before = {name: getattr(module, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        setattr(module, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, one in before.items():
+            setattr(module, name, one)
+
+
+def _no_sums(ranks: Any, step: chain.Step, part: Any, q: torch.Tensor) -> slices.Sums:
+    sums = _RECEIVED(ranks, step, part, q)
+    for one in sums:
+        one.zero_()
+    return sums
+
+
+def _rounded_sums(ranks: Any, step: chain.Step, part: Any, q: torch.Tensor) -> slices.Sums:
+    dk, dv = (one.to(q.dtype).float() for one in _RECEIVED(ranks, step, part, q))
+    return dk, dv
+
+
+_RECEIVED = chain._received
+
+
+def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Returns the same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def group_of(ranks: int) -> dict[str, Any]:
+    """Returns `group` for the first ranks, and nothing for the others."""
+    return trial.groups_of(ranks, 1)
+
+
+def _whole(batch: int, seqlen: int, nheads_k: int = 2) -> Tensors:
+    return [
+        draw((batch, seqlen, heads, 16), number)
+        for number, heads in enumerate((4, nheads_k, nheads_k, 4))
+    ]
+
+
+def _gradients(function: Any, inputs: Tensors, dout: torch.Tensor, **options: Any) -> Tensors:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = function(*leaves, **options)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+def checkpointed(ranks: int) -> list[bool] | None:
+    """Compares a checkpointed call over ranks with one device."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    *inputs, dout = _whole(1, 24 * ranks)
+    expected = _gradients(package.flash_attn_func, inputs, dout, causal=True, split_size=64)
+
+    def through(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.utils.checkpoint.checkpoint(
+            lambda *qkv: distributed.flash_attn_func(*qkv, causal=True, order="zigzag", **group),
+            *(q, k, v),
+            use_reentrant=False,
+            context_fn=package.checkpoint_contexts,
+        )
+        return result
+
+    cut: dict[str, Any] = {**group, "order": "zigzag"}
+    local = [distributed.shard(tensor, 1, **cut) for tensor in inputs]
+    with package.deterministic_mode(split_size=64):
+        leaves = [tensor.requires_grad_() for tensor in local]
+        out = through(*leaves)
+    found = [out, *torch.autograd.grad(out, leaves, distributed.shard(dout, 1, **cut))]
+    return _same(expected, found, cut)
+
+
+def _same(expected: Tensors, found: Tensors, cut: dict[str, Any]) -> list[bool]:
+    return [
+        bits_equal(distributed.shard(one, 1, **cut), other)
+        for one, other in zip(expected, found, strict=True)
+    ]
+
+
+def compiled(ranks: int) -> list[bool] | None:
+    """Compares a compiled function over ranks, with no break in its graph, with one device."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    *inputs, dout = _whole(1, 16 * ranks)
+    expected = _gradients(package.flash_attn_func, inputs, dout, causal=True)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = distributed.flash_attn_func(q, k, v, causal=True, **group)
+        return out
+
+    local = [distributed.shard(tensor, 1, **group) for tensor in inputs]
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found = _gradients(function, local, distributed.shard(dout, 1, **group))
+    return _same(expected, found, group)
+
+
+def with_dtensors(ranks: int) -> list[bool] | None:
+    """Compares DTensors, tokens over ranks, with one device."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    if dist.get_rank() >= ranks:
+        return None
+    *inputs, dout = _whole(2, 12 * ranks)
+    expected = _gradients(package.flash_attn_func, inputs, dout)
+    cut = {"mesh": mesh}
+    leaves: list[Any] = [
+        DTensor.from_local(distributed.shard(tensor, 1, **cut), mesh, [Shard(1)]).requires_grad_()
+        for tensor in inputs
+    ]
+    out = distributed.flash_attn_func(*leaves)
+    assert isinstance(out, DTensor)
+    assert out.shape == inputs[0].shape
+    placed = DTensor.from_local(distributed.shard(dout, 1, **cut), mesh, [Shard(1)])
+    gradients = torch.autograd.grad(out, leaves, placed)
+    return _same(expected, [cast(Any, one).to_local() for one in (out, *gradients)], cut)
+
+
+def on_a_mesh(sequence: int, heads: int) -> list[bool]:
+    """Compares sequences and heads cut over a mesh of two dimensions with one device."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    cut: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (sequence, heads), mesh_dim_names=("sequence", "heads")),
+        "order": "zigzag",
+    }
+    *inputs, dout = _whole(2, 8 * sequence * heads)
+    expected = _gradients(package.flash_attn_func, inputs, dout, causal=True)
+    local = [distributed.shard(tensor, 1, **cut) for tensor in inputs]
+    found = _gradients(
+        distributed.flash_attn_func, local, distributed.shard(dout, 1, **cut), causal=True, **cut
+    )
+    whole = [distributed.unshard(one, 1, **cut) for one in found]
+    return [bits_equal(one, other) for one, other in zip(expected, whole, strict=True)]
+
+
+def twice_differentiated() -> str:
+    """Returns what a gradient of a gradient raises."""
+    q = draw((1, 4, 2, 16), 1).requires_grad_()
+    out = distributed.flash_attn_func(q, q, q)
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.sum(), q)
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def packed_in_one(number: int) -> list[bool]:
+    """Compares the functions that take q, k and v in fewer tensors."""
+    qkv = draw((1, 8, 3, 2, 16), number)
+    q, k, v = qkv.unbind(2)
+    starts = torch.tensor([0, 10, 32], dtype=torch.int32)
+    packed = (starts, starts, 22, 22)
+    dense, varlen = (
+        distributed.flash_attn_func(q, k, v, causal=True),
+        distributed.flash_attn_varlen_func(q[0], k[0], v[0], *packed, causal=True),
+    )
+    kv = qkv[:, :, 1:]
+    return [
+        bits_equal(distributed.flash_attn_qkvpacked_func(qkv, causal=True), dense),
+        bits_equal(distributed.flash_attn_kvpacked_func(q, kv, causal=True), dense),
+        bits_equal(
+            distributed.flash_attn_varlen_qkvpacked_func(qkv[0], starts, 22, causal=True), varlen
+        ),
+        bits_equal(
+            distributed.flash_attn_varlen_kvpacked_func(q[0], kv[0], *packed, causal=True), varlen
+        ),
+    ]
+
+
+def in_context_parallel(ranks: int) -> list[bool] | None:
+    """Compares what torch's context_parallel cuts, and our function attends, with one device."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+    mesh = DeviceMesh("cpu", list(range(ranks)), mesh_dim_names=("cp",))
+    if dist.get_rank() >= ranks:
+        return None
+    *inputs, _ = _whole(1, 16 * ranks)
+    expected = package.flash_attn_func(*inputs, causal=True)
+    buffers = [tensor.clone() for tensor in inputs]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+        assert buffers[0].shape[1] == 16
+        out = distributed.flash_attn_func(*buffers, causal=True, mesh=mesh, order="zigzag")
+        (whole,) = context_parallel_unshard(mesh, [out], [1])
+    ours = distributed.unshard(out, 1, mesh=mesh, order="zigzag")
+    return [bits_equal(whole, expected), bits_equal(ours, expected)]
+
+
+def as_llama3(ranks: int, causal: bool) -> list[bool] | None:
+    """Compares the call shapes of ring-flash-attn with one device."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    lengths = (7, 12 * ranks, 1, 4 * ranks - 8)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    *inputs, dout = (tensor[0] for tensor in _whole(1, sum(lengths)))
+    longest = max(lengths)
+    expected = _gradients(
+        lambda *qkv: package.flash_attn_varlen_func(
+            *qkv, starts, starts, longest, longest, causal=causal
+        ),
+        inputs,
+        dout,
+    )
+    prepared = ring.llama3_flash_attn_prepare_cu_seqlens(starts, causal, dist.get_rank(), ranks)
+    *own, place = prepared
+    found = _gradients(
+        lambda *qkv: ring.llama3_flash_attn_varlen_func(
+            *qkv, *own, heads_k_stride=2, local_k_slice=place, causal=causal, **group
+        ),
+        [distributed.shard(tensor, 0, **group) for tensor in inputs],
+        distributed.shard(dout, 0, **group),
+    )
+    return [
+        bits_equal(distributed.shard(one, 0, **group), other)
+        for one, other in zip(expected, found, strict=True)
+    ]
+
+
+def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) -> str | None:
+    """Returns what a call raises on each rank, where some ranks pass something else."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    given: dict[str, Any] = {"seqlen": 8, "nheads_k": 2, "dtype": torch.bfloat16, **options}
+    given.update(change.get(dist.get_rank(), {}))
+    seqlen, nheads_k, dtype = (given.pop(name) for name in ("seqlen", "nheads_k", "dtype"))
+    q, k = (draw((1, seqlen, heads, 16), 1).to(dtype) for heads in (4, nheads_k))
+    try:
+        distributed.flash_attn_func(q, k, k, **{**group, **given})
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def packed_raised(starts: dict[int, list[int]], order: str, total: int = 8) -> str | None:
+    """Returns what a packed call raises on each rank."""
+    group = group_of(2)
+    if not group:
+        return None
+    q = draw((total, 2, 16), 1)
+    cu_seqlens = torch.tensor(starts[dist.get_rank()], dtype=torch.int32)
+    try:
+        distributed.flash_attn_varlen_func(
+            q, q, q, cu_seqlens, cu_seqlens, total, total, order=order, **group
+        )
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def end_on(rank: int, at: str) -> str:
+    """Ends one rank in the middle of a call, and returns what the others raise."""
+    q = draw((1, 16, 2, 16), 1).requires_grad_()
+    out = distributed.flash_attn_func(q, q, q, causal=True)
+    if dist.get_rank() == rank:
+        if at == "late":
+            return ""  # makes no backward
+        os._exit(1)
+    try:
+        out.sum().backward()
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def last_rows_first(case: Case, block: int) -> dict[str, bool] | None:
+    """Compares a chain over blocks of rows, last to first, with that order on one device.
+
+    The kernels have this order. Here the reference is made to have it: a block after another.
+    """
+    groups = trial.groups_of(case.ranks, 1)
+    if not groups:
+        return None
+    mask = plan.Mask(-1, 0) if case.mask == "causal" else plan.Mask(20, 9)
+    scores = slices.Scores(0.25, mask, 0.0, 64, True, True)
+    starts_q, starts_k = (
+        (0, *itertools.accumulate(lengths)) for lengths in (case.lengths_q, case.lengths_k)
+    )
+    nheads, nheads_k = case.nheads, case.nheads_k
+    q, dout = (draw((starts_q[-1], nheads, 8), number) for number in (1, 2))
+    k, v = (draw((starts_k[-1], nheads_k, 8), number) for number in (3, 4))
+    whole = plan.Call(slice(None), slice(None), starts_q, starts_k, mask)
+    out, softmax_lse = slices.forward_slice(q, k, v, whole, scores)
+    rows = slices.Rows(dout, q, out, softmax_lse)
+    sums = (torch.zeros(k.shape[0], nheads, 8), torch.zeros(k.shape[0], nheads, 8))
+    dq = _blocks_last_first(rows, k, v, whole, scores, sums, block)
+    expected = [dq, *slices.finish(sums, k, scores)]
+
+    def step(
+        rows: slices.Rows,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: plan.Call,
+        scores: slices.Scores,
+        sums: slices.Sums,
+    ) -> torch.Tensor:
+        return _blocks_last_first(rows, k, v, call, scores, sums, block)
+
+    ranks = Ranks(groups["group"])
+    order = [case.order, "of a test"]
+    tokens_q = layout.packed_tokens(starts_q, starts_q[-1] // case.ranks, case.ranks, *order)
+    tokens_k = layout.packed_tokens(starts_k, starts_k[-1] // case.ranks, case.ranks, *order)
+    blocks = slices.RowOrder(True, block)
+    cut = {**groups, "order": case.order}
+
+    def shard(tensor: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
+        cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+        return cast(torch.Tensor, distributed.shard(tensor, 0, cu_seqlens=cu_seqlens, **cut))
+
+    with _instead(chain, backward_step=step, row_order=lambda device: blocks):
+        found = chain.backward(
+            ranks,
+            slices.Rows(*(shard(tensor, starts_q) for tensor in rows)),
+            shard(k, starts_k),
+            shard(v, starts_k),
+            tokens_q,
+            tokens_k,
+            scores,
+            1,
+        )
+    return {
+        name: bits_equal(shard(one, starts), other)
+        for name, one, other, starts in zip(
+            ("dq", "dk", "dv"), expected, found, (starts_q, starts_k, starts_k), strict=True
+        )
+    }
+
+
+def _blocks_last_first(
+    rows: slices.Rows,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: plan.Call,
+    scores: slices.Scores,
+    sums: slices.Sums,
+    block: int,
+) -> torch.Tensor:
+    dq = torch.zeros_like(rows.q)
+    pairs = zip(itertools.pairwise(call.starts_q), itertools.pairwise(call.starts_k), strict=True)
+    for (q_begin, q_end), (k_begin, k_end) in pairs:
+        keys = slice(k_begin, k_end)
+        for begin in reversed(range(q_begin, q_end, block)):
+            end = min(begin + block, q_end)
+            # The last row of the block is not the last one of the call.
+            moved = call.mask.moved(q_end - end)
+            if moved.right < 0 <= call.mask.right:
+                # A window that ends before the last row: keys that it does not reach are cut off.
+                keys = slice(k_begin, max(k_begin, k_end + moved.right))
+                moved = plan.Mask(-1 if moved.left < 0 else moved.left + moved.right, 0)
+            one = plan.Call(slice(None), keys, (0, end - begin), (0, keys.stop - keys.start), moved)
+            part = (sums[0][keys], sums[1][keys])
+            here = slices.Rows(*(tensor[begin:end] for tensor in rows))
+            dq[begin:end] = slices.backward_step(here, k[keys], v[keys], one, scores, part)
+    return dq
+
+
+def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
+    """Returns how many tokens of keys a rank gets from others in a forward."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    got: list[int] = []
+    whole = exchange.start
+
+    def counting(ranks_: Any, way: exchange.Route, *rest: Any) -> Any:
+        others = [p for by, p in enumerate(way.received) if by != ranks_.rank]
+        got.append(sum(p.stop - p.start for places in others for p in places))
+        return whole(ranks_, way, *rest)
+
+    with _instead(exchange, start=counting):
+        q = draw((1, 64, 1, 16), 1)
+        distributed.flash_attn_func(q, q, q, window_size=window, **group)
+    return sum(got)
+
+
+def verified(scale: Any, out: str, broken: bool) -> int:
+    """Runs the whole of `verify --ranks` with other cases; broken: sums are lost on the way."""
+    received = _no_sums if broken else _RECEIVED
+    with (
+        _instead(run, scale_of=lambda device, quick: scale),
+        _instead(chain, _received=received),
+    ):
+        return run.run("cpu", True, Path(out))

@@ -1,0 +1,165 @@
+"""Bad input over several ranks: each rank says what is wrong, and none waits for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import flash_attn_deterministic as package
+import flash_attn_deterministic.distributed as distributed
+import pytest
+import rank_functions as ranks
+import torch
+from flash_attn_deterministic.distributed import groups
+from flash_attn_deterministic.distributed.call import resolve
+from flash_attn_deterministic.distributed.llama3 import llama3_flash_attn_prepare_cu_seqlens
+from flash_attn_deterministic.distributed.ranks import Ranks
+from rank_pool import Pool, pool_of
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with pool_of(2) as two:
+        yield two
+
+
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "length": ({"seqlen": 10}, "q.shape[1]: 8 on rank 0, 10 on rank 1; k.shape[1]"),
+    "KV heads": ({"nheads_k": 4}, "k.shape[2]: 2 on rank 0, 4 on rank 1"),
+    "dtype": ({"dtype": torch.float16}, "q.dtype: torch."),
+    "order": ({"order": "zigzag"}, "order: "),
+    "mask": ({"causal": True}, "the right window: -1 on rank 0, 0 on rank 1"),
+    "scale": ({"softmax_scale": 0.5}, "softmax_scale: 0.25 on rank 0, 0.5 on rank 1"),
+    "split size": ({"split_size": 64}, "split_size: 2048 on rank 0, 64 on rank 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "part"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+def test_ranks_that_disagree(pool: Pool, change: dict[str, Any], part: str) -> None:
+    for rank, message in enumerate(pool.run(ranks.raised, {1: change})):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert f"rank {rank} found a difference in {part}" in message
+
+
+def test_one_rank_with_a_wrong_argument(pool: Pool) -> None:
+    first, second = pool.run(ranks.raised, {1: {"dropout_p": 0.5}})
+    assert second.startswith("UnsupportedError: dropout_p: expected 0.0 on several ranks, got 0.5")
+    assert first.startswith("RankError: rank 1 of 2 did not make the call that rank 0 makes")
+    assert "UnsupportedError: dropout_p" in first
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "odd zigzag": ({"seqlen": 7, "order": "zigzag"}, "q: expected an even number of tokens"),
+    "unknown order": ({"order": "striped"}, "order: expected one of contiguous, zigzag"),
+    "order no str": ({"order": 3}, "order: expected a str"),
+    "stride": ({"heads_k_stride": 3}, "heads_k_stride: expected 1 to 2, got 3"),
+    "slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: expected None"),
+    "float32": ({"dtype": torch.float32}, "q: expected dtype torch.float16 or"),
+}
+
+
+@pytest.mark.parametrize(("options", "part"), WRONG.values(), ids=WRONG)
+def test_wrong_on_all_ranks(pool: Pool, options: dict[str, Any], part: str) -> None:
+    for message in pool.run(ranks.raised, {0: options, 1: options}):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("starts", "order", "part"),
+    [
+        ([0, 9, 4], "contiguous", "numbers that don't decrease, got [0, 9, 4]"),
+        ([1, 16], "contiguous", "expected a 0, then"),
+        ([0, 17], "contiguous", "expected at most 16 tokens, 8 on each of 2 ranks, got 17"),
+        ([0, 6, 16], "zigzag", "lengths that divide by 2 * 2 ranks"),
+        ([0, 12], "zigzag", "expected 16 tokens"),
+    ],
+)
+def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> None:
+    for message in pool.run(ranks.packed_raised, {0: starts, 1: starts}, order):
+        assert message.startswith("ArgumentError: cu_seqlens_q: ")
+        assert part in message
+
+
+def test_ranks_with_other_lengths(pool: Pool) -> None:
+    found = pool.run(ranks.packed_raised, {0: [0, 8, 16], 1: [0, 4, 16]}, "contiguous")
+    assert "cu_seqlens_q: (0, 8, 16) here, another value on rank [1]" in found[0]
+    assert "cu_seqlens_q: (0, 4, 16) here, another value on rank [0]" in found[1]
+
+
+def test_a_rank_that_dies() -> None:
+    with pool_of(3, timeout=20) as three:
+        three.start(ranks.end_on, 1, "killed")
+        begin = time.monotonic()
+        for _, message in three.results([0, 2]):
+            assert message.startswith("RankError: rank ")
+            assert "did not arrive: another rank has ended" in message
+        assert time.monotonic() - begin < 40
+
+
+def test_a_rank_that_does_not_come() -> None:
+    with pool_of(2, timeout=5) as two:
+        two.start(ranks.end_on, 1, "late")
+        (_, message), (_, late) = two.results()
+        assert message.startswith("RankError: rank 0 of 2: what the ranks are called with did not")
+        assert late == ""
+
+
+def test_no_process_group() -> None:
+    q = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(package.FlashAttnError, match=r"group: .* is not initialised"):
+        distributed.flash_attn_func(q, q, q)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank of two; messages go nowhere."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_backend_that_cannot_do_it() -> None:
+    with pytest.raises(NotImplementedError, match=r"expected the backend gloo .* got fake"):
+        Ranks(torch.distributed.group.WORLD).check(torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match=r"expected the backend nccl .* got fake"):
+        Ranks(torch.distributed.group.WORLD).check(torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_arguments_that_name_no_ranks() -> None:
+    with pytest.raises(TypeError, match=r"group: expected a torch.distributed.ProcessGroup"):
+        groups.find_groups(3, None, None)
+    with pytest.raises(TypeError, match="mesh: expected a DeviceMesh or None, got int"):
+        groups.find_groups(None, None, 3)
+    world = torch.distributed.group.WORLD
+    with pytest.raises(ValueError, match="mesh: expected None together with group"):
+        groups.find_groups(world, None, 3)
+    tensor = torch.zeros(1, 7)
+    with pytest.raises(ValueError, match=r"tokens that divides by 2 ranks, got 7"):
+        distributed.shard(tensor)
+    with pytest.raises(ValueError, match=r"order: expected one of contiguous, zigzag, got 'x'"):
+        distributed.shard(tensor, order="x")
+
+
+def test_heads_that_do_not_divide() -> None:
+    q, k = (torch.ones(1, 4, heads, 16, dtype=torch.bfloat16) for heads in (6, 3))
+    two = Ranks(None)
+    two.size = 2
+    with pytest.raises(ValueError, match="that divides by the 2 ranks of the heads' group, got 3"):
+        resolve(
+            groups.Groups(Ranks(None), two),
+            *(q, k),
+            (0.0, None, False, (-1, -1), 0.0, None, None),
+            *(None, "contiguous", None, False),
+        )
+
+
+def test_tokens_that_do_not_divide() -> None:
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    with pytest.raises(ValueError, match="a total that divides by 2 ranks, got 7"):
+        llama3_flash_attn_prepare_cu_seqlens(starts, True, 0, 2)

@@ -1,0 +1,123 @@
+"""`verify --ranks`: its cases, its report, how it starts the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_functions as ranks
+from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.verify.outcome import Exit
+from flash_attn_deterministic.verify.ranks import cli
+from flash_attn_deterministic.verify.ranks.cases import (
+    CPU,
+    CPU_QUICK,
+    CUDA,
+    Scale,
+    cases_of,
+    counts_of,
+)
+from rank_pool import pool_of
+
+TINY = Scale((6,), ((16, "bf16"),), ("causal",), 1, 64, 3)
+
+
+@pytest.mark.parametrize("scale", [CPU, CPU_QUICK, CUDA, TINY])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_cases_can_be_cut(scale: Scale, count: int) -> None:
+    cases = list(cases_of(count, scale))
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    for case in cases:
+        parts = case.size * (2 if case.order == "zigzag" else 1)
+        for lengths in (case.lengths_q, case.lengths_k):
+            each = lengths if case.order == "zigzag" or not case.packed else (sum(lengths),)
+            assert all(length % parts == 0 for length in each), case.name
+        assert case.size == count
+        assert case.nheads_k % case.heads_ranks == 0
+
+
+def test_counts_of_ranks() -> None:
+    assert counts_of(2) == [1, 2]
+    assert counts_of(4) == [1, 2, 3, 4]
+    assert counts_of(8) == [1, 2, 3, 4, 8]
+    assert counts_of(6) == [1, 2, 3, 4, 6]
+
+
+def test_the_report(tmp_path: Path) -> None:
+    with pool_of(2) as pool:
+        assert pool.run(ranks.verified, TINY, str(tmp_path), False) == [Exit.PASSED] * 2
+        record = json.loads((tmp_path / "ranks.json").read_text())
+        assert (record["id"], record["status"], record["device"]) == ("ranks", "passed", "cpu")
+        assert [row["ranks"] for row in record["rows"]] == [1, 2]
+        assert all(row["cases"] and not row["failed"] for row in record["rows"])
+        assert "| 2 | " in (tmp_path / "ranks.md").read_text()
+
+        assert pool.run(ranks.verified, TINY, str(tmp_path), True) == [Exit.CONTRACT] * 2
+        record = json.loads((tmp_path / "ranks.json").read_text())
+        assert record["status"] == "failed"
+        example = record["rows"][1]["counter_example"]
+        assert "elements differ" in str(example["ranks"])
+        assert example["case"].startswith("p2-contiguous-causal")
+
+
+@pytest.mark.slow
+def test_ranks_are_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flash_attn_deterministic", "verify", "--ranks", "2"]
+    command += ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranks: 2 against one device:" in done.stdout
+    assert json.loads((tmp_path / "ranks.json").read_text())["status"] == "passed"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """Collects commands instead of running them; torchrun then has failed."""
+    commands: list[list[str]] = []
+
+    def run(command: Sequence[str], env: dict[str, str]) -> Any:
+        assert not any(name.startswith("FA2_") for name in env)
+        commands.append(list(command))
+        return argparse.Namespace(returncode=1)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("FA2_SPLIT_SIZE", "64")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return commands
+
+
+def test_a_rank_that_ended_is_an_error(started: list[list[str]]) -> None:
+    assert main(["verify", "--ranks", "3", "--device", "cpu"]) == 1
+    (command,) = started
+    assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+
+
+def test_wrong_numbers_of_ranks(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "--ranks", "1", "--device", "cpu"]) == Exit.USAGE
+    assert "--ranks: expected at least 2, got 1" in capsys.readouterr().err
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "4")
+    monkeypatch.setitem(os.environ, "RANK", "0")
+    assert main(["verify", "--ranks", "2", "--device", "cpu"]) == Exit.USAGE
+    assert "--ranks: expected 4, as torchrun has started, got 2" in capsys.readouterr().err
+    assert started == []
+
+
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    arguments = argparse.Namespace(ranks=2, device="cuda", quick=True, out=Path("x"))
+    with pytest.raises(Exception, match="--ranks: expected at most 1, the GPUs of this machine"):
+        cli.run(arguments)
