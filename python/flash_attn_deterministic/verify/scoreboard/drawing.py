@@ -55,11 +55,13 @@ def markdown(record: Mapping[str, Any]) -> str:
     lines += ["", "Versions: " + "; ".join(f"{title(a)}: {a['version']}" for a in attentions) + "."]
     lines += ["", "## First counter-examples, and reasons", ""]
     for one in attentions:
+        whys: dict[str, list[str]] = {}
         for row in record["rows"]:
             result = one["rows"][row["id"]]
             why = result["counter_example"] or result["reason"]
             if why:
-                lines.append(f"- {title(one)}, {row['id']}: {why}")
+                whys.setdefault(why, []).append(row["id"])
+        lines += [f"- {title(one)}, {', '.join(ids)}: {why}" for why, ids in whys.items()]
     lines += [f"- {name}: {reason}" for name, reason in record["unavailable"].items()]
     return "\n".join(lines).rstrip() + "\n"
 
