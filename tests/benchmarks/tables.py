@@ -23,7 +23,8 @@ NOT_MEASURED = "Not measured yet."
 KERNEL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # others run on the next of these
 _DECODE_RATIOS = ("ratio_to_fa2", "ratio_to_floor")
 
-Results = Mapping[str, Any]  # name of a file in docs/results/, without .json, to its content
+# Name of a file in docs/results/, without .json, to its content; also that of FOLDER/FOLDER.json.
+Results = Mapping[str, Any]
 
 _REGION = re.compile(
     r"^<!-- table:(?P<name>[\w-]+) -->\n(?P<body>.*?)^<!-- /table -->$", re.DOTALL | re.MULTILINE
@@ -92,13 +93,14 @@ def update(root: Path, *, write: bool) -> list[Path]:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Reads every JSON file of a folder.
+    """Reads every JSON file of a folder, and of folders in it those that bear the folder's name.
 
     Raises:
         TableError: One of them is not JSON.
     """
     results = {}
-    for path in sorted(folder.glob("*.json")):
+    inner = (path for path in folder.glob("*/*.json") if path.stem == path.parent.name)
+    for path in sorted([*folder.glob("*.json"), *inner]):
         try:
             results[path.stem] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -383,14 +385,42 @@ def _ratio(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def _accuracy_table(results: Results, head_dims: Sequence[int] | None) -> str:
+def _accuracy(results: Results) -> str:
+    """Worst errors of the verified wheel, forward and backward."""
+    record = results["verification"]
+    section = next(section for section in record["sections"] if section["id"] == "accuracy")
+    largest: dict[tuple[int, str, str], float] = {}
+    spread: dict[str, float] = {}  # root mean squares
+    for row in section["data"]["rows"]:
+        key, direction = (row["head_dim"], row["dtype"], row["direction"]), row["direction"]
+        largest[key] = max(largest.get(key, 0.0), row["ratio"])
+        floor = _EPS[row["dtype"]] / 64  # below it an error says nothing of an algorithm
+        rmse = max(row["ours"]["rmse"], floor) / max(row["against"]["rmse"], floor)
+        spread[direction] = max(spread.get(direction, 0.0), rmse)
+    columns = [(dtype, way) for dtype in _EPS for way in ("forward", "backward")]
+    rows = [
+        [str(head_dim), *(_ratio(largest.get((head_dim, *column))) for column in columns)]
+        for head_dim in KERNEL_HEAD_DIMS
+    ]
+    header = ["head dim", *(" ".join(column) for column in columns)]
+    environment = record["environment"]
+    return (
+        f"{markdown(header, rows)}\n\n{environment['gpu']}, torch {environment['torch']}, "
+        f"{record['started'][:10]}. Our largest error over that of torch's flash attention, the "
+        "worst of all shapes; backward: of dq, dk and dv. Root mean square, the worst: "
+        f"{spread['forward']:.2f} forward, {spread['backward']:.2f} backward."
+    )
+
+
+_EPS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
+
+
+def _accuracy_all(results: Results) -> str:
     record = results["accuracy"]
     columns = [(dtype, causal) for dtype in ("bf16", "fp16") for causal in (False, True)]
     found = {(row["head_dim"], row["dtype"], row["causal"]): row for row in record["rows"]}
     rows = []
     for head_dim in sorted({row["head_dim"] for row in record["rows"]}):
-        if head_dims is not None and head_dim not in head_dims:
-            continue
         cells = []
         for dtype, causal in columns:
             row = found.get((head_dim, dtype, causal))
@@ -402,14 +432,6 @@ def _accuracy_table(results: Results, head_dims: Sequence[int] | None) -> str:
         f"{markdown(header, rows)}\n\n{_source(record)} Our error over that of torch's flash "
         "attention, the worst of all shapes: largest error / root mean square."
     )
-
-
-def _accuracy(results: Results) -> str:
-    return _accuracy_table(results, KERNEL_HEAD_DIMS)
-
-
-def _accuracy_all(results: Results) -> str:
-    return _accuracy_table(results, None)
 
 
 def _startup(results: Results) -> str:
@@ -525,7 +547,7 @@ def _source(record: Mapping[str, Any]) -> str:
 
 # Name of a table: the result it can't do without, and what makes it.
 TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
-    "accuracy": ("accuracy", _accuracy),
+    "accuracy": ("verification", _accuracy),
     "accuracy-all": ("accuracy", _accuracy_all),
     "backward": ("backward", _backward),
     "build": ("build", _build),

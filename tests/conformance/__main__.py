@@ -45,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: upstream's tests need a CUDA device; torch finds none", file=sys.stderr)
         return 2
     seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
-    plugin = Conformance(
-        seed, arguments.cases_per_test, arguments.seconds, load(arguments.differences)
-    )
+    differences = load(arguments.differences)
+    plugin = Conformance(seed, arguments.cases_per_test, arguments.seconds, differences)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
@@ -65,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "outcomes": dict(plugin.outcomes),
         "by_test": {test: dict(counts) for test, counts in sorted(plugin.by_test.items())},
         "listed": dict(plugin.listed),
+        "helpers": {helper.name: helper.reason for helper in differences.helpers},
         "failed": plugin.failed,
     }
     if arguments.json is not None:
@@ -131,6 +131,8 @@ def _print(record: dict[str, Any]) -> None:
         print(f"{test:<40}", ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items())))
     for reason, number in record["listed"].items():
         print(f"{number} listed: {reason}")
+    for name, reason in record["helpers"].items():
+        print(f"without {name}: {reason}")
     for failure in record["failed"][:20]:
         print(f"FAILED {failure['case']}\n       {failure['message'].splitlines()[0][:300]}")
     outcomes = record["outcomes"]

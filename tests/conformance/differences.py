@@ -1,4 +1,4 @@
-"""The listed differences from upstream, and which of them a failure is."""
+"""The listed differences from upstream: failures, and helpers of the tests that do not apply."""
 
 from __future__ import annotations
 
@@ -38,14 +38,45 @@ class Difference:
         )
 
 
-def load(path: Path = FILE) -> list[Difference]:
+@dataclass(frozen=True)
+class Helper:
+    """A function of the test file that would undo what only flash_attn does.
+
+    In its place stands one that returns its first argument.
+
+    Args:
+        name: of the function.
+        reason: why this package differs, in a sentence.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The whole list.
+
+    Args:
+        failures: that are expected.
+        helpers: that are passed over.
+    """
+
+    failures: tuple[Difference, ...] = ()
+    helpers: tuple[Helper, ...] = ()
+
+
+def load(path: Path = FILE) -> Differences:
     """Reads the list.
 
     Raises:
         ValueError: an entry lacks a reason.
     """
-    entries = [Difference(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-    for entry in entries:
-        if not entry.reason.strip():
-            raise ValueError(f"{path}: {entry.test}: expected a reason, got none")
-    return entries
+    listed = json.loads(path.read_text(encoding="utf-8"))
+    failures = tuple(Difference(**entry) for entry in listed["failures"])
+    helpers = tuple(Helper(**entry) for entry in listed["helpers"])
+    reasons = {f.test: f.reason for f in failures} | {h.name: h.reason for h in helpers}
+    for name, reason in reasons.items():
+        if not reason.strip():
+            raise ValueError(f"{path}: {name}: expected a reason, got none")
+    return Differences(failures, helpers)

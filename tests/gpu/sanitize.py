@@ -8,9 +8,6 @@ schedules of a large batch are had with few heads, by telling the library of a G
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,9 +17,11 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
 HEAD_DIMS = (32, 64, 72, 96, 128, 192, 256)  # one for each kernel, and 72, which is padded
 SPLIT = 64
+ONE_SM = "sms=1"  # which two row blocks or one head keep busy
 Options = dict[str, Any]
 
 
@@ -40,16 +39,6 @@ def general(nheads: int) -> Options:
     return {"window_size": (40, 7), "softcap": 3.0, "alibi_slopes": slopes}
 
 
-@contextlib.contextmanager
-def one_sm() -> Iterator[None]:
-    """Makes the library plan for a GPU with one SM, which two row blocks or one head keep busy."""
-    os.environ["FLASH_ATTENTION_TEST_DEVICE"] = "sms=1"
-    try:
-        yield
-    finally:
-        del os.environ["FLASH_ATTENTION_TEST_DEVICE"]
-
-
 def forward(head_dim: int) -> None:
     """One CTA for all splits of a row block, a CTA for each, and the kernel for a few rows."""
     k, v = draw(1, 150, 1, head_dim), draw(1, 150, 1, head_dim)
@@ -60,7 +49,7 @@ def forward(head_dim: int) -> None:
             flash_attn_func(q, k, v, split_size=SPLIT, **options)
     dropout: Options = {"causal": True, "dropout_p": 0.2}
     q = draw(1, 130, 2, head_dim)
-    with one_sm():
+    with device_override(ONE_SM):
         plan = explain(flash_attn_func, q, k, v, split_size=SPLIT)
         # Above head dim 96 a GPU with little shared memory has no such path.
         if plan.path != "one-cta" or plan.num_splits != 3:
@@ -136,7 +125,7 @@ def backward(head_dim: int) -> None:
     run(270, 150, (2, 1), causal=True)  # rows that see no key
     run(150, 270, (2, 1), causal=True, deterministic="never")
     run(1, 1, (2, 1))
-    with one_sm():  # up to head dim 64 a CTA has a whole head
+    with device_override(ONE_SM):  # up to head dim 64 a CTA has a whole head
         for options in features[:2]:
             run(150, 150, (1, 1), batch=2, **options)
     starts = int32(0, 0, 1, 66, 200)

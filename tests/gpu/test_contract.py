@@ -20,6 +20,7 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
     DTYPES,
@@ -435,7 +436,6 @@ def test_schedule(
     seqlen_q: int,
     split_size: int,
     feature: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same sequence alone and often enough to give each multiprocessor row blocks."""
     if seqlen_q == 4096 and head_dim != 64:
@@ -453,10 +453,9 @@ def test_schedule(
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     row_blocks = -(-seqlen_q // 128) * 2
     often = call.sequences([0] * (2 * sms // row_blocks + 1))
-    monkeypatch.setenv("FLASH_ATTENTION_TEST_DEVICE", "path=parts")
-    assert call.path == "parts"
-    expected = call()
-    monkeypatch.delenv("FLASH_ATTENTION_TEST_DEVICE")
+    with device_override("path=parts"):
+        assert call.path == "parts"
+        expected = call()
     assert often.path == "one-cta"
     results = often()
     for index in (0, results[0].shape[0] // 2, results[0].shape[0] - 1):

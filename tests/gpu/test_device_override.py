@@ -6,10 +6,6 @@ shared memory that a block may ask for. It is read in each call.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 from flash_attn_deterministic import (
@@ -18,13 +14,13 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import BIT_CONFIGS, DTYPES, assert_same, each_config, make_qkv
 from tests.gpu.gradients import assert_same_gradients, draw_call, int32
 
 pytestmark = pytest.mark.gpu
 
-VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
 SMALL_SHARED = 101_376  # 99 KB, of compute capability 8.6 and 8.9
 DEVICES = {
     "1-sm": "sms=1",
@@ -39,29 +35,18 @@ DEVICE = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 CONFIGS = each_config((*BIT_CONFIGS, (32, "bf16"), (96, "fp16"), (192, "bf16")))
 
 
-@contextlib.contextmanager
-def override(device: str) -> Iterator[None]:
-    """Sets the variable: in the process's environment, which the library reads."""
-    assert VARIABLE not in os.environ
-    os.environ[VARIABLE] = device
-    try:
-        yield
-    finally:
-        del os.environ[VARIABLE]
-
-
 @pytest.mark.parametrize(("sms", "path"), [(1, "one-cta"), (10_000, "parts")])
 def test_the_number_of_sms_is_overridden(sms: int, path: str) -> None:
     q, k, v = make_qkv((4, 1000, 8, 64))
-    with override(f"sms={sms}"):
+    with device_override(f"sms={sms}"):
         assert explain(flash_attn_func, q, k, v, split_size=512).path == path
 
 
 def test_shared_memory_is_overridden() -> None:
     q, k, v = make_qkv((4, 1000, 8, 128))
-    with override("sms=1"):
+    with device_override("sms=1"):
         assert explain(flash_attn_func, q, k, v, split_size=512).path == "one-cta"
-    with override(f"sms=1,shared={SMALL_SHARED}"):
+    with device_override(f"sms=1,shared={SMALL_SHARED}"):
         assert explain(flash_attn_func, q, k, v, split_size=512).path == "parts"
 
 
@@ -86,7 +71,7 @@ def test_forward(head_dim: int, dtype: str, feature: str, device: str) -> None:
 
     for batch in (slice(0, 2), slice(1, 2)):
         expected = run(batch)
-        with override(device):
+        with device_override(device):
             assert_same(run(batch), expected)
 
 
@@ -120,7 +105,7 @@ def test_decode(head_dim: int, dtype: str, seqlen_q: int, device: str) -> None:
         return out, softmax_lse
 
     expected = run()
-    with override(device):
+    with device_override(device):
         assert_same(run(), expected)
 
 
@@ -138,7 +123,7 @@ def test_packed(head_dim: int, device: str) -> None:
         return out, softmax_lse
 
     expected = run()
-    with override(device):
+    with device_override(device):
         assert_same(run(), expected)
 
 
@@ -154,7 +139,7 @@ def test_backward(head_dim: int, dtype: str, feature: str, device: str) -> None:
     for shape in shapes:
         call = draw_call(head_dim, dtype, feature, **shape)
         expected = call()
-        with override(device):
+        with device_override(device):
             if f"shared={SMALL_SHARED}" in device and not _fits_small_shared(head_dim):
                 with pytest.raises(RuntimeError, match="shared memory"):
                     call()

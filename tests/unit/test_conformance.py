@@ -13,14 +13,21 @@ from tests.conformance.drawing import count, draw
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = """\
+import os
+
 import flash_attn
 import pytest
+
+def twice(value, factor=2):
+    return factor * value
 
 @pytest.mark.parametrize("dtype", [1, 2])
 @pytest.mark.parametrize("seqlen_q,seqlen_k", [(1, 2), (3, 4), (5, 6)])
 @pytest.mark.parametrize("d", [32, 64])
 def test_first(seqlen_q, seqlen_k, d, dtype):
     assert flash_attn.__version__.endswith("deterministic")
+    if d == 32 and os.environ.get("HELPER") == "passed over":
+        assert twice(d, factor=3) == d
     if d == 64:
         raise RuntimeError(f"no such kernel {seqlen_k}")
 
@@ -86,11 +93,16 @@ def test_a_difference_covers_its_own_failures_only() -> None:
 
 
 def test_listed_differences_have_reasons(tmp_path: Path) -> None:
-    assert all(difference.reason for difference in load(FILE))
+    assert load(FILE).helpers
     bad = tmp_path / "differences.json"
-    bad.write_text('[{"test": "test_a", "when": {}, "message": "", "reason": " "}]')
-    with pytest.raises(ValueError, match="test_a: expected a reason"):
-        load(bad)
+    failure = {"test": "test_a", "when": {}, "message": "", "reason": " "}
+    for listed, name in (
+        ({"failures": [failure], "helpers": []}, "test_a"),
+        ({"failures": [], "helpers": [{"name": "normalize", "reason": ""}]}, "normalize"),
+    ):
+        bad.write_text(json.dumps(listed))
+        with pytest.raises(ValueError, match=f"{name}: expected a reason"):
+            load(bad)
 
 
 def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
@@ -120,13 +132,18 @@ def test_a_run_fails_on_what_is_not_listed(tmp_path: Path) -> None:
     assert "seed 3: 24 of 1000012 cases" in text
 
 
-def test_a_run_passes_if_every_failure_is_listed(tmp_path: Path) -> None:
+def test_a_run_passes_if_every_failure_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = tmp_path / "differences.json"
     entry = {"test": "test_first", "when": {"d": "64"}, "message": "kernel", "reason": "no 64"}
-    listed.write_text(json.dumps([entry]))
+    helper = {"name": "twice", "reason": "ours is doubled"}
+    listed.write_text(json.dumps({"failures": [entry], "helpers": [helper]}))
+    monkeypatch.setenv("HELPER", "passed over")
     status, record, text = run(tmp_path, "--cases-per-test", "12", "--differences", str(listed))
     assert status == 0, text
     assert record["listed"] == {"no 64": 6}
+    assert record["helpers"] == {"twice": "ours is doubled"}
     assert not record["failed"]
 
 

@@ -55,7 +55,7 @@ def test_no_folder_of_a_machine_is_named() -> None:
 def test_readme_is_short_and_has_the_two_commands() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 150
-    assert "    pipx run nox -s build " in text
+    assert "    .ci/nox -s build " in text
     assert "nox -s test`" in text
 
 

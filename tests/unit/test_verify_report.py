@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from flash_attn_deterministic.verify import environment, outcome, report, tasks
+from flash_attn_deterministic.verify.report import svg, tables
 from flash_attn_deterministic.verify.report.record import finite
 from flash_attn_deterministic.verify.run import Run
 from jsonschema import Draft202012Validator
@@ -289,9 +291,38 @@ def test_plots_say_what_is_measured(tmp_path: Path) -> None:
     titles = re.findall(r"<figcaption>(.*?)</figcaption>", text)
     for word in ("Time", "memory", "Scaling", "error", "Decode", "Backward"):
         assert any(word in title for title in titles)
-    # The seed's figures, as it reported them.
+    # The prototype's figures, as it reported them.
     for figure in ("2.20x", "18.70x", "A100"):
         assert figure in text
+
+
+def test_series_have_colours_of_their_own() -> None:
+    names = [f"series {number}" for number in range(len(svg.CLASSES))]
+    drawn = svg.bars("title", [svg.Bar("group", name, 1.0, "1x") for name in names])
+    assert len(set(re.findall(r'rect class="(.)"', drawn))) == len(names) == len(set(svg.COLOURS))
+    lines = svg.lines("title", ["one", "two"], {name: [1.0, 2.0] for name in names})
+    # Lines that lie on one another differ in width, the first below being the widest.
+    widths = [float(width) for width in re.findall(r'stroke-width="(.*?)"', lines)]
+    assert widths == sorted(set(widths), reverse=True)
+    with pytest.raises(ValueError, match="8 colours, got series 9"):
+        svg.bars("title", [svg.Bar("group", name, 1.0, "1x") for name in [*names, "more"]])
+
+
+def test_texts_of_a_file_of_bars_fit_into_it() -> None:
+    long = "an attention with a long name, 0.0123 ms"
+    drawn = ET.fromstring(svg.bars_file("title", [svg.Bar("shape", "peer", 3.0, long)]))
+    left, _, width, _ = map(float, drawn.attrib["viewBox"].split())
+    text = next(e for e in drawn.iter() if e.text == long)
+    assert float(text.attrib["x"]) + 6.5 * len(long) <= left + width
+
+
+@pytest.mark.parametrize(
+    ("device", "against"), [("cuda", "torch"), ("cpu", "16-bit rounding alone")]
+)
+def test_accuracy_says_what_the_ratio_is_against(tmp_path: Path, device: str, against: str) -> None:
+    table = tables.accuracy({**cuda_run(tmp_path).record(), "device": device})
+    assert table.header[-3:] == ("ours", against, f"ours over {against}")
+    assert all(len(row) == len(table.header) for row in table.rows)
 
 
 def test_markdown_tables_are_tables(tmp_path: Path) -> None:

@@ -135,6 +135,8 @@ def test_the_command_writes_table_picture_and_record(
     words = [element.text for element in picture.iter() if element.text]
     assert "0/1" in words
     assert "ours" in words
+    assert "Quick run" not in table
+    assert drawing.markdown({**record, "quick": True}).splitlines()[2].startswith("Quick run,")
 
 
 def test_the_command_fails_if_ours_breaks_a_row(

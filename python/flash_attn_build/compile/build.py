@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from .. import files
 from ..errors import BuildError, SettingError, StepError
 from ..wheel import sbom
 from ..wheel.repair import repair
-from . import build_folder, jobs, launcher, manifest, toolchain, variables
+from . import build_folder, jobs, launcher, manifest, progress, toolchain, variables
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -141,7 +141,6 @@ def environment(
         "CMAKE_BUILD_PARALLEL_LEVEL": str(job_count),
         "CMAKE_CUDA_COMPILER_LAUNCHER": ";".join(command),
         "CMAKE_CXX_COMPILER_LAUNCHER": ";".join(command),
-        "NINJA_STATUS": "[%f/%t, %W left] ",
         **environ,
         "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",  # says which objects are of this configuration
         "CUDACXX": str(cuda.nvcc),
@@ -185,7 +184,14 @@ def _compile(request: Request, root: Path, destination: Path, environ: Mapping[s
     command += ["--outdir", str(destination), f"-Cbuild-dir={request.build_dir}"]
     command += [f"-Ccmake.args=--preset={request.preset}"]
     command += [f"-Ccmake.define.{define}" for define in request.defines]
-    status = run_group([*command, str(root)], environ)
+    begin, measured = time.time(), progress.measured_seconds(root)
+    job_count = int(environ["CMAKE_BUILD_PARALLEL_LEVEL"])
+
+    def tell() -> None:
+        if text := progress.line(request.build_dir, job_count, measured, begin):
+            _say(text)
+
+    status = run_group([*command, str(root)], environ, tell)
     made = list(destination.glob("*.whl"))
     if status or len(made) != 1:
         raise StepError(
@@ -196,19 +202,30 @@ def _compile(request: Request, root: Path, destination: Path, environ: Mapping[s
     return made[0]
 
 
-def run_group(command: Sequence[str], environ: Mapping[str, str]) -> int:
+def run_group(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    tell: Callable[[], None] = lambda: None,
+    interval: float = 30.0,
+) -> int:
     """Runs a command whose children end with it: ninja and compilers, when a build is stopped.
 
     Args:
         command: The command.
         environ: Its environment.
+        tell: Called again and again until the command ends.
+        interval: Seconds between two of those calls.
 
     Returns:
         Exit status.
     """
     with subprocess.Popen(command, env=dict(environ), start_new_session=True) as child:
         try:
-            return child.wait()
+            while True:
+                try:
+                    return child.wait(interval)
+                except subprocess.TimeoutExpired:
+                    tell()
         except BaseException:
             os.killpg(child.pid, signal.SIGTERM)
             child.wait()

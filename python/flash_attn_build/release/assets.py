@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..compile import manifest
 from ..files import sha256_of, write_text
+from . import kernels_hub
 from .gate import Verdict, gpu_of
 from .policy import Policy
 
@@ -24,7 +25,8 @@ def write(verdicts: Mapping[str, Verdict], policy: Policy, root: Path, out: Path
         policy: The release policy.
         root: The source tree, for the changelog.
         out: New folder for the files: `assets/` for the page, `package-index/` for the wheel that
-            has no local version, notes.md and SHA256SUMS.
+            has no local version, `kernels-hub/` for a repository of the kernel hub, notes.md and
+            SHA256SUMS.
     """
     assets = out / "assets"
     assets.mkdir(parents=True)
@@ -36,6 +38,7 @@ def write(verdicts: Mapping[str, Verdict], policy: Policy, root: Path, out: Path
         for number, folder in enumerate(proofs, start=1):
             for path in sorted(folder.glob("verification.*")):
                 shutil.copyfile(path, assets / report_name(wheel.name, number, path.suffix))
+        kernels_hub.write(wheel, out / "kernels-hub")
         if not label:
             (out / "package-index").mkdir()
             shutil.copyfile(wheel, out / "package-index" / wheel.name)

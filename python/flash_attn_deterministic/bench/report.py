@@ -61,8 +61,7 @@ def plot(record: Mapping[str, Any]) -> str:
     for case in record["cases"]:
         for name, relative in case["ratio"].items():
             words = f"{_TITLES[name]}, {short(case['ms'][name]['median'])} ms"
-            side = "ours" if name == "ours" else "peer"
-            bars.append(Bar(case["name"], side, relative, words))
+            bars.append(Bar(case["name"], name, relative, words))
     title = "Time over ours; shorter is faster"
     return bars_file(title if record["complete"] else f"{title} (incomplete)", bars)
 

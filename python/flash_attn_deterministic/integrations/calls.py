@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from .. import flash_attn_func as _defines_the_ops  # noqa: F401
 from .. import get_deterministic_mode
 from .._checks import kernels, numbers, tensors
 from .._checks.determinism import alert_atomics
+from .._ops.arguments import Lengths
 from ..errors import ArgumentError
+from ..interface._call import contiguous, draw_rng_state, slopes_for_op
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -43,32 +44,6 @@ class Scores(NamedTuple):
         window = [-1 if side is None else side for side in self.window_size]
         return numbers.check_scores(0, self.softmax_scale, self.causal, window, self.softcap)
 
-    def slopes(self) -> torch.Tensor | None:
-        """Returns the ALiBi slopes as the ops take them."""
-        return None if self.alibi_slopes is None else self.alibi_slopes.contiguous()
-
-
-class Packed(NamedTuple):
-    """Where the sequences of a packed call begin, and how long they are.
-
-    Args:
-        cu_seqlens_q: (batch + 1,), int32: queries before each sequence, and their total.
-        cu_seqlens_k: (batch + 1,), int32, the same for keys.
-        max_seqlen_q: length of the longest sequence of queries, or more.
-        max_seqlen_k: the same for keys.
-        seqused_k: (batch,), int32: how many keys of each sequence count; None: all.
-        leftpad_k: (batch,), int32: how many keys at the start of each do not count; None: 0.
-        block_table: (batch, pages), int32: which pages of k and v hold a sequence; None: no pages.
-    """
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    seqused_k: torch.Tensor | None = None
-    leftpad_k: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
-
 
 class Forward(NamedTuple):
     """What a forward call returns.
@@ -90,7 +65,7 @@ def forward(
     v: torch.Tensor,
     scores: Scores,
     dropout_p: float = 0.0,
-    packed: Packed | None = None,
+    lengths: Lengths | None = None,
 ) -> Forward:
     """Runs a forward op.
 
@@ -102,7 +77,7 @@ def forward(
         v: like k.
         scores: what the score of a key is.
         dropout_p: probability in [0, 1).
-        packed: where the sequences are; None: a dense call.
+        lengths: where packed sequences begin and end; None: a dense call.
 
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
@@ -111,38 +86,20 @@ def forward(
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
-    _check(q, k, v, packed, "fwd")
+    _check(q, k, v, lengths, "fwd")
     numbers.check_dropout(dropout_p)
     kernels.check_combination(q.device, scores.softcap, dropout_p)
     mode = get_deterministic_mode()
     tree = (mode.split_size if mode.enabled else 0, mode.enabled, mode.enabled)
-    rng_state = None
-    if dropout_p > 0:
-        rng_state = torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
-    random = (scores.slopes(), rng_state)
-    if packed is None:
-        out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(
-            q, k, v, *random, float(dropout_p), *scores.numbers(), *tree
-        )
+    rng_state = draw_rng_state(dropout_p, q.device)
+    random = (slopes_for_op(scores.alibi_slopes), rng_state)
+    settings = (float(dropout_p), *scores.numbers(), *tree)
+    if lengths is None:
+        out, softmax_lse = torch.ops.flash_attn_deterministic.fwd(q, k, v, *random, *settings)
     else:
-        tensors_of = (
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_k,
-            packed.seqused_k,
-            packed.leftpad_k,
-            packed.block_table,
-        )
+        starts, longest, limits = lengths[:2], lengths[2:4], lengths[4:]
         out, softmax_lse = torch.ops.flash_attn_deterministic.varlen_fwd(
-            q,
-            k,
-            v,
-            *(None if tensor is None else tensor.contiguous() for tensor in tensors_of),
-            *random,
-            packed.max_seqlen_q,
-            packed.max_seqlen_k,
-            float(dropout_p),
-            *scores.numbers(),
-            *tree,
+            q, k, v, *map(contiguous, (*starts, *limits)), *random, *longest, *settings
         )
     return Forward(out, softmax_lse, rng_state)
 
@@ -155,7 +112,7 @@ def backward(
     result: Forward,
     scores: Scores,
     dropout_p: float = 0.0,
-    packed: Packed | None = None,
+    lengths: Lengths | None = None,
     deterministic: bool = False,
 ) -> Gradients:
     """Runs a backward op.
@@ -168,7 +125,7 @@ def backward(
         result: what `forward` returned.
         scores: as in `forward`.
         dropout_p: as in `forward`.
-        packed: as in `forward`, without seqused_k, leftpad_k and block_table.
+        lengths: as in `forward`, without seqused_k, leftpad_k and block_table.
         deterministic: whether the bits of the gradients depend on their own inputs only, even
             where the mode is not enabled; where it is, they always do.
 
@@ -182,31 +139,30 @@ def backward(
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
-    _check(q, k, v, packed, "bwd")
+    _check(q, k, v, lengths, "bwd")
     deterministic = deterministic or get_deterministic_mode().enabled
     if not deterministic:
         alert_atomics(q.device)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     saved = (dout, q, k, v, result.out, result.softmax_lse)
-    random = (scores.slopes(), result.rng_state)
+    random = (slopes_for_op(scores.alibi_slopes), result.rng_state)
     settings = (float(dropout_p), *scores.numbers(), deterministic)
     gradients: Gradients
-    if packed is None:
+    if lengths is None:
         gradients = torch.ops.flash_attn_deterministic.bwd(*saved, *random, *settings)
-        return gradients
-    starts = (packed.cu_seqlens_q.contiguous(), packed.cu_seqlens_k.contiguous())
-    longest = (packed.max_seqlen_q, packed.max_seqlen_k)
-    gradients = torch.ops.flash_attn_deterministic.varlen_bwd(
-        *saved, *starts, *random, *longest, *settings
-    )
+    else:
+        starts, longest = map(contiguous, lengths[:2]), lengths[2:4]
+        gradients = torch.ops.flash_attn_deterministic.varlen_bwd(
+            *saved, *starts, *random, *longest, *settings
+        )
     return gradients
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Packed | None, direction: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths | None, direction: str
 ) -> None:
-    if packed is None:
+    if lengths is None:
         tensors.check_dense(q, k, v)
     else:
         tensors.check_alike(q, (("k", k), ("v", v)))

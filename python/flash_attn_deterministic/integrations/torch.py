@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn.attention import register_flash_attention_impl
 
+from .._ops.arguments import Lengths
 from ..errors import ArgumentError, UnsupportedError
 from . import calls
 
@@ -109,13 +110,13 @@ def forward(
         ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
 
     Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.13.
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
     """
-    packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
+    lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
     window = (window_size_left, window_size_right)
     scores = _scores(query, scale, is_causal, window, alibi_slopes)
     _check_unsupported(return_debug_mask, unknown)
-    result = calls.forward(query, key, value, scores, dropout_p, packed)
+    result = calls.forward(query, key, value, scores, dropout_p, lengths)
     rng_state = result.rng_state
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
@@ -135,9 +136,7 @@ def forward_no_dropout_inplace(
 
     Args:
         out: like query: written.
-        query: as in `forward`.
-        arguments: as in `forward`.
-        options: as in `forward`.
+        query: as in `forward`, and so are all others.
 
     Returns:
         The log-sum-exp, as `forward`.
@@ -182,39 +181,23 @@ def backward(
     """Computes aten::_flash_attention_backward.
 
     Gradients are deterministic where the mode is, or where torch is to use such algorithms only.
+    Other arguments, and what is raised, as in `forward`.
 
     Args:
         grad_out: like out; the gradient that comes in.
-        query: as in `forward`.
-        key: as in `forward`.
-        value: as in `forward`.
         out: what `forward` returned.
         logsumexp: what `forward` returned.
-        cum_seq_q: as in `forward`.
-        cum_seq_k: as in `forward`.
-        max_q: as in `forward`.
-        max_k: as in `forward`.
-        dropout_p: as in `forward`.
-        is_causal: as in `forward`.
         rng_state: what `forward` returned third.
         unused: what `forward` returned fourth.
-        scale: as in `forward`.
-        window_size_left: as in `forward`.
-        window_size_right: as in `forward`.
-        unknown: what a newer torch may pass; only None.
 
     Returns:
         Gradients of query, key and value, with their strides.
 
-    Raises:
-        UnsupportedError: a NotImplementedError; an argument of a newer torch.
-        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.backward`.
-
     Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.13.
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
     """
     _check_unsupported(False, unknown)
-    packed = _packed(cum_seq_q, cum_seq_k, max_q, max_k, None, None)
+    lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, None, None)
     scores = _scores(query, scale, is_causal, (window_size_left, window_size_right), None)
     seed = rng_state.view(torch.int64) if dropout_p > 0 else None
     dq, dk, dv = calls.backward(
@@ -225,7 +208,7 @@ def backward(
         calls.Forward(out, logsumexp, seed),
         scores,
         dropout_p,
-        packed,
+        lengths,
         torch.are_deterministic_algorithms_enabled(),
     )
     return _strided_like(dq, query), _strided_like(dk, key), _strided_like(dv, value)
@@ -243,25 +226,19 @@ def sdpa_forward(
 ) -> tuple[Any, ...]:
     """Computes aten::_scaled_dot_product_flash_attention.
 
+    Other arguments, and what is raised, as in `forward`.
+
     Args:
         query: (batch, nheads, seqlen_q, head_dim), float16 or bfloat16.
         key: (batch, nheads_k, seqlen_k, head_dim), like query.
         value: like key.
-        dropout_p: as in `forward`.
-        is_causal: as in `forward`.
-        return_debug_mask: False.
-        scale: as in `forward`.
 
     Returns:
         Output like query; log-sum-exp (batch, nheads, seqlen_q), float32; None twice; seqlen_q and
         seqlen_k; seed and offset of the dropout mask (2,), uint64; two tensors without meaning.
 
-    Raises:
-        UnsupportedError: a NotImplementedError; return_debug_mask.
-        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
-
     Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.13.
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
     """
     seqlens = query.shape[2], key.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -292,31 +269,16 @@ def sdpa_backward(
 ) -> calls.Gradients:
     """Computes aten::_scaled_dot_product_flash_attention_backward.
 
+    Other arguments, what is returned and what is raised, as in `backward`.
+
     Args:
-        grad_out: like out; the gradient that comes in.
-        query: as in `sdpa_forward`.
-        key: as in `sdpa_forward`.
-        value: as in `sdpa_forward`.
-        out: what `sdpa_forward` returned.
-        logsumexp: what `sdpa_forward` returned.
-        cum_seq_q: None.
-        cum_seq_k: None.
-        max_q: seqlen_q.
-        max_k: seqlen_k.
-        dropout_p: as in `sdpa_forward`.
-        is_causal: as in `sdpa_forward`.
+        query: as in `sdpa_forward`, and so are key and value; grad_out and out are like query.
+        cum_seq_q: None, and so is cum_seq_k: the sequences are not packed.
         philox_seed: seed and offset, as `sdpa_forward` returned them.
         philox_offset: without meaning.
-        scale: as in `sdpa_forward`.
-
-    Returns:
-        Gradients of query, key and value, with their strides.
-
-    Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.backward`.
 
     Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.13.
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
     """
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     settings = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
@@ -344,14 +306,14 @@ def _scores(
     return calls.Scores(scale, is_causal, window, 0.0, alibi_slopes)
 
 
-def _packed(
+def _lengths(
     cum_seq_q: torch.Tensor | None,
     cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
     seqused_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
-) -> calls.Packed | None:
+) -> Lengths | None:
     if cum_seq_q is None:
         if cum_seq_k is not None or seqused_k is not None or block_table is not None:
             raise ArgumentError(
@@ -367,7 +329,7 @@ def _packed(
         # Lengths are those of seqused_k; the op wants starts all the same.
         lengths = seqused_k.cumsum(0, dtype=torch.int32)
         cum_seq_k = torch.nn.functional.pad(lengths, (1, 0))
-    return calls.Packed(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, None, block_table)
+    return Lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, None, block_table)
 
 
 def _check_unsupported(return_debug_mask: bool, unknown: dict[str, Any]) -> None:

@@ -38,8 +38,8 @@ def load_pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise MissingExtraError(
-            "matplotlib is needed for plots and is not installed; install "
-            "flash-attn-deterministic[deviation], or give --no-plots where the command has it"
+            "matplotlib is needed for plots and is not installed; run `python -m pip install "
+            "matplotlib`, or give --no-plots where the command has it"
         ) from error
     matplotlib.use("agg")
     import matplotlib.pyplot as pyplot

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import torch
 
-import flash_attn_deterministic as package
-
+from ..._ops.arguments import Lengths
 from ...errors import ArgumentError, UnsupportedError
+from ...interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 from .. import calls
 
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
 _ROWS = 128  # flash_attn rounds the rows of softmax_d up to a multiple of this
-
-
-flash_attn_func = package.flash_attn_func
-flash_attn_kvpacked_func = package.flash_attn_kvpacked_func
-flash_attn_qkvpacked_func = package.flash_attn_qkvpacked_func
-flash_attn_varlen_func = package.flash_attn_varlen_func
-flash_attn_varlen_kvpacked_func = package.flash_attn_varlen_kvpacked_func
-flash_attn_varlen_qkvpacked_func = package.flash_attn_varlen_qkvpacked_func
-flash_attn_with_kvcache = package.flash_attn_with_kvcache
 
 
 def _get_block_size_n(
@@ -72,11 +81,9 @@ def _flash_attn_forward(
     Source:
         _flash_attn_forward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
-    _check_no_softmax(return_softmax)
-    scores = calls.Scores(
-        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
-    )
-    return _returned(calls.forward(q, k, v, scores, dropout_p))
+    window = (window_size_left, window_size_right)
+    scores = calls.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    return _forward(q, k, v, scores, dropout_p, return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -102,6 +109,8 @@ def _flash_attn_varlen_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes attention of packed sequences below autograd.
 
+    Other arguments, and what is raised, as in `_flash_attn_forward`.
+
     Args:
         q: (total_q, nheads, head_dim), float16 or bfloat16; head_dim is a multiple of 8.
         k: (total_k, nheads_k, head_dim), like q; with block_table (pages, page_block_size,
@@ -111,14 +120,6 @@ def _flash_attn_varlen_forward(
         cu_seqlens_k: (batch + 1,), int32, the same for keys.
         max_seqlen_q: length of the longest sequence of queries, or more.
         max_seqlen_k: the same for keys.
-        dropout_p: as in `_flash_attn_forward`.
-        softmax_scale: as there.
-        causal: as there.
-        window_size_left: as there.
-        window_size_right: as there.
-        softcap: as there.
-        alibi_slopes: as there.
-        return_softmax: False.
         block_table: (batch, pages), int32: which pages hold a sequence; None: no pages.
         leftpad_k: (batch,), int32: how many keys at the start of each sequence do not count.
         seqused_k: (batch,), int32: how many keys of each sequence count.
@@ -128,27 +129,14 @@ def _flash_attn_varlen_forward(
         out (total_q, nheads, head_dim), softmax_lse (nheads, total_q) in float32, an empty tensor
         and rng_state, as `_flash_attn_forward`.
 
-    Raises:
-        UnsupportedError: a NotImplementedError; return_softmax.
-        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
-
     Source:
         _flash_attn_varlen_forward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
-    _check_no_softmax(return_softmax)
-    scores = calls.Scores(
-        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
-    )
-    packed = calls.Packed(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        int(max_seqlen_q),
-        int(max_seqlen_k),
-        seqused_k,
-        leftpad_k,
-        block_table,
-    )
-    return _returned(calls.forward(q, k, v, scores, dropout_p, packed))
+    window = (window_size_left, window_size_right)
+    scores = calls.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    longest = (int(max_seqlen_q), int(max_seqlen_k))
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, *longest, seqused_k, leftpad_k, block_table)
+    return _forward(q, k, v, scores, dropout_p, return_softmax, lengths)
 
 
 def _flash_attn_backward(
@@ -173,23 +161,15 @@ def _flash_attn_backward(
 ) -> torch.Tensor:
     """Computes gradients into the caller's tensors.
 
+    Other arguments as in `_flash_attn_forward`.
+
     Args:
         dout: like out; the gradient that comes in.
-        q: as in `_flash_attn_forward`.
-        k: as there.
-        v: as there.
         out: what the forward returned.
         softmax_lse: what the forward returned.
         dq: like q, of any strides: written; None: not wanted.
         dk: like k, the same.
         dv: like v, the same.
-        dropout_p: as in the forward.
-        softmax_scale: as in the forward.
-        causal: as in the forward.
-        window_size_left: as in the forward.
-        window_size_right: as in the forward.
-        softcap: as in the forward.
-        alibi_slopes: as in the forward.
         deterministic: True: also where the mode is not enabled.
         rng_state: what the forward returned; needed with dropout.
 
@@ -203,15 +183,10 @@ def _flash_attn_backward(
     Source:
         _flash_attn_backward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
-    scores = calls.Scores(
-        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
-    )
+    window = (window_size_left, window_size_right)
+    scores = calls.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
     result = calls.Forward(out, softmax_lse, _checked_rng_state(dropout_p, rng_state))
-    targets = _targets((dq, dk, dv), (q, k, v))
-    gradients = calls.backward(
-        dout, q, k, v, result, scores, dropout_p, deterministic=deterministic
-    )
-    _write(targets, gradients)
+    _backward(dout, (q, k, v), result, (dq, dk, dv), scores, dropout_p, deterministic)
     softmax_d = (dout.float() * out.float()).sum(-1).transpose(1, 2)
     return torch.nn.functional.pad(softmax_d, (0, -softmax_d.shape[-1] % _ROWS))
 
@@ -243,49 +218,20 @@ def _flash_attn_varlen_backward(
 ) -> torch.Tensor:
     """Computes gradients of packed sequences into the caller's tensors.
 
-    Args:
-        dout: like out; the gradient that comes in.
-        q: as in `_flash_attn_varlen_forward`.
-        k: as there.
-        v: as there.
-        out: what the forward returned.
-        softmax_lse: what the forward returned.
-        dq: like q, of any strides: written; None: not wanted.
-        dk: like k, the same.
-        dv: like v, the same.
-        cu_seqlens_q: as in the forward.
-        cu_seqlens_k: as in the forward.
-        max_seqlen_q: as in the forward.
-        max_seqlen_k: as in the forward.
-        dropout_p: as in the forward.
-        softmax_scale: as in the forward.
-        causal: as in the forward.
-        window_size_left: as in the forward.
-        window_size_right: as in the forward.
-        softcap: as in the forward.
-        alibi_slopes: as in the forward.
-        deterministic: True: also where the mode is not enabled.
-        rng_state: what the forward returned; needed with dropout.
-        zero_tensors: without effect.
+    Arguments, and what is raised, as in `_flash_attn_varlen_forward` and `_flash_attn_backward`.
 
     Returns:
         softmax_d (nheads, total_q + 128 * batch) in float32: the sum of dout * out over head_dim,
         those of sequence b from cu_seqlens_q[b] + 128 * b on, 0 elsewhere.
 
-    Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.backward`.
-
     Source:
         _flash_attn_varlen_backward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
-    scores = calls.Scores(
-        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
-    )
-    packed = calls.Packed(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    window = (window_size_left, window_size_right)
+    scores = calls.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
     result = calls.Forward(out, softmax_lse, _checked_rng_state(dropout_p, rng_state))
-    targets = _targets((dq, dk, dv), (q, k, v))
-    gradients = calls.backward(dout, q, k, v, result, scores, dropout_p, packed, deterministic)
-    _write(targets, gradients)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    _backward(dout, (q, k, v), result, (dq, dk, dv), scores, dropout_p, deterministic, lengths)
     return _packed_softmax_d(dout, out, cu_seqlens_q)
 
 
@@ -296,21 +242,24 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-def _returned(
-    result: calls.Forward,
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: calls.Scores,
+    dropout_p: float,
+    return_softmax: bool,
+    lengths: Lengths | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rng_state = result.rng_state
-    if rng_state is None:
-        rng_state = torch.zeros(2, dtype=torch.int64, device=result.out.device)
-    return result.out, result.softmax_lse, result.out.new_empty(0), rng_state
-
-
-def _check_no_softmax(return_softmax: bool) -> None:
     if return_softmax:
         raise UnsupportedError(
             "return_softmax: expected False; flash_attn_func(..., return_attn_probs=True) returns "
             "S_dmask"
         )
+    out, softmax_lse, rng_state = calls.forward(q, k, v, scores, dropout_p, lengths)
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
+    return out, softmax_lse, out.new_empty(0), rng_state
 
 
 def _checked_rng_state(dropout_p: float, rng_state: torch.Tensor | None) -> torch.Tensor | None:
@@ -324,25 +273,28 @@ def _checked_rng_state(dropout_p: float, rng_state: torch.Tensor | None) -> torc
     return rng_state
 
 
-Targets = tuple[torch.Tensor | None, ...]
-
-
-def _targets(given: Targets, inputs: tuple[torch.Tensor, ...]) -> Targets:
-    """Checks the caller's tensors before anything runs."""
-    for name, tensor, like in zip(("dq", "dk", "dv"), given, inputs, strict=True):
-        if tensor is not None and (tensor.shape, tensor.dtype, tensor.device) != (
+def _backward(
+    dout: torch.Tensor,
+    inputs: calls.Gradients,
+    result: calls.Forward,
+    targets: tuple[torch.Tensor | None, ...],
+    scores: calls.Scores,
+    dropout_p: float,
+    deterministic: bool,
+    lengths: Lengths | None = None,
+) -> None:
+    """Writes the gradients of inputs into targets, which are checked before anything runs."""
+    for name, target, like in zip(("dq", "dk", "dv"), targets, inputs, strict=True):
+        if target is not None and (target.shape, target.dtype, target.device) != (
             like.shape,
             like.dtype,
             like.device,
         ):
             raise ArgumentError(
                 f"{name}: expected a tensor like {name[1:]}, {like.dtype} {tuple(like.shape)} on "
-                f"{like.device}, got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+                f"{like.device}, got {target.dtype} {tuple(target.shape)} on {target.device}"
             )
-    return given
-
-
-def _write(targets: Targets, gradients: calls.Gradients) -> None:
+    gradients = calls.backward(dout, *inputs, result, scores, dropout_p, lengths, deterministic)
     for target, gradient in zip(targets, gradients, strict=True):
         if target is not None:
             target.copy_(gradient)

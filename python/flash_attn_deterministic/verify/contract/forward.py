@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -14,6 +12,7 @@ from ..bits import bits
 from .attention import Attention
 from .call import Call, Tensors, garbage, heads, int32, pick, rows
 from .check import Case, Mismatch, expect_different, expect_numbers, expect_same, make
+from .device_override import device_override
 from .enumerate_cases import case_of, cases_of
 from .sizes import Size
 
@@ -216,21 +215,6 @@ _FEW_ROWS = 16  # up to here a kernel of its own runs
 _MANY_ROWS = 128
 
 
-@contextmanager
-def _path_of(name: str) -> Iterator[None]:
-    """Within, kernels take a path wherever they can (docs/adr/0014)."""
-    variable = "FLASH_ATTENTION_TEST_DEVICE"
-    before = os.environ.get(variable)
-    os.environ[variable] = f"path={name}"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
-
-
 def schedule(case: Case, attention: Attention, size: Size) -> None:
     """A sequence alone, and often enough to give each multiprocessor row blocks of its own.
 
@@ -243,7 +227,9 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
     gpu = torch.cuda.get_device_properties(0)
     row_blocks = -(-seqlen_q // 128) * 2  # two KV heads
     often = call.sequences([0] * (2 * gpu.multi_processor_count // row_blocks + 1))
-    with _path_of("parts"):  # alone it may fill the GPU with a thread block per row block
+    with device_override(
+        "path=parts"
+    ):  # alone it may fill the GPU with a thread block per row block
         path, alone = call.path, call()
     paths = (path, often.path)
     # Where one thread block's state does not fit its shared memory there is one path only.

@@ -103,4 +103,6 @@ def _table(table: Table, kind: str = "") -> str:
 
     head = f"<thead>{line(table.header, 'th')}</thead>" if any(table.header) else ""
     body = "".join(line(row, "td") for row in table.rows)
-    return f'<div class="scroll {kind}"><table>{head}<tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="scroll {kind}" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
+    )

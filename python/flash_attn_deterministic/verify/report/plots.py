@@ -13,14 +13,12 @@ from .svg import Bar
 def plots(record: Mapping[str, Any]) -> list[str]:
     """Returns a plot for each thing that was measured: overhead, memory, scaling and more."""
     found = [
-        _seed(record, "performance", "time_ratio", "Time over the standard's"),
-        _seed(record, "memory", "memory_ratio", "Peak memory over the standard's"),
+        _seed(record, "performance", "time_ratio", "Time over torch's"),
+        _seed(record, "memory", "memory_ratio", "Peak memory over torch's"),
         _scaling(record),
         _accuracy(record),
-        _timed(record, "decode", "Decode: time over the standard's", limits.DECODE_TIME_RATIO),
-        _timed(
-            record, "backward", "Backward: time over the standard's", limits.BACKWARD_TIME_RATIO
-        ),
+        _timed(record, "decode", "Decode: time over torch's", limits.DECODE_TIME_RATIO),
+        _timed(record, "backward", "Backward: time over torch's", limits.BACKWARD_TIME_RATIO),
     ]
     return [plot for plot in found if plot]
 
@@ -29,7 +27,7 @@ def _seed(record: Mapping[str, Any], name: str, key: str, title: str) -> str:
     bars = []
     data = tables.section_of(record, name)["data"]
     for row in data.get("rows", []):
-        bars.append(Bar(f"{row['shape']} {row['dtype']}: standard", "standard", 1.0, "1x"))
+        bars.append(Bar(f"{row['shape']} {row['dtype']}: torch", "torch", 1.0, "1x"))
         for side, value in row[key].items():
             split = "splits of 512" if side.endswith("_512") else "default split size"
             label, whose = (
@@ -41,8 +39,8 @@ def _seed(record: Mapping[str, Any], name: str, key: str, title: str) -> str:
     if not bars:
         return ""
     seed = data["seed"]
-    label = f"for reference: the seed on an {seed['gpu']}, splits of {seed['split_size']}"
-    bars.append(Bar(label, "the seed, as it reported", seed[key], numbers.ratio(seed[key])))
+    label = f"{tables.PROTOTYPE} on an {seed['gpu']}, splits of {seed['split_size']}"
+    bars.append(Bar(label, tables.PROTOTYPE, seed[key], numbers.ratio(seed[key])))
     return svg.bars(title, bars)
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-STYLE = """
+from .svg import CLASSES, COLOURS
+
+_SERIES = "".join(
+    f".{name} {{ --series: {colour}; }}\n" for name, colour in zip(CLASSES, COLOURS, strict=True)
+)
+# A table that is wider than the page has a shadow at the edge beyond which it goes on.
+STYLE = (
+    """
 :root { --text: #1c2430; --back: #fff; --soft: #5b6675; --line: #d8dee6; --panel: #f4f6f9;
-  --good: #17703a; --bad: #b3261e; --wait: #8a5a00;
-  --a: #8a97a8; --b: #1f6fd0; --c: #d9822b; }
+  --good: #17703a; --bad: #b3261e; --wait: #8a5a00; --shade: #0003; }
 @media (prefers-color-scheme: dark) { :root { --text: #e4e9f0; --back: #14181e; --soft: #9aa6b5;
   --line: #343c47; --panel: #1d232b; --good: #5fc487; --bad: #ff8a80; --wait: #e6b45c;
-  --a: #7f8b9b; --b: #66a8f5; --c: #f0a85c; } }
+  --shade: #fff3; } }
 * { box-sizing: border-box; }
 body { margin: 0; font: 16px/1.5 system-ui, sans-serif; color: var(--text);
   background: var(--back); }
@@ -39,18 +45,22 @@ figcaption { font-weight: 600; margin-bottom: .3rem; }
 .legend span { margin-right: 1rem; white-space: nowrap; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em;
   border-radius: 2px; }
-i.a { background: var(--a); } i.b { background: var(--b); } i.c { background: var(--c); }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { font-size: 12px; fill: var(--text); paint-order: stroke; stroke: var(--back);
   stroke-width: 3px; }
 svg .n { fill: var(--soft); }
-rect.a, circle.a { fill: var(--a); } rect.b, circle.b { fill: var(--b); }
-rect.c, circle.c { fill: var(--c); }
-polyline { fill: none; stroke-width: 2; }
-polyline.a { stroke: var(--a); } polyline.b { stroke: var(--b); } polyline.c { stroke: var(--c); }
+polyline { fill: none; }
 .grid { stroke: var(--line); }
 .limit { stroke: var(--bad); stroke-dasharray: 4 3; }
-.scroll { overflow-x: auto; margin-bottom: .75rem; }
+.scroll { overflow-x: auto; margin-bottom: .75rem; background-repeat: no-repeat;
+  background-size: 2.5rem 100%, 2.5rem 100%, .9rem 100%, .9rem 100%;
+  background-position: 0 0, 100% 0, 0 0, 100% 0;
+  background-attachment: local, local, scroll, scroll;
+  background-image: linear-gradient(to right, var(--back) 40%, transparent),
+    linear-gradient(to left, var(--back) 40%, transparent),
+    linear-gradient(to right, var(--shade), transparent),
+    linear-gradient(to left, var(--shade), transparent); }
+.scroll:focus-visible { outline: 2px solid var(--soft); }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; }
@@ -64,6 +74,11 @@ td.passed, td.failed, .matrix td, .matrix th { white-space: nowrap; }
 .facts th { white-space: nowrap; color: var(--soft); }
 summary { cursor: pointer; color: var(--soft); }
 pre { overflow-x: auto; padding: .7rem; background: var(--panel); font-size: .8rem; }
+i[class] { background: var(--series); }
+svg rect[class], svg circle[class] { fill: var(--series); }
+svg polyline[class] { stroke: var(--series); }
 footer { margin-top: 2rem; font-size: .8rem; color: var(--soft); overflow-wrap: anywhere; }
 @media (max-width: 30rem) { .facts th { white-space: normal; } body { font-size: 15px; } }
 """
+    + _SERIES
+)

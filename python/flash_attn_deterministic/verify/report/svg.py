@@ -9,7 +9,9 @@ from html import escape
 
 _WIDTH = 360  # units; a unit is a pixel on a narrow phone
 _ROW = 20
-_COLOURS = ("a", "b", "c")  # classes of the style sheet
+_LETTER = 6.6  # of the text in a file, on average
+COLOURS = ("#8a97a8", "#1f6fd0", "#d9822b", "#2b9a66", "#8e4ec6", "#c2410c", "#0e7490", "#b0126f")
+CLASSES = "abcdefgh"  # of COLOURS, in the style sheet
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,17 @@ def bars(title: str, found: Sequence[Bar], line: float | None = None, line_text:
         line_text: what that is.
     """
     names = list(dict.fromkeys(bar.name for bar in found))
-    height, parts = _bars(found, names, line, line_text, room=62.0)
+    height, parts = _bars(found, names, line, line_text, _WIDTH - 62.0)
     return _figure(title, height, parts, names if len(names) > 1 else [])
 
 
 def bars_file(title: str, found: Sequence[Bar]) -> str:
     """Draws the same as the text of an SVG file of its own; each bar's text should name it."""
     names = list(dict.fromkeys(bar.name for bar in found))
-    height, parts = _bars(found, names, None, "", room=215.0)
-    box = f"-10 -30 {_WIDTH + 20} {height + 40:.0f}"
+    height, parts = _bars(found, names, None, "", 150.0)
+    texts = [150 + len(bar.text) * _LETTER for bar in found]
+    width = max([len(title) * _LETTER * 1.1, *texts, *(len(bar.label) * _LETTER for bar in found)])
+    box = f"-10 -30 {width + 20:.0f} {height + 40:.0f}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" '
         f'font-family="sans-serif"><title>{escape(title)}</title><style>{_FILE_STYLE}</style>'
@@ -56,9 +60,8 @@ def bars_file(title: str, found: Sequence[Bar]) -> str:
     )
 
 
-_FILE_STYLE = (
-    "text{font-size:12px;fill:#1c2430}.n{fill:#5b6675}.a{fill:#1f6fd0}.b{fill:#8a97a8}"
-    ".c{fill:#8a97a8}"
+_FILE_STYLE = "text{font-size:12px;fill:#1c2430}.n{fill:#5b6675}" + "".join(
+    f".{name}{{fill:{colour}}}" for name, colour in zip(CLASSES, COLOURS, strict=True)
 )
 
 
@@ -67,11 +70,11 @@ def _bars(
     names: Sequence[str],
     line: float | None,
     line_text: str,
-    room: float,
+    most: float,
 ) -> tuple[float, list[str]]:
-    """Returns the height and the parts; room is kept for the text at a bar's end."""
+    """Returns the height and the parts; the longest bar takes `most` of the width."""
     longest = max([line or 0.0, *(bar.value or 0.0 for bar in found)]) or 1.0
-    scale = (_WIDTH - room) / longest
+    scale = most / longest
     parts: list[str] = []
     y, label = 0.0, ""
     for bar in found:
@@ -80,7 +83,7 @@ def _bars(
             y += 18
             parts.append(f'<text x="0" y="{y - 4:.1f}">{escape(label)}</text>')
         width = 0.0 if bar.value is None else max(1.0, bar.value * scale)
-        colour = _COLOURS[names.index(bar.name) % len(_COLOURS)] if len(names) > 1 else "b"
+        colour = _colour(names.index(bar.name)) if len(names) > 1 else "b"
         parts.append(
             f'<rect class="{colour}" x="0" y="{y:.1f}" width="{width:.1f}" height="{_ROW - 5}" '
             'rx="2"/>'
@@ -137,14 +140,28 @@ def lines(
             f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="{anchor}">{escape(category)}</text>'
         )
     for number, one in enumerate(series.values()):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = _colour(number)
         points = [(x, height(value)) for x, value in zip(places, one, strict=True) if value]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline class="{colour}" points="{path}"/>')
+        # The first is the widest, so that it is seen where another one lies on it.
+        wide = 2.0 + 2.5 * (len(series) - 1 - number)
+        parts.append(f'<polyline class="{colour}" stroke-width="{wide}" points="{path}"/>')
         parts += [
-            f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in points
+            f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{wide + 1.5}"/>'
+            for x, y in points
         ]
     return _figure(title, bottom + 26, parts, list(series))
+
+
+def _colour(number: int) -> str:
+    """Returns the class of a series; each has its own.
+
+    Raises:
+        ValueError: there are more series than colours.
+    """
+    if number >= len(CLASSES):
+        raise ValueError(f"a plot has {len(CLASSES)} colours, got series {number + 1}")
+    return CLASSES[number]
 
 
 def _figure(title: str, height: float, parts: Sequence[str], names: Sequence[str]) -> str:
@@ -154,7 +171,7 @@ def _figure(title: str, height: float, parts: Sequence[str], names: Sequence[str
         f"{''.join(parts)}</svg>"
     )
     keys = "".join(
-        f'<span><i class="{_COLOURS[number % len(_COLOURS)]}"></i>{escape(name)}</span>'
+        f'<span><i class="{_colour(number)}"></i>{escape(name)}</span>'
         for number, name in enumerate(names)
     )
     legend = f'<p class="legend">{keys}</p>' if keys else ""

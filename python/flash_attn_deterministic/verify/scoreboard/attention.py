@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -31,13 +32,13 @@ class Attend(Protocol):
 
     def __call__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         causal: bool = False,
-        seqlens_k: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+        seqlens_k: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,8 @@ def ours() -> Attention:
     from ... import flash_attn_func, flash_attn_with_kvcache
 
     def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool = False,
-        seqlens_k: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
+    ) -> Tensor:
         if seqlens_k is None:
             return flash_attn_func(q, k, v, causal=causal)
         return flash_attn_with_kvcache(q, k, v, cache_seqlens=seqlens_k, causal=causal)
@@ -155,12 +152,8 @@ def _sdpa(name: str, device: str) -> list[Attention]:
     sdpa: Any = functional.scaled_dot_product_attention
 
     def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool = False,
-        seqlens_k: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
+    ) -> Tensor:
         shared = q.shape[2] != k.shape[2]
         square = q.shape[1] == k.shape[1]
         mask: Any = None
@@ -171,7 +164,7 @@ def _sdpa(name: str, device: str) -> list[Attention]:
 
             mask = causal_lower_right(q.shape[1], k.shape[1])
         with sdpa_kernel(_BACKENDS[name]):
-            out: torch.Tensor = sdpa(
+            out: Tensor = sdpa(
                 *(t.transpose(1, 2) for t in (q, k, v)),
                 attn_mask=mask,
                 is_causal=causal and mask is None,
@@ -195,9 +188,7 @@ def _sdpa(name: str, device: str) -> list[Attention]:
     ]
 
 
-def _mask(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, seqlens_k: torch.Tensor | None
-) -> torch.Tensor:
+def _mask(q: Tensor, k: Tensor, causal: bool, seqlens_k: Tensor | None) -> Tensor:
     """Returns (batch or 1, 1, seqlen_q, seqlen_k), bool: visible keys."""
     rows = torch.arange(q.shape[1], device=q.device)[:, None]
     keys = torch.arange(k.shape[1], device=q.device)
@@ -230,12 +221,8 @@ def _flex() -> list[Attention]:
 
     def make(options: dict[str, Any]) -> Attend:
         def attend(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            causal: bool = False,
-            seqlens_k: torch.Tensor | None = None,
-        ) -> torch.Tensor:
+            q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
+        ) -> Tensor:
             block_mask = None
             if seqlens_k is not None or causal:
                 # Tensors: a number would be compiled in, for each length anew.
@@ -245,9 +232,7 @@ def _flex() -> list[Attention]:
                     lengths = torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device)
                 ahead = lengths - seqlen_q if causal else lengths
 
-                def visible(
-                    batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor
-                ) -> torch.Tensor:
+                def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
                     return (key < lengths[batch]) & (key <= row + ahead[batch])
 
                 block_mask = create_block_mask(
@@ -259,7 +244,7 @@ def _flex() -> list[Attention]:
                 enable_gqa=q.shape[2] != k.shape[2],
                 kernel_options=options or None,
             )
-            result: torch.Tensor = out.transpose(1, 2)
+            result: Tensor = out.transpose(1, 2)
             return result
 
         return attend
@@ -314,23 +299,23 @@ def _fa3_attend(num_splits: int, deterministic: bool) -> Attend:
         @staticmethod
         def forward(
             ctx: Any,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
             causal: bool,
-            seqlens_k: torch.Tensor | None,
-        ) -> torch.Tensor:
+            seqlens_k: Tensor | None,
+        ) -> Tensor:
             settings = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal}
             out, softmax_lse, *_ = ops.fwd(
                 q, k, v, seqused_k=seqlens_k, num_splits=num_splits, **settings
             )
             ctx.save_for_backward(q, k, v, out, softmax_lse)
             ctx.settings = settings
-            result: torch.Tensor = out
+            result: Tensor = out
             return result
 
         @staticmethod
-        def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
+        def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
             saved = ctx.saved_tensors
             gradients = [torch.empty_like(t) for t in saved[:3]]
             ops.bwd(
@@ -339,13 +324,9 @@ def _fa3_attend(num_splits: int, deterministic: bool) -> Attend:
             return (*gradients, None, None)
 
     def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool = False,
-        seqlens_k: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        out: torch.Tensor = Function.apply(q, k, v, causal, seqlens_k)  # type: ignore[no-untyped-call, unused-ignore]
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
+    ) -> Tensor:
+        out: Tensor = Function.apply(q, k, v, causal, seqlens_k)  # type: ignore[no-untyped-call, unused-ignore]
         return out
 
     return attend
@@ -363,15 +344,11 @@ def _function(name: str) -> Attention:
     lengths = "seqlens_k" in inspect.signature(function).parameters
 
     def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool = False,
-        seqlens_k: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
+    ) -> Tensor:
         more = {} if seqlens_k is None else {"seqlens_k": seqlens_k}
         result: Any = function(q, k, v, causal=causal, **more)
-        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
     version = str(getattr(module, "__version__", "no version"))

@@ -40,7 +40,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     lines = [
         "# Who keeps which row",
         "",
-        f"{record['device_name']}, torch {record['torch']}, {record['date']}. {_LEGEND}",
+        f"{_where(record)}. {_LEGEND}",
         "",
         "| the same bits whatever | " + " | ".join(title(one) for one in attentions) + " |",
         "| --- |" + " ---: |" * len(attentions),
@@ -55,11 +55,13 @@ def markdown(record: Mapping[str, Any]) -> str:
     lines += ["", "Versions: " + "; ".join(f"{title(a)}: {a['version']}" for a in attentions) + "."]
     lines += ["", "## First counter-examples, and reasons", ""]
     for one in attentions:
+        whys: dict[str, list[str]] = {}
         for row in record["rows"]:
             result = one["rows"][row["id"]]
             why = result["counter_example"] or result["reason"]
             if why:
-                lines.append(f"- {title(one)}, {row['id']}: {why}")
+                whys.setdefault(why, []).append(row["id"])
+        lines += [f"- {title(one)}, {', '.join(ids)}: {why}" for why, ids in whys.items()]
     lines += [f"- {name}: {reason}" for name, reason in record["unavailable"].items()]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -102,11 +104,14 @@ def svg(record: Mapping[str, Any]) -> str:
         for column, ratio in enumerate(times["ratio"]):
             text = "-" if ratio is None else f"{ratio:.2f}"
             parts.append(_text(_LEFT + _COLUMN * (column + 0.5), y + 16, text, "middle"))
-    where = f"{record['device_name']}, torch {record['torch']}, {record['date']}"
-    parts.append(
-        _text(10, height - 14, f"Equal bits in so many of the cases tried. {where}", size=10)
-    )
+    words = f"Equal bits in so many of the cases tried. {_where(record)}"
+    parts.append(_text(10, height - 14, words, size=10))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _where(record: Mapping[str, Any]) -> str:
+    quick = "Quick run, fewer shapes. " if record["quick"] else ""
+    return f"{quick}{record['device_name']}, torch {record['torch']}, {record['date']}"
 
 
 def _text(

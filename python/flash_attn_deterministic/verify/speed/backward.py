@@ -24,14 +24,14 @@ _QUICK = (SHAPES[0], SHAPES[2])
 
 
 def measure(attention: Attention, baseline: Baseline | None, quick: bool) -> dict[str, Any]:
-    """Measures all shapes; the standard's backward adds with atomics, in any order."""
+    """Measures all shapes; torch's backward adds with atomics, in any order."""
     shapes, repeats = (_QUICK, 5) if quick else (SHAPES, 15)
     rows = [_measure(shape, attention, baseline, repeats) for shape in shapes]
     return {
         "rows": rows,
         "standard": standard.FLASH,
-        "criterion": f"median time <= {limits.BACKWARD_TIME_RATIO} x the standard's; peak memory "
-        f"above inputs and saved tensors <= {limits.MEMORY_RATIO} x the standard's + "
+        "criterion": f"median time <= {limits.BACKWARD_TIME_RATIO} x torch's; peak memory "
+        f"above inputs and saved tensors <= {limits.MEMORY_RATIO} x torch's + "
         f"{limits.MEMORY_BYTES // 2**20} MiB",
         "passed": all(row["time_passed"] and row["memory_passed"] for row in rows),
     }

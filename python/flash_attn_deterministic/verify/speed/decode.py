@@ -46,7 +46,7 @@ def measure(attention: Attention, baseline: Baseline | None, quick: bool) -> dic
         "rows": rows,
         "standard": standard.FLASH,
         "geometric_mean": round(mean, 4),
-        "criterion": "geometric mean of the median times over the standard's <= "
+        "criterion": "geometric mean of the median times over torch's <= "
         f"{limits.DECODE_TIME_RATIO}",
         "passed": mean <= limits.DECODE_TIME_RATIO,
     }

@@ -1,4 +1,4 @@
-"""The tests and the scaling table of the seed, this project's forerunner, on its configurations."""
+"""The tests and the scaling table of the prototype before this project, on its configurations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..contract.attention import Attention
 from .measure import interleaved, peak_memory, summary
 from .upstream import Baseline
 
-# As the seed reported them, measured on an A100 with splits of 512 tokens. For reference only.
+# As that prototype reported them, on an A100 with splits of 512 tokens. For reference only.
 REFERENCE = {
     "gpu": "A100",
     "split_size": 512,
@@ -23,7 +23,7 @@ REFERENCE = {
     "build_minutes": 75,
     "library_mb": 390.9,
 }
-SPLIT = 512  # the seed's
+SPLIT = 512  # the prototype's
 
 _DEVICE = "cuda"
 Side = Callable[[], torch.Tensor]
@@ -85,7 +85,7 @@ def scaling(attention: Attention, baseline: Baseline | None, quick: bool) -> dic
 def batch_invariance(
     attention: Attention, baseline: Baseline | None, device: str
 ) -> dict[str, Any]:
-    """Compares a batch of 8 with two of 4, ours and the standard's."""
+    """Compares a batch of 8 with two of 4, ours and torch's."""
     shape = PERFORMANCE if device == "cuda" else Shape(8, 128, 4)
     q, k, v = _draw(shape, device)
     halves = slice(0, 4), slice(4, 8)
@@ -123,9 +123,9 @@ def batch_invariance(
     return data
 
 
-_TIME_LIMIT = f"median time <= {limits.FORWARD_TIME_RATIO} x the standard's"
+_TIME_LIMIT = f"median time <= {limits.FORWARD_TIME_RATIO} x torch's"
 _MEMORY_LIMIT = (
-    f"peak memory above the inputs <= {limits.MEMORY_RATIO} x the standard's + "
+    f"peak memory above the inputs <= {limits.MEMORY_RATIO} x torch's + "
     f"{limits.MEMORY_BYTES // 2**20} MiB"
 )
 
