@@ -23,7 +23,7 @@ INFO: Mapping[str, Any] = {
         "patches": [{"name": "0001-a.patch", "sha256": "a1" * 32}],
     },
     "cuda_toolkit": "13.0.88",
-    "architectures": ["80-real", "90-real", "90-virtual"],
+    "architectures": ["80-real", "90-real", "90a-real", "80-virtual"],
     "deterministic": True,
     "torch_target": "2.10",
     "tiles": {},
@@ -34,7 +34,7 @@ INFO: Mapping[str, Any] = {
     "sources": {"cpp": "5e" * 32},
     "bits_version": 1,
 }
-GPU_CODE = ((2, 80), (1, 90), (2, 90))
+GPU_CODE = ((2, 80), (1, 80), (2, 90))
 PARTS = (
     sbom.Part("CUDA Runtime (static)", "13.0.96", "c0" * 32, sbom.LICENCES[3], b"eula", "cudart"),
     sbom.Part("Zig runtime libraries", "0.17.0", "21" * 32, "MIT", b"mit", "compiler_rt"),

@@ -15,7 +15,7 @@ import fake_wheel
 from flash_attn_build import files
 from flash_attn_build.compile import manifest, sources
 from flash_attn_build.release.gate import Verdict, decide, find_runs
-from flash_attn_build.release.policy import Policy, load_policy
+from flash_attn_build.release.policy import POLICY, Policy
 from flash_attn_build.release.ptx import manifest_path
 from flash_attn_build.release.report import digest
 from flash_attn_build.release.tree import read_tree
@@ -29,7 +29,6 @@ SETTINGS = {
 TOOLS = {"nvcc": "13.0.88", "g++": "12.2.0", "ziglang": "0.17.0", "torch": "2.13.0+cpu"}
 LOCK = "".join(f"{name}=={TOOLS[name]} \\\n    --hash=sha256:00\n" for name in ("ziglang",))
 PTX_DEFINES = ["CMAKE_CUDA_ARCHITECTURES=80-virtual"]
-POLICY = load_policy()
 # What the library of the samples is said to be compiled from.
 _PIN = {
     "name": fake_wheel.INFO["upstream"]["name"],
@@ -206,7 +205,9 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
             "patches": upstream["patches"],
         },
         "build": {key: text[key] for key in ("cuda_toolkit", "architectures", "deterministic")},
-        "architectures": {"ran": ["sm_90"], "ran_as_ptx": [], "unverified": ["sm_80"]},
+        "architectures": {
+            "ran": ["sm_90", "sm_90a"], "ran_as_ptx": [], "unverified": ["sm_80"]
+        },
         "sections": sections(),
         **changes,
     }

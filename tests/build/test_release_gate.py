@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 import release_samples
 from flash_attn_build.compile import sources
-from flash_attn_build.errors import RefusedError, SettingError
+from flash_attn_build.errors import RefusedError
 from flash_attn_build.release import candidate
 from flash_attn_build.release.candidate import Candidate, read_candidate
 from flash_attn_build.release.gate import find_runs, judge
-from flash_attn_build.release.policy import PATH, load_policy
 from flash_attn_build.release.report import Report, content_faults, digest, read_report, runs_on
 from flash_attn_build.release.report import faults as report_faults
 from flash_attn_build.release.tree import read_tree
 from flash_attn_build.wheel import check as checks
+from flash_attn_deterministic.verify import environment
 from flash_attn_deterministic.verify.contract.checks import CHECKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from release_samples import POLICY, Project
 
 Change = Callable[[dict[str, Any]], object]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def without_checks(report: dict[str, Any]) -> None:
 def test_a_wheel_with_its_proof_passes(project: Project) -> None:
     verdict = project.decide()
     assert verdict.reasons == ()
-    assert list(verdict.verified) == ["sm_90"]
+    assert list(verdict.verified) == ["sm_90", "sm_90a"]
     assert list(verdict.unverified) == ["sm_80"]
     assert "no GPU" in verdict.unverified["sm_80"]
 
@@ -140,6 +141,11 @@ def test_a_wheel_with_its_proof_passes(project: Project) -> None:
             id="missing architecture",
         ),
         pytest.param(
+            lambda r: r["architectures"].update(ran=["sm_90"]),
+            "sm_90a: no complete, passing report",
+            id="missing family",
+        ),
+        pytest.param(
             lambda r: r["architectures"].update(unverified=[]),
             "sm_80: unverified, but 1/verification.json does not say so",
             id="unverified architecture not named",
@@ -178,9 +184,8 @@ def test_a_file_that_is_no_report(project: Project, text: str, expected: str) ->
 
 def test_no_report_at_all(project: Project) -> None:
     shutil.rmtree(project.dist / "verification")
-    assert project.decide().reasons == (
-        f"sm_90: no complete, passing report for sha256 {project.decide().wheel.sha256}",
-    )
+    proof = f"no complete, passing report for sha256 {project.decide().wheel.sha256}"
+    assert project.decide().reasons == (f"sm_90: {proof}", f"sm_90a: {proof}")
 
 
 def test_every_reason_is_told_at_once(project: Project) -> None:
@@ -292,8 +297,8 @@ def test_a_run_that_left_no_report_blocks(project: Project) -> None:
             lambda r: r["build"].update(deterministic=False), "build's deterministic", id="mode"
         ),
         pytest.param(
-            lambda r: r["architectures"].update(ran=["sm_90", "sm_90a"]),
-            "says that sm_90a ran, which the wheel does not hold",
+            lambda r: r["architectures"].update(ran=["sm_90", "sm_90a", "sm_90b"]),
+            "says that sm_90b ran, which the wheel does not hold",
             id="not held",
         ),
         pytest.param(
@@ -393,8 +398,7 @@ def test_a_wheel_of_another_toolkit_than_the_policy_has(project: Project) -> Non
 
 
 def test_several_families_of_a_kernel_are_one_kernel_of_the_table() -> None:
-    root = Path(__file__).resolve().parents[2]
-    table = json.loads((root / "cpp" / "instances.json").read_text())
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text())
     instances = [
         {"direction": direction, "dtype": dtype, "head_dim": int(head_dim), "family": family}
         for dtype in table["dtypes"]
@@ -402,9 +406,9 @@ def test_several_families_of_a_kernel_are_one_kernel_of_the_table() -> None:
         for direction in ("fwd", "bwd")
         for family in ("sm80", "sm90")
     ]
-    assert list(candidate.instance_faults({"instances": instances}, root)) == []
+    assert list(candidate.instance_faults({"instances": instances}, ROOT)) == []
     twice = [*instances, instances[0]]
-    assert len(list(candidate.instance_faults({"instances": twice}, root))) == 1
+    assert len(list(candidate.instance_faults({"instances": twice}, ROOT))) == 1
 
 
 def test_reports_of_other_wheels_do_no_harm(project: Project) -> None:
@@ -657,16 +661,15 @@ def test_a_wheel_with_other_kernels_than_the_tree_has(
 
 
 def test_the_real_table_of_kernels_is_understood() -> None:
-    root = Path(__file__).resolve().parents[2]
-    table = json.loads((root / "cpp" / "instances.json").read_text())
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text())
     instances = [
         {"direction": direction, "dtype": dtype, "head_dim": int(head_dim)}
         for dtype in table["dtypes"]
         for head_dim in table["bwd_tiles"]
         for direction in ("fwd", "bwd")
     ]
-    assert list(candidate.instance_faults({"instances": instances}, root)) == []
-    assert len(list(candidate.instance_faults({"instances": instances[1:]}, root))) == 1
+    assert list(candidate.instance_faults({"instances": instances}, ROOT)) == []
+    assert len(list(candidate.instance_faults({"instances": instances[1:]}, ROOT))) == 1
 
 
 def test_the_policy_demands_what_reports_have() -> None:
@@ -692,44 +695,20 @@ def test_a_library_that_is_not_fit(project: Project, tmp_path: Path) -> None:
     assert f"{checks.LIBRARY}: not stripped" in project.reasons()
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        pytest.param(lambda p: p.update(schema=9), "expected schema 2, got 9", id="schema"),
-        pytest.param(lambda p: p.pop("wheels"), "not a release policy", id="key missing"),
-        pytest.param(
-            lambda p: p.update(required_architectures={}), "lets everything through", id="empty"
-        ),
-        pytest.param(
-            lambda p: p.update(required_sections=[]), "lets everything through", id="no section"
-        ),
-        pytest.param(
-            lambda p: p["unverified_architectures"].update(sm_90={"reason": "x"}),
-            "both required and allowed unverified: sm_90",
-            id="contradiction",
-        ),
-        pytest.param(
-            lambda p: p.update(wheels={"cu13": "13.0.88"}), "wheels: expected one", id="wheels"
-        ),
-        pytest.param(
-            lambda p: p.update(required_architectures={"sm_90": {"gpus": []}}),
-            "lets everything through",
-            id="any GPU",
-        ),
-    ],
-)
-def test_a_policy_that_makes_no_sense(tmp_path: Path, change: Change, expected: str) -> None:
-    record = json.loads(PATH.read_text())
-    change(record)
-    path = tmp_path / "policy.json"
-    path.write_text(json.dumps(record))
-    with pytest.raises(SettingError, match=expected):
-        load_policy(path)
+def test_the_policy_demands_something_and_contradicts_nothing() -> None:
+    assert all((*POLICY.required_architectures.values(), POLICY.required_checks, POLICY.wheels))
+    assert not {*POLICY.required_architectures} & {*POLICY.unverified_architectures}
+    assert "" in POLICY.wheels
 
 
-def test_no_policy(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="not a release policy"):
-        load_policy(tmp_path / "none.json")
+def test_a_run_on_hopper_proves_what_the_policy_demands_of_the_release() -> None:
+    """All machine code of the real preset is demanded or let through by name."""
+    presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]
+    (release,) = (each for each in presets if each["name"] == "release")
+    held = release["cacheVariables"]["CMAKE_CUDA_ARCHITECTURES"].split(";")
+    found = environment.architectures(held, "9.0")
+    assert set(found["ran"]) == set(POLICY.required_architectures)
+    assert set(found["unverified"]) == set(POLICY.unverified_architectures)
 
 
 def test_tree_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,9 @@ import pytest
 import release_samples
 from flash_attn_build import files
 from flash_attn_build.compile import manifest
-from flash_attn_build.errors import RefusedError, SettingError
+from flash_attn_build.errors import RefusedError
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
-from flash_attn_build.release.policy import load_policy
 from release_samples import Project
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +53,7 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     notes = (out / "notes.md").read_text()
     assert "- First." in notes
-    assert "| 0.1.0, package index | 13.0.88 | sm_90 | NVIDIA H200 |" in notes
+    assert "| 0.1.0, package index | 13.0.88 | sm_90, sm_90a | NVIDIA H200 |" in notes
     assert "- **sm_80**: Machine code for compute capability 8.x" in notes
     assert "g++ 12.2.0" in notes
     check = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=out, check=True)
@@ -119,16 +118,6 @@ def test_the_wheels_must_be_those_of_the_policy(
     assert (foreign if "other-0.1.0" in names else "expected one wheel of each local") in errors
 
 
-def test_a_policy_that_cannot_be_read(
-    project: Project, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise SettingError("x")
-
-    monkeypatch.setattr(release, "load_policy", fail)
-    assert run(project, out) == SettingError.exit_code
-
-
 def test_attestations_are_asked_for_before_anything_is_read(
     project: Project, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -153,7 +142,7 @@ def test_the_real_wheel_takes_the_whole_way(
     built = Path(REAL)
     root = tmp_path / "tree"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(root)], check=True)
-    project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name, load_policy())
+    project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name)
     project.dist.mkdir()
     shutil.copy(built, project.wheel)
     shutil.copy(manifest.path_of(built), manifest.path_of(project.wheel))

@@ -97,7 +97,7 @@ def test_a_file_that_does_not_belong(tmp_path: Path, binary: bytes, name: str) -
         pytest.param(
             {"code": fake_wheel.fatbin([(2, 80), (2, 90)])},
             "holds GPU code for 80-real, 90-real, but _build_info.json states "
-            "80-real, 90-real, 90-virtual",
+            "80-real, 80-virtual, 90-real",
             id="PTX missing",
         ),
         pytest.param({"code": b""}, "holds GPU code for nothing", id="no GPU code"),

@@ -427,9 +427,14 @@ def test_architectures(
 def test_a_letter_ties_machine_code_to_one_capability() -> None:
     names = ["90-real", "90a-real", "100a-real", "100-virtual"]
     found = environment.architectures(names, "9.0")
-    assert found == {"ran": ["sm_90a"], "ran_as_ptx": [], "unverified": ["sm_90", "sm_100a"]}
+    assert found == {"ran": ["sm_90", "sm_90a"], "ran_as_ptx": [], "unverified": ["sm_100a"]}
     found = environment.architectures(names, "10.3")
     assert (found["ran"], found["ran_as_ptx"]) == ([], ["compute_100"])
+
+
+def test_a_family_of_its_own_runs_beside_ptx_of_the_others() -> None:
+    found = environment.architectures(["90a-real", "80-virtual"], "9.0")
+    assert found == {"ran": ["sm_90a"], "ran_as_ptx": ["compute_80"], "unverified": []}
 
 
 def test_a_form_of_architecture_that_says_nothing_is_left_out() -> None:

@@ -27,7 +27,7 @@ from ..files import exit_on_sigterm
 from .__main__ import ROOT, check_attestations
 from .candidate import read_wheel
 from .gate import find_wheels, proofs
-from .policy import Policy, load_policy
+from .policy import POLICY, Policy
 from .report import read_report, read_schema
 
 Attested = Callable[[Path], None]
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
             pages = sorted(given.pages.iterdir()) if given.pages else None
             if pages is None:
                 pages = download_pages(Path(folder), root)
-            write_index(pages, given.out.resolve(), load_policy(), schema, attested)
+            write_index(pages, given.out.resolve(), POLICY, schema, attested)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

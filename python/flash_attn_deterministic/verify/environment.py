@@ -67,7 +67,9 @@ def architectures(
     """Tells which GPU code of a wheel a run has exercised.
 
     The driver takes machine code of the GPU's own major version, the highest minor one that is not
-    above it; without any it compiles the highest PTX not above the GPU.
+    above it; without any it compiles the highest PTX not above the GPU. It chooses kernel by kernel:
+    code with a letter ("90a") is that of a family of kernels of its own, and the other kernels run
+    beside it from code without one.
 
     Args:
         names: of the wheel, as CMAKE_CUDA_ARCHITECTURES.
@@ -87,19 +89,20 @@ def architectures(
     if capability is not None:
         major, minor = map(int, capability.split("."))
         gpu = (major, minor)
-        ours = [one for one in parsed if one.real_runs_on(gpu) and not force_ptx]
-        below = [one for one in parsed if one.virtual_runs_on(gpu)]
-        # Of two for one capability the driver takes the one with a letter, which is for it alone.
-        if ours:
-            ran = [f"sm_{max(ours, key=_closeness).name}"]
-        elif below:
-            ptx = [f"compute_{max(below, key=_closeness).name}"]
+        for exact in (False, True):
+            family = [one for one in parsed if one.exact == exact]
+            ours = [one for one in family if one.real_runs_on(gpu) and not force_ptx]
+            below = [one for one in family if one.virtual_runs_on(gpu)]
+            if ours:
+                ran.append(f"sm_{max(ours, key=_closeness).name}")
+            elif below:
+                ptx.append(f"compute_{max(below, key=_closeness).name}")
     real = dict.fromkeys(f"sm_{one.name}" for one in parsed if one.real)
     return {"ran": ran, "ran_as_ptx": ptx, "unverified": [n for n in real if n not in ran]}
 
 
-def _closeness(architecture: Architecture) -> tuple[tuple[int, int], bool]:
-    return architecture.capability, architecture.exact
+def _closeness(architecture: Architecture) -> tuple[int, int]:
+    return architecture.capability
 
 
 def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
