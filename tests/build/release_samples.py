@@ -26,8 +26,15 @@ SCHEMA: Mapping[str, Any] = json.loads(_SCHEMA_FILE.read_text())
 SETTINGS = {
     "preset": "release", "defines": [], "environment": {}, "locked": True, "source_date_epoch": 0
 }  # fmt: skip
-TOOLS = {"nvcc": "13.0.88", "g++": "12.2.0", "ziglang": "0.17.0", "torch": "2.13.0+cpu"}
-LOCK = "".join(f"{name}=={TOOLS[name]} \\\n    --hash=sha256:00\n" for name in ("ziglang",))
+TOOLS = {
+    "nvcc": "13.0.88", "g++": "(x) 12.2.0", "python": "3.12.3", "ziglang": "0.17.0",
+    "torch": "2.13.0+cpu", "nvidia-cuda-nvcc": "13.0.88",
+}  # fmt: skip
+LOCKS = {
+    "build": "ziglang==0.17.0 \\\n    --hash=sha256:00\nh11==1 ; python_full_version < '3.12'\n",
+    "torch": "torch==2.13.0 \\\n    --hash=sha256:00\n",
+    "cuda": "nvidia-cuda-nvcc==13.0.88 ; sys_platform == 'linux' \\\n    --hash=sha256:00\n",
+}
 PTX_DEFINES = ["CMAKE_CUDA_ARCHITECTURES=80-virtual"]
 # What the library of the samples is said to be compiled from.
 _PIN = {
@@ -143,7 +150,8 @@ def make(root: Path, wheel: Path) -> Project:
     write_report(placed, project.report_path)
     wheel_of_ptx = {"filename": wheel.name, "sha256": "80" * 32}
     ran = {"ran": [], "ran_as_ptx": ["compute_80"], "unverified": []}
-    files.write_text(root / "locks" / "build.txt", LOCK)
+    for name, text in LOCKS.items():
+        files.write_text(root / "locks" / f"{name}.txt", text)
     built = {"cuda_toolkit": "13.0.88", "architectures": ["80-virtual"], "deterministic": True}
     write_report(
         placed, project.ptx_path, quick=True, wheel=wheel_of_ptx, architectures=ran, build=built

@@ -9,7 +9,7 @@ from typing import Any
 import fake_wheel
 import pytest
 from flash_attn_build import files
-from flash_attn_build.compile import build_folder, manifest
+from flash_attn_build.compile import build_folder, locks, manifest
 from flash_attn_build.errors import WheelError
 
 
@@ -83,10 +83,27 @@ def test_reads_the_units_of_this_configuration_only(tmp_path: Path) -> None:
 def test_tool_versions_leave_out_what_is_not_installed() -> None:
     versions = manifest.tool_versions("13.0.88", ("/bin/echo", "g++"))
     assert versions["nvcc"] == "13.0.88"
-    assert versions["g++"] == "g++ -dumpfullversion"  # said by echo, run as a launcher would be
+    assert versions["g++"] == "--version"  # said by echo, run as a launcher would be
     assert versions["auditwheel"]
+    assert versions["torch"]
+    assert "colorama" not in versions
     assert "python" in versions
     assert all(versions.values())
+
+
+def test_the_machine_is_named_with_its_image() -> None:
+    found = manifest.machine({"ImageOS": "ubuntu24", "ImageVersion": "20261115.1.0"})
+    assert found["image"] == "ubuntu24 20261115.1.0"
+    assert manifest.machine({}) == {"system": found["system"], "image": ""}
+    assert found["system"]
+
+
+@pytest.mark.parametrize("text", [None, "# nothing\n"], ids=["none", "empty"])
+def test_a_list_of_locked_tools_that_is_not_there(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        files.write_text(tmp_path / "locks" / "build.txt", text)
+    with pytest.raises(LookupError, match=r"locks/build\.txt: (No such file|names no version)"):
+        list(locks.requirements("13.0.88", tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tomli
-from flash_attn_build.release.candidate import locked_versions
+from flash_attn_build.compile import locks
 from flash_attn_build.wheel import sbom
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,10 @@ def test_one_version_of_a_package_is_locked() -> None:
         for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE):
             found.setdefault(name, set()).add(version)
     assert {name: versions for name, versions in found.items() if len(versions) > 1} == {}
-    assert locked_versions(ROOT)["ziglang"] in found["ziglang"]
+    for cuda in ("12.4.131", "13.0.88"):
+        locked = {each.name: str(each.specifier) for each in locks.requirements(cuda)}
+        assert {f"=={version}" for version in found["ziglang"]} == {locked["ziglang"]}
+        assert ("nvidia-cuda-nvcc" in locked) == (cuda == "13.0.88")
 
 
 @pytest.mark.parametrize(

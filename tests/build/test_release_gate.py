@@ -458,12 +458,26 @@ def test_reports_of_other_wheels_do_no_harm(project: Project) -> None:
         ),
         pytest.param(lambda m: m.update(wheel=[]), "is of another wheel", id="wheel"),
         pytest.param(
-            lambda m: m["build"].update(locked=False), "tools that locks/build.txt", id="not locked"
+            lambda m: m["build"].update(locked=False), "tools that locks/ does not", id="not locked"
         ),
         pytest.param(
             lambda m: m["tools"].update(ziglang="0.13.0"),
-            "built with ziglang 0.13.0, but locks/build.txt has 0.17.0",
+            "built with ziglang 0.13.0, but locks/ has ziglang==0.17.0",
             id="another linker",
+        ),
+        pytest.param(
+            lambda m: m["tools"].update(torch="2.12.0"), "built with torch 2.12.0", id="headers"
+        ),
+        pytest.param(
+            lambda m: m["tools"].pop("nvidia-cuda-nvcc"),
+            "built with nvidia-cuda-nvcc None, but locks/ has nvidia-cuda-nvcc==13.0.88",
+            id="no nvcc of a package",
+        ),
+        pytest.param(
+            lambda m: m["tools"].update(h11="2"), "built with h11 2, but locks/ has", id="more"
+        ),
+        pytest.param(
+            lambda m: m["tools"].update(python="3.11.9"), "built with h11 None", id="for a Python"
         ),
         pytest.param(
             lambda m: m["tools"].pop("ziglang"), "built with ziglang None", id="no linker"

@@ -85,6 +85,7 @@ def build(request: Request, root: Path = ROOT) -> Path:
             "preset": request.preset,
             "defines": list(request.defines),
             "environment": influences,
+            "machine": manifest.machine(os.environ),
             "source_date_epoch": epoch,
             "locked": request.locked,
             "jobs": job_count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -13,11 +14,10 @@ from typing import Any
 
 from ..errors import WheelError
 from ..files import sha256_of
+from . import locks
 from .toolchain import compiler_name
 
 SCHEMA = 3
-TOOLS = ("auditwheel", "build", "cmake", "cyclonedx-python-lib", "ninja", "scikit-build-core",
-         "torch", "ziglang")  # fmt: skip
 # What the wheel says of itself (_build_info.json), and the manifest repeats.
 FROM_WHEEL = ("upstream", "cuda_toolkit", "architectures", "deterministic", "torch_target",
               "instances", "sources", "bits_version")  # fmt: skip
@@ -141,19 +141,36 @@ def tool_versions(cuda: str, host_compiler: tuple[str, ...]) -> dict[str, str]:
         host_compiler: Command of the C++ compiler.
 
     Returns:
-        Name to version; of packages, those that are installed.
+        Name to version: the compilers, and every installed package that locks/ names. That of the
+        host compiler is in its own words, which tell a distribution's build from another's.
     """
-    version = subprocess.run(
-        [*host_compiler, "-dumpfullversion"], capture_output=True, text=True, check=False
-    )
+    said = subprocess.run(
+        [*host_compiler, "--version"], capture_output=True, text=True, check=False
+    ).stdout.partition("\n")[0]
+    name = compiler_name(host_compiler)
     versions = {
         "nvcc": cuda,
-        compiler_name(host_compiler): version.stdout.strip(),
+        name: said.removeprefix(name).strip(),
         "python": platform.python_version(),
     }
-    for name in TOOLS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for requirement in locks.requirements(cuda):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[requirement.name] = importlib.metadata.version(requirement.name)
     return versions
+
+
+def machine(environ: Mapping[str, str]) -> dict[str, str]:
+    """Names the system that a build runs on.
+
+    Args:
+        environ: Environment: GitHub's runners say there which image they were started from.
+
+    Returns:
+        `system`, such as "Debian GNU/Linux 12 (bookworm)", and `image`, or "".
+    """
+    try:
+        system = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        system = ""
+    image = f"{environ.get('ImageOS', '')} {environ.get('ImageVersion', '')}".strip()
+    return {"system": system or platform.system(), "image": image}

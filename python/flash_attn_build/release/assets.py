@@ -81,8 +81,8 @@ def notes(verdicts: Mapping[str, Verdict], policy: Policy, changelog: Path) -> s
         run = f" Its PTX was run on a newer GPU ({allowed.ptx_report})." if allowed.ptx else ""
         lines.append(f"- **{name}**: {why}{run}")
     tools = verdicts[""].wheel.manifest["tools"]
-    made = ", ".join(f"{name} {number}" for name, number in tools.items())
-    lines += ["", f"Made with {made}: the same sources and tools give the same bytes."]
+    made = ", ".join(f"{name} {number}" for name, number in list(tools.items())[:3])
+    lines += ["", f"Made with {made} and the packages of locks/: the same give the same bytes."]
     return "\n".join(lines).strip() + "\n"
 
 

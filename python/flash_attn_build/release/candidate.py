@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,14 +12,13 @@ from typing import Any
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from ..compile import manifest, sources
+from ..compile import locks, manifest, sources
 from ..errors import WheelError
 from ..files import read_tree
 from ..wheel import check
 
 _PIN = "cpp/upstream/upstream.json"
 _INSTANCES = "cpp/instances.json"
-LOCK = "locks/build.txt"
 
 
 @dataclass(frozen=True)
@@ -186,10 +184,13 @@ def _manifest_faults(text: Mapping[str, Any], root: Path) -> Iterator[str]:
             f"{', '.join(build['environment'])}"
         )
     if build["locked"] is not True:
-        yield f"manifest: built with tools that {LOCK} does not pin (`nox -s build -- --locked`)"
-    for name, version in locked_versions(root).items():
-        if name in manifest.TOOLS and tools.get(name, "").partition("+")[0] != version:
-            yield f"manifest: built with {name} {tools.get(name)}, but {LOCK} has {version}"
+        yield "manifest: built with tools that locks/ does not pin (`nox -s build -- --locked`)"
+    python = {"python_full_version": tools["python"]}
+    for locked in locks.requirements(text["cuda_toolkit"], root):
+        wanted = locked.marker is None or locked.marker.evaluate(python)
+        version = tools.get(locked.name, "").partition("+")[0]  # a local version: "+cpu"
+        if (wanted or version) and version not in locked.specifier:
+            yield f"manifest: built with {locked.name} {version or None}, but locks/ has {locked}"
     if tools["nvcc"] != text["cuda_toolkit"]:
         yield f"manifest: nvcc {tools['nvcc']} made a wheel of CUDA {text['cuda_toolkit']}"
     units, totals = text["translation_units"], text["totals"]
@@ -209,25 +210,3 @@ def _manifest_faults(text: Mapping[str, Any], root: Path) -> Iterator[str]:
         raise TypeError("architectures: expected a list")
     if text["upstream"] != {**expected, "patches": pin["patches"]}:
         yield f"manifest: its upstream or patches are not those that {_PIN} pins"
-
-
-def locked_versions(root: Path) -> dict[str, str]:
-    """Reads the versions in the hash-locked list of what builds.
-
-    Args:
-        root: The source tree.
-
-    Returns:
-        Version by name.
-
-    Raises:
-        LookupError: There is no such list, or it is empty.
-    """
-    try:
-        text = (root / LOCK).read_text(encoding="utf-8")
-    except OSError as error:
-        raise LookupError(f"{LOCK}: {error.strerror}") from error
-    found = dict(re.findall(r"^([a-z0-9][a-z0-9.-]*)==([^\s;\\]+)", text, re.MULTILINE))
-    if not found:
-        raise LookupError(f"{LOCK}: names no version")
-    return found
