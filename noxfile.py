@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TOOLS = {"PYTHONPATH": str(ROOT / "python")}  # flash_attn_build
 PYTHONS = ("3.10", "3.14")  # the oldest and the newest that the wheel is tested on
+BUILD_PYTHON = (3, 11)  # the oldest that builds and gates: torch-abi-audit needs it
 
 
 @nox.session(default=False)
@@ -166,8 +168,9 @@ def lint(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Write the hash-locked lists in locks/, of what builds and gates, from pyproject.toml."""
     session.install("uv==0.13.9")
-    compile_ = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
-    compile_ += ["--generate-hashes", "--no-header", "--no-annotate", "--upgrade"]
+    compile_ = ["uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes"]
+    compile_ += ["--python-version", ".".join(map(str, BUILD_PYTHON))]
+    compile_ += ["--no-header", "--no-annotate", "--upgrade"]
     for name in LOCKS:
         arguments = ["--group", f"pyproject.toml:{name}", "--output-file", f"locks/{name}.txt"]
         # Only torch's headers are read: not its dependencies, which are gigabytes.
@@ -207,14 +210,6 @@ def run_build(session: nox.Session, *arguments: str) -> None:
     run_tool(session, "compile.build", *arguments, cudacxx=nvcc)
 
 
-def release_wheel(session: nox.Session) -> Path:
-    """Returns the wheel in dist/, or in a folder there for one CUDA toolkit."""
-    wheels = [*ROOT.glob("dist/*.whl"), *ROOT.glob("dist/cu[0-9]*/*.whl")]
-    if len(wheels) != 1:
-        session.error(f"dist: expected one wheel, found {len(wheels)}; `nox -s build` makes it")
-    return wheels[0]
-
-
 def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
     """Installs a wheel, with nothing but its requirements, and lets it verify itself."""
     session.install(str(wheel), *groups("torch"))
@@ -249,7 +244,10 @@ def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: boo
 
 
 def install(session: nox.Session, group: str, *options: str, locked: bool = False) -> None:
-    """Installs a dependency group of pyproject.toml; locked: what locks/ has of it, by hash."""
+    """Installs a group of what builds or gates; locked: what locks/ has of it, by hash."""
+    if sys.version_info < BUILD_PYTHON:
+        floor = ".".join(map(str, BUILD_PYTHON))
+        session.error(f"building needs Python {floor} or newer; the wheel runs on 3.10 too")
     if locked:
         session.install(*options, "--require-hashes", "-r", f"locks/{group}.txt")
     else:

@@ -97,6 +97,16 @@ def test_a_locked_build_installs_by_hash_only_and_compiles_with_the_locked_nvcc(
     assert session.commands[-1][-1] == "--packages"
 
 
+def test_an_older_python_is_told_before_anything_is_installed(
+    sessions: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "BUILD_PYTHON", (99, 0))
+    session = Session()
+    with pytest.raises(Stopped, match=r"building needs Python 99\.0 or newer; the wheel runs on"):
+        sessions.run_build(session, "--preset", "dev")
+    assert session.commands == []
+
+
 def test_cuda_12_is_compiled_with_debians_nvcc(sessions: ModuleType) -> None:
     session = Session()
     assert sessions.install_compilers(session, locked=True, cuda12=True) == "/packages/nvcc"

@@ -162,6 +162,47 @@ def test_what_lacks_its_proof_is_refused(
     assert sorted((tmp_path / "index").rglob("*")) == before
 
 
+def later(pages: Path) -> None:
+    """Puts the page of a later release beside the first."""
+    first = the_wheel(pages)
+    wheel = pages / "v0.2.0" / first.name.replace("0.1.0", "0.2.0")
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(first) as old, zipfile.ZipFile(wheel, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith("METADATA"):
+                data = data.replace(b"0.1.0", b"0.2.0")
+            new.writestr(name.replace("0.1.0.dist-info", "0.2.0.dist-info"), data)
+    release_samples.describe(wheel)
+    release_samples.write_report(wheel, wheel.with_name(f"{wheel.name}.verification-1.json"))
+
+
+def test_what_is_demanded_since_a_release_does_not_undo_it(pages: Path, tmp_path: Path) -> None:
+    (path,) = pages.rglob("*.verification-1.json")
+    sections = json.loads(path.read_text())["sections"]
+    (contract,) = (each for each in sections if each["id"] == "contract")
+    contract["data"]["checks"].pop()
+    edit_report(pages, sections=sections)
+    assert write(pages, tmp_path / "index") == RefusedError.exit_code  # it is the newest
+    later(pages)
+    assert write(pages, tmp_path / "index") == 0
+    assert len(list((tmp_path / "index" / "packages").glob("*.whl"))) == 2
+    contract["data"]["checks"][0]["status"] = "failed"
+    first = next(each for each in pages.rglob("*.verification-1.json") if "0.1.0" in each.name)
+    content = {**json.loads(first.read_text()), "sections": sections}
+    files.write_json(first, {**content, "digest": digest(content)})
+    assert write(pages, tmp_path / "index") == RefusedError.exit_code
+
+
+def test_an_earlier_release_still_needs_a_proof(
+    pages: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    next(pages.rglob("*.verification-1.json")).unlink()
+    later(pages)
+    assert write(pages, tmp_path / "index") == RefusedError.exit_code
+    assert "sm_90: no complete, passing report" in capsys.readouterr().err
+
+
 def gh(folder: Path, program: str) -> Path:
     """Puts a `gh` of ours on PATH, which notes how it was called."""
     path = folder / "bin" / "gh"

@@ -2,7 +2,8 @@
 
 It takes wheels, manifests and reports from the release pages, but believes none of them: each wheel
 must have the attestation of this project's build, pass the checks of wheels, and be proven by its
-reports. dumb-pypi writes the pages.
+reports; the newest by all that the policy demands, earlier ones by what they were asked then.
+dumb-pypi writes the pages.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from packaging.metadata import Metadata
+from packaging.version import Version
 
 from ..errors import BuildError, RefusedError, StepError
 from ..files import exit_on_sigterm
 from .__main__ import ROOT, check_attestations
-from .candidate import read_wheel
+from .candidate import Candidate, read_wheel
 from .gate import find_wheels, proofs
 from .policy import POLICY, Policy
 from .report import read_report, read_schema
@@ -57,9 +60,14 @@ def write_index(
             if not find_wheels(page):
                 raise RefusedError(f"{page.name}: its release page holds no wheel")
             attested(page)
-            for wheel in find_wheels(page):
-                label = _judge(wheel, policy, schema)
-                rows.setdefault(label, []).append(_place(wheel, made / label / "packages"))
+        found = [read_wheel(wheel) for page in pages for wheel in find_wheels(page)]
+        newest = max((Version(each.version or "0") for each in found), default=None)
+        for wheel in found:
+            demanded = policy if Version(wheel.version or "0") == newest else _earlier(policy, wheel)
+            _judge(wheel, demanded, schema)
+            rows.setdefault(wheel.local, []).append(
+                _place(wheel.path, made / wheel.local / "packages")
+            )
         if not rows:
             raise RefusedError("the index would be empty: there is no release")
         for label, packages in rows.items():
@@ -75,18 +83,23 @@ def write_index(
             raise
 
 
-def _judge(wheel: Path, policy: Policy, schema: Mapping[str, Any]) -> str:
-    """Holds a wheel to its manifest and its reports; returns its local version."""
-    found = read_wheel(wheel)
-    reports = [
-        read_report(path, schema)
-        for path in sorted(wheel.parent.glob(f"{wheel.name}.verification-*.json"))
-    ]
-    reasons = [*found.faults, *proofs(found, reports, policy).reasons]
+def _earlier(policy: Policy, wheel: Candidate) -> Policy:
+    """What an earlier release is held to: not what has been demanded only since."""
+    known = policy.required_architectures.items()
+    held = {name: gpus for name, gpus in known if name in wheel.architectures}
+    return replace(policy, required_architectures=held, required_sections=(), required_checks=())
+
+
+def _judge(wheel: Candidate, policy: Policy, schema: Mapping[str, Any]) -> None:
+    """Holds a wheel to its manifest and its reports."""
+    places = sorted(wheel.path.parent.glob(f"{wheel.path.name}.verification-*.json"))
+    proven = proofs(wheel, [read_report(path, schema) for path in places], policy)
+    reasons = [*wheel.faults, *proven.reasons]
+    if not reasons and not proven.verified:
+        reasons.append("no report proves any of its machine code")
     if reasons:
         lines = "".join(f"\n  - {reason}" for reason in reasons)
-        raise RefusedError(f"{wheel.name} (sha256 {found.sha256}) lacks its proof:{lines}")
-    return found.local
+        raise RefusedError(f"{wheel.path.name} (sha256 {wheel.sha256}) lacks its proof:{lines}")
 
 
 def _place(wheel: Path, packages: Path) -> dict[str, str]:
