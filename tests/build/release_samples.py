@@ -213,9 +213,7 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
             "patches": upstream["patches"],
         },
         "build": {key: text[key] for key in ("cuda_toolkit", "architectures", "deterministic")},
-        "architectures": {
-            "ran": ["sm_90", "sm_90a"], "ran_as_ptx": [], "unverified": ["sm_80"]
-        },
+        "architectures": {"ran": ["sm_90", "sm_90a"], "ran_as_ptx": [], "unverified": ["sm_80"]},
         "sections": sections(),
         **changes,
     }

@@ -61,10 +61,10 @@ def write_index(
                 raise RefusedError(f"{page.name}: its release page holds no wheel")
             attested(page)
         found = [read_wheel(wheel) for page in pages for wheel in find_wheels(page)]
-        newest = max((Version(each.version or "0") for each in found), default=None)
+        newest = max((Version(wheel.version or "0") for wheel in found), default=None)
         for wheel in found:
-            demanded = policy if Version(wheel.version or "0") == newest else _earlier(policy, wheel)
-            _judge(wheel, demanded, schema)
+            last = Version(wheel.version or "0") == newest
+            _judge(wheel, policy if last else _earlier(policy, wheel), schema)
             rows.setdefault(wheel.local, []).append(
                 _place(wheel.path, made / wheel.local / "packages")
             )

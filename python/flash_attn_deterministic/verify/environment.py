@@ -67,9 +67,9 @@ def architectures(
     """Tells which GPU code of a wheel a run has exercised.
 
     The driver takes machine code of the GPU's own major version, the highest minor one that is not
-    above it; without any it compiles the highest PTX not above the GPU. It chooses kernel by kernel:
-    code with a letter ("90a") is that of a family of kernels of its own, and the other kernels run
-    beside it from code without one.
+    above it; without any it compiles the highest PTX not above the GPU. It chooses kernel by
+    kernel: code with a letter ("90a") is that of a family of kernels of its own, and the other
+    kernels run beside it from code without one.
 
     Args:
         names: of the wheel, as CMAKE_CUDA_ARCHITECTURES.
