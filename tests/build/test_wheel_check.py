@@ -7,7 +7,7 @@ from typing import Any
 import fake_wheel
 import pytest
 from flash_attn_build.errors import WheelError
-from flash_attn_build.wheel import check, elf
+from flash_attn_build.wheel import check
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,8 @@ def test_a_file_that_does_not_belong(tmp_path: Path, binary: bytes, name: str) -
         ),
         pytest.param(
             {"calls": [*fake_wheel.SHIMS, "_ZN3c105ErrorD1Ev"]},
-            "imports _ZN3c105ErrorD1Ev, which is outside torch's stable ABI",
+            "torch-abi-audit: not torch's stable ABI: c10::Error::~Error()",
             id="C++ of torch",
-        ),
-        pytest.param(
-            {"calls": [*fake_wheel.SHIMS, "_ZN5torch3jit5parseEv"]},
-            "torch-abi-audit: not torch's stable ABI: torch::jit::parse()",
-            id="found by torch-abi-audit too",
         ),
         pytest.param(
             {"calls": [*fake_wheel.SHIMS, "cuLaunchKernel"]},
@@ -127,14 +122,6 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     files = {**fake_wheel.contents(binary), "setup.py": b""}
     text = problems(fake_wheel.pack(tmp_path, files))
     assert all(word in text for word in ("setup.py", "not stripped", "GPU code for nothing"))
-
-
-def test_reads_where_a_symbol_comes_from(tmp_path: Path, binary: bytes) -> None:
-    library = elf.read(binary)
-    assert library.needed == ("libtorch_cpu.so", "libtorch_cuda.so", "libc.so.6")
-    versioned = {name: origin for name, origin in library.undefined.items() if origin}
-    assert set(library.undefined) - set(versioned) == set(fake_wheel.SHIMS)
-    assert versioned["abort"].startswith("libc.so.6:GLIBC_2.")
 
 
 @pytest.mark.parametrize(

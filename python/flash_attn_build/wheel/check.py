@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import sys
@@ -12,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from elftools.elf.elffile import ELFFile
 from packaging.metadata import Metadata
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from torch_abi_audit import inspect_extension
 
 from ..errors import WheelError
-from . import cubins, elf, sbom
+from . import cubins, sbom
 
 PACKAGE = "flash_attn_deterministic"
 TAG = "py3-none-manylinux_2_28_x86_64"
@@ -51,8 +53,6 @@ _SYSTEM = frozenset(
     }
 )
 _SHIM = re.compile(r"(aoti_)?torch_\w+\Z")
-# C++ names that have at::, c10:: or torch:: in them.
-_UNSTABLE = re.compile(r"_Z\w*(?<!\d)(2at|3c10|5torch)(?=\d|[A-Z])")
 
 
 def check(wheel: Path) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def check(wheel: Path) -> dict[str, Any]:
             info = json.loads(archive.read(BUILD_INFO))
         if LIBRARY in names:
             data = archive.read(LIBRARY)
-            library = elf.read(data)
+            library = ELFFile(io.BytesIO(data))
             problems += [*_library(library), *_stable_abi(data, info), *_gpu_code(library, info)]
             problems += [*_folders(data), *_bill(archive, names, info, data)]
         for name in names:
@@ -143,21 +143,41 @@ def _contents(names: list[str]) -> Iterator[str]:
             yield f"contents: {name} does not belong into the wheel"
 
 
-def _library(library: elf.Library) -> Iterator[str]:
-    needed = set(library.needed)
+def _library(library: ELFFile) -> Iterator[str]:
+    dynamic = library.get_section_by_name(".dynamic")
+    needed = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
     for name in sorted(_TORCH - needed):
         yield f"{LIBRARY}: does not name {name}, so torch's functions would not be found"
     for name in sorted(needed - _TORCH - _SYSTEM):
         yield f"{LIBRARY}: needs {name}, which the wheel cannot count on"
-    if library.rpaths:
-        yield f"{LIBRARY}: carries library search paths: {', '.join(library.rpaths)}"
-    if not library.stripped:
+    for kind in ("rpath", "runpath"):
+        for tag in dynamic.iter_tags(f"DT_{kind.upper()}"):
+            yield f"{LIBRARY}: carries library search paths: {getattr(tag, kind)}"
+    if library.get_section_by_name(".symtab") is not None:
         yield f"{LIBRARY}: not stripped (it has a .symtab section)"
-    for symbol, origin in sorted(library.undefined.items()):
-        if _UNSTABLE.match(symbol):
-            yield f"{LIBRARY}: imports {symbol}, which is outside torch's stable ABI"
-        elif not origin and not _SHIM.match(symbol):
+    for symbol in sorted(unbound(library)):
+        if not _SHIM.match(symbol):
             yield f"{LIBRARY}: imports {symbol}, which no library is named for"
+
+
+def unbound(library: ELFFile) -> set[str]:
+    """Names the symbols that others must define, without saying which library.
+
+    Args:
+        library: A shared library.
+
+    Returns:
+        Those that are bound to no version of a library, but for weak ones.
+    """
+    versions = library.get_section_by_name(".gnu.version")
+    symbols = enumerate(library.get_section_by_name(".dynsym").iter_symbols())
+    return {
+        symbol.name
+        for index, symbol in symbols
+        if symbol["st_shndx"] == "SHN_UNDEF"
+        and symbol["st_info"]["bind"] != "STB_WEAK"
+        and (versions is None or not isinstance(versions.get_symbol(index)["ndx"], int))
+    } - {""}
 
 
 def _folders(data: bytes) -> Iterator[str]:
@@ -204,14 +224,14 @@ def _stable_abi(data: bytes, info: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _gpu_code(library: elf.Library, info: dict[str, Any]) -> Iterator[str]:
+def _gpu_code(library: ELFFile, info: dict[str, Any]) -> Iterator[str]:
     if not info:
         return
     stated = set()
     for name in info["architectures"]:
         number, _, kind = re.sub(r"[af](?=-|\Z)", "", name).partition("-")
         stated |= {f"{number}-{k}" for k in ([kind] if kind else ["real", "virtual"])}
-    found = cubins.architectures(library.fatbin)
+    found = cubins.architectures(fatbin(library))
     if stated != found:
         yield (
             f"{LIBRARY}: holds GPU code for {', '.join(sorted(found)) or 'nothing'}, "
@@ -221,6 +241,12 @@ def _gpu_code(library: elf.Library, info: dict[str, Any]) -> Iterator[str]:
         yield f"{BUILD_INFO}: lists no instance"
     if not info.get("sources"):
         yield f"{BUILD_INFO}: does not say what sources the GPU code is compiled from"
+
+
+def fatbin(library: ELFFile) -> bytes:
+    """Takes the GPU code out of a library, as nvcc laid it out; b"" if it holds none."""
+    section = library.get_section_by_name(".nv_fatbin")
+    return bytes(section.data()) if section else b""
 
 
 def _release(version: str) -> tuple[int, ...]:
