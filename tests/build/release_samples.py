@@ -35,6 +35,7 @@ LOCKS = {
     "torch": "torch==2.13.0 \\\n    --hash=sha256:00\n",
     "cuda": "nvidia-cuda-nvcc==13.0.88 ; sys_platform == 'linux' \\\n    --hash=sha256:00\n",
 }
+BUILD = ("cuda_toolkit", "architectures", "deterministic", "bits_version")  # in reports
 PTX_DEFINES = ["CMAKE_CUDA_ARCHITECTURES=80-virtual"]
 # What the library of the samples is said to be compiled from.
 _PIN = {
@@ -152,7 +153,7 @@ def make(root: Path, wheel: Path) -> Project:
     ran = {"ran": [], "ran_as_ptx": ["compute_80"], "unverified": []}
     for name, text in LOCKS.items():
         files.write_text(root / "locks" / f"{name}.txt", text)
-    built = {"cuda_toolkit": "13.0.88", "architectures": ["80-virtual"], "deterministic": True}
+    built = {**project.report["build"], "architectures": ["80-virtual"]}
     write_report(
         placed, project.ptx_path, quick=True, wheel=wheel_of_ptx, architectures=ran, build=built
     )
@@ -212,7 +213,7 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
             "upstream": {key: upstream[key] for key in ("name", "version", "sha256")},
             "patches": upstream["patches"],
         },
-        "build": {key: text[key] for key in ("cuda_toolkit", "architectures", "deterministic")},
+        "build": {key: text[key] for key in BUILD},
         "architectures": {"ran": ["sm_90", "sm_90a"], "ran_as_ptx": [], "unverified": ["sm_80"]},
         "sections": sections(),
         **changes,

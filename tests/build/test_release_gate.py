@@ -297,6 +297,9 @@ def test_a_run_that_left_no_report_blocks(project: Project) -> None:
             lambda r: r["build"].update(deterministic=False), "build's deterministic", id="mode"
         ),
         pytest.param(
+            lambda r: r["build"].update(bits_version=9), "build's bits_version", id="bits"
+        ),
+        pytest.param(
             lambda r: r["architectures"].update(ran=["sm_90", "sm_90a", "sm_90b"]),
             "says that sm_90b ran, which the wheel does not hold",
             id="not held",

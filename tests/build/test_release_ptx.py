@@ -131,6 +131,8 @@ def test_no_report(project: Project) -> None:
             id="toolkit",
         ),
         pytest.param(lambda m: m.update(deterministic=False), "deterministic: False", id="mode"),
+        pytest.param(lambda m: m.update(bits_version=9), "bits_version: 9", id="bits"),
+        pytest.param(lambda m: m["upstream"].update(version="9"), "upstream: ", id="upstream"),
         pytest.param(
             lambda m: m.update(architectures=["80-virtual", "90-real"]),
             "expected 80-virtual alone, got 80-virtual, 90-real",

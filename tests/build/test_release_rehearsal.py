@@ -153,7 +153,7 @@ def test_the_real_wheel_takes_the_whole_way(
     ptx["build"] = {**text["build"], "defines": release_samples.PTX_DEFINES}
     ptx["wheel"] = {**text["wheel"], "sha256": "80" * 32}
     files.write_json(project.ptx_manifest, ptx)
-    stated = {key: ptx[key] for key in ("cuda_toolkit", "architectures", "deterministic")}
+    stated = {key: ptx[key] for key in release_samples.BUILD}
     release_samples.write_report(
         project.wheel, project.ptx_path, quick=True, build=stated,
         wheel={"filename": built.name, "sha256": "80" * 32},

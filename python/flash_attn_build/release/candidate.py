@@ -42,12 +42,6 @@ class Candidate:
     faults: tuple[str, ...] = ()
 
     @property
-    def upstream(self) -> Mapping[str, Any]:
-        """Name, version, sha256 and patches of upstream's release, as the manifest has them."""
-        found = self.manifest.get("upstream")
-        return found if isinstance(found, dict) else {}
-
-    @property
     def architectures(self) -> tuple[str, ...]:
         """Architectures of the machine code in the wheel, such as "sm_90"."""
         return tuple(

@@ -12,15 +12,7 @@ from ..compile import manifest as manifests
 from ..compile import sources
 from .candidate import Candidate
 from .policy import Policy, Unverified
-from .report import (
-    Report,
-    build_faults,
-    check_faults,
-    pin_faults,
-    read_report,
-    run_faults,
-    section_faults,
-)
+from .report import Report, build_faults, read_report, run_faults, state_faults
 
 # Not those that take times: how fast PTX is does not matter here.
 SECTIONS = ("contract", "accuracy")
@@ -53,7 +45,7 @@ def faults(
     except (OSError, ValueError) as error:
         yield f"{path}: is unreadable ({error})"
         text = {}
-    for fault in report_faults(report, text, wheel, allowed.ptx, policy):
+    for fault in report_faults(report, text, allowed.ptx, policy):
         yield f"{allowed.ptx_report}: {fault}"
     if text and report.content:
         try:
@@ -69,14 +61,13 @@ def manifest_path(report: str) -> str:
 
 
 def report_faults(
-    report: Report, manifest: Mapping[str, Any], wheel: Candidate, ptx: str, policy: Policy
+    report: Report, manifest: Mapping[str, Any], ptx: str, policy: Policy
 ) -> Iterator[str]:
     """Says why a report does not show that PTX works.
 
     Args:
         report: The report.
         manifest: Of the wheel that ran.
-        wheel: The wheel that is to be published: both must be of one upstream and its patches.
         ptx: Such as "compute_80".
         policy: The release policy: the rows of the contract that must have passed.
 
@@ -89,11 +80,9 @@ def report_faults(
     if ptx not in report.ran_as_ptx:
         yield f"did not run {ptx} as PTX"
     yield from build_faults(report.content, manifest)
-    yield from section_faults(report.content, SECTIONS)
     # The golden hashes are of machine code; where they are known they must not fail here either.
     rows = [name for name in policy.required_checks if name != "golden"]
-    yield from check_faults(report.content, rows)
-    yield from pin_faults(report.content, wheel)
+    yield from state_faults(report.content, SECTIONS, rows)
 
 
 def manifest_faults(
@@ -125,7 +114,7 @@ def manifest_faults(
             f"expected preset 'release' with the option {option} alone, got {build['preset']!r}, "
             f"{' '.join(build['defines'])} {' '.join(build['environment'])}"
         )
-    for key in ("cuda_toolkit", "deterministic", "torch_target"):
+    for key in ("upstream", "cuda_toolkit", "deterministic", "torch_target", "bits_version"):
         if text[key] != ours.get(key):
             yield f"{key}: {text[key]!r}, but the wheel to be published has {ours.get(key)!r}"
     # A family of kernels for a later architecture has no PTX of an earlier one.

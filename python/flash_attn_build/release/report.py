@@ -154,9 +154,7 @@ def faults(report: Report, wheel: Candidate, policy: Policy) -> Iterator[str]:
         if gpus and not any(word in gpu for word in gpus):
             yield f"ran {name} on {gpu!r}, which is none of {', '.join(gpus)}"
     yield from build_faults(content, wheel.manifest)
-    yield from section_faults(content, policy.required_sections)
-    yield from check_faults(content, policy.required_checks)
-    yield from pin_faults(content, wheel)
+    yield from state_faults(content, policy.required_sections, policy.required_checks)
 
 
 def run_faults(report: Report) -> Iterator[str]:
@@ -209,7 +207,7 @@ def runs_on(architecture: str, capability: str) -> bool:
 
 
 def build_faults(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Says where a report's section on the build is not what a manifest says.
+    """Says where what a report says of the build is not what a manifest says.
 
     Args:
         content: The report.
@@ -218,9 +216,14 @@ def build_faults(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Ite
     Yields:
         Every reason.
     """
-    for key in ("cuda_toolkit", "architectures", "deterministic"):
+    for key in ("cuda_toolkit", "architectures", "deterministic", "bits_version"):
         if at(content, "build", key) != manifest.get(key):
             yield f"its build's {key} is not that of the manifest"
+    for key in ("version", "sha256"):
+        if at(content, "pins", "upstream", key) != at(manifest, "upstream", key):
+            yield "its upstream is not that of the manifest"
+    if at(content, "pins", "patches") != at(manifest, "upstream", "patches"):
+        yield "its patches are not those of the manifest"
     if at(content, "build", "missing_kernels"):
         yield "says that the wheel lacks kernels"
     held = {str(name) for name in manifest.get("architectures") or ()}
@@ -242,88 +245,47 @@ def blocks(report: Report) -> Iterator[str]:
         A quick run that passed is no proof, but blocks nothing.
     """
     yield from run_faults(report)
-    yield from section_faults(report.content, ())
-    yield from check_faults(report.content, ())
+    yield from state_faults(report.content)
 
 
-def section_faults(content: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[str]:
-    """Says which sections have not passed.
+def state_faults(
+    content: Mapping[str, Any], sections: Sequence[str] = (), checks: Sequence[str] = ()
+) -> Iterator[str]:
+    """Says which sections, and which rows of the contract, have not passed.
 
     Args:
         content: The report.
-        wanted: Sections that must have passed; of the rest none may have failed.
+        sections: Sections that must have passed; of the rest none may have failed.
+        checks: Rows of the contract, likewise.
 
     Yields:
         Every reason.
     """
-    states = _states(content.get("sections"))
-    for name in wanted:
-        if states.get(name) != "passed":
-            yield f"section {name}: {states.get(name, 'missing')}"
-    for name, state in states.items():
-        if name not in wanted and state in _BAD:
-            yield f"section {name}: {state}"
+    found = _rows(content.get("sections"))
+    rows = [at(row, "data", "checks") for row in found if row.get("id") == "contract"]
+    contract = [check for each in rows for check in _rows(each)]
+    for kind, wanted, states in (
+        ("section", sections, _states(found)),
+        ("contract,", checks, _states(contract)),
+    ):
+        for name in (*wanted, *(name for name in states if name not in wanted)):
+            state = states.get(name, "missing")
+            if state in _BAD or (name in wanted and state != "passed"):
+                yield f"{kind} {name}: {state}"
 
 
-def check_faults(content: Mapping[str, Any], wanted: Sequence[str]) -> Iterator[str]:
-    """Says which rows of the contract have not passed.
-
-    Args:
-        content: The report.
-        wanted: Rows that must have passed; of the rest none may have failed.
-
-    Yields:
-        Every reason.
-    """
-    states = _check_states(content)
-    for name in wanted:
-        if states.get(name) != "passed":
-            yield f"contract, {name}: {states.get(name, 'missing')}"
-    for name, state in states.items():
-        if name not in wanted and state in _BAD:
-            yield f"contract, {name}: {state}"
+def _rows(value: object) -> list[dict[str, Any]]:
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
-def _check_states(content: Mapping[str, Any]) -> dict[str, str]:
-    """Status of each row of the contract."""
-    sections = content.get("sections")
-    rows: list[object] = []
-    for section in sections if isinstance(sections, list) else []:
-        if isinstance(section, dict) and section.get("id") == "contract":
-            found = at(section, "data", "checks")
-            rows += found if isinstance(found, list) else []
-    return _states(rows)
-
-
-def _states(rows: object) -> dict[str, str]:
+def _states(rows: list[dict[str, Any]]) -> dict[str, str]:
     """Status by id, of sections or of checks."""
     states: dict[str, str] = {}
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, dict):
-            name, state = str(row.get("id")), str(row.get("status"))
-            # A section that is there twice passed only if both did.
-            states[name] = state if states.get(name, "passed") == "passed" else states[name]
+    for row in rows:
+        name, state = str(row.get("id")), str(row.get("status"))
+        # A section that is there twice passed only if both did.
+        states[name] = state if states.get(name, "passed") == "passed" else states[name]
     return states
-
-
-def pin_faults(content: Mapping[str, Any], wheel: Candidate) -> Iterator[str]:
-    """Says where a report is of another upstream, or of other patches, than a wheel.
-
-    Args:
-        content: The report.
-        wheel: The wheel.
-
-    Yields:
-        Every reason.
-    """
-    expected = wheel.upstream
-    upstream = {key: expected.get(key) for key in ("version", "sha256")}
-    stated = at(content, "pins", "upstream")
-    stated = stated if isinstance(stated, dict) else {}
-    if any(stated.get(key) != value for key, value in upstream.items()):
-        yield "its upstream is not that of the manifest"
-    if at(content, "pins", "patches") != expected.get("patches"):
-        yield "its patches are not those of the manifest"
 
 
 def _names(content: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -343,5 +305,5 @@ def at(content: Mapping[str, Any], *keys: str) -> Any:
     """
     value: Any = content
     for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
+        value = value.get(key) if isinstance(value, Mapping) else None
     return value
