@@ -118,8 +118,8 @@ def test_library_asks_torch_for_its_stable_c_functions_only(library: ELFFile) ->
 
 
 def test_library_asks_for_no_glibc_above_its_tag(library: ELFFile) -> None:
-    needs = library.get_section_by_name(".gnu.version_r").iter_versions()
-    names = [version.name for _, versions in needs for version in versions]
+    needs: Any = library.get_section_by_name(".gnu.version_r")
+    names = [version.name for _, found in needs.iter_versions() for version in found]
     found = (re.fullmatch(r"GLIBC_([\d.]+)", name) for name in names)
     numbers = {tuple(map(int, match[1].split("."))) for match in found if match}
     assert numbers

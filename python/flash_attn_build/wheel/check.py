@@ -144,7 +144,7 @@ def _contents(names: list[str]) -> Iterator[str]:
 
 
 def _library(library: ELFFile) -> Iterator[str]:
-    dynamic = library.get_section_by_name(".dynamic")
+    dynamic: Any = library.get_section_by_name(".dynamic")
     needed = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
     for name in sorted(_TORCH - needed):
         yield f"{LIBRARY}: does not name {name}, so torch's functions would not be found"
@@ -169,11 +169,11 @@ def unbound(library: ELFFile) -> set[str]:
     Returns:
         Those that are bound to no version of a library, but for weak ones.
     """
-    versions = library.get_section_by_name(".gnu.version")
-    symbols = enumerate(library.get_section_by_name(".dynsym").iter_symbols())
+    versions: Any = library.get_section_by_name(".gnu.version")
+    symbols: Any = library.get_section_by_name(".dynsym")
     return {
         symbol.name
-        for index, symbol in symbols
+        for index, symbol in enumerate(symbols.iter_symbols())
         if symbol["st_shndx"] == "SHN_UNDEF"
         and symbol["st_info"]["bind"] != "STB_WEAK"
         and (versions is None or not isinstance(versions.get_symbol(index)["ndx"], int))
