@@ -2,6 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
+
+def exit_status(work: Callable[[], object], left: str = "") -> int:
+    """Runs what a command is for; where that fails, says why on stderr.
+
+    Args:
+        work: What to run.
+        left: What is said after an OSError that is no BuildError: how things were left.
+
+    Returns:
+        Exit status: 0, or that of the kind of failure.
+    """
+    try:
+        work()
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}. {left}".rstrip(), file=sys.stderr)
+        return StepError.exit_code
+    return 0
+
 
 class BuildError(Exception):
     """A build step failed; the message says what to do next."""

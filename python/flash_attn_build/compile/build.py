@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import files
-from ..errors import BuildError, SettingError, StepError
+from ..errors import SettingError, StepError, exit_status
 from ..wheel import sbom
 from ..wheel.repair import repair
 from . import build_folder, jobs, launcher, manifest, progress, toolchain, variables
@@ -288,15 +288,8 @@ def main() -> int:
         Exit status.
     """
     files.exit_on_sigterm()
-    try:
-        build(request_from(sys.argv[1:]))
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}. Nothing was put into the folder for wheels.", file=sys.stderr)
-        return StepError.exit_code
-    return 0
+    request = request_from(sys.argv[1:])
+    return exit_status(lambda: build(request), "Nothing was put into the folder for wheels.")
 
 
 if __name__ == "__main__":

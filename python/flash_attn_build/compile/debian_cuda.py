@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from ..errors import BuildError, HashMismatchError, ToolchainError
+from ..errors import HashMismatchError, ToolchainError, exit_status
 from ..files import sha256_of
 
 SUITE = "trixie"
@@ -136,13 +136,8 @@ def main() -> int:
     parser.add_argument("dest", type=Path, metavar="DIR")
     parser.add_argument("--package", type=Path, help="Debian's package, where apt has none")
     given = parser.parse_args()
-    try:
-        packages = Path(sysconfig.get_paths()["purelib"])
-        print(assemble(given.dest.absolute(), packages, given.package))
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    packages = Path(sysconfig.get_paths()["purelib"])
+    return exit_status(lambda: print(assemble(given.dest.absolute(), packages, given.package)))
 
 
 if __name__ == "__main__":

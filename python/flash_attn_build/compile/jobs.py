@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..errors import SettingError
+from ..errors import SettingError, exit_status
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[3]
@@ -155,12 +155,7 @@ def main() -> int:
     Returns:
         Exit status.
     """
-    try:
-        print(count())
-    except SettingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_status(lambda: print(count()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ToolchainError
+from ..errors import ToolchainError, exit_status
 
 PACKAGES = "cuda-toolkit[nvcc,cccl]"
 
@@ -173,12 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     packages = Path(sysconfig.get_paths()["purelib"])
     only_packages = (sys.argv[1:] if arguments is None else arguments) == ["--packages"]
-    try:
-        print(next(_candidates({} if only_packages else os.environ, packages), ""))
-    except ToolchainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    environ: Mapping[str, str] = {} if only_packages else os.environ
+    return exit_status(lambda: print(next(_candidates(environ, packages), "")))
 
 
 if __name__ == "__main__":

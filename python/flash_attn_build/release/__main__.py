@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..compile import manifest
-from ..errors import BuildError, RefusedError, StepError
+from ..errors import RefusedError, exit_status
 from ..files import exit_on_sigterm
 from . import assets
 from .gate import find_runs, find_wheels, judge
@@ -104,18 +104,14 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     )  # fmt: skip
     given = parser.parse_args(arguments)
     exit_on_sigterm()
-    try:
+
+    def work() -> None:
         if given.attested:
             check_attestations(given.dist, given.attested[0], given.attested[1], root)
         reports = given.reports or given.dist
         release(given.dist, reports, given.out.resolve(), root, strays=not given.attested)
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}. Nothing may be published.", file=sys.stderr)
-        return StepError.exit_code
-    return 0
+
+    return exit_status(work, "Nothing may be published.")
 
 
 if __name__ == "__main__":

@@ -191,9 +191,10 @@ def proofs(wheel: Candidate, reports: Sequence[Report], policy: Policy) -> Proof
         reasons.append(f"{name}: no complete, passing report for sha256 {wheel.sha256}")
     for report in reports:
         found: Iterable[str] = ()
-        # One that was changed, or cannot be read, may have been of these bytes.
+        # One that was changed, or cannot be read, may have been of these bytes; and whatever failed
+        # stands, whatever others say. A quick run that passed is no proof, but blocks nothing.
         if report.sha256 == wheel.sha256 or report.faults:
-            found = reports_of.blocks(report)
+            found = (*reports_of.run_faults(report), *reports_of.state_faults(report.content))
         if missing and report in (of_these_bytes or reports):
             found = (*found, *faults[report.path])
         reasons += [f"{_where(report)}: {fault}" for fault in found]

@@ -25,7 +25,7 @@ from typing import Any
 from packaging.metadata import Metadata
 from packaging.version import Version
 
-from ..errors import BuildError, RefusedError, StepError
+from ..errors import RefusedError, StepError, exit_status
 from ..files import exit_on_sigterm
 from .__main__ import ROOT, check_attestations
 from .candidate import Candidate, read_wheel
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         if not given.unattested:
             check_attestations(page, given.repository, "", root)
 
-    try:
+    def work() -> None:
         schema, why = read_schema(root)
         if why:
             raise RefusedError(why)
@@ -200,14 +200,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
             if pages is None:
                 pages = download_pages(Path(folder), root)
             write_index(pages, given.out.resolve(), POLICY, schema, attested)
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}. The index is as it was.", file=sys.stderr)
-        return StepError.exit_code
-    print(f"index: {given.out}")
-    return 0
+        print(f"index: {given.out}")
+
+    return exit_status(work, "The index is as it was.")
 
 
 if __name__ == "__main__":

@@ -234,20 +234,6 @@ def build_faults(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Ite
             yield f"says that {name} ran, which the wheel does not hold"
 
 
-def blocks(report: Report) -> Iterator[str]:
-    """Says why a report stands against publishing, whatever others say of the same bytes.
-
-    Args:
-        report: A report of these bytes, or one that does not tell of which bytes it is.
-
-    Yields:
-        Every reason: it cannot be read, was changed, was cut short, or has something that failed.
-        A quick run that passed is no proof, but blocks nothing.
-    """
-    yield from run_faults(report)
-    yield from state_faults(report.content)
-
-
 def state_faults(
     content: Mapping[str, Any], sections: Sequence[str] = (), checks: Sequence[str] = ()
 ) -> Iterator[str]:
