@@ -65,10 +65,17 @@ def build(request: Request, root: Path = ROOT) -> Path:
 
     cuda = toolchain.find()
     job_count = jobs.count()
-    tools = manifest.tool_versions(cuda.version, toolchain.host_compiler())
+    host = toolchain.host_compiler()
+    tools = manifest.tool_versions(cuda.version, host)
+    # What objects are made of: compilers and headers.
+    made_of = {
+        name: version
+        for name, version in tools.items()
+        if name in ("nvcc", toolchain.compiler_name(host), "torch") or name.startswith("nvidia-")
+    }
     influences = variables.given(os.environ)
     _say(f"preset {request.preset}, CUDA {cuda.version} ({cuda.root}), {job_count} at once")
-    build_folder.renew(request.build_dir, {"tools": tools, "environment": influences})
+    build_folder.renew(request.build_dir, {"tools": made_of, "environment": influences})
     request.out_dir.mkdir(parents=True, exist_ok=True)
     begin = time.time()
     # Beside its final place, so that the last step is a rename.
