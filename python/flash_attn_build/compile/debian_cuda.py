@@ -10,6 +10,7 @@ prints the path of nvcc.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -24,6 +25,8 @@ from ..files import sha256_of
 SUITE = "trixie"
 PACKAGE = "nvidia-cuda-toolkit=12.4.131~12.4.1-2"
 SHA256 = "cd5fe85aee38d108b315f408a688641478f2402622a10c677478eb7a6c4e5319"
+VARIABLE = "FLASH_ATTENTION_CUDA12"
+_ELSEWHERE = f"fetch {PACKAGE} ({SUITE}, non-free) on a Debian, and set {VARIABLE} to the file"
 _KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _SHARE = "usr/lib/nvidia-cuda-toolkit"  # of the package
 _COPIES = {
@@ -47,7 +50,7 @@ def assemble(dest: Path, packages: Path, package: Path | None = None) -> Path:
     Args:
         dest: The folder.
         packages: Folder of installed Python packages, with `nvidia/cuda_*` in it.
-        package: Debian's package; None: apt fetches it.
+        package: Debian's package (FLASH_ATTENTION_CUDA12 names it); None: apt fetches it.
 
     Returns:
         Path of nvcc.
@@ -63,6 +66,8 @@ def assemble(dest: Path, packages: Path, package: Path | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=dest.parent, prefix=f".{dest.name}.") as name:
         work = Path(name)
         package = package or _fetch(work)
+        if not package.is_file():
+            raise ToolchainError(f"{VARIABLE}: expected a file, got {package}")
         if (found := sha256_of(package)) != SHA256:
             raise HashMismatchError(f"{package.name}: expected sha256 {SHA256}, found {found}")
         _run("dpkg-deb", "--extract", str(package), str(work / "package"))
@@ -91,15 +96,12 @@ def assemble(dest: Path, packages: Path, package: Path | None = None) -> Path:
 def _fetch(work: Path) -> Path:
     """Fetches Debian's package from the mirror that this machine's apt uses."""
     if not shutil.which("apt-get"):
-        raise ToolchainError(
-            "apt-get: not on PATH; fetch the package elsewhere, and give --package"
-        )
+        raise ToolchainError(f"apt-get: not on PATH; {_ELSEWHERE}")
     targets = _run("apt-get", "indextargets", "--format", "$(ORIGIN) $(REPO_URI)")
     mirrors = re.findall(r"^Debian (\S+)$", targets, re.MULTILINE)
     if not mirrors:
         raise ToolchainError(
-            f"apt knows no mirror of Debian's; fetch {PACKAGE} ({SUITE}, non-free) elsewhere, and "
-            "give --package, or set CUDACXX to an nvcc of CUDA 12"
+            f"apt knows no mirror of Debian's; {_ELSEWHERE}, or set CUDACXX to an nvcc of CUDA 12"
         )
     for folder in ("lists/partial", "cache/archives/partial"):
         (work / folder).mkdir(parents=True)
@@ -134,10 +136,12 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("dest", type=Path, metavar="DIR")
-    parser.add_argument("--package", type=Path, help="Debian's package, where apt has none")
     given = parser.parse_args()
+    package = os.environ.get(VARIABLE)
     packages = Path(sysconfig.get_paths()["purelib"])
-    return exit_status(lambda: print(assemble(given.dest.absolute(), packages, given.package)))
+    return exit_status(
+        lambda: print(assemble(given.dest.absolute(), packages, Path(package) if package else None))
+    )
 
 
 if __name__ == "__main__":
