@@ -7,15 +7,16 @@ import shutil
 import subprocess
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import fake_wheel
 from flash_attn_build import files
 from flash_attn_build.compile import manifest, sources
+from flash_attn_build.release import policy as policies
 from flash_attn_build.release.gate import Verdict, decide, find_runs
-from flash_attn_build.release.policy import POLICY, Policy
+from flash_attn_build.release.policy import Policy
 from flash_attn_build.release.ptx import manifest_path
 from flash_attn_build.release.report import digest
 from flash_attn_build.release.tree import read_tree
@@ -35,6 +36,8 @@ LOCKS = {
     "torch": "torch==2.13.0 \\\n    --hash=sha256:00\n",
     "cuda": "nvidia-cuda-nvcc==13.0.88 ; sys_platform == 'linux' \\\n    --hash=sha256:00\n",
 }
+# The real one, but for the toolkit: that of the samples.
+POLICY = replace(policies.POLICY, wheels={"": str(fake_wheel.INFO["cuda_toolkit"])})
 BUILD = ("cuda_toolkit", "architectures", "deterministic", "bits_version")  # in reports
 PTX_DEFINES = ["CMAKE_CUDA_ARCHITECTURES=80-virtual"]
 # What the library of the samples is said to be compiled from.

@@ -17,7 +17,6 @@ from flash_attn_build.errors import RefusedError
 from flash_attn_build.release import candidate
 from flash_attn_build.release.candidate import Candidate, read_candidate
 from flash_attn_build.release.gate import find_runs, judge
-from flash_attn_build.release.policy import POLICY
 from flash_attn_build.release.report import Report, content_faults, digest, read_report, runs_on
 from flash_attn_build.release.report import faults as report_faults
 from flash_attn_build.release.tree import read_tree
@@ -26,7 +25,7 @@ from flash_attn_deterministic.verify import environment
 from flash_attn_deterministic.verify.contract.checks import CHECKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_samples import Project
+from release_samples import POLICY, Project
 
 Change = Callable[[dict[str, Any]], object]
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,8 @@ import pytest
 import release_samples
 from flash_attn_build.release import ptx
 from flash_attn_build.release.candidate import read_candidate
-from flash_attn_build.release.policy import POLICY
 from flash_attn_build.release.report import digest, read_report, run_faults
-from release_samples import Project
+from release_samples import POLICY, Project
 
 ROOT = Path(__file__).resolve().parents[2]
 WHERE = "sm_80: docs/results/verification-compute_80"

@@ -299,7 +299,7 @@ def test_failures_have_their_own_status(
 
 
 def test_statuses_are_distinct() -> None:
-    kinds = [errors.BuildError, *errors.BuildError.__subclasses__()]
+    kinds: list[type[errors.BuildError]] = [errors.BuildError, *errors.BuildError.__subclasses__()]
     statuses = [kind.exit_code for kind in kinds]
     assert len(statuses) == len(set(statuses))
 
