@@ -59,7 +59,7 @@ def sessions_of(job: dict[str, Any]) -> set[str]:
 def test_every_session_that_is_run_exists(where: str, run: str, sessions: set[str]) -> None:
     match = NOX.match(run)
     if not match:
-        assert run in {SUMS, "exit 1"} or run.startswith(
+        assert run in {SUMS, "exit 1", "cmp one/*.whl two/*.whl"} or run.startswith(
             ("gh release create ", 'echo "sha256sums=')
         )
         return
@@ -205,6 +205,16 @@ def test_the_upload_that_cannot_be_undone_is_the_last() -> None:
 def test_the_release_is_of_a_tag() -> None:
     # YAML reads the key "on" as true.
     assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}
+
+
+def test_every_pull_request_compares_the_wheels_of_two_machines() -> None:
+    twice, same = (WORKFLOWS["test"]["jobs"][name] for name in ("twice", "same-bytes"))
+    build = twice["steps"][1]
+    assert build["run"] == ".ci/nox -s build -- --locked --preset dev"
+    assert build["env"] == {"MAX_JOBS": "${{ matrix.jobs }}"}
+    assert len(set(twice["strategy"]["matrix"]["jobs"])) == 2
+    assert same["needs"] == "twice"
+    assert same["steps"][-1]["run"] == "cmp one/*.whl two/*.whl"
 
 
 def test_every_pull_request_builds_and_rehearses_a_release() -> None:
