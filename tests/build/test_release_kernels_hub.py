@@ -48,7 +48,7 @@ def test_files_and_hashes_are_those_the_hub_library_reads(tmp_path: Path) -> Non
         "flash-attn-deterministic",
     )
     assert (metadata.version, metadata.license, metadata.python_depends) == (0, "bsd-3-clause", [])
-    assert metadata.backend.archs == ["8.0", "9.0", "9.0+PTX"]
+    assert metadata.backend.archs == ["8.0", "9.0", "9.0a", "8.0+PTX"]
     assert metadata.digest is not None
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
     (folder / "_C.so").write_bytes(library + b"x")
