@@ -194,6 +194,7 @@ def test_ways_to_name_a_function() -> None:
     assert explain(functools.partial(compiled, split_size=64), q, k, k) == expected
     assert explain(torch.compile(partial, backend="eager"), q, k, k) == expected
     assert explain(decorated, q, k, k).num_splits == 8
+    assert explain(deterministic_mode(split_size=128)(compiled), q, k, k).num_splits == 8
     with pytest.raises(ArgumentError, match="function: expected one of"):
         explain(functools.partial(print), q, k, k)
 

@@ -667,6 +667,24 @@ def test_decorated_function_compiles() -> None:
     Counted(deterministic_mode(split_size=128)(flash_attn_func)).check(128, 1)
 
 
+def test_compiled_function_that_is_decorated() -> None:
+    """torch knows a compiled function by attributes that functools.wraps copies."""
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
+    decorated = deterministic_mode(split_size=128)(compiled)
+
+    def calls_it(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return decorated(q, k, v)  # type: ignore[no-any-return]
+
+    for function in (
+        decorated,
+        torch.compile(decorated, backend="eager"),
+        torch.compile(calls_it, backend="eager"),
+    ):
+        assert bits_equal(function(*long_call()), expected(128))
+    assert bits_equal(compiled(*long_call()), expected(2048))
+
+
 def test_mode_set_by_a_compiled_function() -> None:
     def set_and_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         set_deterministic_mode(split_size=64)

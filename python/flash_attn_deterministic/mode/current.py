@@ -309,6 +309,8 @@ class deterministic_mode:
                 raise _runs_later(f"one that returned a {type(result).__name__}")
             return result
 
+        for name in _OF_COMPILER:
+            vars(inside).pop(name, None)
         return inside  # type: ignore[return-value]
 
 
@@ -363,6 +365,17 @@ _LATER = (
     ("a coroutine function", inspect.iscoroutinefunction),
     ("a generator function", inspect.isgeneratorfunction),
     ("an async generator function", inspect.isasyncgenfunction),
+)
+# functools.wraps copies these from a function that torch.compile has compiled. With them, torch
+# takes the wrapper for that function, and calls what it was compiled from without the wrapper.
+_OF_COMPILER = (
+    "_is_torch_compile",
+    "_isolate_recompiles_id",
+    "_torchdynamo_inline",
+    "_torchdynamo_orig_callable",
+    "_torchdynamo_wrapper_id",
+    "aot_compile",
+    "get_compiler_config",
 )
 _LATER_RESULTS = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
