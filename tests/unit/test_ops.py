@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import make_inputs
+from bits import bits_equal
 from calls import int32, normal
+from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic._ops import cuda, library
 from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD, argument_names
 from flash_attn_deterministic.errors import ArgumentError, LibraryError, MissingInstanceError
@@ -318,3 +320,22 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     broken.write_bytes(b"not a library")
     with pytest.raises(LibraryError, match=r"does not load into torch .* needs torch >= 2\.10"):
         cuda.load(broken)
+
+
+def test_compiler_does_not_trace_the_reference() -> None:
+    """torch.compile gives up a call under a dispatch mode, and what the op runs is then next."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    q = normal(1, 3, 1, 32)
+    compiled: Any = torch.compile(flash_attn_func, backend=backend)
+    with FlopCounterMode(display=False):
+        compiled(q, q, q)
+    assert bits_equal(compiled(q, q, q), flash_attn_func(q, q, q))
+    assert [each for each in graphs if "flash_attn_deterministic.fwd" not in str(each)] == []
