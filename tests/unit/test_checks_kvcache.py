@@ -386,3 +386,14 @@ def test_rows_are_checked_where_cuda_kernels_read_them(
         with pytest.raises(KeyError, match="the op"):
             call.function(**fakes)
     assert names == asked
+
+
+def test_cache_made_in_inference_mode() -> None:
+    call = kvcache_call()
+    expected = call()
+    with torch.inference_mode():
+        caches = {name: kvcache_call().arguments[name].clone() for name in ("k_cache", "v_cache")}
+    out = kvcache_call()(**caches)
+    assert bits_equal(out, expected)
+    for name, cache in caches.items():
+        assert bits_equal(cache, call.arguments[name])

@@ -75,12 +75,14 @@ def kvcache_attention(
     new = 0 if k is None else k.shape[1]
     ends = [end + new for end in used]
     if k is not None and v is not None:
-        for b in range(batch):
-            index = slots(b, used[b], ends[b])
-            k_cache[index] = _rotated(
-                k[b], rotary_cos, rotary_sin, used[b], rotary_interleaved, advance=True
-            )
-            v_cache[index] = v[b]
+        # The kernels write to a cache made in inference mode outside of it too.
+        with torch.inference_mode():
+            for b in range(batch):
+                index = slots(b, used[b], ends[b])
+                k_cache[index] = _rotated(
+                    k[b], rotary_cos, rotary_sin, used[b], rotary_interleaved, advance=True
+                )
+                v_cache[index] = v[b]
 
     def rows(sequence: int) -> torch.Tensor:
         return _rotated(
