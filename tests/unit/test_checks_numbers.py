@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import UserList
@@ -200,6 +201,32 @@ def test_what_is_no_window(window: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="window_size: expected a pair") as caught:
         flash_attn_func(GOOD, GOOD, GOOD, window_size=window)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        ({"left": torch.ones(3)}, "{'left': a tensor of dtype torch.float32 and shape (3,)}"),
+        ([np.ones(3)], "[an array of dtype float64 and shape (3,)]"),
+        (np.ones(3), "an array of dtype float64 and shape (3,)"),
+        ({1: 10**5000}, "{1: an int of 16610 bits}"),
+    ],
+    ids=["tensor-in-dict", "array-in-list", "array", "int-in-dict"],
+)
+def test_tensors_and_arrays_appear_without_values(window: Any, message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"got {re.escape(message)}$"):
+        flash_attn_func(GOOD, GOOD, GOOD, window_size=window)
+
+
+@pytest.mark.parametrize("argument", ["softmax_scale", "softcap"])
+def test_numpy_float_is_a_constant_of_a_graph(argument: str) -> None:
+    torch._dynamo.reset()
+    value: Any = {argument: np.float64(0.5)}
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        function = functools.partial(flash_attn_func, **value)
+        compiled: Any = torch.compile(function, fullgraph=True, backend="eager")
+        out = compiled(GOOD, GOOD, GOOD)
+    assert bits_equal(out, flash_attn_func(GOOD, GOOD, GOOD, **value))
 
 
 @pytest.mark.parametrize("softcap", [-1.0, -0.5, -math.inf, -3])

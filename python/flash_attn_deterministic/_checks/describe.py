@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 60
-
 
 def type_name(value: object) -> str:
     """Returns the name of a value's type, with its module unless it is a built-in one."""
@@ -22,15 +19,31 @@ def name_of(kind: type) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a message shows it: short, a tensor as dtype and shape."""
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        return f"a nested tensor of dtype {value.dtype}"
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of dtype {value.dtype} and shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        inside = ", ".join(shown(each) for each in value[:6]) + ", ..." * (len(value) > 6)
-        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
-    try:
-        return _SHORT.repr(value)
-    except ValueError:  # an int of thousands of digits
-        return f"an int of {value.bit_length()} bits"
+    """Returns a value as a message shows it: short, a tensor or array as dtype and shape."""
+    return _SHORT.repr(value)
+
+
+class _Short(reprlib.Repr):
+    """Goes into tuples, lists, dicts and the like, to some depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = 60
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, torch.Tensor) and x.is_nested:
+            return f"a nested tensor of dtype {x.dtype}"
+        if isinstance(x, torch.Tensor):
+            return f"a tensor of dtype {x.dtype} and shape {tuple(x.shape)}"
+        if type(x).__module__ == "numpy" and getattr(x, "shape", None):
+            return f"an array of dtype {x.dtype} and shape {x.shape}"
+        return super().repr1(x, level)
+
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # thousands of digits
+            return f"an int of {x.bit_length()} bits"
+
+
+_SHORT = _Short()

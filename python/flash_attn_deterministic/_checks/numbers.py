@@ -77,7 +77,8 @@ def _scalar(value: Any) -> Any:
         return value  # it has no shape
     if hasattr(value, "item") and all(size == 1 for size in getattr(value, "shape", (0,))):
         # One on the meta device has no value.
-        return value if getattr(value, "is_meta", False) else value.item()
+        is_meta = isinstance(value, torch.Tensor) and value.is_meta
+        return value if is_meta else value.item()
     try:
         return operator.index(value)
     except TypeError:
