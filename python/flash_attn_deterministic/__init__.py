@@ -14,8 +14,10 @@ def _leave(*_: Any) -> None:
     os._exit(130)
 
 
-if os.path.basename(sys.argv[0]) == "flash-attn-deterministic" or (
-    sys.argv[0] == "-m" and __name__ in sys.orig_argv
+# A program that embeds Python may leave sys.argv empty, or away.
+_program = str(next(iter(getattr(sys, "argv", ())), ""))
+if os.path.basename(_program) == "flash-attn-deterministic" or (
+    _program == "-m" and __name__ in sys.orig_argv
 ):
     # The command. Importing torch takes seconds; an exception of Ctrl-C in its C++ code would abort
     # the process, and one before main() would print a traceback. main() takes this back.

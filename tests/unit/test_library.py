@@ -57,6 +57,12 @@ for _ in range(8):
     assert min(map(float, seconds)) < 0.030
 
 
+@pytest.mark.parametrize("argv", ["sys.argv = []", "sys.argv = [None]", "del sys.argv"])
+def test_import_in_a_program_that_embeds_python(argv: str) -> None:
+    script = f"import sys; {argv}; import flash_attn_deterministic"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_names_that_are_imported_later() -> None:
     script = (
         "import flash_attn_deterministic as f; assert 'explain' not in vars(f);"
