@@ -58,8 +58,8 @@ def flash_attn_varlen_func(
 
     A row has the bits that `flash_attn_func` gives it. q, k and v get gradients, as there; those of
     rows that belong to no sequence are 0. With block_table, seqused_k or leftpad_k there is no
-    backward: if a tensor requires a gradient, such a call raises, unless torch.no_grad() is in
-    force.
+    backward: it raises. torch.compile traces it with the call, which then raises itself if a tensor
+    requires a gradient, unless torch.no_grad() is in force.
 
     What the tensors of lengths and indices hold is the caller's promise on a CUDA device, where
     reading them would make the host wait: cu_seqlens_q and cu_seqlens_k begin with 0, don't
