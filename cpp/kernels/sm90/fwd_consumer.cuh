@@ -289,6 +289,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 #pragma unroll 1
     for (; count > 0; --count) {
       wait_full(ring);
+      __syncwarp();  // no lane may still wait for a phase that lane 0 lets pass
       free_block(ring);
       ring.advance(call.blocks);
     }
@@ -331,7 +332,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   for (int turn = 0;; ++turn) {
     const uint32_t work_at = shared + T::kWorkAt + 32 * (turn & 1);
     barrier_wait(shared + T::kWorkFull + 8 * (turn & 1), turn >> 1 & 1);
-    const Work work = read_work(work_at);
+    const Work work = read_work_by_warp(work_at);
     if (work.first_row < 0) {
       return;
     }
@@ -365,7 +366,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     };
     const auto find_out = [&] {
       if constexpr (Waiting<T>::kUsesOut) {
-        const Work now = read_work(work_at);
+        const Work now = read_work_by_warp(work_at);
         waiting.out_columns = call.head_dim / 8;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -556,7 +557,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 
     // The end of the rows. Four threads exchange columns, so that each stores eight of them at
     // once.
-    const Work now = read_work(work_at);
+    const Work now = read_work_by_warp(work_at);
     const int64_t lse_at =
         (call.cu_seqlens_q == nullptr ? now.bidb * call.lse_batch_stride : now.q_row) +
         now.bidh * call.lse_head_stride + now.first_row + group * kGroupRows + row_in_group;

@@ -164,7 +164,7 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
   for (int turn = 0;; ++turn) {
     const int note = turn & 1;
     barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);
-    const Work work = read_work(shared + T::kWorkAt + 32 * note);
+    const Work work = read_work_by_warp(shared + T::kWorkAt + 32 * note);
     if (work.first_row < 0) {
       return;
     }
@@ -185,7 +185,6 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
         barrier_arrive(shared + T::kFull + 8 * work.tail_slot);
       }
     }
-    __syncwarp();
     if (lane == 0) {
       barrier_arrive(shared + T::kWorkEmpty + 8 * note);
     }
