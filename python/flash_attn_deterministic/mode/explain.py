@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import interface
 from .._checks.describe import shown
 from .._checks.values import check_values
-from .._ops.schemas import FORWARD, NAMESPACE, argument_names
+from .._ops.schemas import FORWARD, NAMESPACE, argument_names, unpacked
 from ..errors import ArgumentError
 from .plan import Plan, Request, plan
 
@@ -99,7 +99,8 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix(f"{NAMESPACE}::")
         if name in FORWARD:
-            arguments = dict(zip(argument_names(name), args, strict=True))
+            given = dict(zip(argument_names(name), args, strict=True))
+            name, arguments = unpacked(name, given)
             if arguments["q"].device.type == "cpu":
                 check_values(name, arguments)
             raise _Stopped(_request(name, arguments))
