@@ -66,7 +66,7 @@ def test_packed_sequences_with_tokens_of_none(
     q, k, v = (x[0] for x in make_qkv((1, 300, 4, head_dim), 300, 4, dtype=DTYPES[dtype]))
     lengths = (starts, starts, 149, 149)
     out, dq, dk, dv = results(flash_attn_varlen_func, (q, k, v), *lengths, **options)
-    packed = (torch.stack((q, k, v), 1),)
+    packed: Tensors = (torch.stack((q, k, v), 1),)
     found = results(flash_attn_varlen_qkvpacked_func, packed, starts, 149, **options)
     assert_same(found, (out, torch.stack((dq, dk, dv), 1)), ("out", "dqkv"))
     assert not found[1][280:].any()
