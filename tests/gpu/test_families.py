@@ -19,6 +19,7 @@ from flash_attn_deterministic import (
 from flash_attn_deterministic.info.build_info import build_info
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, skip_unless_built
+from tests.gpu.drawn_calls import draw_call
 from tests.gpu.gradients import int32
 
 pytestmark = pytest.mark.gpu
@@ -151,6 +152,34 @@ def test_cache_with_nan_behind_its_ends(
         return out, softmax_lse
 
     assert_families_agree(monkeypatch, run)
+
+
+# Head dims of each kernel, those padded to it included.
+RANGES = {64: range(33, 65), 96: range(65, 97), 128: range(97, 129), 192: range(129, 193)}
+RANGES[256] = range(193, 257)
+
+
+@pytest.mark.parametrize(
+    "calls", [pytest.param(100, id="100-calls"), pytest.param(1000, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", RANGES)
+def test_drawn_calls(
+    head_dim: int, dtype: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    first = 1_000_000 * head_dim + 100_000 * (dtype == "fp16")
+    taken = 0
+    for seed in range(first, first + calls):
+        call = draw_call(seed, RANGES[head_dim], DTYPES[dtype])
+        monkeypatch.setenv(VARIABLE, "sm90")
+        taken += call.family() == "sm90"
+        found = call()
+        monkeypatch.setenv(VARIABLE, "sm80")
+        assert call.family() == "sm80"
+        assert_same(found, call(), tuple(f"{name} of {call.words}" for name in ("out", "lse")))
+    # Splits of 64 and 192 keys at head dim 64, for instance, are left to the sm80 family.
+    assert taken >= 0.7 * calls
 
 
 @pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])
