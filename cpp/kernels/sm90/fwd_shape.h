@@ -14,9 +14,16 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // output. takes_turns: whether warpgroups issue their products one after another, so that the
 // softmax of one falls into the products of the others. (Measured on an H100, as block_m in
 // instances.json was.)
+//
+// queries_in_registers: whether Q is an operand in registers, so that q k^T reads K alone from
+// shared memory: a product of 64 keys reads 4 KB for 32 cycles of the tensor cores, which is all
+// that shared memory gives, and half of it is Q. merge_columns: how many eights of columns a merge
+// loads ahead. (The last two were not timed yet.)
 struct FwdShape {
   int keys, state_columns;
   bool takes_turns;
+  bool queries_in_registers = false;
+  int merge_columns = 4;
 };
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.
