@@ -23,6 +23,8 @@ pytestmark = pytest.mark.gpu
 SOURCE = Path(__file__).with_name("wgmma.cu")
 CPP = Path(__file__).parents[2] / "cpp"
 COUNT = 64  # products side by side
+# By mma.sync, or by wgmma with the first operand in shared memory or in registers.
+WAYS = ("mma.sync", "shared", "registers")
 
 # What operands are made of normal numbers.
 DRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -62,16 +64,16 @@ def run(
     c: torch.Tensor,
     *,
     transposed: bool,
-    wgmma: bool,
+    way: str,
 ) -> torch.Tensor:
     """c + a b for each of the products; a (count, 64, k), c and the result (count, 64, columns).
 
-    b: (count, columns, k); transposed: (count, k, columns).
+    b: (count, columns, k); transposed: (count, k, columns). way: one of WAYS.
     """
     out = torch.empty_like(c)
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, c, out))
-    sizes = (ctypes.c_int(n) for n in (a.shape[2], a.shape[0], c.shape[2]))
-    flags = (ctypes.c_bool(flag) for flag in (transposed, a.dtype == torch.bfloat16, wgmma))
+    sizes = (ctypes.c_int(n) for n in (a.shape[2], a.shape[0], c.shape[2], WAYS.index(way)))
+    flags = (ctypes.c_bool(flag) for flag in (transposed, a.dtype == torch.bfloat16))
     torch.cuda.synchronize()  # the kernels run on a stream of their own
     assert library.run_products(*pointers, *sizes, *flags) == 0
     return out
@@ -80,13 +82,28 @@ def run(
 @pytest.mark.parametrize("drawn", DRAWN)
 @pytest.mark.parametrize("k", [64, 256])
 @pytest.mark.parametrize(
-    ("columns", "transposed"),
-    [(64, False), (128, False), (64, True), (96, True), (128, True), (192, True), (256, True)],
-    ids=lambda value: {False: "qk", True: "pv"}.get(value) if isinstance(value, bool) else None,
+    ("columns", "transposed", "way"),
+    [
+        pytest.param(64, False, "shared", id="qk-64"),
+        pytest.param(128, False, "shared", id="qk-128"),
+        pytest.param(64, False, "registers", id="qk-64-registers"),
+        pytest.param(128, False, "registers", id="qk-128-registers"),
+        pytest.param(64, True, "registers", id="pv-64"),
+        pytest.param(96, True, "registers", id="pv-96"),
+        pytest.param(128, True, "registers", id="pv-128"),
+        pytest.param(192, True, "registers", id="pv-192"),
+        pytest.param(256, True, "registers", id="pv-256"),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_wgmma_equals_mma_sync(
-    dtype: str, columns: int, transposed: bool, k: int, drawn: str, library: ctypes.CDLL
+    dtype: str,
+    columns: int,
+    transposed: bool,
+    way: str,
+    k: int,
+    drawn: str,
+    library: ctypes.CDLL,
 ) -> None:
     torch.manual_seed(columns + k)
     shape = (COUNT, k, columns) if transposed else (COUNT, columns, k)
@@ -96,7 +113,7 @@ def test_wgmma_equals_mma_sync(
     )
     c = torch.randn(COUNT, 64, columns, device="cuda")
     wgmma, mma_sync = (
-        run(library, a, b, c, transposed=transposed, wgmma=which) for which in (True, False)
+        run(library, a, b, c, transposed=transposed, way=each) for each in (way, "mma.sync")
     )
     # Both are products: the wrong layout of both would be equal too.
     exact = c.double() + a.double() @ (b if transposed else b.mT).double()

@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "sm90/barrier.h"
 #include "sm90/wgmma.h"
@@ -51,10 +50,12 @@ __device__ __forceinline__ int in_box(int row, int column) {
   return row * 64 + (((column / 8) ^ (row % 8)) * 8 + column % 8);
 }
 
+enum class Way { kMmaSync, kShared, kRegisters };  // the last two by wgmma: where a lies
+
 // A warpgroup. c (64, kColumns) += a (64, k) b, with a contiguous along k. b: (kColumns, k), as K
-// lies in q k^T; transposed: (k, kColumns), as V lies in p v. k is a multiple of 64.
-// kWgmma: a from shared memory for b as it is, from registers for b transposed.
-template <typename Element, int kColumns, bool kTransposed, bool kWgmma>
+// lies in q k^T; transposed: (k, kColumns), as V lies in p v, for which a lies in registers. k is a
+// multiple of 64.
+template <typename Element, int kColumns, bool kTransposed, Way kWay>
 __global__ void __launch_bounds__(128)
     products(const Element* a, const Element* b, const float* c, float* out, int k) {
   extern __shared__ __align__(1024) char memory[];
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(128)
     const auto a_at = [&](int step, int r, int col) {
       return a_box + in_box(row + 8 * r, step * 16 + col + column);
     };
-    if constexpr (kWgmma) {
+    if constexpr (kWay != Way::kMmaSync) {
       hold(acc);
       uint32_t registers[4][4];
       for (int step = 0; step < 4; ++step) {
@@ -109,6 +110,10 @@ __global__ void __launch_bounds__(128)
           const uint64_t operand_b = operand(shared_address(b_box), 64 * kBoxRowBytes);
           RegisterProduct<Element, kColumns>::issue(acc, registers[step],
                                                     operand_b + step * kOperandRows16, true);
+        } else if constexpr (kWay == Way::kRegisters) {
+          RegisterProduct<Element, kColumns, Contiguous::kK>::issue(
+              acc, registers[step], operand(shared_address(b_box), 16) + step * kOperandColumns16,
+              true);
         } else {
           SharedProduct<Element, kColumns>::issue(
               acc, operand(shared_address(a_box), 16) + step * kOperandColumns16,
@@ -148,11 +153,11 @@ __global__ void __launch_bounds__(128)
   }
 }
 
-template <typename Element, int kColumns, bool kTransposed, bool kWgmma>
+template <typename Element, int kColumns, bool kTransposed, Way kWay>
 int run(const void* a, const void* b, const float* c, float* out, int k, int count) {
   constexpr int kBoxed = (kColumns + 63) / 64 * 64;  // boxes are whole
   const int shared = (kRows + kBoxed) * 64 * static_cast<int>(sizeof(Element));
-  auto* const kernel = products<Element, kColumns, kTransposed, kWgmma>;
+  auto* const kernel = products<Element, kColumns, kTransposed, kWay>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   kernel<<<count, 128, shared>>>(static_cast<const Element*>(a), static_cast<const Element*>(b), c,
                                  out, k);
@@ -160,40 +165,36 @@ int run(const void* a, const void* b, const float* c, float* out, int k, int cou
   return static_cast<int>(launched != cudaSuccess ? launched : cudaDeviceSynchronize());
 }
 
-template <typename Element, bool kWgmma>
-int run(const void* a, const void* b, const float* c, float* out, int k, int count, int columns,
-        bool transposed) {
-  const auto with = [&](auto n) {
-    constexpr int kColumns = decltype(n)::value;
-    return run<Element, kColumns, true, kWgmma>(a, b, c, out, k, count);
-  };
-  if (!transposed) {
-    return columns == 64 ? run<Element, 64, false, kWgmma>(a, b, c, out, k, count)
-                         : run<Element, 128, false, kWgmma>(a, b, c, out, k, count);
+using Run = int (*)(const void*, const void*, const float*, float*, int, int);
+
+template <typename Element, Way kWay>
+Run find(int columns, bool transposed) {
+  if constexpr (kWay != Way::kShared) {
+    if (transposed) {
+      return columns == 64    ? run<Element, 64, true, kWay>
+             : columns == 96  ? run<Element, 96, true, kWay>
+             : columns == 128 ? run<Element, 128, true, kWay>
+             : columns == 192 ? run<Element, 192, true, kWay>
+                              : run<Element, 256, true, kWay>;
+    }
   }
-  switch (columns) {
-    case 64:
-      return with(std::integral_constant<int, 64>{});
-    case 96:
-      return with(std::integral_constant<int, 96>{});
-    case 128:
-      return with(std::integral_constant<int, 128>{});
-    case 192:
-      return with(std::integral_constant<int, 192>{});
-    default:
-      return with(std::integral_constant<int, 256>{});
-  }
+  return columns == 64 ? run<Element, 64, false, kWay> : run<Element, 128, false, kWay>;
+}
+
+template <typename Element>
+Run find(int columns, bool transposed, int way) {
+  return way == 0   ? find<Element, Way::kMmaSync>(columns, transposed)
+         : way == 1 ? find<Element, Way::kShared>(columns, transposed)
+                    : find<Element, Way::kRegisters>(columns, transposed);
 }
 
 }  // namespace
 
-// Returns a cudaError_t. count: products side by side.
+// Returns a cudaError_t. count: products side by side. way: 0, mma.sync; 1, wgmma with a in shared
+// memory, not for b transposed; 2, wgmma with a in registers.
 extern "C" int run_products(const void* a, const void* b, const float* c, float* out, int k,
-                            int count, int columns, bool transposed, bool bf16, bool wgmma) {
-  if (bf16) {
-    return wgmma ? run<__nv_bfloat16, true>(a, b, c, out, k, count, columns, transposed)
-                 : run<__nv_bfloat16, false>(a, b, c, out, k, count, columns, transposed);
-  }
-  return wgmma ? run<__half, true>(a, b, c, out, k, count, columns, transposed)
-               : run<__half, false>(a, b, c, out, k, count, columns, transposed);
+                            int count, int columns, int way, bool transposed, bool bf16) {
+  const Run chosen =
+      bf16 ? find<__nv_bfloat16>(columns, transposed, way) : find<__half>(columns, transposed, way);
+  return chosen(a, b, c, out, k, count);
 }
