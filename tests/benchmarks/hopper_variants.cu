@@ -1,5 +1,7 @@
 // The Hopper forward in several shapes at once, to time them in turns: hopper_variants.py compiles
 // this for one head dim (-DFAD_HEAD_DIM=...) and calls it. bf16, no softcap.
+#include <cmath>
+
 #include "sm90/fwd_launch.cuh"
 
 namespace {
@@ -96,8 +98,9 @@ int fad_run(int variant, const void* q, const void* k, const void* v, void* out,
   params.head_dim = FAD_HEAD_DIM;
   params.window_left = window_left;
   params.window_right = window_right;
-  params.scale = 1.f / sqrtf(static_cast<float>(FAD_HEAD_DIM));
-  params.scale_log2 = params.scale * 1.44269504f;
+  // Rounded as set_softmax in cpp/ops/params.cpp rounds them.
+  params.scale = static_cast<float>(1. / std::sqrt(static_cast<double>(FAD_HEAD_DIM)));
+  params.scale_log2 = static_cast<float>(static_cast<double>(params.scale) * 1.4426950408889634074);
   params.split_tokens = split_tokens;
   const Variant& chosen = kVariants[variant];
   const int64_t tiles =
