@@ -36,4 +36,8 @@ constexpr FwdShape fwd_shape(int head_dim, int block_m) {
                                              : FwdShape{64, 16, false};
 }
 
+// Keys in pages: with 128 keys to a product the code for them spills in the loop (head dim 64 with
+// softcap, nvcc 13.0).
+constexpr bool takes_pages(int keys) { return keys == kStep; }
+
 }  // namespace fad::sm90

@@ -19,6 +19,7 @@ struct FwdTile {
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kKeys = kKeys_;
+  static constexpr bool kTakesPages = takes_pages(kKeys);
   static constexpr int kSteps = kKeys / kStep;
   static constexpr int kRows = kGroupRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);

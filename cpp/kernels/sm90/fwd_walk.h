@@ -17,6 +17,7 @@ struct FwdCall : FwdParams {
   int heads_per_kv;
   int blocks;        // in the ring
   int split_blocks;  // blocks of keys in a split
+  int page_blocks;   // and in a page
 };
 
 struct KeyRange {

@@ -63,7 +63,7 @@ BACKWARD = {
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
-    f"bool has_dropout, bool packed, bool paged, bool cache_index, {_TREE}) "
+    f"bool has_dropout, bool packed, int page_size, bool cache_index, {_TREE}) "
     "-> (int, int, int, int, int, int, int)",
 }
 # What the plan's numbers stand for, in the order of cpp/kernels/fwd.h.

@@ -140,7 +140,7 @@ def _request(name: str, arguments: dict[str, Any]) -> Request:
         has_softcap=arguments["softcap"] > 0.0,
         has_dropout=arguments.get("dropout_p", 0.0) > 0.0,
         packed=name == "varlen_fwd",
-        paged=table is not None,
+        page_size=0 if table is None else keys.shape[1],
         cache_index=arguments.get("cache_batch_idx") is not None,
         split_size=arguments["split_size"],
         deterministic=arguments["deterministic"],
