@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
-from flash_attn_deterministic.verify.contract.forced import forced
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.benchmarks.cases import timed
 from tests.benchmarks.common import environment, fail, run_cases
@@ -218,7 +218,7 @@ def measure(shape: Shape, library: Library, repeats: int, budget_ms: float) -> d
     sides: dict[str, Callable[[], torch.Tensor]] = {"wheel": wheel}
     different = []
     for split_size in (default, 0):
-        with forced("FLASH_ATTENTION_FAMILY", "sm80"):
+        with device_override("family=sm80"):
             out, softmax_lse, _ = flash_attn_func(
                 *qkv, **options, split_size=split_size, return_attn_probs=True
             )
