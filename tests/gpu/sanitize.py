@@ -106,7 +106,7 @@ def large_pages(head_dim: int) -> None:
     cache = draw(9, 64, 1, head_dim)
     pages = torch.randperm(9).to("cuda", torch.int32).view(3, 3)
     arguments: Options = {"cache_seqlens": int32(20, 64, 157), "block_table": pages}
-    with device_override("sms=1"):
+    with device_override(ONE_SM):
         for split_size in (SPLIT, 0):
             flash_attn_with_kvcache(
                 draw(3, 130, 2, head_dim),
