@@ -21,7 +21,7 @@ struct Parts {
 struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   Tree tree;
   int num_splits;  // of the longest sequence; with one split there is nothing to merge
-  int kv_batch;    // sequences that k and v have room for, where they are neither packed nor paged
+  int kv_batch;    // sequences, or pages, that k and v have room for, where they are not packed
   int total_k;     // rows of packed k and v
   unsigned* tile_counter;  // for CTAs that take row blocks one after another; nullptr: one to each
   Parts parts;

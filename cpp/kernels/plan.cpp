@@ -119,6 +119,7 @@ std::size_t part_bytes(const FwdParams& params, int num_splits, int rows) {
 
 struct Candidate {
   const FwdKernel* kernel = nullptr;
+  long long row_blocks = 0;
   bool writes_parts = false;
   bool possible = false;  // on this device, within the limits of a grid
 };
@@ -132,15 +133,18 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
   if (kernel == nullptr) {
     return {};
   }
+  const long long blocks = row_blocks(params, kernel->block_m);
   const bool splits = num_splits > 1;
   if (path == Path::kOneCta) {
     const int shared = splits ? kernel->state_bytes : kernel->shared_bytes;
-    return {kernel, false,
+    return {kernel, blocks, false,
             shared <= device.shared_bytes_per_block && params.token_of == nullptr &&
-                row_blocks(params, kernel->block_m) <= kMaxCtas};
+                blocks <= kMaxCtas};
   }
   const bool rows_fit = path != Path::kFewRows || params.seqlen_q <= kFewRows;
-  return {kernel, splits, rows_fit && num_splits <= kMaxSplits && (splits || path != Path::kParts)};
+  return {kernel, blocks, splits,
+          rows_fit && blocks <= kMaxCtas && num_splits <= kMaxSplits &&
+              (splits || path != Path::kParts)};
 }
 
 // Whether the parts of at least one row block fit the scratch memory of a launch.
@@ -150,23 +154,21 @@ bool fits_scratch(const FwdParams& params, const Candidate& parts, int num_split
 }
 
 // Whether a CTA per row block has enough of the GPU to do.
-bool fills(const FwdParams& params, const FwdKernel& kernel, const Device& device) {
-  const long long blocks = row_blocks(params, kernel.block_m);
-  if (kernel.persistent) {
-    return blocks >= kTurnsFullEnough * device.num_sms * ceil_div(blocks, device.num_sms);
+bool fills(const Candidate& one_cta, const Device& device) {
+  if (one_cta.kernel->persistent) {
+    return one_cta.row_blocks >=
+           kTurnsFullEnough * device.num_sms * ceil_div(one_cta.row_blocks, device.num_sms);
   }
-  return blocks >= kFullEnough * 2 * device.num_sms;
+  return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
 }
 
 // One CTA per row block, or one per split of it.
-const Candidate& better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
-                        int num_splits, const Device& device) {
+Candidate better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
+                 int num_splits, const Device& device) {
   if (!parts.possible || !one_cta.possible) {
     return parts.possible ? parts : one_cta;
   }
-  return fits_scratch(params, parts, num_splits) && !fills(params, *one_cta.kernel, device)
-             ? parts
-             : one_cta;
+  return fits_scratch(params, parts, num_splits) && !fills(one_cta, device) ? parts : one_cta;
 }
 
 }  // namespace
@@ -197,25 +199,34 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   const long long splits = std::max(ceil_div(params.seqlen_k, tokens), 1LL);
   plan.num_splits = static_cast<int>(splits);
 
-  const auto of = [&](Family family, Path path) {
-    return candidate(params, instance, family, path, plan.tree, plan.num_splits, device);
-  };
   const auto on = [&](Path path) {
-    const Candidate newer = device.family == Family::kSm80 ? Candidate{} : of(Family::kSm90, path);
-    return newer.possible ? newer : of(Family::kSm80, path);
+    const auto of = [&](Family family) {
+      return candidate(params, instance, family, path, plan.tree, plan.num_splits, device);
+    };
+    const Candidate newer = device.family == Family::kSm80 ? Candidate{} : of(Family::kSm90);
+    return newer.possible ? newer : of(Family::kSm80);
   };
-  const Candidate one_cta = on(Path::kOneCta);
-  const Candidate few_rows = on(Path::kFewRows);
-  // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it fills.
-  const bool takes_few =
-      few_rows.possible && (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits));
-  Candidate chosen =
-      takes_few ? few_rows : better(params, one_cta, on(Path::kParts), plan.num_splits, device);
-  if (device.path.has_value() && on(*device.path).possible) {
-    chosen = on(*device.path);
-  } else if (device.family == Family::kSm90 && of(Family::kSm90, Path::kOneCta).possible) {
-    chosen = of(Family::kSm90, Path::kOneCta);
-  }
+  const auto choose = [&] {
+    if (device.path.has_value()) {
+      if (const Candidate forced = on(*device.path); forced.possible) {
+        return forced;
+      }
+    }
+    const Candidate one_cta = on(Path::kOneCta);
+    if (device.family == Family::kSm90 && one_cta.possible &&
+        one_cta.kernel->family == Family::kSm90) {
+      return one_cta;
+    }
+    // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it
+    // fills.
+    const Candidate few_rows = on(Path::kFewRows);
+    if (few_rows.possible &&
+        (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits))) {
+      return few_rows;
+    }
+    return better(params, one_cta, on(Path::kParts), plan.num_splits, device);
+  };
+  const Candidate chosen = choose();
   if (!chosen.possible) {
     if (plan.num_splits > kMaxSplits) {
       throw std::runtime_error(
@@ -232,16 +243,11 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   }
   plan.kernel = chosen.kernel;
   plan.writes_parts = chosen.writes_parts;
-  const long long ctas = row_blocks(params, chosen.kernel->block_m);
-  if (ctas > kMaxCtas) {
-    throw std::runtime_error("q: expected batch * nheads * ceil(seqlen_q / " +
-                             std::to_string(chosen.kernel->block_m) +
-                             ") below 2^31, the size of a CUDA grid, got " + std::to_string(ctas));
-  }
   const long long most_ctas = chosen.kernel->persistent ? device.num_sms : kMaxCtas;
-  plan.ctas = plan.ctas_per_launch = static_cast<unsigned>(std::clamp(ctas, 1LL, most_ctas));
+  plan.ctas = plan.ctas_per_launch =
+      static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, most_ctas));
   // CTAs that take row blocks one after another count those that are taken.
-  plan.scratch_bytes = ctas > plan.ctas ? sizeof(unsigned) : 0;
+  plan.scratch_bytes = chosen.row_blocks > plan.ctas ? sizeof(unsigned) : 0;
   if (plan.writes_parts) {
     plan.part_rows = std::max(std::min(chosen.kernel->block_m, params.seqlen_q), 1);
     const std::size_t each = part_bytes(params, plan.num_splits, plan.part_rows);

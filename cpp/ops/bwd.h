@@ -36,6 +36,21 @@ Gradients varlen_bwd(const torch::stable::Tensor& dout, const torch::stable::Ten
                      std::int64_t window_left, std::int64_t window_right, double softcap,
                      bool deterministic);
 
+// The same, into given gradients: strided rows that start at multiples of 16 bytes. Of packed
+// sequences, rows that belong to none are left as they are.
+void bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
+              const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+              const torch::stable::Tensor& v, const torch::stable::Tensor& out,
+              const torch::stable::Tensor& softmax_lse, const Scores& scores, bool deterministic);
+void varlen_bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
+                     const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                     const torch::stable::Tensor& v, const torch::stable::Tensor& out,
+                     const torch::stable::Tensor& softmax_lse, const Packed& packed,
+                     const Scores& scores, bool deterministic);
+
+// Zeroes the rows of a contiguous gradient that belong to no sequence.
+void zero_tail(const torch::stable::Tensor& gradient, const torch::stable::Tensor& cu_seqlens);
+
 // Where dout and the gradients lie; dims: those of a tensor, 4 dense, 3 packed.
 void set_gradients(BwdParams& params, const torch::stable::Tensor& dout,
                    const torch::stable::Tensor& dq, const torch::stable::Tensor& dk,

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <charconv>
+#include <cstdint>
 #include <cstdlib>
 #include <string_view>
 #include <utility>
@@ -24,9 +25,33 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-int capability_of(int device) {
-  return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-         attribute(cudaDevAttrComputeCapabilityMinor, device);
+// Facts of a device in one word, so that threads that ask for them at once need no lock; 0: not
+// asked for yet.
+using PackedFacts = std::uint64_t;
+
+PackedFacts query_facts(int device) {
+  const auto sms = static_cast<PackedFacts>(attribute(cudaDevAttrMultiProcessorCount, device));
+  const auto shared =
+      static_cast<PackedFacts>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  const auto capability =
+      static_cast<PackedFacts>(10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+                               attribute(cudaDevAttrComputeCapabilityMinor, device));
+  return sms << 48 | capability << 32 | shared;
+}
+
+// The runtime is asked once for each device: four calls to it take longer than the rest of a plan.
+Device device_facts(int device) {
+  constexpr int kCached = 64;
+  static std::array<std::atomic<PackedFacts>, kCached> known{};
+  PackedFacts facts = device < kCached ? known[device].load(std::memory_order_relaxed) : 0;
+  if (facts == 0) {
+    facts = query_facts(device);
+    if (device < kCached) {
+      known[device].store(facts, std::memory_order_relaxed);
+    }
+  }
+  return {static_cast<int>(facts >> 48), static_cast<int>(facts & 0xffffffff),
+          static_cast<int>(facts >> 32 & 0xffff), std::nullopt, std::nullopt};
 }
 
 // FAD_ARCHITECTURES is CMAKE_CUDA_ARCHITECTURES, with commas: "80-real,90-real,90-virtual".
@@ -114,7 +139,7 @@ void check_architecture(int device) {
   if (device < kCached && known_good[device].load(std::memory_order_relaxed)) {
     return;
   }
-  const int capability = capability_of(device);
+  const int capability = device_facts(device).capability;
   check(holds_code_for(capability), "cuda:", device, " has compute capability ", capability / 10,
         ".", capability % 10, "; this build of flash_attn_deterministic holds code for ",
         FAD_ARCHITECTURES);
@@ -124,9 +149,7 @@ void check_architecture(int device) {
 }
 
 Device planning_device(int device) {
-  Device planned{attribute(cudaDevAttrMultiProcessorCount, device),
-                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device), capability_of(device),
-                 std::nullopt, std::nullopt};
+  Device planned = device_facts(device);
   if (const char* name = std::getenv(kFamily)) {
     planned.family = family(kFamily, name);
   }

@@ -9,8 +9,9 @@ namespace fad {
 PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
                  std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
                  std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
-                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed, bool paged,
-                 bool cache_index, std::int64_t split_size, bool deterministic) {
+                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed,
+                 std::int64_t page_size, bool cache_index, std::int64_t split_size,
+                 bool deterministic) {
   check(nheads_k > 0 && nheads > 0 && nheads % nheads_k == 0,
         "nheads_k: expected a number that divides the ", nheads, " heads of q, got ", nheads_k);
   check(head_dim > 0 && head_dim <= 256, "head_dim: expected a number from 1 to 256, got ",
@@ -45,7 +46,11 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
   params.cu_seqlens_q = params.cu_seqlens_k = packed ? &any_length : nullptr;
   params.is_seqlens_k_cumulative = true;
   int any_page = 0;
-  params.block_table = paged ? &any_page : nullptr;
+  if (page_size > 0) {
+    params.block_table = &any_page;
+    params.page_block_size = static_cast<int>(page_size);
+    params.k_batch_stride = params.v_batch_stride = params.k_row_stride * page_size;
+  }
   params.cache_batch_idx = cache_index ? &any_page : nullptr;
   const FwdPlan plan = plan_call(params, like, split_size, deterministic);
   return {static_cast<std::int64_t>(plan.kernel->family),

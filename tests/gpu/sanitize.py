@@ -101,6 +101,23 @@ def layouts(head_dim: int) -> None:
         )
 
 
+def large_pages(head_dim: int) -> None:
+    """Pages of 64 keys, which kernels for Hopper load at once."""
+    cache = draw(9, 64, 1, head_dim)
+    pages = torch.randperm(9).to("cuda", torch.int32).view(3, 3)
+    arguments: Options = {"cache_seqlens": int32(20, 64, 157), "block_table": pages}
+    with device_override(ONE_SM):
+        for split_size in (SPLIT, 0):
+            flash_attn_with_kvcache(
+                draw(3, 130, 2, head_dim),
+                cache,
+                cache.clone(),
+                causal=True,
+                split_size=split_size,
+                **arguments,
+            )
+
+
 def backward(head_dim: int) -> None:
     """In turns, alone and with atomics; groups of heads; every mask; dense and packed."""
 
@@ -146,6 +163,7 @@ def main() -> None:
     for head_dim in parser.parse_args().head_dims:
         forward(head_dim)
         layouts(head_dim)
+        large_pages(head_dim)
         backward(head_dim)
         torch.cuda.synchronize()
         print(f"head dim {head_dim}: all calls made", flush=True)

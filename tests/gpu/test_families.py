@@ -19,6 +19,7 @@ from flash_attn_deterministic import (
 from flash_attn_deterministic.info.build_info import build_info
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, skip_unless_built
+from tests.gpu.drawn_calls import draw_call
 from tests.gpu.gradients import int32
 
 pytestmark = pytest.mark.gpu
@@ -151,6 +152,91 @@ def test_cache_with_nan_behind_its_ends(
         return out, softmax_lse
 
     assert_families_agree(monkeypatch, run)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@SPLIT
+@MASK
+@CONFIGS
+def test_pages_with_nan_behind_their_ends(
+    head_dim: int,
+    dtype: str,
+    options: dict[str, Any],
+    split_size: int,
+    page_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    used, pages = [1000, 63, 0, 256], 1024 // page_size
+    q, _, _ = make_qkv((4, 200, 6, head_dim), dtype=DTYPES[dtype])
+    _, k, v = make_qkv((4 * pages, 1, 6, head_dim), page_size, 2, dtype=DTYPES[dtype], seed=1)
+    table = torch.randperm(4 * pages, generator=torch.Generator().manual_seed(2)).view(4, pages)
+    for sequence, length in enumerate(used):
+        for place, page in enumerate(table[sequence].tolist()):
+            first = max(0, length - place * page_size)
+            k[page, first:] = v[page, first:] = float("nan")
+    block_table = table.to("cuda", torch.int32)
+    arguments = {"cache_seqlens": int32(used), "block_table": block_table, **options}
+
+    def run() -> Outputs:
+        out, softmax_lse = flash_attn_with_kvcache(
+            q, k, v, split_size=split_size, return_softmax_lse=True, **arguments
+        )
+        assert not out.isnan().any()
+        return out, softmax_lse
+
+    def packed() -> Outputs:
+        starts_q, starts_k = int32([0, 200, 400, 600, 800]), int32([0, 1000, 1063, 1063, 1319])
+        out, softmax_lse, _ = flash_attn_varlen_func(
+            q.flatten(0, 1),
+            k,
+            v,
+            starts_q,
+            starts_k,
+            200,
+            1000,
+            block_table=block_table,
+            split_size=split_size,
+            return_attn_probs=True,
+            **options,
+        )
+        assert not out.isnan().any()
+        return out, softmax_lse
+
+    monkeypatch.setenv(VARIABLE, "sm90")
+    plan = explain(flash_attn_with_kvcache, q, k, v, split_size=split_size, **arguments)
+    # At head dims up to 64 products are 128 keys wide, and pages left to the other family.
+    assert (plan.family == "sm90") == (head_dim > 64 and page_size % 64 == 0)
+    assert_families_agree(monkeypatch, run)
+    assert_families_agree(monkeypatch, packed)
+
+
+# Head dims of each kernel, those padded to it included.
+RANGES = {64: range(33, 65), 96: range(65, 97), 128: range(97, 129), 192: range(129, 193)}
+RANGES[256] = range(193, 257)
+
+
+@pytest.mark.parametrize(
+    "calls", [pytest.param(100, id="100-calls"), pytest.param(1000, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", RANGES)
+def test_drawn_calls(
+    head_dim: int, dtype: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    first = 1_000_000 * head_dim + 100_000 * (dtype == "fp16")
+    taken = 0
+    for seed in range(first, first + calls):
+        call = draw_call(seed, RANGES[head_dim], DTYPES[dtype])
+        monkeypatch.setenv(VARIABLE, "sm90")
+        taken += call.family() == "sm90"
+        found = call()
+        monkeypatch.setenv(VARIABLE, "sm80")
+        assert call.family() == "sm80"
+        assert_same(found, call(), tuple(f"{name} of {call.words}" for name in ("out", "lse")))
+    # Splits of 64 and 192 keys at head dim 64, for instance, are left to the sm80 family.
+    assert taken >= 0.7 * calls
 
 
 @pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])

@@ -62,6 +62,12 @@ __device__ __forceinline__ void store_shared(uint32_t address, float4 value) {
                : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ int4 load_shared_ints(uint32_t address) {
   int4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import interface
 from .._checks.describe import shown
 from .._checks.values import check_values
-from .._ops.schemas import FORWARD, NAMESPACE, argument_names
+from .._ops.schemas import FORWARD, NAMESPACE, argument_names, unpacked
 from ..errors import ArgumentError
 from .plan import Plan, Request, plan
 
@@ -99,7 +99,8 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix(f"{NAMESPACE}::")
         if name in FORWARD:
-            arguments = dict(zip(argument_names(name), args, strict=True))
+            given = dict(zip(argument_names(name), args, strict=True))
+            name, arguments = unpacked(name, given)
             if arguments["q"].device.type == "cpu":
                 check_values(name, arguments)
             raise _Stopped(_request(name, arguments))
@@ -139,7 +140,7 @@ def _request(name: str, arguments: dict[str, Any]) -> Request:
         has_softcap=arguments["softcap"] > 0.0,
         has_dropout=arguments.get("dropout_p", 0.0) > 0.0,
         packed=name == "varlen_fwd",
-        paged=table is not None,
+        page_size=0 if table is None else keys.shape[1],
         cache_index=arguments.get("cache_batch_idx") is not None,
         split_size=arguments["split_size"],
         deterministic=arguments["deterministic"],

@@ -45,7 +45,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan depends on; lengths are those of the longest sequence, or a bound on them."""
+    """What a plan depends on.
+
+    Lengths are those of the longest sequence, or a bound on them; page_size 0: no pages.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -60,7 +63,7 @@ class Request:
     has_softcap: bool
     has_dropout: bool
     packed: bool
-    paged: bool
+    page_size: int
     cache_index: bool
     split_size: int
     deterministic: bool
@@ -110,7 +113,7 @@ def _cuda_plan(request: Request) -> Plan:
         request.has_softcap,
         request.has_dropout,
         request.packed,
-        request.paged,
+        request.page_size,
         request.cache_index,
         request.split_size,
         request.deterministic,
