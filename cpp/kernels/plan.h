@@ -30,7 +30,8 @@ struct FwdPlan {
   const FwdKernel* kernel;
   Tree tree;
   int num_splits;  // of the longest sequence
-  bool writes_parts;
+  bool writes_parts;         // for the merge kernel
+  int group;                 // query heads whose rows stand in one row block
   unsigned ctas;             // row blocks of all heads and sequences, ...
   unsigned ctas_per_launch;  // ... of which one launch takes so many
   int part_rows;             // rows of a row block that parts hold

@@ -1,0 +1,26 @@
+#include "values.h"
+
+#include "../launch.h"
+#include "values.cuh"
+
+namespace fad {
+
+template <typename Element>
+void launch_values(const FwdParams& params, unsigned ctas, int head_dim, cudaStream_t stream) {
+  const auto run = [&](auto traits) {
+    using Traits = decltype(traits);
+    const dim3 grid(ctas, params.num_splits, head_dim / kValueColumns);
+    launch<&values_kernel<Traits>>(grid, 32, Traits::kSharedBytes, Traits::kSharedBytes, stream,
+                                   params);
+  };
+  if (kept_rows(params.seqlen_q * params.group) == 8) {
+    run(ValuesTraits<Element, 8>{});
+  } else {
+    run(ValuesTraits<Element, kScoreRows>{});
+  }
+}
+
+template void launch_values<cutlass::half_t>(const FwdParams&, unsigned, int, cudaStream_t);
+template void launch_values<cutlass::bfloat16_t>(const FwdParams&, unsigned, int, cudaStream_t);
+
+}  // namespace fad

@@ -1,0 +1,433 @@
+// Probabilities and P V from scores that are known, the second kernel of the path scores-first
+// (scores_first.h): a CTA of one warp takes 32 columns of one split of a row block. It walks the
+// blocks of keys in the tree's order with the tree's functions: its bits are those of the kernels
+// that compute scores on the way. The last warp of a row block and its columns to end its split
+// merges all of them.
+#pragma once
+
+#include "few_rows_copy.cuh"
+#include "few_rows_fragments.cuh"
+#include "row_group.cuh"
+#include "scores_first.h"
+#include "tree/row_end.h"
+#include "tree/softmax_steps.h"
+#include "tree/split_state.h"
+
+namespace fad {
+
+// This thread's part of a warp's 16 rows and 32 columns, of the rows lane / 4 and 8 below (left out
+// where no row block has more than 8 rows). A sum is that of four threads, until quad_sums.
+template <int kHalves>
+struct ValuesState {
+  float row_max[kHalves];
+  float row_sum[kHalves];
+  float acc[kValueColumns / 8][4] = {};  // the last two only with two halves
+
+  __device__ __forceinline__ ValuesState() {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      row_max[half] = -INFINITY;
+      row_sum[half] = 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void quad_sums() {
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 2);
+      row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 1);
+    }
+  }
+};
+
+// The stages of a warp: blocks of values, scores and maxima on their way to it.
+template <typename Traits>
+struct ValuesStages {
+  const FwdParams& params;
+  const RowGroup& rows;
+  KvHead values;
+  PageTable table;
+  int64_t first_score_block;  // of the row block
+  int chunk;                  // first of this warp's columns, in eights
+  char* smem;
+
+  __device__ __forceinline__ char* stage(int item) const {
+    return smem + item % Traits::kStages * Traits::kStageBytes;
+  }
+
+  // Where 16 rows start that this lane looks up, of a block; some time before the copy, as the page
+  // number is a load. Entries of the table past the last key may hold anything, and are not read.
+  __device__ __forceinline__ const char* look_up(int n_block) const {
+    const int key = n_block * kKeysPerBlock + threadIdx.x % 4 * 16;
+    const bool exists = n_block >= rows.n_min && key < rows.seqlen_k;
+    const int2 place = table.pages != nullptr && exists ? table.find(key)
+                                                        : make_int2(0, exists ? key : 0);
+    return values.data + place.x * values.page_bytes + place.y * values.row_bytes;
+  }
+
+  // Starts the copy of a block; keys past the last and columns from d on are zeros.
+  __device__ __forceinline__ void copy(int item, int n_block, const char* looked_up) const {
+    using Chunk = cute::uint128_t;
+    const int lane = threadIdx.x;
+    char* const to = stage(item);
+#pragma unroll
+    for (int i = 0; i < kKeysPerBlock / 8; ++i) {
+      const auto start = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(looked_up),
+                                     i / 2, 4);
+      const int row = i * 8 + lane / 4;
+      const bool inside = n_block * kKeysPerBlock + row < rows.seqlen_k &&
+                          (chunk + lane % 4) * 8 < params.d;
+      const char* const source = reinterpret_cast<const char*>(start) +
+                                 row % 16 * values.row_bytes + (chunk + lane % 4) * 16;
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(
+          *reinterpret_cast<const Chunk*>(inside ? source : values.data),
+          *reinterpret_cast<Chunk*>(to + slot_offset<kValueColumns>(row, lane % 4)), inside);
+    }
+    // Each lane copies the scores that it reads itself.
+    const int64_t block = first_score_block + n_block;
+    const auto* const scores =
+        reinterpret_cast<const Chunk*>(params.scores.scores + block * score_floats(Traits::kRows));
+#pragma unroll
+    for (int i = 0; i < Traits::kScoreBytes / 512; ++i) {
+      cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>::copy(
+          scores[i * 32 + lane],
+          *reinterpret_cast<Chunk*>(to + Traits::kValueBytes + (i * 32 + lane) * 16));
+    }
+    if (lane < Traits::kMaximaBytes / 16) {
+      const auto* const maxima =
+          reinterpret_cast<const Chunk*>(params.scores.maxima + block * kScoreRows);
+      cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>::copy(
+          maxima[lane], *reinterpret_cast<Chunk*>(to + Traits::kValueBytes + Traits::kScoreBytes +
+                                                  lane * 16));
+    }
+  }
+};
+
+// The step of the softmax of one block: maximum and sums of this thread's rows, and the factors
+// that bring their accumulators to the new maximum. Probabilities come 16 keys at a time.
+template <typename Traits>
+struct SoftmaxStep {
+  float rescale[2];
+  float max_scaled[Traits::kHalves];
+  const float4* scores;
+
+  __device__ __forceinline__ void enter(const char* stage, float scale,
+                                        ValuesState<Traits::kHalves>& state) {
+    const int lane = threadIdx.x;
+    scores = reinterpret_cast<const float4*>(stage + Traits::kValueBytes) + lane;
+    const auto* const maxima =
+        reinterpret_cast<const float*>(stage + Traits::kValueBytes + Traits::kScoreBytes);
+    rescale[1] = 1.f;
+#pragma unroll
+    for (int half = 0; half < Traits::kHalves; ++half) {
+      const float new_max = fmaxf(state.row_max[half], maxima[lane / 4 + 8 * half]);
+      const bool empty = new_max == -INFINITY;
+      rescale[half] = rescale_factor(state.row_max[half], empty ? 0.f : new_max, scale);
+      max_scaled[half] = empty ? 0.f : scaled_max(new_max, scale);
+      state.row_max[half] = new_max;
+      state.row_sum[half] = rescaled_sum(state.row_sum[half], rescale[half]);
+    }
+  }
+
+  // Of 16 keys, as the tensor cores take them.
+  __device__ __forceinline__ void probs(int keys16, float scale,
+                                        ValuesState<Traits::kHalves>& state,
+                                        uint32_t (&p)[4]) const {
+    float4 eights[2];  // of each eight keys: two of the upper row, two of the lower
+    if constexpr (Traits::kHalves == 1) {
+      const float4 both = scores[keys16 * 32];
+      eights[0] = make_float4(both.x, both.y, 0.f, 0.f);
+      eights[1] = make_float4(both.z, both.w, 0.f, 0.f);
+    } else {
+      eights[0] = scores[keys16 * 2 * 32];
+      eights[1] = scores[(keys16 * 2 + 1) * 32];
+    }
+#pragma unroll
+    for (int eight = 0; eight < 2; ++eight) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        p[eight * 2 + half] = 0;
+        if (half < Traits::kHalves) {
+          const float first = scaled_exp2(half == 0 ? eights[eight].x : eights[eight].z, scale,
+                                          max_scaled[half]);
+          const float second = scaled_exp2(half == 0 ? eights[eight].y : eights[eight].w, scale,
+                                           max_scaled[half]);
+          state.row_sum[half] = __fadd_rn(state.row_sum[half], first);
+          state.row_sum[half] = __fadd_rn(state.row_sum[half], second);
+          cutlass::Array<typename Traits::Element, 2> two;
+          two[0] = static_cast<typename Traits::Element>(first);
+          two[1] = static_cast<typename Traits::Element>(second);
+          p[eight * 2 + half] = reinterpret_cast<const uint32_t&>(two);
+        }
+      }
+    }
+  }
+};
+
+// Writes a part, as threads hold it.
+template <int kHalves>
+__device__ __forceinline__ void write_values_part(const ScoresFirst& to, int64_t part,
+                                                  const ValuesState<kHalves>& state) {
+  const int lane = threadIdx.x;
+  float2* const acc = reinterpret_cast<float2*>(to.acc + part * part_floats(8 * kHalves));
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+    for (int tile = 0; tile < kValueColumns / 8; ++tile) {
+      acc[(half * (kValueColumns / 8) + tile) * 32 + lane] =
+          make_float2(state.acc[tile][2 * half], state.acc[tile][2 * half + 1]);
+    }
+    if (lane % 4 == 0) {
+      to.state[part * kScoreRows + lane / 4 + 8 * half] =
+          make_float2(state.row_max[half], state.row_sum[half]);
+    }
+  }
+}
+
+// Whether this is the last warp of num_splits that gets here. What the others wrote before is then
+// there to be read. Counters were set to 0 by the kernel before, so that a launch that was aborted
+// leaves nothing behind.
+__device__ __forceinline__ bool arrives_last(unsigned* counter, int num_splits) {
+  __threadfence();  // each lane's part before the arrival
+  __syncwarp();
+  unsigned before = 0;
+  if (threadIdx.x == 0) {
+    before = atomicAdd(counter, 1u);
+  }
+  before = __shfl_sync(0xffffffff, before, 0);
+  __threadfence();  // the arrivals before the reads
+  return before + 1 == static_cast<unsigned>(num_splits);
+}
+
+// Merges the parts of the splits that hold a row's visible keys, last to first. first_part: of
+// split 0.
+template <int kHalves>
+__device__ __forceinline__ void merge_parts(const FwdParams& params, const SplitRange (&of)[kHalves],
+                                            int64_t first_part, ValuesState<kHalves>& state) {
+  constexpr int kTiles = kValueColumns / 8;
+  constexpr int kAhead = kHalves == 1 ? 8 : 4;
+  const int lane = threadIdx.x;
+  const ScoresFirst& from = params.scores;
+  state = ValuesState<kHalves>();
+  int first = of[0].first;
+  int last = of[0].last;
+  if (kHalves == 2) {
+    first = min(first, of[kHalves - 1].first);
+    last = max(last, of[kHalves - 1].last);
+  }
+  // All lanes go through the same splits, each merges those of its rows.
+  first = __reduce_min_sync(0xffffffff, first);
+  last = __reduce_max_sync(0xffffffff, last);
+  for (int begin = last; begin >= first; begin -= kAhead) {
+    float2 states[kAhead][kHalves];
+    float2 values[kAhead][kHalves][kTiles];
+#pragma unroll
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int split = begin - ahead;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        if (split >= of[half].first && split <= of[half].last) {
+          const int64_t part = first_part + split;
+          states[ahead][half] = __ldcg(from.state + part * kScoreRows + lane / 4 + 8 * half);
+          const auto* const acc =
+              reinterpret_cast<const float2*>(from.acc + part * part_floats(8 * kHalves)) + lane;
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            values[ahead][half][tile] = __ldcg(acc + (half * kTiles + tile) * 32);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int split = begin - ahead;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const float2 next = states[ahead][half];
+        if (split == of[half].last) {
+          state.row_max[half] = next.x;
+          state.row_sum[half] = next.y;
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            state.acc[tile][2 * half] = values[ahead][half][tile].x;
+            state.acc[tile][2 * half + 1] = values[ahead][half][tile].y;
+          }
+        } else if (split >= of[half].first && split < of[half].last) {
+          float row_max = next.x;
+          float row_sum = next.y;
+          const MergeWeights weights =
+              merge_state(state.row_max[half], state.row_sum[half], row_max, row_sum,
+                          params.scale_softmax_log2);
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            float& left = state.acc[tile][2 * half];
+            float& right = state.acc[tile][2 * half + 1];
+            left = merge_value(left, weights.later, values[ahead][half][tile].x, weights.earlier);
+            right = merge_value(right, weights.later, values[ahead][half][tile].y, weights.earlier);
+          }
+          state.row_max[half] = row_max;
+          state.row_sum[half] = row_sum;
+        }
+      }
+    }
+  }
+}
+
+// Output and, from the warp with the first columns, log-sum-exp.
+template <typename Element, int kHalves>
+__device__ __forceinline__ void write_values_rows(const FwdParams& params, const SequenceInfo& info,
+                                                  const RowGroup& rows, int first_column,
+                                                  const ValuesState<kHalves>& state) {
+  const int lane = threadIdx.x;
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const int row = lane / 4 + 8 * half;
+    if (row < rows.count) {
+      const int bidh = rows.head(row);
+      const int token = rows.token(row);
+      const float inverse = inverse_sum(state.row_sum[half]);
+      Element* const out = out_row<Element>(params, info, rows.bidb, bidh, token);
+#pragma unroll
+      for (int tile = 0; tile < kValueColumns / 8; ++tile) {
+        const int column = first_column + tile * 8 + lane % 4 * 2;
+        if (column < params.d) {
+          out[column] = static_cast<Element>(normalised(state.acc[tile][2 * half], inverse));
+          out[column + 1] =
+              static_cast<Element>(normalised(state.acc[tile][2 * half + 1], inverse));
+        }
+      }
+      if (first_column == 0 && lane % 4 == 0) {
+        write_lse(params, info, rows.bidb, bidh, token, state.row_max[half], state.row_sum[half]);
+      }
+    }
+  }
+}
+
+// blockIdx: row block, split, columns.
+template <typename Traits>
+__global__ __launch_bounds__(32) void values_kernel(const __grid_constant__ FwdParams params) {
+  constexpr int kHalves = Traits::kHalves;
+  constexpr int kTiles = kValueColumns / 8;
+  extern __shared__ char smem[];
+  const int cta = blockIdx.x;
+  const int lane = threadIdx.x;
+  const Place place = group_place(params, kScoreRows, params.parts.first_cta + cta);
+  const SequenceInfo info(params, place.bidb);
+  RowGroup rows(params, info, place, kScoreRows);
+  if (rows.count <= 0) {
+    return;
+  }
+  rows.limit_to_split(params, blockIdx.y);
+  const int items = rows.n_max - rows.n_min;
+  const float scale = params.scale_softmax_log2;
+
+  ValuesState<kHalves> state;
+  if (items > 0) {
+    const ValuesStages<Traits> stages{
+        params,
+        rows,
+        kv_head(params, info, rows.bidb, rows.bidh / params.h_h_k_ratio, params.v_ptr,
+                params.v_batch_stride, params.v_row_stride, params.v_head_stride),
+        {params.block_table == nullptr
+             ? nullptr
+             : params.block_table + rows.bidb * params.block_table_batch_stride,
+         params.page_block_size},
+        static_cast<int64_t>(cta) * params.scores.blocks,
+        static_cast<int>(blockIdx.z) * (kValueColumns / 8),
+        smem};
+    const auto block_of = [&](int item) { return rows.n_max - 1 - item; };
+#pragma unroll 1
+    for (int item = 0; item < Traits::kStages - 1; ++item) {
+      if (item < items) {
+        stages.copy(item, block_of(item), stages.look_up(block_of(item)));
+      }
+      cute::cp_async_fence();
+    }
+    const char* looked_up = stages.look_up(block_of(Traits::kStages - 1));
+
+    SoftmaxStep<Traits> step;
+    uint32_t p[4][4];
+    cute::cp_async_wait<Traits::kStages - 2>();
+    __syncwarp();  // the first block is there, from all lanes
+    step.enter(stages.stage(0), scale, state);
+#pragma unroll
+    for (int keys16 = 0; keys16 < 4; ++keys16) {
+      step.probs(keys16, scale, state, p[keys16]);
+    }
+    // P V of a block stands beside the probabilities of the next: each is a chain, and waits for
+    // itself only.
+    const auto multiply = [&](int item, auto has_next) {
+      const char* const slot = stages.stage(item);
+      uint32_t v[2][kTiles][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          load_eight_columns<kValueColumns>(slot, half, tile, v[half][tile]);
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 2 * kHalves; ++i) {
+          state.acc[tile][i] = rescaled_acc(state.acc[tile][i], step.rescale[i / 2]);
+        }
+      }
+      if constexpr (has_next) {
+        step.enter(stages.stage(item + 1), scale, state);
+      }
+#pragma unroll
+      for (int keys16 = 0; keys16 < 4; ++keys16) {
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const uint32_t (&four)[4] = v[keys16 / 2][tile];
+          mma<typename Traits::Element>(state.acc[tile], p[keys16], four[keys16 % 2 * 2],
+                                        four[keys16 % 2 * 2 + 1]);
+        }
+        if constexpr (has_next) {
+          step.probs(keys16, scale, state, p[keys16]);
+        }
+      }
+    };
+#pragma unroll 1
+    for (int item = 0; item < items - 1; ++item) {
+      cute::cp_async_wait<Traits::kStages - 3>();
+      // The next block is there, from all lanes; and all have read the block before this one, whose
+      // stage is filled again.
+      __syncwarp();
+      const int coming = item + Traits::kStages - 1;
+      if (coming < items) {
+        stages.copy(coming, block_of(coming), looked_up);
+      }
+      cute::cp_async_fence();
+      looked_up = stages.look_up(block_of(coming + 1));
+      multiply(item, std::true_type{});
+    }
+    multiply(items - 1, std::false_type{});
+    state.quad_sums();
+  }
+
+  if (params.num_splits > 1) {
+    const int64_t columns =
+        static_cast<int64_t>(cta) * gridDim.z + blockIdx.z;  // of the row block
+    const int64_t first_part = columns * params.num_splits;
+    if (items > 0) {
+      write_values_part<kHalves>(params.scores, first_part + blockIdx.y, state);
+    }
+    if (!arrives_last(params.scores.arrivals + columns, params.num_splits)) {
+      return;
+    }
+    SplitRange visible[kHalves];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const int row = lane / 4 + 8 * half;
+      visible[half] = row < rows.count ? visible_splits(params, info, rows.token(row))
+                                       : SplitRange{params.num_splits, -1};
+    }
+    merge_parts<kHalves>(params, visible, first_part, state);
+  }
+  write_values_rows<typename Traits::Element, kHalves>(
+      params, info, rows, static_cast<int>(blockIdx.z) * kValueColumns, state);
+}
+
+}  // namespace fad
