@@ -219,10 +219,8 @@ FwdPlan plan_call(const FwdParams& params, const Tensor& q, std::int64_t split_s
   check(!deterministic,
         "deterministic: this build of flash_attn_deterministic has no deterministic mode");
 #endif
-  const int device = q.get_device_index();
-  check_architecture(device);
   return plan_fwd(params, *instance, static_cast<int>(split_size), deterministic,
-                  planning_device(device));
+                  planning_device(q.get_device_index()));
 }
 
 void run_fwd(const FwdParams& params, const Tensor& q, const FwdPlan& plan) {
