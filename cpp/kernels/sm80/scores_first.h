@@ -55,10 +55,11 @@ struct ScoresTraits {
 };
 
 // kRows: that are kept.
-template <typename Element_, int kRows_>
+template <typename Element_, int kRows_, bool kPaged_>
 struct ValuesTraits {
   using Element = Element_;
   static constexpr int kRows = kRows_;
+  static constexpr bool kPaged = kPaged_;
   static constexpr int kHalves = kRows / 8;
   // A stage: a block of keys' values, scores and maxima.
   static constexpr int kValueBytes = kKeysPerBlock * kValueColumns * 2;

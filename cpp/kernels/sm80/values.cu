@@ -13,10 +13,11 @@ void launch_values(const FwdParams& params, unsigned ctas, int head_dim, cudaStr
     launch<&values_kernel<Traits>>(grid, 32, Traits::kSharedBytes, Traits::kSharedBytes, stream,
                                    params);
   };
-  if (kept_rows(params.seqlen_q * params.group) == 8) {
-    run(ValuesTraits<Element, 8>{});
+  const bool eight = kept_rows(params.seqlen_q * params.group) == 8;
+  if (params.block_table == nullptr) {
+    eight ? run(ValuesTraits<Element, 8, false>{}) : run(ValuesTraits<Element, kScoreRows, false>{});
   } else {
-    run(ValuesTraits<Element, kScoreRows>{});
+    eight ? run(ValuesTraits<Element, 8, true>{}) : run(ValuesTraits<Element, kScoreRows, true>{});
   }
 }
 

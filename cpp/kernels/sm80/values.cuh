@@ -40,68 +40,126 @@ struct ValuesState {
   }
 };
 
-// The stages of a warp: blocks of values, scores and maxima on their way to it.
+// The stages of a warp: blocks of values, scores and maxima on their way to it. The warp copies
+// while it computes, so that every instruction here counts.
 template <typename Traits>
 struct ValuesStages {
-  const FwdParams& params;
-  const RowGroup& rows;
+  using Chunk = cute::uint128_t;
+
+  char* smem;
   KvHead values;
   PageTable table;
-  int64_t first_score_block;  // of the row block
-  int chunk;                  // first of this warp's columns, in eights
-  char* smem;
+  int n_min, seqlen_k;
+  const char *scores, *maxima;  // this lane's, of block 0
+  int64_t lane_from;            // a lane copies 16 bytes of one row of each eight keys: where in
+  int lane_to;                  // memory and in a stage
+  bool has_columns, all_columns;  // in the head dim: this lane's, the warp's
 
-  __device__ __forceinline__ char* stage(int item) const {
-    return smem + item % Traits::kStages * Traits::kStageBytes;
+  __device__ __forceinline__ ValuesStages(const FwdParams& params, const SequenceInfo& info,
+                                          const RowGroup& rows, int cta, int first_column,
+                                          char* smem)
+      : smem(smem),
+        values(kv_head(params, info, rows.bidb, rows.bidh / params.h_h_k_ratio, params.v_ptr,
+                       params.v_batch_stride, params.v_row_stride, params.v_head_stride)),
+        table{Traits::kPaged ? params.block_table + rows.bidb * params.block_table_batch_stride
+                             : nullptr,
+              params.page_block_size},
+        n_min(rows.n_min),
+        seqlen_k(rows.seqlen_k) {
+    const int lane = threadIdx.x;
+    const int64_t first_block = static_cast<int64_t>(cta) * params.scores.blocks;
+    scores = reinterpret_cast<const char*>(params.scores.scores +
+                                           first_block * score_floats(Traits::kRows)) +
+             lane * 16;
+    maxima = reinterpret_cast<const char*>(params.scores.maxima + first_block * kScoreRows) +
+             lane * 16;
+    const int column = first_column + lane % 4 * 8;
+    lane_from = lane / 4 * values.row_bytes + column * 2;
+    lane_to = slot_offset<kValueColumns>(lane / 4, lane % 4);
+    has_columns = column < params.d;
+    all_columns = first_column + kValueColumns <= params.d;
   }
 
-  // Where 16 rows start that this lane looks up, of a block; some time before the copy, as the page
-  // number is a load. Entries of the table past the last key may hold anything, and are not read.
+  __device__ __forceinline__ const char* at(int stage) const {
+    return smem + stage * Traits::kStageBytes;
+  }
+
+  // Where 16 rows of a block start that this lane looks up, if there are pages; some time before
+  // the copy, as the page number is a load. Entries of the table past the last key may hold
+  // anything, and are not read.
   __device__ __forceinline__ const char* look_up(int n_block) const {
     const int key = n_block * kKeysPerBlock + threadIdx.x % 4 * 16;
-    const bool exists = n_block >= rows.n_min && key < rows.seqlen_k;
-    const int2 place = table.pages != nullptr && exists ? table.find(key)
-                                                        : make_int2(0, exists ? key : 0);
+    if (!Traits::kPaged || n_block < n_min || key >= seqlen_k) {
+      return values.data;
+    }
+    const int2 place = table.find(key);
     return values.data + place.x * values.page_bytes + place.y * values.row_bytes;
   }
 
+  // The rows of each 16 keys of a block, from this lane's of the first eight on. All lanes call.
+  __device__ __forceinline__ const char* sixteen(int n_block, int keys16,
+                                                 const char* looked_up) const {
+    if (Traits::kPaged) {
+      const auto start = reinterpret_cast<unsigned long long>(looked_up);
+      return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, start, keys16, 4)) + lane_from;
+    }
+    return values.data + (static_cast<int64_t>(n_block) * kKeysPerBlock + 16 * keys16) *
+                             values.row_bytes +
+           lane_from;
+  }
+
   // Starts the copy of a block; keys past the last and columns from d on are zeros.
-  __device__ __forceinline__ void copy(int item, int n_block, const char* looked_up) const {
-    using Chunk = cute::uint128_t;
-    const int lane = threadIdx.x;
-    char* const to = stage(item);
+  __device__ __forceinline__ void copy(int stage, int n_block, const char* looked_up) const {
+    Chunk* const to = reinterpret_cast<Chunk*>(smem + stage * Traits::kStageBytes + lane_to);
+    // Eight rows further, the swizzle of the rows is the same.
+    if (all_columns && (n_block + 1) * kKeysPerBlock <= seqlen_k) {
 #pragma unroll
-    for (int i = 0; i < kKeysPerBlock / 8; ++i) {
-      const auto start = __shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(looked_up),
-                                     i / 2, 4);
-      const int row = i * 8 + lane / 4;
-      const bool inside = n_block * kKeysPerBlock + row < rows.seqlen_k &&
-                          (chunk + lane % 4) * 8 < params.d;
-      const char* const source = reinterpret_cast<const char*>(start) +
-                                 row % 16 * values.row_bytes + (chunk + lane % 4) * 16;
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(
-          *reinterpret_cast<const Chunk*>(inside ? source : values.data),
-          *reinterpret_cast<Chunk*>(to + slot_offset<kValueColumns>(row, lane % 4)), inside);
+      for (int keys16 = 0; keys16 < 4; ++keys16) {
+        const char* const from = sixteen(n_block, keys16, looked_up);
+        copy_chunk(from, to[keys16 * 2 * kValueColumns]);
+        copy_chunk(from + 8 * values.row_bytes, to[(keys16 * 2 + 1) * kValueColumns]);
+      }
+    } else {
+#pragma unroll 1
+      for (int keys16 = 0; keys16 < 4; ++keys16) {
+        const char* const from = sixteen(n_block, keys16, looked_up);
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight) {
+          const int key = n_block * kKeysPerBlock + keys16 * 16 + eight * 8 + threadIdx.x / 4;
+          const bool inside = has_columns && key < seqlen_k;
+          const char* const source = inside ? from + eight * 8 * values.row_bytes : values.data;
+          cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(
+              *reinterpret_cast<const Chunk*>(source), to[(keys16 * 2 + eight) * kValueColumns],
+              inside);
+        }
+      }
     }
     // Each lane copies the scores that it reads itself.
-    const int64_t block = first_score_block + n_block;
-    const auto* const scores =
-        reinterpret_cast<const Chunk*>(params.scores.scores + block * score_floats(Traits::kRows));
+    const int lane = threadIdx.x;
+    const char* const block = scores + static_cast<int64_t>(n_block) * Traits::kScoreBytes;
+    Chunk* const rest =
+        reinterpret_cast<Chunk*>(smem + stage * Traits::kStageBytes + Traits::kValueBytes) + lane;
 #pragma unroll
     for (int i = 0; i < Traits::kScoreBytes / 512; ++i) {
-      cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>::copy(
-          scores[i * 32 + lane],
-          *reinterpret_cast<Chunk*>(to + Traits::kValueBytes + (i * 32 + lane) * 16));
+      copy_chunk(block + i * 512, rest[i * 32]);
     }
     if (lane < Traits::kMaximaBytes / 16) {
-      const auto* const maxima =
-          reinterpret_cast<const Chunk*>(params.scores.maxima + block * kScoreRows);
-      cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>::copy(
-          maxima[lane], *reinterpret_cast<Chunk*>(to + Traits::kValueBytes + Traits::kScoreBytes +
-                                                  lane * 16));
+      copy_chunk(maxima + static_cast<int64_t>(n_block) * Traits::kMaximaBytes,
+                 rest[Traits::kScoreBytes / 16]);
     }
   }
+
+ private:
+  __device__ __forceinline__ static void copy_chunk(const char* from, Chunk& to) {
+    cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>::copy(*reinterpret_cast<const Chunk*>(from), to);
+  }
 };
+
+// Stages are used in turn.
+template <typename Traits>
+__device__ __forceinline__ int next_stage(int stage) {
+  return stage + 1 == Traits::kStages ? 0 : stage + 1;
+}
 
 // The step of the softmax of one block: maximum and sums of this thread's rows, and the factors
 // that bring their accumulators to the new maximum. Probabilities come 16 keys at a time.
@@ -318,52 +376,42 @@ __global__ __launch_bounds__(32) void values_kernel(const __grid_constant__ FwdP
     return;
   }
   rows.limit_to_split(params, blockIdx.y);
-  const int items = rows.n_max - rows.n_min;
+  const bool sees_keys = rows.n_max > rows.n_min;
   const float scale = params.scale_softmax_log2;
 
   ValuesState<kHalves> state;
-  if (items > 0) {
-    const ValuesStages<Traits> stages{
-        params,
-        rows,
-        kv_head(params, info, rows.bidb, rows.bidh / params.h_h_k_ratio, params.v_ptr,
-                params.v_batch_stride, params.v_row_stride, params.v_head_stride),
-        {params.block_table == nullptr
-             ? nullptr
-             : params.block_table + rows.bidb * params.block_table_batch_stride,
-         params.page_block_size},
-        static_cast<int64_t>(cta) * params.scores.blocks,
-        static_cast<int>(blockIdx.z) * (kValueColumns / 8),
-        smem};
-    const auto block_of = [&](int item) { return rows.n_max - 1 - item; };
+  if (sees_keys) {
+    const ValuesStages<Traits> stages(params, info, rows, cta,
+                                      static_cast<int>(blockIdx.z) * kValueColumns, smem);
+    // Blocks are copied, and used, from the last one down.
+    int copied = rows.n_max - 1;
 #pragma unroll 1
-    for (int item = 0; item < Traits::kStages - 1; ++item) {
-      if (item < items) {
-        stages.copy(item, block_of(item), stages.look_up(block_of(item)));
+    for (int stage = 0; stage < Traits::kStages - 1; ++stage, --copied) {
+      if (copied >= rows.n_min) {
+        stages.copy(stage, copied, stages.look_up(copied));
       }
       cute::cp_async_fence();
     }
-    const char* looked_up = stages.look_up(block_of(Traits::kStages - 1));
+    const char* looked_up = stages.look_up(copied);
 
     SoftmaxStep<Traits> step;
     uint32_t p[4][4];
     cute::cp_async_wait<Traits::kStages - 2>();
     __syncwarp();  // the first block is there, from all lanes
-    step.enter(stages.stage(0), scale, state);
+    step.enter(stages.at(0), scale, state);
 #pragma unroll
     for (int keys16 = 0; keys16 < 4; ++keys16) {
       step.probs(keys16, scale, state, p[keys16]);
     }
     // P V of a block stands beside the probabilities of the next: each is a chain, and waits for
     // itself only.
-    const auto multiply = [&](int item, auto has_next) {
-      const char* const slot = stages.stage(item);
+    const auto multiply = [&](int stage, auto has_next) {
       uint32_t v[2][kTiles][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          load_eight_columns<kValueColumns>(slot, half, tile, v[half][tile]);
+          load_eight_columns<kValueColumns>(stages.at(stage), half, tile, v[half][tile]);
         }
       }
 #pragma unroll
@@ -374,7 +422,7 @@ __global__ __launch_bounds__(32) void values_kernel(const __grid_constant__ FwdP
         }
       }
       if constexpr (has_next) {
-        step.enter(stages.stage(item + 1), scale, state);
+        step.enter(stages.at(next_stage<Traits>(stage)), scale, state);
       }
 #pragma unroll
       for (int keys16 = 0; keys16 < 4; ++keys16) {
@@ -389,21 +437,24 @@ __global__ __launch_bounds__(32) void values_kernel(const __grid_constant__ FwdP
         }
       }
     };
+    int stage = 0;
+    int free_stage = Traits::kStages - 1;
 #pragma unroll 1
-    for (int item = 0; item < items - 1; ++item) {
+    for (int n_block = rows.n_max - 1; n_block > rows.n_min; --n_block) {
       cute::cp_async_wait<Traits::kStages - 3>();
       // The next block is there, from all lanes; and all have read the block before this one, whose
       // stage is filled again.
       __syncwarp();
-      const int coming = item + Traits::kStages - 1;
-      if (coming < items) {
-        stages.copy(coming, block_of(coming), looked_up);
+      if (copied >= rows.n_min) {
+        stages.copy(free_stage, copied, looked_up);
       }
       cute::cp_async_fence();
-      looked_up = stages.look_up(block_of(coming + 1));
-      multiply(item, std::true_type{});
+      looked_up = stages.look_up(--copied);
+      multiply(stage, std::true_type{});
+      free_stage = stage;
+      stage = next_stage<Traits>(stage);
     }
-    multiply(items - 1, std::false_type{});
+    multiply(stage, std::false_type{});
     state.quad_sums();
   }
 
@@ -411,7 +462,7 @@ __global__ __launch_bounds__(32) void values_kernel(const __grid_constant__ FwdP
     const int64_t columns =
         static_cast<int64_t>(cta) * gridDim.z + blockIdx.z;  // of the row block
     const int64_t first_part = columns * params.num_splits;
-    if (items > 0) {
+    if (sees_keys) {
       write_values_part<kHalves>(params.scores, first_part + blockIdx.y, state);
     }
     if (!arrives_last(params.scores.arrivals + columns, params.num_splits)) {
