@@ -3,8 +3,8 @@
 // A split is a chain: each block of 64 keys waits for the accumulator of the block after it. But
 // scores wait for nothing, and a column of the accumulator waits for no other column. So one kernel
 // computes all scores, a warp to a block of keys; a second one computes probabilities and P V, a
-// warp to 32 columns of a split. Neither has barriers: warps share nothing. A call of one sequence
-// has so many warps that the whole GPU reads its keys and values.
+// CTA to 32 columns of a split. A call of one sequence then has so many of them that the whole GPU
+// reads its keys and values.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace fad {
 
 constexpr int kScoreRows = 16;     // of a row block
-constexpr int kValueColumns = 32;  // of a warp that computes P V
+constexpr int kValueColumns = 32;  // of a CTA that computes P V
 
 // Rows of a row block that scores and parts are kept for: 8 where no row block has more.
 constexpr int kept_rows(int rows) { return rows <= 8 ? 8 : kScoreRows; }
@@ -66,7 +66,8 @@ struct ValuesTraits {
   static constexpr int kScoreBytes = score_floats(kRows) * 4;
   static constexpr int kMaximaBytes = kScoreRows * 4;
   static constexpr int kStageBytes = kValueBytes + kScoreBytes + kMaximaBytes;
-  // What lets four warps share an SM with 200 KB of shared memory.
+  static constexpr int kThreads = 64;  // a warp computes, a warp copies
+  // What lets four CTAs share an SM with 200 KB of shared memory: one for each of its schedulers.
   static constexpr int kStages = kHalves == 1 ? 8 : 6;
   static constexpr int kSharedBytes = kStages * kStageBytes;
 };

@@ -10,7 +10,7 @@ void launch_values(const FwdParams& params, unsigned ctas, int head_dim, cudaStr
   const auto run = [&](auto traits) {
     using Traits = decltype(traits);
     const dim3 grid(ctas, params.num_splits, head_dim / kValueColumns);
-    launch<&values_kernel<Traits>>(grid, 32, Traits::kSharedBytes, Traits::kSharedBytes, stream,
+    launch<&values_kernel<Traits>>(grid, Traits::kThreads, Traits::kSharedBytes, Traits::kSharedBytes, stream,
                                    params);
   };
   const bool eight = kept_rows(params.seqlen_q * params.group) == 8;

@@ -1,9 +1,12 @@
 // Probabilities and P V from scores that are known, the second kernel of the path scores-first
-// (scores_first.h): a CTA of one warp takes 32 columns of one split of a row block. It walks the
-// blocks of keys in the tree's order with the tree's functions: its bits are those of the kernels
-// that compute scores on the way. The last warp of a row block and its columns to end its split
-// merges all of them.
+// (scores_first.h): a CTA takes 32 columns of one split of a row block. One warp computes, another
+// one copies: what the first has to do for each block of keys is what the call waits for. It walks
+// blocks in the tree's order with the tree's functions: the bits are those of the kernels that
+// compute scores on the way. The last CTA of a row block and its columns to end its split merges
+// all of them.
 #pragma once
+
+#include <type_traits>
 
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
@@ -40,8 +43,8 @@ struct ValuesState {
   }
 };
 
-// The stages of a warp: blocks of values, scores and maxima on their way to it. The warp copies
-// while it computes, so that every instruction here counts.
+// The stages of a CTA: blocks of values, scores and maxima on their way to it, for the warp that
+// copies.
 template <typename Traits>
 struct ValuesStages {
   using Chunk = cute::uint128_t;
@@ -53,7 +56,7 @@ struct ValuesStages {
   const char *scores, *maxima;  // this lane's, of block 0
   int64_t lane_from;            // a lane copies 16 bytes of one row of each eight keys: where in
   int lane_to;                  // memory and in a stage
-  bool has_columns, all_columns;  // in the head dim: this lane's, the warp's
+  bool has_columns, all_columns;  // in the head dim: this lane's, the CTA's
 
   __device__ __forceinline__ ValuesStages(const FwdParams& params, const SequenceInfo& info,
                                           const RowGroup& rows, int cta, int first_column,
@@ -66,7 +69,7 @@ struct ValuesStages {
               params.page_block_size},
         n_min(rows.n_min),
         seqlen_k(rows.seqlen_k) {
-    const int lane = threadIdx.x;
+    const int lane = threadIdx.x % 32;
     const int64_t first_block = static_cast<int64_t>(cta) * params.scores.blocks;
     scores = reinterpret_cast<const char*>(params.scores.scores +
                                            first_block * score_floats(Traits::kRows)) +
@@ -78,10 +81,6 @@ struct ValuesStages {
     lane_to = slot_offset<kValueColumns>(lane / 4, lane % 4);
     has_columns = column < params.d;
     all_columns = first_column + kValueColumns <= params.d;
-  }
-
-  __device__ __forceinline__ const char* at(int stage) const {
-    return smem + stage * Traits::kStageBytes;
   }
 
   // Where 16 rows of a block start that this lane looks up, if there are pages; some time before
@@ -110,6 +109,7 @@ struct ValuesStages {
 
   // Starts the copy of a block; keys past the last and columns from d on are zeros.
   __device__ __forceinline__ void copy(int stage, int n_block, const char* looked_up) const {
+    const int lane = threadIdx.x % 32;
     Chunk* const to = reinterpret_cast<Chunk*>(smem + stage * Traits::kStageBytes + lane_to);
     // Eight rows further, the swizzle of the rows is the same.
     if (all_columns && (n_block + 1) * kKeysPerBlock <= seqlen_k) {
@@ -125,7 +125,7 @@ struct ValuesStages {
         const char* const from = sixteen(n_block, keys16, looked_up);
 #pragma unroll
         for (int eight = 0; eight < 2; ++eight) {
-          const int key = n_block * kKeysPerBlock + keys16 * 16 + eight * 8 + threadIdx.x / 4;
+          const int key = n_block * kKeysPerBlock + keys16 * 16 + eight * 8 + lane / 4;
           const bool inside = has_columns && key < seqlen_k;
           const char* const source = inside ? from + eight * 8 * values.row_bytes : values.data;
           cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(
@@ -134,8 +134,6 @@ struct ValuesStages {
         }
       }
     }
-    // Each lane copies the scores that it reads itself.
-    const int lane = threadIdx.x;
     const char* const block = scores + static_cast<int64_t>(n_block) * Traits::kScoreBytes;
     Chunk* const rest =
         reinterpret_cast<Chunk*>(smem + stage * Traits::kStageBytes + Traits::kValueBytes) + lane;
@@ -161,6 +159,36 @@ __device__ __forceinline__ int next_stage(int stage) {
   return stage + 1 == Traits::kStages ? 0 : stage + 1;
 }
 
+// The warp that copies. Blocks come from the last one down, all but one of the stages on their way
+// at a time. Its barriers are those of add_blocks.
+template <typename Traits>
+__device__ __forceinline__ void copy_blocks(const ValuesStages<Traits>& stages, int n_min,
+                                            int n_max) {
+  int coming = n_max - 1;
+#pragma unroll 1
+  for (int stage = 0; stage < Traits::kStages - 1; ++stage, --coming) {
+    if (coming >= n_min) {
+      stages.copy(stage, coming, stages.look_up(coming));
+    }
+    cute::cp_async_fence();
+  }
+  const char* looked_up = stages.look_up(coming);
+  cute::cp_async_wait<Traits::kStages - 2>();
+  __syncthreads();
+  int free_stage = Traits::kStages - 1;
+#pragma unroll 1
+  for (int n_block = n_max - 1; n_block > n_min; --n_block, --coming) {
+    cute::cp_async_wait<Traits::kStages - 3>();
+    __syncthreads();
+    if (coming >= n_min) {
+      stages.copy(free_stage, coming, looked_up);
+    }
+    cute::cp_async_fence();
+    looked_up = stages.look_up(coming - 1);
+    free_stage = next_stage<Traits>(free_stage);
+  }
+}
+
 // The step of the softmax of one block: maximum and sums of this thread's rows, and the factors
 // that bring their accumulators to the new maximum. Probabilities come 16 keys at a time.
 template <typename Traits>
@@ -171,7 +199,7 @@ struct SoftmaxStep {
 
   __device__ __forceinline__ void enter(const char* stage, float scale,
                                         ValuesState<Traits::kHalves>& state) {
-    const int lane = threadIdx.x;
+    const int lane = threadIdx.x % 32;
     scores = reinterpret_cast<const float4*>(stage + Traits::kValueBytes) + lane;
     const auto* const maxima =
         reinterpret_cast<const float*>(stage + Traits::kValueBytes + Traits::kScoreBytes);
@@ -222,11 +250,72 @@ struct SoftmaxStep {
   }
 };
 
+// The warp that computes. P V of a block stands beside the probabilities of the next: each is a
+// chain, and waits for itself only.
+template <typename Traits>
+__device__ __forceinline__ void add_blocks(const char* smem, float scale, int n_min, int n_max,
+                                           ValuesState<Traits::kHalves>& state) {
+  constexpr int kTiles = kValueColumns / 8;
+  SoftmaxStep<Traits> step;
+  uint32_t p[4][4];
+  __syncthreads();  // the first block is there
+  step.enter(smem, scale, state);
+#pragma unroll
+  for (int keys16 = 0; keys16 < 4; ++keys16) {
+    step.probs(keys16, scale, state, p[keys16]);
+  }
+  const auto multiply = [&](const char* stage, const char* next, auto has_next) {
+    uint32_t v[2][kTiles][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        load_eight_columns<kValueColumns>(stage, half, tile, v[half][tile]);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2 * Traits::kHalves; ++i) {
+        state.acc[tile][i] = rescaled_acc(state.acc[tile][i], step.rescale[i / 2]);
+      }
+    }
+    if constexpr (has_next) {
+      step.enter(next, scale, state);
+    }
+#pragma unroll
+    for (int keys16 = 0; keys16 < 4; ++keys16) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const uint32_t (&four)[4] = v[keys16 / 2][tile];
+        mma<typename Traits::Element>(state.acc[tile], p[keys16], four[keys16 % 2 * 2],
+                                      four[keys16 % 2 * 2 + 1]);
+      }
+      if constexpr (has_next) {
+        step.probs(keys16, scale, state, p[keys16]);
+      }
+    }
+  };
+  int stage = 0;
+#pragma unroll 1
+  for (int n_block = n_max - 1; n_block > n_min; --n_block) {
+    const int next = next_stage<Traits>(stage);
+    // The next block is there, and this warp has read the block before this one, whose stage is
+    // filled again.
+    __syncthreads();
+    multiply(smem + stage * Traits::kStageBytes, smem + next * Traits::kStageBytes,
+             std::true_type{});
+    stage = next;
+  }
+  multiply(smem + stage * Traits::kStageBytes, nullptr, std::false_type{});
+  state.quad_sums();
+}
+
 // Writes a part, as threads hold it.
 template <int kHalves>
 __device__ __forceinline__ void write_values_part(const ScoresFirst& to, int64_t part,
                                                   const ValuesState<kHalves>& state) {
-  const int lane = threadIdx.x;
+  const int lane = threadIdx.x % 32;
   float2* const acc = reinterpret_cast<float2*>(to.acc + part * part_floats(8 * kHalves));
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
@@ -242,7 +331,7 @@ __device__ __forceinline__ void write_values_part(const ScoresFirst& to, int64_t
   }
 }
 
-// Whether this is the last warp of num_splits that gets here. What the others wrote before is then
+// Whether this is the last warp (of a CTA each) of num_splits that gets here. What the others wrote before is then
 // there to be read. Counters were set to 0 by the kernel before, so that a launch that was aborted
 // leaves nothing behind.
 __device__ __forceinline__ bool arrives_last(unsigned* counter, int num_splits) {
@@ -264,7 +353,7 @@ __device__ __forceinline__ void merge_parts(const FwdParams& params, const Split
                                             int64_t first_part, ValuesState<kHalves>& state) {
   constexpr int kTiles = kValueColumns / 8;
   constexpr int kAhead = kHalves == 1 ? 8 : 4;
-  const int lane = threadIdx.x;
+  const int lane = threadIdx.x % 32;
   const ScoresFirst& from = params.scores;
   state = ValuesState<kHalves>();
   int first = of[0].first;
@@ -336,7 +425,7 @@ template <typename Element, int kHalves>
 __device__ __forceinline__ void write_values_rows(const FwdParams& params, const SequenceInfo& info,
                                                   const RowGroup& rows, int first_column,
                                                   const ValuesState<kHalves>& state) {
-  const int lane = threadIdx.x;
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
     const int row = lane / 4 + 8 * half;
@@ -363,12 +452,12 @@ __device__ __forceinline__ void write_values_rows(const FwdParams& params, const
 
 // blockIdx: row block, split, columns.
 template <typename Traits>
-__global__ __launch_bounds__(32) void values_kernel(const __grid_constant__ FwdParams params) {
+__global__ __launch_bounds__(Traits::kThreads) void values_kernel(
+    const __grid_constant__ FwdParams params) {
   constexpr int kHalves = Traits::kHalves;
-  constexpr int kTiles = kValueColumns / 8;
   extern __shared__ char smem[];
   const int cta = blockIdx.x;
-  const int lane = threadIdx.x;
+  const int first_column = blockIdx.z * kValueColumns;
   const Place place = group_place(params, kScoreRows, params.parts.first_cta + cta);
   const SequenceInfo info(params, place.bidb);
   RowGroup rows(params, info, place, kScoreRows);
@@ -377,90 +466,21 @@ __global__ __launch_bounds__(32) void values_kernel(const __grid_constant__ FwdP
   }
   rows.limit_to_split(params, blockIdx.y);
   const bool sees_keys = rows.n_max > rows.n_min;
-  const float scale = params.scale_softmax_log2;
 
+  if (threadIdx.x >= 32) {
+    if (sees_keys) {
+      const ValuesStages<Traits> stages(params, info, rows, cta, first_column, smem);
+      copy_blocks(stages, rows.n_min, rows.n_max);
+    }
+    return;
+  }
   ValuesState<kHalves> state;
   if (sees_keys) {
-    const ValuesStages<Traits> stages(params, info, rows, cta,
-                                      static_cast<int>(blockIdx.z) * kValueColumns, smem);
-    // Blocks are copied, and used, from the last one down.
-    int copied = rows.n_max - 1;
-#pragma unroll 1
-    for (int stage = 0; stage < Traits::kStages - 1; ++stage, --copied) {
-      if (copied >= rows.n_min) {
-        stages.copy(stage, copied, stages.look_up(copied));
-      }
-      cute::cp_async_fence();
-    }
-    const char* looked_up = stages.look_up(copied);
-
-    SoftmaxStep<Traits> step;
-    uint32_t p[4][4];
-    cute::cp_async_wait<Traits::kStages - 2>();
-    __syncwarp();  // the first block is there, from all lanes
-    step.enter(stages.at(0), scale, state);
-#pragma unroll
-    for (int keys16 = 0; keys16 < 4; ++keys16) {
-      step.probs(keys16, scale, state, p[keys16]);
-    }
-    // P V of a block stands beside the probabilities of the next: each is a chain, and waits for
-    // itself only.
-    const auto multiply = [&](int stage, auto has_next) {
-      uint32_t v[2][kTiles][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          load_eight_columns<kValueColumns>(stages.at(stage), half, tile, v[half][tile]);
-        }
-      }
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 2 * kHalves; ++i) {
-          state.acc[tile][i] = rescaled_acc(state.acc[tile][i], step.rescale[i / 2]);
-        }
-      }
-      if constexpr (has_next) {
-        step.enter(stages.at(next_stage<Traits>(stage)), scale, state);
-      }
-#pragma unroll
-      for (int keys16 = 0; keys16 < 4; ++keys16) {
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          const uint32_t (&four)[4] = v[keys16 / 2][tile];
-          mma<typename Traits::Element>(state.acc[tile], p[keys16], four[keys16 % 2 * 2],
-                                        four[keys16 % 2 * 2 + 1]);
-        }
-        if constexpr (has_next) {
-          step.probs(keys16, scale, state, p[keys16]);
-        }
-      }
-    };
-    int stage = 0;
-    int free_stage = Traits::kStages - 1;
-#pragma unroll 1
-    for (int n_block = rows.n_max - 1; n_block > rows.n_min; --n_block) {
-      cute::cp_async_wait<Traits::kStages - 3>();
-      // The next block is there, from all lanes; and all have read the block before this one, whose
-      // stage is filled again.
-      __syncwarp();
-      if (copied >= rows.n_min) {
-        stages.copy(free_stage, copied, looked_up);
-      }
-      cute::cp_async_fence();
-      looked_up = stages.look_up(--copied);
-      multiply(stage, std::true_type{});
-      free_stage = stage;
-      stage = next_stage<Traits>(stage);
-    }
-    multiply(stage, std::false_type{});
-    state.quad_sums();
+    add_blocks<Traits>(smem, params.scale_softmax_log2, rows.n_min, rows.n_max, state);
   }
 
   if (params.num_splits > 1) {
-    const int64_t columns =
-        static_cast<int64_t>(cta) * gridDim.z + blockIdx.z;  // of the row block
+    const int64_t columns = static_cast<int64_t>(cta) * gridDim.z + blockIdx.z;
     const int64_t first_part = columns * params.num_splits;
     if (sees_keys) {
       write_values_part<kHalves>(params.scores, first_part + blockIdx.y, state);
@@ -471,14 +491,13 @@ __global__ __launch_bounds__(32) void values_kernel(const __grid_constant__ FwdP
     SplitRange visible[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const int row = lane / 4 + 8 * half;
+      const int row = threadIdx.x / 4 + 8 * half;
       visible[half] = row < rows.count ? visible_splits(params, info, rows.token(row))
                                        : SplitRange{params.num_splits, -1};
     }
     merge_parts<kHalves>(params, visible, first_part, state);
   }
-  write_values_rows<typename Traits::Element, kHalves>(
-      params, info, rows, static_cast<int>(blockIdx.z) * kValueColumns, state);
+  write_values_rows<typename Traits::Element, kHalves>(params, info, rows, first_column, state);
 }
 
 }  // namespace fad
