@@ -227,13 +227,23 @@ void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, Kernel ker
       thread.stack_pointer = words;
     }
     int alive = threads;
+    const int warps = (threads + 31) / 32;
+    // Now and then a warp is left behind for a while, or until all others wait for it.
+    std::vector<int> held(warps, 0);
     while (alive > 0) {
-      bool progress = false;
-      const int warps = (threads + 31) / 32;
+      bool progress = false, any_held = false;
       const int first = static_cast<int>(random_source() % warps);
       const bool backwards = random_source() % 2 != 0;
       for (int w = 0; w < warps; ++w) {
         const int warp = (first + w) % warps;
+        if (held[warp] == 0 && random_source() % 64 == 0) {
+          held[warp] = static_cast<int>(random_source() % 4000);
+        }
+        if (held[warp] > 0) {
+          --held[warp];
+          any_held = true;
+          continue;
+        }
         for (int l = 0; l < 32; ++l) {
           Thread& thread = cta.threads[warp * 32 + (backwards ? 31 - l : l)];
           if (thread.done || thread.blocked) {
@@ -248,7 +258,9 @@ void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, Kernel ker
           }
         }
       }
-      if (!progress) {
+      if (!progress && any_held) {
+        std::fill(held.begin(), held.end(), 0);
+      } else if (!progress) {
         std::fprintf(stderr, "threads wait for each other\n");
         std::abort();
       }
