@@ -15,8 +15,8 @@ enum class Family { kSm80, kSm90 };
 
 // How CTAs share the work.
 enum class Path {
-  kOneCta,   // a CTA walks all splits of its row block, and merges them itself
-  kParts,    // a CTA per split leaves a part of its row block; the merge kernel merges them
+  kOneCta,  // a CTA walks all splits of its row block, and merges them itself
+  kParts,   // a CTA per split leaves a part of its row block; the merge kernel merges them
   // The same for a few queries; the rows of a group of heads share a CTA, and a single split needs
   // no merge kernel.
   kFewRows,

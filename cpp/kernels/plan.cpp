@@ -241,8 +241,8 @@ bool walks_fill(const FwdParams& params, const FwdKernel& few_rows, const Tree& 
     blocks = std::min(blocks, num_blocks(seen + params.seqlen_q, kKeysPerBlock) + 1);
   }
   const int longest = std::min(blocks, tree.blocks_per_split);
-  return longest <= kShortWalk || row_blocks(params, few_rows) * blocks >=
-                                      kSplitsFullEnough * device.num_sms * longest;
+  return longest <= kShortWalk ||
+         row_blocks(params, few_rows) * blocks >= kSplitsFullEnough * device.num_sms * longest;
 }
 
 // One CTA per row block, or one per split of it.
@@ -297,12 +297,11 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   const bool takes_few =
       few_rows.possible && (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits));
   const Candidate scores_first = on(Path::kScoresFirst);
-  const bool takes_scores_first =
-      takes_few && scores_first.possible &&
-      !walks_fill(params, *few_rows.kernel, plan.tree, device);
-  Candidate chosen =
-      takes_scores_first ? scores_first
-      : takes_few        ? few_rows
+  const bool takes_scores_first = takes_few && scores_first.possible &&
+                                  !walks_fill(params, *few_rows.kernel, plan.tree, device);
+  Candidate chosen = takes_scores_first ? scores_first
+                     : takes_few
+                         ? few_rows
                          : better(params, one_cta, on(Path::kParts), plan.num_splits, device);
   if (device.path.has_value() && on(*device.path).possible) {
     chosen = on(*device.path);

@@ -29,7 +29,7 @@ struct FwdPlan {
   const FwdInstance* instance;
   const FwdKernel* kernel;
   Tree tree;
-  int num_splits;  // of the longest sequence
+  int num_splits;            // of the longest sequence
   bool writes_parts;         // for the merge kernel
   int group;                 // query heads whose rows stand in one row block
   unsigned ctas;             // row blocks of all heads and sequences, ...

@@ -65,17 +65,17 @@ int number(std::string_view key, std::string_view value) {
 }
 
 Path path(std::string_view value) {
-  constexpr std::pair<std::string_view, Path> kPaths[] = {
-      {"one_cta", Path::kOneCta},
-      {"parts", Path::kParts},
-      {"few_rows", Path::kFewRows},
-      {"scores_first", Path::kScoresFirst}};
+  constexpr std::pair<std::string_view, Path> kPaths[] = {{"one_cta", Path::kOneCta},
+                                                          {"parts", Path::kParts},
+                                                          {"few_rows", Path::kFewRows},
+                                                          {"scores_first", Path::kScoresFirst}};
   for (const auto& [name, which] : kPaths) {
     if (value == name) {
       return which;
     }
   }
-  check(false, kTestDevice, ": path: expected one_cta, parts, few_rows or scores_first, got ", value);
+  check(false, kTestDevice, ": path: expected one_cta, parts, few_rows or scores_first, got ",
+        value);
   return Path::kOneCta;
 }
 

@@ -201,7 +201,8 @@ Tensor aligned(const Tensor& tensor) {
   return torch::stable::copy_(copy, tensor);
 }
 
-FwdPlan plan_call(const FwdParams& params, const Tensor& q, std::int64_t split_size, bool deterministic) {
+FwdPlan plan_call(const FwdParams& params, const Tensor& q, std::int64_t split_size,
+                  bool deterministic) {
   check(split_size >= 0 && split_size % kKeysPerBlock == 0 && split_size <= kMaxSplitSize,
         "split_size: expected 0 or a multiple of ", kKeysPerBlock, " up to ", kMaxSplitSize,
         ", got ", split_size);

@@ -309,9 +309,7 @@ inline int __reduce_min_sync(unsigned, int value) {
   }
   return value;
 }
-inline int __reduce_max_sync(unsigned, int value) {
-  return -__reduce_min_sync(~0u, -value);
-}
+inline int __reduce_max_sync(unsigned, int value) { return -__reduce_min_sync(~0u, -value); }
 inline unsigned atomicAdd(unsigned* address, unsigned value) {
   const unsigned before = *address;
   *address += value;

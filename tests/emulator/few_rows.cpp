@@ -79,7 +79,8 @@ void write(std::FILE* file, const std::vector<Value>& values) {
 void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   draw_source.seed(seed);
   FwdParams params{};
-  const int batch = draw(1, 3), heads_k = draw(1, 2), group = pick({1, 1, 2, 3, 4, 5, 7, 8, 12, 16, 32});
+  const int batch = draw(1, 3), heads_k = draw(1, 2),
+            group = pick({1, 1, 2, 3, 4, 5, 7, 8, 12, 16, 32});
   const int seqlen_q = chance(40) ? 1 : draw(2, 16), heads = heads_k * group;
   const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
   const bool packed = chance(30), paged = chance(40), indexed = !paged && !packed && chance(30);
@@ -117,7 +118,8 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   params.total_q = total_q;
   params.q_head_stride = d, params.q_row_stride = heads * d;
   params.q_batch_stride = static_cast<int64_t>(seqlen_q) * heads * d;
-  params.o_head_stride = d, params.o_row_stride = heads * d, params.o_batch_stride = params.q_batch_stride;
+  params.o_head_stride = d, params.o_row_stride = heads * d,
+  params.o_batch_stride = params.q_batch_stride;
   params.k_head_stride = params.v_head_stride = d;
   params.k_row_stride = params.v_row_stride = heads_k * d;
   params.k_batch_stride = params.v_batch_stride =
@@ -125,7 +127,8 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   Numbers q(static_cast<std::size_t>(total_q) * heads * d);
   q.fill(0, total_q * heads * d, 1.f);
   const int blocks = batch * pages;
-  const std::size_t kv = static_cast<std::size_t>(paged ? blocks * page : batch * capacity) * heads_k * d;
+  const std::size_t kv =
+      static_cast<std::size_t>(paged ? blocks * page : batch * capacity) * heads_k * d;
   Numbers k(kv), v(kv);
   std::vector<int> order(blocks);
   for (int i = 0; i < blocks; ++i) {
@@ -139,8 +142,9 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
       table[b * pages + i] = i * page < lengths_k[b] ? order[b * pages + i] : 1 << 30;
     }
     for (int key = padded ? leftpad[b] : 0; key < lengths_k[b]; ++key) {
-      const std::size_t row = paged ? static_cast<std::size_t>(order[b * pages + key / page]) * page + key % page
-                                    : static_cast<std::size_t>(sequence) * capacity + key;
+      const std::size_t row =
+          paged ? static_cast<std::size_t>(order[b * pages + key / page]) * page + key % page
+                : static_cast<std::size_t>(sequence) * capacity + key;
       k.fill(row * heads_k * d, heads_k * d, 1.f);
       v.fill(row * heads_k * d, heads_k * d, 1.f);
     }
@@ -178,7 +182,8 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
     std::exit(1);
   }
   std::vector<unsigned char> scratch(plan.scratch_bytes + 1024, 0xff);
-  void* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 511) & ~511ull);
+  void* aligned =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 511) & ~511ull);
   fad::run_plan(plan, params, aligned, nullptr);
   write(file, out.data);
   write(file, lse);

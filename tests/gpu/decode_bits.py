@@ -73,7 +73,9 @@ def main() -> int:
     )
     if not built:
         parser.error("this wheel holds no head dim with both dtypes")
-    hashes, failed, paths = {}, 0, {}
+    hashes: dict[str, str] = {}
+    paths: dict[str, int] = {}
+    failed = 0
     for seed in range(options.first, options.first + options.count):
         call = draw(seed, built)
         hashes[str(seed)] = _hash(call())

@@ -1,4 +1,4 @@
-"""Decode gives the same bits on every path: scores first, a thread block per split, upstream's body.
+"""Decode has the same bits on every path: few rows, scores first, upstream's body.
 
 tests/gpu/decode_bits.py runs thousands of the same calls, and compares wheels.
 """
@@ -120,12 +120,12 @@ def test_several_launches(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More scratch than one launch may take: a call is cut into launches."""
     batch, length = 96, 16_384
     q, k, v = make_qkv((1, 2, 16, 64), length, 4)
-    many = [t.expand(batch, *t.shape[1:]) for t in (q, k, v)]
+    qs, ks, vs = (t.expand(batch, *t.shape[1:]) for t in (q, k, v))
     monkeypatch.setenv(VARIABLE, f"path={path}")
-    plan = explain(flash_attn_func, *many, split_size=64)
+    plan = explain(flash_attn_func, qs, ks, vs, split_size=64)
     assert plan.path == path.replace("_", "-")
     assert plan.launches > 1
     expected = flash_attn_func(q, k, v, split_size=64)
-    out = flash_attn_func(*many, split_size=64)
+    out = flash_attn_func(qs, ks, vs, split_size=64)
     for index in (0, 1, batch // 2, batch - 1):
         assert_same((out[index : index + 1],), (expected,), ("out",))

@@ -94,8 +94,8 @@ __device__ __forceinline__ void write_probs(const FewRowsScores<Traits>& scores,
     for (int tile = 0; tile < Traits::kWarpKeys / 8; ++tile) {
       const float first = scaled_exp2(scores[tile][2 * half], scale, max_scaled);
       const float second = scaled_exp2(scores[tile][2 * half + 1], scale, max_scaled);
-      const int at =
-          row * Traits::kProbsStride + sharer<Traits>() * Traits::kWarpKeys + tile * 8 + lane % 4 * 2;
+      const int at = row * Traits::kProbsStride + sharer<Traits>() * Traits::kWarpKeys + tile * 8 +
+                     lane % 4 * 2;
       *reinterpret_cast<float2*>(probs + at) = make_float2(first, second);
       cutlass::Array<typename Traits::Element, 2> two;
       two[0] = static_cast<typename Traits::Element>(first);
@@ -302,8 +302,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
   for (int item = 0; item < items; item += 2) {
     const BlockPages<Traits> first_pages = pages_of(item + Traits::kSlots - 1);
     const BlockPages<Traits> second_pages = pages_of(item + Traits::kSlots);
-    finish_scores(params, rows, mine, key_of(item) + thread_key,
-                  rows.is_cut(key_of(item)), scores);
+    finish_scores(params, rows, mine, key_of(item) + thread_key, rows.is_cut(key_of(item)), scores);
     write_maxima<Traits>(scores, maxima);
     // After this barrier the maxima are complete, and all have read these keys and the values
     // before them: their slots are free.

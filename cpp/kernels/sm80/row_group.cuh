@@ -3,8 +3,8 @@
 // tile over the same keys, so that keys are read once for all of them.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/fast_math.h>
+#include <cute/tensor.hpp>
 
 #include "kernel_traits.h"  // upstream; its other headers lean on this one
 
@@ -32,9 +32,9 @@ struct RowGroup {
   int bidb, bidh, group;
   int first, count;  // its first row among those of the sequence, and how many there are
   int seqlen_k;
-  int shift;        // from a token's index to its position among the keys
-  int left, right;  // window, negative for all
-  int n_min, n_max;  // blocks of the keys that some row sees
+  int shift;               // from a token's index to its position among the keys
+  int left, right;         // window, negative for all
+  int n_min, n_max;        // blocks of the keys that some row sees
   int all_begin, all_end;  // keys that all rows see
 
   __device__ __forceinline__ RowGroup(const FwdParams& params, const SequenceInfo& info,
@@ -48,9 +48,9 @@ struct RowGroup {
         shift(seqlen_k - info.actual_seqlen_q),
         left(params.window_size_left),
         // A single query at the end of its sequence sees every key, causal or not.
-        right(params.seqlen_q == 1  ? -1
-              : params.is_causal ? 0
-                                 : params.window_size_right) {
+        right(params.seqlen_q == 1 ? -1
+              : params.is_causal   ? 0
+                                   : params.window_size_right) {
     const int end = right < 0 ? seqlen_k : min(seqlen_k, last_position() + right + 1);
     const int begin = left < 0 ? 0 : max(0, position(0) - left);
     n_min = begin / kKeysPerBlock;
@@ -120,12 +120,13 @@ struct ThreadRows {
       // Rows past the last are computed, and not written.
       const int inside = min(row + 8 * half, rows.count - 1);
       position[half] = rows.position(inside);
-      slope[half] = params.alibi_slopes_ptr == nullptr
-                        ? 0.f
-                        : static_cast<const float*>(
-                              params.alibi_slopes_ptr)[rows.bidb * params.alibi_slopes_batch_stride +
-                                                       rows.head(inside)] /
-                              params.scale_softmax;
+      slope[half] =
+          params.alibi_slopes_ptr == nullptr
+              ? 0.f
+              : static_cast<const float*>(
+                    params.alibi_slopes_ptr)[rows.bidb * params.alibi_slopes_batch_stride +
+                                             rows.head(inside)] /
+                    params.scale_softmax;
     }
   }
 };

@@ -22,8 +22,8 @@ __device__ __forceinline__ void copy_keys(const KvHead& from, const PageTable& t
   for (int keys16 = 0; keys16 < kKeysPerBlock; keys16 += 16) {
     const int key = first_key + keys16;
     // Pages hold a multiple of 16. Entries past the last key may hold anything, and are not read.
-    const int2 place = table.pages != nullptr && key < seqlen_k ? table.find(key)
-                                                                : make_int2(0, key);
+    const int2 place =
+        table.pages != nullptr && key < seqlen_k ? table.find(key) : make_int2(0, key);
     const char* const start = from.data + place.x * from.page_bytes + place.y * from.row_bytes;
 #pragma unroll
     for (int i = 0; i < 16 * kChunks / 32; ++i) {
@@ -87,8 +87,8 @@ __device__ __forceinline__ void write_scores(const ScoresFirst& to, int kept, in
   if (kept == 8) {
 #pragma unroll
     for (int tile = 0; tile < 8; tile += 2) {
-      at[tile / 2 * 32] = make_float4(scores[tile][0], scores[tile][1], scores[tile + 1][0],
-                                      scores[tile + 1][1]);
+      at[tile / 2 * 32] =
+          make_float4(scores[tile][0], scores[tile][1], scores[tile + 1][0], scores[tile + 1][1]);
     }
   } else {
 #pragma unroll
@@ -161,8 +161,8 @@ __global__ __launch_bounds__(Traits::kThreads) void scores_kernel(
 
 #pragma unroll 1
   for (int cta = first_cta; cta < first_cta + row_blocks; ++cta) {
-    const RowGroup rows(params, info,
-                        group_place(params, kScoreRows, params.parts.first_cta + cta), kScoreRows);
+    const RowGroup rows(params, info, group_place(params, kScoreRows, params.parts.first_cta + cta),
+                        kScoreRows);
     // A block of keys that no row of this row block sees is not read by the values kernel.
     if (rows.count <= 0 || n_block < rows.n_min || n_block >= rows.n_max) {
       continue;

@@ -10,12 +10,13 @@ void launch_values(const FwdParams& params, unsigned ctas, int head_dim, cudaStr
   const auto run = [&](auto traits) {
     using Traits = decltype(traits);
     const dim3 grid(ctas, params.num_splits, head_dim / kValueColumns);
-    launch<&values_kernel<Traits>>(grid, Traits::kThreads, Traits::kSharedBytes, Traits::kSharedBytes, stream,
-                                   params);
+    launch<&values_kernel<Traits>>(grid, Traits::kThreads, Traits::kSharedBytes,
+                                   Traits::kSharedBytes, stream, params);
   };
   const bool eight = kept_rows(params.seqlen_q * params.group) == 8;
   if (params.block_table == nullptr) {
-    eight ? run(ValuesTraits<Element, 8, false>{}) : run(ValuesTraits<Element, kScoreRows, false>{});
+    eight ? run(ValuesTraits<Element, 8, false>{})
+          : run(ValuesTraits<Element, kScoreRows, false>{});
   } else {
     eight ? run(ValuesTraits<Element, 8, true>{}) : run(ValuesTraits<Element, kScoreRows, true>{});
   }

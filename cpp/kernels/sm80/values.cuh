@@ -53,9 +53,9 @@ struct ValuesStages {
   KvHead values;
   PageTable table;
   int n_min, seqlen_k;
-  const char *scores, *maxima;  // this lane's, of block 0
-  int64_t lane_from;            // a lane copies 16 bytes of one row of each eight keys: where in
-  int lane_to;                  // memory and in a stage
+  const char *scores, *maxima;    // this lane's, of block 0
+  int64_t lane_from;              // a lane copies 16 bytes of one row of each eight keys: where in
+  int lane_to;                    // memory and in a stage
   bool has_columns, all_columns;  // in the head dim: this lane's, the CTA's
 
   __device__ __forceinline__ ValuesStages(const FwdParams& params, const SequenceInfo& info,
@@ -74,8 +74,8 @@ struct ValuesStages {
     scores = reinterpret_cast<const char*>(params.scores.scores +
                                            first_block * score_floats(Traits::kRows)) +
              lane * 16;
-    maxima = reinterpret_cast<const char*>(params.scores.maxima + first_block * kScoreRows) +
-             lane * 16;
+    maxima =
+        reinterpret_cast<const char*>(params.scores.maxima + first_block * kScoreRows) + lane * 16;
     const int column = first_column + lane % 4 * 8;
     lane_from = lane / 4 * values.row_bytes + column * 2;
     lane_to = slot_offset<kValueColumns>(lane / 4, lane % 4);
@@ -102,8 +102,8 @@ struct ValuesStages {
       const auto start = reinterpret_cast<unsigned long long>(looked_up);
       return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, start, keys16, 4)) + lane_from;
     }
-    return values.data + (static_cast<int64_t>(n_block) * kKeysPerBlock + 16 * keys16) *
-                             values.row_bytes +
+    return values.data +
+           (static_cast<int64_t>(n_block) * kKeysPerBlock + 16 * keys16) * values.row_bytes +
            lane_from;
   }
 
@@ -234,10 +234,10 @@ struct SoftmaxStep {
       for (int half = 0; half < 2; ++half) {
         p[eight * 2 + half] = 0;
         if (half < Traits::kHalves) {
-          const float first = scaled_exp2(half == 0 ? eights[eight].x : eights[eight].z, scale,
-                                          max_scaled[half]);
-          const float second = scaled_exp2(half == 0 ? eights[eight].y : eights[eight].w, scale,
-                                           max_scaled[half]);
+          const float first =
+              scaled_exp2(half == 0 ? eights[eight].x : eights[eight].z, scale, max_scaled[half]);
+          const float second =
+              scaled_exp2(half == 0 ? eights[eight].y : eights[eight].w, scale, max_scaled[half]);
           state.row_sum[half] = __fadd_rn(state.row_sum[half], first);
           state.row_sum[half] = __fadd_rn(state.row_sum[half], second);
           cutlass::Array<typename Traits::Element, 2> two;
@@ -331,9 +331,9 @@ __device__ __forceinline__ void write_values_part(const ScoresFirst& to, int64_t
   }
 }
 
-// Whether this is the last warp (of a CTA each) of num_splits that gets here. What the others wrote before is then
-// there to be read. Counters were set to 0 by the kernel before, so that a launch that was aborted
-// leaves nothing behind.
+// Whether this is the last warp (of a CTA each) of num_splits that gets here. What the others wrote
+// before is then there to be read. Counters were set to 0 by the kernel before, so that a launch
+// that was aborted leaves nothing behind.
 __device__ __forceinline__ bool arrives_last(unsigned* counter, int num_splits) {
   __threadfence();  // each lane's part before the arrival
   __syncwarp();
@@ -349,8 +349,9 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, int num_splits) 
 // Merges the parts of the splits that hold a row's visible keys, last to first. first_part: of
 // split 0.
 template <int kHalves>
-__device__ __forceinline__ void merge_parts(const FwdParams& params, const SplitRange (&of)[kHalves],
-                                            int64_t first_part, ValuesState<kHalves>& state) {
+__device__ __forceinline__ void merge_parts(const FwdParams& params,
+                                            const SplitRange (&of)[kHalves], int64_t first_part,
+                                            ValuesState<kHalves>& state) {
   constexpr int kTiles = kValueColumns / 8;
   constexpr int kAhead = kHalves == 1 ? 8 : 4;
   const int lane = threadIdx.x % 32;
@@ -402,9 +403,8 @@ __device__ __forceinline__ void merge_parts(const FwdParams& params, const Split
         } else if (split >= of[half].first && split < of[half].last) {
           float row_max = next.x;
           float row_sum = next.y;
-          const MergeWeights weights =
-              merge_state(state.row_max[half], state.row_sum[half], row_max, row_sum,
-                          params.scale_softmax_log2);
+          const MergeWeights weights = merge_state(state.row_max[half], state.row_sum[half],
+                                                   row_max, row_sum, params.scale_softmax_log2);
 #pragma unroll
           for (int tile = 0; tile < kTiles; ++tile) {
             float& left = state.acc[tile][2 * half];

@@ -19,11 +19,10 @@ __device__ __forceinline__ Element* out_row(const FwdParams& params, const Info&
 template <typename Info>
 __device__ __forceinline__ void write_lse(const FwdParams& params, const Info& info, int bidb,
                                           int bidh, int row, float row_max, float row_sum) {
-  const int64_t at =
-      params.unpadded_lse
-          ? static_cast<int64_t>(bidh) * params.total_q +
-                info.q_offset(params.seqlen_q, 1, bidb) + row
-          : (static_cast<int64_t>(bidb) * params.h + bidh) * params.seqlen_q + row;
+  const int64_t at = params.unpadded_lse
+                         ? static_cast<int64_t>(bidh) * params.total_q +
+                               info.q_offset(params.seqlen_q, 1, bidb) + row
+                         : (static_cast<int64_t>(bidb) * params.h + bidh) * params.seqlen_q + row;
   static_cast<float*>(params.softmax_lse_ptr)[at] =
       log_sum_exp(row_max, params.scale_softmax, row_sum, INFINITY);
 }

@@ -65,9 +65,8 @@ struct Mma {
   static float number(uint32_t two, int which) {
     return static_cast<float>(Element::from_bits(static_cast<uint16_t>(two >> 16 * which)));
   }
-  static void fma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1,
-                  uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1, float c2,
-                  float c3) {
+  static void fma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                  uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3) {
     auto& mine = emulator::current->exchange;
     mine.a[0] = a0, mine.a[1] = a1, mine.a[2] = a2, mine.a[3] = a3;
     mine.b[0] = b0, mine.b[1] = b1;

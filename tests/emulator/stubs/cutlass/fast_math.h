@@ -18,7 +18,8 @@ struct bfloat16_t {
   explicit bfloat16_t(float value) {
     uint32_t word;
     std::memcpy(&word, &value, 4);
-    bits = value != value ? 0x7fff : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
+    bits =
+        value != value ? 0x7fff : static_cast<uint16_t>((word + 0x7fff + (word >> 16 & 1)) >> 16);
   }
   explicit operator float() const {
     const uint32_t word = static_cast<uint32_t>(bits) << 16;

@@ -5,8 +5,6 @@
 
 #include "emulator.h"
 
-
-
 namespace fad {
 
 extern char smem[];
