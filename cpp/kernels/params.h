@@ -18,13 +18,13 @@ struct Parts {
   unsigned first_cta, ctas;
 };
 
-// Where the scores kernel leaves its results for the values kernel, by row block of 16 rows and by
+// Where the scores kernel leaves its results for the values kernel, by row block of 8 rows and by
 // block of 64 keys.
 struct ScoresFirst {
-  float* scores;       // (ctas, blocks, tiles of 8 keys, lanes, values), as threads hold them
-  float* maxima;       // (ctas, blocks, 16)
-  float* acc;          // (ctas, columns / 32, num_splits, lanes, values): parts, not normalised
-  float2* state;       // (ctas, columns / 32, num_splits, 16): maximum and sum
+  float* scores;       // (ctas, blocks, 16 keys, lanes, 4), as threads hold them
+  float* maxima;       // (ctas, blocks, 8)
+  float* acc;          // (ctas, columns / 32, num_splits, 8 columns, lanes, 2): parts
+  float2* state;       // (ctas, columns / 32, num_splits, 8): maximum and sum
   unsigned* arrivals;  // (ctas, columns / 32): parts that are there
   int blocks;          // of the longest sequence
   bool prefetch;       // whether the scores kernel brings values into L2

@@ -36,6 +36,9 @@ constexpr double kSplitsFullEnough = 0.9;
 // Blocks of keys that the few-rows kernel walks in less time than a second launch takes.
 constexpr int kShortWalk = 6;
 
+// Rows of the few-rows kernel's lower tile.
+constexpr int kShortTile = 16;
+
 // Values that the scores kernel brings into L2 for the kernel after it: well below the 40 MB of the
 // smallest L2 where this pays.
 constexpr long long kPrefetchBytes = 24 << 20;
@@ -126,7 +129,7 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];
     const bool fits = path != Path::kFewRows ||
-                      (kernel.block_m > kScoreRows) == (rows_of(params, path) > kScoreRows);
+                      (kernel.block_m > kShortTile) == (rows_of(params, path) > kShortTile);
     if (kernel.family == family && kernel.path == path && fits && covers(kernel, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
         (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <
@@ -175,9 +178,7 @@ std::size_t scratch_bytes(const FwdParams& params, const FwdKernel& kernel, bool
                           int num_splits, long long ctas) {
   const int head_dim = kernel_head_dim(params.d);
   if (kernel.path == Path::kScoresFirst) {
-    return scores_first_room(ctas, key_blocks(params), num_splits, head_dim,
-                             rows_of(params, kernel.path))
-        .end;
+    return scores_first_room(ctas, key_blocks(params), num_splits, head_dim).end;
   }
   const std::size_t row_bytes = head_dim * sizeof(float) + sizeof(float2);
   return writes_parts ? ctas * num_splits * part_rows(params, kernel) * row_bytes : 0;
@@ -360,8 +361,7 @@ void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
   if (plan.kernel->path == Path::kScoresFirst) {
     const int blocks = key_blocks(params);
     const ScoresFirstRoom room =
-        scores_first_room(plan.ctas_per_launch, blocks, plan.num_splits, kernel_head_dim(params.d),
-                          params.seqlen_q * plan.group);
+        scores_first_room(plan.ctas_per_launch, blocks, plan.num_splits, kernel_head_dim(params.d));
     const long long value_bytes = 2LL * params.b * params.h_k * params.seqlen_k * params.d;
     params.scores = {reinterpret_cast<float*>(scratch),
                      reinterpret_cast<float*>(scratch + room.maxima),

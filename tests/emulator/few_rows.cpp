@@ -38,7 +38,7 @@ const FwdKernel kKernels[] = {
 #ifndef OLD_TREE
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 64, 8, kMost | kCacheIndex>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 64, 8, kMost | kPaged>(),
-    fwd_entry<ELEMENT, HEAD_DIM, Path::kScoresFirst, 16, HEAD_DIM == 256 ? 3 : 4,
+    fwd_entry<ELEMENT, HEAD_DIM, Path::kScoresFirst, 8, HEAD_DIM == 256 ? 3 : 4,
               kMost | kCacheIndex | kPaged>(),
 #endif
 };

@@ -79,36 +79,24 @@ __device__ __forceinline__ void read_queries(const FwdParams& params, const Sequ
   }
 }
 
-// This thread's scores, and its rows' maxima, to memory.
-__device__ __forceinline__ void write_scores(const ScoresFirst& to, int kept, int64_t block,
+// This thread's scores of one of its two rows, and the row's maximum, to memory. block: of the row
+// block and the keys.
+__device__ __forceinline__ void write_scores(const ScoresFirst& to, int64_t block, int half,
                                              const float (&scores)[8][4]) {
   const int lane = threadIdx.x % 32;
-  float4* const at = reinterpret_cast<float4*>(to.scores + block * score_floats(kept)) + lane;
-  if (kept == 8) {
+  float4* const at = reinterpret_cast<float4*>(to.scores + block * kScoreFloats) + lane;
+  float most = -INFINITY;
 #pragma unroll
-    for (int tile = 0; tile < 8; tile += 2) {
-      at[tile / 2 * 32] =
-          make_float4(scores[tile][0], scores[tile][1], scores[tile + 1][0], scores[tile + 1][1]);
-    }
-  } else {
-#pragma unroll
-    for (int tile = 0; tile < 8; ++tile) {
-      at[tile * 32] =
-          make_float4(scores[tile][0], scores[tile][1], scores[tile][2], scores[tile][3]);
-    }
+  for (int tile = 0; tile < 8; tile += 2) {
+    const float4 four = make_float4(scores[tile][2 * half], scores[tile][2 * half + 1],
+                                    scores[tile + 1][2 * half], scores[tile + 1][2 * half + 1]);
+    at[tile / 2 * 32] = four;
+    most = fmaxf(most, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float most = -INFINITY;
-#pragma unroll
-    for (int tile = 0; tile < 8; ++tile) {
-      most = fmaxf(most, fmaxf(scores[tile][2 * half], scores[tile][2 * half + 1]));
-    }
-    most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));
-    most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
-    if (lane % 4 == 0) {
-      to.maxima[block * kScoreRows + lane / 4 + 8 * half] = most;
-    }
+  most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));
+  most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
+  if (lane % 4 == 0) {
+    to.maxima[block * kScoreRows + lane / 4] = most;
   }
 }
 
@@ -159,11 +147,11 @@ __global__ __launch_bounds__(Traits::kThreads) void scores_kernel(
     prefetch_values(values, table, first_key, all.seqlen_k, params.d);
   }
 
+  // Two row blocks at a time, as the tensor core takes them.
 #pragma unroll 1
-  for (int cta = first_cta; cta < first_cta + row_blocks; ++cta) {
-    const RowGroup rows(params, info, group_place(params, kScoreRows, params.parts.first_cta + cta),
-                        kScoreRows);
-    // A block of keys that no row of this row block sees is not read by the values kernel.
+  for (place.m_block = 0; 2 * place.m_block < row_blocks; ++place.m_block) {
+    const RowGroup rows(params, info, place, 2 * kScoreRows);
+    // A block of keys that none of these rows sees is not read by the values kernel.
     if (rows.count <= 0 || n_block < rows.n_min || n_block >= rows.n_max) {
       continue;
     }
@@ -184,8 +172,14 @@ __global__ __launch_bounds__(Traits::kThreads) void scores_kernel(
       }
     }
     finish_scores(params, rows, mine, first_key + lane % 4 * 2, rows.is_cut(first_key), scores);
-    write_scores(to, kept_rows(rows_of_unit), static_cast<int64_t>(cta) * to.blocks + n_block,
-                 scores);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row_block = 2 * place.m_block + half;
+      if (row_block < row_blocks) {  // they are numbered from the last one down (group_place)
+        const int64_t cta = first_cta + row_blocks - 1 - row_block;
+        write_scores(to, cta * to.blocks + n_block, half, scores);
+      }
+    }
   }
 }
 

@@ -14,15 +14,12 @@
 
 namespace fad {
 
-constexpr int kScoreRows = 16;     // of a row block
+constexpr int kScoreRows = 8;  // of a row block: the tensor core computes 16, half of them unused
 constexpr int kValueColumns = 32;  // of a CTA that computes P V
 
-// Rows of a row block that scores and parts are kept for: 8 where no row block has more.
-constexpr int kept_rows(int rows) { return rows <= 8 ? 8 : kScoreRows; }
-
-// Floats that the scores of a row block and a block of keys take, and a part of 32 columns.
-constexpr int score_floats(int kept) { return kept * kKeysPerBlock; }
-constexpr int part_floats(int kept) { return kept * kValueColumns; }
+// Floats that the scores of a row block and a block of keys take, and a part.
+constexpr int kScoreFloats = kScoreRows * kKeysPerBlock;
+constexpr int kPartFloats = kScoreRows * kValueColumns;
 
 // Where the arrays of params.h's ScoresFirst begin in scratch memory, and what they take, in bytes.
 struct ScoresFirstRoom {
@@ -30,14 +27,13 @@ struct ScoresFirstRoom {
 };
 
 constexpr ScoresFirstRoom scores_first_room(long long ctas, long long blocks, long long splits,
-                                            int head_dim, int rows) {
-  const int kept = kept_rows(rows);
+                                            int head_dim) {
   const long long columns = head_dim / kValueColumns;
   const long long parts = splits > 1 ? ctas * columns * splits : 0;
   ScoresFirstRoom room{};
-  room.maxima = ctas * blocks * score_floats(kept) * sizeof(float);
+  room.maxima = ctas * blocks * kScoreFloats * sizeof(float);
   room.acc = room.maxima + ctas * blocks * kScoreRows * sizeof(float);
-  room.state = room.acc + parts * part_floats(kept) * sizeof(float);
+  room.state = room.acc + parts * kPartFloats * sizeof(float);
   room.arrivals = room.state + parts * kScoreRows * 2 * sizeof(float);
   room.end = room.arrivals + ctas * columns * sizeof(unsigned);
   return room;
@@ -54,21 +50,18 @@ struct ScoresTraits {
   static constexpr int kSharedBytes = kWarps * kSlotBytes;
 };
 
-// kRows: that are kept.
-template <typename Element_, int kRows_, bool kPaged_>
+template <typename Element_, bool kPaged_>
 struct ValuesTraits {
   using Element = Element_;
-  static constexpr int kRows = kRows_;
   static constexpr bool kPaged = kPaged_;
-  static constexpr int kHalves = kRows / 8;
+  static constexpr int kThreads = 64;  // a warp computes, a warp copies
   // A stage: a block of keys' values, scores and maxima.
   static constexpr int kValueBytes = kKeysPerBlock * kValueColumns * 2;
-  static constexpr int kScoreBytes = score_floats(kRows) * 4;
+  static constexpr int kScoreBytes = kScoreFloats * 4;
   static constexpr int kMaximaBytes = kScoreRows * 4;
   static constexpr int kStageBytes = kValueBytes + kScoreBytes + kMaximaBytes;
-  static constexpr int kThreads = 64;  // a warp computes, a warp copies
   // What lets four CTAs share an SM with 200 KB of shared memory: one for each of its schedulers.
-  static constexpr int kStages = kHalves == 1 ? 8 : 6;
+  static constexpr int kStages = 8;
   static constexpr int kSharedBytes = kStages * kStageBytes;
 };
 

@@ -13,12 +13,10 @@ void launch_values(const FwdParams& params, unsigned ctas, int head_dim, cudaStr
     launch<&values_kernel<Traits>>(grid, Traits::kThreads, Traits::kSharedBytes,
                                    Traits::kSharedBytes, stream, params);
   };
-  const bool eight = kept_rows(params.seqlen_q * params.group) == 8;
   if (params.block_table == nullptr) {
-    eight ? run(ValuesTraits<Element, 8, false>{})
-          : run(ValuesTraits<Element, kScoreRows, false>{});
+    run(ValuesTraits<Element, false>{});
   } else {
-    eight ? run(ValuesTraits<Element, 8, true>{}) : run(ValuesTraits<Element, kScoreRows, true>{});
+    run(ValuesTraits<Element, true>{});
   }
 }
 

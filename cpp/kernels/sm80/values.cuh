@@ -18,28 +18,16 @@
 
 namespace fad {
 
-// This thread's part of a warp's 16 rows and 32 columns, of the rows lane / 4 and 8 below (left out
-// where no row block has more than 8 rows). A sum is that of four threads, until quad_sums.
-template <int kHalves>
+// This thread's part of 8 rows and 32 columns: row lane / 4, two of each eight columns. The tensor
+// core has 8 more rows, whose probabilities are 0. The sum is that of four threads, until quad_sum.
 struct ValuesState {
-  float row_max[kHalves];
-  float row_sum[kHalves];
-  float acc[kValueColumns / 8][4] = {};  // the last two only with two halves
+  float row_max = -INFINITY;
+  float row_sum = 0.f;
+  float acc[kValueColumns / 8][4] = {};
 
-  __device__ __forceinline__ ValuesState() {
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      row_max[half] = -INFINITY;
-      row_sum[half] = 0.f;
-    }
-  }
-
-  __device__ __forceinline__ void quad_sums() {
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 2);
-      row_sum[half] += __shfl_xor_sync(0xffffffff, row_sum[half], 1);
-    }
+  __device__ __forceinline__ void quad_sum() {
+    row_sum += __shfl_xor_sync(0xffffffff, row_sum, 2);
+    row_sum += __shfl_xor_sync(0xffffffff, row_sum, 1);
   }
 };
 
@@ -71,8 +59,7 @@ struct ValuesStages {
         seqlen_k(rows.seqlen_k) {
     const int lane = threadIdx.x % 32;
     const int64_t first_block = static_cast<int64_t>(cta) * params.scores.blocks;
-    scores = reinterpret_cast<const char*>(params.scores.scores +
-                                           first_block * score_floats(Traits::kRows)) +
+    scores = reinterpret_cast<const char*>(params.scores.scores + first_block * kScoreFloats) +
              lane * 16;
     maxima =
         reinterpret_cast<const char*>(params.scores.maxima + first_block * kScoreRows) + lane * 16;
@@ -189,64 +176,46 @@ __device__ __forceinline__ void copy_blocks(const ValuesStages<Traits>& stages, 
   }
 }
 
-// The step of the softmax of one block: maximum and sums of this thread's rows, and the factors
-// that bring their accumulators to the new maximum. Probabilities come 16 keys at a time.
+// The step of the softmax of one block: maximum and sum of this thread's row, and the factor that
+// brings its accumulators to the new maximum. Probabilities come 16 keys at a time.
 template <typename Traits>
 struct SoftmaxStep {
-  float rescale[2];
-  float max_scaled[Traits::kHalves];
+  float rescale, max_scaled;
   const float4* scores;
 
-  __device__ __forceinline__ void enter(const char* stage, float scale,
-                                        ValuesState<Traits::kHalves>& state) {
+  __device__ __forceinline__ void enter(const char* stage, float scale, ValuesState& state) {
     const int lane = threadIdx.x % 32;
     scores = reinterpret_cast<const float4*>(stage + Traits::kValueBytes) + lane;
     const auto* const maxima =
         reinterpret_cast<const float*>(stage + Traits::kValueBytes + Traits::kScoreBytes);
-    rescale[1] = 1.f;
-#pragma unroll
-    for (int half = 0; half < Traits::kHalves; ++half) {
-      const float new_max = fmaxf(state.row_max[half], maxima[lane / 4 + 8 * half]);
-      const bool empty = new_max == -INFINITY;
-      rescale[half] = rescale_factor(state.row_max[half], empty ? 0.f : new_max, scale);
-      max_scaled[half] = empty ? 0.f : scaled_max(new_max, scale);
-      state.row_max[half] = new_max;
-      state.row_sum[half] = rescaled_sum(state.row_sum[half], rescale[half]);
-    }
+    const float new_max = fmaxf(state.row_max, maxima[lane / 4]);
+    const bool empty = new_max == -INFINITY;
+    rescale = rescale_factor(state.row_max, empty ? 0.f : new_max, scale);
+    max_scaled = empty ? 0.f : scaled_max(new_max, scale);
+    state.row_max = new_max;
+    state.row_sum = rescaled_sum(state.row_sum, rescale);
   }
 
   // Of 16 keys, as the tensor cores take them.
-  __device__ __forceinline__ void probs(int keys16, float scale,
-                                        ValuesState<Traits::kHalves>& state,
+  __device__ __forceinline__ void probs(int keys16, float scale, ValuesState& state,
                                         uint32_t (&p)[4]) const {
-    float4 eights[2];  // of each eight keys: two of the upper row, two of the lower
-    if constexpr (Traits::kHalves == 1) {
-      const float4 both = scores[keys16 * 32];
-      eights[0] = make_float4(both.x, both.y, 0.f, 0.f);
-      eights[1] = make_float4(both.z, both.w, 0.f, 0.f);
-    } else {
-      eights[0] = scores[keys16 * 2 * 32];
-      eights[1] = scores[(keys16 * 2 + 1) * 32];
-    }
-#pragma unroll
-    for (int eight = 0; eight < 2; ++eight) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        p[eight * 2 + half] = 0;
-        if (half < Traits::kHalves) {
-          const float first =
-              scaled_exp2(half == 0 ? eights[eight].x : eights[eight].z, scale, max_scaled[half]);
-          const float second =
-              scaled_exp2(half == 0 ? eights[eight].y : eights[eight].w, scale, max_scaled[half]);
-          state.row_sum[half] = __fadd_rn(state.row_sum[half], first);
-          state.row_sum[half] = __fadd_rn(state.row_sum[half], second);
-          cutlass::Array<typename Traits::Element, 2> two;
-          two[0] = static_cast<typename Traits::Element>(first);
-          two[1] = static_cast<typename Traits::Element>(second);
-          p[eight * 2 + half] = reinterpret_cast<const uint32_t&>(two);
-        }
-      }
-    }
+    const float4 four = scores[keys16 * 32];
+    p[0] = pair(four.x, four.y, scale, state);
+    p[2] = pair(four.z, four.w, scale, state);
+    p[1] = p[3] = 0;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t pair(float left, float right, float scale,
+                                           ValuesState& state) const {
+    const float first = scaled_exp2(left, scale, max_scaled);
+    const float second = scaled_exp2(right, scale, max_scaled);
+    state.row_sum = __fadd_rn(state.row_sum, first);
+    state.row_sum = __fadd_rn(state.row_sum, second);
+    cutlass::Array<typename Traits::Element, 2> two;
+    two[0] = static_cast<typename Traits::Element>(first);
+    two[1] = static_cast<typename Traits::Element>(second);
+    return reinterpret_cast<const uint32_t&>(two);
   }
 };
 
@@ -254,7 +223,7 @@ struct SoftmaxStep {
 // chain, and waits for itself only.
 template <typename Traits>
 __device__ __forceinline__ void add_blocks(const char* smem, float scale, int n_min, int n_max,
-                                           ValuesState<Traits::kHalves>& state) {
+                                           ValuesState& state) {
   constexpr int kTiles = kValueColumns / 8;
   SoftmaxStep<Traits> step;
   uint32_t p[4][4];
@@ -276,8 +245,8 @@ __device__ __forceinline__ void add_blocks(const char* smem, float scale, int n_
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 2 * Traits::kHalves; ++i) {
-        state.acc[tile][i] = rescaled_acc(state.acc[tile][i], step.rescale[i / 2]);
+      for (int i = 0; i < 2; ++i) {
+        state.acc[tile][i] = rescaled_acc(state.acc[tile][i], step.rescale);
       }
     }
     if constexpr (has_next) {
@@ -308,26 +277,20 @@ __device__ __forceinline__ void add_blocks(const char* smem, float scale, int n_
     stage = next;
   }
   multiply(smem + stage * Traits::kStageBytes, nullptr, std::false_type{});
-  state.quad_sums();
+  state.quad_sum();
 }
 
 // Writes a part, as threads hold it.
-template <int kHalves>
 __device__ __forceinline__ void write_values_part(const ScoresFirst& to, int64_t part,
-                                                  const ValuesState<kHalves>& state) {
-  const int lane = threadIdx.x % 32;
-  float2* const acc = reinterpret_cast<float2*>(to.acc + part * part_floats(8 * kHalves));
+                                                  const ValuesState& state) {
+  const int lane = threadIdx.x;
+  float2* const acc = reinterpret_cast<float2*>(to.acc + part * kPartFloats) + lane;
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-    for (int tile = 0; tile < kValueColumns / 8; ++tile) {
-      acc[(half * (kValueColumns / 8) + tile) * 32 + lane] =
-          make_float2(state.acc[tile][2 * half], state.acc[tile][2 * half + 1]);
-    }
-    if (lane % 4 == 0) {
-      to.state[part * kScoreRows + lane / 4 + 8 * half] =
-          make_float2(state.row_max[half], state.row_sum[half]);
-    }
+  for (int tile = 0; tile < kValueColumns / 8; ++tile) {
+    acc[tile * 32] = make_float2(state.acc[tile][0], state.acc[tile][1]);
+  }
+  if (lane % 4 == 0) {
+    to.state[part * kScoreRows + lane / 4] = make_float2(state.row_max, state.row_sum);
   }
 }
 
@@ -348,105 +311,86 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, int num_splits) 
 
 // Merges the parts of the splits that hold a row's visible keys, last to first. first_part: of
 // split 0.
-template <int kHalves>
-__device__ __forceinline__ void merge_parts(const FwdParams& params,
-                                            const SplitRange (&of)[kHalves], int64_t first_part,
-                                            ValuesState<kHalves>& state) {
+__device__ __forceinline__ void merge_parts(const FwdParams& params, const SplitRange& of,
+                                            int64_t first_part, ValuesState& state) {
   constexpr int kTiles = kValueColumns / 8;
-  constexpr int kAhead = kHalves == 1 ? 8 : 4;
-  const int lane = threadIdx.x % 32;
+  constexpr int kAhead = 8;
+  const int lane = threadIdx.x;
   const ScoresFirst& from = params.scores;
-  state = ValuesState<kHalves>();
-  int first = of[0].first;
-  int last = of[0].last;
-  if (kHalves == 2) {
-    first = min(first, of[kHalves - 1].first);
-    last = max(last, of[kHalves - 1].last);
-  }
-  // All lanes go through the same splits, each merges those of its rows.
-  first = __reduce_min_sync(0xffffffff, first);
-  last = __reduce_max_sync(0xffffffff, last);
+  state = ValuesState();
+  // All lanes go through the same splits, each merges those of its row. Parts are read several at a
+  // time, and merged one after another.
+  const int first = __reduce_min_sync(0xffffffff, of.first);
+  const int last = __reduce_max_sync(0xffffffff, of.last);
   for (int begin = last; begin >= first; begin -= kAhead) {
-    float2 states[kAhead][kHalves];
-    float2 values[kAhead][kHalves][kTiles];
+    float2 states[kAhead];
+    float2 values[kAhead][kTiles];
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       const int split = begin - ahead;
+      if (split >= of.first && split <= of.last) {
+        const int64_t part = first_part + split;
+        states[ahead] = __ldcg(from.state + part * kScoreRows + lane / 4);
+        const auto* const acc =
+            reinterpret_cast<const float2*>(from.acc + part * kPartFloats) + lane;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        if (split >= of[half].first && split <= of[half].last) {
-          const int64_t part = first_part + split;
-          states[ahead][half] = __ldcg(from.state + part * kScoreRows + lane / 4 + 8 * half);
-          const auto* const acc =
-              reinterpret_cast<const float2*>(from.acc + part * part_floats(8 * kHalves)) + lane;
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            values[ahead][half][tile] = __ldcg(acc + (half * kTiles + tile) * 32);
-          }
+        for (int tile = 0; tile < kTiles; ++tile) {
+          values[ahead][tile] = __ldcg(acc + tile * 32);
         }
       }
     }
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       const int split = begin - ahead;
+      if (split == of.last) {
+        state.row_max = states[ahead].x;
+        state.row_sum = states[ahead].y;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        const float2 next = states[ahead][half];
-        if (split == of[half].last) {
-          state.row_max[half] = next.x;
-          state.row_sum[half] = next.y;
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            state.acc[tile][2 * half] = values[ahead][half][tile].x;
-            state.acc[tile][2 * half + 1] = values[ahead][half][tile].y;
-          }
-        } else if (split >= of[half].first && split < of[half].last) {
-          float row_max = next.x;
-          float row_sum = next.y;
-          const MergeWeights weights = merge_state(state.row_max[half], state.row_sum[half],
-                                                   row_max, row_sum, params.scale_softmax_log2);
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            float& left = state.acc[tile][2 * half];
-            float& right = state.acc[tile][2 * half + 1];
-            left = merge_value(left, weights.later, values[ahead][half][tile].x, weights.earlier);
-            right = merge_value(right, weights.later, values[ahead][half][tile].y, weights.earlier);
-          }
-          state.row_max[half] = row_max;
-          state.row_sum[half] = row_sum;
+        for (int tile = 0; tile < kTiles; ++tile) {
+          state.acc[tile][0] = values[ahead][tile].x;
+          state.acc[tile][1] = values[ahead][tile].y;
         }
+      } else if (split >= of.first && split < of.last) {
+        const MergeWeights weights = merge_state(state.row_max, state.row_sum, states[ahead].x,
+                                                 states[ahead].y, params.scale_softmax_log2);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          state.acc[tile][0] = merge_value(state.acc[tile][0], weights.later, values[ahead][tile].x,
+                                           weights.earlier);
+          state.acc[tile][1] = merge_value(state.acc[tile][1], weights.later, values[ahead][tile].y,
+                                           weights.earlier);
+        }
+        state.row_max = states[ahead].x;
+        state.row_sum = states[ahead].y;
       }
     }
   }
 }
 
-// Output and, from the warp with the first columns, log-sum-exp.
-template <typename Element, int kHalves>
+// Output and, from the CTA with the first columns, log-sum-exp.
+template <typename Element>
 __device__ __forceinline__ void write_values_rows(const FwdParams& params, const SequenceInfo& info,
                                                   const RowGroup& rows, int first_column,
-                                                  const ValuesState<kHalves>& state) {
-  const int lane = threadIdx.x % 32;
+                                                  const ValuesState& state) {
+  const int lane = threadIdx.x;
+  const int row = lane / 4;
+  if (row >= rows.count) {
+    return;
+  }
+  const int bidh = rows.head(row);
+  const int token = rows.token(row);
+  const float inverse = inverse_sum(state.row_sum);
+  Element* const out = out_row<Element>(params, info, rows.bidb, bidh, token);
 #pragma unroll
-  for (int half = 0; half < kHalves; ++half) {
-    const int row = lane / 4 + 8 * half;
-    if (row < rows.count) {
-      const int bidh = rows.head(row);
-      const int token = rows.token(row);
-      const float inverse = inverse_sum(state.row_sum[half]);
-      Element* const out = out_row<Element>(params, info, rows.bidb, bidh, token);
-#pragma unroll
-      for (int tile = 0; tile < kValueColumns / 8; ++tile) {
-        const int column = first_column + tile * 8 + lane % 4 * 2;
-        if (column < params.d) {
-          out[column] = static_cast<Element>(normalised(state.acc[tile][2 * half], inverse));
-          out[column + 1] =
-              static_cast<Element>(normalised(state.acc[tile][2 * half + 1], inverse));
-        }
-      }
-      if (first_column == 0 && lane % 4 == 0) {
-        write_lse(params, info, rows.bidb, bidh, token, state.row_max[half], state.row_sum[half]);
-      }
+  for (int tile = 0; tile < kValueColumns / 8; ++tile) {
+    const int column = first_column + tile * 8 + lane % 4 * 2;
+    if (column < params.d) {
+      out[column] = static_cast<Element>(normalised(state.acc[tile][0], inverse));
+      out[column + 1] = static_cast<Element>(normalised(state.acc[tile][1], inverse));
     }
+  }
+  if (first_column == 0 && lane % 4 == 0) {
+    write_lse(params, info, rows.bidb, bidh, token, state.row_max, state.row_sum);
   }
 }
 
@@ -454,7 +398,6 @@ __device__ __forceinline__ void write_values_rows(const FwdParams& params, const
 template <typename Traits>
 __global__ __launch_bounds__(Traits::kThreads) void values_kernel(
     const __grid_constant__ FwdParams params) {
-  constexpr int kHalves = Traits::kHalves;
   extern __shared__ char smem[];
   const int cta = blockIdx.x;
   const int first_column = blockIdx.z * kValueColumns;
@@ -474,7 +417,7 @@ __global__ __launch_bounds__(Traits::kThreads) void values_kernel(
     }
     return;
   }
-  ValuesState<kHalves> state;
+  ValuesState state;
   if (sees_keys) {
     add_blocks<Traits>(smem, params.scale_softmax_log2, rows.n_min, rows.n_max, state);
   }
@@ -483,21 +426,17 @@ __global__ __launch_bounds__(Traits::kThreads) void values_kernel(
     const int64_t columns = static_cast<int64_t>(cta) * gridDim.z + blockIdx.z;
     const int64_t first_part = columns * params.num_splits;
     if (sees_keys) {
-      write_values_part<kHalves>(params.scores, first_part + blockIdx.y, state);
+      write_values_part(params.scores, first_part + blockIdx.y, state);
     }
     if (!arrives_last(params.scores.arrivals + columns, params.num_splits)) {
       return;
     }
-    SplitRange visible[kHalves];
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const int row = threadIdx.x / 4 + 8 * half;
-      visible[half] = row < rows.count ? visible_splits(params, info, rows.token(row))
-                                       : SplitRange{params.num_splits, -1};
-    }
-    merge_parts<kHalves>(params, visible, first_part, state);
+    const int row = threadIdx.x / 4;
+    const SplitRange visible = row < rows.count ? visible_splits(params, info, rows.token(row))
+                                                : SplitRange{params.num_splits, -1};
+    merge_parts(params, visible, first_part, state);
   }
-  write_values_rows<typename Traits::Element, kHalves>(params, info, rows, first_column, state);
+  write_values_rows<typename Traits::Element>(params, info, rows, first_column, state);
 }
 
 }  // namespace fad
