@@ -20,17 +20,6 @@
 
 namespace fad {
 
-// The first of the 16 rows of this warp, and which of the warps that share them this is.
-template <typename Traits>
-__device__ __forceinline__ int warp_row() {
-  return threadIdx.x / 32 / Traits::kSharers * 16;
-}
-
-template <typename Traits>
-__device__ __forceinline__ int sharer() {
-  return threadIdx.x / 32 % Traits::kSharers;
-}
-
 // This thread's part of the state. Maximum and rescale factor are those of the rows lane / 4 and 8
 // below, of its warp's 16. The sum of a row is that of four threads, each of which takes every
 // fourth pair of columns; every second warp sums the same eight rows, and the first two write them.

@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_eight_keys(const char* slot, int first_key,
 // Some of this warp's keys.
 template <typename Traits>
 __device__ __forceinline__ void load_keys(const char* slot, int tile, int pair, uint32_t (&k)[4]) {
-  const int first_key = threadIdx.x / 32 % Traits::kSharers * Traits::kWarpKeys + tile * 8;
+  const int first_key = sharer<Traits>() * Traits::kWarpKeys + tile * 8;
   load_eight_keys<Traits::kHeadDim>(slot, first_key, pair, k);
 }
 
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_eight_columns(const char* slot, int half, i
 template <typename Traits>
 __device__ __forceinline__ void load_values(const char* slot, int half, int tile,
                                             uint32_t (&v)[4]) {
-  const int chunk = threadIdx.x / 32 % Traits::kSharers * (Traits::kColumns / 8) + tile;
+  const int chunk = sharer<Traits>() * (Traits::kColumns / 8) + tile;
   load_eight_columns<Traits::kHeadDim>(slot, half, chunk, v);
 }
 

@@ -43,6 +43,17 @@ struct FewRowsTraits {
   static constexpr bool kFillsApart = kSlots == 8;
 };
 
+// The first of the 16 rows of this warp, and which of the warps that share them this is.
+template <typename Traits>
+__device__ __forceinline__ int warp_row() {
+  return Traits::kRows == 16 ? 0 : threadIdx.x / 32 / Traits::kSharers * 16;
+}
+
+template <typename Traits>
+__device__ __forceinline__ int sharer() {
+  return Traits::kRows == 16 ? threadIdx.x / 32 : threadIdx.x / 32 % Traits::kSharers;
+}
+
 // Where 16 bytes of a row of keys or values lie in a slot, so that eight rows can be read at once.
 template <int kHeadDim>
 __device__ __forceinline__ int slot_offset(int row, int chunk) {
