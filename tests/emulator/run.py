@@ -1,8 +1,9 @@
 """Runs the kernels for a few queries on the CPU, and compares the bits of their paths.
 
     python -m tests.emulator.run --upstream build/dev/upstream --head-dims 64 128 --count 40
-    python -m tests.emulator.run --upstream build/dev/upstream --old TREE    # and with a source tree
-                                                       that has the few-rows kernel alone
+    python -m tests.emulator.run --upstream build/dev/upstream --old TREE
+
+TREE is a source tree that has no path but few-rows: its bits are then the ones to meet.
 
 Needs g++ and the CUDA runtime (headers and libcudart_static.a), but no GPU. Drawn calls go through
 each path twice: with asynchronous copies at their earliest and at their latest moment. See
