@@ -39,9 +39,9 @@ constexpr int kShortWalk = 6;
 // Rows of the few-rows kernel's lower tile.
 constexpr int kShortTile = 16;
 
-// Values that the scores kernel brings into L2 for the kernel after it: well below the 40 MB of the
-// smallest L2 where this pays.
-constexpr long long kPrefetchBytes = 24 << 20;
+// The scores kernel brings values into L2 for the kernel after it, where they take at most this
+// share of the cache: keys go through it too.
+constexpr double kPrefetchedShare = 0.5;
 
 long long ceil_div(long long a, long long b) { return (a + b - 1) / b; }
 int num_blocks(int tokens, int block) { return static_cast<int>(ceil_div(tokens, block)); }
@@ -337,6 +337,8 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   plan.ctas = plan.ctas_per_launch = static_cast<unsigned>(std::clamp(ctas, 1LL, most_ctas));
   // CTAs that take row blocks one after another count those that are taken.
   plan.scratch_bytes = ctas > plan.ctas ? sizeof(unsigned) : 0;
+  const double value_bytes = 2.0 * params.b * params.h_k * params.seqlen_k * params.d;
+  plan.prefetches = value_bytes <= kPrefetchedShare * device.l2_bytes;
   if (plan.writes_parts || plan.kernel->path == Path::kScoresFirst) {
     plan.part_rows = part_rows(params, *plan.kernel);
     const int together = row_blocks_of_unit(params, *plan.kernel);
@@ -362,14 +364,13 @@ void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
     const int blocks = key_blocks(params);
     const ScoresFirstRoom room =
         scores_first_room(plan.ctas_per_launch, blocks, plan.num_splits, kernel_head_dim(params.d));
-    const long long value_bytes = 2LL * params.b * params.h_k * params.seqlen_k * params.d;
     params.scores = {reinterpret_cast<float*>(scratch),
                      reinterpret_cast<float*>(scratch + room.maxima),
                      reinterpret_cast<float*>(scratch + room.acc),
                      reinterpret_cast<float2*>(scratch + room.state),
                      reinterpret_cast<unsigned*>(scratch + room.arrivals),
                      blocks,
-                     value_bytes <= kPrefetchBytes};
+                     plan.prefetches};
     return;
   }
   const std::size_t rows =

@@ -115,8 +115,11 @@ Device read_device(int device) {
         ".", capability % 10, "; this build of flash_attn_deterministic holds code for ",
         FAD_ARCHITECTURES);
   return {attribute(cudaDevAttrMultiProcessorCount, device),
-          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device), capability, std::nullopt,
-          std::nullopt};
+          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          capability,
+          std::nullopt,
+          std::nullopt,
+          attribute(cudaDevAttrL2CacheSize, device)};
 }
 
 // The runtime is asked once for each device: every call plans, and four attributes take it longer

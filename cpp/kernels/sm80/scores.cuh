@@ -18,6 +18,7 @@ __device__ __forceinline__ void copy_keys(const KvHead& from, const PageTable& t
   using Chunk = cute::uint128_t;
   constexpr int kChunks = Traits::kHeadDim / 8;
   const int lane = threadIdx.x % 32;
+  const bool whole = first_key + kKeysPerBlock <= seqlen_k && d == Traits::kHeadDim;
 #pragma unroll
   for (int keys16 = 0; keys16 < kKeysPerBlock; keys16 += 16) {
     const int key = first_key + keys16;
@@ -25,16 +26,27 @@ __device__ __forceinline__ void copy_keys(const KvHead& from, const PageTable& t
     const int2 place =
         table.pages != nullptr && key < seqlen_k ? table.find(key) : make_int2(0, key);
     const char* const start = from.data + place.x * from.page_bytes + place.y * from.row_bytes;
+    const auto row_of = [&](int i) { return (i * 32 + lane) / kChunks; };
+    const auto chunk_of = [&](int i) { return (i * 32 + lane) % kChunks; };
+    const auto to = [&](int i) -> Chunk& {
+      return *reinterpret_cast<Chunk*>(
+          slot + slot_offset<Traits::kHeadDim>(keys16 + row_of(i), chunk_of(i)));
+    };
+    const auto source = [&](int i) {
+      return reinterpret_cast<const Chunk*>(start + row_of(i) * from.row_bytes) + chunk_of(i);
+    };
+    if (whole) {
 #pragma unroll
-    for (int i = 0; i < 16 * kChunks / 32; ++i) {
-      const int row = (i * 32 + lane) / kChunks;
-      const int chunk = (i * 32 + lane) % kChunks;
-      const bool inside = key + row < seqlen_k && chunk * 8 < d;
-      const char* const source = inside ? start + row * from.row_bytes + chunk * 16 : from.data;
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(
-          *reinterpret_cast<const Chunk*>(source),
-          *reinterpret_cast<Chunk*>(slot + slot_offset<Traits::kHeadDim>(keys16 + row, chunk)),
-          inside);
+      for (int i = 0; i < 16 * kChunks / 32; ++i) {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL<Chunk>::copy(*source(i), to(i));
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 16 * kChunks / 32; ++i) {
+        const bool inside = key + row_of(i) < seqlen_k && chunk_of(i) * 8 < d;
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(
+            inside ? *source(i) : *reinterpret_cast<const Chunk*>(from.data), to(i), inside);
+      }
     }
   }
 }
@@ -55,25 +67,23 @@ __device__ __forceinline__ void prefetch_values(const KvHead& from, const PageTa
   }
 }
 
-// q of 16 rows from memory, as the tensor cores take it; rows past the last and columns from d on
-// are zeros.
+// q of 16 rows from memory, as the tensor cores take it; columns from d on are zeros. Rows past the
+// last are the last: no row's result depends on another row, and theirs are not used.
 template <typename Element, int kSteps>
 __device__ __forceinline__ void read_queries(const FwdParams& params, const SequenceInfo& info,
                                              const RowGroup& rows, uint32_t (&q)[kSteps][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
-    const bool exists = row < rows.count;
-    const Element* const source =
-        query_row<Element>(params, info, rows, exists ? row : 0) + lane % 4 * 2;
+    const int row = min(lane / 4 + 8 * half, rows.count - 1);
+    const Element* const source = query_row<Element>(params, info, rows, row) + lane % 4 * 2;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int eight = 0; eight < 2; ++eight) {
         const int column = step * 16 + eight * 8;
         q[step][eight * 2 + half] =
-            exists && column < params.d ? *reinterpret_cast<const uint32_t*>(source + column) : 0u;
+            column < params.d ? *reinterpret_cast<const uint32_t*>(source + column) : 0u;
       }
     }
   }
