@@ -176,7 +176,7 @@ def measure(case: Case, baseline: Baseline | None, fa3: Any, repeats: int) -> di
     if far:
         raise RuntimeError(f"the sides disagree: {far}")
     # A sum reads all bytes and writes next to nothing.
-    sides["read"] = lambda i: torch.stack([t.view(torch.int32).sum() for t in dense[i]])
+    sides["read"] = lambda i: torch.stack([t.view(torch.float32).sum() for t in dense[i]])
     graphs = {name: capture(step, sets, calls) for name, step in sides.items()}
     measured = interleaved({n: g.replay for n, g in graphs.items()}, repeats=repeats)
     times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}

@@ -75,7 +75,7 @@ void launch_scores_first(const FwdParams& params, unsigned ctas, cudaStream_t st
   launch<&scores_kernel<Traits>>(units * num_blocks(params.scores.blocks, Traits::kWarps),
                                  Traits::kThreads, Traits::kSharedBytes, Traits::kSharedBytes,
                                  stream, params);
-  launch_values<Element>(params, ctas, kHeadDim, stream);
+  launch_values<Element>(params, ctas, stream);
 }
 
 // An entry of the instance table.

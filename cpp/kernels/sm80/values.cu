@@ -6,10 +6,10 @@
 namespace fad {
 
 template <typename Element>
-void launch_values(const FwdParams& params, unsigned ctas, int head_dim, cudaStream_t stream) {
+void launch_values(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const auto run = [&](auto traits) {
     using Traits = decltype(traits);
-    const dim3 grid(ctas, params.num_splits, head_dim / kValueColumns);
+    const dim3 grid(ctas * (params.d_rounded / kValueColumns), params.num_splits);
     launch<&values_kernel<Traits>>(grid, Traits::kThreads, Traits::kSharedBytes,
                                    Traits::kSharedBytes, stream, params);
   };
@@ -20,7 +20,7 @@ void launch_values(const FwdParams& params, unsigned ctas, int head_dim, cudaStr
   }
 }
 
-template void launch_values<cutlass::half_t>(const FwdParams&, unsigned, int, cudaStream_t);
-template void launch_values<cutlass::bfloat16_t>(const FwdParams&, unsigned, int, cudaStream_t);
+template void launch_values<cutlass::half_t>(const FwdParams&, unsigned, cudaStream_t);
+template void launch_values<cutlass::bfloat16_t>(const FwdParams&, unsigned, cudaStream_t);
 
 }  // namespace fad

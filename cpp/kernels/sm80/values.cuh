@@ -342,6 +342,9 @@ __device__ __forceinline__ void merge_parts(const FwdParams& params, const Split
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
       const int split = begin - ahead;
+      if (split < of.first || split > of.last) {
+        continue;
+      }
       if (split == of.last) {
         state.row_max = states[ahead].x;
         state.row_sum = states[ahead].y;
@@ -350,7 +353,7 @@ __device__ __forceinline__ void merge_parts(const FwdParams& params, const Split
           state.acc[tile][0] = values[ahead][tile].x;
           state.acc[tile][1] = values[ahead][tile].y;
         }
-      } else if (split >= of.first && split < of.last) {
+      } else {
         const MergeWeights weights = merge_state(state.row_max, state.row_sum, states[ahead].x,
                                                  states[ahead].y, params.scale_softmax_log2);
 #pragma unroll
@@ -394,13 +397,15 @@ __device__ __forceinline__ void write_values_rows(const FwdParams& params, const
   }
 }
 
-// blockIdx: row block, split, columns.
+// blockIdx: row block and columns, split. CTAs of one row block are neighbours: they read the same
+// scores, and pieces of the same rows of values.
 template <typename Traits>
 __global__ __launch_bounds__(Traits::kThreads) void values_kernel(
     const __grid_constant__ FwdParams params) {
   extern __shared__ char smem[];
-  const int cta = blockIdx.x;
-  const int first_column = blockIdx.z * kValueColumns;
+  const int columns = params.d_rounded / kValueColumns;
+  const int cta = blockIdx.x / columns;
+  const int first_column = (blockIdx.x - cta * columns) * kValueColumns;
   const Place place = group_place(params, kScoreRows, params.parts.first_cta + cta);
   const SequenceInfo info(params, place.bidb);
   RowGroup rows(params, info, place, kScoreRows);
@@ -423,12 +428,11 @@ __global__ __launch_bounds__(Traits::kThreads) void values_kernel(
   }
 
   if (params.num_splits > 1) {
-    const int64_t columns = static_cast<int64_t>(cta) * gridDim.z + blockIdx.z;
-    const int64_t first_part = columns * params.num_splits;
+    const int64_t first_part = static_cast<int64_t>(blockIdx.x) * params.num_splits;
     if (sees_keys) {
       write_values_part(params.scores, first_part + blockIdx.y, state);
     }
-    if (!arrives_last(params.scores.arrivals + columns, params.num_splits)) {
+    if (!arrives_last(params.scores.arrivals + blockIdx.x, params.num_splits)) {
       return;
     }
     const int row = threadIdx.x / 4;

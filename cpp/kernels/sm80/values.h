@@ -6,8 +6,8 @@
 
 namespace fad {
 
-// ctas: row blocks; head_dim: the kernel's, a multiple of 32.
+// ctas: row blocks.
 template <typename Element>
-void launch_values(const FwdParams& params, unsigned ctas, int head_dim, cudaStream_t stream);
+void launch_values(const FwdParams& params, unsigned ctas, cudaStream_t stream);
 
 }  // namespace fad
