@@ -109,7 +109,7 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
       index(batch), leftpad(batch);
   for (int b = 0; b < batch; ++b) {
     lengths_q[b] = packed ? draw(0, seqlen_q) : seqlen_q;
-    lengths_k[b] = chance(10) ? draw(0, 3) : draw(0, rows_k);
+    lengths_k[b] = chance(25) ? draw(0, std::min(rows_k, 20)) : draw(0, rows_k);
     leftpad[b] = draw(0, lengths_k[b]);
     starts_q[b + 1] = starts_q[b] + lengths_q[b];
     index[b] = (b + 1) % batch;
