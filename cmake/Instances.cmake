@@ -80,7 +80,11 @@ function(fad_fwd_kernels dtype head_dim element out sm90_out)
       endif()
       continue()
     endif()
-    fad_read_tile(fwd_tiles ${_path} ${head_dim})
+    string(JSON _tiles ERROR_VARIABLE _own GET "${_table}" fwd_kernels ${_index} tiles)
+    if(_own) # the path's only tiles
+      set(_tiles "${_path}")
+    endif()
+    fad_read_tile(fwd_tiles ${_tiles} ${head_dim})
     fad_constant_name("${_path}" _path)
     string(APPEND _rows "    fwd_entry<${element}, ${head_dim}, Path::${_path}, ${FAD_BLOCK_M}, "
                         "${FAD_WARPS}, ${_features}>(),\n")

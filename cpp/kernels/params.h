@@ -18,6 +18,18 @@ struct Parts {
   unsigned first_cta, ctas;
 };
 
+// Where the scores kernel leaves its results for the values kernel, by row block of 8 rows and by
+// block of 64 keys.
+struct ScoresFirst {
+  float* scores;       // (ctas, blocks, 16 keys, lanes, 4), as threads hold them
+  float* maxima;       // (ctas, blocks, 8)
+  float* acc;          // (ctas, columns / 32, num_splits, 8 columns, lanes, 2): parts
+  float2* state;       // (ctas, columns / 32, num_splits, 8): maximum and sum
+  unsigned* arrivals;  // (ctas, columns / 32): parts that are there
+  int blocks;          // of the longest sequence
+  bool prefetch;       // whether the scores kernel brings values into L2
+};
+
 struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   Tree tree;
   int num_splits;  // of the longest sequence; with one split there is nothing to merge
@@ -25,9 +37,10 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   int total_k;     // rows of packed k and v
   unsigned* tile_counter;  // for CTAs that take row blocks one after another; nullptr: one to each
   Parts parts;
-  // cu_seqlens_q of packed sequences of at most one query, whose groups were turned into rows;
-  // nullptr otherwise. Only the few-rows kernel and the merge kernel read it.
-  const int* token_of;
+  // Query heads of one key head whose rows stand in one row block: row = token * group + head. 1
+  // where each head has row blocks of its own, as upstream's body needs it.
+  int group;
+  ScoresFirst scores;
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {

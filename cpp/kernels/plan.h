@@ -18,6 +18,7 @@ struct Device {
   int capability;                // 10 * major + minor
   std::optional<Path> path;      // run this one where it can run at all
   std::optional<Family> family;  // likewise
+  int l2_bytes = 0;              // of the cache that all SMs share
 };
 
 // Scratch memory of one launch: parts beyond it are computed by several launches.
@@ -29,11 +30,13 @@ struct FwdPlan {
   const FwdInstance* instance;
   const FwdKernel* kernel;
   Tree tree;
-  int num_splits;  // of the longest sequence
-  bool writes_parts;
+  int num_splits;            // of the longest sequence
+  bool writes_parts;         // for the merge kernel
+  int group;                 // query heads whose rows stand in one row block
   unsigned ctas;             // row blocks of all heads and sequences, ...
   unsigned ctas_per_launch;  // ... of which one launch takes so many
   int part_rows;             // rows of a row block that parts hold
+  bool prefetches;           // values into L2, for the second kernel of the path scores-first
   std::size_t scratch_bytes;
 
   unsigned launches() const { return (ctas + ctas_per_launch - 1) / ctas_per_launch; }

@@ -8,7 +8,6 @@
 #include <array>
 #include <atomic>
 #include <charconv>
-#include <cstdint>
 #include <cstdlib>
 #include <string_view>
 #include <utility>
@@ -25,33 +24,9 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-// Facts of a device in one word, so that threads that ask for them at once need no lock; 0: not
-// asked for yet.
-using PackedFacts = std::uint64_t;
-
-PackedFacts query_facts(int device) {
-  const auto sms = static_cast<PackedFacts>(attribute(cudaDevAttrMultiProcessorCount, device));
-  const auto shared =
-      static_cast<PackedFacts>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  const auto capability =
-      static_cast<PackedFacts>(10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-                               attribute(cudaDevAttrComputeCapabilityMinor, device));
-  return sms << 48 | capability << 32 | shared;
-}
-
-// The runtime is asked once for each device: four calls to it take longer than the rest of a plan.
-Device device_facts(int device) {
-  constexpr int kCached = 64;
-  static std::array<std::atomic<PackedFacts>, kCached> known{};
-  PackedFacts facts = device < kCached ? known[device].load(std::memory_order_relaxed) : 0;
-  if (facts == 0) {
-    facts = query_facts(device);
-    if (device < kCached) {
-      known[device].store(facts, std::memory_order_relaxed);
-    }
-  }
-  return {static_cast<int>(facts >> 48), static_cast<int>(facts & 0xffffffff),
-          static_cast<int>(facts >> 32 & 0xffff), std::nullopt, std::nullopt};
+int capability_of(int device) {
+  return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+         attribute(cudaDevAttrComputeCapabilityMinor, device);
 }
 
 // FAD_ARCHITECTURES is CMAKE_CUDA_ARCHITECTURES, with commas: "80-real,90-real,90-virtual".
@@ -90,14 +65,17 @@ int number(std::string_view key, std::string_view value) {
 }
 
 Path path(std::string_view value) {
-  constexpr std::pair<std::string_view, Path> kPaths[] = {
-      {"one_cta", Path::kOneCta}, {"parts", Path::kParts}, {"few_rows", Path::kFewRows}};
+  constexpr std::pair<std::string_view, Path> kPaths[] = {{"one_cta", Path::kOneCta},
+                                                          {"parts", Path::kParts},
+                                                          {"few_rows", Path::kFewRows},
+                                                          {"scores_first", Path::kScoresFirst}};
   for (const auto& [name, which] : kPaths) {
     if (value == name) {
       return which;
     }
   }
-  check(false, kTestDevice, ": path: expected one_cta, parts or few_rows, got ", value);
+  check(false, kTestDevice, ": path: expected one_cta, parts, few_rows or scores_first, got ",
+        value);
   return Path::kOneCta;
 }
 
@@ -131,25 +109,41 @@ void override(std::string_view rest, Device& device) {
   }
 }
 
-}  // namespace
-
-void check_architecture(int device) {
-  constexpr int kCached = 64;
-  static std::array<std::atomic<bool>, kCached> known_good{};
-  if (device < kCached && known_good[device].load(std::memory_order_relaxed)) {
-    return;
-  }
-  const int capability = device_facts(device).capability;
+Device read_device(int device) {
+  const int capability = capability_of(device);
   check(holds_code_for(capability), "cuda:", device, " has compute capability ", capability / 10,
         ".", capability % 10, "; this build of flash_attn_deterministic holds code for ",
         FAD_ARCHITECTURES);
-  if (device < kCached) {
-    known_good[device].store(true, std::memory_order_relaxed);
-  }
+  return {attribute(cudaDevAttrMultiProcessorCount, device),
+          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          capability,
+          std::nullopt,
+          std::nullopt,
+          attribute(cudaDevAttrL2CacheSize, device)};
 }
 
+// The runtime is asked once for each device: every call plans, and four attributes take it longer
+// than the plan.
+Device known_device(int device) {
+  constexpr int kCached = 64;
+  static std::array<std::atomic<const Device*>, kCached> known{};
+  if (device >= kCached) {
+    return read_device(device);
+  }
+  const Device* found = known[device].load(std::memory_order_acquire);
+  if (found == nullptr) {
+    found = new Device(read_device(device));  // kept for the life of the process
+    known[device].store(found, std::memory_order_release);
+  }
+  return *found;
+}
+
+}  // namespace
+
+void check_architecture(int device) { known_device(device); }
+
 Device planning_device(int device) {
-  Device planned = device_facts(device);
+  Device planned = known_device(device);
   if (const char* name = std::getenv(kFamily)) {
     planned.family = family(kFamily, name);
   }

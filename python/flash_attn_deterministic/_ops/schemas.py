@@ -68,7 +68,7 @@ PLAN = {
 }
 # What the plan's numbers stand for, in the order of cpp/kernels/fwd.h.
 FAMILIES = ("sm80", "sm90")
-PATHS = ("one-cta", "parts", "few-rows")
+PATHS = ("one-cta", "parts", "few-rows", "scores-first")
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

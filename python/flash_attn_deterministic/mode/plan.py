@@ -22,7 +22,9 @@ class Plan:
             those kernels on Hopper too, "sm90" runs Hopper's wherever they can run. The plan
             supposes contiguous tensors: others may run in the other family.
         path: "one-cta": a thread block of the GPU walks over all splits of its rows; "parts": one
-            per split, and a kernel that merges their parts; "few-rows": the same for up to 16 rows.
+            per split, and a kernel that merges their parts; "few-rows": the same for up to 16
+            queries, whose heads of a group share a thread block; "scores-first": a kernel for all
+            scores, and one for the rest, whose thread blocks take 32 columns of a split each.
         block_m: query rows per thread block.
         block_n: keys that it takes at a time.
         split_size: tokens per split as the mode or the call has it; 0: one split.
