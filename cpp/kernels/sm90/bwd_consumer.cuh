@@ -313,35 +313,43 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& params, uint3
       s[3] = scaled_exp2(s[3], params.scale_softmax_log2, scaled.y);
     }
 
-    wgmma_wait<0>();
-    hold(dp);
     uint32_t weights[kScores / 2], gradients[kScores / 2];  // P^T and dS^T, in 16 bit
+    const auto add_to_dv = [&] {
 #pragma unroll
-    for (int j = 0; j < T::kRows / 8; ++j) {
-      const float2 sums = load_shared_pair(numbers + 4 * T::kRows + 32 * j);
-      const float* const s = scores + 4 * j;
-      const float* const d = dp + 4 * j;
-      weights[2 * j] = packed<Element>(s[0], s[1]);
-      weights[2 * j + 1] = packed<Element>(s[2], s[3]);
-      gradients[2 * j] =
-          packed<Element>(score_gradient(s[0], d[0], sums.x), score_gradient(s[1], d[1], sums.y));
-      gradients[2 * j + 1] =
-          packed<Element>(score_gradient(s[2], d[2], sums.x), score_gradient(s[3], d[3], sums.y));
-    }
-
-    // dv, while dS goes to shared memory.
-    hold(weights);
-    hold(dv);
-    wgmma_fence();
-    {
+      for (int j = 0; j < kScores / 2; ++j) {
+        weights[j] = packed<Element>(scores[2 * j], scores[2 * j + 1]);
+      }
+      hold(weights);
+      hold(dv);
+      wgmma_fence();
       const uint64_t do_columns = operand(do_tile, T::kRowBoxBytes);
 #pragma unroll
       for (int i = 0; i < T::kRows / 16; ++i) {
         RegisterProduct<Element, T::kHeadDim>::issue(dv, weights + 4 * i,
                                                      do_columns + i * kOperandRows16, true);
       }
+      wgmma_commit();
+    };
+    if constexpr (T::kDvBesideScores) {
+      add_to_dv();
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
     }
-    wgmma_commit();
+    hold(dp);
+#pragma unroll
+    for (int j = 0; j < T::kRows / 8; ++j) {
+      const float2 sums = load_shared_pair(numbers + 4 * T::kRows + 32 * j);
+      const float* const s = scores + 4 * j;
+      const float* const d = dp + 4 * j;
+      gradients[2 * j] =
+          packed<Element>(score_gradient(s[0], d[0], sums.x), score_gradient(s[1], d[1], sums.y));
+      gradients[2 * j + 1] =
+          packed<Element>(score_gradient(s[2], d[2], sums.x), score_gradient(s[3], d[3], sums.y));
+    }
+    if constexpr (!T::kDvBesideScores) {
+      add_to_dv();
+    }
 #pragma unroll
     for (int i = 0; i < T::kRows / 16; ++i) {
       store_transposed(scores_at + ring.slot * T::kScoreBytes + i * 16 * kBoxRowBytes,

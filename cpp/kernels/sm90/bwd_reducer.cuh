@@ -14,30 +14,31 @@ __device__ __forceinline__ void add_to(float* address, float4 value) {
                : "memory");
 }
 
-// The turns of a key block. In shared memory, as registers are few. Only one thread uses it.
+// The turns of a key block: in shared memory, as registers are few. Only one thread uses it.
 struct KeyTurns {
   unsigned* counter;  // of this key block; that of the one before lies params.h before it
   // Row blocks from here on are free: the key block before has added to them, or never will.
   int free_above;
+  int m_block;  // that is added to next
 };
 
 __device__ __forceinline__ void write_turns(uint32_t at, const KeyTurns& turns) {
   const auto counter = reinterpret_cast<uint64_t>(turns.counter);
   store_shared_ints(at, make_int4(static_cast<int>(counter), static_cast<int>(counter >> 32),
-                                  turns.free_above, 0));
+                                  turns.free_above, turns.m_block));
 }
 
 __device__ __forceinline__ KeyTurns read_turns(uint32_t at) {
   const int4 turns = load_shared_ints(at);
   const uint64_t counter =
       static_cast<uint64_t>(static_cast<unsigned>(turns.y)) << 32 | static_cast<unsigned>(turns.x);
-  return {reinterpret_cast<unsigned*>(counter), turns.z};
+  return {reinterpret_cast<unsigned*>(counter), turns.z, turns.w};
 }
 
 template <typename T>
-__device__ __forceinline__ void start_turns(const BwdParams& params, const BwdWork& work,
+__device__ __forceinline__ void start_turns(const BwdParams& params, const BwdWork& work, int end,
                                             uint32_t at) {
-  KeyTurns turns{progress_of(params, work, T::kKeys), 0};
+  KeyTurns turns{progress_of(params, work, T::kKeys), 0, end - 1};
   if (work.n_block > 0) {
     turns.free_above = min(
         num_blocks(params.seqlen_q, T::kRows),
@@ -46,75 +47,78 @@ __device__ __forceinline__ void start_turns(const BwdParams& params, const BwdWo
   write_turns(at, turns);
 }
 
-// Waits until row block m_block is free.
-__device__ __forceinline__ void await_turn(const BwdParams& params, uint32_t at, int m_block) {
+// Waits until the next row block is free.
+__device__ __forceinline__ void await_turn(const BwdParams& params, uint32_t at) {
   KeyTurns turns = read_turns(at);
-  if (m_block < turns.free_above) {
-    turns.free_above = progress(wait_for(turns.counter - params.h, progress(m_block)));
+  if (turns.m_block < turns.free_above) {
+    turns.free_above = progress(wait_for(turns.counter - params.h, progress(turns.m_block)));
     write_turns(at, turns);
   }
+}
+
+// The row block has been added to. is_last: so have all that see this key block.
+__device__ __forceinline__ void end_turn(uint32_t at, bool is_last) {
+  KeyTurns turns = read_turns(at);
+  store_release(turns.counter, progress(is_last ? 0 : turns.m_block));
+  --turns.m_block;
+  write_turns(at, turns);
 }
 
 // Each of the two warps adds one part of a row block.
 template <typename T>
 __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared) {
-  static_assert(T::kReducers == 32 * T::kGroups);
+  static_assert(T::kReducers == 32 * T::kGroups && T::kStages == 2);
   const int part = threadIdx.x / 32 % T::kGroups;
   const int lane = threadIdx.x % 32;
   const int first_row = lane / 16;
   const int column = (T::kSplitsRows ? 0 : 64 * part) + lane % 16 * 4;
+  const bool leads = threadIdx.x % T::kReducers == 0;
   const BwdWork work = read_bwd_work(shared + T::kWorkAt);
   const auto [begin, end] = row_blocks<T>(params, work);
-  const bool leads = threadIdx.x % T::kReducers == 0;
   if (params.in_turns && leads) {
-    start_turns<T>(params, work, shared + T::kTurnsAt);
+    start_turns<T>(params, work, end, shared + T::kTurnsAt);
   }
   float* sums = static_cast<float*>(params.dq_accum_ptr) +
-                (sum_rows_before(params, work.q_row, work.bidb, work.bidh) + end * T::kRows +
+                (sum_rows_before(params, work.q_row, work.bidb, work.bidh) + end * T::kRows + 64 +
                  (T::kSplitsRows ? 64 * part : 0) + first_row) *
                     T::kHeadDim +
                 column;
   // Rows of 256 bytes, swizzled by their place among eight.
   const uint32_t first = shared + T::kDqAt + part * T::kDqPartBytes + first_row * 256 +
                          (lane % 16 ^ (2 * first_row)) * 16;
-
-  Ring ring;
+  const int count = end - begin;
 #pragma unroll 1
-  for (int m_block = end - 1; m_block >= begin; --m_block) {
-    sums -= T::kRows * T::kHeadDim;
-    barrier_wait(shared + T::kDqFull + 8 * ring.slot, ring.parity);
+  for (int turn = 0; turn < count; ++turn) {
+    sums -= (T::kRows + 64) * T::kHeadDim;
+    barrier_wait(shared + T::kDqFull + 8 * (turn & 1), turn >> 1 & 1);
     if (params.in_turns) {
       if (leads) {
-        await_turn(params, shared + T::kTurnsAt, m_block);
+        await_turn(params, shared + T::kTurnsAt);
       }
       named_barrier_sync(kReducersMeet, T::kReducers);
     }
-    if (T::kHeadDim % 64 == 0 || column < T::kHeadDim) {
-      uint32_t from = first + ring.slot * T::kDqBytes;
-      float* to = sums;
+    uint32_t from = first + (turn & 1) * T::kDqBytes;
 #pragma unroll 1
-      for (int row = 0; row < 64; row += 4) {
-        float4 upper = load_shared(from);
-        float4 lower = load_shared((from ^ 64) + 2 * 256);
-        asm volatile("" : "+f"(upper.x), "+f"(lower.x));
-        add_to(to, upper);
-        add_to(to + 2 * T::kHeadDim, lower);
-        from = (from ^ 128) + 4 * 256;
-        to += 4 * T::kHeadDim;
+    for (int row = 0; row < 64; row += 8) {
+      if (T::kHeadDim % 64 == 0 || column < T::kHeadDim) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          add_to(sums + 2 * i * T::kHeadDim, load_shared((from ^ (i * 64)) + i * 512));
+        }
       }
+      from += 8 * 256;
+      sums += 8 * T::kHeadDim;
     }
     __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(shared + T::kDqEmpty + 8 * ring.slot);
+    if (read_thread() % 32 == 0) {  // read anew: registers are few
+      barrier_arrive(shared + T::kDqEmpty + 8 * (turn & 1));
     }
     if (params.in_turns) {
       named_barrier_sync(kReducersMeet, T::kReducers);
       if (leads) {
-        store_release(read_turns(shared + T::kTurnsAt).counter,
-                      progress(m_block == begin ? 0 : m_block));
+        end_turn(shared + T::kTurnsAt, turn + 1 == count);
       }
     }
-    ring.advance(T::kStages);
   }
 }
 

@@ -35,6 +35,9 @@ struct BwdTile {
   static constexpr bool kSplitsRows = kRows == 128;
   static_assert(kSplitsRows == (kHeadDim == 64) && kHeadDim % 32 == 0 && kHeadDim <= 128);
 
+  // Whether registers are enough to add to dv while dS is computed.
+  static constexpr bool kDvBesideScores = kRows == 64;
+
   // Shared memory: K, V, then for each stage of the ring a row block of Q and dO, two numbers for
   // each row, dS (64 keys to a box) and dq; barriers.
   static constexpr int kStages = 2;
