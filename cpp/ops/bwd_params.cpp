@@ -1,8 +1,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-
 #include "bwd.h"
 #include "checks.h"
 #include "device.h"
@@ -20,35 +18,6 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, int seqlen,
                         int block) {
   return cu_seqlens == nullptr ? batch * ceil_div(seqlen, block) : total / block + batch;
-}
-
-// Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
-// waits for another, which pays where tiles are tall. Heads of a group would still wait for each
-// other at every key block; and of packed sequences only the sum of lengths is known here.
-bool suits_whole_heads(const BwdParams& params, const BwdInstance& instance, std::int64_t total_k,
-                       int num_sms) {
-  const std::int64_t heads = static_cast<std::int64_t>(params.b) * params.h;
-  const bool even = params.cu_seqlens_k == nullptr ||
-                    total_k * 20 >= static_cast<std::int64_t>(params.b) * params.seqlen_k * 19;
-  return instance.block_m > 64 && params.h == params.h_k && even &&
-         heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
-}
-
-// Which CTAs run side by side: no bits depend on it. With many key blocks of a head side by side
-// these share rows in L2, which counts most where sequences of uneven lengths pull them apart; with
-// few they wait less for each other under a causal mask, where each has fewer rows than the one
-// before. The numbers are the best of those tried on an H200 (docs/adr/0008).
-void set_schedule(BwdParams& params, const BwdInstance& instance, std::int64_t total_k, int num_sms,
-                  bool deterministic) {
-  params.whole_heads = deterministic && suits_whole_heads(params, instance, total_k, num_sms);
-  params.in_turns = deterministic && !params.whole_heads;
-  params.heads_in_flight = 1;
-  if (params.in_turns) {
-    const bool full = params.window_size_left < 0 && params.window_size_right < 0;
-    const bool packed = params.cu_seqlens_k != nullptr;
-    const int beside = full || (packed && instance.block_m <= 64) ? 8 : 4;
-    params.heads_in_flight = std::max(1, num_sms / beside);
-  }
 }
 
 Tensor scratch(const Tensor& like, std::int64_t elements, ScalarType dtype) {
@@ -105,10 +74,8 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   const int device = like.get_device_index();
   check_architecture(device);
   const Device planned = planning_device(device);
-  check(instance->shared_bytes <= planned.shared_bytes_per_block, "q: the backward for head_dim ",
-        params.d, " needs ", instance->shared_bytes,
-        " bytes of shared memory per block, cuda:", device, " offers ",
-        planned.shared_bytes_per_block);
+  params.total_k = static_cast<int>(total_k);
+  const BwdPlan plan = plan_bwd(params, *instance, deterministic, planned);
   const cudaStream_t stream = current_stream(device);
   params.rng_state = const_cast<std::uint64_t*>(params.philox_args.seed_and_offset);
 
@@ -123,8 +90,9 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   params.dsoftmax_sum = row_sums.data_ptr();
   params.dq_accum_ptr = dq_sums.data_ptr();
 
+  const int block_n = plan.kernel->block_n;
   const std::int64_t key_blocks =
-      all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, instance->block_n);
+      all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, block_n);
   const std::int64_t positions = params.h * key_blocks;
   const std::int64_t key_turns = params.h == params.h_k ? 0 : params.h_k * key_blocks;
   const std::int64_t num_counters = 1 + positions + key_turns;
@@ -134,11 +102,10 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   params.progress = params.tickets + 1;
   params.key_turns = params.progress + positions;
   const Tensor key_sums =
-      scratch(like, key_turns * 2 * instance->block_n * params.d_rounded, ScalarType::Float);
+      scratch(like, key_turns * 2 * block_n * params.d_rounded, ScalarType::Float);
   params.key_sums = static_cast<float*>(key_sums.data_ptr());
 
-  set_schedule(params, *instance, total_k, planned.num_sms, deterministic);
-  instance->launch(params, stream);
+  run_plan(plan, params, stream);
 }
 
 }  // namespace fad

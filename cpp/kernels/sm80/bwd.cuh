@@ -75,14 +75,25 @@ void launch_bwd_loop(const BwdParams& call, cudaStream_t stream) {
       ctas, Traits::kNThreads, kShared, kShared, stream, params);
 }
 
+// Fills the row sums and clears dq's sums, for every family's loop.
 template <typename TileTraits>
-void launch_bwd(const BwdParams& params, cudaStream_t stream) {
-  constexpr int kDqShared = TileTraits::kSmemdQSize;
+void launch_bwd_rows(const BwdParams& params, cudaStream_t stream) {
   const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q");
   launch<&bwd_rows_kernel<TileTraits>>(rows, TileTraits::kNThreads, 0, 0, stream, params);
+}
 
-  // Plain and causal calls have kernels of their own, with and without turns; all others share one
-  // that masks by numbers.
+// Rounds dq's sums.
+template <typename TileTraits>
+void launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
+  constexpr int kShared = TileTraits::kSmemdQSize;
+  const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q");
+  launch<&bwd_dq_kernel<TileTraits>>(rows, TileTraits::kNThreads, kShared, kShared, stream, params);
+}
+
+// Plain and causal calls have kernels of their own, with and without turns; all others share one
+// that masks by numbers.
+template <typename TileTraits>
+void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   using InTurns = BwdTraits<TileTraits, true>;
   using Alone = BwdTraits<TileTraits, false>;
   const Features features = features_of(params);
@@ -98,9 +109,16 @@ void launch_bwd(const BwdParams& params, cudaStream_t stream) {
           ? &launch_bwd_loop<InTurns, Masking::kLocal, false, true, false>
           : &launch_bwd_loop<InTurns, Masking::kLocal, false, false, false>;
   loop(params, stream);
+}
 
-  launch<&bwd_dq_kernel<TileTraits>>(rows, TileTraits::kNThreads, kDqShared, kDqShared, stream,
-                                     params);
+template <typename TileTraits, Features kCovers>
+constexpr BwdKernel bwd_entry() {
+  return {Family::kSm80,
+          kCovers,
+          TileTraits::kBlockM,
+          TileTraits::kBlockN,
+          TileTraits::kSmemSize1colblock,
+          &launch_bwd<TileTraits>};
 }
 
 }  // namespace fad

@@ -34,8 +34,10 @@ inline BwdTensors bwd_tensors(const BwdParams& params) {
 // Whether the kernels take tensors laid out like this.
 inline bool takes(const BwdParams& params) {
   const auto [q, k, v, dout] = bwd_tensors(params);
-  return params.d % 8 == 0 && params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
-         can_map(q) && can_map(k) && can_map(v) && can_map(dout);
+  const int64_t ctas =
+      static_cast<int64_t>((params.seqlen_k + kBwdKeys - 1) / kBwdKeys) * params.b * params.h;
+  return ctas < (int64_t{1} << 31) && params.d % 8 == 0 && params.seqlen_q < (1 << 29) &&
+         params.seqlen_k < (1 << 29) && can_map(q) && can_map(k) && can_map(v) && can_map(dout);
 }
 
 // launch is compiled for Hopper; block_m is the sm80 family's.
