@@ -117,6 +117,7 @@ __device__ __forceinline__ bool next_place(const BwdParams& params) {
 // is; before each it waits, unless it knows that the key block before has been there. Patches call
 // all but the last of these from upstream's kernel:
 //
+//   start   once dk and dv are 0: adds what the caller has given
 //   pass    after the barrier that follows the adding to the row block before
 //   await   before a barrier that comes before the adding to this row block
 //   finish  at the end; returns whether dk and dv are complete and this CTA's to write
@@ -127,6 +128,20 @@ __device__ __forceinline__ bool next_place(const BwdParams& params) {
 // the other warps go on.
 template <typename Traits>
 struct Turns {
+  // Whether dk and dv go to sums that the caller keeps.
+  __device__ __forceinline__ static bool keeps_sums(const BwdParams& params) {
+    return Traits::kMayKeepSums && params.dk_sums != nullptr;
+  }
+
+  template <typename Acc>
+  __device__ __forceinline__ static void start(const BwdParams& params, Acc& acc_dk, Acc& acc_dv) {
+    if (keeps_sums(params)) {
+      const auto load = [](const float* sum, float& value) { value = *sum; };
+      each_sum(params, params.dk_sums, acc_dk, load);
+      each_sum(params, params.dv_sums, acc_dv, load);
+    }
+  }
+
   __device__ __forceinline__ static void pass(const BwdParams& params, int m_block) {
     if constexpr (Traits::kInTurns) {
       if (params.in_turns && threadIdx.x == 0) {
@@ -153,6 +168,12 @@ struct Turns {
       if (params.in_turns && threadIdx.x == 0) {
         publish(0);
       }
+    }
+    if (keeps_sums(params)) {
+      const auto store = [](float* sum, float value) { *sum = value; };
+      each_sum(params, params.dk_sums, acc_dk, store);
+      each_sum(params, params.dv_sums, acc_dv, store);
+      return false;
     }
     const int group = params.h_h_k_ratio;
     if (group == 1) {
@@ -216,6 +237,29 @@ struct Turns {
   }
 
  private:
+  // Visits the caller's sum of each element of dk or dv that this thread holds.
+  template <typename Acc, typename Visit>
+  __device__ __forceinline__ static void each_sum(const BwdParams& params, float* sums, Acc& acc,
+                                                  Visit visit) {
+    const BwdPlace& place = shared_place();
+    const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, place.bidb);
+    const int64_t first =
+        info.sum_s_k == -1 ? static_cast<int64_t>(place.bidb) * params.seqlen_k : info.sum_s_k;
+    typename Traits::TiledMmadKV mma;
+    const auto places =
+        mma.get_thread_slice(threadIdx.x)
+            .partition_C(cute::make_identity_tensor(
+                cute::Shape<cute::Int<Traits::kBlockN>, cute::Int<Traits::kHeadDim>>{}));
+#pragma unroll
+    for (int i = 0; i < size(acc); ++i) {
+      const int key = place.n_block * Traits::kBlockN + cute::get<0>(places(i));
+      const int column = cute::get<1>(places(i));
+      if (key < info.actual_seqlen_k && column < params.d) {
+        visit(sums + ((first + key) * params.h + place.bidh) * params.d + column, acc(i));
+      }
+    }
+  }
+
   static constexpr int kLooking = Traits::kNThreads - 32;  // a thread of the last warp
 
   __device__ __forceinline__ static void publish(int m_block) {
