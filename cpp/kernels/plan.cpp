@@ -12,6 +12,9 @@ namespace fad {
 
 namespace {
 
+// Head dims that upstream's kernels are written for; a call takes the next one up.
+constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
+
 constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: a y of the grid
 constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 
@@ -184,6 +187,15 @@ bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num
 }
 
 }  // namespace
+
+int kernel_head_dim(int head_dim) {
+  for (const int rounded : kHeadDims) {
+    if (rounded >= head_dim) {
+      return rounded;
+    }
+  }
+  return 0;
+}
 
 Features features_of(const FLASH_NAMESPACE::Flash_fwd_params& params) {
   Features features = 0;

@@ -10,11 +10,13 @@ namespace fad {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-              const Tensor& out, const Tensor& softmax_lse, const OptionalTensor& alibi_slopes,
-              const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
-              std::int64_t window_left, std::int64_t window_right, double softcap,
-              bool deterministic) {
+namespace {
+
+Gradients dense_gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                          const Tensor& out, const Tensor& softmax_lse, const KeySums* sums,
+                          const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                          double dropout_p, double softmax_scale, std::int64_t window_left,
+                          std::int64_t window_right, double softcap, bool deterministic) {
   check_dense(q, k, v);
   check_gradient_inputs(dout, q, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(0), q.size(2), q.size(1)});
@@ -35,8 +37,32 @@ Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
+  set_sums(params, sums, q, k);
   run_bwd(params, q, /*total_k=*/0, deterministic);
   return {dq, dk, dv};
+}
+
+}  // namespace
+
+Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+              const Tensor& out, const Tensor& softmax_lse, const OptionalTensor& alibi_slopes,
+              const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
+              std::int64_t window_left, std::int64_t window_right, double softcap,
+              bool deterministic) {
+  return dense_gradients(dout, q, k, v, out, softmax_lse, nullptr, alibi_slopes, rng_state,
+                         dropout_p, softmax_scale, window_left, window_right, softcap,
+                         deterministic);
+}
+
+Gradients bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                         const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums,
+                         Tensor dv_sums, const OptionalTensor& alibi_slopes,
+                         const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
+                         std::int64_t window_left, std::int64_t window_right, double softcap,
+                         bool deterministic) {
+  const KeySums sums{dk_sums, dv_sums};
+  return dense_gradients(dout, q, k, v, out, softmax_lse, &sums, alibi_slopes, rng_state, dropout_p,
+                         softmax_scale, window_left, window_right, softcap, deterministic);
 }
 
 }  // namespace fad

@@ -36,6 +36,38 @@ Gradients varlen_bwd(const torch::stable::Tensor& dout, const torch::stable::Ten
                      std::int64_t window_left, std::int64_t window_right, double softcap,
                      bool deterministic);
 
+// The same for a part of the rows of q. dk_sums, dv_sums: (batch, seqlen_k, nheads, head_dim), or
+// packed (total_k, nheads, head_dim), fp32, contiguous; for each query head, not scaled. They hold
+// the sums over the rows behind those of q, get those of q added, row by row in the order of a call
+// with all rows, and are returned unrounded; dk and dv are what they come to, rounded. Equal bits
+// need parts of a multiple of 128 rows, but for the last one, added last to first.
+Gradients bwd_accumulate(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
+                         const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+                         const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
+                         torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
+                         const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                         double dropout_p, double softmax_scale, std::int64_t window_left,
+                         std::int64_t window_right, double softcap, bool deterministic);
+
+Gradients varlen_bwd_accumulate(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
+                                const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+                                const torch::stable::Tensor& out,
+                                const torch::stable::Tensor& softmax_lse,
+                                torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
+                                const torch::stable::Tensor& cu_seqlens_q,
+                                const torch::stable::Tensor& cu_seqlens_k,
+                                const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                                std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
+                                double dropout_p, double softmax_scale, std::int64_t window_left,
+                                std::int64_t window_right, double softcap, bool deterministic);
+
+// Sums that the caller keeps, checked against k and the heads of q; nullptr: none.
+struct KeySums {
+  torch::stable::Tensor dk, dv;
+};
+void set_sums(BwdParams& params, const KeySums* sums, const torch::stable::Tensor& q,
+              const torch::stable::Tensor& k);
+
 // Where dout and the gradients lie; dims: those of a tensor, 4 dense, 3 packed.
 void set_gradients(BwdParams& params, const torch::stable::Tensor& dout,
                    const torch::stable::Tensor& dq, const torch::stable::Tensor& dk,

@@ -40,6 +40,26 @@ void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& ou
         Described{softmax_lse});
 }
 
+void set_sums(BwdParams& params, const KeySums* sums, const Tensor& q, const Tensor& k) {
+  if (sums == nullptr) {
+    return;
+  }
+  const std::int64_t last = k.dim() - 1;
+  const auto pointer = [&](const Tensor& tensor, const char* name) {
+    bool same = tensor.dim() == k.dim() && tensor.size(last - 1) == q.size(last - 1);
+    for (std::int64_t dim = 0; same && dim <= last; ++dim) {
+      same = dim == last - 1 || tensor.size(dim) == k.size(dim);
+    }
+    check(same && tensor.is_cuda() && tensor.get_device_index() == q.get_device_index() &&
+              tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous(),
+          name, ": expected a contiguous float32 tensor on the device of q, shaped like k, ",
+          Shape{k}, ", but with the ", q.size(last - 1), " heads of q, got ", Described{tensor});
+    return static_cast<float*>(tensor.data_ptr());
+  };
+  params.dk_sums = pointer(sums->dk, "dk_sums");
+  params.dv_sums = pointer(sums->dv, "dv_sums");
+}
+
 void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, const Tensor& dk,
                    const Tensor& dv) {
   const bool packed = dout.dim() == 3;

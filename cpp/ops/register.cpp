@@ -11,5 +11,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
   m.impl("kvcache_fwd", TORCH_BOX(&fad::kvcache_fwd));
   m.impl("bwd", TORCH_BOX(&fad::bwd));
   m.impl("varlen_bwd", TORCH_BOX(&fad::varlen_bwd));
+  m.impl("bwd_accumulate", TORCH_BOX(&fad::bwd_accumulate));
+  m.impl("varlen_bwd_accumulate", TORCH_BOX(&fad::varlen_bwd_accumulate));
   m.impl("plan", TORCH_BOX(&fad::plan));
 }

@@ -12,13 +12,15 @@ namespace fad {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor& out, const Tensor& softmax_lse, const Tensor& cu_seqlens_q,
-                     const Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
-                     const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
-                     std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
-                     std::int64_t window_left, std::int64_t window_right, double softcap,
-                     bool deterministic) {
+namespace {
+
+Gradients packed_gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const Tensor& out, const Tensor& softmax_lse, const KeySums* sums,
+                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                           const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                           std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
+                           double softmax_scale, std::int64_t window_left,
+                           std::int64_t window_right, double softcap, bool deterministic) {
   const Packed packed{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
   check_attention_input(q, "q", q, 3);
   check_attention_input(k, "k", q, 3);
@@ -53,8 +55,37 @@ Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const
   zero(dq, params.cu_seqlens_q);
   zero(dk, params.cu_seqlens_k);
   zero(dv, params.cu_seqlens_k);
+  set_sums(params, sums, q, k);
   run_bwd(params, q, k.size(0), deterministic);
   return {dq, dk, dv};
+}
+
+}  // namespace
+
+Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& out, const Tensor& softmax_lse, const Tensor& cu_seqlens_q,
+                     const Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
+                     const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
+                     std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
+                     std::int64_t window_left, std::int64_t window_right, double softcap,
+                     bool deterministic) {
+  return packed_gradients(dout, q, k, v, out, softmax_lse, nullptr, cu_seqlens_q, cu_seqlens_k,
+                          alibi_slopes, rng_state, max_seqlen_q, max_seqlen_k, dropout_p,
+                          softmax_scale, window_left, window_right, softcap, deterministic);
+}
+
+Gradients varlen_bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
+                                Tensor dk_sums, Tensor dv_sums, const Tensor& cu_seqlens_q,
+                                const Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
+                                const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
+                                std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
+                                std::int64_t window_left, std::int64_t window_right, double softcap,
+                                bool deterministic) {
+  const KeySums sums{dk_sums, dv_sums};
+  return packed_gradients(dout, q, k, v, out, softmax_lse, &sums, cu_seqlens_q, cu_seqlens_k,
+                          alibi_slopes, rng_state, max_seqlen_q, max_seqlen_k, dropout_p,
+                          softmax_scale, window_left, window_right, softcap, deterministic);
 }
 
 }  // namespace fad

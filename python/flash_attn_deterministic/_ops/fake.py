@@ -18,6 +18,8 @@ def register(library: Any) -> None:
     library.impl("kvcache_fwd", _dense, "Meta")
     library.impl("bwd", _bwd, "Meta")
     library.impl("varlen_bwd", _bwd, "Meta")
+    library.impl("bwd_accumulate", _bwd, "Meta")
+    library.impl("varlen_bwd_accumulate", _bwd, "Meta")
 
 
 def _dense(q: torch.Tensor, *others: Any) -> Outputs:

@@ -45,6 +45,16 @@ BACKWARD = {
     f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
     f"-> {_GRADIENTS}",
 }
+# The same for a part of the rows of q: dk_sums and dv_sums, float32, (batch, seqlen_k, nheads,
+# head_dim) or packed (total_k, nheads, head_dim), hold the sums of each query head over the rows
+# behind those of q, not scaled, and get those of q added; dk and dv are what they then come to.
+# Apart, as autograd formulas are registered for ops alone that write to no argument.
+ACCUMULATE = {
+    f"{name}_accumulate": schema.replace(
+        "Tensor softmax_lse, ", "Tensor softmax_lse, Tensor(a!) dk_sums, Tensor(b!) dv_sums, "
+    )
+    for name, schema in BACKWARD.items()
+}
 # For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes).
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
@@ -62,7 +72,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def define(library: Any) -> None:
     """Defines all ops in a torch.library.Library."""
-    for name, schema in {**FORWARD, **BACKWARD, **PLAN}.items():
+    for name, schema in {**FORWARD, **BACKWARD, **ACCUMULATE, **PLAN}.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
