@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <tuple>
 
-#include "kernels/bwd.h"
+#include "kernels/plan.h"
 #include "params.h"
 
 namespace fad {
@@ -76,6 +76,20 @@ void set_gradients(BwdParams& params, const torch::stable::Tensor& dout,
 void check_gradient_inputs(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
                            const torch::stable::Tensor& out,
                            const torch::stable::Tensor& softmax_lse);
+
+// How a call will be carried out. Checks what is left to check; launches nothing.
+BwdPlan plan_call(const BwdParams& params, const torch::stable::Tensor& like, bool deterministic);
+
+// family (as in kernels/fwd.h), rows and keys to a tile, whole_heads, in_turns, heads_in_flight.
+using BwdPlanOutputs =
+    std::tuple<std::int64_t, std::int64_t, std::int64_t, bool, bool, std::int64_t>;
+
+// The plan of a backward, as `plan` gives the forward's.
+BwdPlanOutputs bwd_plan(const torch::stable::Tensor& like, std::int64_t batch,
+                        std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t nheads,
+                        std::int64_t nheads_k, std::int64_t head_dim, std::int64_t window_left,
+                        std::int64_t window_right, bool has_alibi, bool has_softcap,
+                        bool has_dropout, bool packed, bool deterministic);
 
 // Allocates scratch and launches. total_k: tokens of k, of packed sequences.
 void run_bwd(BwdParams& params, const torch::stable::Tensor& like, std::int64_t total_k,

@@ -82,7 +82,7 @@ void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, cons
   params.dv_head_stride = dv.stride(row + 1);
 }
 
-void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool deterministic) {
+BwdPlan plan_call(const BwdParams& params, const Tensor& like, bool deterministic) {
   const char* dtype = dtype_name(like);
   const BwdInstance* instance = find_bwd(dtype, params.d);
   check(instance != nullptr, "q: this build of flash_attn_deterministic holds no backward for ",
@@ -93,10 +93,13 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
 #endif
   const int device = like.get_device_index();
   check_architecture(device);
-  const Device planned = planning_device(device);
+  return plan_bwd(params, *instance, deterministic, planning_device(device));
+}
+
+void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool deterministic) {
   params.total_k = static_cast<int>(total_k);
-  const BwdPlan plan = plan_bwd(params, *instance, deterministic, planned);
-  const cudaStream_t stream = current_stream(device);
+  const BwdPlan plan = plan_call(params, like, deterministic);
+  const cudaStream_t stream = current_stream(like.get_device_index());
   params.rng_state = const_cast<std::uint64_t*>(params.philox_args.seed_and_offset);
 
   // Upstream's layout of rowsum(dout * out), head by head, and dq's sums have the same rows: packed
