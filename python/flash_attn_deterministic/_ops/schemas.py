@@ -55,12 +55,16 @@ ACCUMULATE = {
     )
     for name, schema in BACKWARD.items()
 }
-# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes).
+# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes) of a
+# forward, and (family, block_m, block_n, whole_heads, in_turns, heads_in_flight) of a backward.
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
     f"bool has_dropout, bool packed, bool paged, bool cache_index, {_TREE}) "
     "-> (int, int, int, int, int, int, int)",
+    "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
+    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
+    "bool has_dropout, bool packed, bool deterministic) -> (int, int, int, bool, bool, int)",
 }
 # What the plan's numbers stand for, in the order of cpp/kernels/fwd.h.
 FAMILIES = ("sm80", "sm90")
