@@ -19,7 +19,8 @@ __global__ void round_kernel(Element* gradient, const float* sums, const int* cu
                              int batch, int64_t rows, int heads, int group, int head_dim,
                              float scale, bool scales) {
   // Rows of packed tensors behind the last sequence are zeros already.
-  const int64_t end = cu_seqlens_k == nullptr ? rows : min<int64_t>(rows, cu_seqlens_k[batch]);
+  const int64_t end =
+      cu_seqlens_k == nullptr ? rows : min(rows, static_cast<int64_t>(cu_seqlens_k[batch]));
   const int64_t width = static_cast<int64_t>(heads) / group * head_dim;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t at = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; at < end * width;

@@ -72,10 +72,10 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared)
   const int lane = threadIdx.x % 32;
   const int first_row = lane / 16;
   const int column = (T::kSplitsRows ? 0 : 64 * part) + lane % 16 * 4;
-  const bool leads = threadIdx.x % T::kReducers == 0;
+  const auto leads = [] { return read_thread() % T::kReducers == 0; };  // anew: registers are few
   const BwdWork work = read_bwd_work(shared + T::kWorkAt);
   const auto [begin, end] = row_blocks<T>(params, work);
-  if (params.in_turns && leads) {
+  if (params.in_turns && leads()) {
     start_turns<T>(params, work, end, shared + T::kTurnsAt);
   }
   float* sums = static_cast<float*>(params.dq_accum_ptr) +
@@ -92,30 +92,30 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared)
     sums -= (T::kRows + 64) * T::kHeadDim;
     barrier_wait(shared + T::kDqFull + 8 * (turn & 1), turn >> 1 & 1);
     if (params.in_turns) {
-      if (leads) {
+      if (leads()) {
         await_turn(params, shared + T::kTurnsAt);
       }
       named_barrier_sync(kReducersMeet, T::kReducers);
     }
     uint32_t from = first + (turn & 1) * T::kDqBytes;
 #pragma unroll 1
-    for (int row = 0; row < 64; row += 8) {
+    for (int row = 0; row < 64; row += 2 * T::kAddsAtOnce) {
       if (T::kHeadDim % 64 == 0 || column < T::kHeadDim) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < T::kAddsAtOnce; ++i) {
           add_to(sums + 2 * i * T::kHeadDim, load_shared((from ^ (i * 64)) + i * 512));
         }
       }
-      from += 8 * 256;
-      sums += 8 * T::kHeadDim;
+      from = (from ^ (T::kAddsAtOnce * 64 % 256)) + T::kAddsAtOnce * 512;
+      sums += 2 * T::kAddsAtOnce * T::kHeadDim;
     }
     __syncwarp();
-    if (read_thread() % 32 == 0) {  // read anew: registers are few
+    if (read_thread() % 32 == 0) {
       barrier_arrive(shared + T::kDqEmpty + 8 * (turn & 1));
     }
     if (params.in_turns) {
       named_barrier_sync(kReducersMeet, T::kReducers);
-      if (leads) {
+      if (leads()) {
         end_turn(shared + T::kTurnsAt, turn + 1 == count);
       }
     }

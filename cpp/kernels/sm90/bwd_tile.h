@@ -26,6 +26,7 @@ struct BwdTile {
   static constexpr int kReducers = 64;  // threads that add to dq
   static constexpr int kConsumerRegisters = kHeadDim == 128 ? 240 : 232;
   static constexpr int kHelperRegisters = kHeadDim == 128 ? 24 : 40;
+  static constexpr int kAddsAtOnce = kHeadDim == 128 ? 2 : 4;  // of a reducer: as registers allow
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kHelperRegisters + kGroups * kConsumerRegisters <=
                 (kGroups + 1) * kLaunchRegisters);
