@@ -563,6 +563,83 @@ bool compare(const Call& call, const Inputs& inputs, unsigned which, bool may_be
   return equal;
 }
 
+// ---- whether a matrix product is that of its transposed operands, bit for bit
+
+__device__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                         __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                         __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// One warp: product (16, 16) = x (16, depth) y (16, depth)^T.
+template <typename Element>
+__device__ void multiply_tile(float* product, const Element* x, const Element* y, int depth) {
+  const int lane = threadIdx.x, row = lane / 4, column = lane % 4 * 2;
+  const auto pair = [&](const Element* from, int line, int k) {
+    return *reinterpret_cast<const uint32_t*>(from + line * depth + k);
+  };
+  for (int half = 0; half < 2; ++half) {
+    float acc[4] = {0.f, 0.f, 0.f, 0.f};
+    for (int k = 0; k < depth; k += 16) {
+      const uint32_t a[4] = {pair(x, row, k + column), pair(x, row + 8, k + column),
+                             pair(x, row, k + column + 8), pair(x, row + 8, k + column + 8)};
+      multiply(acc, a, pair(y, 8 * half + row, k + column), pair(y, 8 * half + row, k + column + 8),
+               Element());
+    }
+    for (int i = 0; i < 4; ++i) {
+      product[(row + i / 2 * 8) * 16 + 8 * half + column + i % 2] = acc[i];
+    }
+  }
+}
+
+template <typename Element>
+__global__ void transposed_kernel(const Element* x, const Element* y, int depth,
+                                  unsigned* differing) {
+  __shared__ float straight[256], transposed[256];
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * 16 * depth;
+  multiply_tile(straight, x + at, y + at, depth);
+  multiply_tile(transposed, y + at, x + at, depth);
+  __syncthreads();
+  for (int i = threadIdx.x; i < 256; i += 32) {
+    if (__float_as_uint(straight[i]) != __float_as_uint(transposed[i % 16 * 16 + i / 16])) {
+      atomicAdd(differing, 1u);
+    }
+  }
+}
+
+template <typename Element>
+bool products_transpose() {
+  constexpr int kTiles = 4096, kDepth = 128;
+  const Buffer<uint16_t> x(kTiles * 16 * kDepth), y(kTiles * 16 * kDepth);
+  Buffer<unsigned> differing(1);
+  differing.set({0});
+  Element* const left = reinterpret_cast<Element*>(x.get());
+  Element* const right = reinterpret_cast<Element*>(y.get());
+  for (const float amplitude : {1.f, 0.01f, 30.f}) {
+    fill_kernel<<<512, 256>>>(left, x.size(), 11, amplitude);
+    fill_kernel<<<512, 256>>>(right, y.size(), 12, 1.f);
+    transposed_kernel<<<kTiles, 32>>>(left, right, kDepth, differing.get());
+    CHECK(cudaGetLastError());
+  }
+  finish("products");
+  const unsigned found = differing.host()[0];
+  std::printf("  %-55s %s\n", "q k^T against k q^T (mma.sync)",
+              found == 0 ? "same" : ("DIFFERS in " + std::to_string(found)).c_str());
+  return found == 0;
+}
+
 // ---- stages: inputs that make one gradient show one step
 
 struct Stage {
@@ -882,6 +959,7 @@ int run_all(int argc, char** argv) {
     for (const Held& held : kHeld) {
       if (has_sm90(held)) {
         std::printf("%s, head dim %d\n", held.dtype, held.head_dim);
+        equal &= is_bf16(held) ? products_transpose<__nv_bfloat16>() : products_transpose<__half>();
         equal &= run_stages(held);
       }
     }
