@@ -6,8 +6,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "round_sums.h"
-
 namespace fad {
 
 namespace {
@@ -321,9 +319,6 @@ void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream) {
   plan.instance->before(params, stream);
   plan.kernel->launch(params, stream);
   plan.instance->after(params, stream);
-  if (params.dk_sums != nullptr) {
-    round_sums(params, stream);
-  }
 }
 
 void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t stream) {

@@ -3,12 +3,22 @@
 
 #include <cuda_runtime.h>
 
-#include "params.h"
+#include <cstdint>
 
 namespace fad {
 
-// dk and dv from params.dk_sums and params.dv_sums: adds the query heads of each group, first to
-// last, scales and rounds, as the kernels do where they keep the sums themselves.
-void round_sums(const BwdParams& params, cudaStream_t stream);
+// The sums of one of dk and dv.
+struct KeySums {
+  const float* sums;  // (rows, heads, head_dim), contiguous
+  void* gradient;     // (rows, heads / group, head_dim), contiguous
+  std::int64_t rows;
+  int heads, group, head_dim;
+  float scale;
+  bool scales;  // whether they are multiplied: a product with 1 would still flush denormals
+};
+
+// Adds the query heads of each group, first to last, scales and rounds, as the kernels do where
+// they keep the sums themselves.
+void round_sums(const KeySums& sums, bool is_bf16, cudaStream_t stream);
 
 }  // namespace fad

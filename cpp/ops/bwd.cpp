@@ -13,7 +13,7 @@ using torch::stable::Tensor;
 namespace {
 
 Gradients dense_gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                          const Tensor& out, const Tensor& softmax_lse, const KeySums* sums,
+                          const Tensor& out, const Tensor& softmax_lse, const KeptSums* sums,
                           const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                           double dropout_p, double softmax_scale, std::int64_t window_left,
                           std::int64_t window_right, double softcap, bool deterministic) {
@@ -54,15 +54,15 @@ Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
                          deterministic);
 }
 
-Gradients bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                         const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums,
-                         Tensor dv_sums, const OptionalTensor& alibi_slopes,
-                         const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
-                         std::int64_t window_left, std::int64_t window_right, double softcap,
-                         bool deterministic) {
-  const KeySums sums{dk_sums, dv_sums};
-  return dense_gradients(dout, q, k, v, out, softmax_lse, &sums, alibi_slopes, rng_state, dropout_p,
-                         softmax_scale, window_left, window_right, softcap, deterministic);
+Tensor bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                      const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums, Tensor dv_sums,
+                      const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                      double dropout_p, double softmax_scale, std::int64_t window_left,
+                      std::int64_t window_right, double softcap, bool deterministic) {
+  const KeptSums sums{dk_sums, dv_sums};
+  return std::get<0>(dense_gradients(dout, q, k, v, out, softmax_lse, &sums, alibi_slopes,
+                                     rng_state, dropout_p, softmax_scale, window_left, window_right,
+                                     softcap, deterministic));
 }
 
 }  // namespace fad

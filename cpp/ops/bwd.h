@@ -36,36 +36,42 @@ Gradients varlen_bwd(const torch::stable::Tensor& dout, const torch::stable::Ten
                      std::int64_t window_left, std::int64_t window_right, double softcap,
                      bool deterministic);
 
-// The same for a part of the rows of q. dk_sums, dv_sums: (batch, seqlen_k, nheads, head_dim), or
-// packed (total_k, nheads, head_dim), fp32, contiguous; for each query head, not scaled. They hold
-// the sums over the rows behind those of q, get those of q added, row by row in the order of a call
-// with all rows, and are returned unrounded; dk and dv are what they come to, rounded. Equal bits
-// need parts of a multiple of 128 rows, but for the last one, added last to first.
-Gradients bwd_accumulate(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
-                         const torch::stable::Tensor& k, const torch::stable::Tensor& v,
-                         const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
-                         torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
-                         const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
-                         double dropout_p, double softmax_scale, std::int64_t window_left,
-                         std::int64_t window_right, double softcap, bool deterministic);
+// dq of a part of the rows of q. dk_sums, dv_sums: (batch, seqlen_k, nheads, head_dim), or packed
+// (total_k, nheads, head_dim), fp32, contiguous; for each query head, not scaled. They hold the
+// sums over the rows behind those of q, and get those of q added, in the order of a call with all
+// rows. Equal bits need parts of a multiple of 128 rows, but for the last one, added last to first.
+torch::stable::Tensor bwd_accumulate(const torch::stable::Tensor& dout,
+                                     const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                                     const torch::stable::Tensor& v,
+                                     const torch::stable::Tensor& out,
+                                     const torch::stable::Tensor& softmax_lse,
+                                     torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
+                                     const OptionalTensor& alibi_slopes,
+                                     const OptionalTensor& rng_state, double dropout_p,
+                                     double softmax_scale, std::int64_t window_left,
+                                     std::int64_t window_right, double softcap, bool deterministic);
 
-Gradients varlen_bwd_accumulate(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
-                                const torch::stable::Tensor& k, const torch::stable::Tensor& v,
-                                const torch::stable::Tensor& out,
-                                const torch::stable::Tensor& softmax_lse,
-                                torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
-                                const torch::stable::Tensor& cu_seqlens_q,
-                                const torch::stable::Tensor& cu_seqlens_k,
-                                const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
-                                std::int64_t max_seqlen_q, std::int64_t max_seqlen_k,
-                                double dropout_p, double softmax_scale, std::int64_t window_left,
-                                std::int64_t window_right, double softcap, bool deterministic);
+torch::stable::Tensor varlen_bwd_accumulate(
+    const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
+    const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+    const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
+    torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
+    const torch::stable::Tensor& cu_seqlens_q, const torch::stable::Tensor& cu_seqlens_k,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
+    std::int64_t max_seqlen_k, double dropout_p, double softmax_scale, std::int64_t window_left,
+    std::int64_t window_right, double softcap, bool deterministic);
 
-// Sums that the caller keeps, checked against k and the heads of q; nullptr: none.
-struct KeySums {
+// dk and dv, rounded to the dtype of k, of the sums of all rows: like them, with the heads of k.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
+    const torch::stable::Tensor& dk_sums, const torch::stable::Tensor& dv_sums,
+    const torch::stable::Tensor& k, double softmax_scale, double dropout_p);
+
+// Sums of dk and dv that the caller keeps.
+struct KeptSums {
   torch::stable::Tensor dk, dv;
 };
-void set_sums(BwdParams& params, const KeySums* sums, const torch::stable::Tensor& q,
+// Checks them against k and the heads of q. nullptr: none.
+void set_sums(BwdParams& params, const KeptSums* sums, const torch::stable::Tensor& q,
               const torch::stable::Tensor& k);
 
 // Where dout and the gradients lie; dims: those of a tensor, 4 dense, 3 packed.

@@ -40,7 +40,7 @@ void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& ou
         Described{softmax_lse});
 }
 
-void set_sums(BwdParams& params, const KeySums* sums, const Tensor& q, const Tensor& k) {
+void set_sums(BwdParams& params, const KeptSums* sums, const Tensor& q, const Tensor& k) {
   if (sums == nullptr) {
     return;
   }

@@ -15,7 +15,7 @@ using torch::stable::Tensor;
 namespace {
 
 Gradients packed_gradients(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                           const Tensor& out, const Tensor& softmax_lse, const KeySums* sums,
+                           const Tensor& out, const Tensor& softmax_lse, const KeptSums* sums,
                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                            const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                            std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
@@ -74,18 +74,18 @@ Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const
                           softmax_scale, window_left, window_right, softcap, deterministic);
 }
 
-Gradients varlen_bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k,
-                                const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
-                                Tensor dk_sums, Tensor dv_sums, const Tensor& cu_seqlens_q,
-                                const Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
-                                const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
-                                std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
-                                std::int64_t window_left, std::int64_t window_right, double softcap,
-                                bool deterministic) {
-  const KeySums sums{dk_sums, dv_sums};
-  return packed_gradients(dout, q, k, v, out, softmax_lse, &sums, cu_seqlens_q, cu_seqlens_k,
-                          alibi_slopes, rng_state, max_seqlen_q, max_seqlen_k, dropout_p,
-                          softmax_scale, window_left, window_right, softcap, deterministic);
+Tensor varlen_bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums,
+                             Tensor dv_sums, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                             const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                             std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
+                             double softmax_scale, std::int64_t window_left,
+                             std::int64_t window_right, double softcap, bool deterministic) {
+  const KeptSums sums{dk_sums, dv_sums};
+  return std::get<0>(packed_gradients(dout, q, k, v, out, softmax_lse, &sums, cu_seqlens_q,
+                                      cu_seqlens_k, alibi_slopes, rng_state, max_seqlen_q,
+                                      max_seqlen_k, dropout_p, softmax_scale, window_left,
+                                      window_right, softcap, deterministic));
 }
 
 }  // namespace fad

@@ -25,6 +25,7 @@
 
 #include "instances.h"
 #include "plan.h"
+#include "round_sums.h"
 
 #define CHECK(call)                                                                     \
   do {                                                                                  \
@@ -481,6 +482,15 @@ Gradients run(const Call& call, const Inputs& inputs, Family family) {
   for (int first = (call.max_q() - 1) / rows * rows; first >= 0; first -= rows) {
     run_rows(call, inputs, family, gradients, first, std::min(rows, call.max_q() - first), sums);
   }
+  const auto round = [&](const Buffer<float>& total, const Buffer<uint16_t>& gradient,
+                         bool scales) {
+    round_sums({total.get(), gradient.get(), inputs.rows_k, call.heads, call.heads / call.heads_k,
+                call.head_dim, call.scale, scales},
+               is_bf16(call.held), nullptr);
+  };
+  round(sums[0], gradients.dk, true);
+  round(sums[1], gradients.dv, false);
+  finish(call.name() + " (rounding)");
   return gradients;
 }
 

@@ -246,8 +246,8 @@ def in_parts(call: GradientCall, edges: list[int]) -> Gradients:
     out, lse, _ = flash_attn_func(call.q, call.k, call.v, return_attn_probs=True, **call.options)
     shape = (*call.k.shape[:2], call.q.shape[2], call.k.shape[3])
     sums = [torch.zeros(shape, device="cuda") for _ in range(2)]
+    scale = call.q.shape[-1] ** -0.5
     dq = torch.empty_like(call.q)
-    dk, dv = torch.empty_like(call.k), torch.empty_like(call.v)
     for begin, end in reversed(list(itertools.pairwise(edges))):
         # Rows [begin, end) of a causal call see keys before `end`; the diagonal ends at the last.
         keys = end if right >= 0 else call.k.shape[1]
@@ -257,7 +257,7 @@ def in_parts(call: GradientCall, edges: list[int]) -> Gradients:
         window_left = left if left < 0 else left + keys - end
         window_right = right if right < 0 else right - (keys - end)
         own = [total[:, :keys].contiguous() for total in sums]
-        dq[:, rows], dk[:, :keys], dv[:, :keys] = torch.ops.flash_attn_deterministic.bwd_accumulate(
+        dq[:, rows] = torch.ops.flash_attn_deterministic.bwd_accumulate(
             call.dout[:, rows],
             call.q[:, rows],
             call.k[:, :keys],
@@ -276,6 +276,7 @@ def in_parts(call: GradientCall, edges: list[int]) -> Gradients:
         )
         for total, part in zip(sums, own, strict=True):
             total[:, :keys] = part
+    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*sums, call.k, scale, 0.0)
     return dq, dk, dv
 
 

@@ -1,5 +1,5 @@
 // The warpgroups that compute: each owns 64 keys of the block. Of each row block, scores and dP
-// first, then dv, dq and dk; all sums run in the order of the sm80 family (docs/adr/0017).
+// first, then dv, dq and dk; all sums run in the order of the sm80 family (docs/adr/0018).
 #pragma once
 
 #include <cmath>

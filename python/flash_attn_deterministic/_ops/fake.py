@@ -18,8 +18,9 @@ def register(library: Any) -> None:
     library.impl("kvcache_fwd", _dense, "Meta")
     library.impl("bwd", _bwd, "Meta")
     library.impl("varlen_bwd", _bwd, "Meta")
-    library.impl("bwd_accumulate", _bwd, "Meta")
-    library.impl("varlen_bwd_accumulate", _bwd, "Meta")
+    library.impl("bwd_accumulate", _accumulate, "Meta")
+    library.impl("varlen_bwd_accumulate", _accumulate, "Meta")
+    library.impl("finish_key_sums", _finish, "Meta")
 
 
 def _dense(q: torch.Tensor, *others: Any) -> Outputs:
@@ -38,6 +39,17 @@ def _bwd(
 ) -> Gradients:
     # Contiguous, whatever the strides of q, k and v.
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _accumulate(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def _finish(
+    dk_sums: torch.Tensor, dv_sums: torch.Tensor, k: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*dk_sums.shape[:-2], *k.shape[-2:])
+    return k.new_empty(shape), k.new_empty(shape)
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:

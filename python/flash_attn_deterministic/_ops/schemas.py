@@ -45,15 +45,21 @@ BACKWARD = {
     f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
     f"-> {_GRADIENTS}",
 }
-# The same for a part of the rows of q: dk_sums and dv_sums, float32, (batch, seqlen_k, nheads,
-# head_dim) or packed (total_k, nheads, head_dim), hold the sums of each query head over the rows
-# behind those of q, not scaled, and get those of q added; dk and dv are what they then come to.
-# Apart, as autograd formulas are registered for ops alone that write to no argument.
+# dq of a part of the rows of q. dk_sums and dv_sums, float32, (batch, seqlen_k, nheads, head_dim)
+# or packed (total_k, nheads, head_dim), hold the sums of each query head over the rows behind those
+# of q, not scaled, and get those of q added. finish_key_sums makes dk and dv of the sums of all
+# rows, shaped like them but with the heads of k. Apart from the backward, as autograd formulas are
+# registered for ops alone that write to no argument. On CUDA devices alone: the reference takes
+# sums as an argument.
 ACCUMULATE = {
-    f"{name}_accumulate": schema.replace(
-        "Tensor softmax_lse, ", "Tensor softmax_lse, Tensor(a!) dk_sums, Tensor(b!) dv_sums, "
-    )
-    for name, schema in BACKWARD.items()
+    **{
+        f"{name}_accumulate": schema.replace(
+            "Tensor softmax_lse, ", "Tensor softmax_lse, Tensor(a!) dk_sums, Tensor(b!) dv_sums, "
+        ).replace(_GRADIENTS, "Tensor")
+        for name, schema in BACKWARD.items()
+    },
+    "finish_key_sums": "(Tensor dk_sums, Tensor dv_sums, Tensor k, float softmax_scale, "
+    "float dropout_p) -> (Tensor dk, Tensor dv)",
 }
 # For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes) of a
 # forward, and (family, block_m, block_n, whole_heads, in_turns, heads_in_flight) of a backward.
