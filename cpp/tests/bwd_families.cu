@@ -2,6 +2,7 @@
 //
 //   fad_bwd_families stages            the steps of one tile, one by one: says which one differs
 //   fad_bwd_families drawn N [SEED]    N drawn calls
+//   fad_bwd_families crowded N [SEED]  N drawn calls, beside a kernel that holds all SMs but two
 //   fad_bwd_families time              the loop over row blocks of both families, side by side
 //
 // A call that does not end within a minute is reported as stuck. The exit status is 0 if all bits
@@ -853,12 +854,37 @@ Call drawn_call(uint64_t seed) {
   return call;
 }
 
-bool run_drawn(int count, uint64_t seed) {
+// Holds an SM for so many nanoseconds: it takes nearly all of its shared memory.
+__global__ void hold_kernel(long long nanoseconds) {
+  long long begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - begin < nanoseconds);
+}
+
+void hold_sms(cudaStream_t stream) {
+  constexpr int kShared = 200 * 1024;
+  CHECK(cudaFuncSetAttribute(hold_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  const int sms = device_with(Family::kSm90).num_sms;
+  hold_kernel<<<sms - 2, 32, kShared, stream>>>(20'000'000);
+  CHECK(cudaGetLastError());
+}
+
+bool run_drawn(int count, uint64_t seed, bool crowded) {
   int different = 0;
+  cudaStream_t beside = nullptr;
+  if (crowded) {
+    CHECK(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+  }
   for (int i = 0; i < count; ++i) {
     const Call call = drawn_call(seed + i);
     Inputs inputs(call);
     inputs.attend(call);
+    if (crowded) {
+      CHECK(cudaDeviceSynchronize());
+      hold_sms(beside);
+    }
     if (!compare(call, inputs, kAll, true)) {
       std::printf("  DIFFERS: %s\n", call.name().c_str());
       different += 1;
@@ -973,12 +999,12 @@ int run_all(int argc, char** argv) {
         equal &= run_stages(held);
       }
     }
-  } else if (what == "drawn" && argc > 2) {
-    equal = run_drawn(std::atoi(argv[2]), argc > 3 ? std::atoll(argv[3]) : 1);
+  } else if ((what == "drawn" || what == "crowded") && argc > 2) {
+    equal = run_drawn(std::atoi(argv[2]), argc > 3 ? std::atoll(argv[3]) : 1, what == "crowded");
   } else if (what == "time") {
     run_times();
   } else {
-    std::printf("usage: %s stages | drawn N [SEED] | time\n", argv[0]);
+    std::printf("usage: %s stages | drawn N [SEED] | crowded N [SEED] | time\n", argv[0]);
     return 2;
   }
   std::printf(equal ? "all bits equal\n" : "SOME BITS DIFFER\n");

@@ -61,9 +61,11 @@ class Rows(NamedTuple):
 def carries(device: torch.device) -> bool:
     """Returns whether the backward of a device can go on from sums of dk and dv.
 
-    Where this is False, each rank computes dk and dv of its own keys from gathered rows.
+    Where this is False, each rank computes dk and dv of its own keys from gathered rows. On CUDA
+    devices the ops can, but over NCCL sums need a communicator of their own first: a receive must
+    not wait behind a gathering of keys.
     """
-    return device.type in ("cpu", "cuda")
+    return device.type == "cpu"
 
 
 class RowOrder(NamedTuple):
