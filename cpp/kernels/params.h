@@ -44,6 +44,7 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
+  int total_k;  // rows of packed k and v
   // Whether CTAs wait for each other, to add to a row block of dq in the order of key blocks.
   bool in_turns;
   // Whether a CTA works on all key blocks of a head, one after another.
@@ -58,6 +59,10 @@ struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   unsigned* key_turns;
   // Their sums so far: dk and dv of each key block, fp32, as the threads hold them.
   float* key_sums;
+  // dk and dv of each query head, fp32, not scaled: (batch, seqlen_k, h, d), or packed (total_k, h,
+  // d). Where given, a call adds its rows to what they hold, and writes no dk and dv.
+  float* dk_sums;
+  float* dv_sums;
 };
 
 }  // namespace fad

@@ -12,6 +12,9 @@ namespace fad {
 
 namespace {
 
+// Head dims that upstream's kernels are written for; a call takes the next one up.
+constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
+
 constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: a y of the grid
 constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 
@@ -113,10 +116,9 @@ double longest_turns(const FwdParams& params, const FwdKernel& kernel, int num_s
 }
 
 // Whether a kernel can run a call. One without windows masks in one way only: causal, or not.
-bool covers(const FwdKernel& kernel, Features features) {
-  const bool same_mask =
-      (kernel.covers & kWindow) != 0 || (kernel.covers & kCausal) == (features & kCausal);
-  return same_mask && (features & ~kernel.covers) == 0;
+bool covers(Features covered, Features features) {
+  const bool same_mask = (covered & kWindow) != 0 || (covered & kCausal) == (features & kCausal);
+  return same_mask && (features & ~covered) == 0;
 }
 
 // The kernel of a family and path for a call. Of persistent ones, the one with the best tile; of
@@ -130,7 +132,7 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
     const FwdKernel& kernel = instance.kernels[i];
     const bool fits = path != Path::kFewRows ||
                       (kernel.block_m > kShortTile) == (rows_of(params, path) > kShortTile);
-    if (kernel.family == family && kernel.path == path && fits && covers(kernel, features) &&
+    if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
         (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <
                                                       longest_turns(params, *best, num_sms)))) {
@@ -256,7 +258,29 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
   return fits_scratch(params, parts, num_splits) && !fills(one_cta, device) ? parts : one_cta;
 }
 
+// Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
+// waits for another, which pays where tiles are tall and the warps that compute would wait. Heads
+// of a group would still wait for each other at every key block; and of packed sequences only the
+// sum of lengths is known here.
+bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num_sms) {
+  const long long heads = static_cast<long long>(params.b) * params.h;
+  const long long total = params.total_k;
+  const bool even = params.cu_seqlens_k == nullptr ||
+                    total * 20 >= static_cast<long long>(params.b) * params.seqlen_k * 19;
+  return kernel.family == Family::kSm80 && kernel.block_m > 64 && params.h == params.h_k && even &&
+         heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
+}
+
 }  // namespace
+
+int kernel_head_dim(int head_dim) {
+  for (const int rounded : kHeadDims) {
+    if (rounded >= head_dim) {
+      return rounded;
+    }
+  }
+  return 0;
+}
 
 Features features_of(const FLASH_NAMESPACE::Flash_fwd_params& params) {
   Features features = 0;
@@ -355,6 +379,50 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
     plan.scratch_bytes = bytes(each);
   }
   return plan;
+}
+
+// Which CTAs run side by side: no bits depend on it. With many key blocks of a head side by side
+// these share rows in L2, which counts most where sequences of uneven lengths pull them apart; with
+// few they wait less for each other under a causal mask, where each has fewer rows than the one
+// before. The numbers are the best of those tried on an H200 (docs/adr/0008).
+BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
+                 const Device& device) {
+  const Features features = features_of(params);
+  BwdPlan plan{&instance, nullptr, false, false, 1};
+  for (int i = instance.num_kernels - 1; i >= 0; --i) {  // the fastest comes first in the table
+    const BwdKernel& kernel = instance.kernels[i];
+    const bool wanted = kernel.family == Family::kSm80 || device.family != Family::kSm80;
+    if (wanted && runs_on(kernel.family, device) && covers(kernel.covers, features) &&
+        kernel.shared_bytes <= device.shared_bytes_per_block &&
+        (kernel.takes == nullptr || kernel.takes(params))) {
+      plan.kernel = &kernel;
+    }
+  }
+  if (plan.kernel == nullptr) {
+    throw std::runtime_error(
+        "q: the backward for head_dim " + std::to_string(params.d) + " needs " +
+        std::to_string(instance.kernels[instance.num_kernels - 1].shared_bytes) +
+        " bytes of shared memory per block, this GPU offers " +
+        std::to_string(device.shared_bytes_per_block));
+  }
+  plan.whole_heads = deterministic && suits_whole_heads(params, *plan.kernel, device.num_sms);
+  plan.in_turns = deterministic && !plan.whole_heads;
+  if (plan.in_turns) {
+    const bool full = params.window_size_left < 0 && params.window_size_right < 0;
+    const bool packed = params.cu_seqlens_k != nullptr;
+    const int beside = full || (packed && plan.kernel->block_m <= 64) ? 8 : 4;
+    plan.heads_in_flight = std::max(1, device.num_sms / beside);
+  }
+  return plan;
+}
+
+void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream) {
+  params.whole_heads = plan.whole_heads;
+  params.in_turns = plan.in_turns;
+  params.heads_in_flight = plan.heads_in_flight;
+  plan.instance->before(params, stream);
+  plan.kernel->launch(params, stream);
+  plan.instance->after(params, stream);
 }
 
 namespace {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "bwd.h"
 #include "fwd.h"
 
 namespace fad {
@@ -45,6 +46,22 @@ struct FwdPlan {
 // split_tokens: 0 for one split. Throws std::runtime_error for a call that no kernel can take.
 FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split_tokens,
                  bool deterministic, const Device& device);
+
+// How a backward is carried out. Nothing in it changes a bit of a deterministic call.
+struct BwdPlan {
+  const BwdInstance* instance;
+  const BwdKernel* kernel;
+  bool whole_heads;     // a CTA works on all key blocks of a head, so that none waits for another
+  bool in_turns;        // CTAs wait for each other, so that sums have one order
+  int heads_in_flight;  // (batch, head) pairs whose key blocks are worked on side by side
+};
+
+// Throws std::runtime_error for a call that no kernel can take on this device.
+BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
+                 const Device& device);
+
+// Launches the kernels of a plan; params hold the scratch memory.
+void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream);
 
 // Launches the kernels of a plan. scratch: plan.scratch_bytes of device memory.
 void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t stream);

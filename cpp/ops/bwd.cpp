@@ -10,9 +10,14 @@ namespace fad {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+Gradients new_gradients(const Tensor& q, const Tensor& k, const Tensor& v) {
+  return {torch::stable::new_empty(q, q.sizes()), torch::stable::new_empty(k, k.sizes()),
+          torch::stable::new_empty(v, v.sizes())};
+}
+
 void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, const Tensor& k,
               const Tensor& v, const Tensor& out, const Tensor& softmax_lse, const Scores& scores,
-              bool deterministic) {
+              const KeptSums* sums, bool deterministic) {
   check_dense(q, k, v);
   check_gradient_inputs(dout, q, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(0), q.size(2), q.size(1)});
@@ -29,6 +34,7 @@ void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, c
   set_dense(params, q_rows, k_rows, v_rows, out_rows, softmax_lse);
   set_gradients(params, dout_rows, dq, dk, dv);
   set_scores(params, scores, q);
+  set_sums(params, sums, q, k);
   run_bwd(params, q, /*total_k=*/0, deterministic);
 }
 
@@ -37,13 +43,24 @@ Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
               const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
               std::int64_t window_left, std::int64_t window_right, double softcap,
               bool deterministic) {
-  const Gradients gradients{torch::stable::new_empty(q, q.sizes()),
-                            torch::stable::new_empty(k, k.sizes()),
-                            torch::stable::new_empty(v, v.sizes())};
+  const Gradients gradients = new_gradients(q, k, v);
   bwd_into(gradients, dout, q, k, v, out, softmax_lse,
            {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           deterministic);
+           nullptr, deterministic);
   return gradients;
+}
+
+Tensor bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                      const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums, Tensor dv_sums,
+                      const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                      double dropout_p, double softmax_scale, std::int64_t window_left,
+                      std::int64_t window_right, double softcap, bool deterministic) {
+  const Gradients gradients = new_gradients(q, k, v);
+  const KeptSums sums{dk_sums, dv_sums};
+  bwd_into(gradients, dout, q, k, v, out, softmax_lse,
+           {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
+           &sums, deterministic);
+  return std::get<0>(gradients);
 }
 
 }  // namespace fad

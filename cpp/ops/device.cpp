@@ -140,8 +140,6 @@ Device known_device(int device) {
 
 }  // namespace
 
-void check_architecture(int device) { known_device(device); }
-
 Device planning_device(int device) {
   Device planned = known_device(device);
   if (const char* name = std::getenv(kFamily)) {

@@ -12,7 +12,12 @@ from bits import bits_equal
 from calls import int32, normal
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic._ops import cuda, library
-from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD, argument_names
+from flash_attn_deterministic._ops.schemas import (
+    ACCUMULATE,
+    BACKWARD,
+    FORWARD,
+    argument_names,
+)
 from flash_attn_deterministic.errors import ArgumentError, LibraryError, MissingInstanceError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -377,7 +382,7 @@ def test_op_that_the_loaded_library_lacks_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda, "has_kernel", lambda name: name == "fwd")
     library = _Library()
     cuda.register_missing(library, "")
-    assert set(library.functions) == {*FORWARD, *BACKWARD} - {"fwd"}
+    assert set(library.functions) == {*FORWARD, *BACKWARD, *ACCUMULATE} - {"fwd"}
     with pytest.raises(
         MissingInstanceError, match="the wheel's library does not implement varlen_fwd; install"
     ):

@@ -9,6 +9,7 @@
 #include "../tree/softmax_steps.h"
 #include "../tree/split_state.h"
 #include "barrier.h"
+#include "fragment.h"
 #include "fwd_tile.h"
 #include "fwd_walk.h"
 #include "wgmma.h"
@@ -21,17 +22,6 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
-template <typename Element>
-__device__ __forceinline__ uint32_t packed(float low, float high) {
-  uint32_t pair;
-  if constexpr (std::is_same_v<Element, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  }
-  return pair;
-}
-
 // Over the four threads that share a row, in the order of upstream's Allreduce<4>.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -41,22 +31,6 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
   return __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
-}
-
-// Four words of each of four neighbouring threads, transposed: thread i gets word i of each.
-__device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const int lane = threadIdx.x % 4;
-  const bool odd = lane & 1;
-  const bool upper = lane & 2;
-  const uint32_t ab = __shfl_xor_sync(~0u, odd ? a : b, 1);
-  const uint32_t cd = __shfl_xor_sync(~0u, odd ? c : d, 1);
-  const uint32_t a1 = odd ? ab : a;
-  const uint32_t b1 = odd ? b : ab;
-  const uint32_t c1 = odd ? cd : c;
-  const uint32_t d1 = odd ? d : cd;
-  const uint32_t ac = __shfl_xor_sync(~0u, upper ? a1 : c1, 2);
-  const uint32_t bd = __shfl_xor_sync(~0u, upper ? b1 : d1, 2);
-  return upper ? make_uint4(ac, bd, c1, d1) : make_uint4(a1, b1, ac, bd);
 }
 
 // The running softmax of the thread's two rows.

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "tma.h"
+
 namespace fad::sm90 {
 
 // Rows of one tensor. Strides in elements; the last dimension is contiguous.
@@ -69,11 +71,8 @@ inline int64_t key_rows(const FwdParams& params) {
 // Whether the kernel takes tensors laid out like this.
 inline bool supports(const FwdParams& params) {
   const auto fits = [&](const Rows& rows, int64_t batch, int64_t count, int heads) {
-    const auto stride = [](int64_t value, int64_t size) {
-      return size == 1 || (value > 0 && value % 8 == 0 && value < (int64_t{1} << 39));
-    };
-    return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && stride(rows.row_stride, count) &&
-           stride(rows.head_stride, heads) && stride(rows.batch_stride, batch);
+    return can_map({rows.data, rows.batch_stride, rows.row_stride, rows.head_stride, batch, count,
+                    heads, params.head_dim});
   };
   const bool packed_q = params.cu_seqlens_q != nullptr;
   const bool packed_k = keys_are_packed(params);
@@ -86,9 +85,8 @@ inline bool supports(const FwdParams& params) {
   if (paged && (params.leftpad_k != nullptr || params.cache_batch_idx != nullptr)) {
     return false;
   }
-  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 && rows_q > 0 &&
-         rows_k > 0 && params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
-         rows_q < (int64_t{1} << 31) && rows_k < (int64_t{1} << 31) &&
+  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 &&
+         params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
          fits(params.q, packed_q ? 1 : params.batch, rows_q, params.heads) &&
          fits(params.k, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
          fits(params.v, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&

@@ -42,19 +42,6 @@ __device__ __forceinline__ KeyRange blocks_of(KeyRange keys) {
   return {keys.begin / T::kKeys, (keys.end - 1) / T::kKeys + 1};
 }
 
-// The next block of the ring.
-struct Ring {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int blocks) {
-    if (++slot == blocks) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // A tile of rows of one head, as the producer notes it for the others.
 struct Work {
   int first_row;  // in its sequence; below 0: there is no more work

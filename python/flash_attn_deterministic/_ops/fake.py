@@ -22,6 +22,9 @@ def register(library: Any) -> None:
     library.impl("varlen_qkvpacked_fwd", _varlen_qkvpacked_fwd, "Meta")
     library.impl("qkvpacked_bwd", _qkvpacked_bwd, "Meta")
     library.impl("varlen_qkvpacked_bwd", _qkvpacked_bwd, "Meta")
+    library.impl("bwd_accumulate", _accumulate, "Meta")
+    library.impl("varlen_bwd_accumulate", _accumulate, "Meta")
+    library.impl("finish_key_sums", _finish, "Meta")
 
 
 def _dense(q: torch.Tensor, *others: Any) -> Outputs:
@@ -54,6 +57,17 @@ def _qkvpacked_bwd(
     dout: torch.Tensor, q: torch.Tensor | None, qkv: torch.Tensor, *others: Any
 ) -> PackedGradients:
     return qkv.new_empty((0,) if q is None else q.shape), qkv.new_empty(qkv.shape)
+
+
+def _accumulate(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def _finish(
+    dk_sums: torch.Tensor, dv_sums: torch.Tensor, k: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*dk_sums.shape[:-2], *k.shape[-2:])
+    return k.new_empty(shape), k.new_empty(shape)
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:

@@ -59,12 +59,33 @@ BACKWARD = {
     f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
     f"-> {_PACKED_GRADIENTS}",
 }
-# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes).
+# dq of a part of the rows of q. dk_sums and dv_sums, float32, (batch, seqlen_k, nheads, head_dim)
+# or packed (total_k, nheads, head_dim), hold the sums of each query head over the rows behind those
+# of q, not scaled, and get those of q added. finish_key_sums makes dk and dv of the sums of all
+# rows, shaped like them but with the heads of k. Apart from the backward, as autograd formulas are
+# registered for ops alone that write to no argument. On CUDA devices alone: the reference takes
+# sums as an argument.
+ACCUMULATE = {
+    **{
+        f"{name}_accumulate": schema.replace(
+            "Tensor softmax_lse, ", "Tensor softmax_lse, Tensor(a!) dk_sums, Tensor(b!) dv_sums, "
+        ).replace(_GRADIENTS, "Tensor")
+        for name, schema in BACKWARD.items()
+        if "Tensor k" in schema
+    },
+    "finish_key_sums": "(Tensor dk_sums, Tensor dv_sums, Tensor k, float softmax_scale, "
+    "float dropout_p) -> (Tensor dk, Tensor dv)",
+}
+# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes) of a
+# forward, and (family, block_m, block_n, whole_heads, in_turns, heads_in_flight) of a backward.
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
     f"bool has_dropout, bool packed, int page_size, bool cache_index, {_TREE}) "
     "-> (int, int, int, int, int, int, int)",
+    "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
+    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
+    "bool has_dropout, bool packed, bool deterministic) -> (int, int, int, bool, bool, int)",
 }
 # What the plan's numbers stand for, in the order of cpp/kernels/fwd.h.
 FAMILIES = ("sm80", "sm90")
@@ -108,7 +129,7 @@ def unpacked(name: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, An
 
 def define(library: Any) -> None:
     """Defines all ops in a torch.library.Library."""
-    for name, schema in {**FORWARD, **BACKWARD, **PLAN}.items():
+    for name, schema in {**FORWARD, **BACKWARD, **ACCUMULATE, **PLAN}.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 

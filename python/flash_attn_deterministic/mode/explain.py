@@ -114,6 +114,9 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
         return func(*args, **kwargs)
 
 
+_WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
+
+
 def _request(name: str, arguments: dict[str, Any]) -> Request:
     q = arguments["q"]
     keys = arguments["k_cache" if name == "kvcache_fwd" else "k"]
@@ -144,4 +147,7 @@ def _request(name: str, arguments: dict[str, Any]) -> Request:
         cache_index=arguments.get("cache_batch_idx") is not None,
         split_size=arguments["split_size"],
         deterministic=arguments["deterministic"],
+        deterministic_bwd=None
+        if any(arguments.get(name) is not None for name in _WITHOUT_BACKWARD)
+        else arguments.get("deterministic_bwd"),
     )

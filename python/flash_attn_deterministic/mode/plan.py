@@ -6,9 +6,31 @@ from dataclasses import dataclass
 
 import torch
 
+from .._checks.kernels import instance_problem
 from .._ops.schemas import FAMILIES, PATHS
 from ..errors import UnsupportedError
 from ..info.build_info import build_info
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the backward of a call is carried out. No bit of a deterministic one depends on it.
+
+    Args:
+        family: as in Plan.
+        block_m: query rows to a tile.
+        block_n: keys to a tile.
+        whole_heads: whether a thread block works on all keys of a head, one block after another.
+        in_turns: whether thread blocks wait for each other, to add to dq in one order.
+        heads_in_flight: heads of all sequences whose blocks of keys are worked on side by side.
+    """
+
+    family: str
+    block_m: int
+    block_n: int
+    whole_heads: bool
+    in_turns: bool
+    heads_in_flight: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +54,8 @@ class Plan:
         tokens_per_split: tokens of a whole split; with one split, those of the longest sequence.
         launches: how many times the kernels are launched, so that scratch memory stays bounded.
         scratch_bytes: memory besides inputs and outputs.
+        backward: the plan of its backward; None on CPUs, where the wheel holds no kernels of it,
+            and for calls without one.
     """
 
     family: str
@@ -43,6 +67,7 @@ class Plan:
     tokens_per_split: int
     launches: int
     scratch_bytes: int
+    backward: BackwardPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,7 @@ class Request:
     """What a plan depends on.
 
     Lengths are those of the longest sequence, or a bound on them; page_size 0: no pages.
+    deterministic_bwd is None where the call has no backward.
     """
 
     device: torch.device
@@ -69,6 +95,7 @@ class Request:
     cache_index: bool
     split_size: int
     deterministic: bool
+    deterministic_bwd: bool | None = None
 
 
 def plan(request: Request) -> Plan:
@@ -131,4 +158,27 @@ def _cuda_plan(request: Request) -> Plan:
         tokens_per_split=tokens if num_splits > 1 else request.seqlen_k,
         launches=launches,
         scratch_bytes=scratch,
+        backward=_backward_plan(request),
     )
+
+
+def _backward_plan(request: Request) -> BackwardPlan | None:
+    held = not instance_problem(request.dtype, request.head_dim, "bwd")
+    if request.deterministic_bwd is None or not held:
+        return None
+    family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
+        torch.empty(0, dtype=request.dtype, device=request.device),
+        request.batch,
+        request.seqlen_q,
+        request.seqlen_k,
+        request.nheads,
+        request.nheads_k,
+        request.head_dim,
+        *request.window,
+        request.has_alibi,
+        request.has_softcap,
+        request.has_dropout,
+        request.packed,
+        request.deterministic_bwd,
+    )
+    return BackwardPlan(FAMILIES[family], *numbers)
