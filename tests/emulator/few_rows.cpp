@@ -21,6 +21,7 @@ namespace fad {
 
 alignas(1024) char smem[256 * 1024];
 
+#ifdef OLD_TREE  // a newer plan.cpp has it
 int kernel_head_dim(int head_dim) {
   for (const int rounded : {32, 64, 96, 128, 192, 256}) {
     if (rounded >= head_dim) {
@@ -29,6 +30,7 @@ int kernel_head_dim(int head_dim) {
   }
   return 0;
 }
+#endif
 
 constexpr Features kMost = kCausal | kWindow | kAlibi | kSoftcap | kPadded;
 constexpr int kFewWarps = HEAD_DIM % 64 == 0 ? 8 : 4;
