@@ -14,7 +14,7 @@ namespace {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Blocks of all sequences, as bwd_turns.h counts them. total: tokens of packed sequences.
+// Blocks of all sequences, as turns.h counts them. total: tokens of packed sequences.
 std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, int seqlen,
                         int block) {
   return cu_seqlens == nullptr ? batch * ceil_div(seqlen, block) : total / block + batch;
