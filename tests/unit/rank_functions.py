@@ -289,6 +289,15 @@ def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) ->
     return ""
 
 
+def unshard_raised() -> str:
+    """Returns what `unshard` raises where each rank's part has another length."""
+    try:
+        distributed.unshard(torch.zeros(3 + dist.get_rank()), 0)
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def heads_raised(change: dict[int, dict[str, Any]], heads_ranks: int) -> str:
     """Returns what a call raises on each rank, heads over some ranks, sequences over the others."""
     rank = dist.get_rank()

@@ -49,6 +49,12 @@ def test_one_rank_with_a_wrong_argument(pool: Pool) -> None:
     assert "UnsupportedError: dropout_p" in first
 
 
+def test_parts_of_unlike_lengths(pool: Pool) -> None:
+    for message in pool.run(ranks.unshard_raised):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert "tensor.shape[0]: 3 on rank 0, 4 on rank 1" in message
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "odd zigzag": ({"seqlen": 7, "order": "zigzag"}, "q: expected an even number of tokens"),
     "unknown order": ({"order": "striped"}, "order: expected one of contiguous, zigzag"),
