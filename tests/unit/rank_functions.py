@@ -289,6 +289,60 @@ def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) ->
     return ""
 
 
+def unshard_raised() -> str:
+    """Returns what `unshard` raises where each rank's part has another length."""
+    try:
+        distributed.unshard(torch.zeros(3 + dist.get_rank()), 0)
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def heads_raised(change: dict[int, dict[str, Any]], heads_ranks: int) -> str:
+    """Returns what a call raises on each rank, heads over some ranks, sequences over the others."""
+    rank = dist.get_rank()
+    groups = trial.groups_of(dist.get_world_size() // heads_ranks, heads_ranks)
+    given: dict[str, Any] = {"seqlen": 8, **change.get(rank, {})}
+    q = draw((1, given.pop("seqlen"), 4, 16), 1)
+    try:
+        distributed.flash_attn_func(q, q, q, **groups, **given)
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def wrong_on_one(wrong: dict[str, Any]) -> str:
+    """Returns what a call raises on two ranks, where the second passes a wrong type."""
+    q = draw((8, 4, 16), 1)
+    here = wrong if dist.get_rank() == 1 else {}
+    starts = torch.tensor([0, 16], dtype=torch.int32)
+    *own, place = ring.llama3_flash_attn_prepare_cu_seqlens(starts, True, dist.get_rank(), 2)
+    lengths = (own[0], here.get("starts", own[1]), *own[2:], 1, here.get("place", place))
+    try:
+        if "q" in wrong:
+            distributed.flash_attn_func(here.get("q", q[None]), q[None], q[None])
+        elif "parts" in wrong:
+            parts = torch.stack([q[None]] * here.get("parts", 3), 2)
+            distributed.flash_attn_qkvpacked_func(parts)
+        else:
+            ring.llama3_flash_attn_varlen_func(q, q, q, *lengths, causal=here.get("causal", True))
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def on_a_reversed_mesh() -> str:
+    """Returns what a call raises on a mesh whose order is not that of its group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    q = draw((1, 8, 2, 16), 1)
+    try:
+        distributed.flash_attn_func(q, q, q, mesh=DeviceMesh("cpu", [1, 0]))
+    except package.FlashAttnError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def packed_raised(starts: dict[int, list[int]], order: str, total: int = 8) -> str | None:
     """Returns what a packed call raises on each rank."""
     group = group_of(2)

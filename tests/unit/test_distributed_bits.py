@@ -25,6 +25,9 @@ CASES = {
     "few-keys": Case(3, lengths_q=(150,), lengths_k=(36,)),
     "few-keys-gathered": Case(3, order="zigzag", gather=True, lengths_q=(150,), lengths_k=(36,)),
     "few-keys-window": Case(2, lengths_q=(150,), lengths_k=(36,), mask="window-causal"),
+    "no-queries": Case(2, lengths_q=(0,), lengths_k=(20,)),
+    "no-keys": Case(2, lengths_q=(20,), lengths_k=(0,), mask="full"),
+    "no-queries-heads": Case(1, heads_ranks=2, lengths_q=(0,), lengths_k=(20,)),
     # Splits of another size than blocks, one split, one head for all queries.
     "split-192": Case(2, lengths_q=(500,), lengths_k=(500,), split_size=192, head_dim=8),
     "one-split": Case(2, lengths_q=(130,), lengths_k=(130,), split_size=0, mask="window"),

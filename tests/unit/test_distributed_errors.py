@@ -49,6 +49,12 @@ def test_one_rank_with_a_wrong_argument(pool: Pool) -> None:
     assert "UnsupportedError: dropout_p" in first
 
 
+def test_parts_of_unlike_lengths(pool: Pool) -> None:
+    for message in pool.run(ranks.unshard_raised):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert "tensor.shape[0]: 3 on rank 0, 4 on rank 1" in message
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "odd zigzag": ({"seqlen": 7, "order": "zigzag"}, "q: expected an even number of tokens"),
     "unknown order": ({"order": "striped"}, "order: expected one of contiguous, zigzag"),
@@ -85,6 +91,61 @@ def test_ranks_with_other_lengths(pool: Pool) -> None:
     found = pool.run(ranks.packed_raised, {0: [0, 8, 16], 1: [0, 4, 16]}, "contiguous")
     assert "cu_seqlens_q: (0, 8, 16) here, another value on rank [1]" in found[0]
     assert "cu_seqlens_q: (0, 4, 16) here, another value on rank [0]" in found[1]
+
+
+DISAGREEING_HEADS: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
+    "mask": ({1: {"causal": True}}, "the right window: -1 on rank 0, 0 on rank 1"),
+    "scale": ({1: {"softmax_scale": 0.5}}, "softmax_scale: 0.25 on rank 0, 0.5 on rank 1"),
+    "order": ({1: {"order": "zigzag"}}, "order: contiguous here, another value on rank [1]"),
+    "results": ({1: {"return_attn_probs": True}}, "return_attn_probs: 0 on rank 0, 1 on rank 1"),
+    "length": ({1: {"seqlen": 10}}, "q.shape[1]: 8 on rank 0, 10 on rank 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "part"), DISAGREEING_HEADS.values(), ids=DISAGREEING_HEADS)
+def test_ranks_of_heads_that_disagree(
+    pool: Pool, change: dict[int, dict[str, Any]], part: str
+) -> None:
+    first, second = pool.run(ranks.heads_raised, change, 2)
+    assert first.startswith("ArgumentError: expected the same on all 2 ranks")
+    assert part in first
+    assert second.startswith("ArgumentError: expected the same on all 2 ranks")
+
+
+def test_errors_reach_the_ranks_of_both_groups() -> None:
+    with pool_of(4, timeout=20) as four:
+        begin = time.monotonic()
+        assert four.run(ranks.heads_raised, {}, 2) == [""] * 4
+        found = four.run(ranks.heads_raised, {0: {"split_size": 7}}, 2)
+        assert found[0].startswith("ArgumentError: split_size: ")
+        for message in found[1:]:
+            assert message.startswith("RankError: rank ")
+            assert "ArgumentError: split_size: " in message
+        for message in four.run(ranks.heads_raised, {1: {"causal": True}}, 2):
+            assert "found a difference in the right window" in message
+        assert time.monotonic() - begin < 20
+
+
+ONE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "q": ({"q": None}, "ArgumentTypeError: q: expected a torch.Tensor"),
+    "packed": ({"parts": 2}, "ArgumentError: qkv: expected shape"),
+    "slice": ({"place": slice(None, 8)}, "ArgumentTypeError: local_k_slice: expected a slice"),
+    "lengths": ({"starts": [0, 8]}, "ArgumentTypeError: cu_seqlens_k: expected a torch.Tensor"),
+    "flag": ({"causal": "yes"}, "ArgumentTypeError: causal: expected a bool"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "part"), ONE_WRONG.values(), ids=ONE_WRONG)
+def test_wrong_types_on_one_rank(pool: Pool, wrong: dict[str, Any], part: str) -> None:
+    first, second = pool.run(ranks.wrong_on_one, wrong)
+    assert second.startswith(part)
+    assert first.startswith("RankError: rank 1 of 2 did not make the call")
+    assert part in first
+
+
+def test_a_mesh_in_another_order(pool: Pool) -> None:
+    for message in pool.run(ranks.on_a_reversed_mesh):
+        assert message.startswith("ArgumentError: mesh: expected ranks in ascending order")
 
 
 def test_a_rank_that_dies() -> None:
@@ -139,6 +200,10 @@ def test_arguments_that_name_no_ranks() -> None:
     world = torch.distributed.group.WORLD
     with pytest.raises(ValueError, match="mesh: expected None together with group"):
         groups.find_groups(world, None, 3)
+    with pytest.raises(ValueError, match=r"heads_group: expected no rank of group .* got \[0, 1\]"):
+        groups.find_groups(world, world, None)
+    with pytest.raises(NotImplementedError, match="q: expected a tensor on cpu or cuda, got meta"):
+        Ranks(world).check(torch.device("meta"))
     tensor = torch.zeros(1, 7)
     with pytest.raises(ValueError, match=r"tokens that divides by 2 ranks, got 7"):
         distributed.shard(tensor)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import rank_functions as ranks
@@ -83,12 +85,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """Collects commands instead of running them; torchrun then has failed."""
     commands: list[list[str]] = []
 
-    def run(command: Sequence[str], env: dict[str, str]) -> Any:
-        assert not any(name.startswith("FA2_") for name in env)
+    def run_command(command: Sequence[str], environment: dict[str, str]) -> int:
+        assert not any(name.startswith("FA2_") for name in environment)
         commands.append(list(command))
-        return argparse.Namespace(returncode=1)
+        return 1
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(cli, "run_command", run_command)
     monkeypatch.setenv("FA2_SPLIT_SIZE", "64")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -99,6 +101,39 @@ def test_a_rank_that_ended_is_an_error(started: list[list[str]]) -> None:
     assert main(["verify", "--ranks", "3", "--device", "cpu"]) == 1
     (command,) = started
     assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+def test_a_signal_ends_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    program = (
+        "import signal, sys, time\n"
+        "from pathlib import Path\n"
+        "def leave(number, frame):\n"
+        "    time.sleep(0.5)  # as torchrun waits for its ranks\n"
+        "    Path('left').touch()\n"
+        "    sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "Path('ready').touch()\n"
+        "time.sleep(60)\n"
+    )
+
+    def interrupt() -> None:
+        end = time.monotonic() + 30
+        while not (tmp_path / "ready").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    with pytest.raises(KeyboardInterrupt):
+        cli.run_command([sys.executable, "-c", program], os.environ)
+    sender.join()
+    assert (tmp_path / "left").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_wrong_numbers_of_ranks(

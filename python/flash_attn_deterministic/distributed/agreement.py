@@ -7,6 +7,7 @@ whose own arguments are wrong shows that too, so that the others don't wait for 
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,18 +23,31 @@ _TEXT = 256  # bytes of an error's message
 _WIDTH = _FIELDS + 1 + _TEXT // 8
 
 
-def check(ranks: Ranks, facts: Mapping[str, Any], device: torch.device) -> None:
+def check(
+    ranks: Ranks, facts: Mapping[str, Any], device: torch.device, then: Ranks | None = None
+) -> None:
     """Checks that all ranks give the same facts, in the same order.
 
     Args:
         ranks: all of which make this call.
         facts: by name of the argument: numbers, strings, dtypes, or tuples of numbers.
         device: of the tensors.
+        then: ranks of another group that call `check` next, and hear of an error.
 
     Raises:
         ArgumentError: ranks disagree; names the arguments and what each rank gave.
         RankError: another rank's arguments are wrong, or a rank does not answer.
     """
+    try:
+        _check(ranks, facts, device)
+    except FlashAttnError as error:
+        if then is not None and then.size > 1:
+            with contextlib.suppress(RankError):
+                report(then, error, device)
+        raise
+
+
+def _check(ranks: Ranks, facts: Mapping[str, Any], device: torch.device) -> None:
     values = [_number(value) for value in facts.values()]
     row = [len(values), *values]
     table = _exchange(ranks, row, "", device)

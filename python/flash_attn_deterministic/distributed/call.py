@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .._checks import kernels
+from .._checks import kernels, tensors
 from .._checks.describe import shown, type_name
 from .._checks.numbers import check_flag, check_int
 from .._ops.arguments import Options
@@ -16,7 +16,7 @@ from ..interface._call import padded, resolve_options
 
 # Defines the ops.
 from . import agreement, ops
-from .groups import Groups
+from .groups import Groups, find_groups
 from .layout import ORDERS
 
 _Result = TypeVar("_Result")
@@ -38,12 +38,12 @@ class Settings(NamedTuple):
     with_lse: bool
 
 
-def checked(groups: Groups, device: torch.device | None, prepare: Callable[[], _Result]) -> _Result:
+def checked(groups: Groups, given: Sequence[Any], prepare: Callable[[], _Result]) -> _Result:
     """Runs the checks of a call; where they fail, the other ranks hear of it.
 
     Args:
         groups: of ranks.
-        device: of the tensors; None: there are none.
+        given: arguments, unchecked; the first tensor has the device of the messages.
         prepare: raises what is wrong with the arguments.
     """
     if torch.compiler.is_compiling():
@@ -51,10 +51,28 @@ def checked(groups: Groups, device: torch.device | None, prepare: Callable[[], _
     try:
         return prepare()
     except FlashAttnError as error:
+        found = (one.device for one in given if isinstance(one, torch.Tensor))
+        device = next(found, None)
         for ranks in (groups.heads, groups.sequence):
             if ranks.size > 1 and device is not None and device.type in ("cpu", "cuda"):
                 agreement.report(ranks, error, device)
         raise
+
+
+def check_packed(
+    name: str, tensor: torch.Tensor, count: int, layout: str, options: Mapping[str, Any]
+) -> None:
+    """Checks q, k and v in one tensor, as `_checks.tensors.check_packed` does.
+
+    Args:
+        name: of the argument.
+        tensor: the argument.
+        count: tensors in one.
+        layout: expected.
+        options: keyword arguments of the call, with the groups.
+    """
+    groups = find_groups(*(options.get(one) for one in ("group", "heads_group", "mesh")))
+    checked(groups, (tensor,), lambda: tensors.check_packed(name, tensor, count, layout))
 
 
 def resolve(
@@ -83,6 +101,7 @@ def resolve(
         ArgumentError: a wrong value; ArgumentTypeError: a wrong type.
         UnsupportedError: dropout or ALiBi, or a group whose backend can't send the tensors.
     """
+    kernels.check_kernels(q.device, q.dtype, q.shape[-1])
     groups.check(q.device)
     found = resolve_options(q.shape[-1], *options)
     if found.dropout_p > 0:
@@ -109,7 +128,6 @@ def resolve(
     heads_k = 1 if heads_k_stride is None else check_int("heads_k_stride", heads_k_stride)
     if not 1 <= heads_k <= nheads_k:
         raise ArgumentError(f"heads_k_stride: expected 1 to {nheads_k}, got {heads_k}")
-    kernels.check_kernels(q.device, q.dtype, q.shape[-1])
     with_lse = check_flag("return_attn_probs", return_attn_probs)
     return found, Settings(groups, ORDERS.index(order), heads_k, with_lse)
 
@@ -129,10 +147,10 @@ def attend(
     by_heads = settings.groups.heads
     q, k, v = padded(q), padded(k), padded(v)
     if by_heads.size > 1:
-        agreed = [*q.shape, *k.shape]
+        agreed = [*q.shape, *k.shape, int(settings.with_lse)]
         swap = torch.ops.flash_attn_deterministic.swap
-        q = swap(q, heads, tokens, by_heads.name, agreed)
-        k, v = (swap(tensor, heads, tokens, by_heads.name, []) for tensor in (k, v))
+        q = swap(q, heads, tokens, by_heads.name, agreed, settings.groups.sequence.name)
+        k, v = (swap(tensor, heads, tokens, by_heads.name, [], "") for tensor in (k, v))
     scale, left, right, softcap = options.scores
     out, softmax_lse = torch.ops.flash_attn_deterministic.sequence_fwd(
         q,
@@ -141,6 +159,7 @@ def attend(
         starts_q,
         starts_k,
         settings.groups.sequence.name,
+        by_heads.name if by_heads.size > 1 else "",
         settings.order,
         min(settings.heads_k, k.shape[heads]),
         ops.GATHER,
@@ -153,12 +172,12 @@ def attend(
         options.deterministic_bwd,
     )
     if by_heads.size > 1:
-        out = swap(out, tokens, heads, by_heads.name, [])
+        out = swap(out, tokens, heads, by_heads.name, [], "")
     out = out[..., :head_dim]
     if not settings.with_lse:
         return out
     if by_heads.size > 1:
         # (batch, nheads, seqlen), or (nheads, total).
         by_token = softmax_lse.dim() - 1
-        softmax_lse = swap(softmax_lse, by_token, by_token - 1, by_heads.name, [])
+        softmax_lse = swap(softmax_lse, by_token, by_token - 1, by_heads.name, [], "")
     return out, softmax_lse, out.new_empty(0)

@@ -64,7 +64,7 @@ class Steps(NamedTuple):
         steps: of all ranks.
         ended: the keys that each rank completes.
         room: how many keys each rank completes.
-        longest: steps of the longest chain.
+        longest: steps of the longest chain, at least 1.
     """
 
     steps: tuple[Step, ...]
@@ -114,7 +114,7 @@ def find_steps(q: Tokens, k: Tokens, mask: Mask, last_first: bool = False) -> St
                 )
             )
             came = goes
-    longest = max((step.number + 1 for step in steps), default=0)
+    longest = max((step.number + 1 for step in steps), default=1)
     return Steps(tuple(steps), tuple(map(tuple, ended)), tuple(room), longest)
 
 

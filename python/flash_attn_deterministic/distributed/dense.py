@@ -9,7 +9,7 @@ import torch
 
 from .._checks import tensors
 from .._checks.determinism import Deterministic
-from .call import attend, checked, resolve
+from .call import attend, check_packed, checked, resolve
 from .dtensor import with_dtensors
 from .groups import find_groups
 from .layout import CONTIGUOUS
@@ -103,8 +103,7 @@ def flash_attn_func(
             groups, q, k, options, alibi_slopes, order, heads_k_stride, return_attn_probs
         )
 
-    device = q.device if isinstance(q, torch.Tensor) else None
-    options, settings = checked(groups, device, prepare)
+    options, settings = checked(groups, (q, k, v), prepare)
     return attend(q, k, v, None, None, options, settings)
 
 
@@ -122,7 +121,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> A
     Raises:
         As `flash_attn_func`.
     """
-    tensors.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
+    check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)", kwargs)
     return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
 
 
@@ -141,5 +140,5 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kw
     Raises:
         As `flash_attn_func`.
     """
-    tensors.check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
+    check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)", kwargs)
     return flash_attn_func(q, *kv.unbind(2), *args, **kwargs)

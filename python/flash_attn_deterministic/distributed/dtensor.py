@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ArgumentError
+from .groups import group_of_dimension
 
 _TOKENS = 1  # the dimension of (batch, seqlen, nheads, head_dim) that is cut
 _WITHOUT_MESSAGES = (0, 2)  # batch and heads
@@ -60,4 +61,4 @@ def _sequence_group(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[An
             f"{q.placements}; if they are on every rank, call the function of one device with "
             "to_local()"
         )
-    return q.device_mesh, q.device_mesh.get_group(found[0])
+    return q.device_mesh, group_of_dimension(q.device_mesh, found[0])

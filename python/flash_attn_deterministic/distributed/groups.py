@@ -40,8 +40,8 @@ def find_groups(group: Any, heads_group: Any, mesh: Any) -> Groups:
 
     Raises:
         ArgumentTypeError: a wrong type.
-        ArgumentError: no process group is there; a mesh together with groups, or of more
-            dimensions.
+        ArgumentError: no process group is there; groups that share more than this rank; a mesh
+            together with groups, or of more dimensions.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
@@ -57,6 +57,14 @@ def find_groups(group: Any, heads_group: Any, mesh: Any) -> Groups:
             raise ArgumentTypeError(
                 f"{name}: expected a torch.distributed.ProcessGroup or None, got {type_name(one)}"
             )
+    if group is not None and heads_group is not None and not torch.compiler.is_compiling():
+        both = set(dist.get_process_group_ranks(group)) & set(
+            dist.get_process_group_ranks(heads_group)
+        )
+        if len(both) > 1:
+            raise ArgumentError(
+                f"heads_group: expected no rank of group but this one, got {sorted(both)} in both"
+            )
     if group is None and heads_group is None:
         group = dist.group.WORLD
     return Groups(Ranks(group), Ranks(heads_group))
@@ -70,4 +78,25 @@ def _of_mesh(mesh: Any) -> Groups:
             "mesh: expected 1 dimension (sequence) or 2 (sequence, heads), got "
             f"{mesh.ndim}; pass a part of it, such as mesh['cp']"
         )
-    return Groups(Ranks(mesh.get_group(0)), Ranks(mesh.get_group(1) if mesh.ndim == 2 else None))
+    return Groups(
+        Ranks(group_of_dimension(mesh, 0)),
+        Ranks(group_of_dimension(mesh, 1) if mesh.ndim == 2 else None),
+    )
+
+
+def group_of_dimension(mesh: DeviceMesh, dimension: int) -> dist.ProcessGroup:
+    """Returns the group of this process along a dimension of a mesh.
+
+    Raises:
+        ArgumentError: this process is not in the mesh; or the mesh has the ranks in another order
+            than the group, where torch sorts them: parts would be taken for one another.
+    """
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ArgumentError("mesh: expected one that this process is a rank of")
+    group = mesh.get_group(dimension)
+    if place[dimension] != dist.get_rank(group):
+        raise ArgumentError(
+            f"mesh: expected ranks in ascending order along dimension {dimension}, got {mesh}"
+        )
+    return group

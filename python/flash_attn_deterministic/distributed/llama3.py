@@ -16,9 +16,11 @@ import torch
 
 from .._checks.determinism import Deterministic
 from .._checks.numbers import check_flag
+from .._checks.tensors import VARLEN, check_rank
 from .._checks.varlen import check_cu_seqlens
-from ..errors import ArgumentError, ArgumentTypeError, FlashAttnError
+from ..errors import ArgumentError, ArgumentTypeError
 from .agreement import check, report
+from .call import check_packed, checked
 from .groups import find_groups
 from .packed import flash_attn_varlen_func
 
@@ -121,17 +123,23 @@ def llama3_flash_attn_varlen_func(
     Source:
         llama3_flash_attn_varlen_func of ring-flash-attention.
     """
-    ranks = find_groups(group, None, None).sequence
-    causal = check_flag("causal", causal)
-    error: FlashAttnError
-    if not isinstance(local_k_slice, slice):
-        error = ArgumentTypeError(f"local_k_slice: expected a slice, got {local_k_slice!r}")
-        if ranks.size > 1:
-            report(ranks, error, q.device)
-        raise error
+    groups = find_groups(group, None, None)
+    ranks = groups.sequence
+
+    def prepare() -> bool:
+        check_rank("q", q, VARLEN)
+        for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            check_cu_seqlens(name, starts, None, q.device)
+        if not isinstance(local_k_slice, slice) or not isinstance(local_k_slice.start, int):
+            raise ArgumentTypeError(
+                f"local_k_slice: expected a slice of two ints, got {local_k_slice!r}"
+            )
+        return check_flag("causal", causal)
+
+    causal = checked(groups, (q, k, v), prepare)
     if ranks.size > 1:
         check(ranks, {"the tokens of q": q.shape[0], "causal": int(causal)}, q.device)
-    own = [int(local_k_slice.start + start) for start in cu_seqlens_k.tolist()[:-1]]
+    own = [local_k_slice.start + start for start in cu_seqlens_k.tolist()[:-1]]
     # At most a start for each token, and one that a rank shares with the rank before.
     row = torch.full((q.shape[0] + 1,), -1, dtype=torch.int64, device=q.device)
     row[: len(own)] = torch.tensor(own[: len(row)], dtype=torch.int64)
@@ -172,6 +180,7 @@ def llama3_flash_attn_varlen_func(
 
 def llama3_flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Computes `llama3_flash_attn_varlen_func` with qkv (total, 3, nheads, head_dim)."""
+    check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)", kwargs)
     q, k, v = qkv.unbind(1)
     return llama3_flash_attn_varlen_func(q, k, v, *args, **kwargs)
 
@@ -180,5 +189,6 @@ def llama3_flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Computes `llama3_flash_attn_varlen_func` with kv (total, 2, nheads_k, head_dim)."""
+    check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)", kwargs)
     k, v = kv.unbind(1)
     return llama3_flash_attn_varlen_func(q, k, v, *args, **kwargs)

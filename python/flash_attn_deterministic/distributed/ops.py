@@ -26,22 +26,20 @@ NAMESPACE = "flash_attn_deterministic"
 # q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
 # ranks' tokens. `order` is an index in ORDERS. `gather` forbids the chain.
 _CALL = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, int order, int heads_k, bool gather, "
-    "float softmax_scale, int window_left, int window_right, float softcap, int split_size, "
-    "bool deterministic, bool deterministic_bwd"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, str heads_group, int order, "
+    "int heads_k, bool gather, float softmax_scale, int window_left, int window_right, "
+    "float softcap, int split_size, bool deterministic, bool deterministic_bwd"
 )
 _SCHEMAS = {
     "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor softmax_lse)",
     "sequence_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
     f"{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
     # Cuts dimension `scatter` for the ranks, and joins what comes along dimension `gather`. All
-    # ranks have to give the same `agreed`, whose names are `NAMES_OF_AGREED`; empty: not asked.
-    "swap": "(Tensor tensor, int scatter, int gather, str group, SymInt[] agreed) -> Tensor",
+    # ranks have to give the same `agreed`: the shapes of q and k, and whether softmax_lse is
+    # returned; empty: not asked. The ranks of `then` hear of an error.
+    "swap": "(Tensor tensor, int scatter, int gather, str group, SymInt[] agreed, str then) "
+    "-> Tensor",
 }
-NAMES_OF_AGREED = (
-    *("q.shape[0]", "q.shape[1]", "q.shape[2]", "q.shape[3]"),
-    *("k.shape[0]", "k.shape[1]", "k.shape[2]", "k.shape[3]"),
-)
 # Makes every backward take the gathering way, for tests and comparisons.
 GATHER = False
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -55,6 +53,7 @@ def _sequence_fwd(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     group: str,
+    heads_group: str,
     order: int,
     heads_k: int,
     gather: bool,
@@ -62,14 +61,22 @@ def _sequence_fwd(
 ) -> Outputs:
     ranks, scores = Ranks.named(group), _scores(numbers)
     tokens_q, tokens_k = _agreed(
-        ranks, q, k, cu_seqlens_q, cu_seqlens_k, order, (heads_k, gather), scores
+        ranks,
+        Ranks.named(heads_group),
+        q,
+        k,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        order,
+        (heads_k, gather),
+        scores,
     )
     out, softmax_lse = forward.forward(
         ranks, _packed(q), _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k
     )
     if q.dim() == 3:
         return out, softmax_lse.transpose(0, 1).contiguous()
-    by_sequence = softmax_lse.view(q.shape[0], q.shape[1], -1)
+    by_sequence = softmax_lse.view(q.shape[:3])
     return out.view(q.shape), by_sequence.transpose(1, 2).contiguous()
 
 
@@ -83,6 +90,7 @@ def _sequence_bwd(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     group: str,
+    heads_group: str,
     order: int,
     heads_k: int,
     gather: bool,
@@ -92,8 +100,9 @@ def _sequence_bwd(
     check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
     if not scores.deterministic_bwd:
         alert_atomics(q.device)
+    # The ranks of the heads agreed in the forward.
     tokens_q, tokens_k = _agreed(
-        ranks, q, k, cu_seqlens_q, cu_seqlens_k, order, (heads_k, gather), scores
+        ranks, Ranks(None), q, k, cu_seqlens_q, cu_seqlens_k, order, (heads_k, gather), scores
     )
     # A chain leaves ranks waiting for as long as ranks - 1 units take, and gathering doubles the
     # work. Both have the same bits.
@@ -109,18 +118,24 @@ def _sequence_bwd(
 
 
 def _swap(
-    tensor: torch.Tensor, scatter: int, gather: int, group: str, agreed: Sequence[int]
+    tensor: torch.Tensor,
+    scatter: int,
+    gather: int,
+    group: str,
+    agreed: Sequence[int],
+    then: str,
 ) -> torch.Tensor:
     ranks = Ranks.named(group)
     if agreed:
-        facts = {"q.dtype": tensor.dtype, **dict(zip(NAMES_OF_AGREED, agreed, strict=False))}
-        check(ranks, facts, tensor.device)
+        sizes = [f"{name}.shape[{index}]" for name in "qk" for index in range(tensor.dim())]
+        facts = dict(zip((*sizes, "return_attn_probs"), agreed, strict=True))
+        check(ranks, {"q.dtype": tensor.dtype, **facts}, tensor.device, Ranks.named(then))
     # (ranks, part of the scattered dimension, ...), a row of bytes for each rank.
     parts = torch.stack(tensor.chunk(ranks.size, scatter))
     rows = parts.flatten(1).view(torch.uint8)
     ones = [1] * ranks.size
     arrived = ranks.all_to_all(rows, ones, ones, "heads").wait()
-    return torch.cat(list(arrived.view(tensor.dtype).view(parts.shape)), dim=gather)
+    return torch.cat(list(arrived.flatten().view(tensor.dtype).view(parts.shape)), dim=gather)
 
 
 def _scores(numbers: Sequence[Any]) -> Scores:
@@ -134,6 +149,7 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
 
 def _agreed(
     ranks: Ranks,
+    heads: Ranks,
     q: torch.Tensor,
     k: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
@@ -165,6 +181,8 @@ def _agreed(
         "the deterministic mode": int(scores.deterministic),
         "deterministic": int(scores.deterministic_bwd),
     }
+    if heads.size > 1:
+        check(heads, facts, q.device, ranks)
     if ranks.size > 1:
         check(ranks, facts, q.device)
     if starts_q is None or starts_k is None:
@@ -196,7 +214,12 @@ def _fake_bwd(
 
 
 def _fake_swap(
-    tensor: torch.Tensor, scatter: int, gather: int, group: str, agreed: Sequence[int]
+    tensor: torch.Tensor,
+    scatter: int,
+    gather: int,
+    group: str,
+    agreed: Sequence[int],
+    then: str,
 ) -> torch.Tensor:
     size = Ranks.named(group).size
     shape = list(tensor.shape)
@@ -226,14 +249,14 @@ def _backward(
 
 
 def _setup_swap(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.scatter, ctx.gather, ctx.group, _ = inputs
+    _, ctx.scatter, ctx.gather, ctx.group, _, _ = inputs
 
 
 def _backward_swap(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     back = torch.ops.flash_attn_deterministic.swap(
-        gradient.contiguous(), ctx.gather, ctx.scatter, ctx.group, []
+        gradient.contiguous(), ctx.gather, ctx.scatter, ctx.group, [], ""
     )
-    return back, None, None, None, None
+    return back, None, None, None, None, None
 
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from .._checks import tensors
 from .._checks import varlen as checks
 from .._checks.determinism import Deterministic
 from .._ops.arguments import Lengths
 from ..errors import UnsupportedError
-from .call import attend, checked, resolve
+from .call import attend, check_packed, checked, resolve
 from .groups import find_groups
 from .layout import CONTIGUOUS
 
@@ -92,8 +91,7 @@ def flash_attn_varlen_func(
             groups, q, k, options, alibi_slopes, order, heads_k_stride, return_attn_probs
         )
 
-    device = q.device if isinstance(q, torch.Tensor) else None
-    options, settings = checked(groups, device, prepare)
+    options, settings = checked(groups, (q, k, v), prepare)
     return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, options, settings)
 
 
@@ -115,7 +113,7 @@ def flash_attn_varlen_qkvpacked_func(
     Raises:
         As `flash_attn_varlen_func`.
     """
-    tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
+    check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)", kwargs)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
@@ -139,6 +137,6 @@ def flash_attn_varlen_kvpacked_func(
     Raises:
         As `flash_attn_varlen_func`.
     """
-    tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
+    check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)", kwargs)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)

@@ -41,12 +41,15 @@ class Ranks:
 
         Raises:
             ArgumentError: this process is not in the group.
-            UnsupportedError: another backend than gloo for the CPU and NCCL for CUDA devices.
+            UnsupportedError: another backend than gloo for the CPU and NCCL for CUDA devices, or
+                another device.
         """
         if self.group is None:
             return
         if self.rank < 0:
             raise ArgumentError("group: expected one that this process is a rank of")
+        if device.type not in _BACKENDS:
+            raise UnsupportedError(f"q: expected a tensor on cpu or cuda, got {device}")
         expected = _BACKENDS[device.type]
         # Such as "gloo", or "cpu:gloo,cuda:nccl".
         config = str(dist.get_backend_config(self.group))

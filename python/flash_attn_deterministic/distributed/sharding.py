@@ -8,6 +8,7 @@ import torch
 
 from .._checks.varlen import check_cu_seqlens
 from ..errors import ArgumentError
+from . import agreement
 from .groups import Groups, find_groups
 from .layout import CONTIGUOUS, ORDERS, Layout, dense_tokens, packed_tokens
 
@@ -68,12 +69,16 @@ def unshard(
         The whole tensor, on every rank, without gradient.
 
     Raises:
-        ArgumentError: as `shard`.
+        ArgumentError: as `shard`; the ranks' parts differ in shape or dtype.
         RankError: another rank has ended, or does not answer.
     """
     groups = find_groups(group, heads_group, mesh)
     part = tensor.detach()
     for ranks in (groups.heads, groups.sequence):
+        if ranks.size > 1:  # gloo ends the process where sizes differ
+            facts: dict[str, Any] = {"tensor.dtype": part.dtype}
+            facts.update((f"tensor.shape[{at}]", size) for at, size in enumerate(part.shape))
+            agreement.check(ranks, facts, part.device)
         parts = ranks.all_gather(part.contiguous(), "parts of a tensor")
         part = torch.cat(list(parts), dim)
     order_of_all = torch.cat(_order(part.shape[dim], groups, order, cu_seqlens))

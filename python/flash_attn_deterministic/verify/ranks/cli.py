@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from ...errors import ArgumentError
 from ..installed import NotInstalledError
@@ -53,8 +56,34 @@ def run(arguments: argparse.Namespace) -> int:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={count}", "-m", _MODULE, *settings, "--launched"),
     ]
-    if subprocess.run(command, env=environment).returncode != 0:
+    if run_command(command, environment) != 0:
         return 1  # torchrun has said which rank ended, and why
     # Of this run: no rank ends with 0 before it is written.
     record = json.loads((arguments.out / "ranks.json").read_text(encoding="utf-8"))
     return Exit.PASSED if record["status"] == PASSED else Exit.CONTRACT
+
+
+def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Runs torchrun, which ends its ranks when it gets SIGTERM.
+
+    Returns:
+        Exit status of the command.
+
+    Raises:
+        KeyboardInterrupt: this process got SIGINT or SIGTERM; the command has ended.
+    """
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        process = subprocess.Popen(command, env=environment)
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt
