@@ -96,9 +96,8 @@ def flash_attn_func(
 
     def prepare() -> Any:
         tensors.check_dense(q, k, v)
-        options = (
-            *(dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic),
-        )
+        scores = softmax_scale, causal, window_size, softcap
+        options = dropout_p, *scores, split_size, deterministic
         return resolve(
             groups, q, k, options, alibi_slopes, order, heads_k_stride, return_attn_probs
         )

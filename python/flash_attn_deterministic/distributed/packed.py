@@ -84,9 +84,8 @@ def flash_attn_varlen_func(
             raise UnsupportedError("block_table: expected None on several ranks")
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         checks.check_varlen(q, k, v, lengths)
-        options = (
-            *(dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic),
-        )
+        scores = softmax_scale, causal, window_size, softcap
+        options = dropout_p, *scores, split_size, deterministic
         return resolve(
             groups, q, k, options, alibi_slopes, order, heads_k_stride, return_attn_probs
         )

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
 from ..attentions.registry import usable
 from ..study.environment import SCHEMA, environment, stopwatch
-from ..study.files import read_json, write_json
+from ..study.files import read_result, write_json
 from ..study.progress import Progress
 from .agreement import agreement
 from .deviations import backward_deviation, forward_deviation
@@ -87,10 +86,4 @@ def read_kernels(path: Path) -> dict[str, Any]:
     Raises:
         ArgumentError: the file is no result of this study.
     """
-    value = read_json(path)
-    if not isinstance(value, dict) or (value.get("kind"), value.get("schema")) != (
-        "kernels",
-        SCHEMA,
-    ):
-        raise ArgumentError(f"{path}: expected the result of a study of kernels, schema {SCHEMA}")
-    return value
+    return read_result(path, "kernels", SCHEMA, "a study of kernels")

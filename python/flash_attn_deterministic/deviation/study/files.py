@@ -53,6 +53,24 @@ def read_json(path: Path) -> Any:
         raise ArgumentError(f"{path}: expected a JSON file of a study, got {error}") from error
 
 
+def read_result(path: Path, kind: str, schema: int, study: str) -> dict[str, Any]:
+    """Reads the result of a study.
+
+    Args:
+        path: of a JSON file.
+        kind: what it names itself.
+        schema: version of its fields.
+        study: the study in words, for the message.
+
+    Raises:
+        ArgumentError: the file is missing, no JSON, or no result of this study.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict) or (value.get("kind"), value.get("schema")) != (kind, schema):
+        raise ArgumentError(f"{path}: expected the result of {study}, schema {schema}")
+    return value
+
+
 def _plain(value: Any, digits: int) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None

@@ -15,7 +15,7 @@ from ..attentions.registry import find_attention, missing
 from ..instrument.capture import dual_compute
 from ..numbers.intervals import mean_interval, short
 from ..study.environment import SCHEMA, check_device, environment, one_thread, repeatable
-from ..study.files import read_json, whole_file, write_json
+from ..study.files import read_result, whole_file, write_json
 from ..study.progress import Progress
 from .runs import Run, Setup, Snapshots, train
 from .workload import find_workload
@@ -288,13 +288,7 @@ def read_training(path: Path) -> dict[str, Any]:
     Raises:
         ArgumentError: the file is no result of this study.
     """
-    value = read_json(path)
-    if not isinstance(value, dict) or (value.get("kind"), value.get("schema")) != (
-        "training",
-        SCHEMA,
-    ):
-        raise ArgumentError(f"{path}: expected the result of a training study, schema {SCHEMA}")
-    return value
+    return read_result(path, "training", SCHEMA, "a training study")
 
 
 def by_seed(value: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
