@@ -3,16 +3,31 @@
 
 #include <cuda_runtime.h>
 
+#include "fwd.h"
 #include "params.h"
 
 namespace fad {
 
 using BwdLauncher = void (*)(const BwdParams&, cudaStream_t);
 
-struct BwdInstance {
-  BwdLauncher launch;
+// A loop over the row blocks of all key blocks. All of an instance have the same tiles, and give
+// the same bits.
+struct BwdKernel {
+  Family family;
+  Features covers;
   int block_m, block_n;  // query rows and keys to a tile
-  int shared_bytes;      // of a block
+  int shared_bytes;      // of a CTA
+  BwdLauncher launch;
+  // Whether it takes tensors laid out like this; nullptr: all.
+  bool (*takes)(const BwdParams& params) = nullptr;
+};
+
+// All kernels of one (dtype, head dim). Of those that cover a call the first one is the fastest.
+struct BwdInstance {
+  const BwdKernel* kernels;
+  int num_kernels;
+  BwdLauncher before;  // fills the row sums, clears dq's sums
+  BwdLauncher after;   // dq, from its sums
 };
 
 // The instance for a dtype and a head dim (rounded up to the next compiled one), or nullptr if this

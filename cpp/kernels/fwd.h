@@ -15,12 +15,19 @@ enum class Family { kSm80, kSm90 };
 
 // How CTAs share the work.
 enum class Path {
-  kOneCta,   // a CTA walks all splits of its row block, and merges them itself
-  kParts,    // a CTA per split leaves a part of its row block; the merge kernel merges them
-  kFewRows,  // the same for up to kFewRows rows; a single split needs no merge kernel
+  kOneCta,  // a CTA walks all splits of its row block, and merges them itself
+  kParts,   // a CTA per split leaves a part of its row block; the merge kernel merges them
+  // The same for a few queries; the rows of a group of heads share a CTA, and a single split needs
+  // no merge kernel.
+  kFewRows,
+  // A kernel computes all scores; a second one, a warp per split and 32 columns, the rest. For a
+  // few queries, where the other paths leave much of the GPU idle.
+  kScoresFirst,
 };
 
-constexpr int kFewRows = 16;
+// What the last two paths take: so many queries, and rows (queries times heads of a group).
+constexpr int kFewQueries = 16;
+constexpr int kMostGroupRows = 128;
 
 // What a call may ask for beyond full attention at the kernel's own head dim.
 enum Feature : unsigned {

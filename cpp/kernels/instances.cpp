@@ -16,9 +16,6 @@ FAD_BWD_INSTANCES(FAD_DECLARE)
 
 namespace {
 
-// Head dims that upstream's kernels are written for; a call takes the next one up.
-constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
-
 // Lists end with an empty entry: a build may hold one direction only.
 template <typename Instance>
 struct Entry {
@@ -45,15 +42,6 @@ const Instance* find(const Entry<Instance> (&entries)[kCount], const char* dtype
 }
 
 }  // namespace
-
-int kernel_head_dim(int head_dim) {
-  for (const int rounded : kHeadDims) {
-    if (rounded >= head_dim) {
-      return rounded;
-    }
-  }
-  return 0;
-}
 
 const FwdInstance* find_fwd(const char* dtype, int head_dim) {
   return find(kFwdEntries, dtype, head_dim);

@@ -18,19 +18,33 @@ struct Parts {
   unsigned first_cta, ctas;
 };
 
+// Where the scores kernel leaves its results for the values kernel, by row block of 8 rows and by
+// block of 64 keys.
+struct ScoresFirst {
+  float* scores;       // (ctas, blocks, 16 keys, lanes, 4), as threads hold them
+  float* maxima;       // (ctas, blocks, 8)
+  float* acc;          // (ctas, columns / 32, num_splits, 8 columns, lanes, 2): parts
+  float2* state;       // (ctas, columns / 32, num_splits, 8): maximum and sum
+  unsigned* arrivals;  // (ctas, columns / 32): parts that are there
+  int blocks;          // of the longest sequence
+  bool prefetch;       // whether the scores kernel brings values into L2
+};
+
 struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   Tree tree;
   int num_splits;  // of the longest sequence; with one split there is nothing to merge
-  int kv_batch;    // sequences that k and v have room for, where they are neither packed nor paged
+  int kv_batch;    // sequences, or pages, that k and v have room for, where they are not packed
   int total_k;     // rows of packed k and v
   unsigned* tile_counter;  // for CTAs that take row blocks one after another; nullptr: one to each
   Parts parts;
-  // cu_seqlens_q of packed sequences of at most one query, whose groups were turned into rows;
-  // nullptr otherwise. Only the few-rows kernel and the merge kernel read it.
-  const int* token_of;
+  // Query heads of one key head whose rows stand in one row block: row = token * group + head. 1
+  // where each head has row blocks of its own, as upstream's body needs it.
+  int group;
+  ScoresFirst scores;
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
+  int total_k;  // rows of packed k and v
   // Whether CTAs wait for each other, to add to a row block of dq in the order of key blocks.
   bool in_turns;
   // Whether a CTA works on all key blocks of a head, one after another.
@@ -45,6 +59,10 @@ struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   unsigned* key_turns;
   // Their sums so far: dk and dv of each key block, fp32, as the threads hold them.
   float* key_sums;
+  // dk and dv of each query head, fp32, not scaled: (batch, seqlen_k, h, d), or packed (total_k, h,
+  // d). Where given, a call adds its rows to what they hold, and writes no dk and dv.
+  float* dk_sums;
+  float* dv_sums;
 };
 
 }  // namespace fad

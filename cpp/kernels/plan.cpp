@@ -6,9 +6,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "sm80/scores_first.h"
+
 namespace fad {
 
 namespace {
+
+// Head dims that upstream's kernels are written for; a call takes the next one up.
+constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
 
 constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: a y of the grid
 constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
@@ -25,7 +30,24 @@ constexpr double kTurnsFullEnough = 0.4;
 // Rows that a tile of 192 has done while a tile of 128 does one: it loads keys less often.
 constexpr double kTallTile = 1.15;
 
+// A CTA of the few-rows kernel walks a split block by block; at this share of an SM each, whole
+// splits read memory as fast as two kernels that share out scores and columns. (From measured times
+// of the few-rows kernel, 33 us for 16 CTAs and 38 us for 128 on 132 SMs, where reading takes 4 and
+// 31; not yet measured against the other path.)
+constexpr double kSplitsFullEnough = 0.9;
+
+// Blocks of keys that the few-rows kernel walks in less time than a second launch takes.
+constexpr int kShortWalk = 6;
+
+// Rows of the few-rows kernel's lower tile.
+constexpr int kShortTile = 16;
+
+// The scores kernel brings values into L2 for the kernel after it, where they take at most this
+// share of the cache: keys go through it too.
+constexpr double kPrefetchedShare = 0.5;
+
 long long ceil_div(long long a, long long b) { return (a + b - 1) / b; }
+int num_blocks(int tokens, int block) { return static_cast<int>(ceil_div(tokens, block)); }
 
 // Schedule-dependent mode. Upstream's rule (flash_api.cpp, num_splits_heuristic): the smallest
 // number of splits whose occupancy of the last wave comes within 15 % of the best.
@@ -54,8 +76,33 @@ int splits_by_occupancy(long long row_blocks, int key_blocks, int num_sms) {
   return 1;
 }
 
-long long row_blocks(const FwdParams& params, int block_m) {
-  return ceil_div(params.seqlen_q, block_m) * params.b * params.h;
+bool takes_groups(Path path) { return path == Path::kFewRows || path == Path::kScoresFirst; }
+
+// Query heads whose rows stand in one row block, of a path that takes groups: those that share a
+// key head, or some of them.
+int group_of(const FwdParams& params) {
+  if (params.seqlen_q > kFewQueries) {
+    return 1;
+  }
+  int group = params.h_h_k_ratio;
+  while (params.h_h_k_ratio % group != 0 || params.seqlen_q * group > kMostGroupRows) {
+    --group;
+  }
+  return group;
+}
+
+// Rows of queries that stand together.
+int rows_of(const FwdParams& params, Path path) {
+  return takes_groups(path) ? params.seqlen_q * group_of(params) : params.seqlen_q;
+}
+
+long long row_blocks(const FwdParams& params, Path path, int block_m) {
+  const int group = takes_groups(path) ? group_of(params) : 1;
+  return ceil_div(params.seqlen_q * group, block_m) * params.b * (params.h / group);
+}
+
+long long row_blocks(const FwdParams& params, const FwdKernel& kernel) {
+  return row_blocks(params, kernel.path, kernel.block_m);
 }
 
 bool runs_on(Family family, const Device& device) {
@@ -65,25 +112,27 @@ bool runs_on(Family family, const Device& device) {
 // Time of the CTA that has most to do, where CTAs take row blocks one after another: in rows.
 double longest_turns(const FwdParams& params, const FwdKernel& kernel, int num_sms) {
   const double rows = kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
-  return rows * ceil_div(row_blocks(params, kernel.block_m), num_sms);
+  return rows * ceil_div(row_blocks(params, kernel), num_sms);
 }
 
 // Whether a kernel can run a call. One without windows masks in one way only: causal, or not.
-bool covers(const FwdKernel& kernel, Features features) {
-  const bool same_mask =
-      (kernel.covers & kWindow) != 0 || (kernel.covers & kCausal) == (features & kCausal);
-  return same_mask && (features & ~kernel.covers) == 0;
+bool covers(Features covered, Features features) {
+  const bool same_mask = (covered & kWindow) != 0 || (covered & kCausal) == (features & kCausal);
+  return same_mask && (features & ~covered) == 0;
 }
 
 // The kernel of a family and path for a call. Of persistent ones, the one with the best tile; of
-// others, the first that covers the call: those that cover least come first.
+// others, the first that covers the call: those that cover least come first. Of the few-rows
+// kernels, the one that the rows fill best.
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
                              Path path, const Tree& tree, int num_sms) {
   const Features features = features_of(params);
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];
-    if (kernel.family == family && kernel.path == path && covers(kernel, features) &&
+    const bool fits = path != Path::kFewRows ||
+                      (kernel.block_m > kShortTile) == (rows_of(params, path) > kShortTile);
+    if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
         (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <
                                                       longest_turns(params, *best, num_sms)))) {
@@ -103,25 +152,57 @@ Tree tree_of(const FwdParams& params, int split_tokens, bool deterministic, int 
   }
   constexpr int kPartRows = 64;  // that upstream's rule counts in
   const int key_blocks = static_cast<int>(ceil_div(params.seqlen_k, tree.keys_per_block));
+  const Path path = params.seqlen_q <= kFewQueries ? Path::kFewRows : Path::kParts;
   const int splits =
-      splits_by_occupancy(row_blocks(params, kPartRows), std::max(key_blocks, 1), num_sms);
+      splits_by_occupancy(row_blocks(params, path, kPartRows), std::max(key_blocks, 1), num_sms);
   if (splits > 1) {
     tree.blocks_per_split = static_cast<int>(ceil_div(key_blocks, splits));
   }
   return tree;
 }
 
-// Bytes that the parts of one row block take.
-std::size_t part_bytes(const FwdParams& params, int num_splits, int rows) {
-  const std::size_t row_bytes = kernel_head_dim(params.d) * sizeof(float) + sizeof(float2);
-  return static_cast<std::size_t>(num_splits) * rows * row_bytes;
+int key_blocks(const FwdParams& params) { return num_blocks(params.seqlen_k, kKeysPerBlock); }
+
+// The row blocks that one launch must take together, ...
+int row_blocks_of_unit(const FwdParams& params, const FwdKernel& kernel) {
+  return kernel.path == Path::kScoresFirst
+             ? std::max(num_blocks(rows_of(params, kernel.path), kScoreRows), 1)
+             : 1;
+}
+
+// ... the rows of each that parts hold, ...
+int part_rows(const FwdParams& params, const FwdKernel& kernel) {
+  return std::max(std::min(kernel.block_m, rows_of(params, kernel.path)), 1);
+}
+
+// ... and the scratch memory that so many take.
+std::size_t scratch_bytes(const FwdParams& params, const FwdKernel& kernel, bool writes_parts,
+                          int num_splits, long long ctas) {
+  const int head_dim = kernel_head_dim(params.d);
+  if (kernel.path == Path::kScoresFirst) {
+    return scores_first_room(ctas, key_blocks(params), num_splits, head_dim).end;
+  }
+  const std::size_t row_bytes = head_dim * sizeof(float) + sizeof(float2);
+  return writes_parts ? ctas * num_splits * part_rows(params, kernel) * row_bytes : 0;
+}
+
+// Whether what one launch must take together fits its scratch memory.
+bool fits_scratch(const FwdParams& params, const FwdKernel& kernel, bool writes_parts,
+                  int num_splits) {
+  return scratch_bytes(params, kernel, writes_parts, num_splits,
+                       row_blocks_of_unit(params, kernel)) <= kScratchBytes;
 }
 
 struct Candidate {
   const FwdKernel* kernel = nullptr;
+  long long row_blocks = 0;
   bool writes_parts = false;
   bool possible = false;  // on this device, within the limits of a grid
 };
+
+bool fits_scratch(const FwdParams& params, const Candidate& parts, int num_splits) {
+  return fits_scratch(params, *parts.kernel, parts.writes_parts, num_splits);
+}
 
 Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family family, Path path,
                     const Tree& tree, int num_splits, const Device& device) {
@@ -133,43 +214,73 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
     return {};
   }
   const bool splits = num_splits > 1;
+  const long long blocks = row_blocks(params, *kernel);
   if (path == Path::kOneCta) {
     const int shared = splits ? kernel->state_bytes : kernel->shared_bytes;
-    return {kernel, false,
-            shared <= device.shared_bytes_per_block && params.token_of == nullptr &&
-                row_blocks(params, kernel->block_m) <= kMaxCtas};
+    return {kernel, blocks, false, shared <= device.shared_bytes_per_block && blocks <= kMaxCtas};
   }
-  const bool rows_fit = path != Path::kFewRows || params.seqlen_q <= kFewRows;
-  return {kernel, splits, rows_fit && num_splits <= kMaxSplits && (splits || path != Path::kParts)};
-}
-
-// Whether the parts of at least one row block fit the scratch memory of a launch.
-bool fits_scratch(const FwdParams& params, const Candidate& parts, int num_splits) {
-  const int rows = std::min(parts.kernel->block_m, params.seqlen_q);
-  return !parts.writes_parts || part_bytes(params, num_splits, rows) <= kScratchBytes;
+  const bool in_grid = num_splits <= kMaxSplits && blocks <= kMaxCtas;
+  const bool rows_fit = !takes_groups(path) || params.seqlen_q <= kFewQueries;
+  return {kernel, blocks, splits && path != Path::kScoresFirst,
+          rows_fit && in_grid && (splits || path != Path::kParts) &&
+              (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};
 }
 
 // Whether a CTA per row block has enough of the GPU to do.
-bool fills(const FwdParams& params, const FwdKernel& kernel, const Device& device) {
-  const long long blocks = row_blocks(params, kernel.block_m);
-  if (kernel.persistent) {
-    return blocks >= kTurnsFullEnough * device.num_sms * ceil_div(blocks, device.num_sms);
+bool fills(const Candidate& one_cta, const Device& device) {
+  if (one_cta.kernel->persistent) {
+    return one_cta.row_blocks >=
+           kTurnsFullEnough * device.num_sms * ceil_div(one_cta.row_blocks, device.num_sms);
   }
-  return blocks >= kFullEnough * 2 * device.num_sms;
+  return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
+}
+
+// Whether CTAs that each walk a split have enough of the GPU to do, or so little that they end
+// before a second kernel could.
+bool walks_fill(const FwdParams& params, const Candidate& few_rows, const Tree& tree,
+                const Device& device) {
+  int blocks = key_blocks(params);
+  if (params.window_size_left >= 0) {  // and the rest of the keys is hidden
+    const int seen = params.window_size_left + std::max(params.window_size_right, 0);
+    blocks = std::min(blocks, num_blocks(seen + params.seqlen_q, kKeysPerBlock) + 1);
+  }
+  const int longest = std::min(blocks, tree.blocks_per_split);
+  return longest <= kShortWalk ||
+         few_rows.row_blocks * blocks >= kSplitsFullEnough * device.num_sms * longest;
 }
 
 // One CTA per row block, or one per split of it.
-const Candidate& better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
-                        int num_splits, const Device& device) {
+Candidate better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
+                 int num_splits, const Device& device) {
   if (!parts.possible || !one_cta.possible) {
     return parts.possible ? parts : one_cta;
   }
-  return fits_scratch(params, parts, num_splits) && !fills(params, *one_cta.kernel, device)
-             ? parts
-             : one_cta;
+  return fits_scratch(params, parts, num_splits) && !fills(one_cta, device) ? parts : one_cta;
+}
+
+// Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
+// waits for another, which pays where tiles are tall and the warps that compute would wait. Heads
+// of a group would still wait for each other at every key block; and of packed sequences only the
+// sum of lengths is known here.
+bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num_sms) {
+  const long long heads = static_cast<long long>(params.b) * params.h;
+  const long long total = params.total_k;
+  const bool even = params.cu_seqlens_k == nullptr ||
+                    total * 20 >= static_cast<long long>(params.b) * params.seqlen_k * 19;
+  return kernel.family == Family::kSm80 && kernel.block_m > 64 && params.h == params.h_k && even &&
+         heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
 }
 
 }  // namespace
+
+int kernel_head_dim(int head_dim) {
+  for (const int rounded : kHeadDims) {
+    if (rounded >= head_dim) {
+      return rounded;
+    }
+  }
+  return 0;
+}
 
 Features features_of(const FLASH_NAMESPACE::Flash_fwd_params& params) {
   Features features = 0;
@@ -197,25 +308,37 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   const long long splits = std::max(ceil_div(params.seqlen_k, tokens), 1LL);
   plan.num_splits = static_cast<int>(splits);
 
-  const auto of = [&](Family family, Path path) {
-    return candidate(params, instance, family, path, plan.tree, plan.num_splits, device);
-  };
   const auto on = [&](Path path) {
-    const Candidate newer = device.family == Family::kSm80 ? Candidate{} : of(Family::kSm90, path);
-    return newer.possible ? newer : of(Family::kSm80, path);
+    const auto of = [&](Family family) {
+      return candidate(params, instance, family, path, plan.tree, plan.num_splits, device);
+    };
+    const Candidate newer = device.family == Family::kSm80 ? Candidate{} : of(Family::kSm90);
+    return newer.possible ? newer : of(Family::kSm80);
   };
-  const Candidate one_cta = on(Path::kOneCta);
-  const Candidate few_rows = on(Path::kFewRows);
-  // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it fills.
-  const bool takes_few =
-      few_rows.possible && (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits));
-  Candidate chosen =
-      takes_few ? few_rows : better(params, one_cta, on(Path::kParts), plan.num_splits, device);
-  if (device.path.has_value() && on(*device.path).possible) {
-    chosen = on(*device.path);
-  } else if (device.family == Family::kSm90 && of(Family::kSm90, Path::kOneCta).possible) {
-    chosen = of(Family::kSm90, Path::kOneCta);
-  }
+  const auto choose = [&] {
+    if (device.path.has_value()) {
+      if (const Candidate forced = on(*device.path); forced.possible) {
+        return forced;
+      }
+    }
+    const Candidate one_cta = on(Path::kOneCta);
+    if (device.family == Family::kSm90 && one_cta.possible &&
+        one_cta.kernel->family == Family::kSm90) {
+      return one_cta;
+    }
+    // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it
+    // fills.
+    const Candidate few_rows = on(Path::kFewRows);
+    if (few_rows.possible &&
+        (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits))) {
+      const Candidate scores_first = on(Path::kScoresFirst);
+      return scores_first.possible && !walks_fill(params, few_rows, plan.tree, device)
+                 ? scores_first
+                 : few_rows;
+    }
+    return better(params, one_cta, on(Path::kParts), plan.num_splits, device);
+  };
+  const Candidate chosen = choose();
   if (!chosen.possible) {
     if (plan.num_splits > kMaxSplits) {
       throw std::runtime_error(
@@ -232,48 +355,122 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   }
   plan.kernel = chosen.kernel;
   plan.writes_parts = chosen.writes_parts;
-  const long long ctas = row_blocks(params, chosen.kernel->block_m);
-  if (ctas > kMaxCtas) {
-    throw std::runtime_error("q: expected batch * nheads * ceil(seqlen_q / " +
-                             std::to_string(chosen.kernel->block_m) +
-                             ") below 2^31, the size of a CUDA grid, got " + std::to_string(ctas));
-  }
-  const long long most_ctas = chosen.kernel->persistent ? device.num_sms : kMaxCtas;
-  plan.ctas = plan.ctas_per_launch = static_cast<unsigned>(std::clamp(ctas, 1LL, most_ctas));
+  const bool groups = takes_groups(plan.kernel->path);
+  plan.group = groups ? group_of(params) : 1;
+  const long long most_ctas = plan.kernel->persistent ? device.num_sms : kMaxCtas;
+  plan.ctas = plan.ctas_per_launch =
+      static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, most_ctas));
   // CTAs that take row blocks one after another count those that are taken.
-  plan.scratch_bytes = ctas > plan.ctas ? sizeof(unsigned) : 0;
-  if (plan.writes_parts) {
-    plan.part_rows = std::max(std::min(chosen.kernel->block_m, params.seqlen_q), 1);
-    const std::size_t each = part_bytes(params, plan.num_splits, plan.part_rows);
-    const long long most = std::max<long long>(kScratchBytes / each, 1);
+  plan.scratch_bytes = chosen.row_blocks > plan.ctas ? sizeof(unsigned) : 0;
+  const double value_bytes = 2.0 * params.b * params.h_k * params.seqlen_k * params.d;
+  plan.prefetches = value_bytes <= kPrefetchedShare * device.l2_bytes;
+  if (plan.writes_parts || plan.kernel->path == Path::kScoresFirst) {
+    plan.part_rows = part_rows(params, *plan.kernel);
+    const int together = row_blocks_of_unit(params, *plan.kernel);
+    const auto bytes = [&](long long units) {
+      return scratch_bytes(params, *plan.kernel, plan.writes_parts, plan.num_splits,
+                           units * together);
+    };
+    const long long units = ceil_div(plan.ctas, together);
+    const long long most = std::max<long long>(kScratchBytes / bytes(1), 1);
     // Launches of equal size, rather than full ones and a small rest.
-    plan.ctas_per_launch = static_cast<unsigned>(ceil_div(plan.ctas, ceil_div(plan.ctas, most)));
-    plan.scratch_bytes = plan.ctas_per_launch * each;
+    const long long each = ceil_div(units, ceil_div(units, most));
+    plan.ctas_per_launch = static_cast<unsigned>(each * together);
+    plan.scratch_bytes = bytes(each);
   }
   return plan;
 }
 
-void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t stream) {
-  params.tree = plan.tree;
-  params.num_splits = plan.num_splits;
-  if (!plan.writes_parts) {
-    params.parts = Parts{};
-    params.tile_counter = static_cast<unsigned*>(scratch);
-    plan.kernel->launch(params, plan.ctas, stream);
+// Which CTAs run side by side: no bits depend on it. With many key blocks of a head side by side
+// these share rows in L2, which counts most where sequences of uneven lengths pull them apart; with
+// few they wait less for each other under a causal mask, where each has fewer rows than the one
+// before. The numbers are the best of those tried on an H200 (docs/adr/0008).
+BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
+                 const Device& device) {
+  const Features features = features_of(params);
+  BwdPlan plan{&instance, nullptr, false, false, 1};
+  for (int i = instance.num_kernels - 1; i >= 0; --i) {  // the fastest comes first in the table
+    const BwdKernel& kernel = instance.kernels[i];
+    const bool wanted = kernel.family == Family::kSm80 || device.family != Family::kSm80;
+    if (wanted && runs_on(kernel.family, device) && covers(kernel.covers, features) &&
+        kernel.shared_bytes <= device.shared_bytes_per_block &&
+        (kernel.takes == nullptr || kernel.takes(params))) {
+      plan.kernel = &kernel;
+    }
+  }
+  if (plan.kernel == nullptr) {
+    throw std::runtime_error(
+        "q: the backward for head_dim " + std::to_string(params.d) + " needs " +
+        std::to_string(instance.kernels[instance.num_kernels - 1].shared_bytes) +
+        " bytes of shared memory per block, this GPU offers " +
+        std::to_string(device.shared_bytes_per_block));
+  }
+  plan.whole_heads = deterministic && suits_whole_heads(params, *plan.kernel, device.num_sms);
+  plan.in_turns = deterministic && !plan.whole_heads;
+  if (plan.in_turns) {
+    const bool full = params.window_size_left < 0 && params.window_size_right < 0;
+    const bool packed = params.cu_seqlens_k != nullptr;
+    const int beside = full || (packed && plan.kernel->block_m <= 64) ? 8 : 4;
+    plan.heads_in_flight = std::max(1, device.num_sms / beside);
+  }
+  return plan;
+}
+
+void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream) {
+  params.whole_heads = plan.whole_heads;
+  params.in_turns = plan.in_turns;
+  params.heads_in_flight = plan.heads_in_flight;
+  plan.instance->before(params, stream);
+  plan.kernel->launch(params, stream);
+  plan.instance->after(params, stream);
+}
+
+namespace {
+
+// Where the kernels of a plan leave what they hand over.
+void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
+  if (plan.kernel->path == Path::kScoresFirst) {
+    const int blocks = key_blocks(params);
+    const ScoresFirstRoom room =
+        scores_first_room(plan.ctas_per_launch, blocks, plan.num_splits, kernel_head_dim(params.d));
+    params.scores = {reinterpret_cast<float*>(scratch),
+                     reinterpret_cast<float*>(scratch + room.maxima),
+                     reinterpret_cast<float*>(scratch + room.acc),
+                     reinterpret_cast<float2*>(scratch + room.state),
+                     reinterpret_cast<unsigned*>(scratch + room.arrivals),
+                     blocks,
+                     plan.prefetches};
     return;
   }
   const std::size_t rows =
       static_cast<std::size_t>(plan.num_splits) * plan.ctas_per_launch * plan.part_rows;
-  params.parts.acc = static_cast<float*>(scratch);
+  params.parts.acc = reinterpret_cast<float*>(scratch);
   params.parts.state =
       reinterpret_cast<float2*>(params.parts.acc + rows * kernel_head_dim(params.d));
+}
+
+}  // namespace
+
+void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t stream) {
+  params.tree = plan.tree;
+  params.num_splits = plan.num_splits;
+  params.group = plan.group;
+  params.parts = Parts{};
+  if (!plan.writes_parts && plan.kernel->path != Path::kScoresFirst) {
+    params.tile_counter = static_cast<unsigned*>(scratch);
+    plan.kernel->launch(params, plan.ctas, stream);
+    return;
+  }
+  place_scratch(plan, static_cast<char*>(scratch), params);
   params.parts.block_m = plan.kernel->block_m;
   params.parts.rows = plan.part_rows;
   for (unsigned first = 0; first < plan.ctas; first += plan.ctas_per_launch) {
     params.parts.first_cta = first;
     params.parts.ctas = std::min(plan.ctas_per_launch, plan.ctas - first);
     plan.kernel->launch(params, params.parts.ctas, stream);
-    plan.instance->merge(params, stream);
+    if (plan.writes_parts) {
+      plan.instance->merge(params, stream);
+    }
   }
 }
 

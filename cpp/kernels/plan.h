@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "bwd.h"
 #include "fwd.h"
 
 namespace fad {
@@ -18,6 +19,7 @@ struct Device {
   int capability;                // 10 * major + minor
   std::optional<Path> path;      // run this one where it can run at all
   std::optional<Family> family;  // likewise
+  int l2_bytes = 0;              // of the cache that all SMs share
 };
 
 // Scratch memory of one launch: parts beyond it are computed by several launches.
@@ -29,11 +31,13 @@ struct FwdPlan {
   const FwdInstance* instance;
   const FwdKernel* kernel;
   Tree tree;
-  int num_splits;  // of the longest sequence
-  bool writes_parts;
+  int num_splits;            // of the longest sequence
+  bool writes_parts;         // for the merge kernel
+  int group;                 // query heads whose rows stand in one row block
   unsigned ctas;             // row blocks of all heads and sequences, ...
   unsigned ctas_per_launch;  // ... of which one launch takes so many
   int part_rows;             // rows of a row block that parts hold
+  bool prefetches;           // values into L2, for the second kernel of the path scores-first
   std::size_t scratch_bytes;
 
   unsigned launches() const { return (ctas + ctas_per_launch - 1) / ctas_per_launch; }
@@ -42,6 +46,22 @@ struct FwdPlan {
 // split_tokens: 0 for one split. Throws std::runtime_error for a call that no kernel can take.
 FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split_tokens,
                  bool deterministic, const Device& device);
+
+// How a backward is carried out. Nothing in it changes a bit of a deterministic call.
+struct BwdPlan {
+  const BwdInstance* instance;
+  const BwdKernel* kernel;
+  bool whole_heads;     // a CTA works on all key blocks of a head, so that none waits for another
+  bool in_turns;        // CTAs wait for each other, so that sums have one order
+  int heads_in_flight;  // (batch, head) pairs whose key blocks are worked on side by side
+};
+
+// Throws std::runtime_error for a call that no kernel can take on this device.
+BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
+                 const Device& device);
+
+// Launches the kernels of a plan; params hold the scratch memory.
+void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream);
 
 // Launches the kernels of a plan. scratch: plan.scratch_bytes of device memory.
 void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t stream);

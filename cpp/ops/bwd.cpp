@@ -10,18 +10,18 @@ namespace fad {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-              const Tensor& out, const Tensor& softmax_lse, const OptionalTensor& alibi_slopes,
-              const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
-              std::int64_t window_left, std::int64_t window_right, double softcap,
-              bool deterministic) {
+Gradients new_gradients(const Tensor& q, const Tensor& k, const Tensor& v) {
+  return {torch::stable::new_empty(q, q.sizes()), torch::stable::new_empty(k, k.sizes()),
+          torch::stable::new_empty(v, v.sizes())};
+}
+
+void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, const Tensor& k,
+              const Tensor& v, const Tensor& out, const Tensor& softmax_lse, const Scores& scores,
+              const KeptSums* sums, bool deterministic) {
   check_dense(q, k, v);
   check_gradient_inputs(dout, q, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(0), q.size(2), q.size(1)});
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  Tensor dq = torch::stable::new_empty(q, q.sizes());
-  Tensor dk = torch::stable::new_empty(k, k.sizes());
-  Tensor dv = torch::stable::new_empty(v, v.sizes());
 
   // Named, so that copies live until the launches are queued.
   const Tensor dout_rows = aligned(dout);
@@ -29,14 +29,38 @@ Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   const Tensor k_rows = aligned(k);
   const Tensor v_rows = aligned(v);
   const Tensor out_rows = aligned(out);
+  const auto& [dq, dk, dv] = gradients;
   BwdParams params{};
   set_dense(params, q_rows, k_rows, v_rows, out_rows, softmax_lse);
   set_gradients(params, dout_rows, dq, dk, dv);
-  set_scores(
-      params,
-      {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
+  set_scores(params, scores, q);
+  set_sums(params, sums, q, k);
   run_bwd(params, q, /*total_k=*/0, deterministic);
-  return {dq, dk, dv};
+}
+
+Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+              const Tensor& out, const Tensor& softmax_lse, const OptionalTensor& alibi_slopes,
+              const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
+              std::int64_t window_left, std::int64_t window_right, double softcap,
+              bool deterministic) {
+  const Gradients gradients = new_gradients(q, k, v);
+  bwd_into(gradients, dout, q, k, v, out, softmax_lse,
+           {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
+           nullptr, deterministic);
+  return gradients;
+}
+
+Tensor bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                      const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums, Tensor dv_sums,
+                      const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                      double dropout_p, double softmax_scale, std::int64_t window_left,
+                      std::int64_t window_right, double softcap, bool deterministic) {
+  const Gradients gradients = new_gradients(q, k, v);
+  const KeptSums sums{dk_sums, dv_sums};
+  bwd_into(gradients, dout, q, k, v, out, softmax_lse,
+           {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
+           &sums, deterministic);
+  return std::get<0>(gradients);
 }
 
 }  // namespace fad

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <tuple>
 
-#include "kernels/bwd.h"
+#include "kernels/plan.h"
 #include "params.h"
 
 namespace fad {
@@ -36,6 +36,66 @@ Gradients varlen_bwd(const torch::stable::Tensor& dout, const torch::stable::Ten
                      std::int64_t window_left, std::int64_t window_right, double softcap,
                      bool deterministic);
 
+// Sums of dk and dv that the caller keeps.
+struct KeptSums {
+  torch::stable::Tensor dk, dv;
+};
+
+// Memory for the gradients, contiguous.
+Gradients new_gradients(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                        const torch::stable::Tensor& v);
+
+// The same, into given gradients: strided rows that start at multiples of 16 bytes. Of packed
+// sequences, rows that belong to none are left as they are. sums: nullptr, or sums of dk and dv
+// that are added to instead: nothing is then written into dk and dv.
+void bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
+              const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+              const torch::stable::Tensor& v, const torch::stable::Tensor& out,
+              const torch::stable::Tensor& softmax_lse, const Scores& scores, const KeptSums* sums,
+              bool deterministic);
+void varlen_bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
+                     const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                     const torch::stable::Tensor& v, const torch::stable::Tensor& out,
+                     const torch::stable::Tensor& softmax_lse, const Packed& packed,
+                     const Scores& scores, const KeptSums* sums, bool deterministic);
+
+// Zeroes the rows of a contiguous gradient that belong to no sequence.
+void zero_tail(const torch::stable::Tensor& gradient, const torch::stable::Tensor& cu_seqlens);
+
+// dq of a part of the rows of q. dk_sums, dv_sums: (batch, seqlen_k, nheads, head_dim), or packed
+// (total_k, nheads, head_dim), fp32, contiguous; for each query head, not scaled. They hold the
+// sums over the rows behind those of q, and get those of q added, in the order of a call with all
+// rows. Equal bits need parts of a multiple of 128 rows, but for the last one, added last to first.
+torch::stable::Tensor bwd_accumulate(const torch::stable::Tensor& dout,
+                                     const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                                     const torch::stable::Tensor& v,
+                                     const torch::stable::Tensor& out,
+                                     const torch::stable::Tensor& softmax_lse,
+                                     torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
+                                     const OptionalTensor& alibi_slopes,
+                                     const OptionalTensor& rng_state, double dropout_p,
+                                     double softmax_scale, std::int64_t window_left,
+                                     std::int64_t window_right, double softcap, bool deterministic);
+
+torch::stable::Tensor varlen_bwd_accumulate(
+    const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
+    const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+    const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
+    torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
+    const torch::stable::Tensor& cu_seqlens_q, const torch::stable::Tensor& cu_seqlens_k,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
+    std::int64_t max_seqlen_k, double dropout_p, double softmax_scale, std::int64_t window_left,
+    std::int64_t window_right, double softcap, bool deterministic);
+
+// dk and dv, rounded to the dtype of k, of the sums of all rows: like them, with the heads of k.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
+    const torch::stable::Tensor& dk_sums, const torch::stable::Tensor& dv_sums,
+    const torch::stable::Tensor& k, double softmax_scale, double dropout_p);
+
+// Checks sums against k and the heads of q. nullptr: none.
+void set_sums(BwdParams& params, const KeptSums* sums, const torch::stable::Tensor& q,
+              const torch::stable::Tensor& k);
+
 // Where dout and the gradients lie; dims: those of a tensor, 4 dense, 3 packed.
 void set_gradients(BwdParams& params, const torch::stable::Tensor& dout,
                    const torch::stable::Tensor& dq, const torch::stable::Tensor& dk,
@@ -44,6 +104,20 @@ void set_gradients(BwdParams& params, const torch::stable::Tensor& dout,
 void check_gradient_inputs(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
                            const torch::stable::Tensor& out,
                            const torch::stable::Tensor& softmax_lse);
+
+// How a call will be carried out. Checks what is left to check; launches nothing.
+BwdPlan plan_call(const BwdParams& params, const torch::stable::Tensor& like, bool deterministic);
+
+// family (as in kernels/fwd.h), rows and keys to a tile, whole_heads, in_turns, heads_in_flight.
+using BwdPlanOutputs =
+    std::tuple<std::int64_t, std::int64_t, std::int64_t, bool, bool, std::int64_t>;
+
+// The plan of a backward, as `plan` gives the forward's.
+BwdPlanOutputs bwd_plan(const torch::stable::Tensor& like, std::int64_t batch,
+                        std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t nheads,
+                        std::int64_t nheads_k, std::int64_t head_dim, std::int64_t window_left,
+                        std::int64_t window_right, bool has_alibi, bool has_softcap,
+                        bool has_dropout, bool packed, bool deterministic);
 
 // Allocates scratch and launches. total_k: tokens of k, of packed sequences.
 void run_bwd(BwdParams& params, const torch::stable::Tensor& like, std::int64_t total_k,

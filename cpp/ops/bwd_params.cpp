@@ -1,8 +1,6 @@
 #include <c10/cuda/CUDAException.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-
 #include "bwd.h"
 #include "checks.h"
 #include "device.h"
@@ -16,39 +14,10 @@ namespace {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Blocks of all sequences, as bwd_turns.h counts them. total: tokens of packed sequences.
+// Blocks of all sequences, as turns.h counts them. total: tokens of packed sequences.
 std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, int seqlen,
                         int block) {
   return cu_seqlens == nullptr ? batch * ceil_div(seqlen, block) : total / block + batch;
-}
-
-// Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
-// waits for another, which pays where tiles are tall. Heads of a group would still wait for each
-// other at every key block; and of packed sequences only the sum of lengths is known here.
-bool suits_whole_heads(const BwdParams& params, const BwdInstance& instance, std::int64_t total_k,
-                       int num_sms) {
-  const std::int64_t heads = static_cast<std::int64_t>(params.b) * params.h;
-  const bool even = params.cu_seqlens_k == nullptr ||
-                    total_k * 20 >= static_cast<std::int64_t>(params.b) * params.seqlen_k * 19;
-  return instance.block_m > 64 && params.h == params.h_k && even &&
-         heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
-}
-
-// Which CTAs run side by side: no bits depend on it. With many key blocks of a head side by side
-// these share rows in L2, which counts most where sequences of uneven lengths pull them apart; with
-// few they wait less for each other under a causal mask, where each has fewer rows than the one
-// before. The numbers are the best of those tried on an H200 (docs/adr/0008).
-void set_schedule(BwdParams& params, const BwdInstance& instance, std::int64_t total_k, int num_sms,
-                  bool deterministic) {
-  params.whole_heads = deterministic && suits_whole_heads(params, instance, total_k, num_sms);
-  params.in_turns = deterministic && !params.whole_heads;
-  params.heads_in_flight = 1;
-  if (params.in_turns) {
-    const bool full = params.window_size_left < 0 && params.window_size_right < 0;
-    const bool packed = params.cu_seqlens_k != nullptr;
-    const int beside = full || (packed && instance.block_m <= 64) ? 8 : 4;
-    params.heads_in_flight = std::max(1, num_sms / beside);
-  }
 }
 
 Tensor scratch(const Tensor& like, std::int64_t elements, ScalarType dtype) {
@@ -69,6 +38,26 @@ void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& ou
             softmax_lse.scalar_type() == ScalarType::Float && softmax_lse.is_contiguous(),
         "softmax_lse: expected a contiguous float32 tensor on the device of q, got ",
         Described{softmax_lse});
+}
+
+void set_sums(BwdParams& params, const KeptSums* sums, const Tensor& q, const Tensor& k) {
+  if (sums == nullptr) {
+    return;
+  }
+  const std::int64_t last = k.dim() - 1;
+  const auto pointer = [&](const Tensor& tensor, const char* name) {
+    bool same = tensor.dim() == k.dim() && tensor.size(last - 1) == q.size(last - 1);
+    for (std::int64_t dim = 0; same && dim <= last; ++dim) {
+      same = dim == last - 1 || tensor.size(dim) == k.size(dim);
+    }
+    check(same && tensor.is_cuda() && tensor.get_device_index() == q.get_device_index() &&
+              tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous(),
+          name, ": expected a contiguous float32 tensor on the device of q, shaped like k, ",
+          Shape{k}, ", but with the ", q.size(last - 1), " heads of q, got ", Described{tensor});
+    return static_cast<float*>(tensor.data_ptr());
+  };
+  params.dk_sums = pointer(sums->dk, "dk_sums");
+  params.dv_sums = pointer(sums->dv, "dv_sums");
 }
 
 void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, const Tensor& dk,
@@ -93,7 +82,7 @@ void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, cons
   params.dv_head_stride = dv.stride(row + 1);
 }
 
-void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool deterministic) {
+BwdPlan plan_call(const BwdParams& params, const Tensor& like, bool deterministic) {
   const char* dtype = dtype_name(like);
   const BwdInstance* instance = find_bwd(dtype, params.d);
   check(instance != nullptr, "q: this build of flash_attn_deterministic holds no backward for ",
@@ -102,14 +91,13 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   check(!deterministic,
         "deterministic: this build of flash_attn_deterministic has no deterministic mode");
 #endif
-  const int device = like.get_device_index();
-  check_architecture(device);
-  const Device planned = planning_device(device);
-  check(instance->shared_bytes <= planned.shared_bytes_per_block, "q: the backward for head_dim ",
-        params.d, " needs ", instance->shared_bytes,
-        " bytes of shared memory per block, cuda:", device, " offers ",
-        planned.shared_bytes_per_block);
-  const cudaStream_t stream = current_stream(device);
+  return plan_bwd(params, *instance, deterministic, planning_device(like.get_device_index()));
+}
+
+void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool deterministic) {
+  params.total_k = static_cast<int>(total_k);
+  const BwdPlan plan = plan_call(params, like, deterministic);
+  const cudaStream_t stream = current_stream(like.get_device_index());
   params.rng_state = const_cast<std::uint64_t*>(params.philox_args.seed_and_offset);
 
   // Upstream's layout of rowsum(dout * out), head by head, and dq's sums have the same rows: packed
@@ -123,8 +111,9 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   params.dsoftmax_sum = row_sums.data_ptr();
   params.dq_accum_ptr = dq_sums.data_ptr();
 
+  const int block_n = plan.kernel->block_n;
   const std::int64_t key_blocks =
-      all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, instance->block_n);
+      all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, block_n);
   const std::int64_t positions = params.h * key_blocks;
   const std::int64_t key_turns = params.h == params.h_k ? 0 : params.h_k * key_blocks;
   const std::int64_t num_counters = 1 + positions + key_turns;
@@ -134,11 +123,10 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   params.progress = params.tickets + 1;
   params.key_turns = params.progress + positions;
   const Tensor key_sums =
-      scratch(like, key_turns * 2 * instance->block_n * params.d_rounded, ScalarType::Float);
+      scratch(like, key_turns * 2 * block_n * params.d_rounded, ScalarType::Float);
   params.key_sums = static_cast<float*>(key_sums.data_ptr());
 
-  set_schedule(params, *instance, total_k, planned.num_sms, deterministic);
-  instance->launch(params, stream);
+  run_plan(plan, params, stream);
 }
 
 }  // namespace fad

@@ -65,14 +65,17 @@ int number(std::string_view key, std::string_view value) {
 }
 
 Path path(std::string_view value) {
-  constexpr std::pair<std::string_view, Path> kPaths[] = {
-      {"one_cta", Path::kOneCta}, {"parts", Path::kParts}, {"few_rows", Path::kFewRows}};
+  constexpr std::pair<std::string_view, Path> kPaths[] = {{"one_cta", Path::kOneCta},
+                                                          {"parts", Path::kParts},
+                                                          {"few_rows", Path::kFewRows},
+                                                          {"scores_first", Path::kScoresFirst}};
   for (const auto& [name, which] : kPaths) {
     if (value == name) {
       return which;
     }
   }
-  check(false, kTestDevice, ": path: expected one_cta, parts or few_rows, got ", value);
+  check(false, kTestDevice, ": path: expected one_cta, parts, few_rows or scores_first, got ",
+        value);
   return Path::kOneCta;
 }
 
@@ -106,27 +109,39 @@ void override(std::string_view rest, Device& device) {
   }
 }
 
-}  // namespace
-
-void check_architecture(int device) {
-  constexpr int kCached = 64;
-  static std::array<std::atomic<bool>, kCached> known_good{};
-  if (device < kCached && known_good[device].load(std::memory_order_relaxed)) {
-    return;
-  }
+Device read_device(int device) {
   const int capability = capability_of(device);
   check(holds_code_for(capability), "cuda:", device, " has compute capability ", capability / 10,
         ".", capability % 10, "; this build of flash_attn_deterministic holds code for ",
         FAD_ARCHITECTURES);
-  if (device < kCached) {
-    known_good[device].store(true, std::memory_order_relaxed);
-  }
+  return {attribute(cudaDevAttrMultiProcessorCount, device),
+          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          capability,
+          std::nullopt,
+          std::nullopt,
+          attribute(cudaDevAttrL2CacheSize, device)};
 }
 
+// The runtime is asked once for each device: every call plans, and four attributes take it longer
+// than the plan.
+Device known_device(int device) {
+  constexpr int kCached = 64;
+  static std::array<std::atomic<const Device*>, kCached> known{};
+  if (device >= kCached) {
+    return read_device(device);
+  }
+  const Device* found = known[device].load(std::memory_order_acquire);
+  if (found == nullptr) {
+    found = new Device(read_device(device));  // kept for the life of the process
+    known[device].store(found, std::memory_order_release);
+  }
+  return *found;
+}
+
+}  // namespace
+
 Device planning_device(int device) {
-  Device planned{attribute(cudaDevAttrMultiProcessorCount, device),
-                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device), capability_of(device),
-                 std::nullopt, std::nullopt};
+  Device planned = known_device(device);
   if (const char* name = std::getenv(kFamily)) {
     planned.family = family(kFamily, name);
   }

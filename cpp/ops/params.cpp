@@ -201,39 +201,8 @@ Tensor aligned(const Tensor& tensor) {
   return torch::stable::copy_(copy, tensor);
 }
 
-void turn_groups_into_rows(FwdParams& params, bool packed) {
-  const int group = params.h_h_k_ratio;
-  const bool one_query = params.seqlen_q == 1;
-  const bool sees_all = params.window_size_left < 0;
-  const bool plain = params.alibi_slopes_ptr == nullptr && params.p_dropout == 1.f;
-  // Only the kernel for a few rows can tell a packed sequence of one query from an empty one: a
-  // larger group is several heads of as many rows as it takes.
-  int rows = packed ? std::min(group, kFewRows) : group;
-  while (group % rows != 0) {
-    --rows;
-  }
-  if (!one_query || rows == 1 || !sees_all || !plain) {
-    return;
-  }
-  // A single query at the end of its sequence sees every key, causal or not.
-  params.is_causal = false;
-  params.window_size_right = -1;
-  if (packed) {
-    params.q_batch_stride = params.q_row_stride;
-    params.o_batch_stride = params.o_row_stride;
-    params.token_of = params.cu_seqlens_q;
-    params.cu_seqlens_q = nullptr;
-  }
-  params.q_row_stride = params.q_head_stride;
-  params.q_head_stride *= rows;
-  params.o_row_stride = params.o_head_stride;
-  params.o_head_stride *= rows;
-  params.seqlen_q = rows;
-  params.h /= rows;
-  params.h_h_k_ratio = group / rows;
-}
-
-FwdPlan plan_call(FwdParams& params, const Tensor& q, std::int64_t split_size, bool deterministic) {
+FwdPlan plan_call(const FwdParams& params, const Tensor& q, std::int64_t split_size,
+                  bool deterministic) {
   check(split_size >= 0 && split_size % kKeysPerBlock == 0 && split_size <= kMaxSplitSize,
         "split_size: expected 0 or a multiple of ", kKeysPerBlock, " up to ", kMaxSplitSize,
         ", got ", split_size);
@@ -251,11 +220,8 @@ FwdPlan plan_call(FwdParams& params, const Tensor& q, std::int64_t split_size, b
   check(!deterministic,
         "deterministic: this build of flash_attn_deterministic has no deterministic mode");
 #endif
-  const int device = q.get_device_index();
-  check_architecture(device);
-  turn_groups_into_rows(params, params.cu_seqlens_q != nullptr);
   return plan_fwd(params, *instance, static_cast<int>(split_size), deterministic,
-                  planning_device(device));
+                  planning_device(q.get_device_index()));
 }
 
 void run_fwd(const FwdParams& params, const Tensor& q, const FwdPlan& plan) {

@@ -56,14 +56,8 @@ void set_scores(CommonParams& params, const Scores& scores, const torch::stable:
 // load at a time.
 torch::stable::Tensor aligned(const torch::stable::Tensor& tensor);
 
-// Turns the query heads that share a key head into rows of one block, where sequences have one
-// query (packed: at most one): keys are then read once for the group. Rows of a block may do so, as
-// they don't share bits.
-void turn_groups_into_rows(FwdParams& params, bool packed);
-
-// How a call will be carried out. Checks what is left to check, and turns groups into rows;
-// launches nothing.
-FwdPlan plan_call(FwdParams& params, const torch::stable::Tensor& q, std::int64_t split_size,
+// How a call will be carried out. Checks what is left to check; launches nothing.
+FwdPlan plan_call(const FwdParams& params, const torch::stable::Tensor& q, std::int64_t split_size,
                   bool deterministic);
 
 // Carries it out, if there is anything to compute; scratch comes from torch's allocator, on the

@@ -1,21 +1,28 @@
 // The plan of a call, for `explain`.
 #include <torch/csrc/stable/accelerator.h>
 
+#include "bwd.h"
 #include "checks.h"
 #include "fwd.h"
 
 namespace fad {
 
-PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
-                 std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
-                 std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
-                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed, bool paged,
-                 bool cache_index, std::int64_t split_size, bool deterministic) {
+namespace {
+
+// Stands for what lies on the device: a plan only asks whether it is there.
+int somewhere;
+
+// Contiguous tensors, as large as the longest sequence allows.
+template <typename Params>
+Params params_of(std::int64_t batch, std::int64_t seqlen_q, std::int64_t seqlen_k,
+                 std::int64_t nheads, std::int64_t nheads_k, std::int64_t head_dim,
+                 std::int64_t window_left, std::int64_t window_right, bool has_alibi,
+                 bool has_softcap, bool has_dropout, bool packed) {
   check(nheads_k > 0 && nheads > 0 && nheads % nheads_k == 0,
         "nheads_k: expected a number that divides the ", nheads, " heads of q, got ", nheads_k);
   check(head_dim > 0 && head_dim <= 256, "head_dim: expected a number from 1 to 256, got ",
         head_dim);
-  FwdParams params{};
+  Params params{};
   params.b = static_cast<int>(batch);
   params.seqlen_q = static_cast<int>(seqlen_q);
   params.seqlen_k = static_cast<int>(seqlen_k);
@@ -23,8 +30,6 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
   params.h_k = static_cast<int>(nheads_k);
   params.h_h_k_ratio = params.h / params.h_k;
   params.d = static_cast<int>(head_dim);
-  // Contiguous tensors, as large as the longest sequence allows.
-  params.kv_batch = params.b;
   params.total_q = params.b * params.seqlen_q;
   params.total_k = params.b * params.seqlen_k;
   params.q_head_stride = params.k_head_stride = params.v_head_stride = head_dim;
@@ -35,18 +40,34 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
   params.o_head_stride = params.q_head_stride;
   params.o_row_stride = params.q_row_stride;
   params.o_batch_stride = params.q_batch_stride;
-  const OptionalTensor none;
   params.softcap = has_softcap ? 1.f : 0.f;  // whether there is some is all that counts
+  const OptionalTensor none;
   set_masking(params, Scores{1.0, window_left, window_right, 0.0, none, 0.0, none});
   params.p_dropout = has_dropout ? 0.5f : 1.f;
-  float any_slope = 0.f;
-  params.alibi_slopes_ptr = has_alibi ? &any_slope : nullptr;
-  int any_length = 0;
-  params.cu_seqlens_q = params.cu_seqlens_k = packed ? &any_length : nullptr;
+  params.alibi_slopes_ptr = has_alibi ? &somewhere : nullptr;
+  params.cu_seqlens_q = params.cu_seqlens_k = packed ? &somewhere : nullptr;
   params.is_seqlens_k_cumulative = true;
-  int any_page = 0;
-  params.block_table = paged ? &any_page : nullptr;
-  params.cache_batch_idx = cache_index ? &any_page : nullptr;
+  return params;
+}
+
+}  // namespace
+
+PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
+                 std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
+                 std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
+                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed,
+                 std::int64_t page_size, bool cache_index, std::int64_t split_size,
+                 bool deterministic) {
+  auto params =
+      params_of<FwdParams>(batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, window_left,
+                           window_right, has_alibi, has_softcap, has_dropout, packed);
+  params.kv_batch = params.b;
+  if (page_size > 0) {
+    params.block_table = &somewhere;
+    params.page_block_size = static_cast<int>(page_size);
+    params.k_batch_stride = params.v_batch_stride = params.k_row_stride * page_size;
+  }
+  params.cache_batch_idx = cache_index ? &somewhere : nullptr;
   const FwdPlan plan = plan_call(params, like, split_size, deterministic);
   return {static_cast<std::int64_t>(plan.kernel->family),
           static_cast<std::int64_t>(plan.kernel->path),
@@ -57,6 +78,26 @@ PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int
               : 0,
           plan.launches(),
           static_cast<std::int64_t>(plan.scratch_bytes)};
+}
+
+BwdPlanOutputs bwd_plan(const torch::stable::Tensor& like, std::int64_t batch,
+                        std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t nheads,
+                        std::int64_t nheads_k, std::int64_t head_dim, std::int64_t window_left,
+                        std::int64_t window_right, bool has_alibi, bool has_softcap,
+                        bool has_dropout, bool packed, bool deterministic) {
+  auto params =
+      params_of<BwdParams>(batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, window_left,
+                           window_right, has_alibi, has_softcap, has_dropout, packed);
+  params.do_batch_stride = params.q_batch_stride;
+  params.do_row_stride = params.q_row_stride;
+  params.do_head_stride = params.q_head_stride;
+  const BwdPlan plan = plan_call(params, like, deterministic);
+  return {static_cast<std::int64_t>(plan.kernel->family),
+          plan.kernel->block_m,
+          plan.kernel->block_n,
+          plan.whole_heads,
+          plan.in_turns,
+          plan.heads_in_flight};
 }
 
 }  // namespace fad

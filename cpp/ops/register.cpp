@@ -4,6 +4,7 @@
 
 #include "bwd.h"
 #include "fwd.h"
+#include "qkvpacked.h"
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
   m.impl("fwd", TORCH_BOX(&fad::fwd));
@@ -11,5 +12,13 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
   m.impl("kvcache_fwd", TORCH_BOX(&fad::kvcache_fwd));
   m.impl("bwd", TORCH_BOX(&fad::bwd));
   m.impl("varlen_bwd", TORCH_BOX(&fad::varlen_bwd));
+  m.impl("qkvpacked_fwd", TORCH_BOX(&fad::qkvpacked_fwd));
+  m.impl("varlen_qkvpacked_fwd", TORCH_BOX(&fad::varlen_qkvpacked_fwd));
+  m.impl("qkvpacked_bwd", TORCH_BOX(&fad::qkvpacked_bwd));
+  m.impl("varlen_qkvpacked_bwd", TORCH_BOX(&fad::varlen_qkvpacked_bwd));
+  m.impl("bwd_accumulate", TORCH_BOX(&fad::bwd_accumulate));
+  m.impl("varlen_bwd_accumulate", TORCH_BOX(&fad::varlen_bwd_accumulate));
+  m.impl("finish_key_sums", TORCH_BOX(&fad::finish_key_sums));
   m.impl("plan", TORCH_BOX(&fad::plan));
+  m.impl("bwd_plan", TORCH_BOX(&fad::bwd_plan));
 }

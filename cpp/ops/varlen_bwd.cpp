@@ -12,14 +12,16 @@ namespace fad {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor& out, const Tensor& softmax_lse, const Tensor& cu_seqlens_q,
-                     const Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
-                     const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
-                     std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
-                     std::int64_t window_left, std::int64_t window_right, double softcap,
+void zero_tail(const Tensor& gradient, const Tensor& cu_seqlens) {
+  zero_tail(gradient.data_ptr(), static_cast<const int*>(cu_seqlens.data_ptr()),
+            static_cast<int>(cu_seqlens.size(0) - 1), gradient.size(0), gradient.stride(0) * 2,
+            current_stream(gradient.get_device_index()));
+}
+
+void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q,
+                     const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
+                     const Packed& packed, const Scores& scores, const KeptSums* sums,
                      bool deterministic) {
-  const Packed packed{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
   check_attention_input(q, "q", q, 3);
   check_attention_input(k, "k", q, 3);
   check_attention_input(v, "v", q, 3);
@@ -30,31 +32,60 @@ Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const
   check_gradient_inputs(dout, q, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(1), q.size(0)});
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  Tensor dq = torch::stable::new_empty(q, q.sizes());
-  Tensor dk = torch::stable::new_empty(k, k.sizes());
-  Tensor dv = torch::stable::new_empty(v, v.sizes());
 
   const Tensor dout_rows = aligned(dout);
   const Tensor q_rows = aligned(q);
   const Tensor k_rows = aligned(k);
   const Tensor v_rows = aligned(v);
   const Tensor out_rows = aligned(out);
+  const auto& [dq, dk, dv] = gradients;
   BwdParams params{};
   set_packed(params, q_rows, k_rows, v_rows, out_rows, softmax_lse, packed);
   set_gradients(params, dout_rows, dq, dk, dv);
-  set_scores(
-      params,
-      {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  const cudaStream_t stream = current_stream(q.get_device_index());
-  const auto zero = [&](const Tensor& gradient, const int* cu_seqlens) {
-    zero_tail(gradient.data_ptr(), cu_seqlens, params.b, gradient.size(0), gradient.stride(0) * 2,
-              stream);
-  };
-  zero(dq, params.cu_seqlens_q);
-  zero(dk, params.cu_seqlens_k);
-  zero(dv, params.cu_seqlens_k);
+  set_scores(params, scores, q);
+  set_sums(params, sums, q, k);
   run_bwd(params, q, k.size(0), deterministic);
-  return {dq, dk, dv};
+}
+
+Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& out, const Tensor& softmax_lse, const Tensor& cu_seqlens_q,
+                     const Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
+                     const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
+                     std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
+                     std::int64_t window_left, std::int64_t window_right, double softcap,
+                     bool deterministic) {
+  const Gradients gradients = new_gradients(q, k, v);
+  varlen_bwd_into(
+      gradients, dout, q, k, v, out, softmax_lse,
+      {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+      {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
+      nullptr, deterministic);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const auto& [dq, dk, dv] = gradients;
+  zero_tail(dq, cu_seqlens_q);
+  zero_tail(dk, cu_seqlens_k);
+  zero_tail(dv, cu_seqlens_k);
+  return gradients;
+}
+
+Tensor varlen_bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums,
+                             Tensor dv_sums, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                             const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                             std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
+                             double softmax_scale, std::int64_t window_left,
+                             std::int64_t window_right, double softcap, bool deterministic) {
+  const Gradients gradients = new_gradients(q, k, v);
+  const KeptSums sums{dk_sums, dv_sums};
+  varlen_bwd_into(
+      gradients, dout, q, k, v, out, softmax_lse,
+      {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
+      {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
+      &sums, deterministic);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const Tensor& dq = std::get<0>(gradients);
+  zero_tail(dq, cu_seqlens_q);
+  return dq;
 }
 
 }  // namespace fad

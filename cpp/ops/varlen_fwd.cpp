@@ -78,6 +78,7 @@ Outputs varlen_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     params.block_table = static_cast<int*>(block_table->data_ptr());
     params.block_table_batch_stride = block_table->stride(0);
     params.page_block_size = static_cast<int>(k.size(1));
+    params.kv_batch = static_cast<int>(k.size(0));
     // No key beyond the pages, whatever the lengths say.
     params.seqlen_k =
         static_cast<int>(std::min<std::int64_t>(params.seqlen_k, block_table->size(1) * k.size(1)));

@@ -63,6 +63,29 @@ def forward(head_dim: int) -> None:
     flash_attn_func(q, k, v, split_size=SPLIT, **dropout)
 
 
+def decode(head_dim: int) -> None:
+    """Both paths of a few queries: tiles of 16 and of 64 rows, one split and several, pages."""
+    pages = torch.randperm(30).to("cuda", torch.int32).view(3, 10)
+    for path in ("few_rows", "scores_first"):
+        for seqlen_q, nheads in ((1, 2), (1, 12), (5, 4)):
+            q, k = draw(2, seqlen_q, nheads, head_dim), draw(2, 600, 2, head_dim)
+            cache = draw(30, 16, 2, head_dim)
+            lengths = int32(0, 64, 157)
+            with device_override(f"path={path}"):
+                for split_size in (SPLIT, 0):
+                    flash_attn_func(q, k, k, causal=True, split_size=split_size)
+                flash_attn_func(q, k, k, split_size=SPLIT, **general(nheads))
+                flash_attn_with_kvcache(
+                    draw(3, seqlen_q, nheads, head_dim),
+                    cache,
+                    cache,
+                    cache_seqlens=lengths,
+                    block_table=pages,
+                    causal=True,
+                    split_size=SPLIT,
+                )
+
+
 def layouts(head_dim: int) -> None:
     """Packed, with an empty sequence and rows of none; paged; with new keys."""
     starts = int32(0, 0, 1, 66, 200)  # the last 5 rows belong to no sequence
@@ -99,6 +122,23 @@ def layouts(head_dim: int) -> None:
             causal=True,
             split_size=split_size,
         )
+
+
+def large_pages(head_dim: int) -> None:
+    """Pages of 64 keys, which kernels for Hopper load at once."""
+    cache = draw(9, 64, 1, head_dim)
+    pages = torch.randperm(9).to("cuda", torch.int32).view(3, 3)
+    arguments: Options = {"cache_seqlens": int32(20, 64, 157), "block_table": pages}
+    with device_override(ONE_SM):
+        for split_size in (SPLIT, 0):
+            flash_attn_with_kvcache(
+                draw(3, 130, 2, head_dim),
+                cache,
+                cache.clone(),
+                causal=True,
+                split_size=split_size,
+                **arguments,
+            )
 
 
 def backward(head_dim: int) -> None:
@@ -145,7 +185,9 @@ def main() -> None:
     torch.manual_seed(0)
     for head_dim in parser.parse_args().head_dims:
         forward(head_dim)
+        decode(head_dim)
         layouts(head_dim)
+        large_pages(head_dim)
         backward(head_dim)
         torch.cuda.synchronize()
         print(f"head dim {head_dim}: all calls made", flush=True)

@@ -5,6 +5,7 @@ FLASH_ATTENTION_FAMILY is read in each call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,9 @@ from flash_attn_deterministic import (
 from flash_attn_deterministic.info.build_info import build_info
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, skip_unless_built
-from tests.gpu.gradients import int32
+from tests.gpu.drawn_calls import draw_call
+from tests.gpu.gradients import GradientCall, Gradients, assert_same_gradients, int32, run_packed
+from tests.gpu.gradients import draw_call as draw_gradient_call
 
 pytestmark = pytest.mark.gpu
 
@@ -151,6 +154,212 @@ def test_cache_with_nan_behind_its_ends(
         return out, softmax_lse
 
     assert_families_agree(monkeypatch, run)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@SPLIT
+@MASK
+@CONFIGS
+def test_pages_with_nan_behind_their_ends(
+    head_dim: int,
+    dtype: str,
+    options: dict[str, Any],
+    split_size: int,
+    page_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    used, pages = [1000, 63, 0, 256], 1024 // page_size
+    q, _, _ = make_qkv((4, 200, 6, head_dim), dtype=DTYPES[dtype])
+    _, k, v = make_qkv((4 * pages, 1, 6, head_dim), page_size, 2, dtype=DTYPES[dtype], seed=1)
+    table = torch.randperm(4 * pages, generator=torch.Generator().manual_seed(2)).view(4, pages)
+    for sequence, length in enumerate(used):
+        for place, page in enumerate(table[sequence].tolist()):
+            first = max(0, length - place * page_size)
+            k[page, first:] = v[page, first:] = float("nan")
+    block_table = table.to("cuda", torch.int32)
+    arguments = {"cache_seqlens": int32(used), "block_table": block_table, **options}
+
+    def run() -> Outputs:
+        out, softmax_lse = flash_attn_with_kvcache(
+            q, k, v, split_size=split_size, return_softmax_lse=True, **arguments
+        )
+        assert not out.isnan().any()
+        return out, softmax_lse
+
+    def packed() -> Outputs:
+        starts_q, starts_k = int32([0, 200, 400, 600, 800]), int32([0, 1000, 1063, 1063, 1319])
+        out, softmax_lse, _ = flash_attn_varlen_func(
+            q.flatten(0, 1),
+            k,
+            v,
+            starts_q,
+            starts_k,
+            200,
+            1000,
+            block_table=block_table,
+            split_size=split_size,
+            return_attn_probs=True,
+            **options,
+        )
+        assert not out.isnan().any()
+        return out, softmax_lse
+
+    monkeypatch.setenv(VARIABLE, "sm90")
+    plan = explain(flash_attn_with_kvcache, q, k, v, split_size=split_size, **arguments)
+    # At head dims up to 64 products are 128 keys wide, and pages left to the other family.
+    assert (plan.family == "sm90") == (head_dim > 64 and page_size % 64 == 0)
+    assert_families_agree(monkeypatch, run)
+    assert_families_agree(monkeypatch, packed)
+
+
+# Head dims of each kernel, those padded to it included.
+RANGES = {64: range(33, 65), 96: range(65, 97), 128: range(97, 129), 192: range(129, 193)}
+RANGES[256] = range(193, 257)
+
+
+@pytest.mark.parametrize(
+    "calls", [pytest.param(100, id="100-calls"), pytest.param(1000, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", RANGES)
+def test_drawn_calls(
+    head_dim: int, dtype: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    first = 1_000_000 * head_dim + 100_000 * (dtype == "fp16")
+    taken = 0
+    for seed in range(first, first + calls):
+        call = draw_call(seed, RANGES[head_dim], DTYPES[dtype])
+        monkeypatch.setenv(VARIABLE, "sm90")
+        taken += call.family() == "sm90"
+        found = call()
+        monkeypatch.setenv(VARIABLE, "sm80")
+        assert call.family() == "sm80"
+        assert_same(found, call(), tuple(f"{name} of {call.words}" for name in ("out", "lse")))
+    # Splits of 64 and 192 keys at head dim 64, for instance, are left to the sm80 family.
+    assert taken >= 0.7 * calls
+
+
+BACKWARD_CONFIGS = each_config([(d, t) for d in (64, 72, 96, 128) for t in ("bf16", "fp16")])
+BACKWARD_FEATURES = ["full", "causal", "window", "window-left", "window-right", "window-0"]
+
+
+def assert_gradients_agree(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[], list[Gradients]]
+) -> None:
+    results = {}
+    for family in ("sm80", "sm90"):
+        monkeypatch.setenv(VARIABLE, family)
+        results[family] = run()
+    for left, right in zip(results["sm90"], results["sm80"], strict=True):
+        assert_same_gradients(left, right)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"), [(40, 1100), (700, 1100), (1100, 1100), (1100, 300)]
+)
+@pytest.mark.parametrize("feature", BACKWARD_FEATURES)
+@BACKWARD_CONFIGS
+def test_gradients(
+    head_dim: int,
+    dtype: str,
+    feature: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = draw_gradient_call(
+        head_dim, dtype, feature, seqlen_q=seqlen_q, seqlen_k=seqlen_k, nheads=6, nheads_k=2
+    )
+    for family in ("sm80", "sm90"):
+        monkeypatch.setenv(VARIABLE, family)
+        plan = explain(flash_attn_func, call.q, call.k, call.v, **call.options)
+        assert plan.backward is not None
+        assert plan.backward.family == family
+    assert_gradients_agree(monkeypatch, lambda: [call()])
+
+
+@pytest.mark.parametrize("feature", BACKWARD_FEATURES)
+@BACKWARD_CONFIGS
+def test_gradients_of_packed_sequences(
+    head_dim: int, dtype: str, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [(300, 300), (0, 17), (1, 900), (65, 0), (640, 129)]
+    calls = [
+        draw_gradient_call(head_dim, dtype, feature, batch=1, seqlen_q=q, seqlen_k=k, seed=seed)
+        for seed, (q, k) in enumerate(lengths)
+    ]
+    assert_gradients_agree(monkeypatch, lambda: run_packed(calls, spare=7))
+
+
+@pytest.mark.parametrize("feature", ["softcap", "alibi", "dropout"])
+def test_gradients_that_hopper_leaves_to_the_others(
+    feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = draw_gradient_call(64, "bf16", feature)
+    assert_gradients_agree(monkeypatch, lambda: [call()])
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("feature", ["full", "causal", "window"])
+@pytest.mark.parametrize("nheads_k", [2, 4], ids=["groups", "no-groups"])
+@BACKWARD_CONFIGS
+def test_sums_of_parts_are_those_of_one_call(
+    head_dim: int,
+    dtype: str,
+    nheads_k: int,
+    feature: str,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, family)
+    call = draw_gradient_call(
+        head_dim, dtype, feature, seqlen_q=900, seqlen_k=900, nheads_k=nheads_k
+    )
+    assert_same_gradients(in_parts(call, [0, 256, 640, 900]), call())
+
+
+def in_parts(call: GradientCall, edges: list[int]) -> Gradients:
+    """dq, dk, dv of a call with as many queries as keys, added up over parts of the queries."""
+    options = {"causal": False, "window_size": (-1, -1), **call.options}
+    left, right = options["window_size"]
+    right = 0 if options["causal"] else right
+    out, lse, _ = flash_attn_func(call.q, call.k, call.v, return_attn_probs=True, **call.options)
+    shape = (*call.k.shape[:2], call.q.shape[2], call.k.shape[3])
+    sums = [torch.zeros(shape, device="cuda") for _ in range(2)]
+    scale = call.q.shape[-1] ** -0.5
+    dq = torch.empty_like(call.q)
+    for begin, end in reversed(list(itertools.pairwise(edges))):
+        # Rows [begin, end) of a causal call see keys before `end`; the diagonal ends at the last.
+        keys = end if right >= 0 else call.k.shape[1]
+        if right > 0:
+            keys = min(end + right, call.k.shape[1])
+        rows = slice(begin, end)
+        window_left = left if left < 0 else left + keys - end
+        window_right = right if right < 0 else right - (keys - end)
+        own = [total[:, :keys].contiguous() for total in sums]
+        dq[:, rows] = torch.ops.flash_attn_deterministic.bwd_accumulate(
+            call.dout[:, rows],
+            call.q[:, rows],
+            call.k[:, :keys],
+            call.v[:, :keys],
+            out[:, rows],
+            lse[:, :, rows].contiguous(),
+            *own,
+            None,
+            None,
+            0.0,
+            call.q.shape[-1] ** -0.5,
+            window_left,
+            window_right,
+            0.0,
+            True,
+        )
+        for total, part in zip(sums, own, strict=True):
+            total[:, :keys] = part
+    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*sums, call.k, scale, 0.0)
+    return dq, dk, dv
 
 
 @pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])

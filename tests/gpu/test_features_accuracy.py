@@ -131,7 +131,8 @@ def test_decode_of_more_than_65536_tokens(
     assert_near_exact((out, softmax_lse), q, k, v)
     if split_size:
         plan = explain(flash_attn_func, q, k, v, split_size=split_size)
-        assert (plan.path, plan.num_splits) == ("few-rows", -(-seqlen_k // split_size))
+        assert plan.path in ("few-rows", "scores-first")
+        assert plan.num_splits == -(-seqlen_k // split_size)
 
 
 def test_leftpad_of_varlen() -> None:

@@ -69,6 +69,20 @@ def flash_attn_with_kvcache(
     return attention(q, k_cache, v_cache, causal)
 
 
+# --- flash-attn-4 -------------------------------------------------------------------------------
+
+
+def cute_flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, None]:
+    return attention(q, k, v, causal), None
+
+
 # --- flashinfer ---------------------------------------------------------------------------------
 
 
@@ -194,12 +208,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts both where an import finds them."""
+    """Puts them where an import finds them."""
     flash_attn: Any = types.ModuleType("flash_attn")
     flash_attn.flash_attn_func = flash_attn_func
     flash_attn.flash_attn_with_kvcache = flash_attn_with_kvcache
     flashinfer: Any = types.ModuleType("flashinfer")
     for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper):
         setattr(flashinfer, wrapper.__name__, wrapper)
+    cute: Any = types.ModuleType("flash_attn.cute")
+    cute.flash_attn_func = cute_flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)

@@ -19,6 +19,7 @@ from flash_attn_deterministic import (
     reference,
 )
 from flash_attn_deterministic._ops import autograd
+from flash_attn_deterministic._ops.schemas import BACKWARD
 from flash_attn_deterministic.errors import UnsupportedError
 
 NAMES = [name for name in CALLS if name != "flash_attn_with_kvcache"]
@@ -114,6 +115,32 @@ def test_packed_tensors_get_the_gradients_of_their_parts(
     else:
         assert bits_equal(packed["q"], parts["q"])
         assert bits_equal(packed["kv"], torch.stack([parts[n] for n in "kv"], dim))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "packed" in name])
+def test_packed_tensors_get_what_the_backward_wrote(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy stands between the tensor that the op fills and the packed tensor's gradient."""
+    ops = torch.ops.flash_attn_deterministic
+    op = "varlen_qkvpacked_bwd" if "varlen" in name else "qkvpacked_bwd"
+    backward = getattr(ops, op)
+    written: list[torch.Tensor] = []
+
+    def spy(*arguments: Any) -> Any:
+        results = backward(*arguments)
+        written.extend(results)
+        return results
+
+    monkeypatch.setattr(ops, op, spy)
+    found = gradients(CALLS[name](32))
+    _, packed = written
+    assert packed.is_contiguous()
+    assert found["qkv" if "qkv" in found else "kv"].data_ptr() == packed.data_ptr()
+    if "q" in found:
+        assert found["q"].data_ptr() == written[0].data_ptr()
+    else:
+        assert written[0].shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +303,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
         return run
 
-    for name in ("bwd", "varlen_bwd"):
+    for name in BACKWARD:
         monkeypatch.setattr(ops, name, spy(getattr(ops, name)))
     return calls
 

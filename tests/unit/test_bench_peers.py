@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import types
 from collections.abc import Iterator
 
 import peer_samples
@@ -12,6 +13,7 @@ import torch
 from flash_attn_deterministic.bench import peers
 from flash_attn_deterministic.bench.compare import compare
 from flash_attn_deterministic.bench.problem import Problem, Shape
+from flash_attn_deterministic.verify.scoreboard import attention
 from torch._functorch import config
 from torch.nn.attention import flex_attention
 
@@ -53,7 +55,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("name", ["sdpa", "sdpa-flash", "flash_attn", "flashinfer"])
+@pytest.mark.parametrize("name", ["sdpa", "sdpa-flash", "flash_attn", "fa4", "flashinfer"])
 @pytest.mark.usefixtures("packages")
 def test_a_peer_computes_what_ours_does(name: str, shape: Shape) -> None:
     if name == "flashinfer" and shape.kind == "backward":
@@ -111,11 +113,38 @@ def test_pages_must_be_full() -> None:
         results(on_cpu("flashinfer"), shape)
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
-def test_what_is_not_installed_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(peers.Unavailable, match=f"{name} cannot be imported"):
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        pytest.param("flash_attn", "flash_attn", id="flash_attn"),
+        pytest.param("flashinfer", "flashinfer", id="flashinfer"),
+        pytest.param("fa3", "flash_attn_interface", id="fa3"),
+        pytest.param("fa4", "flash_attn.cute", id="fa4"),
+    ],
+)
+def test_what_is_not_installed_says_so(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FA3_LIBRARY", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    if name == "flash_attn":
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(peers.Unavailable, match=f"{module} cannot be imported"):
         results(on_cpu(name), SHAPES[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_fa3_is_the_one_of_the_scoreboard(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def find(name: str, device: str) -> list[attention.Attention]:
+        asked.append((name, device))
+        return [attention.Attention(name, attention.DEFAULT, "1", attention.ours().attend)]
+
+    monkeypatch.setattr(attention, "find", find)
+    compare(results(on_cpu("fa3"), shape), results(peers.OURS, shape))
+    assert asked == [("fa3", "cuda")]
 
 
 def test_a_peer_of_another_device_says_so() -> None:

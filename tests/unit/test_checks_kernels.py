@@ -36,7 +36,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
 
-    caches = (kernels._instance_problem, kernels.device_problem)
+    caches = (kernels.instance_problem, kernels.device_problem)
     for cache in caches:
         cache.cache_clear()
     yield change
@@ -85,7 +85,7 @@ def test_backward_wants_an_instance_of_its_own(pretend: Pretend) -> None:
     with pytest.raises(MissingInstanceError, match=r"no backward kernel for bf16 .* holds: none"):
         kernels.check_kernels(CUDA, torch.bfloat16, 64, "bwd")
     pretend(instances=(Instance("bwd", "bf16", 64),))
-    kernels._instance_problem.cache_clear()
+    kernels.instance_problem.cache_clear()
     kernels.check_kernels(CUDA, torch.bfloat16, 64, "bwd")
 
 

@@ -12,7 +12,12 @@ from bits import bits_equal
 from calls import int32, normal
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic._ops import cuda, library
-from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD, argument_names
+from flash_attn_deterministic._ops.schemas import (
+    ACCUMULATE,
+    BACKWARD,
+    FORWARD,
+    argument_names,
+)
 from flash_attn_deterministic.errors import ArgumentError, LibraryError, MissingInstanceError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -72,6 +77,38 @@ def varlen_bwd(**options: Any) -> Arguments:
     return (torch.ones_like(out), *call[:3], out, softmax_lse, *call[3:5], *call[8:17], True)
 
 
+def qkvpacked_fwd(
+    scores: Arguments = CAUSAL, dropout_p: float = 0.0, with_q: bool = False
+) -> Arguments:
+    """Arguments of the op on one tensor of q, k and v, or on q and one of k and v."""
+    packed = (normal(2, 5, 4, 32), normal(2, 9, 2, 2, 32, seed=1)) if with_q else (None, QKV_PACKED)
+    return (*packed, None, RNG if dropout_p else None, dropout_p, *scores, *TREE, True)
+
+
+def varlen_qkvpacked_fwd(
+    scores: Arguments = CAUSAL, dropout_p: float = 0.0, with_q: bool = False
+) -> Arguments:
+    """The same of packed sequences; the last tokens belong to none."""
+    packed = (normal(8, 4, 32), normal(16, 2, 2, 32, seed=1)) if with_q else (None, QKV_PACKED[0])
+    starts = (int32(0, 3, 3, 7), int32(0, 5, 7, 15)) if with_q else (int32(0, 3, 6),) * 2
+    random = (SLOPES, RNG if dropout_p else None)
+    return (*packed, *starts, *random, 4, 8, dropout_p, *scores, *TREE, True)
+
+
+def qkvpacked_bwd(**options: Any) -> Arguments:
+    """Arguments of the backward of a call of qkvpacked_fwd."""
+    call = qkvpacked_fwd(**options)
+    out, softmax_lse = OPS.qkvpacked_fwd(*call)
+    return (torch.ones_like(out), *call[:2], out, softmax_lse, *call[2:9], True)
+
+
+def varlen_qkvpacked_bwd(**options: Any) -> Arguments:
+    """Arguments of the backward of a call of varlen_qkvpacked_fwd."""
+    call = varlen_qkvpacked_fwd(**options)
+    out, softmax_lse = OPS.varlen_qkvpacked_fwd(*call)
+    return (torch.ones_like(out), *call[:2], out, softmax_lse, *call[2:13], True)
+
+
 def kvcache_fwd(scores: Arguments = CAUSAL, paged: bool = False, **given: Any) -> Arguments:
     cache = (6, 16) if paged else (3, 20)
     optional = {
@@ -92,6 +129,7 @@ def kvcache_fwd(scores: Arguments = CAUSAL, paged: bool = False, **given: Any) -
 
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+QKV_PACKED = normal(2, 7, 3, 4, 32)
 NEW: dict[str, Any] = {"k": normal(2, 3, 2, 32, seed=3), "v": normal(2, 3, 2, 32, seed=4)}
 ROTARY: dict[str, Any] = {"rotary_cos": normal(32, 8, seed=5), "rotary_sin": normal(32, 8, seed=6)}
 CASES = [
@@ -111,6 +149,14 @@ CASES = [
         "varlen_fwd", varlen_fwd(block_table=int32(2, 0, 3).reshape(3, 1)), id="varlen-paged"
     ),
     pytest.param("varlen_fwd", varlen_fwd(dropout_p=0.25), id="varlen-dropout"),
+    pytest.param("qkvpacked_fwd", qkvpacked_fwd(), id="qkvpacked"),
+    pytest.param("qkvpacked_fwd", qkvpacked_fwd(LOCAL, dropout_p=0.25, with_q=True), id="kvpacked"),
+    pytest.param("varlen_qkvpacked_fwd", varlen_qkvpacked_fwd(), id="varlen-qkvpacked"),
+    pytest.param(
+        "varlen_qkvpacked_fwd",
+        varlen_qkvpacked_fwd(LOCAL, dropout_p=0.25, with_q=True),
+        id="varlen-kvpacked",
+    ),
     pytest.param("kvcache_fwd", kvcache_fwd(), id="kvcache-read-only"),
     pytest.param(
         "kvcache_fwd", kvcache_fwd(**NEW, cache_batch_idx=int32(2, 0)), id="kvcache-append"
@@ -129,6 +175,14 @@ BACKWARD_CASES = [
         "varlen_bwd",
         varlen_bwd(scores=LOCAL, dropout_p=0.25, alibi_slopes=SLOPES),
         id="varlen-bwd-local-dropout",
+    ),
+    pytest.param("qkvpacked_bwd", qkvpacked_bwd(), id="qkvpacked-bwd"),
+    pytest.param("qkvpacked_bwd", qkvpacked_bwd(with_q=True), id="kvpacked-bwd"),
+    pytest.param(
+        "varlen_qkvpacked_bwd", varlen_qkvpacked_bwd(dropout_p=0.25), id="varlen-qkvpacked-bwd"
+    ),
+    pytest.param(
+        "varlen_qkvpacked_bwd", varlen_qkvpacked_bwd(with_q=True), id="varlen-kvpacked-bwd"
     ),
 ]
 ALL_CASES = CASES + BACKWARD_CASES
@@ -153,11 +207,18 @@ def test_op_passes_opcheck(name: str, arguments: Arguments) -> None:
         pytest.param(
             "varlen_fwd", varlen_fwd(dropout_p=0.25, alibi_slopes=SLOPES), id="varlen_fwd-dropout"
         ),
+        pytest.param("qkvpacked_fwd", qkvpacked_fwd(dropout_p=0.25), id="qkvpacked"),
+        pytest.param("qkvpacked_fwd", qkvpacked_fwd(with_q=True), id="kvpacked"),
+        pytest.param("varlen_qkvpacked_fwd", varlen_qkvpacked_fwd(), id="varlen-qkvpacked"),
+        pytest.param(
+            "varlen_qkvpacked_fwd", varlen_qkvpacked_fwd(with_q=True), id="varlen-kvpacked"
+        ),
     ],
 )
 def test_op_passes_opcheck_where_a_gradient_is_wanted(name: str, arguments: Arguments) -> None:
-    wanted = tuple(x.clone().requires_grad_() for x in arguments[:3])
-    torch.library.opcheck(op(name), (*wanted, *arguments[3:]))
+    count = 2 if "qkvpacked" in name else 3
+    wanted = (None if x is None else x.clone().requires_grad_() for x in arguments[:count])
+    torch.library.opcheck(op(name), (*wanted, *arguments[count:]))
 
 
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
@@ -178,6 +239,8 @@ LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k, "
 DROPOUT = "float dropout_p, "
 OUTPUTS = "int split_size, bool deterministic, bool deterministic_bwd) -> (Tensor out, "
 GRADIENTS = "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)"
+PACKED = "Tensor? q, Tensor qkv, "
+PACKED_GRADIENTS = "bool deterministic) -> (Tensor dq, Tensor dqkv)"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +268,29 @@ GRADIENTS = "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)"
             f"Tensor dout, {QKV}Tensor out, Tensor softmax_lse, {STARTS}{SLOPES_AND_RNG}{LENGTHS}"
             f"{DROPOUT}{SCORES}{GRADIENTS}",
             id="varlen_bwd",
+        ),
+        pytest.param(
+            "qkvpacked_fwd",
+            f"{PACKED}{SLOPES_AND_RNG}{DROPOUT}{SCORES}{OUTPUTS}Tensor softmax_lse)",
+            id="qkvpacked_fwd",
+        ),
+        pytest.param(
+            "varlen_qkvpacked_fwd",
+            f"{PACKED}{STARTS}{SLOPES_AND_RNG}{LENGTHS}{DROPOUT}{SCORES}{OUTPUTS}"
+            "Tensor softmax_lse)",
+            id="varlen_qkvpacked_fwd",
+        ),
+        pytest.param(
+            "qkvpacked_bwd",
+            f"Tensor dout, {PACKED}Tensor out, Tensor softmax_lse, {SLOPES_AND_RNG}{DROPOUT}"
+            f"{SCORES}{PACKED_GRADIENTS}",
+            id="qkvpacked_bwd",
+        ),
+        pytest.param(
+            "varlen_qkvpacked_bwd",
+            f"Tensor dout, {PACKED}Tensor out, Tensor softmax_lse, {STARTS}{SLOPES_AND_RNG}"
+            f"{LENGTHS}{DROPOUT}{SCORES}{PACKED_GRADIENTS}",
+            id="varlen_qkvpacked_bwd",
         ),
     ],
 )
@@ -296,7 +382,7 @@ def test_op_that_the_loaded_library_lacks_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda, "has_kernel", lambda name: name == "fwd")
     library = _Library()
     cuda.register_missing(library, "")
-    assert set(library.functions) == {*FORWARD, *BACKWARD} - {"fwd"}
+    assert set(library.functions) == {*FORWARD, *BACKWARD, *ACCUMULATE} - {"fwd"}
     with pytest.raises(
         MissingInstanceError, match="the wheel's library does not implement varlen_fwd; install"
     ):

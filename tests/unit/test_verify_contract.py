@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from flash_attn_deterministic.verify.contract import (
     Attention,
     Check,
     Size,
+    families,
     run_check,
     size_of,
 )
@@ -43,6 +45,7 @@ IDS = [
     "varlen",
     "heads",
     "schedule",
+    "family",
     "split-size",
     "backward",
     "dropout",
@@ -282,8 +285,8 @@ def test_a_planted_fault_is_caught(
 
 
 def test_every_check_has_a_planted_fault() -> None:
-    # test_contract_golden.py has those of golden; schedule is for GPUs.
-    assert {row for row, _, _ in FAULTS} | {"schedule", "golden"} == set(IDS)
+    # test_contract_golden.py has those of golden; schedule and family are for GPUs, see below.
+    assert {row for row, _, _ in FAULTS} | {"schedule", "family", "golden"} == set(IDS)
 
 
 def test_a_counter_example_says_it_in_full(small: Size) -> None:
@@ -403,3 +406,89 @@ def test_schedule_fails_where_it_met_one_path_only(monkeypatch: pytest.MonkeyPat
     failed, what = run_schedule(monkeypatch, lambda *a, **k: "one-cta", flash_attn_func)
     assert failed == 1
     assert "did not take the two paths" in what
+
+
+# --- Family: only a Hopper GPU has two, so a stand-in for one runs here --------------------------
+
+
+def forced_family(*args: Any, **kwargs: Any) -> str:
+    return os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family=")
+
+
+def other_bits_by_family(*args: Any, **kwargs: Any) -> Any:
+    """The last bit of one number depends on the family."""
+    out, *rest = flash_attn_func(*args, **kwargs)
+    if forced_family() == "sm90":
+        out.view(torch.int16).flatten()[7] ^= 1
+    return out, *rest
+
+
+def other_bits_in_a_cache(*args: Any, **kwargs: Any) -> Any:
+    """The same, where keys lie in a cache."""
+    out, softmax_lse = flash_attn_with_kvcache(*args, **kwargs)
+    if forced_family() == "sm90":
+        softmax_lse.view(torch.int32).flatten()[3] ^= 1
+    return out, softmax_lse
+
+
+def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) -> tuple[int, str]:
+    size = dataclasses.replace(
+        size_of("cpu", quick=True), configs=((40, "bf16"),), features=("full", "alibi"), seqlen=130
+    )
+    check = dataclasses.replace(
+        BY_ID["family"],
+        cases=lambda size: [c for c in BY_ID["family"].cases(size) if c["seqlen_q"] == 70][:1],
+    )
+    outcome = run_check(check, size, broken(dense, **{"family": forced_family, **functions}))
+    assert "FLASH_ATTENTION_TEST_DEVICE" not in os.environ
+    found = outcome.counter_example
+    return outcome.failed, "" if found is None else found.what
+
+
+def test_family_passes_where_both_agree() -> None:
+    assert run_family() == (0, "")
+
+
+def test_family_fails_where_they_differ() -> None:
+    failed, what = run_family(other_bits_by_family)
+    assert failed == 1
+    assert "dense: sm90 against sm80: out" in what
+
+
+def test_family_fails_where_a_cache_differs() -> None:
+    failed, what = run_family(kvcache=other_bits_in_a_cache)
+    assert failed == 1
+    assert "over a cache: sm90 against sm80: softmax_lse" in what
+
+
+def test_family_fails_where_it_met_one_family_only() -> None:
+    failed, what = run_family(family=lambda *args, **kwargs: "sm80")
+    assert failed == 1
+    assert "ran kernels of sm80 and sm80, expected one of each" in what
+
+
+@pytest.mark.parametrize(
+    ("capability", "held", "reason"),
+    [
+        pytest.param((8, 0), "90a-real", "compute capability 8.0 has one family", id="ampere"),
+        pytest.param((9, 0), "90-real", "no 90a-real", id="wheel-without"),
+        pytest.param((9, 0), "90a-real", "", id="hopper"),
+    ],
+)
+def test_family_needs_a_hopper_gpu_and_its_kernels(
+    capability: tuple[int, int], held: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Info:
+        architectures = ("80-real", held)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(families, "build_info", Info)
+    found = BY_ID["family"].unavailable(size_of("cuda", quick=True))
+    assert reason in found if reason else found == ""
+
+
+def test_family_has_cases_of_what_both_take() -> None:
+    cases = list(BY_ID["family"].cases(size_of("cuda", quick=False)))
+    assert {case.head_dim for case in cases} == {40, 64, 72, 96, 112, 128, 192, 256}
+    assert {"softcap", "window-left"} <= {case.feature for case in cases}
+    assert not {"alibi", "everything"} & {case.feature for case in cases}

@@ -30,10 +30,12 @@ inline unsigned grid_of(const BwdParams& params, int seqlen, int block, const ch
 }
 
 // kInTurns: whether CTAs that work on the same head may wait for each other. Kernels without the
-// calls into bwd_turns.h are faster than kernels in which these return at once.
-template <typename TileTraits, bool kInTurns_>
+// calls into bwd_turns.h are faster than kernels in which these return at once. kMayKeepSums:
+// whether dk and dv may go to sums that the caller keeps.
+template <typename TileTraits, bool kInTurns_, bool kMayKeepSums_ = false>
 struct BwdTraits : TileTraits {
   static constexpr bool kInTurns = kInTurns_;
+  static constexpr bool kMayKeepSums = kMayKeepSums_;
 };
 
 // Fills dsoftmax_sum, rowsum(dout * out), and clears dq's sums.
@@ -75,32 +77,52 @@ void launch_bwd_loop(const BwdParams& call, cudaStream_t stream) {
       ctas, Traits::kNThreads, kShared, kShared, stream, params);
 }
 
+// Fills the row sums and clears dq's sums, for every family's loop.
 template <typename TileTraits>
-void launch_bwd(const BwdParams& params, cudaStream_t stream) {
-  constexpr int kDqShared = TileTraits::kSmemdQSize;
+void launch_bwd_rows(const BwdParams& params, cudaStream_t stream) {
   const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q");
   launch<&bwd_rows_kernel<TileTraits>>(rows, TileTraits::kNThreads, 0, 0, stream, params);
+}
 
-  // Plain and causal calls have kernels of their own, with and without turns; all others share one
-  // that masks by numbers.
+// Rounds dq's sums.
+template <typename TileTraits>
+void launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
+  constexpr int kShared = TileTraits::kSmemdQSize;
+  const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q");
+  launch<&bwd_dq_kernel<TileTraits>>(rows, TileTraits::kNThreads, kShared, kShared, stream, params);
+}
+
+// Plain and causal calls have kernels of their own, with and without turns; all others, and those
+// whose caller keeps sums, share one that masks by numbers.
+template <typename TileTraits>
+void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   using InTurns = BwdTraits<TileTraits, true>;
   using Alone = BwdTraits<TileTraits, false>;
+  using General = BwdTraits<TileTraits, true, true>;
   const Features features = features_of(params);
   const bool alone = !params.in_turns;
+  const bool own = params.dk_sums == nullptr;
   auto loop =
-      features == 0 ? (alone ? &launch_bwd_loop<Alone, Masking::kFull, false, false, true>
-                             : &launch_bwd_loop<InTurns, Masking::kFull, false, false, true>)
-      : features == kCausal
+      own && features == 0 ? (alone ? &launch_bwd_loop<Alone, Masking::kFull, false, false, true>
+                                    : &launch_bwd_loop<InTurns, Masking::kFull, false, false, true>)
+      : own && features == kCausal
           ? (alone ? &launch_bwd_loop<Alone, Masking::kCausal, false, false, true>
                    : &launch_bwd_loop<InTurns, Masking::kCausal, false, false, true>)
-      : (features & kSoftcap) != 0 ? &launch_bwd_loop<InTurns, Masking::kLocal, true, false, false>
+      : (features & kSoftcap) != 0 ? &launch_bwd_loop<General, Masking::kLocal, true, false, false>
       : (features & kDropout) != 0
-          ? &launch_bwd_loop<InTurns, Masking::kLocal, false, true, false>
-          : &launch_bwd_loop<InTurns, Masking::kLocal, false, false, false>;
+          ? &launch_bwd_loop<General, Masking::kLocal, false, true, false>
+          : &launch_bwd_loop<General, Masking::kLocal, false, false, false>;
   loop(params, stream);
+}
 
-  launch<&bwd_dq_kernel<TileTraits>>(rows, TileTraits::kNThreads, kDqShared, kDqShared, stream,
-                                     params);
+template <typename TileTraits, Features kCovers>
+constexpr BwdKernel bwd_entry() {
+  return {Family::kSm80,
+          kCovers,
+          TileTraits::kBlockM,
+          TileTraits::kBlockN,
+          TileTraits::kSmemSize1colblock,
+          &launch_bwd<TileTraits>};
 }
 
 }  // namespace fad

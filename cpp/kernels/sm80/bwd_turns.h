@@ -1,13 +1,5 @@
-// The order in which CTAs add to shared gradients. A CTA works on one key block of one head. It
-// adds to every row block of dq that sees its keys, and the query heads of a group add to one dk
-// and dv. fp32 sums depend on the order of their terms, so each has a fixed one: a row block of dq
-// takes key blocks first to last, a key block of dk and dv takes query heads first to last. Either
-// one CTA works on all key blocks of a head, or CTAs take turns: each waits for the key block
-// before it.
-//
-// There is no deadlock. A CTA waits only for CTAs with a smaller ticket (key blocks below its own,
-// or earlier heads at its own key block), tickets are drawn as CTAs start, and the CTA with the
-// smallest ticket that has not ended waits for no one. This holds however few CTAs fit on the GPU.
+// Turns (turns.h) inside upstream's backward. Either one CTA works on all key blocks of a head, or
+// CTAs take turns.
 #pragma once
 
 #include <cute/tensor.hpp>
@@ -15,44 +7,9 @@
 #include "block_info.h"  // upstream
 #include "params.h"
 #include "row_block.h"
+#include "turns.h"
 
 namespace fad {
-
-__device__ __forceinline__ void store_release(unsigned* address, unsigned value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ unsigned load_acquire(const unsigned* address) {
-  unsigned value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-// Waits until a counter is at least as high as wanted, and returns it. In assembly: a loop of three
-// instructions sees the new value sooner than what the compiler makes of a C++ loop.
-__device__ __forceinline__ unsigned wait_for(const unsigned* counter, unsigned wanted) {
-  unsigned value;
-  asm volatile(
-      "{\n"
-      "  .reg .pred waits;\n"
-      "again:\n"
-      "  ld.acquire.gpu.global.u32 %0, [%1];\n"
-      "  setp.lt.u32 waits, %0, %2;\n"
-      "  @waits bra again;\n"
-      "}\n"
-      : "=&r"(value)
-      : "l"(counter), "r"(wanted)
-      : "memory");
-  return value;
-}
-
-// Blocks of all sequences before this one, without knowing their lengths: of packed sequences, each
-// may leave one block unused.
-__device__ __forceinline__ int64_t blocks_before(const int* cu_seqlens, int bidb, int seqlen,
-                                                 int block) {
-  return cu_seqlens == nullptr ? static_cast<int64_t>(bidb) * num_blocks(seqlen, block)
-                               : static_cast<int64_t>(cu_seqlens[bidb] / block) + bidb;
-}
 
 // The row block of a CTA of the kernels before and after the loop.
 template <int kBlockM, typename Params>
@@ -68,10 +25,7 @@ __device__ __forceinline__ Place row_place(const Params& params) {
 template <typename Traits, typename Params, typename BlockInfo>
 __device__ __forceinline__ auto dq_sums(const Params& params, const BlockInfo& info, int bidb,
                                         int bidh, int m_block) {
-  const int64_t before =
-      params.cu_seqlens_q == nullptr
-          ? (static_cast<int64_t>(bidb) * params.h + bidh) * params.seqlen_q_rounded
-          : bidh * (params.total_q + 128ll * params.b) + info.sum_s_q + 128ll * bidb;
+  const int64_t before = sum_rows_before(params, info.sum_s_q, bidb, bidh);
   float* const sums = static_cast<float*>(params.dq_accum_ptr) +
                       (before + m_block * Traits::kBlockM) * Traits::kHeadDim;
   return cute::make_tensor(cute::make_gmem_ptr(sums),
@@ -79,15 +33,10 @@ __device__ __forceinline__ auto dq_sums(const Params& params, const BlockInfo& i
                            cute::Stride<cute::Int<Traits::kHeadDim>, cute::_1>{});
 }
 
-// A CTA's counter when it has added to the row blocks from m_block up. Row blocks go last to first,
-// counters go up; the function is its own inverse.
-__device__ __forceinline__ unsigned progress(int m_block) { return 0x40000000u - m_block; }
-
 // What a CTA works on, and the state of its turns. In shared memory: held in registers beside
 // upstream's loop over row blocks it cost a fifth of the time. Aligned to 128 bytes, as upstream's
 // tiles follow it in shared memory: tiles 16 bytes off cost 2 %.
-struct alignas(128) BwdPlace {
-  int bidb, bidh, n_block;
+struct alignas(128) BwdPlace : KeyPlace {
   unsigned* counter;               // of this key block
   const unsigned* counter_before;  // of the key block before
   // Row blocks from here on are free: the key block before has added to them, or never will. Grows
@@ -120,31 +69,16 @@ static __device__ __noinline__ void wait(int m_block) {
 }
 
 // Draws a ticket, and takes the place that belongs to it: a head where CTAs work on whole heads,
-// else a key block. Key blocks come in order, those of heads_in_flight heads side by side. The
-// first heads of all groups come before the second ones, so that heads of one group, which wait for
-// each other at every key block, do not start together.
+// else a key block.
 template <typename Traits, bool kLocal>
 __device__ __forceinline__ void take_place(const BwdParams& params) {
   if (threadIdx.x == 0) {
     const unsigned ticket = atomicAdd(params.tickets, 1u);
-    const unsigned num_n_blocks =
-        params.whole_heads ? 1 : num_blocks(params.seqlen_k, Traits::kBlockN);
-    const unsigned heads = static_cast<unsigned>(params.b) * params.h;
-    const unsigned first =
-        ticket / (params.heads_in_flight * num_n_blocks) * params.heads_in_flight;
-    const unsigned beside = min(static_cast<unsigned>(params.heads_in_flight), heads - first);
-    const unsigned rest = ticket - first * num_n_blocks;
-    const unsigned head = first + rest % beside;
     BwdPlace& place = shared_place();
-    place.bidb = head / params.h;
-    const int turn = head % params.h;
-    place.bidh = turn % params.h_k * params.h_h_k_ratio + turn / params.h_k;
-    place.n_block = rest / beside;
+    static_cast<KeyPlace&>(place) = place_of_ticket(
+        params, ticket, params.whole_heads ? 1 : num_blocks(params.seqlen_k, Traits::kBlockN));
     if constexpr (Traits::kInTurns) {
-      place.counter = params.progress + place.bidh +
-                      params.h * (blocks_before(params.cu_seqlens_k, place.bidb, params.seqlen_k,
-                                                Traits::kBlockN) +
-                                  place.n_block);
+      place.counter = progress_of(params, place, Traits::kBlockN);
       place.counter_before = place.counter - params.h;
       place.free_above = 0;
       if (params.in_turns && place.n_block > 0) {
@@ -153,9 +87,10 @@ __device__ __forceinline__ void take_place(const BwdParams& params) {
           // The end of upstream's range of row blocks (m_block_max) of the key block before: rows
           // further down see neither it nor any key block before it.
           const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, place.bidb);
-          const int rows = place.n_block * Traits::kBlockN + info.actual_seqlen_q -
-                           info.actual_seqlen_k + params.window_size_left;
-          place.free_above = min(place.free_above, num_blocks(max(rows, 0), Traits::kBlockM));
+          place.free_above =
+              min(place.free_above,
+                  row_blocks_end(params, info.actual_seqlen_q, info.actual_seqlen_k,
+                                 place.n_block - 1, Traits::kBlockM, Traits::kBlockN));
         }
       }
     }
@@ -182,6 +117,7 @@ __device__ __forceinline__ bool next_place(const BwdParams& params) {
 // is; before each it waits, unless it knows that the key block before has been there. Patches call
 // all but the last of these from upstream's kernel:
 //
+//   start   once dk and dv are 0: adds what the caller has given
 //   pass    after the barrier that follows the adding to the row block before
 //   await   before a barrier that comes before the adding to this row block
 //   finish  at the end; returns whether dk and dv are complete and this CTA's to write
@@ -192,6 +128,20 @@ __device__ __forceinline__ bool next_place(const BwdParams& params) {
 // the other warps go on.
 template <typename Traits>
 struct Turns {
+  // Whether dk and dv go to sums that the caller keeps.
+  __device__ __forceinline__ static bool keeps_sums(const BwdParams& params) {
+    return Traits::kMayKeepSums && params.dk_sums != nullptr;
+  }
+
+  template <typename Acc>
+  __device__ __forceinline__ static void start(const BwdParams& params, Acc& acc_dk, Acc& acc_dv) {
+    if (keeps_sums(params)) {
+      const auto load = [](const float* sum, float& value) { value = *sum; };
+      each_sum(params, params.dk_sums, acc_dk, load);
+      each_sum(params, params.dv_sums, acc_dv, load);
+    }
+  }
+
   __device__ __forceinline__ static void pass(const BwdParams& params, int m_block) {
     if constexpr (Traits::kInTurns) {
       if (params.in_turns && threadIdx.x == 0) {
@@ -219,17 +169,19 @@ struct Turns {
         publish(0);
       }
     }
+    if (keeps_sums(params)) {
+      const auto store = [](float* sum, float value) { *sum = value; };
+      each_sum(params, params.dk_sums, acc_dk, store);
+      each_sum(params, params.dv_sums, acc_dv, store);
+      return false;
+    }
     const int group = params.h_h_k_ratio;
     if (group == 1) {
       return true;
     }
     const BwdPlace& place = shared_place();
     const int head = place.bidh % group;
-    const int64_t block =
-        (blocks_before(params.cu_seqlens_k, place.bidb, params.seqlen_k, Traits::kBlockN) +
-         place.n_block) *
-            params.h_k +
-        place.bidh / group;
+    const int64_t block = group_of(params, place, Traits::kBlockN);
     float* const sums =
         params.key_sums + block * (2 * Traits::kBlockN * Traits::kHeadDim) + threadIdx.x;
     if (head > 0) {
@@ -285,6 +237,29 @@ struct Turns {
   }
 
  private:
+  // Visits the caller's sum of each element of dk or dv that this thread holds.
+  template <typename Acc, typename Visit>
+  __device__ __forceinline__ static void each_sum(const BwdParams& params, float* sums, Acc& acc,
+                                                  Visit visit) {
+    const BwdPlace& place = shared_place();
+    const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, place.bidb);
+    const int64_t first =
+        info.sum_s_k == -1 ? static_cast<int64_t>(place.bidb) * params.seqlen_k : info.sum_s_k;
+    typename Traits::TiledMmadKV mma;
+    const auto places =
+        mma.get_thread_slice(threadIdx.x)
+            .partition_C(cute::make_identity_tensor(
+                cute::Shape<cute::Int<Traits::kBlockN>, cute::Int<Traits::kHeadDim>>{}));
+#pragma unroll
+    for (int i = 0; i < size(acc); ++i) {
+      const int key = place.n_block * Traits::kBlockN + cute::get<0>(places(i));
+      const int column = cute::get<1>(places(i));
+      if (key < info.actual_seqlen_k && column < params.d) {
+        visit(sums + ((first + key) * params.h + place.bidh) * params.d + column, acc(i));
+      }
+    }
+  }
+
   static constexpr int kLooking = Traits::kNThreads - 32;  // a thread of the last warp
 
   __device__ __forceinline__ static void publish(int m_block) {

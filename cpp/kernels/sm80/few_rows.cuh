@@ -1,64 +1,28 @@
-// Attention of a few rows (decode): one CTA takes up to 16 rows and one split. Upstream's body
-// gives each warp rows of its own, most of which a decode leaves empty; here the warps share the
-// rows, and divide the keys of a block among them for q k^T, the columns of the head dim for P V.
-// A decode waits for latency and for shared memory, not for arithmetic: q k^T of the next block
-// stands beside P V of this one.
+// Attention of a few rows (decode): one CTA takes up to 16 or 64 rows (row_group.cuh) and one
+// split. Upstream's body gives each warp rows of its own, most of which a decode leaves empty; here
+// the warps of 16 rows divide the keys of a block among them for q k^T, the columns of the head dim
+// for P V. A decode waits for latency and for shared memory, not for arithmetic: q k^T of the next
+// block stands beside P V of this one.
 //
 // The bits are those of upstream's patched body: it sees the same blocks of 64 keys in the same
 // order, each element of q k^T and P V is the same chain of the same tensor core instructions, and
 // what lies between goes through the same functions.
 #pragma once
 
-#include <cutlass/fast_math.h>
-
 #include <type_traits>
 
-#include "kernel_traits.h"  // upstream; its other headers lean on this one
-
-#include "block_info.h"  // upstream
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
 #include "few_rows_traits.h"
-#include "fwd.h"
+#include "row_group.cuh"
 #include "tree/row_end.h"
 #include "tree/softmax_steps.h"
 
 namespace fad {
 
-using FewRowsInfo = FLASH_NAMESPACE::BlockInfo</*Varlen=*/true>;
-
-// Which rows and keys are this CTA's.
-struct FewRowsWork {
-  int cta, bidb, bidh, batch;
-  int rows, seqlen_k;
-  int shift;         // from a row's index to its position among the keys
-  int left, right;   // window, negative for all
-  int n_min, n_max;  // key blocks
-
-  __device__ __forceinline__ FewRowsWork(const FwdParams& params, const FewRowsInfo& info, int cta)
-      : cta(cta),
-        bidb((params.parts.first_cta + cta) / params.h),
-        bidh((params.parts.first_cta + cta) % params.h),
-        batch(row_batch(params, bidb)),
-        rows(info.actual_seqlen_q),
-        seqlen_k(info.actual_seqlen_k),
-        shift(seqlen_k - rows),
-        left(params.window_size_left),
-        right(params.is_causal ? 0 : params.window_size_right) {
-    // Keys that some row sees: [begin, end).
-    const int end = right < 0 ? seqlen_k : min(seqlen_k, rows + shift + right);
-    const int begin = left < 0 ? 0 : max(0, shift - left);
-    const int split_first = blockIdx.y * params.tree.blocks_per_split;
-    n_min = max(begin / kKeysPerBlock, split_first);
-    n_max = end <= 0 ? 0
-                     : min((end + kKeysPerBlock - 1) / kKeysPerBlock,
-                           split_first + params.tree.blocks_per_split);
-  }
-};
-
 // This thread's part of the state. Maximum and rescale factor are those of the rows lane / 4 and 8
-// below. The sum of a row is that of four threads, each of which takes every fourth pair of
-// columns; every second warp sums the same eight rows, and the first two write them.
+// below, of its warp's 16. The sum of a row is that of four threads, each of which takes every
+// fourth pair of columns; every second warp sums the same eight rows, and the first two write them.
 template <typename Traits>
 struct FewRowsState {
   float row_max[2] = {-INFINITY, -INFINITY};
@@ -70,45 +34,9 @@ struct FewRowsState {
 template <typename Traits>
 using FewRowsScores = float[Traits::kWarpKeys / 8][4];
 
-// Softcap, ALiBi and masks.
-template <typename Traits>
-__device__ __forceinline__ void finish_scores(const FwdParams& params, const FewRowsWork& work,
-                                              float slope, int first_key,
-                                              FewRowsScores<Traits>& scores) {
-  constexpr int kScores = Traits::kWarpKeys / 2;
-  const int lane = threadIdx.x % 32;
-  const int warp_key = first_key + threadIdx.x / 32 * Traits::kWarpKeys + lane % 4 * 2;
-  const int position = lane / 4 + work.shift;
-  if (params.softcap > 0.f) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      scores[i / 4][i % 4] = cutlass::fast_tanh(scores[i / 4][i % 4] * params.softcap);
-    }
-  }
-  if (params.alibi_slopes_ptr != nullptr) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int distance = position + i / 2 % 2 * 8 - (warp_key + i / 4 * 8 + i % 2);
-      scores[i / 4][i % 4] = alibi_score(scores[i / 4][i % 4], slope, distance);
-    }
-  }
-  if (first_key + Traits::kKeys > work.seqlen_k || work.left >= 0 || work.right >= 0) {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int row = position + i / 2 % 2 * 8;
-      const int key = warp_key + i / 4 * 8 + i % 2;
-      if (key >= work.seqlen_k || (work.right >= 0 && key > row + work.right) ||
-          (work.left >= 0 && key < row - work.left)) {
-        scores[i / 4][i % 4] = -INFINITY;
-      }
-    }
-  }
-}
-
 // The maximum of each row over this warp's keys, to shared memory.
 template <typename Traits>
 __device__ __forceinline__ void write_maxima(const FewRowsScores<Traits>& scores, float* maxima) {
-  const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -120,7 +48,8 @@ __device__ __forceinline__ void write_maxima(const FewRowsScores<Traits>& scores
     most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));
     most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
     if (lane % 4 == 0) {
-      maxima[(lane / 4 + 8 * half) * Traits::kWarps + warp] = most;
+      const int row = warp_row<Traits>() + lane / 4 + 8 * half;
+      maxima[row * Traits::kSharers + sharer<Traits>()] = most;
     }
   }
 }
@@ -128,11 +57,11 @@ __device__ __forceinline__ void write_maxima(const FewRowsScores<Traits>& scores
 // The running maximum, with this block's.
 template <typename Traits>
 __device__ __forceinline__ float raised_max(const float* maxima, int half, float row_max) {
-  const int row = threadIdx.x % 32 / 4 + 8 * half;
+  const int row = warp_row<Traits>() + threadIdx.x % 32 / 4 + 8 * half;
 #pragma unroll
-  for (int w = 0; w < Traits::kWarps; w += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(maxima + row * Traits::kWarps + w);
-    row_max = fmaxf(row_max, fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+  for (int w = 0; w < Traits::kSharers; w += 2) {
+    const float2 two = *reinterpret_cast<const float2*>(maxima + row * Traits::kSharers + w);
+    row_max = fmaxf(row_max, fmaxf(two.x, two.y));
   }
   return row_max;
 }
@@ -142,11 +71,10 @@ template <typename Traits>
 __device__ __forceinline__ void write_probs(const FewRowsScores<Traits>& scores, float scale,
                                             const float (&new_max)[2], FewRowsState<Traits>& state,
                                             float* probs, typename Traits::Element* probs16) {
-  const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
+    const int row = warp_row<Traits>() + lane / 4 + 8 * half;
     const bool empty = new_max[half] == -INFINITY;
     state.rescale[half] = rescale_factor(state.row_max[half], empty ? 0.f : new_max[half], scale);
     state.row_max[half] = new_max[half];
@@ -155,8 +83,8 @@ __device__ __forceinline__ void write_probs(const FewRowsScores<Traits>& scores,
     for (int tile = 0; tile < Traits::kWarpKeys / 8; ++tile) {
       const float first = scaled_exp2(scores[tile][2 * half], scale, max_scaled);
       const float second = scaled_exp2(scores[tile][2 * half + 1], scale, max_scaled);
-      const int at =
-          row * Traits::kProbsStride + warp * Traits::kWarpKeys + tile * 8 + lane % 4 * 2;
+      const int at = row * Traits::kProbsStride + sharer<Traits>() * Traits::kWarpKeys + tile * 8 +
+                     lane % 4 * 2;
       *reinterpret_cast<float2*>(probs + at) = make_float2(first, second);
       cutlass::Array<typename Traits::Element, 2> two;
       two[0] = static_cast<typename Traits::Element>(first);
@@ -172,7 +100,7 @@ template <typename Traits>
 __device__ __forceinline__ void add_to_sum(const float* probs, FewRowsState<Traits>& state) {
   const int lane = threadIdx.x % 32;
   const int half = threadIdx.x / 32 % 2;
-  const int row = lane / 4 + 8 * half;
+  const int row = warp_row<Traits>() + lane / 4 + 8 * half;
   state.row_sum = rescaled_sum(state.row_sum, half == 0 ? state.rescale[0] : state.rescale[1]);
 #pragma unroll
   for (int pair = 0; pair < Traits::kKeys / 8; ++pair) {
@@ -202,26 +130,26 @@ struct FewRowsSum {
   bool is_mine;
 
   __device__ __forceinline__ explicit FewRowsSum(const FewRowsState<Traits>& state)
-      : row(threadIdx.x % 32 / 4 + 8 * (threadIdx.x / 32 % 2)),
+      : row(warp_row<Traits>() + threadIdx.x % 32 / 4 + 8 * (threadIdx.x / 32 % 2)),
         row_max(threadIdx.x / 32 % 2 == 0 ? state.row_max[0] : state.row_max[1]),
-        is_mine(threadIdx.x / 32 < 2 && threadIdx.x % 4 == 0) {}
+        is_mine(sharer<Traits>() < 2 && threadIdx.x % 4 == 0) {}
 };
 
 template <typename Traits>
-__device__ __forceinline__ void write_part(const FwdParams& params, const FewRowsWork& work,
+__device__ __forceinline__ void write_part(const FwdParams& params, const RowGroup& rows,
                                            const FewRowsState<Traits>& state) {
   const int lane = threadIdx.x % 32;
-  const int column = threadIdx.x / 32 * Traits::kColumns + lane % 4 * 2;
+  const int column = sharer<Traits>() * Traits::kColumns + lane % 4 * 2;
   const int64_t first =
-      (static_cast<int64_t>(blockIdx.y) * params.parts.ctas + work.cta) * params.parts.rows;
+      (static_cast<int64_t>(blockIdx.y) * params.parts.ctas + blockIdx.x) * params.parts.rows;
   const FewRowsSum<Traits> sum(state);
-  if (sum.is_mine && sum.row < work.rows) {
+  if (sum.is_mine && sum.row < rows.count) {
     params.parts.state[first + sum.row] = make_float2(sum.row_max, state.row_sum);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
-    if (row < work.rows) {
+    const int row = warp_row<Traits>() + lane / 4 + 8 * half;
+    if (row < rows.count) {
       float* const part = params.parts.acc + (first + row) * Traits::kHeadDim + column;
 #pragma unroll
       for (int tile = 0; tile < Traits::kColumns / 8; ++tile) {
@@ -234,27 +162,29 @@ __device__ __forceinline__ void write_part(const FwdParams& params, const FewRow
 
 // inverses: room in shared memory for one number a row.
 template <typename Traits>
-__device__ __forceinline__ void write_rows(const FwdParams& params, const FewRowsInfo& info,
-                                           const FewRowsWork& work,
-                                           const FewRowsState<Traits>& state, float* inverses) {
+__device__ __forceinline__ void write_rows(const FwdParams& params, const SequenceInfo& info,
+                                           const RowGroup& rows, const FewRowsState<Traits>& state,
+                                           float* inverses) {
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32;
-  const int column = threadIdx.x / 32 * Traits::kColumns + lane % 4 * 2;
+  const int column = sharer<Traits>() * Traits::kColumns + lane % 4 * 2;
   const FewRowsSum<Traits> sum(state);
   __syncthreads();
   if (sum.is_mine) {
     inverses[sum.row] = inverse_sum(state.row_sum);
   }
   __syncthreads();
-  if (sum.is_mine && sum.row < work.rows) {
-    write_lse(params, info, work.batch, work.bidh, sum.row, sum.row_max, state.row_sum);
+  if (sum.is_mine && sum.row < rows.count) {
+    write_lse(params, info, rows.bidb, rows.head(sum.row), rows.token(sum.row), sum.row_max,
+              state.row_sum);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
-    if (row < work.rows) {
+    const int row = warp_row<Traits>() + lane / 4 + 8 * half;
+    if (row < rows.count) {
       const float inverse = inverses[row];
-      Element* const out = out_row<Element>(params, info, work.batch, work.bidh, row) + column;
+      Element* const out =
+          out_row<Element>(params, info, rows.bidb, rows.head(row), rows.token(row)) + column;
 #pragma unroll
       for (int tile = 0; tile < Traits::kColumns / 8; ++tile) {
         if (column + tile * 8 < params.d) {
@@ -281,32 +211,34 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
   Element* const probs16 = reinterpret_cast<Element*>(probs + Traits::kRows * Traits::kProbsStride);
   float* const maxima = reinterpret_cast<float*>(probs16 + Traits::kRows * Traits::kProbsStride);
 
-  const FewRowsInfo info(params, (params.parts.first_cta + blockIdx.x) / params.h);
-  const FewRowsWork work(params, info, blockIdx.x);
+  const Place place = group_place(params, Traits::kRows, params.parts.first_cta + blockIdx.x);
+  const SequenceInfo info(params, place.bidb);
+  RowGroup rows(params, info, place, Traits::kRows);
+  rows.limit_to_split(params, blockIdx.y);
   const bool whole = params.num_splits == 1;
-  if (work.rows <= 0 || work.batch < 0 || (work.n_max <= work.n_min && !whole)) {
+  if (rows.count <= 0 || (rows.n_max <= rows.n_min && !whole)) {
     return;
   }
-  const int items = 2 * max(work.n_max - work.n_min, 0);
+  const int items = 2 * max(rows.n_max - rows.n_min, 0);
 
-  const int head_k = work.bidh / params.h_h_k_ratio;
-  const KvHead keys = kv_head(params, info, work.bidb, head_k, params.k_ptr, params.k_batch_stride,
+  const int head_k = rows.bidh / params.h_h_k_ratio;
+  const KvHead keys = kv_head(params, info, rows.bidb, head_k, params.k_ptr, params.k_batch_stride,
                               params.k_row_stride, params.k_head_stride);
-  const KvHead values = kv_head(params, info, work.bidb, head_k, params.v_ptr,
+  const KvHead values = kv_head(params, info, rows.bidb, head_k, params.v_ptr,
                                 params.v_batch_stride, params.v_row_stride, params.v_head_stride);
   // Item 2 n is block n of keys, item 2 n + 1 of values; they go around through the slots.
   const auto slot_of = [&](int item) { return smem + item % Traits::kSlots * Traits::kSlotBytes; };
   const PageTable table{
-      Traits::kPaged ? params.block_table + work.bidb * params.block_table_batch_stride : nullptr,
+      Traits::kPaged ? params.block_table + rows.bidb * params.block_table_batch_stride : nullptr,
       params.page_block_size};
-  const auto key_of = [&](int item) { return (work.n_max - 1 - item / 2) * kKeys; };
+  const auto key_of = [&](int item) { return (rows.n_max - 1 - item / 2) * kKeys; };
   const auto pages_of = [&](int item) {  // past the last item: no page is looked up
-    return BlockPages<Traits>(table, item < items ? key_of(item) : work.seqlen_k, work.seqlen_k);
+    return BlockPages<Traits>(table, item < items ? key_of(item) : rows.seqlen_k, rows.seqlen_k);
   };
   const auto start_copy = [&](int item, auto is_values, const BlockPages<Traits>& pages) {
     if (item < items) {
       const int first_key = key_of(item);
-      copy_block<Traits>(is_values ? values : keys, pages, first_key, work.seqlen_k - first_key,
+      copy_block<Traits>(is_values ? values : keys, pages, first_key, rows.seqlen_k - first_key,
                          params.d, slot_of(item));
     }
   };
@@ -316,11 +248,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     const BlockPages<Traits> pages = pages_of(item);
     start_copy(item, std::false_type{}, pages);
     if (item == 0) {
-      copy_queries<Traits>(
-          static_cast<const Element*>(params.q_ptr) +
-              info.q_offset(params.q_batch_stride, params.q_row_stride, work.batch) +
-              work.bidh * params.q_head_stride,
-          params.q_row_stride, work.rows, params.d, q_slot);
+      copy_queries<Traits>(params, info, rows, q_slot);
     }
     cute::cp_async_fence();
     if (item + 1 < Traits::kSlots - 1) {
@@ -329,31 +257,32 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     }
   }
 
-  const float slope =
-      params.alibi_slopes_ptr == nullptr
-          ? 0.f
-          : static_cast<const float*>(
-                params.alibi_slopes_ptr)[work.bidb * params.alibi_slopes_batch_stride + work.bidh] /
-                params.scale_softmax;
-
+  const int lane = threadIdx.x % 32;
+  const ThreadRows mine(params, rows, warp_row<Traits>() + lane / 4);
+  const int thread_key = sharer<Traits>() * Traits::kWarpKeys + lane % 4 * 2;
   FewRowsState<Traits> state;
   uint32_t q[kSteps][4];
   uint32_t k[kKeyTiles][kSteps / 2][4];
   FewRowsScores<Traits> scores = {};
-  const auto multiply_keys = [&](int step) {
+  const auto multiply_keys = [&](int step, const char* slot) {
 #pragma unroll
     for (int tile = 0; tile < kKeyTiles; ++tile) {
-      const uint32_t (&pair)[4] = k[tile][step / 2];
+      uint32_t (&pair)[4] = k[tile][step / 2];
+      if (!Traits::kLoadsAhead && step % 2 == 0) {
+        load_keys<Traits>(slot, tile, step / 2, pair);
+      }
       mma<Element>(scores[tile], q[step], pair[step % 2 * 2], pair[step % 2 * 2 + 1]);
     }
   };
   cute::cp_async_wait<Traits::kSlots - 2>();
   __syncthreads();
-  load_queries<Traits::kHeadDim>(q_slot, q);
-  load_keys<Traits>(slot_of(0), k);
+  load_queries<Traits::kHeadDim>(q_slot, warp_row<Traits>(), q);
+  if (Traits::kLoadsAhead) {
+    load_keys<Traits>(slot_of(0), k);
+  }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    multiply_keys(step);
+    multiply_keys(step, slot_of(0));
   }
 
   using Even = std::bool_constant<Traits::kSlots % 2 != 0>;  // whether item + kSlots is of values
@@ -362,7 +291,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
   for (int item = 0; item < items; item += 2) {
     const BlockPages<Traits> first_pages = pages_of(item + Traits::kSlots - 1);
     const BlockPages<Traits> second_pages = pages_of(item + Traits::kSlots);
-    finish_scores<Traits>(params, work, slope, key_of(item), scores);
+    finish_scores(params, rows, mine, key_of(item) + thread_key, rows.is_cut(key_of(item)), scores);
     write_maxima<Traits>(scores, maxima);
     // After this barrier the maxima are complete, and all have read these keys and the values
     // before them: their slots are free.
@@ -381,11 +310,16 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     __syncthreads();  // probabilities, values and the next keys are complete
 
     // After the last block there are no keys, and the products with them are not used.
-    load_keys<Traits>(slot_of(item + 2), k);
     uint32_t v[2][kTiles][4];
-    load_values<Traits>(slot_of(item + 1), v);
     uint32_t p[4][4];
-    load_probs<Traits>(probs16, p);
+    if (Traits::kLoadsAhead) {
+      load_keys<Traits>(slot_of(item + 2), k);
+      load_values<Traits>(slot_of(item + 1), v);
+#pragma unroll
+      for (int keys16 = 0; keys16 < 4; ++keys16) {
+        load_probs<Traits>(probs16, warp_row<Traits>(), keys16, p[keys16]);
+      }
+    }
     add_to_sum<Traits>(probs, state);
     if (Traits::kFillsApart) {
       start_copy(item + Traits::kSlots, Even{}, second_pages);
@@ -402,12 +336,18 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     // Side by side: each is a chain of tensor core instructions, and waits for itself only.
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      multiply_keys(step);
+      multiply_keys(step, slot_of(item + 2));
 #pragma unroll
       for (int keys16 = step * 4 / kSteps; keys16 < (step + 1) * 4 / kSteps; ++keys16) {
+        if (!Traits::kLoadsAhead) {
+          load_probs<Traits>(probs16, warp_row<Traits>(), keys16, p[keys16]);
+        }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          const uint32_t (&four)[4] = v[keys16 / 2][tile];
+          uint32_t (&four)[4] = v[keys16 / 2][tile];
+          if (!Traits::kLoadsAhead && keys16 % 2 == 0) {
+            load_values<Traits>(slot_of(item + 1), keys16 / 2, tile, four);
+          }
           mma<Element>(state.acc[tile], p[keys16], four[keys16 % 2 * 2], four[keys16 % 2 * 2 + 1]);
         }
       }
@@ -417,9 +357,9 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
   state.row_sum += __shfl_xor_sync(0xffffffff, state.row_sum, 2);
   state.row_sum += __shfl_xor_sync(0xffffffff, state.row_sum, 1);
   if (whole) {
-    write_rows<Traits>(params, info, work, state, maxima);
+    write_rows<Traits>(params, info, rows, state, maxima);
   } else {
-    write_part<Traits>(params, work, state);
+    write_part<Traits>(params, rows, state);
   }
 }
 

@@ -3,8 +3,11 @@
 
 #include <cute/tensor.hpp>
 
+#include "kernel_traits.h"  // upstream; its other headers lean on this one
+
 #include "few_rows_traits.h"
 #include "kv_rows.h"
+#include "row_group.cuh"
 
 namespace fad {
 
@@ -34,6 +37,10 @@ __device__ __forceinline__ KvHead kv_head(const FwdParams& params, const Info& i
   const int64_t first =
       Layout::offset(params, info, batch_stride, row_stride, bidb) + head * head_stride;
   return {static_cast<const char*>(data) + 2 * first, 2 * row_stride, 2 * batch_stride};
+}
+
+__device__ __forceinline__ void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // Where the rows of a block lie: pages hold a multiple of 16, and each of a warp's lanes looks up
@@ -110,20 +117,22 @@ __device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages<
   }
 }
 
-// Starts the copy of the queries of a head, FewRowsTraits::kRows of them; rows from `rows` on and
-// columns from d on are zeros.
+// Starts the copy of the queries of a row block, FewRowsTraits::kRows of them; rows past the last
+// and columns from d on are zeros.
 template <typename Traits>
-__device__ __forceinline__ void copy_queries(const void* q, int64_t row_stride, int rows, int d,
-                                             char* slot) {
+__device__ __forceinline__ void copy_queries(const FwdParams& params, const SequenceInfo& info,
+                                             const RowGroup& rows, char* slot) {
   using Chunk = cute::uint128_t;
 #pragma unroll
   for (int first = 0; first < Traits::kRows * Traits::kChunks; first += Traits::kThreads) {
     const int row = (first + threadIdx.x) / Traits::kChunks;
     const int chunk = (first + threadIdx.x) % Traits::kChunks;
-    const bool inside = row < rows && chunk * 8 < d;
+    const bool inside = row < rows.count && chunk * 8 < params.d;
+    const auto* const source = reinterpret_cast<const Chunk*>(
+        query_row<typename Traits::Element>(params, info, rows, inside ? row : 0));
     if (Traits::kRows * Traits::kChunks % Traits::kThreads == 0 || row < Traits::kRows) {
       cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(
-          static_cast<const Chunk*>(q)[inside ? row * row_stride / 8 + chunk : 0],
+          source[inside ? chunk : 0],
           *reinterpret_cast<Chunk*>(slot + slot_offset<Traits::kHeadDim>(row, chunk)), inside);
     }
   }

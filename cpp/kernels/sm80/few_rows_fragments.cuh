@@ -19,65 +19,87 @@ __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uin
           acc[3]);
 }
 
-// q, as the tensor cores take it: 16 columns a step.
+// q of 16 rows, as the tensor cores take it: 16 columns a step.
 template <int kHeadDim, int kSteps>
-__device__ __forceinline__ void load_queries(const char* slot, uint32_t (&q)[kSteps][4]) {
+__device__ __forceinline__ void load_queries(const char* slot, int first_row,
+                                             uint32_t (&q)[kSteps][4]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     cute::SM75_U32x4_LDSM_N::copy(
         *reinterpret_cast<const cute::uint128_t*>(
-            slot + slot_offset<kHeadDim>(lane % 16, step * 2 + lane / 16)),
+            slot + slot_offset<kHeadDim>(first_row + lane % 16, step * 2 + lane / 16)),
         q[step][0], q[step][1], q[step][2], q[step][3]);
   }
 }
 
-// This warp's keys: eight of them to a tile, two steps of q to a pair.
+// Eight keys, and 32 columns (two steps of q) of them.
+template <int kHeadDim>
+__device__ __forceinline__ void load_eight_keys(const char* slot, int first_key, int pair,
+                                                uint32_t (&k)[4]) {
+  const int lane = threadIdx.x % 32;
+  cute::SM75_U32x4_LDSM_N::copy(
+      *reinterpret_cast<const cute::uint128_t*>(
+          slot + slot_offset<kHeadDim>(first_key + lane % 8, pair * 4 + lane / 8)),
+      k[0], k[1], k[2], k[3]);
+}
+
+// Some of this warp's keys.
+template <typename Traits>
+__device__ __forceinline__ void load_keys(const char* slot, int tile, int pair, uint32_t (&k)[4]) {
+  const int first_key = sharer<Traits>() * Traits::kWarpKeys + tile * 8;
+  load_eight_keys<Traits::kHeadDim>(slot, first_key, pair, k);
+}
+
 template <typename Traits, int kTiles, int kPairs>
 __device__ __forceinline__ void load_keys(const char* slot, uint32_t (&k)[kTiles][kPairs][4]) {
-  const int lane = threadIdx.x % 32;
-  const int first_row = threadIdx.x / 32 * Traits::kWarpKeys + lane % 8;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      cute::SM75_U32x4_LDSM_N::copy(
-          *reinterpret_cast<const cute::uint128_t*>(
-              slot + slot_offset<Traits::kHeadDim>(first_row + tile * 8, pair * 4 + lane / 8)),
-          k[tile][pair][0], k[tile][pair][1], k[tile][pair][2], k[tile][pair][3]);
+      load_keys<Traits>(slot, tile, pair, k[tile][pair]);
     }
   }
 }
 
-// This warp's columns of the values: eight of them to a tile, 32 keys to a half.
+// Eight columns of the values, and 32 keys (two steps of P V) of them. kColumns: of a row.
+template <int kColumns>
+__device__ __forceinline__ void load_eight_columns(const char* slot, int half, int chunk,
+                                                   uint32_t (&v)[4]) {
+  const int lane = threadIdx.x % 32;
+  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(
+                                    slot + slot_offset<kColumns>(half * 32 + lane, chunk)),
+                                v[0], v[1], v[2], v[3]);
+}
+
+// Some of this warp's columns.
+template <typename Traits>
+__device__ __forceinline__ void load_values(const char* slot, int half, int tile,
+                                            uint32_t (&v)[4]) {
+  const int chunk = sharer<Traits>() * (Traits::kColumns / 8) + tile;
+  load_eight_columns<Traits::kHeadDim>(slot, half, chunk, v);
+}
+
 template <typename Traits, int kTiles>
 __device__ __forceinline__ void load_values(const char* slot, uint32_t (&v)[2][kTiles][4]) {
-  const int lane = threadIdx.x % 32;
-  const int first_chunk = threadIdx.x / 32 * kTiles;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      cute::SM75_U16x8_LDSM_T::copy(
-          *reinterpret_cast<const cute::uint128_t*>(
-              slot + slot_offset<Traits::kHeadDim>(half * 32 + lane, first_chunk + tile)),
-          v[half][tile][0], v[half][tile][1], v[half][tile][2], v[half][tile][3]);
+      load_values<Traits>(slot, half, tile, v[half][tile]);
     }
   }
 }
 
-// Probabilities of all keys of the block: 16 of them to a step.
+// Probabilities of 16 rows and 16 keys.
 template <typename Traits>
-__device__ __forceinline__ void load_probs(const typename Traits::Element* probs,
-                                           uint32_t (&p)[4][4]) {
+__device__ __forceinline__ void load_probs(const typename Traits::Element* probs, int first_row,
+                                           int keys16, uint32_t (&p)[4]) {
   const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    cute::SM75_U32x4_LDSM_N::copy(
-        *reinterpret_cast<const cute::uint128_t*>(probs + lane % 16 * Traits::kProbsStride +
-                                                  step * 16 + lane / 16 * 8),
-        p[step][0], p[step][1], p[step][2], p[step][3]);
-  }
+  cute::SM75_U32x4_LDSM_N::copy(
+      *reinterpret_cast<const cute::uint128_t*>(
+          probs + (first_row + lane % 16) * Traits::kProbsStride + keys16 * 16 + lane / 16 * 8),
+      p[0], p[1], p[2], p[3]);
 }
 
 }  // namespace fad

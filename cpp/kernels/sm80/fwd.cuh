@@ -1,5 +1,5 @@
 // The sm80 family's forward for one (dtype, head dim): upstream's body, for one CTA per row block
-// or one per split of it; the few-rows kernel; the merge kernel.
+// or one per split of it; the few-rows kernel; the scores kernel; the merge kernel.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -9,7 +9,10 @@
 #include "fwd.h"
 #include "launch.h"
 #include "merge.cuh"
+#include "scores.cuh"
+#include "scores_first.h"
 #include "tree/masking.h"
+#include "values.h"
 
 namespace fad {
 
@@ -64,12 +67,33 @@ void launch_few_rows(const FwdParams& params, unsigned ctas, cudaStream_t stream
                                    Traits::kSharedBytes, Traits::kSharedBytes, stream, params);
 }
 
+// ctas: row blocks, all those of some (sequence, group of heads).
+template <typename Element, int kHeadDim>
+void launch_scores_first(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
+  using Traits = ScoresTraits<Element, kHeadDim>;
+  const unsigned units = ctas / num_blocks(params.seqlen_q * params.group, kScoreRows);
+  launch<&scores_kernel<Traits>>(units * num_blocks(params.scores.blocks, Traits::kWarps),
+                                 Traits::kThreads, Traits::kSharedBytes, Traits::kSharedBytes,
+                                 stream, params);
+  launch_values<Element>(params, ctas, stream);
+}
+
 // An entry of the instance table.
 template <typename Element, int kHeadDim, Path kPath, int kBlockM, int kWarps, Features kCovers>
 constexpr FwdKernel fwd_entry() {
-  if constexpr (kPath == Path::kFewRows) {
-    using Traits = FewRowsTraits<Element, kHeadDim, (kCovers & kPaged) != 0>;
-    static_assert(Traits::kRows == kBlockM && Traits::kWarps == kWarps, "instances.json");
+  if constexpr (kPath == Path::kScoresFirst) {
+    using Traits = ScoresTraits<Element, kHeadDim>;
+    static_assert(kScoreRows == kBlockM && Traits::kWarps == kWarps, "instances.json");
+    return {Family::kSm80,
+            kPath,
+            kCovers,
+            kBlockM,
+            Traits::kSharedBytes,
+            Traits::kSharedBytes,
+            &launch_scores_first<Element, kHeadDim>};
+  } else if constexpr (kPath == Path::kFewRows) {
+    using Traits = FewRowsTraits<Element, kHeadDim, kBlockM, (kCovers & kPaged) != 0>;
+    static_assert(Traits::kWarps == kWarps, "instances.json");
     return {Family::kSm80,
             kPath,
             kCovers,

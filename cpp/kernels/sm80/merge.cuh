@@ -2,36 +2,14 @@
 // functions that the one-CTA path uses.
 #pragma once
 
-#include "block_info.h"  // upstream
 #include "launch.h"
 #include "params.h"
-#include "row_block.h"
+#include "row_group.cuh"
 #include "tree/row_end.h"
 #include "tree/softmax_steps.h"
 #include "tree/split_state.h"
 
 namespace fad {
-
-struct SplitRange {
-  int first, last;  // last < first: no key is visible
-};
-
-// The splits that hold a row's visible keys, whatever tile its parts were computed with.
-template <typename Info>
-__device__ __forceinline__ SplitRange visible_splits(const FwdParams& params, const Info& info,
-                                                     int row) {
-  const int diagonal = row + info.actual_seqlen_k - info.actual_seqlen_q;
-  int begin = 0;
-  int end = info.actual_seqlen_k;
-  if (params.is_causal || params.window_size_right >= 0) {
-    end = min(end, diagonal + 1 + max(params.window_size_right, 0));
-  }
-  if (params.window_size_left >= 0) {
-    begin = max(begin, diagonal - params.window_size_left);
-  }
-  const int split_tokens = params.tree.blocks_per_split * kKeysPerBlock;
-  return {begin / split_tokens, end > begin ? num_blocks(end, split_tokens) - 1 : -1};
-}
 
 // One warp to a row; a lane takes columns lane, lane + 32, ...
 template <typename Element, int kHeadDim>
@@ -45,12 +23,13 @@ __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
     return;
   }
   const int cta = index / params.parts.rows;
-  const auto [bidb, bidh, m_block] =
-      place_of(params, params.parts.block_m, params.parts.first_cta + cta);
-  const int row = m_block * params.parts.block_m + (index - cta * params.parts.rows);
-  const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
-  const int batch = row_batch(params, bidb);
-  if (row >= info.actual_seqlen_q || batch < 0) {
+  const auto [bidb, first_head, m_block] =
+      group_place(params, params.parts.block_m, params.parts.first_cta + cta);
+  const int group_row = m_block * params.parts.block_m + (index - cta * params.parts.rows);
+  const int row = group_row / params.group;
+  const int bidh = first_head + group_row % params.group;
+  const SequenceInfo info(params, bidb);
+  if (row >= info.actual_seqlen_q) {
     return;
   }
 
@@ -97,7 +76,7 @@ __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
   }
 
   const float inverse = __fmul_rn(inverse_sum(row_sum), params.rp_dropout);  // 1 without dropout
-  Element* const out = out_row<Element>(params, info, batch, bidh, row);
+  Element* const out = out_row<Element>(params, info, bidb, bidh, row);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (lane + 32 * i < params.d) {
@@ -105,7 +84,7 @@ __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
     }
   }
   if (lane == 0) {
-    write_lse(params, info, batch, bidh, row, row_max, row_sum);
+    write_lse(params, info, bidb, bidh, row, row_max, row_sum);
   }
 }
 

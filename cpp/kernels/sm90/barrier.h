@@ -62,6 +62,30 @@ __device__ __forceinline__ void store_shared(uint32_t address, float4 value) {
                : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float2 value) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 __device__ __forceinline__ int4 load_shared_ints(uint32_t address) {
   int4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -85,6 +109,19 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+
+// Places in a ring of blocks in shared memory.
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int blocks) {
+    if (++slot == blocks) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 // Moves registers between the warpgroups of a CTA.
 template <int kRegisters>

@@ -9,6 +9,7 @@
 #include "../tree/softmax_steps.h"
 #include "../tree/split_state.h"
 #include "barrier.h"
+#include "fragment.h"
 #include "fwd_tile.h"
 #include "fwd_walk.h"
 #include "wgmma.h"
@@ -21,17 +22,6 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
-template <typename Element>
-__device__ __forceinline__ uint32_t packed(float low, float high) {
-  uint32_t pair;
-  if constexpr (std::is_same_v<Element, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  }
-  return pair;
-}
-
 // Over the four threads that share a row, in the order of upstream's Allreduce<4>.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -41,22 +31,6 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x = __fadd_rn(x, __shfl_xor_sync(~0u, x, 2));
   return __fadd_rn(x, __shfl_xor_sync(~0u, x, 1));
-}
-
-// Four words of each of four neighbouring threads, transposed: thread i gets word i of each.
-__device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  const int lane = threadIdx.x % 4;
-  const bool odd = lane & 1;
-  const bool upper = lane & 2;
-  const uint32_t ab = __shfl_xor_sync(~0u, odd ? a : b, 1);
-  const uint32_t cd = __shfl_xor_sync(~0u, odd ? c : d, 1);
-  const uint32_t a1 = odd ? ab : a;
-  const uint32_t b1 = odd ? b : ab;
-  const uint32_t c1 = odd ? cd : c;
-  const uint32_t d1 = odd ? d : cd;
-  const uint32_t ac = __shfl_xor_sync(~0u, upper ? a1 : c1, 2);
-  const uint32_t bd = __shfl_xor_sync(~0u, upper ? b1 : d1, 2);
-  return upper ? make_uint4(ac, bd, c1, d1) : make_uint4(a1, b1, ac, bd);
 }
 
 // The running softmax of the thread's two rows.
@@ -153,6 +127,27 @@ __device__ __forceinline__ void rescale(float (&acc)[kCount], const float (&fact
   }
 }
 
+// Two floats, or zeros where `present` is false: predicated, as branches would keep loads from
+// running side by side.
+__device__ __forceinline__ float2 load_pair_if(bool present, const float* from) {
+  float2 pair;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, "
+      "0f00000000;\n@p ld.global.v2.f32 {%0, %1}, [%2];\n}\n"
+      : "=&f"(pair.x), "=&f"(pair.y)
+      : "l"(from), "r"(static_cast<int>(present))
+      : "memory");
+  return pair;
+}
+
+__device__ __forceinline__ void store_pair_if(bool present, float* to, float2 pair) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%2], {%0, %1};\n}\n" ::"f"(
+          pair.x),
+      "f"(pair.y), "l"(to), "r"(static_cast<int>(present))
+      : "memory");
+}
+
 // Where the state of the later splits waits while an earlier one is worked on: a thread's own part,
 // in shared memory and, where that is too small, in its rows of the output.
 template <typename T>
@@ -169,78 +164,103 @@ struct Waiting {
     if (column < T::kStateColumns) {
       return load_shared(shared + column * 128 * 16);
     }
-    float4 value = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (column < out_columns) {
-      if (out[0] != nullptr) {
-        const float2 pair = *at(0, column);
-        value.x = pair.x;
-        value.y = pair.y;
-      }
-      if (out[1] != nullptr) {
-        const float2 pair = *at(1, column);
-        value.z = pair.x;
-        value.w = pair.y;
-      }
-    }
-    return value;
+    const float2 upper = load_pair_if(in_row(0, column), at(0, column));
+    const float2 lower = load_pair_if(in_row(1, column), at(1, column));
+    return make_float4(upper.x, upper.y, lower.x, lower.y);
   }
 
   __device__ __forceinline__ void store(int column, float4 value) const {
     if (column < T::kStateColumns) {
       store_shared(shared + column * 128 * 16, value);
-    } else if (column < out_columns) {
-      if (out[0] != nullptr) {
-        *at(0, column) = make_float2(value.x, value.y);
-      }
-      if (out[1] != nullptr) {
-        *at(1, column) = make_float2(value.z, value.w);
-      }
+    } else {
+      store_pair_if(in_row(0, column), at(0, column), make_float2(value.x, value.y));
+      store_pair_if(in_row(1, column), at(1, column), make_float2(value.z, value.w));
     }
   }
 
  private:
-  __device__ __forceinline__ float2* at(int r, int column) const {
-    return reinterpret_cast<float2*>(out[r] + (column - T::kStateColumns) * 8);
+  __device__ __forceinline__ bool in_row(int r, int column) const {
+    return out[r] != nullptr && column < out_columns;
+  }
+
+  __device__ __forceinline__ float* at(int r, int column) const {
+    return out[r] + (column - T::kStateColumns) * 8;
   }
 };
 
-// The split that `rows` and `acc` hold is done: what waits is merged into it.
-template <typename T>
+// The split that `rows` and `acc` hold is done: what waits is merged into it. kKeep: the result
+// then waits for the next split; each column is stored as soon as it is merged, which frees its
+// registers. Loads run kMergeColumns columns ahead.
+template <typename T, bool kKeep>
 __device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting<T>& waiting,
                                               RowState& rows, float (&acc)[T::kHeadDim / 2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.sum[r] = quad_sum(rows.sum[r]);
   }
-  if (waiting.any) {
-    const MergeWeights upper = merge_state(waiting.rows.max[0], waiting.rows.sum[0], rows.max[0],
-                                           rows.sum[0], call.scale_log2);
-    const MergeWeights lower = merge_state(waiting.rows.max[1], waiting.rows.sum[1], rows.max[1],
-                                           rows.sum[1], call.scale_log2);
+  const auto keep = [&](int column) {
+    if constexpr (kKeep) {
+      const float* const a = acc + 4 * column;
+      waiting.store(column, make_float4(a[0], a[1], a[2], a[3]));
+    }
+  };
+  if (!waiting.any) {
 #pragma unroll
     for (int j = 0; j < T::kColumns; ++j) {
-      const float4 later = waiting.load(j);
-      float* const a = acc + 4 * j;
-      a[0] = merge_value(later.x, upper.later, a[0], upper.earlier);
-      a[1] = merge_value(later.y, upper.later, a[1], upper.earlier);
-      a[2] = merge_value(later.z, lower.later, a[2], lower.earlier);
-      a[3] = merge_value(later.w, lower.later, a[3], lower.earlier);
-      if (j % 2 == 1) {
-        hold(acc);  // loads must not pile up in registers
+      keep(j);
+    }
+    return;
+  }
+  const MergeWeights upper = merge_state(waiting.rows.max[0], waiting.rows.sum[0], rows.max[0],
+                                         rows.sum[0], call.scale_log2);
+  const MergeWeights lower = merge_state(waiting.rows.max[1], waiting.rows.sum[1], rows.max[1],
+                                         rows.sum[1], call.scale_log2);
+  constexpr int kAhead = T::kMergeColumns;
+  float4 later[kAhead];
+#pragma unroll
+  for (int j = 0; j < kAhead; ++j) {
+    later[j] = waiting.load(j);
+  }
+#pragma unroll
+  for (int first = 0; first < T::kColumns; first += kAhead) {
+    float4 next[kAhead];
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      if (first + kAhead < T::kColumns) {
+        next[j] = waiting.load(first + kAhead + j);
       }
+    }
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) {
+      float* const a = acc + 4 * (first + j);
+      a[0] = merge_value(later[j].x, upper.later, a[0], upper.earlier);
+      a[1] = merge_value(later[j].y, upper.later, a[1], upper.earlier);
+      a[2] = merge_value(later[j].z, lower.later, a[2], lower.earlier);
+      a[3] = merge_value(later[j].w, lower.later, a[3], lower.earlier);
+      keep(first + j);
+      later[j] = next[j];
     }
   }
 }
 
+// Q of the warpgroup's rows as an operand in registers: of each 16 columns, a thread's two rows and
+// two pairs of columns. Boxes are swizzled as wgmma.h says.
 template <typename T>
-__device__ __forceinline__ void let_wait(Waiting<T>& waiting, const RowState& rows,
-                                         const float (&acc)[T::kHeadDim / 2]) {
+__device__ __forceinline__ void load_query_words(uint32_t queries, int thread,
+                                                 uint32_t (&words)[T::kHeadDim / 4]) {
+  const int lane = thread % 32;
+  const int row = thread / 32 * 16 + lane / 4;
+  const uint32_t at = queries + row * kBoxRowBytes + lane % 4 * 4;
 #pragma unroll
-  for (int j = 0; j < T::kColumns; ++j) {
-    waiting.store(j, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+  for (int i = 0; i < T::kHeadDim / 16; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int unit = (i % 4 * 2 + half) ^ (row % 8);
+      const uint32_t pair = at + i / 4 * T::kQBoxBytes + unit * 16;
+      words[4 * i + 2 * half] = load_shared_word(pair);
+      words[4 * i + 2 * half + 1] = load_shared_word(pair + 8 * kBoxRowBytes);
+    }
   }
-  waiting.rows = rows;
-  waiting.any = true;
 }
 
 template <typename T>
@@ -256,6 +276,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   float scores[T::kKeys / 2];
   float acc[T::kHeadDim / 2];
   uint32_t weights[T::kKeys / 4];  // exponentials in 16 bit, as an operand
+  [[maybe_unused]] uint32_t query_words[T::kHeadDim / 4];
   StepScales<T::kSteps> scales;
   Ring ring;
 
@@ -265,6 +286,12 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   const auto free_block = [&](const Ring& at) {
     if (lane == 0) {
       barrier_arrive(shared + T::kEmpty + 8 * at.slot);
+    }
+  };
+  const auto free_queries = [&] {
+    __syncwarp();  // the other lanes have read theirs
+    if (lane == 0) {
+      barrier_arrive(q_empty);
     }
   };
   const auto block_at = [&](const Ring& at) {
@@ -289,6 +316,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 #pragma unroll 1
     for (; count > 0; --count) {
       wait_full(ring);
+      __syncwarp();  // no lane may still wait for a phase that lane 0 lets pass
       free_block(ring);
       ring.advance(call.blocks);
     }
@@ -302,13 +330,19 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     }
   };
   const auto issue_scores = [&](const Ring& at) {
-    const uint64_t q = operand(queries, 16);
+    [[maybe_unused]] const uint64_t q = operand(queries, 16);
     const uint64_t k = operand(block_at(at), 16);
 #pragma unroll
     for (int i = 0; i < T::kHeadDim / 16; ++i) {
       const int in_box = i % 4 * kOperandColumns16;
-      SharedProduct<Element, T::kKeys>::issue(scores, q + (i / 4 * T::kQBoxBytes / 16 + in_box),
-                                              k + (i / 4 * T::kBoxBytes / 16 + in_box), i > 0);
+      const uint64_t keys = k + (i / 4 * T::kBoxBytes / 16 + in_box);
+      if constexpr (T::kQueriesInRegisters) {
+        RegisterProduct<Element, T::kKeys, Contiguous::kK>::issue(scores, query_words + 4 * i, keys,
+                                                                  i > 0);
+      } else {
+        SharedProduct<Element, T::kKeys>::issue(scores, q + (i / 4 * T::kQBoxBytes / 16 + in_box),
+                                                keys, i > 0);
+      }
     }
   };
   const auto issue_values = [&](const Ring& at, int step, bool accumulate) {
@@ -331,7 +365,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   for (int turn = 0;; ++turn) {
     const uint32_t work_at = shared + T::kWorkAt + 32 * (turn & 1);
     barrier_wait(shared + T::kWorkFull + 8 * (turn & 1), turn >> 1 & 1);
-    const Work work = read_work(work_at);
+    const Work work = read_work_by_warp(work_at);
     if (work.first_row < 0) {
       return;
     }
@@ -365,7 +399,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     };
     const auto find_out = [&] {
       if constexpr (Waiting<T>::kUsesOut) {
-        const Work now = read_work(work_at);
+        const Work now = read_work_by_warp(work_at);
         waiting.out_columns = call.head_dim / 8;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -412,6 +446,10 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         pass_steps(hidden_after - 1);
       }
       barrier_wait(q_full, turn & 1);
+      if constexpr (T::kQueriesInRegisters) {
+        load_query_words<T>(queries, thread, query_words);
+        free_queries();
+      }
       wait_full(ring);
       hold(scores);
       wgmma_fence();
@@ -478,15 +516,17 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         hold(weights);
         free_block(v_at);
         if constexpr (kNewSplit) {
+          pack_weights();  // leaves the registers of the scores to the merge
           find_out();
-          merge_waiting(call, waiting, done, acc);
-          let_wait(waiting, done, acc);
+          merge_waiting<T, true>(call, waiting, done, acc);
+          waiting.rows = done;
+          waiting.any = true;
           empty_acc = true;
         } else {
           rescale(acc, scales.factor[0]);
           empty_acc = false;
+          pack_weights();
         }
-        pack_weights();
       };
 #pragma unroll 1
       for (;;) {
@@ -502,8 +542,8 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         --block;
         step(std::true_type{});
       }
-      if (lane == 0) {
-        barrier_arrive(q_empty);
+      if constexpr (!T::kQueriesInRegisters) {
+        free_queries();
       }
 
       const int hidden_before = own.begin - tile_blocks.begin;
@@ -536,7 +576,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         pass(1);
       }
       find_out();
-      merge_waiting(call, waiting, rows, acc);
+      merge_waiting<T, false>(call, waiting, rows, acc);
       __syncwarp();  // the rows of the output are free
     } else {
       if (tile_blocks.end > tile_blocks.begin) {
@@ -545,9 +585,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         pass(1);
       }
       barrier_wait(q_full, turn & 1);
-      if (lane == 0) {
-        barrier_arrive(q_empty);
-      }
+      free_queries();
 #pragma unroll
       for (int j = 0; j < T::kHeadDim / 2; ++j) {
         acc[j] = 0.f;
@@ -556,7 +594,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 
     // The end of the rows. Four threads exchange columns, so that each stores eight of them at
     // once.
-    const Work now = read_work(work_at);
+    const Work now = read_work_by_warp(work_at);
     const int64_t lse_at =
         (call.cu_seqlens_q == nullptr ? now.bidb * call.lse_batch_stride : now.q_row) +
         now.bidh * call.lse_head_stride + now.first_row + group * kGroupRows + row_in_group;

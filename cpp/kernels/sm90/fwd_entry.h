@@ -39,6 +39,9 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
   }
   params.leftpad_k = call.leftpad_k;
   params.cache_batch_idx = call.cache_batch_idx;
+  params.block_table = call.block_table;
+  params.block_table_batch_stride = call.block_table_batch_stride;
+  params.page_size = call.page_block_size;
   params.window_left = call.window_size_left;
   params.window_right = call.window_size_right;
   params.softcap = call.softcap;
@@ -52,12 +55,17 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
 template <int kHeadDim, int kBlockM>
 bool takes(const fad::FwdParams& call, const Tree& tree) {
   const FwdParams params = params_of(call, tree);
-  return params.split_tokens % fwd_shape(kHeadDim, kBlockM).keys == 0 && supports(params);
+  constexpr int kKeys = fwd_shape(kHeadDim, kBlockM).keys;
+  // A block of keys is loaded at once: it lies in one split, and in one page.
+  const bool whole_blocks =
+      params.block_table == nullptr || (params.page_size > 0 && params.page_size % kKeys == 0);
+  return params.split_tokens % kKeys == 0 && whole_blocks && supports(params);
 }
 
 // launch is compiled for Hopper.
 template <int kHeadDim, int kBlockM, Features kCovers>
 constexpr FwdKernel fwd_entry(void (*launch)(const fad::FwdParams&, unsigned, cudaStream_t)) {
+  static_assert((kCovers & kPaged) == 0 || takes_pages(fwd_shape(kHeadDim, kBlockM).keys));
   return {Family::kSm90, Path::kOneCta,       kCovers,
           kBlockM,       kSharedBytes,        kSharedBytes,
           launch,        /*persistent=*/true, &takes<kHeadDim, kBlockM>};

@@ -73,6 +73,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   call.heads_per_kv = params.heads / params.heads_k;
   const bool splits = params.split_tokens > 0 && params.seqlen_k > params.split_tokens;
   call.split_blocks = splits ? params.split_tokens / T::kKeys : kUnlimited;
+  call.page_blocks = params.page_size / T::kKeys;
   call.blocks = splits ? T::kBlocks : T::kBlocksAlone;
   // K and V of the heads that are worked on together should stay in L2.
   constexpr int64_t kL2Bytes = 24 << 20;
@@ -85,7 +86,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const bool packed_q = params.cu_seqlens_q != nullptr;
-  const bool packed_k = params.cu_seqlens_k != nullptr;
+  const bool packed_k = keys_are_packed(params);
   const auto map = [&](const Rows& rows, bool packed, int batch, int64_t count, int heads,
                        int box_rows) {
     return tensor_map({rows.data, rows.batch_stride, rows.row_stride, rows.head_stride,
@@ -95,7 +96,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const CUtensorMap q_map =
       map(params.q, packed_q, params.batch, packed_q ? params.total_q : params.seqlen_q,
           params.heads, kGroupRows);
-  const int64_t rows_k = packed_k ? params.total_k : params.seqlen_k;
+  const int64_t rows_k = key_rows(params);
   const CUtensorMap k_map =
       map(params.k, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);
   const CUtensorMap v_map =

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "tma.h"
+
 namespace fad::sm90 {
 
 // Rows of one tensor. Strides in elements; the last dimension is contiguous.
@@ -36,7 +38,12 @@ struct FwdParams {
   const int* seqused_k;        // (batch): keys in use; nullptr: all
   const int* leftpad_k;        // (batch): rows before a sequence's first key; nullptr: none
   const int* cache_batch_idx;  // (batch): which sequence of k and v; nullptr: the same
-  int seqlen_new;              // keys in use beyond seqused_k: those appended by this call
+  // (batch, pages of the longest sequence): which sequences of k and v hold a sequence's keys, in
+  // order, page_size keys each; nullptr: k and v are not in pages. Not together with the two above.
+  const int* block_table;
+  int64_t block_table_batch_stride;
+  int page_size;
+  int seqlen_new;  // keys in use beyond seqused_k: those appended by this call
 
   int window_left, window_right;  // keys visible before and after the diagonal; below 0: all.
                                   // The diagonal ends at the last key: causal is (-1, 0).
@@ -50,25 +57,36 @@ struct FwdParams {
   unsigned* tile_counter;
 };
 
+inline bool keys_are_packed(const FwdParams& params) {
+  return params.cu_seqlens_k != nullptr && params.block_table == nullptr;
+}
+
+// Rows of one sequence of k and v, or of all where they are packed.
+inline int64_t key_rows(const FwdParams& params) {
+  return params.block_table != nullptr ? params.page_size
+         : keys_are_packed(params)     ? params.total_k
+                                       : params.seqlen_k;
+}
+
 // Whether the kernel takes tensors laid out like this.
 inline bool supports(const FwdParams& params) {
   const auto fits = [&](const Rows& rows, int64_t batch, int64_t count, int heads) {
-    const auto stride = [](int64_t value, int64_t size) {
-      return size == 1 || (value > 0 && value % 8 == 0 && value < (int64_t{1} << 39));
-    };
-    return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && stride(rows.row_stride, count) &&
-           stride(rows.head_stride, heads) && stride(rows.batch_stride, batch);
+    return can_map({rows.data, rows.batch_stride, rows.row_stride, rows.head_stride, batch, count,
+                    heads, params.head_dim});
   };
   const bool packed_q = params.cu_seqlens_q != nullptr;
-  const bool packed_k = params.cu_seqlens_k != nullptr;
+  const bool packed_k = keys_are_packed(params);
   const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
-  const int64_t rows_k = packed_k ? params.total_k : params.seqlen_k;
+  const int64_t rows_k = key_rows(params);
   // The kernel numbers its tiles, of 64 rows or more, with an int.
   const int64_t tiles =
       static_cast<int64_t>(params.batch) * params.heads * ((params.seqlen_q + 63) / 64);
-  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 && rows_q > 0 &&
-         rows_k > 0 && params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
-         rows_q < (int64_t{1} << 31) && rows_k < (int64_t{1} << 31) &&
+  const bool paged = params.block_table != nullptr;
+  if (paged && (params.leftpad_k != nullptr || params.cache_batch_idx != nullptr)) {
+    return false;
+  }
+  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 &&
+         params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
          fits(params.q, packed_q ? 1 : params.batch, rows_q, params.heads) &&
          fits(params.k, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
          fits(params.v, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&

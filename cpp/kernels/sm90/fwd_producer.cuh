@@ -35,7 +35,7 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int tile, int& k_ro
   int length = call.cu_seqlens_k == nullptr ? call.seqlen_k : call.cu_seqlens_k[b + 1] - first_k;
   length = (call.seqused_k == nullptr ? length : call.seqused_k[b]) + call.seqlen_new - pad;
   work.seqlen_k = within(length, call.seqlen_k - pad);
-  k_row = first_k + pad;
+  k_row = call.block_table == nullptr ? first_k + pad : 0;
   return work;
 }
 
@@ -102,6 +102,15 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
                                                         : work.bidb;
     const int head = work.bidh / call.heads_per_kv;
     const auto load = [&](const CUtensorMap& map, int block, bool is_tail) {
+      int row = k_row + block * T::kKeys;
+      int sequence = batch;
+      if constexpr (T::kTakesPages) {
+        if (call.block_table != nullptr) {  // before the wait, which hides the read
+          const int page = block / call.page_blocks;
+          row -= page * call.page_size;
+          sequence = call.block_table[work.bidb * call.block_table_batch_stride + page];
+        }
+      }
       barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
       const uint32_t full =
           shared + (is_tail ? T::kTailLoaded + 8 * note : T::kFull + 8 * ring.slot);
@@ -109,8 +118,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
       barrier_expect(full, T::kBlockBytes);
 #pragma unroll
       for (int box = 0; box < T::kBoxes; ++box) {
-        load_box(to + box * T::kBoxBytes, map, full, box * kBoxColumns, head,
-                 k_row + block * T::kKeys, batch);
+        load_box(to + box * T::kBoxBytes, map, full, box * kBoxColumns, head, row, sequence);
       }
       ring.advance(call.blocks);
     };
@@ -164,7 +172,7 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
   for (int turn = 0;; ++turn) {
     const int note = turn & 1;
     barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);
-    const Work work = read_work(shared + T::kWorkAt + 32 * note);
+    const Work work = read_work_by_warp(shared + T::kWorkAt + 32 * note);
     if (work.first_row < 0) {
       return;
     }
@@ -185,7 +193,6 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
         barrier_arrive(shared + T::kFull + 8 * work.tail_slot);
       }
     }
-    __syncwarp();
     if (lane == 0) {
       barrier_arrive(shared + T::kWorkEmpty + 8 * note);
     }

@@ -9,14 +9,17 @@
 namespace fad::sm90 {
 
 template <typename Element_, int kHeadDim_, bool kSoftcap_, int kWarpgroups_, int kKeys_,
-          int kStateColumns_, bool kTakesTurns_>
+          int kStateColumns_, bool kTakesTurns_, bool kQueriesInRegisters_, int kMergeColumns_>
 struct FwdTile {
   static constexpr bool kTakesTurns = kTakesTurns_;
+  static constexpr bool kQueriesInRegisters = kQueriesInRegisters_;
+  static constexpr int kMergeColumns = kMergeColumns_;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kKeys = kKeys_;
+  static constexpr bool kTakesPages = takes_pages(kKeys);
   static constexpr int kSteps = kKeys / kStep;
   static constexpr int kRows = kGroupRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
@@ -31,6 +34,7 @@ struct FwdTile {
   static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
   static constexpr int kStateColumns = kStateColumns_;
   static_assert(2 * kStateColumns >= kColumns && kSteps * kStep == kKeys);
+  static_assert(kColumns % kMergeColumns == 0);
 
   // Shared memory: Q, a ring of blocks of K and V, what waits of the later splits, barriers.
   static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
@@ -68,6 +72,8 @@ struct FwdTile {
 template <typename Element, int kHeadDim, int kBlockM, bool kSoftcap>
 using TileOf =
     FwdTile<Element, kHeadDim, kSoftcap, kBlockM / kGroupRows, fwd_shape(kHeadDim, kBlockM).keys,
-            fwd_shape(kHeadDim, kBlockM).state_columns, fwd_shape(kHeadDim, kBlockM).takes_turns>;
+            fwd_shape(kHeadDim, kBlockM).state_columns, fwd_shape(kHeadDim, kBlockM).takes_turns,
+            fwd_shape(kHeadDim, kBlockM).queries_in_registers,
+            fwd_shape(kHeadDim, kBlockM).merge_columns>;
 
 }  // namespace fad::sm90

@@ -17,6 +17,7 @@ struct FwdCall : FwdParams {
   int heads_per_kv;
   int blocks;        // in the ring
   int split_blocks;  // blocks of keys in a split
+  int page_blocks;   // and in a page
 };
 
 struct KeyRange {
@@ -41,19 +42,6 @@ __device__ __forceinline__ KeyRange blocks_of(KeyRange keys) {
   return {keys.begin / T::kKeys, (keys.end - 1) / T::kKeys + 1};
 }
 
-// The next block of the ring.
-struct Ring {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int blocks) {
-    if (++slot == blocks) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 // A tile of rows of one head, as the producer notes it for the others.
 struct Work {
   int first_row;  // in its sequence; below 0: there is no more work
@@ -64,6 +52,21 @@ struct Work {
   int tail_row;   // its first row behind the end
 };
 
+// Two notes take turns. The producer thread writes a note; the thread that loads Q and lane 0 of
+// each warp that computes or clears tails read it.
+//
+//   write  after `kWorkEmpty` of the note: one arrival of each reader, after its last read. The
+//          first two writes find fresh barriers, whose phase before the first counts as complete.
+//   read   after `kWorkFull` of the note: the producer's arrival, after both its stores.
+//
+// Phase n of either barrier belongs to the note's n-th use, so that a wait names parity n % 2. A
+// use ends with every reader's arrival, and lane 0 arrives after the reduction that all lanes of
+// its warp came to: the producer is at most one use ahead, and nobody misses a phase. The last note
+// (first_row < 0) is never freed. Ordinary loads and stores need no proxy fence.
+//
+// An arrival orders only what its own thread has done before it, so that each reader arrives
+// itself: with a read by every lane, a __syncwarp and an arrival of lane 0, compute-sanitizer's
+// racecheck reports each further use of a note.
 __device__ __forceinline__ void write_work(uint32_t at, const Work& work) {
   store_shared_ints(at, make_int4(work.first_row, work.bidb, work.bidh, work.seqlen_q));
   store_shared_ints(at + 16, make_int4(work.seqlen_k, work.q_row, work.tail_slot, work.tail_row));
@@ -73,6 +76,20 @@ __device__ __forceinline__ Work read_work(uint32_t at) {
   const int4 a = load_shared_ints(at);
   const int4 b = load_shared_ints(at + 16);
   return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+// The whole warp calls; lane 0 alone reads. A reduction gives the words to all lanes, in uniform
+// registers, as bounds of loops should be.
+__device__ __forceinline__ Work read_work_by_warp(uint32_t at) {
+  Work work{};
+  if (threadIdx.x % 32 == 0) {
+    work = read_work(at);
+  }
+  const auto all = [](int value) {  // 0 in the other lanes
+    return static_cast<int>(__reduce_or_sync(~0u, static_cast<unsigned>(value)));
+  };
+  return {all(work.first_row), all(work.bidb),  all(work.bidh),      all(work.seqlen_q),
+          all(work.seqlen_k),  all(work.q_row), all(work.tail_slot), all(work.tail_row)};
 }
 
 }  // namespace fad::sm90

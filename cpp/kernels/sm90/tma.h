@@ -25,6 +25,17 @@ struct MappedTensor {
   int heads, head_dim;
 };
 
+// Whether the copy engine takes tensors laid out like this, of 16-bit elements.
+inline bool can_map(const MappedTensor& tensor) {
+  const auto stride = [](int64_t value, int64_t size) {
+    return size == 1 || (value > 0 && value % 8 == 0 && value < (int64_t{1} << 39));
+  };
+  return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0 && tensor.batch > 0 &&
+         tensor.rows > 0 && tensor.rows < (int64_t{1} << 31) &&
+         stride(tensor.row_stride, tensor.rows) && stride(tensor.head_stride, tensor.heads) &&
+         stride(tensor.batch_stride, tensor.batch);
+}
+
 // The driver's function, asked for at run time, so that nothing links libcuda.
 inline auto encode_tensor_map() {
   using Encode = decltype(&cuTensorMapEncodeTiled);

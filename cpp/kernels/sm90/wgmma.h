@@ -69,9 +69,15 @@ constexpr uint64_t kOperandRows16 = 16 * kBoxRowBytes >> 4;
 template <typename Element, int kColumns>
 struct SharedProduct;
 
-// acc = a b, or acc + a b if accumulate; a (64 x 16) in registers, b (16 x kColumns) in shared
-// memory, contiguous along its columns.
+// acc = a b, or acc + a b if accumulate; a (64 x 16, contiguous along k) and b (16 x kColumns,
+// contiguous along its columns) in shared memory.
 template <typename Element, int kColumns>
+struct SharedPlainProduct;
+
+// acc = a b, or acc + a b if accumulate; a (64 x 16) in registers, b (16 x kColumns) in shared
+// memory, contiguous along its columns, or along k as in SharedProduct.
+enum class Contiguous { kColumns, kK };
+template <typename Element, int kColumns, Contiguous kAlong = Contiguous::kColumns>
 struct RegisterProduct;
 
 // Operands of the asm statements below, counted from %0.
@@ -115,43 +121,52 @@ struct RegisterProduct;
 #define FAD_ACC_OF128 FAD_ACC32(acc, 0), FAD_ACC32(acc, 32), FAD_ACC32(acc, 64), FAD_ACC32(acc, 96)
 
 // registers: accumulators of a thread; the rest: names of the operands after them.
-#define FAD_SHARED_PRODUCT(Element, type, columns, registers, a_name, b_name, accumulate_name)    \
+#define FAD_SHARED_PRODUCT(Product, Element, type, columns, registers, a_name, b_name,            \
+                           accumulate_name, b_layout)                                             \
   template <>                                                                                     \
-  struct SharedProduct<Element, columns> {                                                        \
+  struct Product<Element, columns> {                                                              \
     __device__ __forceinline__ static void issue(float (&acc)[registers], uint64_t a, uint64_t b, \
                                                  bool accumulate) {                               \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate_name                            \
                    ", 0;\n"                                                                       \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type          \
-                   " {" FAD_NAMES##registers "}, " a_name ", " b_name ", p, 1, 1, 0, 0;\n}\n"     \
+                   " {" FAD_NAMES##registers "}, " a_name ", " b_name ", p, 1, 1, 0, " b_layout   \
+                                             ";\n}\n"                                             \
                    : FAD_ACC_OF##registers                                                        \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                          \
     }                                                                                             \
   };
 
-#define FAD_REGISTER_PRODUCT(Element, type, columns, registers, a_names, b_name, accumulate_name) \
+#define FAD_REGISTER_PRODUCT(Element, type, columns, registers, a_names, b_name, accumulate_name, \
+                             along, transposed)                                                   \
   template <>                                                                                     \
-  struct RegisterProduct<Element, columns> {                                                      \
+  struct RegisterProduct<Element, columns, Contiguous::along> {                                   \
     __device__ __forceinline__ static void issue(float (&acc)[registers], const uint32_t* a,      \
                                                  uint64_t b, bool accumulate) {                   \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " accumulate_name                            \
                    ", 0;\n"                                                                       \
                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type          \
-                   " {" FAD_NAMES##registers "}, {" a_names "}, " b_name ", p, 1, 1, 1;\n}\n"     \
+                   " {" FAD_NAMES##registers "}, {" a_names "}, " b_name ", p, 1, 1, " transposed \
+                                             ";\n}\n"                                             \
                    : FAD_ACC_OF##registers                                                        \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                          \
                      "r"(static_cast<int>(accumulate)));                                          \
     }                                                                                             \
   };
 
-#define FAD_PRODUCTS(Element, type)                                                  \
-  FAD_SHARED_PRODUCT(Element, type, 64, 32, "%32", "%33", "%34")                     \
-  FAD_SHARED_PRODUCT(Element, type, 128, 64, "%64", "%65", "%66")                    \
-  FAD_REGISTER_PRODUCT(Element, type, 64, 32, "%32, %33, %34, %35", "%36", "%37")    \
-  FAD_REGISTER_PRODUCT(Element, type, 96, 48, "%48, %49, %50, %51", "%52", "%53")    \
-  FAD_REGISTER_PRODUCT(Element, type, 128, 64, "%64, %65, %66, %67", "%68", "%69")   \
-  FAD_REGISTER_PRODUCT(Element, type, 192, 96, "%96, %97, %98, %99", "%100", "%101") \
-  FAD_REGISTER_PRODUCT(Element, type, 256, 128, "%128, %129, %130, %131", "%132", "%133")
+#define FAD_PRODUCTS(Element, type)                                                               \
+  FAD_SHARED_PRODUCT(SharedProduct, Element, type, 64, 32, "%32", "%33", "%34", "0")              \
+  FAD_SHARED_PRODUCT(SharedProduct, Element, type, 128, 64, "%64", "%65", "%66", "0")             \
+  FAD_SHARED_PRODUCT(SharedPlainProduct, Element, type, 64, 32, "%32", "%33", "%34", "1")         \
+  FAD_REGISTER_PRODUCT(Element, type, 64, 32, "%32, %33, %34, %35", "%36", "%37", kK, "0")        \
+  FAD_REGISTER_PRODUCT(Element, type, 128, 64, "%64, %65, %66, %67", "%68", "%69", kK, "0")       \
+  FAD_REGISTER_PRODUCT(Element, type, 64, 32, "%32, %33, %34, %35", "%36", "%37", kColumns, "1")  \
+  FAD_REGISTER_PRODUCT(Element, type, 96, 48, "%48, %49, %50, %51", "%52", "%53", kColumns, "1")  \
+  FAD_REGISTER_PRODUCT(Element, type, 128, 64, "%64, %65, %66, %67", "%68", "%69", kColumns, "1") \
+  FAD_REGISTER_PRODUCT(Element, type, 192, 96, "%96, %97, %98, %99", "%100", "%101", kColumns,    \
+                       "1")                                                                       \
+  FAD_REGISTER_PRODUCT(Element, type, 256, 128, "%128, %129, %130, %131", "%132", "%133",         \
+                       kColumns, "1")
 
 FAD_PRODUCTS(__nv_bfloat16, "bf16")
 FAD_PRODUCTS(__half, "f16")

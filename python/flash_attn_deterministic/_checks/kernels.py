@@ -35,7 +35,7 @@ def check_kernels(
     """
     if device.type != "cuda" or torch.compiler.is_compiling():
         return
-    problem = _instance_problem(dtype, head_dim, direction)
+    problem = instance_problem(dtype, head_dim, direction)
     if problem:
         raise MissingInstanceError(problem)
     problem = device_problem(device.index or 0)
@@ -62,7 +62,8 @@ def check_combination(device: torch.device, softcap: float, dropout_p: float) ->
 
 
 @functools.cache
-def _instance_problem(dtype: torch.dtype, head_dim: int, direction: str) -> str:
+def instance_problem(dtype: torch.dtype, head_dim: int, direction: str) -> str:
+    """Returns "" if this wheel has a kernel, otherwise why not; arguments as of check_kernels."""
     kernel_head_dim = build_info().kernel_head_dim(head_dim)
     name = DTYPE_NAMES[dtype]
     held = [i for i in build_info().instances if i.direction == direction]

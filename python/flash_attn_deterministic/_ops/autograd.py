@@ -17,15 +17,18 @@ from .._checks.determinism import alert_atomics
 from .._checks.kernels import check_kernels
 from .._checks.varlen import without_backward
 from ..errors import UnsupportedError
-from .schemas import BACKWARD, NAMESPACE, Gradients, Outputs
-
-DIFFERENTIABLE = ("fwd", "varlen_fwd")
+from .schemas import BACKWARD, NAMESPACE, Gradients, Outputs, PackedGradients
 
 
 def register(library: Any) -> None:
     """Registers the backward of each op that has one."""
     checked: Any = _Checked(library)
-    formulas = {"fwd": (_setup_fwd, _backward), "varlen_fwd": (_setup_varlen, _varlen_backward)}
+    formulas = {
+        "fwd": (_setup_fwd, _backward),
+        "varlen_fwd": (_setup_varlen, _varlen_backward),
+        "qkvpacked_fwd": (_setup_qkvpacked, _qkvpacked_backward),
+        "varlen_qkvpacked_fwd": (_setup_varlen_qkvpacked, _varlen_qkvpacked_backward),
+    }
     for name, (setup_context, backward) in formulas.items():
         torch.library.register_autograd(
             f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=checked
@@ -75,6 +78,21 @@ def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     _setup(ctx, inputs, output)
 
 
+def _setup_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    q, qkv, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
+    ctx.save_for_backward(q, qkv, *output, alibi_slopes, rng_state)
+    ctx.numbers = (dropout_p, *scores, deterministic_bwd)
+    _setup(ctx, inputs, output)
+
+
+def _setup_varlen_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    q, qkv, *starts_and_random = inputs[:6]
+    *lengths_and_scores, _, _, deterministic_bwd = inputs[6:]
+    ctx.save_for_backward(q, qkv, *output, *starts_and_random)
+    ctx.numbers = (*lengths_and_scores, deterministic_bwd)
+    _setup(ctx, inputs, output)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.inputs = len(inputs)
     # flash_attn drops the gradient of softmax_lse without a word.
@@ -99,20 +117,34 @@ def _varlen_backward(
     return _run(ctx, torch.ops.flash_attn_deterministic.varlen_bwd, dout)
 
 
+def _qkvpacked_backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    return _run(ctx, torch.ops.flash_attn_deterministic.qkvpacked_bwd, dout)
+
+
+def _varlen_qkvpacked_backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    return _run(ctx, torch.ops.flash_attn_deterministic.varlen_qkvpacked_bwd, dout)
+
+
 def _run(ctx: Any, op: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     inputs: int = ctx.inputs
     if dout is None:
         return (None,) * inputs
     saved = ctx.saved_tensors  # once: torch.utils.checkpoint lets go of them
-    q = saved[0]
-    check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
+    check_kernels(dout.device, dout.dtype, dout.shape[-1], "bwd")
     *_, deterministic = ctx.numbers
     if not deterministic:
         alert_atomics(dout.device)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
-    gradients: Gradients = op(dout, *saved, *ctx.numbers)
-    return (*gradients, *[None] * (inputs - len(gradients)))
+    gradients: Gradients | PackedGradients = op(dout, *saved, *ctx.numbers)
+    found: list[torch.Tensor | None] = list(gradients)
+    if saved[0] is None:  # q is in the packed tensor
+        found[0] = None
+    return (*found, *[None] * (inputs - len(found)))
 
 
 def _no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:

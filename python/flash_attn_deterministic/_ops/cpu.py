@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from .._checks.values import check_values
-from .schemas import argument_names
+from .schemas import BACKWARD, FORWARD, Gradients, PackedGradients, argument_names, unpacked
 
-# Of the reference; the functions take what the ops take, by the same names.
+# Of the reference; the functions take what the ops take, by the same names. Tensors that hold q, k
+# and v are taken apart.
 _FUNCTIONS = {
     "fwd": "attention",
     "varlen_fwd": "varlen_attention",
@@ -23,7 +24,7 @@ _FUNCTIONS = {
 
 def register(library: Any) -> None:
     """Registers the CPU implementations."""
-    for name in _FUNCTIONS:
+    for name in (*FORWARD, *BACKWARD):
         library.impl(name, _implementation(name), "CPU")
 
 
@@ -40,14 +41,23 @@ def _implementation(name: str) -> Callable[..., Any]:
         # Imported here, to keep the package's import short.
         from .. import reference
 
-        arguments = dict(zip(argument_names(name), values, strict=True))
-        check_values(name, arguments)
+        given = dict(zip(argument_names(name), values, strict=True))
+        plain, arguments = unpacked(name, given)
+        check_values(plain, arguments)
         arguments["window"] = (arguments.pop("window_left"), arguments.pop("window_right"))
         # The reference has one order for every backward, and no other for a forward than the split
         # tree: without `deterministic` it runs the tree of one split.
         arguments.pop("deterministic_bwd", None)
         if not arguments.pop("deterministic") and "split_size" in arguments:
             arguments["split_size"] = 0
-        return getattr(reference, _FUNCTIONS[name])(**arguments)
+        results = getattr(reference, _FUNCTIONS[plain])(**arguments)
+        return _packed(given["q"], results) if name.endswith("qkvpacked_bwd") else results
 
     return run
+
+
+def _packed(q: torch.Tensor | None, gradients: Gradients) -> PackedGradients:
+    dq, dk, dv = gradients
+    if q is None:
+        return dq.new_empty(0), torch.stack((dq, dk, dv), -3)
+    return dq, torch.stack((dk, dv), -3)

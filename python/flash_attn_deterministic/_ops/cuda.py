@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import LibraryError, MissingInstanceError
-from .schemas import BACKWARD, FORWARD, NAMESPACE
+from .schemas import ACCUMULATE, BACKWARD, FORWARD, NAMESPACE
 
 
 def load(path: Path) -> str:
@@ -44,7 +44,7 @@ def register_missing(library: Any, reason: str) -> None:
         library: where the ops are defined.
         reason: why nothing was loaded; empty: the loaded library lacks the op.
     """
-    for name in (*FORWARD, *BACKWARD):
+    for name in (*FORWARD, *BACKWARD, *ACCUMULATE):
         if not has_kernel(name):
             library.impl(name, _missing(name, reason), "CUDA")
 

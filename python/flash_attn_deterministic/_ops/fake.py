@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .schemas import Gradients, Outputs
+from .schemas import Gradients, Outputs, PackedGradients, parts_of
 
 
 def register(library: Any) -> None:
@@ -18,6 +18,13 @@ def register(library: Any) -> None:
     library.impl("kvcache_fwd", _dense, "Meta")
     library.impl("bwd", _bwd, "Meta")
     library.impl("varlen_bwd", _bwd, "Meta")
+    library.impl("qkvpacked_fwd", _qkvpacked_fwd, "Meta")
+    library.impl("varlen_qkvpacked_fwd", _varlen_qkvpacked_fwd, "Meta")
+    library.impl("qkvpacked_bwd", _qkvpacked_bwd, "Meta")
+    library.impl("varlen_qkvpacked_bwd", _qkvpacked_bwd, "Meta")
+    library.impl("bwd_accumulate", _accumulate, "Meta")
+    library.impl("varlen_bwd_accumulate", _accumulate, "Meta")
+    library.impl("finish_key_sums", _finish, "Meta")
 
 
 def _dense(q: torch.Tensor, *others: Any) -> Outputs:
@@ -36,6 +43,31 @@ def _bwd(
 ) -> Gradients:
     # Contiguous, whatever the strides of q, k and v.
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _qkvpacked_fwd(q: torch.Tensor | None, qkv: torch.Tensor, *others: Any) -> Outputs:
+    return _dense(*parts_of(q, qkv))
+
+
+def _varlen_qkvpacked_fwd(q: torch.Tensor | None, qkv: torch.Tensor, *others: Any) -> Outputs:
+    return _varlen_fwd(*parts_of(q, qkv))
+
+
+def _qkvpacked_bwd(
+    dout: torch.Tensor, q: torch.Tensor | None, qkv: torch.Tensor, *others: Any
+) -> PackedGradients:
+    return qkv.new_empty((0,) if q is None else q.shape), qkv.new_empty(qkv.shape)
+
+
+def _accumulate(dout: torch.Tensor, q: torch.Tensor, *others: Any) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def _finish(
+    dk_sums: torch.Tensor, dv_sums: torch.Tensor, k: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*dk_sums.shape[:-2], *k.shape[-2:])
+    return k.new_empty(shape), k.new_empty(shape)
 
 
 def _lse_dtype(q: torch.Tensor) -> torch.dtype:

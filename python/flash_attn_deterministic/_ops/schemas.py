@@ -6,6 +6,7 @@ The schemas are defined in Python, so that a torch without CUDA needs no binary.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ _STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _OUTPUTS = "(Tensor out, Tensor softmax_lse)"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
+# q, k and v in one tensor and no q, or k and v in one tensor beside q. Their gradient is one tensor
+# too; without q, dq has shape (0).
+_QKV_PACKED = "Tensor? q, Tensor qkv"
+_PACKED_GRADIENTS = "(Tensor dq, Tensor dqkv)"
 
 # deterministic_bwd is what the backward will be told; the forward makes nothing of it.
 FORWARD = {
@@ -33,6 +38,10 @@ FORWARD = {
     "varlen_fwd": f"(Tensor q, Tensor k, Tensor v, {_STARTS}, Tensor? seqused_k, "
     f"Tensor? leftpad_k, Tensor? block_table, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, "
     f"{_SCORES}, {_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
+    "qkvpacked_fwd": f"({_QKV_PACKED}, {_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, {_TREE}, "
+    f"bool deterministic_bwd) -> {_OUTPUTS}",
+    "varlen_qkvpacked_fwd": f"({_QKV_PACKED}, {_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, "
+    f"float dropout_p, {_SCORES}, {_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
     "kvcache_fwd": "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
     "Tensor? cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_batch_idx, "
     "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, "
@@ -44,25 +53,83 @@ BACKWARD = {
     "varlen_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
     f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
     f"-> {_GRADIENTS}",
+    "qkvpacked_bwd": f"(Tensor dout, {_QKV_PACKED}, Tensor out, Tensor softmax_lse, "
+    f"{_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, bool deterministic) -> {_PACKED_GRADIENTS}",
+    "varlen_qkvpacked_bwd": f"(Tensor dout, {_QKV_PACKED}, Tensor out, Tensor softmax_lse, "
+    f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
+    f"-> {_PACKED_GRADIENTS}",
 }
-# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes).
+# dq of a part of the rows of q. dk_sums and dv_sums, float32, (batch, seqlen_k, nheads, head_dim)
+# or packed (total_k, nheads, head_dim), hold the sums of each query head over the rows behind those
+# of q, not scaled, and get those of q added. finish_key_sums makes dk and dv of the sums of all
+# rows, shaped like them but with the heads of k. Apart from the backward, as autograd formulas are
+# registered for ops alone that write to no argument. On CUDA devices alone: the reference takes
+# sums as an argument.
+ACCUMULATE = {
+    **{
+        f"{name}_accumulate": schema.replace(
+            "Tensor softmax_lse, ", "Tensor softmax_lse, Tensor(a!) dk_sums, Tensor(b!) dv_sums, "
+        ).replace(_GRADIENTS, "Tensor")
+        for name, schema in BACKWARD.items()
+        if "Tensor k" in schema
+    },
+    "finish_key_sums": "(Tensor dk_sums, Tensor dv_sums, Tensor k, float softmax_scale, "
+    "float dropout_p) -> (Tensor dk, Tensor dv)",
+}
+# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes) of a
+# forward, and (family, block_m, block_n, whole_heads, in_turns, heads_in_flight) of a backward.
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
-    f"bool has_dropout, bool packed, bool paged, bool cache_index, {_TREE}) "
+    f"bool has_dropout, bool packed, int page_size, bool cache_index, {_TREE}) "
     "-> (int, int, int, int, int, int, int)",
+    "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
+    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
+    "bool has_dropout, bool packed, bool deterministic) -> (int, int, int, bool, bool, int)",
 }
 # What the plan's numbers stand for, in the order of cpp/kernels/fwd.h.
 FAMILIES = ("sm80", "sm90")
-PATHS = ("one-cta", "parts", "few-rows")
+PATHS = ("one-cta", "parts", "few-rows", "scores-first")
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+PackedGradients = tuple[torch.Tensor, torch.Tensor]
+
+
+def parts_of(
+    q: torch.Tensor | None, qkv: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns q, k and v, as views, of what the ops on packed tensors take.
+
+    Args:
+        q: (..., seqlen_q, nheads, head_dim); None: in qkv.
+        qkv: (..., seqlen_k, 2, nheads_k, head_dim); without q (..., seqlen, 3, nheads, head_dim).
+    """
+    if q is None:
+        q, k, v = qkv.unbind(-3)
+    else:
+        k, v = qkv.unbind(-3)
+    return q, k, v
+
+
+def unpacked(name: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the arguments of the op on q, k and v that makes the same call.
+
+    Args:
+        name: of an op.
+        arguments: of the op, by name.
+    """
+    if "qkv" not in arguments:
+        return name, dict(arguments)
+    plain = name.replace("qkvpacked_", "")
+    parts = zip("qkv", parts_of(arguments["q"], arguments["qkv"]), strict=True)
+    given = {**arguments, **dict(parts)}
+    return plain, {argument: given.get(argument) for argument in argument_names(plain)}
 
 
 def define(library: Any) -> None:
     """Defines all ops in a torch.library.Library."""
-    for name, schema in {**FORWARD, **BACKWARD, **PLAN}.items():
+    for name, schema in {**FORWARD, **BACKWARD, **ACCUMULATE, **PLAN}.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 

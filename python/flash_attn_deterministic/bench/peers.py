@@ -144,6 +144,30 @@ def _flash_attn(problem: Problem) -> Forward:
     return lambda: module.flash_attn_func(q, k, v, causal=causal)
 
 
+def _fa3(problem: Problem) -> Forward:
+    from ..verify.scoreboard import attention
+
+    try:
+        at_defaults, *_ = attention.find("fa3", "cuda")
+    except attention.UnavailableError as error:
+        raise Unavailable(str(error)) from error
+    q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
+    return lambda: at_defaults.attend(q, k, v, causal=causal)
+
+
+def _fa4(problem: Problem) -> Forward:
+    module = _installed("flash_attn.cute")
+    q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
+
+    def call() -> torch.Tensor:
+        result = module.flash_attn_func(q, k, v, causal=causal)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    call()  # compiles the kernel
+    return call
+
+
 _WORKSPACE_BYTES = 256 * 2**20
 _PAGE = 16
 
@@ -195,5 +219,7 @@ PEERS = (
     Peer("sdpa", "torch SDPA, default", _sdpa, ("cpu",)),
     Peer("flex", "torch FlexAttention, compiled", _flex, ("cuda", "cpu")),
     Peer("flash_attn", "flash_attn", _flash_attn),
+    Peer("fa3", "FlashAttention-3", _fa3),
+    Peer("fa4", "FlashAttention-4", _fa4),
     Peer("flashinfer", "FlashInfer", _flashinfer, backward=False),
 )

@@ -61,8 +61,9 @@ class Rows(NamedTuple):
 def carries(device: torch.device) -> bool:
     """Returns whether the backward of a device can go on from sums of dk and dv.
 
-    The CUDA ops can't yet. Where this is False, each rank computes dk and dv of its own keys from
-    gathered rows.
+    Where this is False, each rank computes dk and dv of its own keys from gathered rows. On CUDA
+    devices the ops can, but over NCCL sums need a communicator of their own first: a receive must
+    not wait behind a gathering of keys.
     """
     return device.type == "cpu"
 
@@ -169,9 +170,29 @@ def backward_step(
         scores: of the whole.
         sums: of the rows before, for the keys of the call.
     """
+    dout, q, out, softmax_lse = rows
+    if q.device.type == "cuda":
+        accumulated: torch.Tensor = torch.ops.flash_attn_deterministic.varlen_bwd_accumulate(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            softmax_lse.transpose(0, 1).contiguous(),
+            *sums,
+            *_starts(call, q.device),
+            None,
+            None,
+            *call.longest,
+            0.0,
+            scores.softmax_scale,
+            *call.mask,
+            scores.softcap,
+            scores.deterministic_bwd,
+        )
+        return accumulated
     from .. import reference
 
-    dout, q, out, softmax_lse = rows
     dq, _, _ = reference.varlen_attention_backward(
         dout,
         q,
@@ -196,6 +217,11 @@ def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, t
         k: any tensor of k's dtype, (tokens, nheads_k, head_dim).
         scores: of the whole.
     """
+    if k.device.type == "cuda":
+        dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(
+            *sums, k, scores.softmax_scale, 0.0
+        )
+        return dk, dv
     from .. import reference
 
     return reference.finish_key_sums(sums, k, scores.softmax_scale)

@@ -18,6 +18,8 @@ from .._ops import library as library  # isort: skip
 
 WithProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WithLse = tuple[torch.Tensor, torch.Tensor]
+# None and qkv, or q and kv.
+Packed = tuple[torch.Tensor | None, torch.Tensor]
 Arguments = ParamSpec("Arguments")
 
 
@@ -78,6 +80,7 @@ def attend(
     options: Options,
     return_attn_probs: Any,
     lengths: Lengths | None = None,
+    packed: Packed | None = None,
 ) -> torch.Tensor | WithProbs:
     """Runs a dense or a packed call.
 
@@ -89,6 +92,7 @@ def attend(
         options: of the call.
         return_attn_probs: see alibi_slopes.
         lengths: of packed sequences; None: dense.
+        packed: what q, k and v are parts of, and what gets the gradient; None: they are themselves.
 
     Returns:
         What `flash_attn_func` or `flash_attn_varlen_func` returns.
@@ -104,15 +108,18 @@ def attend(
     kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
     slopes = slopes_for_op(alibi_slopes)
     rng_state = draw_rng_state(options.dropout_p, q.device)
-    qkv = padded(q), padded(k), padded(v)
+    qkv = tuple(map(padded, packed or (q, k, v)))
     dropout_p, scores, *tree = options
     ops = torch.ops.flash_attn_deterministic
     if lengths is None:
-        out, softmax_lse = ops.fwd(*qkv, slopes, rng_state, dropout_p, *scores, *tree)
+        op = ops.qkvpacked_fwd if packed else ops.fwd
+        out, softmax_lse = op(*qkv, slopes, rng_state, dropout_p, *scores, *tree)
     else:
+        op = ops.varlen_qkvpacked_fwd if packed else ops.varlen_fwd
         cu_seqlens_q, cu_seqlens_k, *longest, seqused_k, leftpad_k, block_table = lengths
-        indices = cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table
-        out, softmax_lse = ops.varlen_fwd(
+        others = () if packed else (seqused_k, leftpad_k, block_table)
+        indices = cu_seqlens_q, cu_seqlens_k, *others
+        out, softmax_lse = op(
             *qkv, *map(contiguous, indices), slopes, rng_state, *longest, dropout_p, *scores, *tree
         )
     out = out[..., :head_dim]
@@ -139,8 +146,18 @@ def draw_rng_state(dropout_p: float, device: torch.device) -> torch.Tensor | Non
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
-def padded(tensor: torch.Tensor) -> torch.Tensor:
+@overload
+def padded(tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def padded(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
+
+
+def padded(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Pads head_dim to a multiple of 8 with zeros."""
+    if tensor is None:
+        return None
     padding = -tensor.shape[-1] % 8
     return torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor
 

@@ -164,7 +164,7 @@ def flash_attn_qkvpacked_func(
     tensors.check_dense(q, k, v, _QKV)
     scores = softmax_scale, causal, window_size, softcap
     options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, packed=(None, qkv))
 
 
 @typed
@@ -204,4 +204,4 @@ def flash_attn_kvpacked_func(
     tensors.check_dense(q, k, v, _KV)
     scores = softmax_scale, causal, window_size, softcap
     options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, packed=(q, kv))

@@ -152,7 +152,7 @@ def flash_attn_varlen_qkvpacked_func(
     lengths = checks.check_varlen(q, k, v, lengths, _QKV)
     scores = softmax_scale, causal, window_size, softcap
     options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths, (None, qkv))
 
 
 @typed
@@ -202,4 +202,4 @@ def flash_attn_varlen_kvpacked_func(
     lengths = checks.check_varlen(q, k, v, lengths, _KV)
     scores = softmax_scale, causal, window_size, softcap
     options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths, (q, kv))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import interface
 from .._checks.describe import shown
 from .._checks.values import check_values
-from .._ops.schemas import FORWARD, NAMESPACE, argument_names
+from .._ops.schemas import FORWARD, NAMESPACE, argument_names, unpacked
 from ..errors import ArgumentError
 from .plan import Plan, Request, plan
 
@@ -99,7 +99,8 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix(f"{NAMESPACE}::")
         if name in FORWARD:
-            arguments = dict(zip(argument_names(name), args, strict=True))
+            given = dict(zip(argument_names(name), args, strict=True))
+            name, arguments = unpacked(name, given)
             if arguments["q"].device.type == "cpu":
                 check_values(name, arguments)
             raise _Stopped(_request(name, arguments))
@@ -111,6 +112,9 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
                 *tensor.shape[:-1], tensor.shape[-1] + left + right
             )
         return func(*args, **kwargs)
+
+
+_WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
 
 
 def _request(name: str, arguments: dict[str, Any]) -> Request:
@@ -139,8 +143,11 @@ def _request(name: str, arguments: dict[str, Any]) -> Request:
         has_softcap=arguments["softcap"] > 0.0,
         has_dropout=arguments.get("dropout_p", 0.0) > 0.0,
         packed=name == "varlen_fwd",
-        paged=table is not None,
+        page_size=0 if table is None else keys.shape[1],
         cache_index=arguments.get("cache_batch_idx") is not None,
         split_size=arguments["split_size"],
         deterministic=arguments["deterministic"],
+        deterministic_bwd=None
+        if any(arguments.get(name) is not None for name in _WITHOUT_BACKWARD)
+        else arguments.get("deterministic_bwd"),
     )

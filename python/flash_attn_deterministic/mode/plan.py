@@ -6,9 +6,31 @@ from dataclasses import dataclass
 
 import torch
 
+from .._checks.kernels import instance_problem
 from .._ops.schemas import FAMILIES, PATHS
 from ..errors import UnsupportedError
 from ..info.build_info import build_info
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the backward of a call is carried out. No bit of a deterministic one depends on it.
+
+    Args:
+        family: as in Plan.
+        block_m: query rows to a tile.
+        block_n: keys to a tile.
+        whole_heads: whether a thread block works on all keys of a head, one block after another.
+        in_turns: whether thread blocks wait for each other, to add to dq in one order.
+        heads_in_flight: heads of all sequences whose blocks of keys are worked on side by side.
+    """
+
+    family: str
+    block_m: int
+    block_n: int
+    whole_heads: bool
+    in_turns: bool
+    heads_in_flight: int
 
 
 @dataclass(frozen=True)
@@ -22,7 +44,9 @@ class Plan:
             those kernels on Hopper too, "sm90" runs Hopper's wherever they can run. The plan
             supposes contiguous tensors: others may run in the other family.
         path: "one-cta": a thread block of the GPU walks over all splits of its rows; "parts": one
-            per split, and a kernel that merges their parts; "few-rows": the same for up to 16 rows.
+            per split, and a kernel that merges their parts; "few-rows": the same for up to 16
+            queries, whose heads of a group share a thread block; "scores-first": a kernel for all
+            scores, and one for the rest, whose thread blocks take 32 columns of a split each.
         block_m: query rows per thread block.
         block_n: keys that it takes at a time.
         split_size: tokens per split as the mode or the call has it; 0: one split.
@@ -30,6 +54,8 @@ class Plan:
         tokens_per_split: tokens of a whole split; with one split, those of the longest sequence.
         launches: how many times the kernels are launched, so that scratch memory stays bounded.
         scratch_bytes: memory besides inputs and outputs.
+        backward: the plan of its backward; None on CPUs, where the wheel holds no kernels of it,
+            and for calls without one.
     """
 
     family: str
@@ -41,11 +67,16 @@ class Plan:
     tokens_per_split: int
     launches: int
     scratch_bytes: int
+    backward: BackwardPlan | None = None
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan depends on; lengths are those of the longest sequence, or a bound on them."""
+    """What a plan depends on.
+
+    Lengths are those of the longest sequence, or a bound on them; page_size 0: no pages.
+    deterministic_bwd is None where the call has no backward.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -60,10 +91,11 @@ class Request:
     has_softcap: bool
     has_dropout: bool
     packed: bool
-    paged: bool
+    page_size: int
     cache_index: bool
     split_size: int
     deterministic: bool
+    deterministic_bwd: bool | None = None
 
 
 def plan(request: Request) -> Plan:
@@ -110,7 +142,7 @@ def _cuda_plan(request: Request) -> Plan:
         request.has_softcap,
         request.has_dropout,
         request.packed,
-        request.paged,
+        request.page_size,
         request.cache_index,
         request.split_size,
         request.deterministic,
@@ -126,4 +158,27 @@ def _cuda_plan(request: Request) -> Plan:
         tokens_per_split=tokens if num_splits > 1 else request.seqlen_k,
         launches=launches,
         scratch_bytes=scratch,
+        backward=_backward_plan(request),
     )
+
+
+def _backward_plan(request: Request) -> BackwardPlan | None:
+    held = not instance_problem(request.dtype, request.head_dim, "bwd")
+    if request.deterministic_bwd is None or not held:
+        return None
+    family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
+        torch.empty(0, dtype=request.dtype, device=request.device),
+        request.batch,
+        request.seqlen_q,
+        request.seqlen_k,
+        request.nheads,
+        request.nheads_k,
+        request.head_dim,
+        *request.window,
+        request.has_alibi,
+        request.has_softcap,
+        request.has_dropout,
+        request.packed,
+        request.deterministic_bwd,
+    )
+    return BackwardPlan(FAMILIES[family], *numbers)

@@ -74,6 +74,7 @@ _CONTRACT_SECONDS = {
     "varlen": (1, 20, 2, 8),
     "heads": (1, 20, 2, 6),
     "schedule": (0, 0, 8, 30),
+    "family": (0, 0, 5, 15),
     "split-size": (1, 3, 1, 3),
     "backward": (4, 80, 8, 40),
     "dropout": (2, 20, 1, 3),

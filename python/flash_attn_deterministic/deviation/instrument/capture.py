@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..._ops.schemas import unpacked
 from ...errors import ArgumentError
 from ..attentions.masks import Call
 from ..attentions.substitute import replaced_attention, running_modules
@@ -211,7 +212,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if getattr(func, "namespace", "") != "flash_attn_deterministic" or self.watch.busy:
             return out
         name = func._schema.name.partition("::")[2]
-        values = _arguments(func, args, kwargs or {})
+        name, values = unpacked(name, _arguments(func, args, kwargs or {}))
         sequences = _sequences(name, values, out)
         if sequences:
             window = (values["window_left"], values["window_right"])

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def _family(*args: Any, **kwargs: Any) -> str:
+    import flash_attn_deterministic as package
+
+    return package.explain(package.flash_attn_func, *args, **kwargs).family
+
+
 @dataclass(frozen=True)
 class Attention:
     """The functions under test; tests put broken ones here.
@@ -16,12 +22,14 @@ class Attention:
         varlen: flash_attn_varlen_func.
         kvcache: flash_attn_with_kvcache.
         path: returns "one-cta" or "parts" for the arguments of a call of `dense`.
+        family: returns "sm80" or "sm90" for them.
     """
 
     dense: Callable[..., Any]
     varlen: Callable[..., Any]
     kvcache: Callable[..., Any]
     path: Callable[..., str]
+    family: Callable[..., str] = _family
 
     @staticmethod
     def installed() -> Attention:

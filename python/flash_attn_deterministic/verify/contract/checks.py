@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import backward, forward, golden, storage
+from . import backward, families, forward, golden, storage
 from .check import Check
 
 CHECKS: tuple[Check, ...] = (
@@ -46,6 +46,15 @@ CHECKS: tuple[Check, ...] = (
         forward.schedule,
         devices=("cuda",),
         elsewhere="the CPU has one path only",
+    ),
+    Check(
+        "family",
+        "the kernels for every GPU or Hopper's",
+        families.family_cases,
+        families.family,
+        devices=("cuda",),
+        elsewhere="the CPU has no kernels",
+        unavailable=families.unavailable,
     ),
     Check(
         "split-size",

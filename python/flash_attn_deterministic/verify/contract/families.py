@@ -1,0 +1,100 @@
+"""Kernels for every GPU, or those of the GPU's own generation: one forced against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ...info import architectures
+from ...info.build_info import build_info
+from .attention import Attention
+from .call import Call, Tensors, cumulative, garbage, int32
+from .check import Case, Mismatch, expect_same, make
+from .device_override import device_override
+from .enumerate_cases import cases_of
+from .sizes import FEATURES, Size
+
+_FAMILIES = ("sm80", "sm90")
+
+
+def family_cases(size: Size) -> Iterator[Case]:
+    """Yields calls that kernels of both families take."""
+    # Splits of 64 end within the 128 keys that Hopper's kernels take at a time at head dim 64.
+    splits = [*(split for split in size.splits if split % 128 == 0), 0]
+    features = [name for name in size.features if not FEATURES[name].get("alibi")]
+    for case in cases_of(size, features, seqlen_q=(70, 1100), split_size=splits):
+        if case.head_dim > 32:
+            yield case
+
+
+def unavailable(size: Size) -> str:
+    """Says why there is one family only; "" if there are two."""
+    capability = torch.cuda.get_device_capability(0)
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]} has one family of kernels"
+    if not any(
+        architectures.parse(name).exact and architectures.runs_on(name, capability)
+        for name in build_info().architectures
+    ):
+        return "this wheel holds the kernels for every GPU alone (no 90a-real)"
+    return ""
+
+
+def family(case: Case, attention: Attention, size: Size) -> None:
+    """Dense, packed, and over a cache with NaN and Inf behind its ends."""
+    call = make(case, attention, size, seqlen_k=min(size.seqlen, 1100))
+    taken = []
+    for name in _FAMILIES:
+        with device_override(f"family={name}"):
+            taken.append(attention.family(call.q, call.k, call.v, **call.keywords))
+    if tuple(taken) != _FAMILIES:
+        raise Mismatch(
+            f"the two calls ran kernels of {taken[0]} and {taken[1]}, expected one of each of "
+            f"{_FAMILIES[0]} and {_FAMILIES[1]}",
+            call,
+        )
+    _compare(call, "dense", call)
+    _compare(call, "packed", lambda: _packed(call))
+    _compare(call, "over a cache", lambda: _cached(call))
+
+
+def _compare(call: Call, form: str, run: Callable[[], Tensors]) -> None:
+    results = []
+    for name in _FAMILIES:
+        with device_override(f"family={name}"):
+            results.append(run())
+    expect_same(call, f"{form}: {_FAMILIES[1]} against {_FAMILIES[0]}", results[1], results[0])
+
+
+def _packed(call: Call) -> Tensors:
+    device, batch = call.q.device, call.q.shape[0]
+    lengths_q, lengths_k = ([t.shape[1]] * batch for t in (call.q, call.k))
+    out, softmax_lse, _ = call.attention.varlen(
+        *(t.flatten(0, 1) for t in (call.q, call.k, call.v)),
+        cumulative(lengths_q, device),
+        cumulative(lengths_k, device),
+        lengths_q[0],
+        lengths_k[0],
+        return_attn_probs=True,
+        **call.keywords,
+    )
+    return {"out": out, "softmax_lse": softmax_lse}
+
+
+def _cached(call: Call) -> Tensors:
+    used = [call.k.shape[1] - 37 * place for place in range(call.q.shape[0])]
+    caches = []
+    for tensor in (call.k, call.v):
+        cache = garbage((len(used), tensor.shape[1] + 100, *tensor.shape[2:]), tensor)
+        for place, length in enumerate(used):
+            cache[place, :length] = tensor[place, :length]
+        caches.append(cache)
+    out, softmax_lse = call.attention.kvcache(
+        call.q,
+        *caches,
+        cache_seqlens=int32(used, call.q.device),
+        return_softmax_lse=True,
+        **call.keywords,
+    )
+    return {"out": out, "softmax_lse": softmax_lse}

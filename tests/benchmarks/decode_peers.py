@@ -1,0 +1,251 @@
+"""Times decode of one or a few queries through CUDA graphs: ours by path, FlashAttention-3 at its
+default, upstream's heuristic, and a kernel that only reads the keys and values.
+
+FlashAttention-3 is not shipped: --fa3 names a folder with a module `fa3_peer` whose
+`forward(q, k, v, causal=..., num_splits=0, **options)` calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flash_attn_deterministic import (
+    explain,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    get_deterministic_mode,
+)
+from flash_attn_deterministic.verify.speed.decode import capture
+from flash_attn_deterministic.verify.speed.measure import interleaved, summary
+
+from tests.benchmarks.baseline import Baseline
+from tests.benchmarks.common import environment, geometric_mean, open_baseline, run_cases
+from tests.gpu.attention import is_built
+
+_ROTATED_BYTES = 512 * 2**20  # several times the largest L2 cache
+_CALLS = 8  # of a graph, at least
+_DEVICE = "FLASH_ATTENTION_TEST_DEVICE"
+_FORCED = ("few_rows", "scores_first")
+
+Step = Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decode step, bf16, causal; page_block_size 0: keys and values in one piece."""
+
+    batch: int
+    seqlen_q: int
+    seqlen: int
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    page_block_size: int = 0
+
+    @property
+    def name(self) -> str:
+        """Returns e.g. "q5 B8 L4096 H32/8 D128 pages of 16"."""
+        pages = f" pages of {self.page_block_size}" if self.page_block_size else ""
+        return (
+            f"q{self.seqlen_q} B{self.batch} L{self.seqlen} H{self.nheads}/{self.nheads_k} "
+            f"D{self.head_dim}{pages}"
+        )
+
+    @property
+    def group(self) -> str:
+        """Returns what the means are taken over."""
+        queries = "one query" if self.seqlen_q == 1 else "several queries"
+        return "pages" if self.page_block_size else queries
+
+    @property
+    def kv_bytes(self) -> int:
+        """Returns the size of keys and values."""
+        return 4 * self.batch * self.seqlen * self.nheads_k * self.head_dim
+
+
+CASES = (
+    Case(1, 1, 4096, 32, 8, 128),
+    Case(8, 1, 4096, 32, 8, 128),
+    Case(8, 1, 8192, 32, 1, 128),
+    Case(16, 1, 4096, 16, 2, 256),
+    Case(3, 1, 777, 40, 8, 128),
+    Case(1, 1, 32_768, 32, 8, 128),
+    Case(1, 1, 100_000, 8, 1, 128),
+    Case(64, 1, 4096, 64, 8, 128),
+    Case(17, 1, 9000, 32, 8, 128),
+    Case(128, 1, 1500, 16, 16, 64),
+    Case(8, 1, 8192, 32, 8, 64),
+    Case(8, 5, 4096, 32, 8, 128),
+    Case(32, 2, 8192, 32, 8, 128),
+    Case(4, 16, 32_768, 32, 8, 128),
+    Case(1, 4, 8192, 32, 8, 128),
+    Case(8, 1, 3000, 32, 8, 128, 16),
+    Case(1, 1, 20_000, 32, 8, 128, 256),
+    Case(32, 1, 6000, 32, 8, 128, 16),
+    Case(64, 1, 2000, 28, 4, 128, 64),
+)
+
+
+@contextlib.contextmanager
+def _path(name: str) -> Iterator[None]:
+    os.environ[_DEVICE] = f"path={name}"
+    try:
+        yield
+    finally:
+        del os.environ[_DEVICE]
+
+
+def _forced(step: Step, name: str) -> Step:
+    def run(i: int) -> torch.Tensor:
+        with _path(name):
+            return step(i)
+
+    return run
+
+
+def _paged(tensor: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor:
+    batch, count = table.shape
+    padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, count * size - tensor.shape[1]))
+    pages = torch.empty(batch * count, size, *tensor.shape[2:], device="cuda", dtype=tensor.dtype)
+    pages[table.flatten().long()] = padded.reshape(batch * count, size, *tensor.shape[2:])
+    return pages
+
+
+def measure(case: Case, baseline: Baseline | None, fa3: Any, repeats: int) -> dict[str, Any]:
+    """Times one case.
+
+    Args:
+        case: The shape.
+        baseline: Upstream's own kernels, if there.
+        fa3: The module fa3_peer, if there.
+        repeats: timed replays of each side.
+
+    Returns:
+        Milliseconds of a call per side, ratios of medians, and what the plan says.
+    """
+    sets = max(1, -(-_ROTATED_BYTES // case.kv_bytes))
+    calls = sets * max(1, -(-_CALLS // sets))
+    bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q = [torch.randn(case.batch, case.seqlen_q, case.nheads, case.head_dim, **bf16)] * sets
+    shape = (case.batch, case.seqlen, case.nheads_k, case.head_dim)
+    dense = [(torch.randn(shape, **bf16), torch.randn(shape, **bf16)) for _ in range(sets)]
+    lengths = torch.full((case.batch,), case.seqlen, device="cuda", dtype=torch.int32)
+
+    def contiguous(i: int) -> torch.Tensor:
+        return flash_attn_func(q[i], *dense[i], causal=True)
+
+    sides: dict[str, Step] = {"ours": contiguous}
+    plan = explain(flash_attn_func, q[0], *dense[0], causal=True)
+    options: dict[str, torch.Tensor] = {}
+    caches = dense
+    if case.page_block_size:
+        size = case.page_block_size
+        count = -(-case.seqlen // size)
+        table = torch.randperm(case.batch * count, device="cuda").view(case.batch, count).int()
+        caches = [(_paged(k, table, size), _paged(v, table, size)) for k, v in dense]
+        options = {"block_table": table}
+        sides["contiguous"] = contiguous
+        sides["ours"] = lambda i: flash_attn_with_kvcache(
+            q[i], *caches[i], cache_seqlens=lengths, block_table=table, causal=True
+        )
+    for name in _FORCED:
+        sides[name] = _forced(sides["ours"], name)
+    if fa3 is not None:
+        paged = {"page_table": options["block_table"], "seqused_k": lengths} if options else {}
+        sides["fa3"] = lambda i: fa3.forward(q[i], *caches[i], causal=True, num_splits=0, **paged)[
+            0
+        ]
+    if baseline is not None and not options and case.seqlen_q == 1:
+        sides["fa2"] = lambda i: baseline.forward(q[i], *dense[i], num_splits=0)[0]
+    results = {name: step(0).float() for name, step in sides.items()}
+    allowed = 0.05 * float(results["ours"].abs().max())
+    far = {
+        name: float((one - results["ours"]).abs().max())
+        for name, one in results.items()
+        if not float((one - results["ours"]).abs().max()) <= allowed
+    }
+    if far:
+        raise RuntimeError(f"the sides disagree: {far}")
+    # A sum reads all bytes and writes next to nothing.
+    sides["read"] = lambda i: torch.stack([t.view(torch.float32).sum() for t in dense[i]])
+    graphs = {name: capture(step, sets, calls) for name, step in sides.items()}
+    measured = interleaved({n: g.replay for n, g in graphs.items()}, repeats=repeats)
+    times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}
+    ours = times["ours"]["median"]
+    return {
+        "name": case.name,
+        **asdict(case),
+        "group": case.group,
+        "plan": asdict(plan),
+        "ms": times,
+        "ours_over": {n: round(ours / t["median"], 4) for n, t in times.items() if n != "ours"},
+    }
+
+
+def means(cases: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns geometric means and worst cases of our time over others', by side and group."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for case in cases:
+        for side, ratio in case["ours_over"].items():
+            found.setdefault(side, {}).setdefault(case["group"], []).append(ratio)
+    return {
+        side: {
+            group: {"mean": round(geometric_mean(ratios), 4), "worst": max(ratios)}
+            for group, ratios in groups.items()
+        }
+        for side, groups in found.items()
+    }
+
+
+def main() -> int:
+    """Command line; the exit status is 1 if a case failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
+    parser.add_argument("--fa3", type=Path, help="folder of fa3_peer")
+    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    options = parser.parse_args()
+    record: dict[str, Any] = {
+        **environment(options.wheel, sys.argv),
+        "repeats": options.repeats,
+        "split_size": get_deterministic_mode().split_size,
+        "baseline": None,
+        "cases": [],
+        "means": {},
+        "failed": [],
+    }
+    baseline = open_baseline(options.baseline, record)
+    fa3 = None
+    if options.fa3 is not None:
+        sys.path.insert(0, str(options.fa3))
+        fa3 = importlib.import_module("fa3_peer")
+
+    def summarise() -> None:
+        record["means"] = means(record["cases"])
+
+    status = run_cases(
+        options.out,
+        record,
+        CASES,
+        built=lambda case: is_built(case.head_dim, "bf16"),
+        measure=lambda case: measure(case, baseline, fa3, options.repeats),
+        only=options.only,
+        summarise=summarise,
+    )
+    print(record["means"])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+// The Hopper forward in several shapes at once, to time them in turns: hopper_variants.py compiles
+// this for one head dim (-DFAD_HEAD_DIM=...) and calls it. bf16, no softcap.
+#include <cmath>
+
+#include "sm90/fwd_launch.cuh"
+
+namespace {
+
+using namespace fad::sm90;
+
+struct Variant {
+  const char* name;
+  int rows;
+  void (*launch)(const FwdParams&, unsigned, cudaStream_t);
+};
+
+// warpgroups, keys, state_columns, takes_turns, queries_in_registers, merge_columns: fwd_shape.h.
+template <int kWarpgroups, int kKeys, int kStateColumns, bool kTurns, bool kQueries, int kMerge>
+constexpr Variant variant(const char* name) {
+  return {name, kWarpgroups * kGroupRows,
+          &launch_fwd<FwdTile<__nv_bfloat16, FAD_HEAD_DIM, false, kWarpgroups, kKeys, kStateColumns,
+                              kTurns, kQueries, kMerge>>};
+}
+
+// The first is the product's. Names: two, three: warpgroups; k64, k128: keys of a product; t:
+// turns; q: Q in registers; m: columns that merges load ahead; half: half of the state waits in the
+// output, whole: none does.
+constexpr Variant kVariants[] = {
+#if FAD_HEAD_DIM == 64
+    variant<3, 128, 8, false, false, 4>("three-k128-m4"),
+    variant<3, 128, 8, false, false, 2>("three-k128-m2"),
+    variant<3, 128, 8, true, false, 4>("three-k128-t-m4"),
+    variant<2, 128, 8, true, true, 4>("two-k128-t-q-m4"),
+#elif FAD_HEAD_DIM == 96
+    variant<3, 64, 12, true, false, 4>("three-k64-t-m4"),
+    variant<3, 64, 12, true, true, 4>("three-k64-t-q-m4"),
+    variant<3, 64, 12, false, true, 4>("three-k64-q-m4"),
+    variant<2, 128, 12, true, true, 4>("two-k128-t-q-m4"),
+#elif FAD_HEAD_DIM == 128
+    variant<3, 64, 16, true, false, 4>("three-k64-t-m4"),
+    variant<3, 64, 16, true, false, 2>("three-k64-t-m2"),
+    variant<3, 64, 8, true, false, 4>("three-k64-t-m4-half"),
+    variant<2, 128, 16, false, false, 4>("two-k128-m4"),
+    variant<2, 128, 16, true, false, 4>("two-k128-t-m4"),
+    variant<2, 128, 16, false, true, 4>("two-k128-q-m4"),
+    variant<2, 128, 16, true, true, 4>("two-k128-t-q-m4"),
+    variant<2, 64, 16, true, true, 4>("two-k64-t-q-m4"),
+#elif FAD_HEAD_DIM == 192
+    variant<2, 64, 12, true, false, 4>("two-k64-t-m4"),
+    variant<2, 64, 12, true, true, 4>("two-k64-t-q-m4"),
+    variant<2, 64, 12, false, true, 4>("two-k64-q-m4"),
+    variant<2, 64, 24, true, true, 4>("two-k64-t-q-m4-whole"),
+#elif FAD_HEAD_DIM == 256
+    variant<2, 64, 16, false, false, 4>("two-k64-m4"),
+    variant<2, 64, 16, false, false, 2>("two-k64-m2"),
+    variant<2, 64, 16, false, false, 8>("two-k64-m8"),
+    variant<2, 64, 16, true, false, 4>("two-k64-t-m4"),
+#endif
+};
+
+}  // namespace
+
+extern "C" {
+
+int fad_variants() { return static_cast<int>(sizeof(kVariants) / sizeof(kVariants[0])); }
+
+const char* fad_name(int variant) { return kVariants[variant].name; }
+
+// q, out: (batch, seqlen_q, heads, head dim), k, v: (batch, seqlen_k, heads_k, head dim), bf16,
+// contiguous; softmax_lse: (batch, heads, seqlen_q), fp32; counter: 4 bytes of the device.
+// window_left, window_right: below 0, no limit; causal is (-1, 0). Returns 0, or 1 where the
+// variant does not take the call.
+int fad_run(int variant, const void* q, const void* k, const void* v, void* out, float* softmax_lse,
+            unsigned* counter, int batch, int seqlen_q, int seqlen_k, int heads, int heads_k,
+            int window_left, int window_right, int split_tokens, int sms, void* stream) {
+  const auto rows = [&](const void* data, int seqlen, int count) {
+    const int64_t row = static_cast<int64_t>(count) * FAD_HEAD_DIM;
+    return Rows{data, row * seqlen, row, FAD_HEAD_DIM};
+  };
+  FwdParams params{};
+  params.q = rows(q, seqlen_q, heads);
+  params.k = rows(k, seqlen_k, heads_k);
+  params.v = rows(v, seqlen_k, heads_k);
+  params.out = out;
+  params.out_batch_stride = params.q.batch_stride;
+  params.out_row_stride = params.q.row_stride;
+  params.out_head_stride = params.q.head_stride;
+  params.softmax_lse = softmax_lse;
+  params.lse_head_stride = seqlen_q;
+  params.lse_batch_stride = static_cast<int64_t>(heads) * seqlen_q;
+  params.batch = params.kv_batch = batch;
+  params.seqlen_q = seqlen_q;
+  params.seqlen_k = seqlen_k;
+  params.total_q = static_cast<int64_t>(batch) * seqlen_q;
+  params.total_k = static_cast<int64_t>(batch) * seqlen_k;
+  params.heads = heads;
+  params.heads_k = heads_k;
+  params.head_dim = FAD_HEAD_DIM;
+  params.window_left = window_left;
+  params.window_right = window_right;
+  // Rounded as set_softmax in cpp/ops/params.cpp rounds them.
+  params.scale = static_cast<float>(1. / std::sqrt(static_cast<double>(FAD_HEAD_DIM)));
+  params.scale_log2 = static_cast<float>(static_cast<double>(params.scale) * 1.4426950408889634074);
+  params.split_tokens = split_tokens;
+  const Variant& chosen = kVariants[variant];
+  const int64_t tiles =
+      static_cast<int64_t>(batch) * heads * ((seqlen_q + chosen.rows - 1) / chosen.rows);
+  params.tile_counter = tiles > sms ? counter : nullptr;
+  if (!supports(params) || split_tokens % 128 != 0) {
+    return 1;
+  }
+  chosen.launch(params, static_cast<unsigned>(tiles < sms ? tiles : sms),
+                static_cast<cudaStream_t>(stream));
+  return 0;
+}
+
+}  // extern "C"

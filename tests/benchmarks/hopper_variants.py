@@ -1,0 +1,293 @@
+"""Times the Hopper forward in several shapes, in turns in one process, and compares their bits.
+
+    python -m tests.benchmarks.hopper_variants --compile variants   # anywhere with an nvcc, once
+    python -m tests.benchmarks.hopper_variants --libraries variants --out hopper_variants.json
+
+The shapes are those of hopper_variants.cu, at the mode's split size and with one split. Beside them
+run the installed wheel, torch's cuDNN backend and, where they can be loaded, FlashAttention-3 (see
+FA3_LIBRARY in docs/scoreboard.md) and FlashAttention-4. A variant with other bits than the wheel's
+sm80 kernels is a failure. JSON is written after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
+from flash_attn_deterministic.verify.contract.device_override import device_override
+
+from tests.benchmarks.cases import timed
+from tests.benchmarks.common import environment, fail, run_cases
+from tests.gpu.attention import make_qkv, same_bits
+
+SOURCE = Path(__file__).with_suffix(".cu")
+CPP = Path(__file__).parents[2] / "cpp"
+HEAD_DIMS = (64, 96, 128, 192, 256)
+# As CMakeLists.txt has them: bits depend on the last line.
+FLAGS = (
+    *("-std=c++17", "-O3", "-DNDEBUG", "-DFLASH_ATTENTION_DETERMINISTIC", "-shared"),
+    *("-Xcompiler", "-fPIC,-fno-gnu-unique", "--expt-relaxed-constexpr"),
+    *("-gencode", "arch=compute_90a,code=sm_90a", "-Xptxas", "-v"),
+    *("--ftz=true", "--prec-div=false", "--prec-sqrt=false", "--fmad=false"),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A call in bf16.
+
+    Args:
+        name: for people.
+        batch: sequences.
+        seqlen_q: queries of each.
+        seqlen_k: keys of each.
+        nheads: of q.
+        nheads_k: of k and v.
+        head_dim: theirs.
+        causal: whether the mask is.
+        left: keys before its own that a query sees; -1: all.
+    """
+
+    name: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    causal: bool
+    left: int = -1
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Returns keys visible on either side; -1: all."""
+        return (self.left, 0 if self.causal else -1)
+
+    @property
+    def flops(self) -> float:
+        """Returns those of the pairs that are visible."""
+        seen = float(self.seqlen_q * self.seqlen_k)
+        if self.causal:
+            seen -= self.seqlen_q * (self.seqlen_q - 1) / 2
+        if self.left >= 0:
+            seen = float(self.seqlen_q * min(self.left + 1, self.seqlen_k))
+        return 4.0 * self.batch * self.nheads * self.head_dim * seen
+
+
+def _shapes() -> tuple[Shape, ...]:
+    shapes = []
+    for head_dim, causal in ((d, c) for d in HEAD_DIMS for c in (False, True)):
+        mask = " causal" if causal else ""
+        for batch, seqlen, nheads in ((4, 4096, 16), (1, 16384, 16)):
+            name = f"B{batch} L{seqlen} H{nheads} D{head_dim}{mask}"
+            shapes.append(Shape(name, batch, seqlen, seqlen, nheads, nheads, head_dim, causal))
+    return (
+        *shapes,
+        Shape("B8 L4096 H32 D128", 8, 4096, 4096, 32, 32, 128, False),
+        Shape("B8 L4096 H32 D128 causal", 8, 4096, 4096, 32, 32, 128, True),
+        Shape("B8 L4096 H32/8 D128 causal", 8, 4096, 4096, 32, 8, 128, True),
+        Shape("B4 L1024 H16 D128", 4, 1024, 1024, 16, 16, 128, False),
+        Shape("B4 L4096 H16 D128 window 1024", 4, 4096, 4096, 16, 16, 128, True, 1024),
+        Shape("B1 Lq512 Lk32768 H32/8 D128 causal", 1, 512, 32768, 32, 8, 128, True),
+        Shape("B32 L512 H16 D64 causal", 32, 512, 512, 16, 16, 64, True),
+        Shape("B64 L577 H16 D64", 64, 577, 577, 16, 16, 64, False),
+    )
+
+
+def compile_variants(folder: Path, head_dims: list[int]) -> None:
+    """Compiles hopper_variants.cu for each head dim, side by side.
+
+    Raises:
+        SystemExit: nvcc failed, or says that it serialises products (C75xx).
+    """
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    folder.mkdir(parents=True, exist_ok=True)
+    running = []
+    for head_dim in head_dims:
+        command = [nvcc, *FLAGS, f"-I{CPP / 'kernels'}", f"-I{CPP / 'torch_free'}"]
+        command += [
+            f"-DFAD_HEAD_DIM={head_dim}",
+            "-o",
+            str(folder / f"d{head_dim}.so"),
+            str(SOURCE),
+        ]
+        log = (folder / f"d{head_dim}.log").open("wb")
+        running.append((head_dim, subprocess.Popen(command, stdout=log, stderr=log)))
+    for head_dim, process in running:
+        status = process.wait()
+        words = (folder / f"d{head_dim}.log").read_text(encoding="utf-8", errors="replace")
+        if status != 0 or "(C75" in words:
+            sys.exit(f"head dim {head_dim}: nvcc failed or serialises products:\n{words[-2000:]}")
+        print(f"head dim {head_dim}: compiled", flush=True)
+
+
+class Library:
+    """The variants of one head dim."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.fad_name.restype = ctypes.c_char_p
+        count = self._library.fad_variants()
+        self.names = [self._library.fad_name(i).decode() for i in range(count)]
+        self._sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self._counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def run(
+        self, variant: int, shape: Shape, qkv: tuple[torch.Tensor, ...], split_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns out and softmax_lse.
+
+        Raises:
+            RuntimeError: the variant does not take the call.
+        """
+        q, k, v = qkv
+        out = torch.empty_like(q)
+        size = (shape.batch, shape.nheads, shape.seqlen_q)
+        softmax_lse = torch.empty(size, dtype=torch.float32, device="cuda")
+        numbers = (
+            *(shape.batch, shape.seqlen_q, shape.seqlen_k, shape.nheads, shape.nheads_k),
+            *(*shape.window, split_size, self._sms),
+        )
+        status = self._library.fad_run(
+            ctypes.c_int(variant),
+            *(ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, softmax_lse, self._counter)),
+            *map(ctypes.c_int, numbers),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+        if status != 0:
+            raise RuntimeError(f"{self.names[variant]} does not take {shape.name}")
+        return out, softmax_lse
+
+
+def _peers(shape: Shape, qkv: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], torch.Tensor]]:
+    """Others that run here, where they have the mask."""
+    from flash_attn_deterministic.bench.peers import PEERS
+    from flash_attn_deterministic.bench.problem import Problem
+    from flash_attn_deterministic.bench.problem import Shape as BenchShape
+
+    if shape.left >= 0 or shape.seqlen_q != shape.seqlen_k:
+        return {}
+    heads = (shape.nheads, shape.nheads_k, shape.head_dim)
+    bench = BenchShape("forward", shape.batch, shape.seqlen_q, *heads, causal=shape.causal)
+    q, k, v = qkv
+    problem = Problem(bench, q, k, v, dout=q)
+    found: dict[str, Callable[[], torch.Tensor]] = {}
+    for peer in PEERS:
+        if peer.name not in ("sdpa-cudnn", "fa3", "fa4"):
+            continue
+        try:
+            call = peer.call(problem)
+            call()
+        except Exception as error:
+            fail(error)
+            continue
+        found[peer.name] = functools.partial(_first, call)
+    return found
+
+
+def _first(call: Callable[[], tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    return call()[0]
+
+
+def measure(shape: Shape, library: Library, repeats: int, budget_ms: float) -> dict[str, Any]:
+    """Times one case.
+
+    Returns:
+        Milliseconds and TFLOP/s by side; which variants have other bits.
+    """
+    size = (shape.batch, shape.seqlen_q, shape.nheads, shape.head_dim)
+    qkv = make_qkv(size, shape.seqlen_k, shape.nheads_k)
+    default = get_deterministic_mode().split_size
+    options: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.left, -1)}
+
+    def wheel() -> torch.Tensor:
+        out: torch.Tensor = flash_attn_func(*qkv, **options)
+        return out
+
+    sides: dict[str, Callable[[], torch.Tensor]] = {"wheel": wheel}
+    different = []
+    for split_size in (default, 0):
+        with device_override("family=sm80"):
+            out, softmax_lse, _ = flash_attn_func(
+                *qkv, **options, split_size=split_size, return_attn_probs=True
+            )
+        for variant, name in enumerate(library.names):
+            found = library.run(variant, shape, qkv, split_size)
+            title = f"{name}/{split_size}"
+            if not (same_bits(found[0], out) and same_bits(found[1], softmax_lse)):
+                different.append(title)
+            run = functools.partial(library.run, variant, shape, qkv, split_size)
+            sides[title] = functools.partial(_first, run)
+    with torch.no_grad():
+        sides.update(_peers(shape, qkv))
+        times = timed(sides, budget_ms, repeats)
+    return {
+        **asdict(shape),
+        "ms": times,
+        "tflops": {
+            side: round(shape.flops / own["median"] / 1e9, 1) for side, own in times.items()
+        },
+        "other_bits_than_sm80": different,
+    }
+
+
+def main() -> int:
+    """Command line; the exit status is 1 if a case failed, or a variant has other bits."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compile", type=Path, help="folder to compile the variants into; no more")
+    parser.add_argument("--libraries", type=Path, help="folder that --compile wrote")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--out", type=Path, default=Path("hopper_variants.json"), help="to write")
+    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
+    parser.add_argument("--repeats", type=int, default=20, help="at most")
+    parser.add_argument("--budget-ms", type=float, default=600, help="GPU time of a case")
+    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    options = parser.parse_args()
+    if options.compile is not None:
+        compile_variants(options.compile, list(options.head_dims))
+        return 0
+    if options.libraries is None:
+        parser.error("expected --compile or --libraries")
+    libraries: dict[int, Library] = {}
+
+    def library(head_dim: int) -> Library:
+        if head_dim not in libraries:
+            libraries[head_dim] = Library(options.libraries / f"d{head_dim}.so")
+        return libraries[head_dim]
+
+    record: dict[str, Any] = {
+        **environment(options.wheel, sys.argv),
+        "repeats": options.repeats,
+        "budget_ms": options.budget_ms,
+        "cases": [],
+        "failed": [],
+    }
+    status = run_cases(
+        options.out,
+        record,
+        [shape for shape in _shapes() if shape.head_dim in options.head_dims],
+        built=lambda shape: True,
+        measure=lambda shape: measure(
+            shape, library(shape.head_dim), options.repeats, options.budget_ms
+        ),
+        only=options.only,
+    )
+    other = {case["name"]: case["other_bits_than_sm80"] for case in record["cases"]}
+    other = {name: variants for name, variants in other.items() if variants}
+    print(f"other bits than the sm80 family's: {other or 'none'}")
+    return 1 if other else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

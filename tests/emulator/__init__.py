@@ -1,0 +1,1 @@
+"""The kernels for a few queries, run on the CPU."""

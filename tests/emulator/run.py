@@ -1,0 +1,122 @@
+"""Runs the kernels for a few queries on the CPU, and compares the bits of their paths.
+
+    python -m tests.emulator.run --upstream build/dev/upstream --head-dims 64 128 --count 40
+    python -m tests.emulator.run --upstream build/dev/upstream --old TREE
+
+TREE is a source tree that has no path but few-rows: its bits are then the ones to meet.
+
+Needs g++ and the CUDA runtime (headers and libcudart_static.a), but no GPU. Drawn calls go through
+each path twice: with asynchronous copies at their earliest and at their latest moment. See
+emulator.h for what this shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+ELEMENTS = {"bf16": "cutlass::bfloat16_t", "fp16": "cutlass::half_t"}
+
+
+def build(
+    tree: Path, upstream: Path, cuda: Path, folder: Path, head_dim: int, dtype: str, old: bool
+) -> Path:
+    """Compiles a source tree's kernels for the CPU.
+
+    Args:
+        tree: the repository, or another state of it.
+        upstream: upstream's sources, patched, as a build leaves them.
+        cuda: folder with CUDA's include and lib.
+        folder: where to build.
+        head_dim: of the kernels.
+        dtype: "bf16" or "fp16".
+        old: the tree has no path but few-rows.
+
+    Returns:
+        The program.
+    """
+    folder.mkdir()
+    sources = folder / "kernels"
+    shutil.copytree(tree / "cpp" / "kernels", sources)
+    shutil.copytree(HERE / "stubs" / "overlay", sources, dirs_exist_ok=True)
+    copies = sources / "sm80" / "few_rows_copy.cuh"  # its one line of PTX is a hint
+    lines = copies.read_text(encoding="utf-8").splitlines()
+    copies.write_text(
+        "\n".join(line for line in lines if "prefetch.global" not in line), encoding="utf-8"
+    )
+    headers = folder / "upstream"
+    headers.mkdir()
+    for name in ("flash.h", "block_info.h", "namespace_config.h"):
+        shutil.copy(upstream / "flash_attn" / "src" / name, headers)
+    program = folder / "few_rows"
+    include = [HERE, HERE / "stubs", sources, headers, tree / "cpp" / "torch_free"]
+    command = [
+        *("g++", "-std=c++20", "-O2", "-ffp-contract=off", "-w", "-o", str(program)),
+        *("-DFLASH_ATTENTION_DETERMINISTIC", f"-DHEAD_DIM={head_dim}"),
+        f"-DELEMENT={ELEMENTS[dtype]}",
+        *(["-DOLD_TREE"] if old else []),
+        *(f"-I{path}" for path in include),
+        *("-isystem", str(cuda / "include"), str(HERE / "few_rows.cpp"), str(sources / "plan.cpp")),
+        *(f"-L{cuda / 'lib'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"),
+    ]
+    subprocess.run(command, check=True)
+    return program
+
+
+def results(program: Path, first: int, count: int, path: str, late: bool) -> bytes:
+    """Runs drawn calls, and returns the bytes of all results."""
+    out = program.with_suffix(".bin")
+    words = [str(program), str(first), str(count), path, str(int(late)), str(out)]
+    subprocess.run(words, check=True)
+    return out.read_bytes()
+
+
+def main() -> int:
+    """Command line; the exit status is 1 where bits differ."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--upstream", type=Path, required=True)
+    parser.add_argument("--old", type=Path, help="a source tree to compare with")
+    parser.add_argument(
+        "--cuda", type=Path, default=Path("/usr/local/cuda/targets/x86_64-linux"), metavar="FOLDER"
+    )
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--dtypes", nargs="+", choices=ELEMENTS, default=list(ELEMENTS))
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--count", type=int, default=40)
+    options = parser.parse_args()
+    failed = False
+    for head_dim in options.head_dims:
+        for dtype in options.dtypes:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                kernel = (options.upstream, options.cuda)
+                new = build(ROOT, *kernel, folder / "new", head_dim, dtype, old=False)
+                runs = {
+                    f"{path}, copies {'late' if late else 'early'}": results(
+                        new, options.first, options.count, path, late
+                    )
+                    for path in ("few_rows", "scores_first")
+                    for late in (False, True)
+                }
+                if options.old:
+                    old = build(options.old, *kernel, folder / "old", head_dim, dtype, old=True)
+                    runs["old"] = results(old, options.first, options.count, "few_rows", False)
+            expected = runs["old" if options.old else "few_rows, copies early"]
+            different = [name for name, run in runs.items() if run != expected]
+            failed = failed or bool(different)
+            print(
+                f"head dim {head_dim}, {dtype}: {options.count} calls, {len(expected)} bytes, "
+                f"{'different: ' + ', '.join(different) if different else 'all equal'}",
+                flush=True,
+            )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
