@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,12 @@ def _compile(shape: Shape) -> None:
             function.backward(saved, torch.empty_like(out), None)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles FlashAttention-4's kernels; the exit status is 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--fa4", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--only", default="", help="part of the names of the shapes to compile for")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ |= {
         **{"FLASH_ATTENTION_ARCH": "sm_90a", "CUTE_DSL_ARCH": "sm_90a"},
         "FLASH_ATTENTION_NUM_SMS": "132",

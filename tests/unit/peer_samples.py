@@ -25,10 +25,12 @@ def attention(
 ) -> torch.Tensor:
     """Attention of (batch, seqlen, nheads, head_dim), or packed, causal to the bottom right."""
     if cu_seqlens is not None:
-        parts = [t.split(cu_seqlens.diff().tolist()) for t in (q, k, v)]
-        return torch.cat(
-            [attention(*(t[None] for t in one), causal, window)[0] for one in zip(*parts)]
-        )
+        outs = []
+        starts = cu_seqlens.tolist()
+        for begin, end in zip(starts, starts[1:], strict=False):
+            one_q, one_k, one_v = (t[None, begin:end] for t in (q, k, v))
+            outs.append(attention(one_q, one_k, one_v, causal, window)[0])
+        return torch.cat(outs)
     group = q.shape[2] // k.shape[2]
     wide_k, wide_v = (t.repeat_interleave(group, dim=2).float() for t in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q.float(), wide_k) * q.shape[3] ** -0.5
@@ -179,7 +181,9 @@ class _Fa3:
         self.calls.append({"deterministic": deterministic})
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         with torch.enable_grad():
-            again = attention(*leaves, is_causal, window_size_left, cu_seqlens_q)
+            again = attention(
+                leaves[0], leaves[1], leaves[2], is_causal, window_size_left, cu_seqlens_q
+            )
         found = torch.autograd.grad(again, leaves, dout)
         for gradient, value in zip((dq, dk, dv), found, strict=True):
             gradient.copy_(value)

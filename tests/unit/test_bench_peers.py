@@ -158,7 +158,7 @@ def on_cpu_as(name: str) -> peers.Peer:
     return dataclasses.replace(peer, devices=("cpu",))
 
 
-@pytest.mark.parametrize("shape", (*SHAPES, *WIDER), ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*SHAPES, *WIDER], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("name", ["fa3", "fa3-one-split", "fa3-deterministic"])
 def test_fa3_is_called_as_its_ops_are(
     name: str, shape: Shape, fa3_ops: list[dict[str, object]]

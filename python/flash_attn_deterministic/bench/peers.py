@@ -75,12 +75,15 @@ def _ours(problem: Problem, atomics: bool = False) -> Forward:
     options: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.window, -1)}
 
     def call() -> torch.Tensor:
+        out: torch.Tensor
         if starts is not None:
             lengths = (starts, starts, shape.seqlen, shape.seqlen)
-            return flash_attn_varlen_func(q, k, v, *lengths, **options)
-        if shape.kind == "decode":
-            return flash_attn_with_kvcache(q, k, v, **options)
-        return flash_attn_func(q, k, v, **options)
+            out = flash_attn_varlen_func(q, k, v, *lengths, **options)
+        elif shape.kind == "decode":
+            out = flash_attn_with_kvcache(q, k, v, **options)
+        else:
+            out = flash_attn_func(q, k, v, **options)
+        return out
 
     if not atomics:
         return call
