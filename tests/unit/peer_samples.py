@@ -6,6 +6,7 @@ argument, shape or dtype fails here as it would there.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from typing import Any
@@ -26,8 +27,7 @@ def attention(
     """Attention of (batch, seqlen, nheads, head_dim), or packed, causal to the bottom right."""
     if cu_seqlens is not None:
         outs = []
-        starts = cu_seqlens.tolist()
-        for begin, end in zip(starts, starts[1:], strict=False):
+        for begin, end in itertools.pairwise(cu_seqlens.tolist()):
             one_q, one_k, one_v = (t[None, begin:end] for t in (q, k, v))
             outs.append(attention(one_q, one_k, one_v, causal, window)[0])
         return torch.cat(outs)
