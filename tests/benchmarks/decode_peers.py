@@ -33,6 +33,7 @@ from tests.gpu.attention import is_built
 _ROTATED_BYTES = 512 * 2**20  # several times the largest L2 cache
 _CALLS = 8  # of a graph, at least
 _FORCED = ("few_rows", "scores_first")
+_DEVICE = "cuda"
 
 Step = Callable[[int], torch.Tensor]
 
@@ -111,7 +112,7 @@ def _forced(step: Step, path: str) -> Step:
 def _paged(tensor: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor:
     batch, count = table.shape
     padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, count * size - tensor.shape[1]))
-    pages = torch.empty(batch * count, size, *tensor.shape[2:], device="cuda", dtype=tensor.dtype)
+    pages = torch.empty(batch * count, size, *tensor.shape[2:], device=_DEVICE, dtype=tensor.dtype)
     pages[table.flatten().long()] = padded.reshape(batch * count, size, *tensor.shape[2:])
     return pages
 
@@ -133,11 +134,11 @@ def measure(
     """
     sets = max(1, -(-_ROTATED_BYTES // case.kv_bytes))
     calls = sets * max(1, -(-_CALLS // sets))
-    bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    bf16: dict[str, Any] = {"device": _DEVICE, "dtype": torch.bfloat16}
     q = [torch.randn(case.batch, case.seqlen_q, case.nheads, case.head_dim, **bf16)] * sets
     shape = (case.batch, case.seqlen, case.nheads_k, case.head_dim)
     dense = [(torch.randn(shape, **bf16), torch.randn(shape, **bf16)) for _ in range(sets)]
-    lengths = torch.full((case.batch,), case.seqlen, device="cuda", dtype=torch.int32)
+    lengths = torch.full((case.batch,), case.seqlen, device=_DEVICE, dtype=torch.int32)
 
     def contiguous(i: int) -> torch.Tensor:
         return flash_attn_func(q[i], *dense[i], causal=True)
@@ -149,7 +150,7 @@ def measure(
     if case.page_block_size:
         size = case.page_block_size
         count = -(-case.seqlen // size)
-        table = torch.randperm(case.batch * count, device="cuda").view(case.batch, count).int()
+        table = torch.randperm(case.batch * count, device=_DEVICE).view(case.batch, count).int()
         caches = [(_paged(k, table, size), _paged(v, table, size)) for k, v in dense]
         options = {"block_table": table}
         sides["contiguous"] = contiguous

@@ -10,11 +10,13 @@ compiled before lie in its folder `cache`. To fill that, on any machine with the
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import torch
 from flash_attn_deterministic.bench.problem import Shape
 from flash_attn_deterministic.verify.scoreboard import fa3
 
+from tests.benchmarks.common import fail
 from tests.benchmarks.peer_cases import BACKWARD, FORWARD
 
 
@@ -65,10 +68,12 @@ def versions() -> dict[str, str | None]:
     except ImportError:
         found["fa3"] = None
     try:
-        import flash_attn.cute  # type: ignore[import-not-found, unused-ignore]
-
-        found["fa4"] = str(getattr(flash_attn.cute, "__version__", "no version"))
-    except ImportError:
+        importlib.import_module("flash_attn.cute")
+        found["fa4"] = f"flash-attn-4 {metadata.version('flash-attn-4')}"
+    except metadata.PackageNotFoundError:
+        found["fa4"] = "flash-attn-4, no version"
+    except ImportError as error:  # one of the packages that it needs, perhaps
+        fail(error)
         found["fa4"] = None
     return found
 

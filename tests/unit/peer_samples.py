@@ -142,6 +142,7 @@ class _Fa3:
         seqused_k: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
+        page_table: torch.Tensor | None = None,
         softmax_scale: float | None = None,
         is_causal: bool = False,
         window_size_left: int = -1,
@@ -152,6 +153,10 @@ class _Fa3:
         assert (cu_seqlens_q is None) == (max_seqlen_q is None) == (max_seqlen_k is None)
         assert window_size_right == (0 if window_size_left >= 0 else -1)
         assert softmax_scale == q.shape[-1] ** -0.5
+        if page_table is not None:
+            assert page_table.dtype == torch.int32
+            assert seqused_k is not None, "one length, all full"
+            k, v = (t[page_table.long()].flatten(1, 2)[:, : int(seqused_k[0])] for t in (k, v))
         out = attention(q, k, v, is_causal, window_size_left, cu_seqlens_q)
         nothing = torch.empty(0)
         return out, nothing, nothing, nothing
