@@ -11,17 +11,16 @@
 namespace fad::sm90 {
 
 constexpr int kDqThreads = 256;
-constexpr int kDqRows = 64;  // of a CTA
 
-// Scales and rounds. Sums of -0 become 0 first, as in the sm80 family.
+// Scales and rounds a row block. Sums of -0 become 0 first, as in the sm80 family.
 template <typename T>
 __global__ void __launch_bounds__(kDqThreads)
     bwd_dq_sm90_kernel(const __grid_constant__ BwdParams params) {
   using Element = typename T::Element;
   constexpr int kEights = T::kHeadDim / 8;
-  const int num_blocks_q = num_blocks(params.seqlen_q, kDqRows);
+  const int num_blocks_q = num_blocks(params.seqlen_q, T::kRows);
   const int head = blockIdx.x / num_blocks_q;
-  const int first_row = (static_cast<int>(blockIdx.x) - head * num_blocks_q) * kDqRows;
+  const int first_row = (static_cast<int>(blockIdx.x) - head * num_blocks_q) * T::kRows;
   const int bidb = head / params.h, bidh = head % params.h;
   int first_q = 0, seqlen_q = params.seqlen_q;
   if (params.cu_seqlens_q != nullptr) {
@@ -39,7 +38,7 @@ __global__ void __launch_bounds__(kDqThreads)
     return packed<Element>(__fmul_rn(__fadd_rn(0.f, a), params.scale_softmax_rp_dropout),
                            __fmul_rn(__fadd_rn(0.f, b), params.scale_softmax_rp_dropout));
   };
-  const int rows = min(kDqRows, seqlen_q - first_row);
+  const int rows = min(T::kRows, seqlen_q - first_row);
   for (int at = threadIdx.x; at < rows * kEights; at += kDqThreads) {
     const int row = at / kEights;
     const int column = at % kEights * 8;
@@ -53,10 +52,11 @@ __global__ void __launch_bounds__(kDqThreads)
   }
 }
 
+// The grid is that of the row sums before the loop, which has been checked.
 template <typename T>
 void launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
-  const auto ctas = static_cast<unsigned>(num_blocks(params.seqlen_q, kDqRows)) * params.b *
-                    params.h;
+  const auto ctas =
+      static_cast<unsigned>(num_blocks(params.seqlen_q, T::kRows)) * params.b * params.h;
   launch<&bwd_dq_sm90_kernel<T>>(ctas, kDqThreads, 0, 0, stream, params);
 }
 

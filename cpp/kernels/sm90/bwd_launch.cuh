@@ -104,7 +104,6 @@ void launch_bwd_sm90(const BwdParams& call, cudaStream_t stream) {
   launch<&bwd_sm90_kernel<T>>(dim3(static_cast<unsigned>(ctas)), T::kThreads, T::kBytes, T::kBytes,
                               stream, map(tensors.q, T::kRows), map(tensors.k, T::kKeys),
                               map(tensors.v, T::kKeys), map(tensors.dout, T::kRows), params);
-  launch_bwd_dq<T>(params, stream);
 }
 
 using fp16 = __half;
