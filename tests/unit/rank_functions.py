@@ -35,7 +35,7 @@ def outcome_without(case: Case, what: str) -> dict[str, Any]:
     """Returns what differs where something is left out: a test that has to find something."""
     module: Any = chain
     broken: Any = _no_sums
-    name = "_received"
+    name = "_sums"
     if what == "rounded sums":
         broken = _rounded_sums
     elif what == "alignment":
@@ -57,19 +57,17 @@ def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
             setattr(module, name, one)
 
 
-def _no_sums(ranks: Any, step: chain.Step, part: Any, q: torch.Tensor) -> slices.Sums:
-    sums = _RECEIVED(ranks, step, part, q)
-    for one in sums:
-        one.zero_()
-    return sums
+def _no_sums(arrived: torch.Tensor | None, *others: Any) -> slices.Sums:
+    dk, dv = _SUMS(arrived, *others)
+    return dk.zero_(), dv.zero_()
 
 
-def _rounded_sums(ranks: Any, step: chain.Step, part: Any, q: torch.Tensor) -> slices.Sums:
-    dk, dv = (one.to(q.dtype).float() for one in _RECEIVED(ranks, step, part, q))
+def _rounded_sums(arrived: torch.Tensor | None, *others: Any) -> slices.Sums:
+    dk, dv = (one.bfloat16().float() for one in _SUMS(arrived, *others))
     return dk, dv
 
 
-_RECEIVED = chain._received
+_SUMS = chain._sums
 
 
 def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -486,9 +484,9 @@ def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
 
 def verified(scale: Any, out: str, broken: bool) -> int:
     """Runs the whole of `verify --ranks` with other cases; broken: sums are lost on the way."""
-    received = _no_sums if broken else _RECEIVED
+    sums = _no_sums if broken else _SUMS
     with (
         _instead(run, scale_of=lambda device, quick: scale),
-        _instead(chain, _received=received),
+        _instead(chain, _sums=sums),
     ):
         return run.run("cpu", True, Path(out))

@@ -9,15 +9,19 @@ the next head. Only what rows on both sides of a border see crosses it.
 Where a backend adds rows by blocks, a border within a block moves to its end: the rows of the block
 go to the rank that has the first of them, and their dq comes back.
 
-Every rank walks the same list of steps, by waves, in the same order: a step needs the step before
-it of the same head, which is one wave earlier. So no rank waits in a circle, and messages between
-two ranks arrive in the order in which they were sent.
+Every rank walks the same waves. In a wave it computes a step of one head, receives the sums for the
+next wave, and sends those of the wave before: messages travel while kernels run, so a step comes
+two waves after the step before it of the same head. All that a rank sends and receives in a wave is
+one batch in the group's own order of launches, in which the gathering of keys for the wave stands
+just before it, on every rank. A batch needs nothing but earlier waves and the other ranks' batches
+of the same wave, so no rank waits in a circle; and sums of three waves are all that is held.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +31,7 @@ from .backward import Gradients, whole_sequences, zeros_like
 from .forward import KEYS, gathered, head_slices
 from .layout import Layout, Piece, Tokens, in_blocks, stored_tokens
 from .plan import Mask, Part, call_of, divided, rows_on_keys
-from .ranks import Pending, Ranks
+from .ranks import Message, Ranks
 from .slices import Rows, Scores, Sums, backward_step, finish, row_order
 
 
@@ -123,6 +127,10 @@ def _both(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return (begin, end) if begin < end else (0, 0)
 
 
+# Waves from a step to the next one of the same head: one to compute in, one to travel in.
+LAG = 2
+
+
 def backward(
     ranks: Ranks,
     rows: Rows,
@@ -150,40 +158,56 @@ def backward(
     way = exchange.route(parts.k.layout, half.wanted, ranks.rank, half.room)
     units = find_units(rows.q.shape[1], k.shape[1], heads_k)
     mine = [step for step in chains.steps if step.rank == ranks.rank]
-    complete = [k.new_zeros((chains.room[ranks.rank], *k.shape[1:])) for _ in range(2)]
-    totals = Totals(complete, scores)
+    latest = max((step.number for step in mine), default=0)
+    totals = Totals(chains.room[ranks.rank], own_rows.q, k, scores)
     keys: dict[int, list[torch.Tensor]] = {}
-    on_the_way: list[Pending] = []
     arriving = gathered(ranks, way, [k, v], k.shape[1], heads_k, KEYS)
-    for wave in range(len(units) + chains.longest - 1):
+    came: dict[Step, torch.Tensor] = {}
+    coming: dict[Step, torch.Tensor] = {}
+    going: list[Message] = []
+    travelling = ranks.exchange([], [], SUMS)
+    for wave in range(len(units) + LAG * (chains.longest - 1)):
         if wave < len(units) and units[wave].number not in keys:
             _, keys[units[wave].number] = next(arriving)
-        for step in mine:
-            if not 0 <= wave - step.number < len(units):
-                continue
-            unit = units[wave - step.number]
-            heads = unit.heads
-            part = half.parts[step.piece]
-            sums = _received(ranks, step, part, own_rows.q[:, heads])
+        travelling.wait()
+        came, coming, awaited = coming, {}, []
+        for step, unit in _at(wave + 1, mine, units):
+            if step.before >= 0:
+                part = half.parts[step.piece]
+                coming[step], places = _room(part, own_rows.q[:, unit.heads], step.came)
+                awaited += [(place, step.before) for place in places]
+        travelling, going = ranks.exchange(going, awaited, SUMS), []
+        for step, unit in _at(wave, mine, units):
+            part, heads = half.parts[step.piece], unit.heads
+            sums = _sums(came.pop(step, None), part, own_rows.q[:, heads])
             call = call_of(part)
             if call is not None:
                 here_k, here_v = (tensor[call.keys] for tensor in keys[unit.number])
                 here = own_rows.of_heads(heads).of(call)
                 dq_rows[call.rows, heads] = backward_step(here, here_k, here_v, call, scores, sums)
             if step.after >= 0:
-                on_the_way.append(_sent(ranks, step, part, sums))
+                going += [(one, step.after) for one in _of_keys(sums, part, step.goes)]
             for piece in step.ended:
                 totals.add(piece.stored, unit, _of_keys(sums, part, (piece.begin, piece.end)))
-        # The last step of a chain is at these heads in the next wave; none goes further back.
-        oldest = units[max(0, min(wave + 2 - chains.longest, len(units) - 1))].number
+        # No later wave of this rank is at earlier heads than its latest step in the next one.
+        oldest = units[max(0, min(wave + 1 - LAG * latest, len(units) - 1))].number
         keys = {number: one for number, one in keys.items() if number >= oldest}
-        on_the_way = [one for one in on_the_way if not one.done()]
-    for one in on_the_way:
-        one.wait()
+    travelling.wait()
     if blocks != parts.q:
         _bring(ranks, blocks.layout, parts.q.layout, [dq_rows], [dq], "dq")
-    _bring(ranks, chains.ended, parts.k.layout, complete, [dk, dv], "dk and dv")
+    _bring(ranks, chains.ended, parts.k.layout, totals.results, [dk, dv], "dk and dv")
     return gradients
+
+
+# For messages.
+SUMS = "sums of dk and dv"
+
+
+def _at(wave: int, steps: Sequence[Step], units: Sequence[Unit]) -> Iterator[tuple[Step, Unit]]:
+    """Yields the steps of a wave, and the heads that each of them is at."""
+    for step in steps:
+        if 0 <= wave - LAG * step.number < len(units):
+            yield step, units[wave - LAG * step.number]
 
 
 class Unit(NamedTuple):
@@ -192,7 +216,7 @@ class Unit(NamedTuple):
     Args:
         number: of the KV heads that are gathered for them.
         keys: those KV heads.
-        heads: the query heads: one, or all that share several KV heads.
+        heads: the query heads: UNIT_HEADS, or all that share several KV heads.
         first: whether they are the first that share these KV heads.
         last: whether they are the last.
     """
@@ -204,16 +228,19 @@ class Unit(NamedTuple):
     last: bool
 
 
-def find_units(nheads: int, nheads_k: int, heads_k: int) -> list[Unit]:
-    """Cuts the heads: one query head at a time where KV heads come one by one.
+# Query heads of a unit, as far as they divide those that share a KV head. The more units there are,
+# the less ranks wait for the first and the last one; the larger they are, the fuller a GPU. No bit
+# depends on it.
+UNIT_HEADS = 1
 
-    The more units there are, the less ranks wait for the first and the last one.
-    """
+
+def find_units(nheads: int, nheads_k: int, heads_k: int) -> list[Unit]:
+    """Cuts the heads: a few query heads at a time where KV heads come one by one."""
     group = nheads // nheads_k
     units = []
     for number, span in enumerate(head_slices(nheads_k, heads_k)):
         begin, end = span.start * group, span.stop * group
-        step = 1 if heads_k == 1 else end - begin
+        step = math.gcd(group, UNIT_HEADS) if heads_k == 1 else end - begin
         for head in range(begin, end, step):
             heads = slice(head, head + step)
             units.append(Unit(number, span, heads, head == begin, heads.stop == end))
@@ -221,34 +248,38 @@ def find_units(nheads: int, nheads_k: int, heads_k: int) -> list[Unit]:
 
 
 class Totals:
-    """dk and dv of complete keys: sums of query heads, one head of a group after another.
+    """dk and dv of the keys whose sums end on this rank.
+
+    Holds the sums of the query heads of a unit's KV heads until the last of them is there: heads
+    are added first to last, and rounded once.
 
     Args:
-        results: dk and dv, (keys, nheads_k, head_dim), to be filled.
+        keys: how many.
+        q: any tensor of the query heads, (rows, nheads, head_dim).
+        k: any tensor of the KV heads, (tokens, nheads_k, head_dim).
         scores: of the call.
     """
 
-    def __init__(self, results: list[torch.Tensor], scores: Scores) -> None:
-        self._results, self._scores = results, scores
-        self._sums: list[torch.Tensor] = []
+    def __init__(self, keys: int, q: torch.Tensor, k: torch.Tensor, scores: Scores) -> None:
+        self.results = [k.new_empty((keys, *k.shape[1:])) for _ in range(2)]
+        self._scores, self._group = scores, q.shape[1] // k.shape[1]
+        self._sums: torch.Tensor | None = None
 
     def add(self, place: slice, unit: Unit, sums: Sums) -> None:
         """Takes the sums (keys, heads of the unit, head_dim) of some keys."""
-        if not (unit.first and unit.last):
-            if not self._sums:
-                keys, _, head_dim = self._results[0].shape
-                self._sums = [sums[0].new_empty((keys, 1, head_dim)) for _ in range(2)]
-            dk, dv = (total[place] for total in self._sums)
-            for total, one in zip((dk, dv), sums, strict=True):
-                if unit.first:
-                    total.copy_(one)
-                else:
-                    total += one
-            sums = (dk, dv)
+        if not (unit.first and unit.last):  # of one KV head
+            if self._sums is None:
+                keys, _, head_dim = self.results[0].shape
+                self._sums = sums[0].new_empty((2, keys, self._group, head_dim))
+            first = unit.keys.start * self._group
+            of_unit = slice(unit.heads.start - first, unit.heads.stop - first)
+            for held, one in zip(self._sums, sums, strict=True):
+                held[place, of_unit] = one
+            sums = (self._sums[0, place], self._sums[1, place])
         if unit.last:
-            of_heads = self._results[0][:, unit.keys]
+            of_heads = self.results[0][:, unit.keys]
             finished = finish(sums, of_heads, self._scores)
-            for result, one in zip(self._results, finished, strict=True):
+            for result, one in zip(self.results, finished, strict=True):
                 result[place, unit.keys] = one
 
 
@@ -277,22 +308,33 @@ def _bring(
             result[piece.stored] = found[piece.stored]
 
 
-def _received(ranks: Ranks, step: Step, part: Part, q: torch.Tensor) -> Sums:
-    """Returns the sums for the keys of a step: 0, and what the step before sends."""
+def _room(
+    part: Part, q: torch.Tensor, arriving: tuple[int, int]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Makes room for the sums of dk and dv, (2, keys of the part, *q.shape[1:]).
+
+    Args:
+        part: with the keys.
+        q: (rows, heads of a unit, head_dim).
+        arriving: the keys [begin, end) whose sums will be received; those of others are 0.
+
+    Returns:
+        The room, and where in it sums of dk and of dv belong.
+    """
     count = part.keys.end - part.keys.begin
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    both = q.new_zeros((2, count, *q.shape[1:]), dtype=dtype)
-    if step.before >= 0:
-        begin, end = step.came
-        arrived = both.new_empty((2, end - begin, *q.shape[1:]))
-        ranks.receive(arrived, step.before, "sums of dk and dv")
-        both[:, begin - part.keys.begin : end - part.keys.begin] = arrived
-    return both[0], both[1]
+    room = q.new_empty((2, count, *q.shape[1:]), dtype=dtype)
+    begin, end = (key - part.keys.begin for key in arriving)
+    room[:, :begin] = 0
+    room[:, end:] = 0
+    return room, [one[begin:end] for one in room]
 
 
-def _sent(ranks: Ranks, step: Step, part: Part, sums: Sums) -> Pending:
-    message = torch.stack(_of_keys(sums, part, step.goes))
-    return ranks.send(message, step.after, "sums of dk and dv")
+def _sums(arrived: torch.Tensor | None, part: Part, q: torch.Tensor) -> Sums:
+    """Returns the sums that a step goes on with: what arrived, or 0."""
+    if arrived is None:
+        arrived, _ = _room(part, q, (part.keys.begin, part.keys.begin))
+    return arrived[0], arrived[1]
 
 
 def _of_keys(sums: Sums, part: Part, keys: tuple[int, int]) -> Sums:

@@ -19,7 +19,7 @@ from .agreement import check
 from .layout import ORDERS, Tokens, dense_tokens, packed_tokens
 from .plan import Mask
 from .ranks import Ranks
-from .slices import Rows, Scores, carries
+from .slices import Rows, Scores
 
 NAMESPACE = "flash_attn_deterministic"
 
@@ -109,7 +109,7 @@ def _sequence_bwd(
     lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
     rows = Rows(_packed(dout), _packed(q), _packed(out), lse)
     units = chain.find_units(q.shape[-2], k.shape[-2], heads_k)
-    carried = carries(q.device) and len(units) >= ranks.size - 1 and not gather
+    carried = len(units) >= ranks.size - 1 and not gather
     way = chain if carried else backward
     dq, dk, dv = way.backward(
         ranks, rows, _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k
