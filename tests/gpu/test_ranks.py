@@ -26,11 +26,26 @@ def test_ranks_equal_one_gpu(tmp_path: Path, count: int) -> None:
     command = [sys.executable, "-m", "flash_attn_deterministic", "verify", "--quick"]
     command += ["--ranks", str(count), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "ranks.json").read_text())
+    report = tmp_path / "ranks.json"
+    assert done.returncode == 0, (
+        done.stdout + done.stderr + (report.read_text() if report.exists() else "")
+    )
+    record = json.loads(report.read_text())
     assert record["status"] == "passed"
     assert record["rows"][-1]["ranks"] == count
     assert record["rows"][-1]["cases"] > 20
+
+
+@several
+def test_a_long_sequence_equals_one_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.json"
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "tests.benchmarks.ranks", "--out", str(out)]
+    command += ["--lengths", "16384", "--repeats", "1", "--unit-heads", "1", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (case,) = json.loads(out.read_text())["cases"]
+    assert case["same_bits"] is True
+    assert case["efficiency"]["both"] > 0.5, case
 
 
 @several

@@ -482,6 +482,14 @@ def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
     return sum(got)
 
 
+def benchmarked(seqlen: int) -> dict[str, Any]:
+    """Returns what the benchmark finds of a small case."""
+    from tests.benchmarks.ranks import Case as Timed
+    from tests.benchmarks.ranks import Shape
+
+    return Timed(Shape(seqlen, 1, 4, 2, 8), "cpu", 1, [1, 2]).measured()
+
+
 def verified(scale: Any, out: str, broken: bool) -> int:
     """Runs the whole of `verify --ranks` with other cases; broken: sums are lost on the way."""
     sums = _no_sums if broken else _SUMS

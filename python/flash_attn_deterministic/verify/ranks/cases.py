@@ -106,7 +106,9 @@ class Scale:
 _FEW = ("full", "causal", "window")
 CPU_QUICK = Scale((64, 66), ((16, "bf16"),), _FEW, 1, 64, 12)
 CPU = Scale((62, 64, 66), ((16, "bf16"), (40, "fp16")), tuple(MASKS), 2, 64, 12)
-CUDA_QUICK = Scale((1022, 1024, 1026), ((64, "bf16"), (128, "bf16")), _FEW, 2, 512, 300)
+CUDA_QUICK = Scale(
+    (1022, 1024, 1026), ((64, "bf16"), (128, "bf16"), (128, "fp16")), _FEW, 2, 512, 300
+)
 CUDA = Scale(
     (254, 256, 258, 1022, 1024, 1026, 4096),
     ((64, "bf16"), (64, "fp16"), (128, "bf16"), (128, "fp16"), (96, "bf16"), (256, "bf16")),
@@ -164,6 +166,9 @@ def cases_of(
         yield from _packed_cases(ranks, order, scale, common)
         if order == "zigzag":
             yield Case(lengths_q=whole, lengths_k=whole, nheads_k=4, **common)
+        if mask == "causal":  # a group of heads on each KV head, and one KV head for all
+            yield Case(lengths_q=whole, lengths_k=whole, nheads=32, nheads_k=8, **common)
+            yield Case(lengths_q=whole, lengths_k=whole, nheads=8, nheads_k=1, **common)
     yield from _heads_cases(ranks, scale, *configs[0])
 
 
