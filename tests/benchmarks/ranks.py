@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import sys
@@ -70,7 +71,8 @@ def main(argv: list[str] | None = None) -> int:
             "cases": [],
         }
         for seqlen in arguments.lengths:
-            shape = Shape(seqlen, 1, *arguments.heads, arguments.head_dim)
+            nheads, nheads_k = arguments.heads
+            shape = Shape(seqlen, 1, nheads, nheads_k, arguments.head_dim)
             case = Case(shape, arguments.device, arguments.repeats, arguments.unit_heads)
             record["cases"].append(case.measured())
             if dist.get_rank() == 0:
@@ -107,13 +109,13 @@ class Case:
         }
         sides: dict[str, tuple[Attend, bool, Context]] = {}
         for count in self._unit_heads:
-            sides[f"ours_by_{count}"] = (ours, True, lambda count=count: heads_at_once(count))
+            sides[f"ours_by_{count}"] = (ours, True, functools.partial(heads_at_once, count))
         sides["ours_gathered"] = (ours, True, gathered)
         if self._shape.seqlen <= ONE_GPU_UP_TO:
             sides["one"] = (one_gpu, False, nullcontext)
         if self._device == "cuda":
             mesh = init_device_mesh("cuda", (self._ranks,))
-            sides["context_parallel"] = (sdpa, True, lambda: ring_attention(mesh))
+            sides["context_parallel"] = (sdpa, True, functools.partial(ring_attention, mesh))
         for name, (attend, is_cut, context) in sides.items():
             try:
                 found["seconds"][name], found["peak_bytes"][name] = self._timed(

@@ -71,7 +71,11 @@ class Arriving:
     """Tensors on their way."""
 
     def __init__(
-        self, way: Route, pending: Pending, like: Sequence[torch.Tensor], widths: Sequence[int]
+        self,
+        way: Route,
+        pending: Pending[torch.Tensor],
+        like: Sequence[torch.Tensor],
+        widths: Sequence[int],
     ) -> None:
         self._way, self._pending, self._widths = way, pending, widths
         self._kinds = [(tensor.dtype, tensor.shape[1:]) for tensor in like]
@@ -135,4 +139,5 @@ def _words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [row.view(word) for row in rows]
 
 
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+# That NCCL sends.
+_WORDS = (torch.int64, torch.int32, torch.uint8)
