@@ -31,7 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from flash_attn_deterministic import distributed, flash_attn_func
-from flash_attn_deterministic.distributed import chain, ops
+from flash_attn_deterministic.distributed import ops
+from flash_attn_deterministic.distributed.planning import steps
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.benchmarks import ranks_model
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--unit-heads", type=int, nargs="+", default=[chain.UNIT_HEADS], help="of a step: each"
+        "--unit-heads", type=int, nargs="+", default=[steps.UNIT_HEADS], help="of a step: each"
     )
     parser.add_argument("--wheel", type=Path)
     arguments = parser.parse_args(argv)
@@ -262,11 +263,11 @@ def ring_attention(mesh: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def heads_at_once(count: int) -> Iterator[None]:
     """Ours with so many query heads to a step of the backward."""
-    before, chain.UNIT_HEADS = chain.UNIT_HEADS, count
+    before, steps.UNIT_HEADS = steps.UNIT_HEADS, count
     try:
         yield
     finally:
-        chain.UNIT_HEADS = before
+        steps.UNIT_HEADS = before
 
 
 @contextlib.contextmanager

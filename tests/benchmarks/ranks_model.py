@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flash_attn_deterministic.distributed.chain import LAG, find_steps, find_units
-from flash_attn_deterministic.distributed.layout import dense_tokens
-from flash_attn_deterministic.distributed.plan import Mask
+from flash_attn_deterministic.distributed.passes.chain import LAG
+from flash_attn_deterministic.distributed.planning.layout import dense_tokens
+from flash_attn_deterministic.distributed.planning.plan import Mask
+from flash_attn_deterministic.distributed.planning.steps import find_steps, find_units
 
 CAUSAL = Mask(-1, 0)
 

@@ -13,8 +13,11 @@ import flash_attn_deterministic
 import torch
 import torch.distributed as dist
 from bits import bits_equal
-from flash_attn_deterministic.distributed import chain, exchange, layout, llama3, plan, slices
-from flash_attn_deterministic.distributed.ranks import Ranks
+from flash_attn_deterministic.distributed import llama3
+from flash_attn_deterministic.distributed.messages import exchange
+from flash_attn_deterministic.distributed.messages.ranks import Ranks
+from flash_attn_deterministic.distributed.passes import chain, slices
+from flash_attn_deterministic.distributed.planning import layout, plan
 from flash_attn_deterministic.verify.ranks import run, trial
 from flash_attn_deterministic.verify.ranks.cases import Case
 

@@ -155,6 +155,7 @@ def cases_of(
             "head_dim": head_dim,
             "dtype": dtype,
             "split_size": scale.split_size,
+            "nheads": max(4, 2 * (ranks - 1)),  # with fewer the backward gathers rows
         }
         for border in scale.borders:
             whole = (border * ranks,) * scale.batch
@@ -165,10 +166,11 @@ def cases_of(
         yield Case(lengths_q=shorter, lengths_k=longer, gather=True, **common)
         yield from _packed_cases(ranks, order, scale, common)
         if order == "zigzag":
-            yield Case(lengths_q=whole, lengths_k=whole, nheads_k=4, **common)
+            yield Case(lengths_q=whole, lengths_k=whole, nheads_k=common["nheads"], **common)
         if mask == "causal":  # a group of heads on each KV head, and one KV head for all
-            yield Case(lengths_q=whole, lengths_k=whole, nheads=32, nheads_k=8, **common)
-            yield Case(lengths_q=whole, lengths_k=whole, nheads=8, nheads_k=1, **common)
+            for nheads, nheads_k in ((32, 8), (8, 1)):
+                heads = {**common, "nheads": nheads, "nheads_k": nheads_k}
+                yield Case(lengths_q=whole, lengths_k=whole, **heads)
     yield from _heads_cases(ranks, scale, *configs[0])
 
 

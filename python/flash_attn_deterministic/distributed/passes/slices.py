@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 # Defines the ops.
-from .._ops import library as library
-from .plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
+from ..._ops import library as library
+from ..planning.plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
 
 # Sums over rows that go on where another rank has ended: (keys, nheads, head_dim) of dk without
 # softmax_scale, and of dv, a sum for each query head, in float32 (float64 for float64 inputs).

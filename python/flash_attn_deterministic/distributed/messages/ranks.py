@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError, RankError, UnsupportedError
+from ...errors import ArgumentError, RankError, UnsupportedError
 
 _Result = TypeVar("_Result")
 

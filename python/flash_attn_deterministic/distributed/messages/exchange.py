@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import Layout, Piece
+from ..planning.layout import Layout, Piece
 from .ranks import Pending, Ranks
 
 
