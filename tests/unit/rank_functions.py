@@ -15,6 +15,7 @@ import torch.distributed as dist
 from bits import bits_equal
 from flash_attn_deterministic.distributed import llama3
 from flash_attn_deterministic.distributed.messages import exchange
+from flash_attn_deterministic.distributed.messages import ranks as messages
 from flash_attn_deterministic.distributed.messages.ranks import Ranks
 from flash_attn_deterministic.distributed.passes import chain, slices
 from flash_attn_deterministic.distributed.planning import layout, plan
@@ -44,6 +45,12 @@ def outcome_without(case: Case, what: str) -> dict[str, Any]:
     elif what == "alignment":
         module, name, broken = slices.Scores, "key_align", property(lambda scores: 1)
     with _instead(module, **{name: broken}):
+        return run.outcome_of(case, "cpu")
+
+
+def outcome_in_small_batches(case: Case) -> dict[str, Any]:
+    """Returns what differs where each launch holds one message to a rank."""
+    with _instead(messages, _AT_ONCE=1):
         return run.outcome_of(case, "cpu")
 
 

@@ -77,6 +77,11 @@ def test_cases_equal_one_device(pool: Pool) -> None:
         assert dict(zip(CASES, found, strict=True)) == {name: {} for name in CASES}
 
 
+def test_launches_hold_some_messages_each(pool: Pool) -> None:
+    case = CASES["batch-of-3"]
+    assert pool.run(ranks.outcome_in_small_batches, case)[0] == {}
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_cases_of_the_contract_equal_one_device(pool: Pool, count: int) -> None:
     cases = [case for index, case in enumerate(cases_of(count, CPU_QUICK)) if index % 3 == 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,10 @@ _Result = TypeVar("_Result")
 
 # A tensor, and the rank that it goes to or comes from.
 Message = tuple[torch.Tensor, int]
+
+# Messages from one rank to another in a launch. NCCL may hang over hundreds of them (pytorch/pytorch
+# pull request 174942).
+_AT_ONCE = 32
 
 # Backends that send what is sent here, by the type of the tensors' device.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -100,25 +105,26 @@ class Ranks:
     ) -> Pending[None]:
         """Starts to send and to receive contiguous tensors, all of them at once.
 
-        Messages between two ranks arrive in the order in which they are listed. NCCL makes one
-        launch of them, in the group's order of launches: a receive can't stand before a send that
-        the other rank needs first.
+        Messages between two ranks arrive in the order in which they are listed. NCCL launches them
+        as one, in the group's order of launches: a receive can't stand before a send that the other
+        rank needs first. Ends agree about the launches, as both count the messages between them.
 
         Args:
             sent: tensors, and the ranks that get them.
             received: tensors to be filled, and the ranks that send them.
             what: is sent, for messages.
         """
-        ways = ((dist.isend, sent), (dist.irecv, received))
+        batches: dict[int, list[dist.P2POp]] = {}
         works: list[dist.Work] = []
         with self._named_errors(what):
-            messages = [
-                dist.P2POp(way, tensor, group=self.group, group_peer=rank)
-                for way, several in ways
-                for tensor, rank in several
-            ]
-            if messages:
-                works = dist.batch_isend_irecv(messages)
+            for way, messages in ((dist.isend, sent), (dist.irecv, received)):
+                counts: Counter[int] = Counter()
+                for tensor, rank in messages:
+                    message = dist.P2POp(way, tensor, group=self.group, group_peer=rank)
+                    batches.setdefault(counts[rank] // _AT_ONCE, []).append(message)
+                    counts[rank] += 1
+            for number in sorted(batches):
+                works += dist.batch_isend_irecv(batches[number])
         return Pending(self, None, works, what, [tensor for tensor, _ in (*sent, *received)])
 
     @contextlib.contextmanager
