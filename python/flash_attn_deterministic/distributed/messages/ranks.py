@@ -17,8 +17,8 @@ _Result = TypeVar("_Result")
 # A tensor, and the rank that it goes to or comes from.
 Message = tuple[torch.Tensor, int]
 
-# Messages from one rank to another in a launch. NCCL may hang over hundreds of them (pytorch/pytorch
-# pull request 174942).
+# Messages from one rank to another in a launch. NCCL may hang over hundreds of them (pull request
+# 174942 of pytorch/pytorch).
 _AT_ONCE = 32
 
 # Backends that send what is sent here, by the type of the tensors' device.
