@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--unit-heads", type=int, nargs="+", default=[steps.UNIT_HEADS], help="of a step: each"
+        "--unit-heads", type=int, nargs="+", default=[1, 2, 4], help="of a step: each"
     )
     parser.add_argument("--wheel", type=Path)
     arguments = parser.parse_args(argv)

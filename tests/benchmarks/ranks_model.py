@@ -110,7 +110,7 @@ def chain_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) 
     compute = 2.5 * shape.products() / machine.backward
     if ranks == 1:
         return compute
-    units = find_units(shape.nheads, shape.nheads_k, heads_k)
+    units = find_units(shape.nheads, shape.nheads_k, heads_k, ranks)
     # Shares of rows and keys do not depend on the length.
     tokens = dense_tokens(1, 2, ranks, "zigzag")
     steps = sorted(find_steps(tokens, tokens, CAUSAL, True).steps, key=lambda step: step.number)
@@ -160,7 +160,7 @@ def memory(shape: Shape, ranks: int, heads_k: int, chain: bool) -> float:
     group = shape.nheads // shape.nheads_k
     slices = math.ceil(shape.nheads_k / heads_k)
     if chain:
-        units = find_units(shape.nheads, shape.nheads_k, heads_k)
+        units = find_units(shape.nheads, shape.nheads_k, heads_k, ranks)
         waves = LAG * (2 * ranks - 2)  # from the first step of a rank to its last one
         kept = min(slices, math.ceil(waves * slices / len(units)) + 2)  # slices of keys
         # Of one unit: here, and on their way in and out; and of own keys, all heads of a KV head.

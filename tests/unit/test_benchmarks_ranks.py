@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import rank_functions as ranks
+from flash_attn_deterministic.distributed.planning.steps import find_units
 from rank_pool import pool_of
 
 from tests.benchmarks import ranks_model as model
@@ -27,7 +28,9 @@ def test_one_rank_does_all_of_it() -> None:
 @pytest.mark.parametrize("nheads_k", [1, 8])
 def test_ranks_wait_for_the_first_and_the_last_head(count: int, nheads_k: int) -> None:
     shape = replace(SHAPE, nheads=4 * nheads_k, nheads_k=nheads_k)
-    least = (count - 1) / (shape.nheads + count - 1)
+    units = len(find_units(shape.nheads, shape.nheads_k, 1, count))
+    assert units == (16 if (count, nheads_k) == (2, 8) else shape.nheads)
+    least = (count - 1) / (units + count - 1)
     found = model.bubble(shape, count)
     if count == 2:
         assert found == pytest.approx(least, rel=0.05)

@@ -19,9 +19,7 @@ CASES = {
     "border-129": Case(2, lengths_q=(258,), lengths_k=(258,), head_dim=8),
     "zigzag-33": Case(3, order="zigzag", lengths_q=(198,), lengths_k=(198,), head_dim=16),
     "gathered-65": Case(4, gather=True, lengths_q=(260,), lengths_k=(260,), head_dim=8),
-    "batch-of-3": Case(
-        4, order="zigzag", lengths_q=(72,) * 3, lengths_k=(72,) * 3, head_dim=8, nheads=6
-    ),
+    "batch-of-3": Case(4, order="zigzag", lengths_q=(72,) * 3, lengths_k=(72,) * 3, head_dim=8),
     # Another number of queries than keys, either way; some rows then see nothing.
     "few-queries": Case(3, lengths_q=(6,), lengths_k=(150,)),
     "few-keys": Case(3, lengths_q=(150,), lengths_k=(36,)),
@@ -33,21 +31,17 @@ CASES = {
     # Splits of another size than blocks, one split, one head for all queries.
     "split-192": Case(2, lengths_q=(500,), lengths_k=(500,), split_size=192, head_dim=8),
     "one-split": Case(2, lengths_q=(130,), lengths_k=(130,), split_size=0, mask="window"),
-    "one-kv-head": Case(3, lengths_q=(90,), lengths_k=(90,), nheads_k=1),
+    "one-kv-head": Case(3, lengths_q=(90,), lengths_k=(90,), nheads=8, nheads_k=1),
     "padded-head-dim": Case(2, lengths_q=(40,), lengths_k=(40,), head_dim=20, dtype="fp16"),
     # A window within a rank, one over two borders.
-    "narrow-window": Case(
-        4, lengths_q=(400,), lengths_k=(400,), mask="window-causal", head_dim=8, nheads=6
-    ),
+    "narrow-window": Case(4, lengths_q=(400,), lengths_k=(400,), mask="window-causal", head_dim=8),
     "wide-window": Case(
-        4, order="zigzag", lengths_q=(160,), lengths_k=(160,), mask="window", head_dim=8, nheads=6
+        4, order="zigzag", lengths_q=(160,), lengths_k=(160,), mask="window", head_dim=8
     ),
     # One sequence over all ranks and parts of others; sequences that end at a border; tokens of
     # no sequence.
-    "packed-over-all": Case(4, lengths_q=(5, 70, 5), lengths_k=(5, 70, 5), nheads=6, **PACKED),
-    "packed-at-borders": Case(
-        4, lengths_q=(20, 20, 40), lengths_k=(20, 20, 40), nheads=6, **PACKED
-    ),
+    "packed-over-all": Case(4, lengths_q=(5, 70, 5), lengths_k=(5, 70, 5), **PACKED),
+    "packed-at-borders": Case(4, lengths_q=(20, 20, 40), lengths_k=(20, 20, 40), **PACKED),
     "packed-unlike": Case(2, lengths_q=(3, 0, 31), lengths_k=(40, 8, 2), mask="full", **PACKED),
     "packed-gathered": Case(3, gather=True, lengths_q=(5, 64, 3), lengths_k=(5, 64, 3), **PACKED),
     "packed-window": Case(

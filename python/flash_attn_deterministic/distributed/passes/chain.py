@@ -61,7 +61,7 @@ def backward(
     half = rows_on_keys(blocks, parts.k, scores.mask, scores.key_align, ranks.rank)
     chains = find_steps(blocks, parts.k, scores.mask, order.last_first)
     way = exchange.route(parts.k.layout, half.wanted, ranks.rank, half.room)
-    units = find_units(rows.q.shape[1], k.shape[1], heads_k)
+    units = find_units(rows.q.shape[1], k.shape[1], heads_k, ranks.size)
     mine = [step for step in chains.steps if step.rank == ranks.rank]
     latest = max((step.number for step in mine), default=0)
     totals = Totals(chains.room[ranks.rank], own_rows.q, k, scores)

@@ -108,7 +108,7 @@ class Unit(NamedTuple):
     Args:
         number: of the KV heads that are gathered for them.
         keys: those KV heads.
-        heads: the query heads: UNIT_HEADS, or all that share several KV heads.
+        heads: the query heads: one or two, or all that share several KV heads.
         first: whether they are the first that share these KV heads.
         last: whether they are the last.
     """
@@ -125,19 +125,23 @@ def head_slices(nheads_k: int, heads_k: int) -> list[slice]:
     return [slice(h, min(h + heads_k, nheads_k)) for h in range(0, nheads_k, heads_k)]
 
 
-# Query heads of a unit, as far as they divide those that share a KV head. The more units there are,
-# the less ranks wait for the first and the last one; the larger they are, the fuller a GPU. No bit
-# depends on it.
-UNIT_HEADS = 1
+# Units for each rank beside the first, from which on a unit has two query heads. The more units
+# there are, the less ranks wait for the first and the last one. But a kernel on one head ends with
+# many SMs idle: under a causal mask the key blocks of 16,384 rows are 128 CTAs, of which the longest
+# takes twice the average; two heads fill each other's gaps. By such counts, not measured yet.
+_MANY_UNITS = 16
+# Query heads of a unit, if set: for measurements. No bit depends on it.
+UNIT_HEADS: int | None = None
 
 
-def find_units(nheads: int, nheads_k: int, heads_k: int) -> list[Unit]:
-    """Cuts the heads: a few query heads at a time where KV heads come one by one."""
+def find_units(nheads: int, nheads_k: int, heads_k: int, ranks: int) -> list[Unit]:
+    """Cuts the heads: one or two query heads at a time where KV heads come one by one."""
     group = nheads // nheads_k
+    wanted = UNIT_HEADS or (2 if nheads >= 2 * _MANY_UNITS * (ranks - 1) else 1)
     units = []
     for number, span in enumerate(head_slices(nheads_k, heads_k)):
         begin, end = span.start * group, span.stop * group
-        step = math.gcd(group, UNIT_HEADS) if heads_k == 1 else end - begin
+        step = math.gcd(group, wanted) if heads_k == 1 else end - begin
         for head in range(begin, end, step):
             heads = slice(head, head + step)
             units.append(Unit(number, span, heads, head == begin, heads.stop == end))

@@ -46,7 +46,7 @@ class Case:
     lengths_q: tuple[int, ...] = (128,)
     lengths_k: tuple[int, ...] = (128,)
     packed: bool = False
-    nheads: int = 4
+    nheads: int = 6
     nheads_k: int = 2
     head_dim: int = 32
     dtype: str = "bf16"
@@ -155,7 +155,7 @@ def cases_of(
             "head_dim": head_dim,
             "dtype": dtype,
             "split_size": scale.split_size,
-            "nheads": max(4, 2 * (ranks - 1)),  # with fewer the backward gathers rows
+            "nheads": max(6, 2 * (ranks - 1)),  # with fewer the backward gathers rows
         }
         for border in scale.borders:
             whole = (border * ranks,) * scale.batch
