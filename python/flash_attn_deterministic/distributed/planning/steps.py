@@ -127,7 +127,7 @@ def head_slices(nheads_k: int, heads_k: int) -> list[slice]:
 
 # Units for each rank beside the first, from which on a unit has two query heads. The more units
 # there are, the less ranks wait for the first and the last one. But a kernel on one head ends with
-# many SMs idle: under a causal mask the key blocks of 16,384 rows are 128 CTAs, of which the longest
+# many SMs idle: under a causal mask the key blocks of 16,384 rows are 128 CTAs, and the longest one
 # takes twice the average; two heads fill each other's gaps. By such counts, not measured yet.
 _MANY_UNITS = 16
 # Query heads of a unit, if set: for measurements. No bit depends on it.
