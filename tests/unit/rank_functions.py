@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -52,6 +53,25 @@ def outcome_in_small_batches(case: Case) -> dict[str, Any]:
     """Returns what differs where each launch holds one message to a rank."""
     with _instead(messages, _AT_ONCE=1):
         return run.outcome_of(case, "cpu")
+
+
+def most_sums_held(case: Case) -> int:
+    """Returns how many sums of dk and dv a rank holds at once, at most, in a backward."""
+    make, held, most = chain._room, [0], [0]
+
+    def freed() -> None:
+        held[0] -= 1
+
+    def counting(*args: Any) -> Any:
+        room, places = make(*args)
+        held[0] += 1
+        most[0] = max(most[0], held[0])
+        weakref.finalize(room.untyped_storage(), freed)
+        return room, places
+
+    with _instead(chain, _room=counting):
+        assert run.outcome_of(case, "cpu") == {}
+    return most[0]
 
 
 @contextlib.contextmanager

@@ -76,6 +76,16 @@ def test_launches_hold_some_messages_each(pool: Pool) -> None:
     assert pool.run(ranks.outcome_in_small_batches, case)[0] == {}
 
 
+def test_sums_of_three_waves_are_held(pool: Pool) -> None:
+    tokens: dict[str, Any] = {"lengths_q": (48,), "lengths_k": (48,), "nheads": 12, "nheads_k": 1}
+    # One step of each head on each rank: sums that come, that are added to, and that go.
+    in_order = Case(3, mask="full", head_dim=8, **tokens)
+    assert pool.run(ranks.most_sums_held, in_order)[:3] == [2, 3, 2]
+    # The first rank has the first and the last step: none come for one, none go of the other.
+    zigzag = Case(2, order="zigzag", head_dim=8, **tokens)
+    assert pool.run(ranks.most_sums_held, zigzag)[:2] == [4, 3]
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_cases_of_the_contract_equal_one_device(pool: Pool, count: int) -> None:
     cases = [case for index, case in enumerate(cases_of(count, CPU_QUICK)) if index % 3 == 0]
