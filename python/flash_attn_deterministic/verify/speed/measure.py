@@ -72,15 +72,15 @@ def within(
             to 0.4 ms.
         budget_ms: milliseconds for all timed calls together.
         most: rounds at most.
-        least: rounds at least, whatever they take.
+        least: rounds at least, whatever they take, but not above `most`.
 
     Returns:
         Milliseconds of each timed call, per name.
     """
     trial = interleaved(calls, repeats=2, warmup=1, flushes=_FLUSHES)
     round_ms = sum(min(times) + _FLUSHES * 0.1 for times in trial.values())
-    affordable = int(min(most, budget_ms / round_ms)) if round_ms else most
-    return interleaved(calls, repeats=max(least, affordable), warmup=1, flushes=_FLUSHES)
+    repeats = round(min(most, max(least, budget_ms / round_ms)))
+    return interleaved(calls, repeats=repeats, warmup=1, flushes=_FLUSHES)
 
 
 def _event() -> torch.cuda.Event:
