@@ -21,7 +21,7 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // queries_through_ring: whether these sixteens are loaded through the ring of K and V, so that
 // their shared memory is one more block of the ring.
 //
-// All were measured on an H100 (docs/adr/0016), as block_m in instances.json was.
+// Measured on an H100 (docs/adr/0016), as block_m in instances.json was; head dim 256 not yet.
 struct FwdShape {
   int keys, state_columns;
   bool takes_turns;
