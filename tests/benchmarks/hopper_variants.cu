@@ -14,47 +14,41 @@ struct Variant {
   void (*launch)(const FwdParams&, unsigned, cudaStream_t);
 };
 
-// warpgroups, keys, state_columns, takes_turns, queries_in_registers, merge_columns: fwd_shape.h.
-template <int kWarpgroups, int kKeys, int kStateColumns, bool kTurns, bool kQueries, int kMerge>
+// warpgroups, keys, state_columns, takes_turns, waits_last, register_queries, queries_through_ring:
+// fwd_shape.h.
+template <int kWarpgroups, int kKeys, int kStateColumns, bool kTurns, bool kWaits, int kQueries,
+          bool kRing = false>
 constexpr Variant variant(const char* name) {
   return {name, kWarpgroups * kGroupRows,
           &launch_fwd<FwdTile<__nv_bfloat16, FAD_HEAD_DIM, false, kWarpgroups, kKeys, kStateColumns,
-                              kTurns, kQueries, kMerge>>};
+                              kTurns, kWaits, kQueries, kRing>>};
 }
 
-// The first is the product's. Names: two, three: warpgroups; k64, k128: keys of a product; t:
-// turns; q: Q in registers; m: columns that merges load ahead; half: half of the state waits in the
-// output, whole: none does.
+// The first is the product's. Names: two, three: warpgroups; k128: 128 keys to a product; turns,
+// free: with turns and without; wait: waits_last; q8: eight sixteens of Q in registers, ring: they
+// come through the ring.
 constexpr Variant kVariants[] = {
 #if FAD_HEAD_DIM == 64
-    variant<3, 128, 8, false, false, 4>("three-k128-m4"),
-    variant<3, 128, 8, false, false, 2>("three-k128-m2"),
-    variant<3, 128, 8, true, false, 4>("three-k128-t-m4"),
-    variant<2, 128, 8, true, true, 4>("two-k128-t-q-m4"),
+    variant<3, 128, 8, false, false, 0>("three-k128-free"),
+    variant<3, 128, 8, true, false, 0>("three-k128-turns"),
 #elif FAD_HEAD_DIM == 96
-    variant<3, 64, 12, true, false, 4>("three-k64-t-m4"),
-    variant<3, 64, 12, true, true, 4>("three-k64-t-q-m4"),
-    variant<3, 64, 12, false, true, 4>("three-k64-q-m4"),
-    variant<2, 128, 12, true, true, 4>("two-k128-t-q-m4"),
+    variant<3, 64, 12, true, false, 0>("three-turns"),
+    variant<3, 64, 12, true, false, 6>("three-turns-q6"),
+    variant<3, 64, 12, false, false, 6>("three-free-q6"),
+    variant<3, 64, 12, false, true, 6>("three-free-wait-q6"),
 #elif FAD_HEAD_DIM == 128
-    variant<3, 64, 16, true, false, 4>("three-k64-t-m4"),
-    variant<3, 64, 16, true, false, 2>("three-k64-t-m2"),
-    variant<3, 64, 8, true, false, 4>("three-k64-t-m4-half"),
-    variant<2, 128, 16, false, false, 4>("two-k128-m4"),
-    variant<2, 128, 16, true, false, 4>("two-k128-t-m4"),
-    variant<2, 128, 16, false, true, 4>("two-k128-q-m4"),
-    variant<2, 128, 16, true, true, 4>("two-k128-t-q-m4"),
-    variant<2, 64, 16, true, true, 4>("two-k64-t-q-m4"),
+    variant<3, 64, 16, true, true, 4>("three-turns-wait-q4"),
+    variant<3, 64, 16, true, false, 0>("three-turns"),
+    variant<2, 128, 16, false, false, 0>("two-k128-free"),
 #elif FAD_HEAD_DIM == 192
-    variant<2, 64, 12, true, false, 4>("two-k64-t-m4"),
-    variant<2, 64, 12, true, true, 4>("two-k64-t-q-m4"),
-    variant<2, 64, 12, false, true, 4>("two-k64-q-m4"),
-    variant<2, 64, 24, true, true, 4>("two-k64-t-q-m4-whole"),
+    variant<2, 64, 12, false, true, 12>("two-free-wait-q12"),
+    variant<2, 64, 12, true, true, 12>("two-turns-wait-q12"),
+    variant<2, 64, 12, true, false, 0>("two-turns"),
 #elif FAD_HEAD_DIM == 256
-    variant<2, 64, 16, false, false, 4>("two-k64-m4"),
-    variant<2, 64, 16, false, false, 2>("two-k64-m2"),
-    variant<2, 64, 16, false, false, 8>("two-k64-m8"),
-    variant<2, 64, 16, true, false, 4>("two-k64-t-m4"),
+    variant<2, 64, 16, true, true, 8, true>("two-turns-wait-q8-ring"),
+    variant<2, 64, 16, false, true, 8, true>("two-free-wait-q8-ring"),
+    variant<2, 64, 16, true, true, 8>("two-turns-wait-q8"),
+    variant<2, 64, 16, false, false, 0>("two-free"),
 #endif
 };
 

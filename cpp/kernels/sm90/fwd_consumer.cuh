@@ -190,7 +190,7 @@ struct Waiting {
 
 // The split that `rows` and `acc` hold is done: what waits is merged into it. kKeep: the result
 // then waits for the next split; each column is stored as soon as it is merged, which frees its
-// registers. Loads run kMergeColumns columns ahead.
+// registers. Loads run four eights of columns ahead.
 template <typename T, bool kKeep>
 __device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting<T>& waiting,
                                               RowState& rows, float (&acc)[T::kHeadDim / 2]) {
@@ -215,7 +215,8 @@ __device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting
                                          rows.sum[0], call.scale_log2);
   const MergeWeights lower = merge_state(waiting.rows.max[1], waiting.rows.sum[1], rows.max[1],
                                          rows.sum[1], call.scale_log2);
-  constexpr int kAhead = T::kMergeColumns;
+  constexpr int kAhead = 4;
+  static_assert(T::kColumns % kAhead == 0);
   float4 later[kAhead];
 #pragma unroll
   for (int j = 0; j < kAhead; ++j) {
@@ -243,16 +244,19 @@ __device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting
   }
 }
 
-// Q of the warpgroup's rows as an operand in registers: of each 16 columns, a thread's two rows and
-// two pairs of columns. Boxes are swizzled as wgmma.h says.
+// The first sixteens of columns of Q as operands in registers: of each, a thread's two rows and two
+// pairs of columns. Boxes are swizzled as wgmma.h says.
+template <typename T>
+using QueryWords = uint32_t[T::kRegisterQueries > 0 ? 4 * T::kRegisterQueries : 1];
+
 template <typename T>
 __device__ __forceinline__ void load_query_words(uint32_t queries, int thread,
-                                                 uint32_t (&words)[T::kHeadDim / 4]) {
+                                                 QueryWords<T>& words) {
   const int lane = thread % 32;
   const int row = thread / 32 * 16 + lane / 4;
   const uint32_t at = queries + row * kBoxRowBytes + lane % 4 * 4;
 #pragma unroll
-  for (int i = 0; i < T::kHeadDim / 16; ++i) {
+  for (int i = 0; i < T::kRegisterQueries; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int unit = (i % 4 * 2 + half) ^ (row % 8);
@@ -276,12 +280,18 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   float scores[T::kKeys / 2];
   float acc[T::kHeadDim / 2];
   uint32_t weights[T::kKeys / 4];  // exponentials in 16 bit, as an operand
-  [[maybe_unused]] uint32_t query_words[T::kHeadDim / 4];
+  [[maybe_unused]] QueryWords<T> query_words;
   StepScales<T::kSteps> scales;
   Ring ring;
 
   const auto wait_full = [&](const Ring& at) {
     barrier_wait(shared + T::kFull + 8 * at.slot, at.parity);
+  };
+  // The same, and not before these values are there: no arithmetic has 0xffffffff as its result.
+  // The compiler may move arithmetic behind a wait, but not behind its operand.
+  const auto wait_full_after = [&](const float (&values)[2], const Ring& at) {
+    const uint32_t bits = __float_as_uint(values[0]) & __float_as_uint(values[1]);
+    barrier_wait(shared + T::kFull + 8 * at.slot, at.parity ^ (bits == 0xffffffffu ? 1u : 0u));
   };
   const auto free_block = [&](const Ring& at) {
     if (lane == 0) {
@@ -336,11 +346,12 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     for (int i = 0; i < T::kHeadDim / 16; ++i) {
       const int in_box = i % 4 * kOperandColumns16;
       const uint64_t keys = k + (i / 4 * T::kBoxBytes / 16 + in_box);
-      if constexpr (T::kQueriesInRegisters) {
+      if (i < T::kRegisterQueries) {
         RegisterProduct<Element, T::kKeys, Contiguous::kK>::issue(scores, query_words + 4 * i, keys,
                                                                   i > 0);
       } else {
-        SharedProduct<Element, T::kKeys>::issue(scores, q + (i / 4 * T::kQBoxBytes / 16 + in_box),
+        const int box = i / 4 - T::kRingBoxes;
+        SharedProduct<Element, T::kKeys>::issue(scores, q + (box * T::kQBoxBytes / 16 + in_box),
                                                 keys, i > 0);
       }
     }
@@ -441,13 +452,23 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       const int hidden_after = tile_blocks.end - own.end;
       int block = own.end - 1;
       bool empty_acc = true;
+      if constexpr (T::kQueriesThroughRing) {
+        wait_full(ring);
+        load_query_words<T>(block_at(ring) + group * T::kRingBoxes * T::kQBoxBytes, thread,
+                            query_words);
+        __syncwarp();  // the other lanes have read theirs
+        free_block(ring);
+        ring.advance(call.blocks);
+      }
       if (hidden_after > 0) {
         pass(1);
         pass_steps(hidden_after - 1);
       }
       barrier_wait(q_full, turn & 1);
-      if constexpr (T::kQueriesInRegisters) {
+      if constexpr (T::kRegisterQueries > 0 && !T::kQueriesThroughRing) {
         load_query_words<T>(queries, thread, query_words);
+      }
+      if constexpr (T::kQueriesInRegisters) {
         free_queries();
       }
       wait_full(ring);
@@ -477,7 +498,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         ring.advance(call.blocks);
         const Ring v_at = ring;
         ring.advance(call.blocks);
-        wait_full(k_at);
+        if constexpr (!T::kWaitsLast) {
+          wait_full(k_at);
+        }
         wait_full(v_at);
         hold(scores);
         hold(acc);
@@ -511,6 +534,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
           wgmma_commit();
         }
         exponentiate<T>(call, scores, rows, scales);
+        if constexpr (T::kWaitsLast) {
+          wait_full_after(rows.sum, ring);  // the next keys, or the last values
+        }
         wgmma_wait<0>();
         hold(acc);
         hold(weights);
@@ -528,6 +554,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
           pack_weights();
         }
       };
+      if constexpr (T::kWaitsLast) {
+        wait_full(ring);
+      }
 #pragma unroll 1
       for (;;) {
         const int split_begin = max(own.begin, block / call.split_blocks * call.split_blocks);
@@ -580,7 +609,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       __syncwarp();  // the rows of the output are free
     } else {
       if (tile_blocks.end > tile_blocks.begin) {
-        pass(1);
+        pass(T::kQueriesThroughRing ? 2 : 1);
         pass_steps(tile_blocks.end - tile_blocks.begin - 1);
         pass(1);
       }

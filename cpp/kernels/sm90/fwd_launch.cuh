@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (warpgroup == 0) {
     give_registers<T::kProducerRegisters>();
     if (threadIdx.x == 0) {
-      load_keys_and_values<T>(call, k_map, v_map, shared);
+      load_keys_and_values<T>(call, q_map, k_map, v_map, shared);
     } else if (threadIdx.x == 32) {
       load_queries<T>(call, q_map, shared);
     } else if (threadIdx.x / 32 == 2) {

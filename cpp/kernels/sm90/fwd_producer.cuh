@@ -1,5 +1,5 @@
-// The warps that feed the consumers: one takes tiles and loads K and V, one loads Q, one clears
-// rows of V behind the end of a sequence.
+// The warps that feed the consumers: one takes tiles and loads K and V (and what goes through the
+// ring of Q), one loads Q, one clears rows of V behind the end of a sequence.
 #pragma once
 
 #include "../tree/lengths.h"
@@ -53,9 +53,24 @@ __device__ __forceinline__ KeyRange tile_blocks(const FwdCall& call, const Work&
   return blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row, last_row));
 }
 
+// Boxes `begin` to `end` of Q, of one warpgroup's rows.
+template <typename T>
+__device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUtensorMap& q_map,
+                                                 const Work& work, int group, int begin, int end,
+                                                 uint32_t to, uint32_t full) {
+  const int row = work.q_row + work.first_row + group * kGroupRows;
+  const int batch = call.cu_seqlens_q == nullptr ? work.bidb : 0;
+#pragma unroll
+  for (int box = begin; box < end; ++box) {
+    load_box(to + (box - begin) * T::kQBoxBytes, q_map, full, box * kBoxColumns, work.bidh, row,
+             batch);
+  }
+}
+
 // One thread.
 template <typename T>
-__device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const CUtensorMap& k_map,
+__device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const CUtensorMap& q_map,
+                                                     const CUtensorMap& k_map,
                                                      const CUtensorMap& v_map, uint32_t shared) {
   Ring ring;
   int taken = 0;
@@ -84,8 +99,9 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
         call.cu_seqlens_k != nullptr || call.seqused_k != nullptr || call.leftpad_k != nullptr;
     const int behind = work.seqlen_k - (blocks.end - 1) * T::kKeys;
     const bool tail = may_have_tail && count > 0 && behind < T::kKeys;
-    // V's first block comes third to the ring, or second where it is the only one.
-    const int tail_slot = (ring.slot + (count == 1 ? 1 : 2)) % call.blocks;
+    // V's first block comes to the ring after Q's and two blocks of K, or the only one.
+    const int tail_slot =
+        (ring.slot + (T::kQueriesThroughRing ? 1 : 0) + (count == 1 ? 1 : 2)) % call.blocks;
     work.tail_slot = tail ? tail_slot : -1;
     work.tail_row = behind;
 
@@ -122,6 +138,20 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
       }
       ring.advance(call.blocks);
     };
+    if constexpr (T::kQueriesThroughRing) {
+      if (count > 0) {
+        barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
+        const uint32_t full = shared + T::kFull + 8 * ring.slot;
+        const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
+        barrier_expect(full, T::kRingQueryBytes);
+#pragma unroll 1
+        for (int group = 0; group < T::kWarpgroups; ++group) {
+          load_query_boxes<T>(call, q_map, work, group, 0, T::kRingBoxes,
+                              to + group * T::kRingBoxes * T::kQBoxBytes, full);
+        }
+        ring.advance(call.blocks);
+      }
+    }
     // Each block of V comes after the next block of K, as the consumers need them.
     for (int block = blocks.end; block >= blocks.begin && count > 0; --block) {
       if (block > blocks.begin) {
@@ -147,18 +177,13 @@ __device__ __forceinline__ void load_queries(const FwdCall& call, const CUtensor
     if (work.first_row < 0) {
       return;
     }
-    const int batch = call.cu_seqlens_q == nullptr ? work.bidb : 0;
 #pragma unroll 1
     for (int group = 0; group < T::kWarpgroups; ++group) {
       const uint32_t full = shared + T::kQFull + 8 * group;
-      const uint32_t to = shared + group * T::kQGroupBytes;
       barrier_wait(shared + T::kQEmpty + 8 * group, parity ^ 1);
       barrier_expect(full, T::kQGroupBytes);
-#pragma unroll
-      for (int box = 0; box < T::kBoxes; ++box) {
-        load_box(to + box * T::kQBoxBytes, q_map, full, box * kBoxColumns, work.bidh,
-                 work.q_row + work.first_row + group * kGroupRows, batch);
-      }
+      load_query_boxes<T>(call, q_map, work, group, T::kRingBoxes, T::kBoxes,
+                          shared + group * T::kQGroupBytes, full);
     }
     parity ^= 1;
   }

@@ -9,13 +9,16 @@
 namespace fad::sm90 {
 
 template <typename Element_, int kHeadDim_, bool kSoftcap_, int kWarpgroups_, int kKeys_,
-          int kStateColumns_, bool kTakesTurns_, bool kQueriesInRegisters_, int kMergeColumns_>
+          int kStateColumns_, bool kTakesTurns_, bool kWaitsLast_, int kRegisterQueries_,
+          bool kQueriesThroughRing_>
 struct FwdTile {
   static constexpr bool kTakesTurns = kTakesTurns_;
-  static constexpr bool kQueriesInRegisters = kQueriesInRegisters_;
-  static constexpr int kMergeColumns = kMergeColumns_;
+  static constexpr bool kWaitsLast = kWaitsLast_;
+  static constexpr int kRegisterQueries = kRegisterQueries_;
+  static constexpr bool kQueriesThroughRing = kQueriesThroughRing_;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kKeys = kKeys_;
@@ -34,15 +37,21 @@ struct FwdTile {
   static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
   static constexpr int kStateColumns = kStateColumns_;
   static_assert(2 * kStateColumns >= kColumns && kSteps * kStep == kKeys);
-  static_assert(kColumns % kMergeColumns == 0);
+  static_assert(kSteps == 1 || !kWaitsLast);
 
-  // Shared memory: Q, a ring of blocks of K and V, what waits of the later splits, barriers.
+  // Shared memory: Q, a ring of blocks of K and V, what waits of the later splits, barriers. The
+  // first kRingBoxes boxes of Q, those of all warpgroups together, are a block of the ring.
   static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kRingBoxes = kQueriesThroughRing ? kRegisterQueries / 4 : 0;
   static constexpr int kQBoxBytes = kGroupRows * kBoxRowBytes;
-  static constexpr int kQGroupBytes = kBoxes * kQBoxBytes;
+  static constexpr int kQGroupBytes = (kBoxes - kRingBoxes) * kQBoxBytes;
   static constexpr int kQBytes = kWarpgroups * kQGroupBytes;
   static constexpr int kBoxBytes = kKeys * kBoxRowBytes;
   static constexpr int kBlockBytes = kBoxes * kBoxBytes;
+  static constexpr int kRingQueryBytes = kWarpgroups * kRingBoxes * kQBoxBytes;
+  static_assert(kRingQueryBytes <= kBlockBytes);
+  static_assert(!kQueriesThroughRing ||
+                (kRegisterQueries % 4 == 0 && kRingBoxes > 0 && kRingBoxes < kBoxes));
   static constexpr int kStateBytes = kRows * 32 * kStateColumns;
   static constexpr int kBarrierBytes = 512;
   static constexpr int kMaxBlocks = 12;
@@ -73,7 +82,7 @@ template <typename Element, int kHeadDim, int kBlockM, bool kSoftcap>
 using TileOf =
     FwdTile<Element, kHeadDim, kSoftcap, kBlockM / kGroupRows, fwd_shape(kHeadDim, kBlockM).keys,
             fwd_shape(kHeadDim, kBlockM).state_columns, fwd_shape(kHeadDim, kBlockM).takes_turns,
-            fwd_shape(kHeadDim, kBlockM).queries_in_registers,
-            fwd_shape(kHeadDim, kBlockM).merge_columns>;
+            fwd_shape(kHeadDim, kBlockM).waits_last, fwd_shape(kHeadDim, kBlockM).register_queries,
+            fwd_shape(kHeadDim, kBlockM).queries_through_ring>;
 
 }  // namespace fad::sm90
