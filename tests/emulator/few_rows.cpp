@@ -176,6 +176,11 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   std::vector<float> lse(static_cast<std::size_t>(total_q) * heads, NAN);
   params.o_ptr = out.data.data();
   params.softmax_lse_ptr = lse.data();
+#ifndef OLD_TREE
+  std::vector<cutlass::bfloat16_t> residual(static_cast<std::size_t>(total_q) * heads * d,
+                                            cutlass::bfloat16_t(NAN));
+  params.residual = residual.data();
+#endif
 
   const fad::Device device{132, 227 * 1024, 90, path, std::nullopt};
   const fad::FwdPlan plan = fad::plan_fwd(params, fad::kInstance, split, true, device);
@@ -189,6 +194,9 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   fad::run_plan(plan, params, aligned, nullptr);
   write(file, out.data);
   write(file, lse);
+#ifndef OLD_TREE
+  write(file, residual);
+#endif
 }
 
 }  // namespace
