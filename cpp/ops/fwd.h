@@ -80,12 +80,13 @@ using PlanOutputs = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::in
 
 // The plan of a call whose longest sequences are seqlen_q and seqlen_k, on the device and in the
 // dtype of `like`. packed: sequences stand one after another, as in varlen_fwd; page_size: keys to
-// a page, 0 where k and v are not in pages; cache_index: there is a cache_batch_idx.
+// a page, 0 where k and v are not in pages; cache_index: there is a cache_batch_idx;
+// keep_residual: as of fwd_with_residual.
 PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
                  std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
                  std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
                  bool has_alibi, bool has_softcap, bool has_dropout, bool packed,
-                 std::int64_t page_size, bool cache_index, std::int64_t split_size,
-                 bool deterministic);
+                 std::int64_t page_size, bool cache_index, bool keep_residual,
+                 std::int64_t split_size, bool deterministic);
 
 }  // namespace fad

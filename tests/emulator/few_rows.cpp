@@ -32,7 +32,10 @@ int kernel_head_dim(int head_dim) {
 }
 #endif
 
-constexpr Features kMost = kCausal | kWindow | kAlibi | kSoftcap | kPadded;
+#ifdef OLD_TREE
+constexpr Features kResidual = 0;
+#endif
+constexpr Features kMost = kCausal | kWindow | kAlibi | kSoftcap | kPadded | kResidual;
 constexpr int kFewWarps = HEAD_DIM % 64 == 0 ? 8 : 4;
 const FwdKernel kKernels[] = {
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 16, kFewWarps, kMost | kCacheIndex>(),

@@ -13,36 +13,38 @@
 namespace fad {
 
 // exact(i, mi, nj): an element of the normalised accumulator. It is rounded here once more, and the
-// rows are looked up here: with more in registers, calls without a residual would spill.
+// rows are looked up here: with more in registers, the loop over keys would spill.
 template <typename Traits, typename Exact>
 __device__ __forceinline__ void keep_residual(const FwdParams& params, const Exact& exact) {
-  if (params.residual == nullptr) {
-    return;
-  }
-  using Element = typename Traits::Element;
-  using F = Fragment<Traits>;
-  const auto lost_at = [&](int i, int mi, int nj) {
-    return static_cast<cutlass::bfloat16_t>(lost<Element>(exact(i, mi, nj)));
-  };
-  const auto [bidb, bidh, m_block] = place_of<Traits::kBlockM>(params, read_cta());
-  const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
-  const int first_column = read_thread() % 4 * 2;
+  if constexpr (Traits::kKeepsResidual) {
+    if (params.residual == nullptr) {
+      return;
+    }
+    using Element = typename Traits::Element;
+    using F = Fragment<Traits>;
+    const auto lost_at = [&](int i, int mi, int nj) {
+      return static_cast<cutlass::bfloat16_t>(lost<Element>(exact(i, mi, nj)));
+    };
+    const auto [bidb, bidh, m_block] = place_of<Traits::kBlockM>(params, read_cta());
+    const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
+    const int first_column = read_thread() % 4 * 2;
 #pragma unroll
-  for (int mi = 0; mi < F::kMmaM; ++mi) {
+    for (int mi = 0; mi < F::kMmaM; ++mi) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = m_block * Traits::kBlockM + thread_row() + mi * F::kRowStep + 8 * half;
-      if (row < info.actual_seqlen_q) {
-        cutlass::bfloat16_t* const to =
-            residual_of(params, out_row<Element>(params, info, bidb, bidh, row));
+      for (int half = 0; half < 2; ++half) {
+        const int row = m_block * Traits::kBlockM + thread_row() + mi * F::kRowStep + 8 * half;
+        if (row < info.actual_seqlen_q) {
+          cutlass::bfloat16_t* const to =
+              residual_of(params, out_row<Element>(params, info, bidb, bidh, row));
 #pragma unroll
-        for (int nj = 0; nj < F::kMmaN; ++nj) {
-          const int column = nj * 8 + first_column;
-          if (Traits::kEvenHeadDim || column < params.d) {
-            cutlass::Array<cutlass::bfloat16_t, 2> two;
-            two[0] = lost_at(2 * half, mi, nj);
-            two[1] = lost_at(2 * half + 1, mi, nj);
-            *reinterpret_cast<uint32_t*>(to + column) = reinterpret_cast<const uint32_t&>(two);
+          for (int nj = 0; nj < F::kMmaN; ++nj) {
+            const int column = nj * 8 + first_column;
+            if (Traits::kEvenHeadDim || column < params.d) {
+              cutlass::Array<cutlass::bfloat16_t, 2> two;
+              two[0] = lost_at(2 * half, mi, nj);
+              two[1] = lost_at(2 * half + 1, mi, nj);
+              *reinterpret_cast<uint32_t*>(to + column) = reinterpret_cast<const uint32_t&>(two);
+            }
           }
         }
       }
@@ -61,28 +63,27 @@ struct NoResidual {
 template <typename Traits, typename Info, typename Places, typename Out>
 __device__ __forceinline__ void add_residual(const BwdParams& params, const Info& info,
                                              const Places& places, Out& out) {
-  if constexpr (!Traits::kAddsResidual) {
-    return;
-  }
-  constexpr int kBlockM = Traits::kBlockM;
-  static_assert(decltype(cute::size<0>(places))::value == 8);
-  const auto [bidb, bidh, m_block] = row_place<kBlockM>(params);
-  const int64_t row_stride = static_cast<int64_t>(params.h) * params.d;
-  const auto* const head = static_cast<const cutlass::bfloat16_t*>(params.residual) +
-                           info.q_offset(params.seqlen_q * row_stride, row_stride, bidb) +
-                           bidh * params.d;
+  if constexpr (Traits::kAddsResidual) {
+    constexpr int kBlockM = Traits::kBlockM;
+    static_assert(decltype(cute::size<0>(places))::value == 8);
+    const auto [bidb, bidh, m_block] = row_place<kBlockM>(params);
+    const int64_t row_stride = static_cast<int64_t>(params.h) * params.d;
+    const auto* const head = static_cast<const cutlass::bfloat16_t*>(params.residual) +
+                             info.q_offset(params.seqlen_q * row_stride, row_stride, bidb) +
+                             bidh * params.d;
 #pragma unroll
-  for (int mi = 0; mi < cute::size<1>(places); ++mi) {
+    for (int mi = 0; mi < cute::size<1>(places); ++mi) {
 #pragma unroll
-    for (int k = 0; k < cute::size<2>(places); ++k) {
-      const int row = m_block * kBlockM + cute::get<0>(places(0, mi, k));
-      const int column = cute::get<1>(places(0, mi, k));
-      if (row < info.actual_seqlen_q && column < params.d) {
-        using Eight = cutlass::AlignedArray<cutlass::bfloat16_t, 8>;
-        const Eight eight = *reinterpret_cast<const Eight*>(head + row * row_stride + column);
+      for (int k = 0; k < cute::size<2>(places); ++k) {
+        const int row = m_block * kBlockM + cute::get<0>(places(0, mi, k));
+        const int column = cute::get<1>(places(0, mi, k));
+        if (row < info.actual_seqlen_q && column < params.d) {
+          using Eight = cutlass::AlignedArray<cutlass::bfloat16_t, 8>;
+          const Eight eight = *reinterpret_cast<const Eight*>(head + row * row_stride + column);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          out(mi, 8 * k + i) = __fadd_rn(out(mi, 8 * k + i), static_cast<float>(eight[i]));
+          for (int i = 0; i < 8; ++i) {
+            out(mi, 8 * k + i) = __fadd_rn(out(mi, 8 * k + i), static_cast<float>(eight[i]));
+          }
         }
       }
     }

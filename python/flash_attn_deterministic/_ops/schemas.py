@@ -90,7 +90,8 @@ ACCUMULATE = {
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
-    f"bool has_dropout, bool packed, int page_size, bool cache_index, {_TREE}) "
+    f"bool has_dropout, bool packed, int page_size, bool cache_index, bool keep_residual, "
+    f"{_TREE}) "
     "-> (int, int, int, int, int, int, int)",
     "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "

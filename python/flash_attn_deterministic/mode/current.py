@@ -226,7 +226,7 @@ def set_deterministic_mode(
             stay as they are, bit for bit; dq and dk get other bits, and where the values of a row
             are much alike a far smaller error, as the backward subtracts rowsum(dout * out) from
             numbers close to it. False, unless set; None: as it was. Independent of enabled. Calls
-            through torch's own attention can't keep it, and raise.
+            over several ranks keep none; torch's own attention has no place for it, and raises.
 
     Raises:
         ArgumentError: a ValueError; split_size is no such number.

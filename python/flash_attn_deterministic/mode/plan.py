@@ -149,6 +149,7 @@ def _cuda_plan(request: Request) -> Plan:
         request.packed,
         request.page_size,
         request.cache_index,
+        request.residual_bytes > 0,
         request.split_size,
         request.deterministic,
     )
