@@ -52,6 +52,29 @@ __device__ __forceinline__ void keep_residual(const FwdParams& params, const Exa
   }
 }
 
+// The same for rows that see no key. Few instructions: with many, the compiler would make
+// upstream's body a function of its own.
+template <typename Traits>
+__device__ __forceinline__ void clear_residual(const FwdParams& params) {
+  if constexpr (Traits::kKeepsResidual) {
+    if (params.residual == nullptr) {
+      return;
+    }
+    const auto [bidb, bidh, m_block] = place_of<Traits::kBlockM>(params, read_cta());
+    const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
+    const int end = min((m_block + 1) * Traits::kBlockM, info.actual_seqlen_q);
+#pragma unroll 1
+    for (int row = m_block * Traits::kBlockM + threadIdx.x; row < end; row += Traits::kNThreads) {
+      cutlass::bfloat16_t* const to =
+          residual_of(params, out_row<typename Traits::Element>(params, info, bidb, bidh, row));
+#pragma unroll 1
+      for (int column = 0; column < params.d; column += 8) {
+        *reinterpret_cast<uint4*>(to + column) = make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+}
+
 // Where there is none to add.
 struct NoResidual {
   template <typename Out>
