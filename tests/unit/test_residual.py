@@ -108,11 +108,13 @@ def test_out_with_its_residual_is_out_to_more_bits(dtype: torch.dtype) -> None:
 
 def test_packed_forms_give_the_bits_of_the_dense_one() -> None:
     inputs, dout = _inputs()
-    starts = [int32(0, 70, 140), int32(0, 150, 300)]
+    starts_q, starts_k = int32(0, 70, 140), int32(0, 150, 300)
     with KEPT:
         dense = _run(_causal, inputs, dout)
         packed = _run(
-            lambda q, k, v: flash_attn_varlen_func(q, k, v, *starts, 70, 150, causal=True),
+            lambda q, k, v: flash_attn_varlen_func(
+                q, k, v, starts_q, starts_k, 70, 150, causal=True
+            ),
             tuple(x.flatten(0, 1) for x in inputs),
             dout.flatten(0, 1),
         )
