@@ -18,6 +18,7 @@ struct BwdKernel {
   int block_m, block_n;  // query rows and keys to a tile
   int shared_bytes;      // of a CTA
   BwdLauncher launch;
+  BwdLauncher after;  // dq, from its sums as launch leaves them
   // Whether it takes tensors laid out like this; nullptr: all.
   bool (*takes)(const BwdParams& params) = nullptr;
 };
@@ -27,7 +28,6 @@ struct BwdInstance {
   const BwdKernel* kernels;
   int num_kernels;
   BwdLauncher before;  // fills the row sums, clears dq's sums
-  BwdLauncher after;   // dq, from its sums
 };
 
 // The instance for a dtype and a head dim (rounded up to the next compiled one), or nullptr if this

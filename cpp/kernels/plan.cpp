@@ -422,7 +422,7 @@ void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream) {
   params.heads_in_flight = plan.heads_in_flight;
   plan.instance->before(params, stream);
   plan.kernel->launch(params, stream);
-  plan.instance->after(params, stream);
+  plan.kernel->after(params, stream);
 }
 
 namespace {

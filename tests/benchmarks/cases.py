@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from flash_attn_deterministic.verify.speed.measure import interleaved, summary
 
 from tests.benchmarks.baseline import Scores
 from tests.benchmarks.common import geometric_mean
+from tests.benchmarks.lengths import ragged
 
 # Upstream has kernels for each of them alone. A window has no causal mask besides.
 FEATURES: Mapping[str, dict[str, Any]] = {
@@ -91,12 +91,6 @@ class Case:
 def _seen(length: int, limit: int) -> int:
     """Returns the sum over all rows of the keys on one side of them, at most `limit` each."""
     return limit * (limit + 1) // 2 + (length - 1 - limit) * limit
-
-
-def ragged(batch: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Draws the lengths of packed sequences, the same ones each time."""
-    numbers = random.Random(0)
-    return tuple(numbers.randint(shortest, longest) for _ in range(batch))
 
 
 _MASKS = (False, True)

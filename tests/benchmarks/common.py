@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -161,23 +162,31 @@ def run_cases(
     measure: Callable[[_Case], dict[str, Any]],
     only: str = "",
     summarise: Callable[[], None] = lambda: None,
+    seconds: float = math.inf,
 ) -> int:
     """Measures cases one after another, and writes JSON after each: a cut leaves what there was.
 
     Args:
         out: the file to write.
-        record: gets each result, or its failure.
+        record: gets each result, or its failure; the names of those that time did not allow go to
+            "left_out".
         cases: shapes, each with a name.
         built: whether the installed wheel holds what a case needs.
         measure: returns the result of a case, with times by side under "ms".
         only: part of the names of the cases to run.
         summarise: called after each result, to bring the record up to date.
+        seconds: no further case starts after them.
 
     Returns:
         Exit status: 1 if anything failed.
     """
+    end = time.monotonic() + seconds
+    record["left_out"] = []
     for case in cases:
         if only not in case.name:
+            continue
+        if time.monotonic() > end:
+            record["left_out"].append(case.name)
             continue
         if not built(case):
             record["failed"].append({"name": case.name, "error": "not in this wheel"})
@@ -194,6 +203,9 @@ def run_cases(
             print(f"{case.name:36} {medians}", flush=True)
         write_json(out, record)
         torch.cuda.empty_cache()
+    if record["left_out"]:
+        print(f"left out after {seconds:.0f} seconds: {len(record['left_out'])} cases", flush=True)
+        write_json(out, record)
     return 1 if record["failed"] else 0
 
 

@@ -1,18 +1,14 @@
 """Times decode of one or a few queries through CUDA graphs: ours by path, FlashAttention-3 at its
 default, upstream's heuristic, and a kernel that only reads the keys and values.
 
-FlashAttention-3 is not shipped: --fa3 names a folder with a module `fa3_peer` whose
-`forward(q, k, v, causal=..., num_splits=0, **options)` calls it.
+Where FlashAttention-3 comes from: peer_libraries.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,17 +20,20 @@ from flash_attn_deterministic import (
     flash_attn_with_kvcache,
     get_deterministic_mode,
 )
+from flash_attn_deterministic.verify.contract.device_override import device_override
+from flash_attn_deterministic.verify.scoreboard import fa3
 from flash_attn_deterministic.verify.speed.decode import capture
-from flash_attn_deterministic.verify.speed.measure import interleaved, summary
+from flash_attn_deterministic.verify.speed.measure import summary, within
 
+from tests.benchmarks import peer_libraries
 from tests.benchmarks.baseline import Baseline
 from tests.benchmarks.common import environment, geometric_mean, open_baseline, run_cases
 from tests.gpu.attention import is_built
 
 _ROTATED_BYTES = 512 * 2**20  # several times the largest L2 cache
 _CALLS = 8  # of a graph, at least
-_DEVICE = "FLASH_ATTENTION_TEST_DEVICE"
 _FORCED = ("few_rows", "scores_first")
+_DEVICE = "cuda"
 
 Step = Callable[[int], torch.Tensor]
 
@@ -84,6 +83,13 @@ CASES = (
     Case(17, 1, 9000, 32, 8, 128),
     Case(128, 1, 1500, 16, 16, 64),
     Case(8, 1, 8192, 32, 8, 64),
+    Case(64, 1, 4096, 32, 8, 128),
+    Case(8, 1, 32_768, 32, 8, 128),
+    Case(64, 1, 16_384, 32, 8, 128),
+    Case(1, 1, 131_072, 32, 8, 128),
+    Case(256, 1, 2048, 32, 8, 128),
+    Case(64, 1, 8192, 32, 1, 128),
+    Case(64, 1, 4096, 32, 8, 64),
     Case(8, 5, 4096, 32, 8, 128),
     Case(32, 2, 8192, 32, 8, 128),
     Case(4, 16, 32_768, 32, 8, 128),
@@ -95,18 +101,9 @@ CASES = (
 )
 
 
-@contextlib.contextmanager
-def _path(name: str) -> Iterator[None]:
-    os.environ[_DEVICE] = f"path={name}"
-    try:
-        yield
-    finally:
-        del os.environ[_DEVICE]
-
-
-def _forced(step: Step, name: str) -> Step:
+def _forced(step: Step, path: str) -> Step:
     def run(i: int) -> torch.Tensor:
-        with _path(name):
+        with device_override(f"path={path}"):
             return step(i)
 
     return run
@@ -115,30 +112,33 @@ def _forced(step: Step, name: str) -> Step:
 def _paged(tensor: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor:
     batch, count = table.shape
     padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, count * size - tensor.shape[1]))
-    pages = torch.empty(batch * count, size, *tensor.shape[2:], device="cuda", dtype=tensor.dtype)
+    pages = torch.empty(batch * count, size, *tensor.shape[2:], device=_DEVICE, dtype=tensor.dtype)
     pages[table.flatten().long()] = padded.reshape(batch * count, size, *tensor.shape[2:])
     return pages
 
 
-def measure(case: Case, baseline: Baseline | None, fa3: Any, repeats: int) -> dict[str, Any]:
+def measure(
+    case: Case, baseline: Baseline | None, with_fa3: bool, repeats: int, budget_ms: float
+) -> dict[str, Any]:
     """Times one case.
 
     Args:
         case: The shape.
         baseline: Upstream's own kernels, if there.
-        fa3: The module fa3_peer, if there.
-        repeats: timed replays of each side.
+        with_fa3: Whether FlashAttention-3 is loaded.
+        repeats: timed replays of each side, at most.
+        budget_ms: milliseconds of GPU time for them; at least 5 are made.
 
     Returns:
         Milliseconds of a call per side, ratios of medians, and what the plan says.
     """
     sets = max(1, -(-_ROTATED_BYTES // case.kv_bytes))
     calls = sets * max(1, -(-_CALLS // sets))
-    bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    bf16: dict[str, Any] = {"device": _DEVICE, "dtype": torch.bfloat16}
     q = [torch.randn(case.batch, case.seqlen_q, case.nheads, case.head_dim, **bf16)] * sets
     shape = (case.batch, case.seqlen, case.nheads_k, case.head_dim)
     dense = [(torch.randn(shape, **bf16), torch.randn(shape, **bf16)) for _ in range(sets)]
-    lengths = torch.full((case.batch,), case.seqlen, device="cuda", dtype=torch.int32)
+    lengths = torch.full((case.batch,), case.seqlen, device=_DEVICE, dtype=torch.int32)
 
     def contiguous(i: int) -> torch.Tensor:
         return flash_attn_func(q[i], *dense[i], causal=True)
@@ -150,7 +150,7 @@ def measure(case: Case, baseline: Baseline | None, fa3: Any, repeats: int) -> di
     if case.page_block_size:
         size = case.page_block_size
         count = -(-case.seqlen // size)
-        table = torch.randperm(case.batch * count, device="cuda").view(case.batch, count).int()
+        table = torch.randperm(case.batch * count, device=_DEVICE).view(case.batch, count).int()
         caches = [(_paged(k, table, size), _paged(v, table, size)) for k, v in dense]
         options = {"block_table": table}
         sides["contiguous"] = contiguous
@@ -159,11 +159,11 @@ def measure(case: Case, baseline: Baseline | None, fa3: Any, repeats: int) -> di
         )
     for name in _FORCED:
         sides[name] = _forced(sides["ours"], name)
-    if fa3 is not None:
-        paged = {"page_table": options["block_table"], "seqused_k": lengths} if options else {}
-        sides["fa3"] = lambda i: fa3.forward(q[i], *caches[i], causal=True, num_splits=0, **paged)[
-            0
-        ]
+    if with_fa3:
+        paged: dict[str, Any] = {}
+        if options:
+            paged = {"page_table": options["block_table"], "seqused_k": lengths}
+        sides["fa3"] = lambda i: fa3.attend(q[i], *caches[i], causal=True, **paged)
     if baseline is not None and not options and case.seqlen_q == 1:
         sides["fa2"] = lambda i: baseline.forward(q[i], *dense[i], num_splits=0)[0]
     results = {name: step(0).float() for name, step in sides.items()}
@@ -178,7 +178,7 @@ def measure(case: Case, baseline: Baseline | None, fa3: Any, repeats: int) -> di
     # A sum reads all bytes and writes next to nothing.
     sides["read"] = lambda i: torch.stack([t.view(torch.float32).sum() for t in dense[i]])
     graphs = {name: capture(step, sets, calls) for name, step in sides.items()}
-    measured = interleaved({n: g.replay for n, g in graphs.items()}, repeats=repeats)
+    measured = within({n: g.replay for n, g in graphs.items()}, budget_ms, repeats)
     times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}
     ours = times["ours"]["median"]
     return {
@@ -206,19 +206,27 @@ def means(cases: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, floa
     }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; the exit status is 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
-    parser.add_argument("--fa3", type=Path, help="folder of fa3_peer")
+    peer_libraries.add_arguments(parser, with_fa4=False)
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=20, help="at most")
+    parser.add_argument("--budget-ms", type=float, default=300, help="GPU time of a case")
+    parser.add_argument("--seconds", type=float, default=600, help="no further case starts after")
     parser.add_argument("--only", default="", help="part of the names of the cases to run")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    try:
+        peer_libraries.find(options)
+    except FileNotFoundError as error:
+        parser.error(str(error))
     record: dict[str, Any] = {
         **environment(options.wheel, sys.argv),
+        "peers": peer_libraries.versions(),
         "repeats": options.repeats,
+        "budget_ms": options.budget_ms,
         "split_size": get_deterministic_mode().split_size,
         "baseline": None,
         "cases": [],
@@ -226,10 +234,7 @@ def main() -> int:
         "failed": [],
     }
     baseline = open_baseline(options.baseline, record)
-    fa3 = None
-    if options.fa3 is not None:
-        sys.path.insert(0, str(options.fa3))
-        fa3 = importlib.import_module("fa3_peer")
+    with_fa3 = record["peers"]["fa3"] is not None
 
     def summarise() -> None:
         record["means"] = means(record["cases"])
@@ -239,9 +244,10 @@ def main() -> int:
         record,
         CASES,
         built=lambda case: is_built(case.head_dim, "bf16"),
-        measure=lambda case: measure(case, baseline, fa3, options.repeats),
+        measure=lambda case: measure(case, baseline, with_fa3, options.repeats, options.budget_ms),
         only=options.only,
         summarise=summarise,
+        seconds=options.seconds,
     )
     print(record["means"])
     return status

@@ -1,11 +1,10 @@
-"""Times the Hopper forward in several shapes, in turns in one process, and compares their bits.
+"""Times variants of the Hopper forward, in turns in one process, and compares their bits.
 
     python -m tests.benchmarks.hopper_variants --compile variants   # anywhere with an nvcc, once
     python -m tests.benchmarks.hopper_variants --libraries variants --out hopper_variants.json
 
-The shapes are those of hopper_variants.cu, at the mode's split size and with one split. Beside them
-run the installed wheel, torch's cuDNN backend and, where they can be loaded, FlashAttention-3 (see
-FA3_LIBRARY in docs/scoreboard.md) and FlashAttention-4. A variant with other bits than the wheel's
+The variants are those of hopper_variants.cu, at the mode's split size and with one split, beside
+the installed wheel; peers.py times that beside others. A variant with other bits than the wheel's
 sm80 kernels is a failure. JSON is written after each case.
 """
 
@@ -19,17 +18,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
+from flash_attn_deterministic.bench.problem import Problem, Shape
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.benchmarks.cases import timed
-from tests.benchmarks.common import environment, fail, run_cases
-from tests.gpu.attention import make_qkv, same_bits
+from tests.benchmarks.common import environment, run_cases
+from tests.gpu.attention import same_bits
 
 SOURCE = Path(__file__).with_suffix(".cu")
 CPP = Path(__file__).parents[2] / "cpp"
@@ -43,65 +43,24 @@ FLAGS = (
 )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A call in bf16.
-
-    Args:
-        name: for people.
-        batch: sequences.
-        seqlen_q: queries of each.
-        seqlen_k: keys of each.
-        nheads: of q.
-        nheads_k: of k and v.
-        head_dim: theirs.
-        causal: whether the mask is.
-        left: keys before its own that a query sees; -1: all.
-    """
-
-    name: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    nheads: int
-    nheads_k: int
-    head_dim: int
-    causal: bool
-    left: int = -1
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """Returns keys visible on either side; -1: all."""
-        return (self.left, 0 if self.causal else -1)
-
-    @property
-    def flops(self) -> float:
-        """Returns those of the pairs that are visible."""
-        seen = float(self.seqlen_q * self.seqlen_k)
-        if self.causal:
-            seen -= self.seqlen_q * (self.seqlen_q - 1) / 2
-        if self.left >= 0:
-            seen = float(self.seqlen_q * min(self.left + 1, self.seqlen_k))
-        return 4.0 * self.batch * self.nheads * self.head_dim * seen
-
-
-def _shapes() -> tuple[Shape, ...]:
-    shapes = []
-    for head_dim, causal in ((d, c) for d in HEAD_DIMS for c in (False, True)):
-        mask = " causal" if causal else ""
-        for batch, seqlen, nheads in ((4, 4096, 16), (1, 16384, 16)):
-            name = f"B{batch} L{seqlen} H{nheads} D{head_dim}{mask}"
-            shapes.append(Shape(name, batch, seqlen, seqlen, nheads, nheads, head_dim, causal))
+def shapes() -> tuple[Shape, ...]:
+    """Returns those that differ in what a variant could gain or lose."""
+    found = [
+        Shape("forward", batch, seqlen, 16, 16, head_dim, causal)
+        for head_dim in HEAD_DIMS
+        for causal in (False, True)
+        for batch, seqlen in ((4, 4096), (1, 16_384))
+    ]
     return (
-        *shapes,
-        Shape("B8 L4096 H32 D128", 8, 4096, 4096, 32, 32, 128, False),
-        Shape("B8 L4096 H32 D128 causal", 8, 4096, 4096, 32, 32, 128, True),
-        Shape("B8 L4096 H32/8 D128 causal", 8, 4096, 4096, 32, 8, 128, True),
-        Shape("B4 L1024 H16 D128", 4, 1024, 1024, 16, 16, 128, False),
-        Shape("B4 L4096 H16 D128 window 1024", 4, 4096, 4096, 16, 16, 128, True, 1024),
-        Shape("B1 Lq512 Lk32768 H32/8 D128 causal", 1, 512, 32768, 32, 8, 128, True),
-        Shape("B32 L512 H16 D64 causal", 32, 512, 512, 16, 16, 64, True),
-        Shape("B64 L577 H16 D64", 64, 577, 577, 16, 16, 64, False),
+        *found,
+        Shape("forward", 8, 4096, 32, 32, 128),
+        Shape("forward", 8, 4096, 32, 32, 128, True),
+        Shape("forward", 8, 4096, 32, 8, 128, True),
+        Shape("forward", 4, 1024, 16, 16, 128),
+        Shape("forward", 4, 4096, 16, 16, 128, True, window=1024),
+        Shape("forward", 1, 32_768, 32, 8, 128, True, seqlen_q=512),
+        Shape("forward", 32, 512, 16, 16, 64, True),
+        Shape("forward", 64, 577, 16, 16, 64),
     )
 
 
@@ -153,11 +112,11 @@ class Library:
         """
         q, k, v = qkv
         out = torch.empty_like(q)
-        size = (shape.batch, shape.nheads, shape.seqlen_q)
+        size = (shape.batch, shape.nheads, shape.queries)
         softmax_lse = torch.empty(size, dtype=torch.float32, device="cuda")
         numbers = (
-            *(shape.batch, shape.seqlen_q, shape.seqlen_k, shape.nheads, shape.nheads_k),
-            *(*shape.window, split_size, self._sms),
+            *(shape.batch, shape.queries, shape.seqlen, shape.nheads, shape.nheads_k),
+            *(shape.window, 0 if shape.causal else -1, split_size, self._sms),
         )
         status = self._library.fad_run(
             ctypes.c_int(variant),
@@ -170,32 +129,6 @@ class Library:
         return out, softmax_lse
 
 
-def _peers(shape: Shape, qkv: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], torch.Tensor]]:
-    """Others that run here, where they have the mask."""
-    from flash_attn_deterministic.bench.peers import PEERS
-    from flash_attn_deterministic.bench.problem import Problem
-    from flash_attn_deterministic.bench.problem import Shape as BenchShape
-
-    if shape.left >= 0 or shape.seqlen_q != shape.seqlen_k:
-        return {}
-    heads = (shape.nheads, shape.nheads_k, shape.head_dim)
-    bench = BenchShape("forward", shape.batch, shape.seqlen_q, *heads, causal=shape.causal)
-    q, k, v = qkv
-    problem = Problem(bench, q, k, v, dout=q)
-    found: dict[str, Callable[[], torch.Tensor]] = {}
-    for peer in PEERS:
-        if peer.name not in ("sdpa-cudnn", "fa3", "fa4"):
-            continue
-        try:
-            call = peer.call(problem)
-            call()
-        except Exception as error:
-            fail(error)
-            continue
-        found[peer.name] = functools.partial(_first, call)
-    return found
-
-
 def _first(call: Callable[[], tuple[torch.Tensor, ...]]) -> torch.Tensor:
     return call()[0]
 
@@ -206,10 +139,10 @@ def measure(shape: Shape, library: Library, repeats: int, budget_ms: float) -> d
     Returns:
         Milliseconds and TFLOP/s by side; which variants have other bits.
     """
-    size = (shape.batch, shape.seqlen_q, shape.nheads, shape.head_dim)
-    qkv = make_qkv(size, shape.seqlen_k, shape.nheads_k)
+    problem = Problem.draw(shape, "cuda")
+    qkv = (problem.q, problem.k, problem.v)
     default = get_deterministic_mode().split_size
-    options: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.left, -1)}
+    options: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.window, -1)}
 
     def wheel() -> torch.Tensor:
         out: torch.Tensor = flash_attn_func(*qkv, **options)
@@ -229,10 +162,9 @@ def measure(shape: Shape, library: Library, repeats: int, budget_ms: float) -> d
                 different.append(title)
             run = functools.partial(library.run, variant, shape, qkv, split_size)
             sides[title] = functools.partial(_first, run)
-    with torch.no_grad():
-        sides.update(_peers(shape, qkv))
-        times = timed(sides, budget_ms, repeats)
+    times = timed(sides, budget_ms, repeats)
     return {
+        "name": shape.name,
         **asdict(shape),
         "ms": times,
         "tflops": {
@@ -276,7 +208,7 @@ def main() -> int:
     status = run_cases(
         options.out,
         record,
-        [shape for shape in _shapes() if shape.head_dim in options.head_dims],
+        [shape for shape in shapes() if shape.head_dim in options.head_dims],
         built=lambda shape: True,
         measure=lambda shape: measure(
             shape, library(shape.head_dim), options.repeats, options.budget_ms

@@ -1,18 +1,17 @@
 """Times what a call takes on the host: eager calls so small that the GPU waits for them.
 
 Beside the package's functions stand its bare op (what the functions add to it is Python), torch's
-scaled_dot_product_attention, and FlashAttention-3's bare op where --fa3 names a folder with a
-module `fa3_peer`. All in one process, in turns.
+scaled_dot_product_attention, and FlashAttention-3's bare op (peer_libraries.py), all in one
+process, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,11 @@ from flash_attn_deterministic import (
     flash_attn_with_kvcache,
 )
 
+from tests.benchmarks import peer_libraries
 from tests.benchmarks.common import environment, write_json
 
 _CALLS = 100  # of a loop: few enough that the queue of the GPU never fills
+_DEVICE = "cuda"
 _OPS = torch.ops.flash_attn_deterministic
 
 
@@ -53,20 +54,20 @@ def microseconds(
     return {
         name: {
             "median": round(statistics.median(values), 2),
-            "p10": round(statistics.quantiles(values, n=10)[0], 2),
+            "p10": round(statistics.quantiles(values, n=10, method="inclusive")[0], 2),
         }
         for name, values in times.items()
     }
 
 
-def calls_to_time(fa3: Any) -> dict[str, Callable[[], object]]:
+def calls_to_time(with_fa3: bool) -> dict[str, Callable[[], object]]:
     """Returns calls by name: functions, ops and peers, forward alone and with backward."""
-    bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    bf16: dict[str, Any] = {"device": _DEVICE, "dtype": torch.bfloat16}
     q, k, v = (torch.randn(1, 64, 4, 64, **bf16) for _ in range(3))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     dout = torch.randn_like(q)
-    starts = torch.tensor([0, 64], device="cuda", dtype=torch.int32)
-    lengths = torch.tensor([64], device="cuda", dtype=torch.int32)
+    starts = torch.tensor([0, 64], device=_DEVICE, dtype=torch.int32)
+    lengths = torch.tensor([64], device=_DEVICE, dtype=torch.int32)
     one = q[:, :1].contiguous()
     turned = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     turned_leaves = [t.clone().requires_grad_() for t in turned]
@@ -96,26 +97,33 @@ def calls_to_time(fa3: Any) -> dict[str, Callable[[], object]]:
         "sdpa": lambda: sdpa(turned[0], turned[1], turned[2]),
         "sdpa forward and backward": lambda: with_backward(sdpa, turned_leaves, turned_dout),
     }
-    if fa3 is not None:
-        calls["fa3"] = lambda: fa3.forward(q, k, v, causal=True, num_splits=0)
+    if with_fa3:
+        fa3 = torch.ops.flash_attn_3
+        calls["fa3"] = lambda: fa3.fwd(q, k, v, softmax_scale=0.125, is_causal=True)
     return calls
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--fa3", type=Path, help="folder of fa3_peer")
+    peer_libraries.add_arguments(parser, with_fa4=False)
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
     parser.add_argument("--loops", type=int, default=40)
-    options = parser.parse_args()
-    fa3 = None
-    if options.fa3 is not None:
-        sys.path.insert(0, str(options.fa3))
-        fa3 = importlib.import_module("fa3_peer")
+    options = parser.parse_args(arguments)
+    try:
+        peer_libraries.find(options)
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    peers = peer_libraries.versions()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        times = microseconds(calls_to_time(fa3), options.loops)
-    record = {**environment(options.wheel, sys.argv), "loops": options.loops, "us": times}
+        times = microseconds(calls_to_time(peers["fa3"] is not None), options.loops)
+    record = {
+        **environment(options.wheel, sys.argv),
+        "peers": peers,
+        "loops": options.loops,
+        "us": times,
+    }
     write_json(options.out, record)
     for name, one in times.items():
         print(f"{name:28} {one['median']:8.2f} us, p10 {one['p10']:8.2f}")

@@ -3,22 +3,26 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         -m tests.benchmarks.ranks --out docs/results/ranks.json
 
-Causal, zigzag order, bfloat16. Every case is timed in one process group, sides in turns: ours over
-all ranks, ours on one GPU (where the memory suffices), and F.scaled_dot_product_attention within
-torch's context_parallel. A time is the largest over the ranks of each rank's median. Written beside
-them: memory at its peak, and what the model of `ranks_model` says.
+Causal, zigzag order, bfloat16. Ours over all ranks, ours on one GPU (where the memory suffices),
+and F.scaled_dot_product_attention within torch's context_parallel, one after another in one process
+group. A time is the largest over the ranks of each rank's median. Beside them: the memory that a
+rank takes at its peak beyond inputs, whether all bits are those of one GPU, and what the model of
+`ranks_model` says.
 
 What has to hold for forward + backward of B1 L65,536 H32/8 D128 on two GPUs: at least 85 % parallel
-efficiency ("one_over_ours"), and at most 1.10 times the time of torch's context parallel.
+efficiency ("efficiency"), and at most 1.10 times the time of torch's context parallel
+("over_context_parallel").
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,38 +31,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from flash_attn_deterministic import distributed, flash_attn_func
-from flash_attn_deterministic.distributed.slices import carries
+from flash_attn_deterministic.distributed import ops
+from flash_attn_deterministic.distributed.planning import steps
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.benchmarks import ranks_model
 from tests.benchmarks.common import environment, write_json
 from tests.benchmarks.ranks_model import NVLINK, Shape
 
-LENGTHS = (65_536, 262_144, 1_048_576)
 ONE_GPU_UP_TO = 262_144
-Run = Callable[[], None]
+Attend = Callable[..., torch.Tensor]
+Context = Callable[[], AbstractContextManager[Any]]
+CUT: dict[str, Any] = {"order": "zigzag"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs all cases; rank 0 writes after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[65_536])
+    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "HK"))
+    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--unit-heads", type=int, nargs="+", default=[1, 2, 4], help="of a step: each"
+    )
     parser.add_argument("--wheel", type=Path)
     arguments = parser.parse_args(argv)
-    local = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    options: dict[str, Any] = {}
+    if arguments.device == "cuda":
+        options["device_id"] = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(options["device_id"])
+    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", **options)
     try:
         record: dict[str, Any] = {
             **environment(arguments.wheel, sys.argv[1:]),
+            "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
             "ranks": dist.get_world_size(),
-            "chain": carries(torch.device("cuda")),
             "cases": [],
         }
         for seqlen in arguments.lengths:
-            record["cases"].append(measure(Shape(seqlen), arguments.repeats))
+            nheads, nheads_k = arguments.heads
+            shape = Shape(seqlen, 1, nheads, nheads_k, arguments.head_dim)
+            case = Case(shape, arguments.device, arguments.repeats, arguments.unit_heads)
+            record["cases"].append(case.measured())
             if dist.get_rank() == 0:
                 write_json(arguments.out, record)
                 print(record["cases"][-1])
@@ -67,136 +84,200 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure(shape: Shape, repeats: int) -> dict[str, Any]:
-    """Measures a case, in seconds and bytes."""
-    ranks = dist.get_world_size()
-    sides = {"ours": over_ranks(shape), "context_parallel": in_context_parallel(shape)}
-    if shape.seqlen <= ONE_GPU_UP_TO:
-        sides["one"] = on_one(shape)
-    found: dict[str, Any] = {"shape": vars(shape) | {}, "times": {}, "peak": {}}
-    for name, side in sides.items():
-        try:
-            found["times"][name], found["peak"][name] = timed(side, repeats)
-        except torch.cuda.OutOfMemoryError as error:
-            found["times"][name] = str(error).splitlines()[0]
-    found["model"] = {
-        "forward": ranks_model.forward_seconds(shape, ranks, NVLINK),
-        "gathered": ranks_model.gathered_seconds(shape, ranks, NVLINK),
-        "chain": ranks_model.chain_seconds(shape, ranks, NVLINK),
-        "memory": {c: ranks_model.memory(shape, ranks, 1, c == "chain") for c in CHAINS},
-    }
-    times = found["times"]
-    if isinstance(times["ours"], dict):
-        for name, factor in (("one", ranks), ("context_parallel", 1)):
-            other = times.get(name)
-            if isinstance(other, dict):
-                found[f"{name}_over_ours"] = {
-                    part: other[part] / factor / times["ours"][part] for part in other
-                }
-    return found
+class Case:
+    """One shape.
 
+    Args:
+        shape: of the whole sequence.
+        device: "cuda" or "cpu".
+        repeats: of which the median counts.
+        unit_heads: numbers of query heads to a step of the backward.
+    """
 
-CHAINS = ("gathered", "chain")
+    def __init__(self, shape: Shape, device: str, repeats: int, unit_heads: list[int]) -> None:
+        self._shape, self._device, self._repeats = shape, device, repeats
+        self._unit_heads = unit_heads
+        self._ranks = dist.get_world_size()
 
+    def measured(self) -> dict[str, Any]:
+        """Returns seconds, bytes, and what follows of them."""
+        found: dict[str, Any] = {
+            "shape": vars(self._shape) | {},
+            "seconds": {},
+            "peak_bytes": {},
+            "refused": {},
+            "model": self._model(),
+        }
+        sides: dict[str, tuple[Attend, bool, Context]] = {}
+        for count in self._unit_heads:
+            sides[f"ours_by_{count}"] = (ours, True, functools.partial(heads_at_once, count))
+        sides["ours_gathered"] = (ours, True, gathered)
+        if self._shape.seqlen <= ONE_GPU_UP_TO:
+            sides["one"] = (one_gpu, False, nullcontext)
+        if self._device == "cuda":
+            mesh = init_device_mesh("cuda", (self._ranks,))
+            sides["context_parallel"] = (sdpa, True, functools.partial(ring_attention, mesh))
+        for name, (attend, is_cut, context) in sides.items():
+            try:
+                found["seconds"][name], found["peak_bytes"][name] = self._timed(
+                    attend, is_cut, context
+                )
+            except Exception as error:
+                # torch's context_parallel is a prototype: it may refuse.
+                if attend is not sdpa and not isinstance(error, torch.cuda.OutOfMemoryError):
+                    raise
+                found["refused"][name] = f"{type(error).__name__}: {error}"[:300]
+        seconds = found["seconds"]
+        found["best"] = best = min(
+            (name for name in seconds if name.startswith("ours_by_")),
+            key=lambda name: seconds[name]["both"],
+        )
+        ours_best = seconds[best]
+        one, other = (seconds.get(name, {}) for name in ("one", "context_parallel"))
+        found["efficiency"], found["over_context_parallel"] = (
+            {part: value / self._ranks / ours_best[part] for part, value in one.items()},
+            {part: ours_best[part] / value for part, value in other.items()},
+        )
+        if "one" in seconds:
+            found["same_bits"] = self._same_bits()
+        return found
 
-def timed(side: Callable[[], tuple[Run, Run]], repeats: int) -> tuple[dict[str, float], int]:
-    """Returns seconds of forward, and of both directions, and the bytes at the peak."""
-    torch.cuda.reset_peak_memory_stats()
-    forward, both = side()
-    before = torch.cuda.memory_allocated()
-    result = {name: _median(run, repeats) for name, run in (("forward", forward), ("both", both))}
-    return result, torch.cuda.max_memory_allocated() - before
+    def _model(self) -> dict[str, Any]:
+        shape, ranks = self._shape, self._ranks
+        return {
+            "forward": ranks_model.forward_seconds(shape, ranks, NVLINK),
+            "gathered": ranks_model.gathered_seconds(shape, ranks, NVLINK),
+            "chain": ranks_model.chain_seconds(shape, ranks, NVLINK),
+            "chain_bytes": ranks_model.memory(shape, ranks, 1, True),
+            "gathered_bytes": ranks_model.memory(shape, ranks, 1, False),
+        }
 
+    def _inputs(self, is_cut: bool) -> list[torch.Tensor]:
+        """q, k, v and dout, the same numbers on all ranks: whole, or this rank's part."""
+        shape = self._shape
+        generator = torch.Generator(self._device).manual_seed(0)
+        tensors = []
+        for heads in (shape.nheads, shape.nheads_k, shape.nheads_k, shape.nheads):
+            size = (shape.batch, shape.seqlen, heads, shape.head_dim)
+            whole = torch.randn(
+                size, generator=generator, device=self._device, dtype=torch.bfloat16
+            )
+            tensors.append(distributed.shard(whole, 1, **CUT) if is_cut else whole)
+        return tensors
 
-def _median(run: Run, repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 2):
-        dist.barrier()
-        begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    longest = torch.tensor([statistics.median(seconds[2:])], device="cuda")
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return float(longest)
+    def _timed(
+        self, attend: Attend, is_cut: bool, context: Context
+    ) -> tuple[dict[str, float], int]:
+        """Returns seconds of the forward and of both directions, and the bytes at the peak.
 
+        The bytes are those beyond q, k, v and dout: out, softmax_lse and the gradients are in them.
+        """
+        *leaves, dout = self._inputs(is_cut)
+        for leaf in leaves:
+            leaf.requires_grad_()
 
-def _draw(shape: Shape, seqlen: int) -> list[torch.Tensor]:
-    heads = (shape.nheads, shape.nheads_k, shape.nheads_k, shape.nheads)
-    return [
-        torch.randn(shape.batch, seqlen, h, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-        for h in heads
-    ]
+        def forward() -> None:
+            with torch.no_grad():
+                attend(*leaves)
 
-
-def _directions(
-    attend: Callable[..., torch.Tensor],
-    tensors: list[torch.Tensor],
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> tuple[Run, Run]:
-    *inputs, dout = tensors
-    leaves = [tensor.requires_grad_() for tensor in inputs]
-
-    def forward() -> None:
-        with context(), torch.no_grad():
-            attend(*leaves)
-
-    def both() -> None:
-        with context():
+        def both() -> None:
             torch.autograd.grad(attend(*leaves), leaves, dout)
 
-    return forward, both
+        before = 0
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with context():
+            times = {
+                name: self._median(run) for name, run in (("forward", forward), ("both", both))
+            }
+        peak = torch.cuda.max_memory_allocated() - before if self._device == "cuda" else 0
+        return times, peak
+
+    def _median(self, run: Callable[[], None]) -> float:
+        seconds = []
+        for _ in range(self._repeats + 2):
+            dist.barrier()
+            self._synchronize()
+            begin = time.perf_counter()
+            run()
+            self._synchronize()
+            seconds.append(time.perf_counter() - begin)
+        longest = torch.tensor([statistics.median(seconds[2:])], device=self._device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return float(longest)
+
+    def _synchronize(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _same_bits(self) -> bool:
+        """Compares out, dq, dk and dv over all ranks with one GPU's, on every rank."""
+        results = []
+        for attend, is_cut in ((ours, True), (one_gpu, False)):
+            *leaves, dout = self._inputs(is_cut)
+            out = attend(*(leaf.requires_grad_() for leaf in leaves))
+            found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+            parts = found if is_cut else [distributed.shard(one, 1, **CUT) for one in found]
+            results.append([one.contiguous().view(torch.int16) for one in parts])
+        differing = sum(not torch.equal(*pair) for pair in zip(*results, strict=True))
+        total = torch.tensor([differing], device=self._device)
+        dist.all_reduce(total)
+        return int(total) == 0
 
 
-def over_ranks(shape: Shape) -> Callable[[], tuple[Run, Run]]:
-    """Ours, over all ranks."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = distributed.flash_attn_func(q, k, v, causal=True, order="zigzag")
-        return out
-
-    return lambda: _directions(attend, _draw(shape, shape.seqlen // dist.get_world_size()))
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Over all ranks."""
+    out: torch.Tensor = distributed.flash_attn_func(q, k, v, causal=True, **CUT)
+    return out
 
 
-def on_one(shape: Shape) -> Callable[[], tuple[Run, Run]]:
+def one_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Ours, on one GPU: every rank does the same."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flash_attn_func(q, k, v, causal=True)
-
-    return lambda: _directions(attend, _draw(shape, shape.seqlen))
+    return flash_attn_func(q, k, v, causal=True)
 
 
-def in_context_parallel(shape: Shape) -> Callable[[], tuple[Run, Run]]:
-    """torch's ring attention, which the context puts in place of SDPA; sequences cut beforehand."""
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """What torch's context_parallel replaces. It takes as many KV heads as query heads."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (tensor.repeat_interleave(group, 2).transpose(1, 2) for tensor in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
+    return out.transpose(1, 2)
+
+
+@contextlib.contextmanager
+def ring_attention(mesh: Any) -> Iterator[None]:
+    """torch's context parallel. The tensors are parts already: cutting only opens the context."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    group = shape.nheads // shape.nheads_k
+    unused = torch.empty(2 * mesh.size(), device="cuda")
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]),
+    ):
+        yield
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # It takes as many KV heads as query heads.
-        k, v = (tensor.repeat_interleave(group, 2).transpose(1, 2) for tensor in (k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k, v, is_causal=True
-        )
-        return out.transpose(1, 2)
 
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        # The tensors are parts already; what is cut here only opens the context.
-        unused = torch.empty(2 * dist.get_world_size(), device="cuda")
-        with (
-            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-            context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]),
-        ):
-            yield
+@contextlib.contextmanager
+def heads_at_once(count: int) -> Iterator[None]:
+    """Ours with so many query heads to a step of the backward."""
+    before, steps.UNIT_HEADS = steps.UNIT_HEADS, count
+    try:
+        yield
+    finally:
+        steps.UNIT_HEADS = before
 
-    own = shape.seqlen // dist.get_world_size()
-    return lambda: _directions(attend, _draw(shape, own), context)
+
+@contextlib.contextmanager
+def gathered() -> Iterator[None]:
+    """Ours with a backward without sums that travel."""
+    before, ops.GATHER = ops.GATHER, True
+    try:
+        yield
+    finally:
+        ops.GATHER = before
 
 
 if __name__ == "__main__":

@@ -8,14 +8,16 @@ what the model says beside what it measures.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flash_attn_deterministic.distributed.chain import find_steps, find_units
-from flash_attn_deterministic.distributed.layout import dense_tokens
-from flash_attn_deterministic.distributed.plan import Mask
+from flash_attn_deterministic.distributed.passes.chain import LAG
+from flash_attn_deterministic.distributed.planning.layout import dense_tokens
+from flash_attn_deterministic.distributed.planning.plan import Mask
+from flash_attn_deterministic.distributed.planning.steps import find_steps, find_units
 
 CAUSAL = Mask(-1, 0)
 
@@ -99,15 +101,16 @@ def gathered_seconds(shape: Shape, ranks: int, machine: Machine) -> float:
 
 
 def chain_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) -> float:
-    """The backward with sums that travel: its steps played through, last rows first.
+    """The backward with sums that travel: its waves played through, last rows first.
 
-    A rank works on one step at a time, in the order of waves, and a step begins when the sums of
-    the step before have arrived.
+    A rank computes the steps of a wave one after another. Messages of a wave are one batch on each
+    rank, after the batch before and after the gathering of keys that stands before it; a message
+    moves once both ends are there.
     """
     compute = 2.5 * shape.products() / machine.backward
     if ranks == 1:
         return compute
-    units = find_units(shape.nheads, shape.nheads_k, heads_k)
+    units = find_units(shape.nheads, shape.nheads_k, heads_k, ranks)
     # Shares of rows and keys do not depend on the length.
     tokens = dense_tokens(1, 2, ranks, "zigzag")
     steps = sorted(find_steps(tokens, tokens, CAUSAL, True).steps, key=lambda step: step.number)
@@ -120,22 +123,30 @@ def chain_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) 
     ]
     pair = compute / len(units) / (parts * parts / 2)
     per_key = 8.0 * shape.batch * (shape.nheads // len(units)) * shape.head_dim
-    free = [0.0] * ranks
-    arrived = [[0.0] * len(steps) for _ in units]
-    first = shape.keys(heads_k) * (ranks - 1) / ranks / machine.link
-    for wave in range(len(units) + len(steps) - 1):
-        for number, step in enumerate(steps):
-            index = wave - number
-            if not 0 <= index < len(units):
-                continue
-            keys_there = first * (units[index].number + 1)
-            begin = max(free[step.rank], arrived[index][number], keys_there)
-            free[step.rank] = begin + costs[number] * pair
-            if number + 1 < len(steps):
-                keys = (step.goes[1] - step.goes[0]) * shape.seqlen / parts
-                sending = keys * per_key / machine.link + machine.latency
-                arrived[index][number + 1] = free[step.rank] + sending
-    return max(free)
+    gathering = shape.keys(heads_k) * (ranks - 1) / ranks / machine.link + machine.latency
+    computed, sent, arrived = ([0.0] * ranks for _ in range(3))
+    gathered = gathering
+    for wave in range(len(units) + LAG * (len(steps) - 1)):
+        begin = list(map(max, computed, arrived))
+        if wave < len(units) and units[wave].first:
+            begin = [max(one, gathered) for one in begin]
+            gathered = max(map(max, begin, sent)) + gathering
+            if units[wave].number + 1 < units[-1].number:
+                sent = [gathered] * ranks
+        ready, arrived = list(map(max, begin, sent)), begin.copy()
+        for step, following in itertools.pairwise(steps):
+            if 0 <= wave - 1 - LAG * step.number < len(units):
+                size = (step.goes[1] - step.goes[0]) * shape.seqlen / parts * per_key
+                ends = (step.rank, following.rank)
+                there = max(ready[end] for end in ends) + size / machine.link + machine.latency
+                for end in ends:
+                    arrived[end] = max(arrived[end], there)
+        sent = list(map(max, sent, arrived))
+        computed = begin
+        for step, cost in zip(steps, costs, strict=True):
+            if 0 <= wave - LAG * step.number < len(units):
+                computed[step.rank] += cost * pair
+    return max(computed)
 
 
 def bubble(shape: Shape, ranks: int, heads_k: int = 1) -> float:
@@ -149,12 +160,13 @@ def memory(shape: Shape, ranks: int, heads_k: int, chain: bool) -> float:
     group = shape.nheads // shape.nheads_k
     slices = math.ceil(shape.nheads_k / heads_k)
     if chain:
-        waves = math.ceil((2 * ranks - 1) / (group if heads_k == 1 else 1))
-        kept = min(slices, waves + 1) + 1  # slices of keys: in use, and on their way
-        # Of one unit: here, and on their way in and out.
-        at_once = 1 if heads_k == 1 else heads_k * group
-        sums = 3 * 8.0 * shape.batch * shape.seqlen * at_once * shape.head_dim
-        return kept * shape.keys(heads_k) + sums
+        units = find_units(shape.nheads, shape.nheads_k, heads_k, ranks)
+        waves = LAG * (2 * ranks - 2)  # from the first step of a rank to its last one
+        kept = min(slices, math.ceil(waves * slices / len(units)) + 2)  # slices of keys
+        # Of one unit: here, and on their way in and out; and of own keys, all heads of a KV head.
+        sums = 8.0 * shape.batch * shape.seqlen * shape.head_dim
+        at_once = 3 * shape.nheads / len(units) + (group / ranks if heads_k == 1 else 0)
+        return kept * shape.keys(heads_k) + sums * at_once
     slice_of_rows = shape.rows() / shape.nheads_k * heads_k
     # Two slices, and the gradients that are thrown away: dq in 32 bits of all rows of a slice.
     unused = 6.0 * shape.batch * shape.seqlen * heads_k * group * shape.head_dim

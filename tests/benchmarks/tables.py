@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +322,114 @@ def _by_head_dim(results: Results) -> str:
     )
 
 
+# Sides of the comparisons with others: key in the record, column.
+_PEERS = {
+    "best": "the best",
+    "fa4": "FA4",
+    "fa4-deterministic": "FA4 det.",
+    "fa3-one-split": "FA3",
+    "fa3-deterministic": "FA3 det.",
+    "fa3": "FA3 default",
+    "sdpa-cudnn": "cuDNN",
+    "sdpa-flash": "torch flash",
+    "ours-atomics": "ours, atomics",
+}
+
+
+def _peers(results: Results, *, name: str) -> str:
+    """Our time over others' by group: geometric mean and worst."""
+    record = results[name]
+    summary = record["summary"]
+    sides = [side for side in _PEERS if any(side in group for group in summary.values())]
+    rows = [
+        [
+            group,
+            *(
+                f"{group_sides[side]['mean']:.2f} ({group_sides[side]['worst']:.2f})"
+                if side in group_sides
+                else "-"
+                for side in sides
+            ),
+        ]
+        for group, group_sides in summary.items()
+    ]
+    return (
+        f"{markdown(['', *(_PEERS[side] for side in sides)], rows)}\n\n{_source(record)} Our time "
+        f"over theirs, geometric mean (worst) of the cases that they can run.{_left_out(record)}"
+    )
+
+
+def _peers_all(results: Results, *, name: str) -> str:
+    """TFLOP/s of each side in each case."""
+    record = results[name]
+    found = {side for case in record["cases"] for side in case["tflops"]}
+    sides = [side for side in _PEERS if side in found]
+    rows = [
+        [
+            case["name"],
+            *(
+                f"{case['tflops'][side]:.0f}" if side in case["tflops"] else "-"
+                for side in ("ours", *sides)
+            ),
+            _ratio(case["ours_over"].get("best")),
+        ]
+        for case in record["cases"]
+    ]
+    header = ["TFLOP/s", "ours", *(_PEERS[side] for side in sides), "time to best"]
+    return f"{markdown(header, rows)}\n\n{_source(record)} Medians.{_left_out(record)}"
+
+
+def _left_out(record: Mapping[str, Any]) -> str:
+    names = [*record["left_out"], *(one["name"] for one in record["failed"])]
+    return f" Not measured: {', '.join(names)}." if names else ""
+
+
+def _decode_peers(results: Results) -> str:
+    record = results["decode_peers"]
+    found = {side for case in record["cases"] for side in case["ms"]}
+    sides = [side for side in _DECODE_SIDES if side in found]
+    rows = [
+        [
+            case["name"],
+            case["plan"]["path"],
+            *(_microseconds(case["ms"].get(side)) for side in ("ours", *sides)),
+            *(_ratio(case["ours_over"].get(side)) for side in sides),
+        ]
+        for case in record["cases"]
+    ]
+    for group in dict.fromkeys(case["group"] for case in record["cases"]):
+        means = {side: record["means"].get(side, {}).get(group) for side in sides}
+        cells = [
+            f"{one['mean']:.2f} ({one['worst']:.2f})" if one else "-" for one in means.values()
+        ]
+        rows.append([f"{group}: mean (worst)", *[""] * (2 + len(sides)), *cells])
+    header = ["shape", "path", "ours, us", *(f"{_DECODE_SIDES[side]}, us" for side in sides)]
+    header += [f"to {_DECODE_SIDES[side]}" for side in sides]
+    return (
+        f"{markdown(header, rows)}\n\n{_source(record)} bf16, causal, through CUDA graphs, splits "
+        f"of {record['split_size']} tokens; medians. FA3 and FA2 choose splits by their heuristics. "
+        f"Reading: a kernel that only reads the keys and values.{_left_out(record)}"
+    )
+
+
+_DECODE_SIDES = {"contiguous": "contiguous", "fa3": "FA3", "fa2": "FA2", "read": "reading"}
+
+
+def _microseconds(times: Mapping[str, float] | None) -> str:
+    return "-" if times is None else f"{1e3 * times['median']:.1f}"
+
+
+def _host_time(results: Results) -> str:
+    record = results["host_time"]
+    rows = [
+        [name, f"{one['median']:.1f}", f"{one['p10']:.1f}"] for name, one in record["us"].items()
+    ]
+    return (
+        f"{markdown(['call', 'us', '10th percentile'], rows)}\n\n{_source(record)} Median of "
+        "eager loops, on the host."
+    )
+
+
 def _varlen(results: Results) -> str:
     record = results["varlen"]
     rows = [
@@ -555,9 +664,15 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "build-units": ("build", _build_units),
     "by-head-dim": ("forward", _by_head_dim),
     "decode": ("decode", _decode),
+    "decode-peers": ("decode_peers", _decode_peers),
     "forward": ("forward", _forward),
     "forward-all": ("forward", _forward_all),
+    "host-time": ("host_time", _host_time),
     "matrix": ("matrix", _matrix),
+    "peers-backward": ("peers_backward", partial(_peers, name="peers_backward")),
+    "peers-backward-all": ("peers_backward", partial(_peers_all, name="peers_backward")),
+    "peers-forward": ("peers_forward", partial(_peers, name="peers_forward")),
+    "peers-forward-all": ("peers_forward", partial(_peers_all, name="peers_forward")),
     "splits": ("forward", _splits),
     "summary": ("forward", _summary),
     "startup": ("startup", _startup),

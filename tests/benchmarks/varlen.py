@@ -12,7 +12,7 @@ import torch
 from flash_attn_deterministic import flash_attn_varlen_func, get_deterministic_mode
 
 from tests.benchmarks.baseline import Baseline, Packed
-from tests.benchmarks.cases import Case, means, ragged, timed
+from tests.benchmarks.cases import Case, means, timed
 from tests.benchmarks.common import (
     environment,
     open_baseline,
@@ -20,6 +20,7 @@ from tests.benchmarks.common import (
     print_means,
     run_cases,
 )
+from tests.benchmarks.lengths import ragged
 from tests.gpu.attention import DTYPES, is_built, make_qkv
 
 RAGGED = ragged(64, 1, 8192)

@@ -36,7 +36,55 @@ def unit(output: str, cpu: float) -> dict[str, Any]:
     return {"output": output, "cpu_seconds": cpu, "wall_seconds": cpu, "peak_rss_bytes": 2.5e9}
 
 
+def mean(mean: float, worst: float) -> dict[str, Any]:
+    return {"mean": mean, "worst": worst, "worst_case": "B1 L1", "cases": 2}
+
+
+PEERS: dict[str, Any] = {
+    **ENVIRONMENT,
+    "summary": {
+        "dense": {"fa4": mean(1.2, 1.5), "best": mean(1.25, 1.5)},
+        "packed": {"best": mean(0.9, 0.95)},
+    },
+    "cases": [
+        {
+            "name": "B1 L1",
+            "tflops": {"ours": 500.4, "fa4": 600.6},
+            "ours_over": {"fa4": 1.2, "best": 1.2},
+        },
+        {"name": "B2 L2", "tflops": {"ours": 500.4}, "ours_over": {}},
+    ],
+    "left_out": ["B3 L3"],
+    "failed": [],
+}
+
 RESULTS: dict[str, Any] = {
+    "peers_forward": PEERS,
+    "peers_backward": {**PEERS, "left_out": []},
+    "decode_peers": {
+        **ENVIRONMENT,
+        "split_size": 2048,
+        "cases": [
+            {
+                "name": "q1 B1 L1",
+                "group": "one query",
+                "plan": {"path": "few-rows"},
+                "ms": {"ours": spread(0.02), "fa3": spread(0.025), "read": spread(0.016)},
+                "ours_over": {"fa3": 0.8, "read": 1.25},
+            },
+            {
+                "name": "q5 B1 L1",
+                "group": "several queries",
+                "plan": {"path": "few-rows"},
+                "ms": {"ours": spread(0.02)},
+                "ours_over": {},
+            },
+        ],
+        "means": {"fa3": {"one query": {"mean": 0.8, "worst": 0.8}}},
+        "left_out": [],
+        "failed": [],
+    },
+    "host_time": {**ENVIRONMENT, "us": {"dense": {"median": 20.04, "p10": 19.0}}},
     "forward": {
         **ENVIRONMENT,
         "cases": [
@@ -206,6 +254,20 @@ def tree(tmp_path: Path) -> Path:
         ("build-cost", "| fwd_split_hdim64_bf16_causal | 200 | fwd_bf16_64 | 50 | 4.0 |"),
         ("build-cost", "| sum without split | 100 |  | 50 | 2.0 |"),
         ("matrix", "| 13.0 | success |"),
+        ("peers-forward", "|  | the best | FA4 |"),
+        ("peers-forward", "| dense | 1.25 (1.50) | 1.20 (1.50) |"),
+        ("peers-backward", "| packed | 0.90 (0.95) | - |"),
+        (
+            "peers-forward",
+            "H200, torch 2.11.0, 2026-11-20. Our time over theirs, geometric mean (worst) of the "
+            "cases that they can run. Not measured: B3 L3.",
+        ),
+        ("peers-forward-all", "| B1 L1 | 500 | 601 | 1.20 |"),
+        ("peers-backward-all", "| B2 L2 | 500 | - | - |"),
+        ("decode-peers", "| q1 B1 L1 | few-rows | 20.0 | 25.0 | 16.0 | 0.80 | 1.25 |"),
+        ("decode-peers", "| q5 B1 L1 | few-rows | 20.0 | - | - | - | - |"),
+        ("decode-peers", "| one query: mean (worst) |  |  |  |  | 0.80 (0.80) | - |"),
+        ("host-time", "| dense | 20.0 | 19.0 |"),
         ("build-units", "| fwd_bf16_64 | 50.0 | 50.0 | 2.50 |"),
     ],
 )

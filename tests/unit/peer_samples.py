@@ -6,22 +6,39 @@ argument, shape or dtype fails here as it would there.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from typing import Any
 
 import pytest
 import torch
+from flash_attn_deterministic.verify.scoreboard import fa3
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Attention of (batch, seqlen, nheads, head_dim), causal to the bottom right."""
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    window: int = -1,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of (batch, seqlen, nheads, head_dim), or packed, causal to the bottom right."""
+    if cu_seqlens is not None:
+        outs = []
+        for begin, end in itertools.pairwise(cu_seqlens.tolist()):
+            one_q, one_k, one_v = (t[None, begin:end] for t in (q, k, v))
+            outs.append(attention(one_q, one_k, one_v, causal, window)[0])
+        return torch.cat(outs)
     group = q.shape[2] // k.shape[2]
     wide_k, wide_v = (t.repeat_interleave(group, dim=2).float() for t in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q.float(), wide_k) * q.shape[3] ** -0.5
     if causal:
         rows, keys = scores.shape[2:]
         seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+        if window >= 0:
+            seen &= seen.new_ones(rows, keys).triu(keys - rows - window)
         scores = scores.masked_fill(~seen, float("-inf"))
     return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), wide_v).to(q.dtype)
 
@@ -78,9 +95,111 @@ def cute_flash_attn_func(
     v: torch.Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, None]:
-    return attention(q, k, v, causal), None
+    assert window_size[1] in (None, 0)
+    assert q.dim() == 4
+    return attention(q, k, v, causal, -1 if window_size[0] is None else window_size[0]), None
+
+
+def cute_flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, None]:
+    assert q.dim() == 3
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_k.diff().max())
+    window = -1 if window_size[0] is None else window_size[0]
+    return attention(q, k, v, causal, window, cu_seqlens_q), None
+
+
+# --- FlashAttention-3's ops ---------------------------------------------------------------------
+
+
+class _Fa3:
+    """torch.ops.flash_attn_3, with the arguments that its schemas have."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, object]] = []
+
+    def fwd(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        seqused_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        page_table: torch.Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        num_splits: int = 0,
+    ) -> tuple[torch.Tensor, ...]:
+        self.calls.append({"num_splits": num_splits})
+        assert (cu_seqlens_q is None) == (max_seqlen_q is None) == (max_seqlen_k is None)
+        assert window_size_right == (0 if window_size_left >= 0 else -1)
+        assert softmax_scale == q.shape[-1] ** -0.5
+        if page_table is not None:
+            assert page_table.dtype == torch.int32
+            assert seqused_k is not None, "one length, all full"
+            k, v = (t[page_table.long()].flatten(1, 2)[:, : int(seqused_k[0])] for t in (k, v))
+        out = attention(q, k, v, is_causal, window_size_left, cu_seqlens_q)
+        nothing = torch.empty(0)
+        return out, nothing, nothing, nothing
+
+    def bwd(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        softmax_lse: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        deterministic: bool = False,
+    ) -> None:
+        self.calls.append({"deterministic": deterministic})
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with torch.enable_grad():
+            again = attention(
+                leaves[0], leaves[1], leaves[2], is_causal, window_size_left, cu_seqlens_q
+            )
+        found = torch.autograd.grad(again, leaves, dout)
+        for gradient, value in zip((dq, dk, dv), found, strict=True):
+            gradient.copy_(value)
+
+
+def install_fa3(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Puts the ops where they are called from, as if they were loaded; returns their calls."""
+    ops = _Fa3()
+    monkeypatch.setattr(torch.ops, "flash_attn_3", ops, raising=False)
+    monkeypatch.setattr(fa3, "load", lambda: "FA3 of a sample")
+    return ops.calls
 
 
 # --- flashinfer ---------------------------------------------------------------------------------
@@ -217,6 +336,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         setattr(flashinfer, wrapper.__name__, wrapper)
     cute: Any = types.ModuleType("flash_attn.cute")
     cute.flash_attn_func = cute_flash_attn_func
+    cute.flash_attn_varlen_func = cute_flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +14,12 @@ import flash_attn_deterministic
 import torch
 import torch.distributed as dist
 from bits import bits_equal
-from flash_attn_deterministic.distributed import chain, exchange, layout, llama3, plan, slices
-from flash_attn_deterministic.distributed.ranks import Ranks
+from flash_attn_deterministic.distributed import llama3
+from flash_attn_deterministic.distributed.messages import exchange
+from flash_attn_deterministic.distributed.messages import ranks as messages
+from flash_attn_deterministic.distributed.messages.ranks import Ranks
+from flash_attn_deterministic.distributed.passes import chain, slices
+from flash_attn_deterministic.distributed.planning import layout, plan
 from flash_attn_deterministic.verify.ranks import run, trial
 from flash_attn_deterministic.verify.ranks.cases import Case
 
@@ -35,13 +40,38 @@ def outcome_without(case: Case, what: str) -> dict[str, Any]:
     """Returns what differs where something is left out: a test that has to find something."""
     module: Any = chain
     broken: Any = _no_sums
-    name = "_received"
+    name = "_sums"
     if what == "rounded sums":
         broken = _rounded_sums
     elif what == "alignment":
         module, name, broken = slices.Scores, "key_align", property(lambda scores: 1)
     with _instead(module, **{name: broken}):
         return run.outcome_of(case, "cpu")
+
+
+def outcome_in_small_batches(case: Case) -> dict[str, Any]:
+    """Returns what differs where each launch holds one message to a rank."""
+    with _instead(messages, _AT_ONCE=1):
+        return run.outcome_of(case, "cpu")
+
+
+def most_sums_held(case: Case) -> int:
+    """Returns how many sums of dk and dv a rank holds at once, at most, in a backward."""
+    make, held, most = chain._room, [0], [0]
+
+    def freed() -> None:
+        held[0] -= 1
+
+    def counting(*args: Any) -> Any:
+        room, places = make(*args)
+        held[0] += 1
+        most[0] = max(most[0], held[0])
+        weakref.finalize(room.untyped_storage(), freed)
+        return room, places
+
+    with _instead(chain, _room=counting):
+        assert run.outcome_of(case, "cpu") == {}
+    return most[0]
 
 
 @contextlib.contextmanager
@@ -57,19 +87,17 @@ def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
             setattr(module, name, one)
 
 
-def _no_sums(ranks: Any, step: chain.Step, part: Any, q: torch.Tensor) -> slices.Sums:
-    sums = _RECEIVED(ranks, step, part, q)
-    for one in sums:
-        one.zero_()
-    return sums
+def _no_sums(arrived: torch.Tensor | None, *others: Any) -> slices.Sums:
+    dk, dv = _SUMS(arrived, *others)
+    return dk.zero_(), dv.zero_()
 
 
-def _rounded_sums(ranks: Any, step: chain.Step, part: Any, q: torch.Tensor) -> slices.Sums:
-    dk, dv = (one.to(q.dtype).float() for one in _RECEIVED(ranks, step, part, q))
+def _rounded_sums(arrived: torch.Tensor | None, *others: Any) -> slices.Sums:
+    dk, dv = (one.bfloat16().float() for one in _SUMS(arrived, *others))
     return dk, dv
 
 
-_RECEIVED = chain._received
+_SUMS = chain._sums
 
 
 def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -484,11 +512,19 @@ def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
     return sum(got)
 
 
+def benchmarked(seqlen: int) -> dict[str, Any]:
+    """Returns what the benchmark finds of a small case."""
+    from tests.benchmarks.ranks import Case as Timed
+    from tests.benchmarks.ranks_model import Shape
+
+    return Timed(Shape(seqlen, 1, 4, 2, 8), "cpu", 1, [1, 2]).measured()
+
+
 def verified(scale: Any, out: str, broken: bool) -> int:
     """Runs the whole of `verify --ranks` with other cases; broken: sums are lost on the way."""
-    received = _no_sums if broken else _RECEIVED
+    sums = _no_sums if broken else _SUMS
     with (
         _instead(run, scale_of=lambda device, quick: scale),
-        _instead(chain, _received=received),
+        _instead(chain, _sums=sums),
     ):
         return run.run("cpu", True, Path(out))

@@ -16,6 +16,7 @@ from flash_attn_deterministic.bench.problem import Problem, Shape
 SHAPE = Shape("forward", 1, 64, 2, 1, 64, causal=True)
 DECODE = Shape("decode", 2, 64, 2, 1, 64)
 BACKWARD = Shape("backward", 1, 64, 2, 2, 64)
+STEP = Shape("step", 1, 64, 2, 1, 64, causal=True)
 
 Forward = Callable[[Problem], peers.Forward]
 
@@ -29,7 +30,7 @@ def run_with(forward: Forward, shape: Shape = SHAPE, device: str = "cpu") -> dic
 
 
 def test_ours_and_a_peer() -> None:
-    for shape in (SHAPE, DECODE, BACKWARD):
+    for shape in (SHAPE, DECODE, BACKWARD, STEP):
         found = run_with(peers._sdpa, shape)
         assert found["failed"] == {}
         assert set(found["ms"]) == set(found["ratio"]) == {"ours", "sdpa"}
@@ -176,15 +177,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         yield
         seen["capturing"] = False
 
-    def interleaved(calls: Mapping[str, Callable[[], object]], *, repeats: int) -> Any:
+    def within(calls: Mapping[str, Callable[[], object]], budget_ms: float, most: int) -> Any:
         for name, call in calls.items():
             seen["timed"].append(name)
             call()
-        return {name: [1.0] * repeats for name in calls}
+        return {name: [1.0] * most for name in calls}
 
     draw = Problem.draw
     monkeypatch.setattr(Problem, "draw", staticmethod(lambda shape, device: draw(shape, "cpu")))
-    monkeypatch.setattr(measuring, "interleaved", interleaved)
+    monkeypatch.setattr(measuring, "within", within)
     monkeypatch.setattr(measuring, "peak_memory", lambda call: call() and 1000)
     for name, value in {
         "CUDAGraph": Graph,
@@ -272,10 +273,10 @@ def test_a_workspace_is_memory_too(gpu: dict[str, Any], shape: Shape) -> None:
 
 
 def test_a_peer_that_breaks_the_gpu(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interleaved(calls: object, *, repeats: int) -> Any:
+    def within(calls: object, budget_ms: float, most: int) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(measuring, "interleaved", interleaved)
+    monkeypatch.setattr(measuring, "within", within)
     found = run_with(peers._sdpa, SHAPE, "cuda")
     assert set(found["failed"]) == {"ours", "sdpa"}
     assert found["ms"] == found["ratio"] == found["peak_bytes"] == {}

@@ -7,13 +7,13 @@ import sys
 import types
 from collections.abc import Iterator
 
+import flash_attn_deterministic
 import peer_samples
 import pytest
 import torch
 from flash_attn_deterministic.bench import peers
 from flash_attn_deterministic.bench.compare import compare
 from flash_attn_deterministic.bench.problem import Problem, Shape
-from flash_attn_deterministic.verify.scoreboard import attention
 from torch._functorch import config
 from torch.nn.attention import flex_attention
 
@@ -35,7 +35,7 @@ def on_cpu(name: str) -> peers.Peer:
 
 
 def results(peer: peers.Peer, shape: Shape) -> peers.Result:
-    with torch.set_grad_enabled(shape.kind == "backward"):
+    with torch.set_grad_enabled(shape.kind in ("backward", "step")):
         return peer.call(Problem.draw(shape, "cpu"))()
 
 
@@ -43,6 +43,12 @@ def results(peer: peers.Peer, shape: Shape) -> peers.Result:
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     peer_samples.install(monkeypatch)
     monkeypatch.setattr(peers, "_WORKSPACE_BYTES", 1024)
+
+
+@pytest.fixture
+def fa3_ops(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """FlashAttention-3's ops, which keep the options of their calls."""
+    return peer_samples.install_fa3(monkeypatch)
 
 
 @pytest.fixture
@@ -134,17 +140,85 @@ def test_what_is_not_installed_says_so(
         results(on_cpu(name), SHAPES[0])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_fa3_is_the_one_of_the_scoreboard(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+# Those with what not all peers are called for.
+WIDER = (
+    Shape("forward", 2, 80, 4, 2, 64, causal=True, seqlen_q=33),
+    Shape("forward", 1, 40, 2, 2, 64, seqlen_q=70),
+    Shape("forward", 2, 80, 4, 2, 64, causal=True, window=9),
+    Shape("forward", 3, 50, 4, 2, 64, causal=True, lengths=(7, 50, 1)),
+    Shape("backward", 2, 30, 4, 2, 64, causal=True, lengths=(30, 12)),
+    Shape("backward", 1, 60, 2, 1, 64, causal=True, window=20),
+    Shape("step", 2, 64, 4, 2, 64, causal=True),
+)
 
-    def find(name: str, device: str) -> list[attention.Attention]:
-        asked.append((name, device))
-        return [attention.Attention(name, attention.DEFAULT, "1", attention.ours().attend)]
 
-    monkeypatch.setattr(attention, "find", find)
-    compare(results(on_cpu("fa3"), shape), results(peers.OURS, shape))
-    assert asked == [("fa3", "cuda")]
+def on_cpu_as(name: str) -> peers.Peer:
+    """A peer or a variant, said to run on the CPU."""
+    (peer,) = (one for one in (*peers.PEERS, *peers.VARIANTS) if one.name == name)
+    return dataclasses.replace(peer, devices=("cpu",))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *WIDER], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("name", ["fa3", "fa3-one-split", "fa3-deterministic"])
+def test_fa3_is_called_as_its_ops_are(
+    name: str, shape: Shape, fa3_ops: list[dict[str, object]]
+) -> None:
+    compare(results(on_cpu_as(name), shape), results(peers.OURS, shape))
+    forward, *backward = fa3_ops
+    assert forward["num_splits"] == (0 if name == "fa3" else 1)
+    assert {call["deterministic"] for call in backward} <= {name == "fa3-deterministic"}
+
+
+@pytest.mark.parametrize("shape", WIDER, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("name", ["fa4", "fa4-deterministic", "ours"])
+@pytest.mark.usefixtures("packages")
+def test_fa4_takes_every_shape(name: str, shape: Shape) -> None:
+    expected = by_hand(shape)
+    found = results(on_cpu_as(name), shape)
+    assert len(found) == len(expected)
+    compare(found, expected)
+
+
+def by_hand(shape: Shape) -> peers.Result:
+    """A shape's results, sequence by sequence with a mask."""
+    problem = Problem.draw(shape, "cpu")
+    out = peer_samples.attention(
+        problem.q, problem.k, problem.v, shape.causal, shape.window, problem.cu_seqlens
+    )
+    if shape.kind == "forward":
+        return (out,)
+    return torch.autograd.grad(out, (problem.q, problem.k, problem.v), problem.dout)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
+    [
+        pytest.param("sdpa-flash", WIDER[3], "takes no packed sequences", id="packed"),
+        pytest.param("sdpa-cudnn", WIDER[2], "has no windows", id="window"),
+        pytest.param("sdpa-cudnn", WIDER[0], "top left corner", id="corner"),
+        pytest.param("flash_attn", WIDER[2], "without packed sequences, windows", id="plain"),
+    ],
+)
+def test_what_a_peer_is_not_called_for(name: str, shape: Shape, reason: str) -> None:
+    with pytest.raises(peers.Unavailable, match=reason):
+        results(on_cpu_as(name), shape)
+
+
+def test_sdpa_flash_takes_cross_attention() -> None:
+    compare(results(on_cpu("sdpa-flash"), WIDER[1]), results(peers.OURS, WIDER[1]))
+
+
+def test_atomics_are_the_mode_not_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[bool] = []
+
+    def call(*arguments: object, **options: object) -> torch.Tensor:
+        modes.append(flash_attn_deterministic.get_deterministic_mode().enabled)
+        return torch.zeros(1)
+
+    monkeypatch.setattr(flash_attn_deterministic, "flash_attn_func", call)
+    results(on_cpu_as("ours-atomics"), SHAPES[0])
+    results(peers.OURS, SHAPES[0])
+    assert modes == [False, True]
 
 
 def test_a_peer_of_another_device_says_so() -> None:
@@ -154,4 +228,5 @@ def test_a_peer_of_another_device_says_so() -> None:
 
 
 def test_names_are_unique() -> None:
-    assert len({peer.name for peer in peers.PEERS}) == len(peers.PEERS)
+    every = (*peers.PEERS, *peers.VARIANTS)
+    assert len({peer.name for peer in every}) == len(every)

@@ -31,7 +31,7 @@ CASES = {
     # Splits of another size than blocks, one split, one head for all queries.
     "split-192": Case(2, lengths_q=(500,), lengths_k=(500,), split_size=192, head_dim=8),
     "one-split": Case(2, lengths_q=(130,), lengths_k=(130,), split_size=0, mask="window"),
-    "one-kv-head": Case(3, lengths_q=(90,), lengths_k=(90,), nheads_k=1),
+    "one-kv-head": Case(3, lengths_q=(90,), lengths_k=(90,), nheads=8, nheads_k=1),
     "padded-head-dim": Case(2, lengths_q=(40,), lengths_k=(40,), head_dim=20, dtype="fp16"),
     # A window within a rank, one over two borders.
     "narrow-window": Case(4, lengths_q=(400,), lengths_k=(400,), mask="window-causal", head_dim=8),
@@ -69,6 +69,21 @@ def pool() -> Iterator[Pool]:
 def test_cases_equal_one_device(pool: Pool) -> None:
     for found in pool.run(ranks.outcomes, list(CASES.values())):
         assert dict(zip(CASES, found, strict=True)) == {name: {} for name in CASES}
+
+
+def test_launches_hold_some_messages_each(pool: Pool) -> None:
+    case = CASES["batch-of-3"]
+    assert pool.run(ranks.outcome_in_small_batches, case)[0] == {}
+
+
+def test_sums_of_three_waves_are_held(pool: Pool) -> None:
+    tokens: dict[str, Any] = {"lengths_q": (48,), "lengths_k": (48,), "nheads": 12, "nheads_k": 1}
+    # One step of each head on each rank: sums that come, that are added to, and that go.
+    in_order = Case(3, mask="full", head_dim=8, **tokens)
+    assert pool.run(ranks.most_sums_held, in_order)[:3] == [2, 3, 2]
+    # The first rank has the first and the last step: none come for one, none go of the other.
+    zigzag = Case(2, order="zigzag", head_dim=8, **tokens)
+    assert pool.run(ranks.most_sums_held, zigzag)[:2] == [4, 3]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -11,10 +11,10 @@ import flash_attn_deterministic.distributed as distributed
 import pytest
 import rank_functions as ranks
 import torch
-from flash_attn_deterministic.distributed import groups
 from flash_attn_deterministic.distributed.call import resolve
 from flash_attn_deterministic.distributed.llama3 import llama3_flash_attn_prepare_cu_seqlens
-from flash_attn_deterministic.distributed.ranks import Ranks
+from flash_attn_deterministic.distributed.messages import groups
+from flash_attn_deterministic.distributed.messages.ranks import Ranks
 from rank_pool import Pool, pool_of
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from flash_attn_deterministic.distributed.chain import find_steps
-from flash_attn_deterministic.distributed.exchange import route
-from flash_attn_deterministic.distributed.layout import (
+from flash_attn_deterministic.distributed.messages.exchange import route
+from flash_attn_deterministic.distributed.planning.layout import (
     Layout,
     Piece,
     Tokens,
     dense_tokens,
     packed_tokens,
 )
-from flash_attn_deterministic.distributed.plan import (
+from flash_attn_deterministic.distributed.planning.plan import (
     Call,
     Mask,
     divided,
     keys_under_rows,
     rows_on_keys,
 )
+from flash_attn_deterministic.distributed.planning.steps import find_steps
 
 MASKS = {
     "full": Mask(-1, -1),

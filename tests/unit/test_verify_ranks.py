@@ -22,6 +22,7 @@ from flash_attn_deterministic.verify.ranks.cases import (
     CPU,
     CPU_QUICK,
     CUDA,
+    CUDA_QUICK,
     Scale,
     cases_of,
     counts_of,
@@ -44,6 +45,19 @@ def test_cases_can_be_cut(scale: Scale, count: int) -> None:
             assert all(length % parts == 0 for length in each), case.name
         assert case.size == count
         assert case.nheads_k % case.heads_ranks == 0
+
+
+def test_quick_cases_on_gpus_have_all_kinds() -> None:
+    cases = list(cases_of(2, CUDA_QUICK))
+    assert {case.order for case in cases} == {"contiguous", "zigzag"}
+    assert {case.dtype for case in cases} == {"bf16", "fp16"}
+    assert {(case.nheads, case.nheads_k) for case in cases} >= {(6, 6), (32, 8), (8, 1)}
+    assert {case.mask for case in cases} >= {"full", "causal", "window"}
+    for kind in ("packed", "gather"):
+        assert {getattr(case, kind) for case in cases} == {False, True}
+    assert max(case.heads_ranks for case in cases) == 2
+    # Borders within a block of rows, and between two.
+    assert {case.lengths_q[0] // 2 % 128 == 0 for case in cases} == {False, True}
 
 
 def test_counts_of_ranks() -> None:

@@ -135,7 +135,8 @@ constexpr BwdKernel bwd_entry() {
           TileTraits::kBlockM,
           TileTraits::kBlockN,
           TileTraits::kSmemSize1colblock,
-          &launch_bwd<TileTraits>};
+          &launch_bwd<TileTraits>,
+          &launch_bwd_dq<TileTraits>};
 }
 
 }  // namespace fad

@@ -40,10 +40,10 @@ inline bool takes(const BwdParams& params) {
          params.seqlen_k < (1 << 29) && can_map(q) && can_map(k) && can_map(v) && can_map(dout);
 }
 
-// launch is compiled for Hopper; block_m is the sm80 family's.
+// The launchers are compiled for Hopper; block_m is the sm80 family's.
 template <int kBlockM, Features kCovers>
-constexpr BwdKernel bwd_entry(BwdLauncher launch) {
-  return {Family::kSm90, kCovers, kBlockM, kBwdKeys, kBwdSharedBytes, launch, &takes};
+constexpr BwdKernel bwd_entry(BwdLauncher launch, BwdLauncher after) {
+  return {Family::kSm90, kCovers, kBlockM, kBwdKeys, kBwdSharedBytes, launch, after, &takes};
 }
 
 }  // namespace fad::sm90

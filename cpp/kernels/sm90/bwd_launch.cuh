@@ -10,6 +10,7 @@
 #include "../launch.h"
 #include "../tree/masking.h"
 #include "bwd_consumer.cuh"
+#include "bwd_dq.cuh"
 #include "bwd_entry.h"
 #include "bwd_producer.cuh"
 #include "bwd_reducer.cuh"

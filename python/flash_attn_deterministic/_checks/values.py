@@ -32,7 +32,7 @@ def check_values(name: str, arguments: dict[str, Any]) -> None:
         check_varlen_values(arguments["q"], arguments["k"], lengths)
     elif name == "kvcache_fwd":
         check_cache_values(arguments)
-    elif name == "varlen_bwd":
+    elif name in ("varlen_bwd", "varlen_bwd_accumulate"):
         for end in ("q", "k"):
             starts = f"cu_seqlens_{end}"
             check_starts(starts, arguments[starts].tolist(), arguments[end].shape[0])

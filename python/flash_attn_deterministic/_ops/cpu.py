@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._checks.values import check_values
+from ..errors import UnsupportedError
 from .schemas import (
     BACKWARD,
     FORWARD,
@@ -32,19 +33,12 @@ _FUNCTIONS = {
 
 def register(library: Any) -> None:
     """Registers the CPU implementations."""
-    for name in (*FORWARD, *BACKWARD):
+    for name in (*FORWARD, *BACKWARD, "varlen_bwd_accumulate"):
         library.impl(name, _implementation(name), "CPU")
+    library.impl("finish_key_sums", _untraced(_finish_key_sums), "CPU")
 
 
 def _implementation(name: str) -> Callable[..., Any]:
-    def run(*values: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # its import takes seconds
-            return compute(*values)
-        # torch.compile runs an op untraced, but traces its Python where it could not compile the
-        # call of the op. Compiled code rounds otherwise than the reference.
-        disable: Any = torch.compiler.disable
-        return disable(compute)(*values)
-
     def compute(*values: Any) -> Any:
         # Imported here, to keep the package's import short.
         from .. import reference
@@ -59,17 +53,46 @@ def _implementation(name: str) -> Callable[..., Any]:
         arguments.pop("deterministic_bwd", None)
         if not arguments.pop("deterministic") and "split_size" in arguments:
             arguments["split_size"] = 0
-        function = getattr(reference, _FUNCTIONS[plain])
-        if name in BACKWARD:
+        if "out" in arguments:
             out, residual = arguments["out"], arguments.pop("residual", None)
-            results = function(**{**arguments, "out": reference.restored(out, residual)})
-        elif name.endswith(WITH_RESIDUAL):
+            arguments["out"] = reference.restored(out, residual)
+        if name == "varlen_bwd_accumulate":
+            arguments["sums"] = (arguments.pop("dk_sums"), arguments.pop("dv_sums"))
+            return reference.varlen_attention_backward(**arguments)[0]
+        function = getattr(reference, _FUNCTIONS[plain])
+        if name.endswith(WITH_RESIDUAL):
             results = reference.with_residual(function, **arguments)
         else:
             results = function(**arguments)
         return _packed(given["q"], results) if name.endswith("qkvpacked_bwd") else results
 
+    return _untraced(compute)
+
+
+def _untraced(compute: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*values: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # its import takes seconds
+            return compute(*values)
+        # torch.compile runs an op untraced, but traces its Python where it could not compile the
+        # call of the op. Compiled code rounds otherwise than the reference.
+        disable: Any = torch.compiler.disable
+        return disable(compute)(*values)
+
     return run
+
+
+def _finish_key_sums(
+    dk_sums: torch.Tensor,
+    dv_sums: torch.Tensor,
+    k: torch.Tensor,
+    softmax_scale: float,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from .. import reference
+
+    if dropout_p > 0:
+        raise UnsupportedError(f"dropout_p: expected 0.0 for CPU tensors, got {dropout_p}")
+    return reference.finish_key_sums((dk_sums, dv_sums), k, softmax_scale)
 
 
 def _packed(q: torch.Tensor | None, gradients: Gradients) -> PackedGradients:

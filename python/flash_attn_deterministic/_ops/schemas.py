@@ -72,8 +72,7 @@ BACKWARD = {
 # or packed (total_k, nheads, head_dim), hold the sums of each query head over the rows behind those
 # of q, not scaled, and get those of q added. finish_key_sums makes dk and dv of the sums of all
 # rows, shaped like them but with the heads of k. Apart from the backward, as autograd formulas are
-# registered for ops alone that write to no argument. On CUDA devices alone: the reference takes
-# sums as an argument.
+# registered for ops alone that write to no argument. The dense one is for CUDA devices alone.
 ACCUMULATE = {
     **{
         f"{name}_accumulate": schema.replace(
@@ -149,5 +148,5 @@ def define(library: Any) -> None:
 @functools.cache
 def argument_names(name: str) -> tuple[str, ...]:
     """Returns the names of an op's arguments, in order."""
-    arguments, _ = {**FORWARD, **BACKWARD}[name].removeprefix("(").split(") -> ")
+    arguments, _ = {**FORWARD, **BACKWARD, **ACCUMULATE}[name].removeprefix("(").split(") -> ")
     return tuple(argument.split()[-1].split("=")[0] for argument in arguments.split(", "))

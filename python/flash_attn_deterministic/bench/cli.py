@@ -115,9 +115,9 @@ def _peers(arguments: argparse.Namespace) -> list[Peer]:
         ArgumentError: there is no such peer.
     """
     from ..errors import ArgumentError
-    from .peers import OURS, PEERS
+    from .peers import OURS, PEERS, VARIANTS
 
-    known = {peer.name: peer for peer in PEERS}
+    known = {peer.name: peer for peer in (*PEERS, *VARIANTS)}
     unknown = [name for name in arguments.peers or () if name not in known]
     if unknown:
         raise ArgumentError(f"--peers: no {', '.join(unknown)}; known: {', '.join(known)}")

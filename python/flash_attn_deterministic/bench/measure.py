@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..verify.speed.measure import interleaved, peak_memory, summary
+from ..verify.speed.measure import peak_memory, summary, within
 from .compare import compare
 from .peers import OURS, Call, Peer, Result, Unavailable
 from .problem import Problem, Shape
@@ -19,14 +20,21 @@ from .problem import Problem, Shape
 _REASON = 160  # characters of the reason why a peer failed
 
 
-def measure(shape: Shape, device: str, peers: Sequence[Peer], repeats: int) -> dict[str, Any]:
+def measure(
+    shape: Shape,
+    device: str,
+    peers: Sequence[Peer],
+    repeats: int,
+    budget_ms: float = math.inf,
+) -> dict[str, Any]:
     """Times all peers that can run a shape.
 
     Args:
         shape: what to time.
         device: "cuda" or "cpu".
         peers: implementations; ours among them.
-        repeats: timed rounds.
+        repeats: timed rounds, at most.
+        budget_ms: milliseconds of GPU time for them, which may cost rounds.
 
     Returns:
         `ms` and, on CUDA, `peak_bytes` above the inputs by peer; `ratio` of each median to ours;
@@ -41,7 +49,7 @@ def measure(shape: Shape, device: str, peers: Sequence[Peer], repeats: int) -> d
             # The graphs of the last shape had memory of their own.
             torch.cuda.empty_cache()
         problem = Problem.draw(shape, device)
-        with torch.set_grad_enabled(shape.kind == "backward"):
+        with torch.set_grad_enabled(shape.kind in ("backward", "step")):
             for peer in sorted(peers, key=lambda peer: peer is not OURS):
                 try:
                     call, result, peak = _prepare(peer, problem, expected, device)
@@ -53,9 +61,7 @@ def measure(shape: Shape, device: str, peers: Sequence[Peer], repeats: int) -> d
                     peaks[peer.name] = peak
                 if peer is OURS:
                     expected = result
-            timed = (
-                interleaved(calls, repeats=repeats) if device == "cuda" else _cpu(calls, repeats)
-            )
+            timed = within(calls, budget_ms, repeats) if device == "cuda" else _cpu(calls, repeats)
     except Exception as error:  # no room for the tensors, or a GPU that one of the calls broke
         timed = {}
         failed = {peer.name: failed.get(peer.name, _reason(error)) for peer in peers}
@@ -68,6 +74,7 @@ def measure(shape: Shape, device: str, peers: Sequence[Peer], repeats: int) -> d
         "name": shape.name,
         **asdict(shape),
         "ms": times,
+        "repeats": max((len(values) for values in timed.values()), default=0),
         "ratio": {}
         if ours is None
         else {name: round(one["median"] / ours["median"], 4) for name, one in times.items()},

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .problem import Problem
+from .problem import Problem, Shape
 
 Forward = Callable[[], torch.Tensor]
 Result = tuple[torch.Tensor, ...]
@@ -43,7 +43,7 @@ class Peer:
     backward: bool = True
 
     def call(self, problem: Problem) -> Call:
-        """Returns what to time: it computes out, or for a backward dq, dk and dv.
+        """Returns what to time: it computes out, or for a backward or a step dq, dk and dv.
 
         Raises:
             Unavailable: with the reason; any other exception counts as one too.
@@ -51,33 +51,80 @@ class Peer:
         device = problem.q.device.type
         if device not in self.devices:
             raise Unavailable(f"does not run on {device}")
-        if problem.shape.kind != "backward":
-            forward = self.forward(problem)
+        forward = self.forward(problem)
+        if problem.shape.kind not in ("backward", "step"):
             return lambda: (forward(),)
         if not self.backward:
             raise Unavailable("has no backward")
-        out = self.forward(problem)()
         leaves = (problem.q, problem.k, problem.v)
+        if problem.shape.kind == "step":
+            return lambda: torch.autograd.grad(forward(), leaves, problem.dout)
+        out = forward()
         return lambda: torch.autograd.grad(out, leaves, problem.dout, retain_graph=True)
 
 
-def _ours(problem: Problem) -> Forward:
-    from .. import flash_attn_func, flash_attn_with_kvcache
+def _ours(problem: Problem, atomics: bool = False) -> Forward:
+    from .. import (
+        deterministic_mode,
+        flash_attn_func,
+        flash_attn_varlen_func,
+        flash_attn_with_kvcache,
+    )
 
-    q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
-    if problem.shape.kind == "decode":
-        return lambda: flash_attn_with_kvcache(q, k, v, causal=causal)
-    return lambda: flash_attn_func(q, k, v, causal=causal)
+    shape, starts, q, k, v = problem.shape, problem.cu_seqlens, problem.q, problem.k, problem.v
+    options: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.window, -1)}
+
+    def call() -> torch.Tensor:
+        out: torch.Tensor
+        if starts is not None:
+            lengths = (starts, starts, shape.seqlen, shape.seqlen)
+            out = flash_attn_varlen_func(q, k, v, *lengths, **options)
+        elif shape.kind == "decode":
+            out = flash_attn_with_kvcache(q, k, v, **options)
+        else:
+            out = flash_attn_func(q, k, v, **options)
+        return out
+
+    if not atomics:
+        return call
+
+    def with_atomics() -> torch.Tensor:
+        with deterministic_mode(enabled=False):  # its backward will be in the forward's mode
+            return call()
+
+    return with_atomics
+
+
+def _check_plain(shape: Shape) -> None:
+    """Refuses what a peer is not called for, though it may have it."""
+    if shape.lengths or shape.window >= 0 or (shape.seqlen_q and shape.seqlen_q != shape.seqlen):
+        raise Unavailable("is timed without packed sequences, windows and cross attention only")
 
 
 def _sdpa(problem: Problem, backend: SDPBackend | None = None) -> Forward:
+    shape = problem.shape
+    if shape.lengths:
+        raise Unavailable("takes no packed sequences")
+    if shape.window >= 0:
+        raise Unavailable("has no windows")
     q, k, v = (t.transpose(1, 2) for t in (problem.q, problem.k, problem.v))
-    shared = problem.shape.nheads != problem.shape.nheads_k
+    mask: Any = None
+    if shape.causal and shape.queries != shape.seqlen:
+        if backend != SDPBackend.FLASH_ATTENTION:
+            raise Unavailable("its causal mask is aligned to the top left corner")
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(shape.queries, shape.seqlen)
 
     def call() -> torch.Tensor:
         with _only(backend):
             out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=problem.shape.causal, enable_gqa=shared
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=shape.causal and mask is None,
+                enable_gqa=shape.nheads != shape.nheads_k,
             )
         return out.transpose(1, 2)
 
@@ -105,6 +152,7 @@ def _flex(problem: Problem) -> Forward:
     from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask
 
+    _check_plain(problem.shape)
     q, k, v = (t.transpose(1, 2) for t in (problem.q, problem.k, problem.v))
     mask = None
     if problem.shape.causal:
@@ -137,6 +185,7 @@ def _installed(name: str) -> Any:
 
 
 def _flash_attn(problem: Problem) -> Forward:
+    _check_plain(problem.shape)
     module = _installed("flash_attn")
     q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
     if problem.shape.kind == "decode":
@@ -144,23 +193,36 @@ def _flash_attn(problem: Problem) -> Forward:
     return lambda: module.flash_attn_func(q, k, v, causal=causal)
 
 
-def _fa3(problem: Problem) -> Forward:
-    from ..verify.scoreboard import attention
+def _fa3(problem: Problem, num_splits: int = 0, deterministic: bool = False) -> Forward:
+    from ..verify.scoreboard import fa3
 
     try:
-        at_defaults, *_ = attention.find("fa3", "cuda")
-    except attention.UnavailableError as error:
+        fa3.load()
+    except ImportError as error:
         raise Unavailable(str(error)) from error
-    q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
-    return lambda: at_defaults.attend(q, k, v, causal=causal)
+    shape, starts, q, k, v = problem.shape, problem.cu_seqlens, problem.q, problem.k, problem.v
+    options: dict[str, Any] = {"num_splits": num_splits, "deterministic": deterministic}
+    if shape.window >= 0:
+        options |= {"window_size_left": shape.window, "window_size_right": 0}
+    if starts is not None:
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        options |= {"max_seqlen_q": shape.seqlen, "max_seqlen_k": shape.seqlen}
+    return lambda: fa3.attend(q, k, v, causal=shape.causal, **options)
 
 
-def _fa4(problem: Problem) -> Forward:
+def _fa4(problem: Problem, deterministic: bool = False) -> Forward:
     module = _installed("flash_attn.cute")
-    q, k, v, causal = problem.q, problem.k, problem.v, problem.shape.causal
+    shape, starts, q, k, v = problem.shape, problem.cu_seqlens, problem.q, problem.k, problem.v
+    options: dict[str, Any] = {"causal": shape.causal, "deterministic": deterministic}
+    if shape.window >= 0:
+        options["window_size"] = (shape.window, 0)
+    if starts is not None:
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        options |= {"max_seqlen_q": shape.seqlen, "max_seqlen_k": shape.seqlen}
+    function = module.flash_attn_func if starts is None else module.flash_attn_varlen_func
 
     def call() -> torch.Tensor:
-        result = module.flash_attn_func(q, k, v, causal=causal)
+        result = function(q, k, v, **options)
         out: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
@@ -173,6 +235,7 @@ _PAGE = 16
 
 
 def _flashinfer(problem: Problem) -> Forward:
+    _check_plain(problem.shape)
     module = _installed("flashinfer")
     shape, device = problem.shape, problem.q.device
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -222,4 +285,23 @@ PEERS = (
     Peer("fa3", "FlashAttention-3", _fa3),
     Peer("fa4", "FlashAttention-4", _fa4),
     Peer("flashinfer", "FlashInfer", _flashinfer, backward=False),
+)
+# The same libraries in other settings, which run where they are asked for by name.
+VARIANTS = (
+    Peer(
+        "ours-atomics",
+        "flash-attn-deterministic, not enabled",
+        functools.partial(_ours, atomics=True),
+    ),
+    Peer("fa3-one-split", "FlashAttention-3, num_splits=1", functools.partial(_fa3, num_splits=1)),
+    Peer(
+        "fa3-deterministic",
+        "FlashAttention-3, deterministic",
+        functools.partial(_fa3, num_splits=1, deterministic=True),
+    ),
+    Peer(
+        "fa4-deterministic",
+        "FlashAttention-4, deterministic",
+        functools.partial(_fa4, deterministic=True),
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -14,14 +15,17 @@ class Shape:
     """One thing to time.
 
     Args:
-        kind: "forward", "backward" or "decode".
+        kind: "forward", "backward", "decode", or "step": a forward and its backward.
         batch: sequences.
-        seqlen: keys of a sequence; queries too, but for decode, which has one.
+        seqlen: keys of a sequence; of packed sequences the longest.
         nheads: query heads.
         nheads_k: key heads.
         head_dim: theirs.
-        causal: whether the mask is causal.
+        causal: whether the mask is causal, aligned to the bottom right corner.
         dtype: "bf16" or "fp16".
+        seqlen_q: queries of a sequence; 0: as many as keys, in a decode one.
+        window: keys before its own that a query sees, in a causal shape; -1: all.
+        lengths: of packed sequences; empty: dense.
     """
 
     kind: str
@@ -32,14 +36,44 @@ class Shape:
     head_dim: int
     causal: bool = False
     dtype: str = "bf16"
+    seqlen_q: int = 0
+    window: int = -1
+    lengths: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """Returns e.g. "decode B8 L4096 H32/8 D128 bf16"."""
+        if self.lengths:
+            length = f"L{min(self.lengths)}..{self.seqlen}"
+        else:
+            length = f"Lq{self.seqlen_q} Lk{self.seqlen}" if self.seqlen_q else f"L{self.seqlen}"
         heads = f"H{self.nheads}" + (f"/{self.nheads_k}" if self.nheads_k != self.nheads else "")
-        mask = " causal" if self.causal else ""
-        sizes = f"B{self.batch} L{self.seqlen} {heads} D{self.head_dim}"
-        return f"{self.kind} {sizes}{mask} {self.dtype}"
+        words = [self.kind, f"B{self.batch}", length, heads, f"D{self.head_dim}"]
+        words += ["causal"] * self.causal + [f"window {self.window}"] * (self.window >= 0)
+        return " ".join([*words, self.dtype])
+
+    @property
+    def queries(self) -> int:
+        """Returns the queries of a sequence."""
+        return self.seqlen_q or (1 if self.kind == "decode" else self.seqlen)
+
+    @property
+    def flops(self) -> int:
+        """Returns the floating-point operations of the matrix products on visible keys."""
+        products = {"backward": 5, "step": 7}.get(self.kind, 2)
+        pairs = sum(
+            _visible(self.queries if not self.lengths else length, length, self.causal, self.window)
+            for length in self.lengths or [self.seqlen] * self.batch
+        )
+        return 2 * products * self.nheads * self.head_dim * pairs
+
+
+def _visible(seqlen_q: int, seqlen_k: int, causal: bool, window: int) -> int:
+    """Returns the pairs of a query and a key that it sees."""
+    own = torch.arange(seqlen_q) + seqlen_k - seqlen_q  # the key in a query's own place
+    last = own.clamp(max=seqlen_k - 1) if causal else torch.full_like(own, seqlen_k - 1)
+    first = (own - window).clamp(min=0) if window >= 0 else torch.zeros_like(own)
+    return int((last - first + 1).clamp(min=0).sum())
 
 
 _CUDA = (
@@ -68,13 +102,23 @@ def shapes(device: str, kinds: tuple[str, ...]) -> list[Shape]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A shape with random tensors, (batch, seqlen, nheads, head_dim) each."""
+    """A shape with random tensors.
+
+    Args:
+        shape: what to time.
+        q: (batch, queries, nheads, head_dim), or packed (total_q, nheads, head_dim).
+        k: (batch, seqlen, nheads_k, head_dim), or packed (total_k, nheads_k, head_dim).
+        v: like k.
+        dout: like q.
+        cu_seqlens: (batch + 1,), int32: where packed sequences begin; None: dense.
+    """
 
     shape: Shape
     q: torch.Tensor = field(repr=False)
     k: torch.Tensor = field(repr=False)
     v: torch.Tensor = field(repr=False)
     dout: torch.Tensor = field(repr=False)
+    cu_seqlens: torch.Tensor | None = field(default=None, repr=False)
 
     @staticmethod
     def draw(shape: Shape, device: str) -> Problem:
@@ -82,11 +126,14 @@ class Problem:
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(seqlen: int, nheads: int) -> torch.Tensor:
-            size = (shape.batch, seqlen, nheads, shape.head_dim)
-            drawn = torch.randn(size, generator=generator, device=device)
-            return drawn.to(DTYPES[shape.dtype]).requires_grad_(shape.kind == "backward")
+            rows = (sum(shape.lengths),) if shape.lengths else (shape.batch, seqlen)
+            drawn = torch.randn((*rows, nheads, shape.head_dim), generator=generator, device=device)
+            return drawn.to(DTYPES[shape.dtype]).requires_grad_(shape.kind in ("backward", "step"))
 
-        seqlen_q = 1 if shape.kind == "decode" else shape.seqlen
-        q = normal(seqlen_q, shape.nheads)
+        q = normal(shape.queries, shape.nheads)
         k, v = (normal(shape.seqlen, shape.nheads_k) for _ in range(2))
-        return Problem(shape, q, k, v, normal(seqlen_q, shape.nheads).detach())
+        dout = normal(shape.queries, shape.nheads).detach()
+        if not shape.lengths:
+            return Problem(shape, q, k, v, dout)
+        starts = torch.tensor([0, *itertools.accumulate(shape.lengths)], dtype=torch.int32)
+        return Problem(shape, q, k, v, dout, starts.to(device))

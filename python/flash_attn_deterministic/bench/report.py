@@ -7,9 +7,9 @@ from typing import Any
 
 from ..verify.report.numbers import milliseconds, ratio, short, size
 from ..verify.report.svg import Bar, bars_file
-from .peers import PEERS
+from .peers import PEERS, VARIANTS
 
-_TITLES = {peer.name: peer.title for peer in PEERS}
+_TITLES = {peer.name: peer.title for peer in (*PEERS, *VARIANTS)}
 
 
 def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:

@@ -13,11 +13,12 @@ from .._checks.numbers import check_flag, check_int
 from .._ops.arguments import Options
 from ..errors import ArgumentError, ArgumentTypeError, FlashAttnError, UnsupportedError
 from ..interface._call import padded, resolve_options
+from . import ops
 
 # Defines the ops.
-from . import agreement, ops
-from .groups import Groups, find_groups
-from .layout import ORDERS
+from .messages import agreement
+from .messages.groups import Groups, find_groups
+from .planning.layout import ORDERS
 
 _Result = TypeVar("_Result")
 

@@ -11,8 +11,8 @@ from .._checks import tensors
 from .._checks.determinism import Deterministic
 from .call import attend, check_packed, checked, resolve
 from .dtensor import with_dtensors
-from .groups import find_groups
-from .layout import CONTIGUOUS
+from .messages.groups import find_groups
+from .planning.layout import CONTIGUOUS
 
 
 @with_dtensors

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ArgumentError
-from .groups import group_of_dimension
+from .messages.groups import group_of_dimension
 
 _TOKENS = 1  # the dimension of (batch, seqlen, nheads, head_dim) that is cut
 _WITHOUT_MESSAGES = (0, 2)  # batch and heads

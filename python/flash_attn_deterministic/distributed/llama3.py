@@ -19,9 +19,9 @@ from .._checks.numbers import check_flag
 from .._checks.tensors import VARLEN, check_rank
 from .._checks.varlen import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
-from .agreement import check, report
 from .call import check_packed, checked
-from .groups import find_groups
+from .messages.agreement import check, report
+from .messages.groups import find_groups
 from .packed import flash_attn_varlen_func
 
 Prepared = tuple[torch.Tensor, torch.Tensor, int, int, slice]

@@ -14,12 +14,13 @@ import torch
 from .._checks.determinism import alert_atomics
 from .._checks.kernels import check_kernels
 from .._ops import autograd
-from . import backward, chain, forward
-from .agreement import check
-from .layout import ORDERS, Tokens, dense_tokens, packed_tokens
-from .plan import Mask
-from .ranks import Ranks
-from .slices import Rows, Scores, carries
+from .messages.agreement import check
+from .messages.ranks import Ranks
+from .passes import backward, chain, forward
+from .passes.slices import Rows, Scores
+from .planning.layout import ORDERS, Tokens, dense_tokens, packed_tokens
+from .planning.plan import Mask
+from .planning.steps import find_units
 
 NAMESPACE = "flash_attn_deterministic"
 
@@ -104,12 +105,12 @@ def _sequence_bwd(
     tokens_q, tokens_k = _agreed(
         ranks, Ranks(None), q, k, cu_seqlens_q, cu_seqlens_k, order, (heads_k, gather), scores
     )
-    # A chain leaves ranks waiting for as long as ranks - 1 units take, and gathering doubles the
-    # work. Both have the same bits.
+    # A chain leaves ranks waiting for as long as up to 2 (ranks - 1) units take, and gathering
+    # doubles the work. Both have the same bits.
     lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
     rows = Rows(_packed(dout), _packed(q), _packed(out), lse)
-    units = chain.find_units(q.shape[-2], k.shape[-2], heads_k)
-    carried = carries(q.device) and len(units) >= ranks.size - 1 and not gather
+    units = find_units(q.shape[-2], k.shape[-2], heads_k, ranks.size)
+    carried = len(units) >= 2 * (ranks.size - 1) and not gather
     way = chain if carried else backward
     dq, dk, dv = way.backward(
         ranks, rows, _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k

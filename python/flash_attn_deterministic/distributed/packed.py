@@ -12,8 +12,8 @@ from .._checks.determinism import Deterministic
 from .._ops.arguments import Lengths
 from ..errors import UnsupportedError
 from .call import attend, check_packed, checked, resolve
-from .groups import find_groups
-from .layout import CONTIGUOUS
+from .messages.groups import find_groups
+from .planning.layout import CONTIGUOUS
 
 
 def flash_attn_varlen_func(

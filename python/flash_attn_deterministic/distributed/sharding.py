@@ -8,9 +8,9 @@ import torch
 
 from .._checks.varlen import check_cu_seqlens
 from ..errors import ArgumentError
-from . import agreement
-from .groups import Groups, find_groups
-from .layout import CONTIGUOUS, ORDERS, Layout, dense_tokens, packed_tokens
+from .messages import agreement
+from .messages.groups import Groups, find_groups
+from .planning.layout import CONTIGUOUS, ORDERS, Layout, dense_tokens, packed_tokens
 
 
 def shard(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import ArgumentError
+from . import fa3
 
 
 class Attend(Protocol):
@@ -266,70 +263,34 @@ def _flex() -> list[Attention]:
 
 
 def _fa3(device: str) -> list[Attention]:
-    """FlashAttention-3, from flash_attn_interface or from the library that FA3_LIBRARY names."""
     if device != "cuda":
         raise UnavailableError("it runs on CUDA devices only")
-    library = os.environ.get("FA3_LIBRARY")
-    if library:
-        for runtime in Path(library).parent.glob("libcudart.so*"):  # what it was built with
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        torch.ops.load_library(library)  # type: ignore[no-untyped-call, unused-ignore]
-        version = f"FA3 of {Path(library).name}"
-    else:
-        try:
-            importlib.import_module("flash_attn_interface")
-        except ImportError as error:
-            raise UnavailableError(
-                f"flash_attn_interface cannot be imported ({error}); FA3_LIBRARY may name a library"
-            ) from error
-        version = _version("flash-attn-3")
-    return [
-        Attention("fa3", DEFAULT, version, _fa3_attend(0, False), lengths=True),
-        Attention(
-            "fa3", "num_splits=1, deterministic", version, _fa3_attend(1, True), lengths=True
-        ),
-    ]
+    try:
+        source = fa3.load()
+    except ImportError as error:
+        raise UnavailableError(str(error)) from error
 
-
-def _fa3_attend(num_splits: int, deterministic: bool) -> Attend:
-    ops: Any = torch.ops.flash_attn_3
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: Any,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            causal: bool,
-            seqlens_k: Tensor | None,
+    def make(num_splits: int, deterministic: bool) -> Attend:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
         ) -> Tensor:
-            settings = {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal}
-            out, softmax_lse, *_ = ops.fwd(
-                q, k, v, seqused_k=seqlens_k, num_splits=num_splits, **settings
+            return fa3.attend(
+                q,
+                k,
+                v,
+                causal=causal,
+                num_splits=num_splits,
+                deterministic=deterministic,
+                seqused_k=seqlens_k,
             )
-            ctx.save_for_backward(q, k, v, out, softmax_lse)
-            ctx.settings = settings
-            result: Tensor = out
-            return result
 
-        @staticmethod
-        def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-            saved = ctx.saved_tensors
-            gradients = [torch.empty_like(t) for t in saved[:3]]
-            ops.bwd(
-                dout.contiguous(), *saved, *gradients, deterministic=deterministic, **ctx.settings
-            )
-            return (*gradients, None, None)
+        return attend
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
-    ) -> Tensor:
-        out: Tensor = Function.apply(q, k, v, causal, seqlens_k)  # type: ignore[no-untyped-call, unused-ignore]
-        return out
-
-    return attend
+    version = _version(source)
+    return [
+        Attention("fa3", DEFAULT, version, make(0, False), lengths=True),
+        Attention("fa3", "num_splits=1, deterministic", version, make(1, True), lengths=True),
+    ]
 
 
 def _function(name: str) -> Attention:

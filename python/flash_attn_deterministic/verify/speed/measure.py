@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 _FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache
+_FLUSHES = 4
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -27,17 +28,18 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 3
+    calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 3, flushes: int = 1
 ) -> dict[str, list[float]]:
     """Times calls in turns, so that a drifting clock meets all of them alike.
 
-    The L2 cache is overwritten before each; that also gives the GPU work while the host prepares
-    the launch.
+    The L2 cache is overwritten before each, which gives the GPU work while the host prepares the
+    call: 0.1 ms on an H100, several times over for calls that take the host longer.
 
     Args:
         calls: a call per name, on the current stream.
         repeats: timed rounds; each runs every call once, in rotated order.
         warmup: rounds before them.
+        flushes: how often the L2 cache is overwritten before each call.
 
     Returns:
         Milliseconds of each timed call, per name.
@@ -49,7 +51,8 @@ def interleaved(
         for place in range(len(names)):
             name = names[(turn + place) % len(names)]
             begin, end = _event(), _event()
-            flush.fill_(turn)
+            for _ in range(flushes):
+                flush.fill_(turn)
             begin.record()
             calls[name]()
             end.record()
@@ -57,6 +60,27 @@ def interleaved(
                 events[name].append((begin, end))
         torch.cuda.synchronize()
     return {name: [b.elapsed_time(e) for b, e in pairs] for name, pairs in events.items()}
+
+
+def within(
+    calls: Mapping[str, Callable[[], object]], budget_ms: float, most: int, least: int = 5
+) -> dict[str, list[float]]:
+    """Times calls in turns, as often as a budget of GPU time allows.
+
+    Args:
+        calls: a call per name, on the current stream; of those through autograd the host takes up
+            to 0.4 ms.
+        budget_ms: milliseconds for all timed calls together.
+        most: rounds at most.
+        least: rounds at least, whatever they take.
+
+    Returns:
+        Milliseconds of each timed call, per name.
+    """
+    trial = interleaved(calls, repeats=2, warmup=1, flushes=_FLUSHES)
+    round_ms = sum(min(times) + _FLUSHES * 0.1 for times in trial.values())
+    affordable = int(min(most, budget_ms / round_ms)) if round_ms else most
+    return interleaved(calls, repeats=max(least, affordable), warmup=1, flushes=_FLUSHES)
 
 
 def _event() -> torch.cuda.Event:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, FlashAttnError, RankError
+from ...errors import ArgumentError, FlashAttnError, RankError
 from .ranks import Ranks
 
 _FIELDS = 32

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 CONTIGUOUS = "contiguous"
 ZIGZAG = "zigzag"

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from . import exchange
-from .layout import Tokens
-from .plan import Call, divided, rows_on_keys
-from .ranks import Ranks
+from ..messages import exchange
+from ..messages.ranks import Ranks
+from ..planning.layout import Tokens
+from ..planning.plan import Call, divided, rows_on_keys
+from ..planning.steps import head_slices
 from .slices import Scores, forward_slice
 
 
@@ -95,11 +96,6 @@ def gathered(
         if after is not None:
             coming.append(exchange.start(ranks, way, of_heads(tensors, after, nheads_k), what))
         yield span, here
-
-
-def head_slices(nheads_k: int, heads_k: int) -> list[slice]:
-    """Cuts KV heads into slices of heads_k."""
-    return [slice(h, min(h + heads_k, nheads_k)) for h in range(0, nheads_k, heads_k)]
 
 
 def of_heads(tensors: Sequence[torch.Tensor], span: slice, nheads_k: int) -> list[torch.Tensor]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._checks.describe import type_name
-from ..errors import ArgumentError, ArgumentTypeError
+from ..._checks.describe import type_name
+from ...errors import ArgumentError, ArgumentTypeError
 from .ranks import Ranks
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 
 # Defines the ops.
-from .._ops import library as library
-from .plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
+from ..._ops import library as library
+from ..planning.plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
 
 # Sums over rows that go on where another rank has ended: (keys, nheads, head_dim) of dk without
 # softmax_scale, and of dv, a sum for each query head, in float32 (float64 for float64 inputs).
@@ -56,16 +57,6 @@ class Rows(NamedTuple):
     def of_heads(self, heads: slice) -> Rows:
         """Returns some query heads."""
         return Rows(*(tensor[:, heads] for tensor in self))
-
-
-def carries(device: torch.device) -> bool:
-    """Returns whether the backward of a device can go on from sums of dk and dv.
-
-    Where this is False, each rank computes dk and dv of its own keys from gathered rows. On CUDA
-    devices the ops can, but over NCCL sums need a communicator of their own first: a receive must
-    not wait behind a gathering of keys.
-    """
-    return device.type == "cpu"
 
 
 class RowOrder(NamedTuple):
@@ -168,43 +159,26 @@ def backward_step(
         v: like k.
         call: lengths and mask.
         scores: of the whole.
-        sums: of the rows before, for the keys of the call.
+        sums: of the rows before in `row_order`, for the keys of the call; contiguous.
     """
     dout, q, out, softmax_lse = rows
-    if q.device.type == "cuda":
-        accumulated: torch.Tensor = torch.ops.flash_attn_deterministic.varlen_bwd_accumulate(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            softmax_lse.transpose(0, 1).contiguous(),
-            *sums,
-            *_starts(call, q.device),
-            None,
-            None,
-            *call.longest,
-            0.0,
-            scores.softmax_scale,
-            *call.mask,
-            scores.softcap,
-            scores.deterministic_bwd,
-        )
-        return accumulated
-    from .. import reference
-
-    dq, _, _ = reference.varlen_attention_backward(
+    dq: torch.Tensor = torch.ops.flash_attn_deterministic.varlen_bwd_accumulate(
         dout,
         q,
         k,
         v,
         out,
-        softmax_lse.transpose(0, 1),
+        softmax_lse.transpose(0, 1).contiguous(),
+        *sums,
         *_starts(call, q.device),
-        softmax_scale=scores.softmax_scale,
-        window=call.mask,
-        softcap=scores.softcap,
-        sums=sums,
+        None,
+        None,
+        *call.longest,
+        0.0,
+        scores.softmax_scale,
+        *call.mask,
+        scores.softcap,
+        scores.deterministic_bwd,
     )
     return dq
 
@@ -213,23 +187,21 @@ def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, t
     """Returns dk and dv, rounded, from the sums of all rows: heads of a group one after another.
 
     Args:
-        sums: (keys, nheads, head_dim) each.
+        sums: (keys, nheads, head_dim) each, contiguous.
         k: any tensor of k's dtype, (tokens, nheads_k, head_dim).
         scores: of the whole.
     """
-    if k.device.type == "cuda":
-        dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(
-            *sums, k, scores.softmax_scale, 0.0
-        )
-        return dk, dv
-    from .. import reference
-
-    return reference.finish_key_sums(sums, k, scores.softmax_scale)
+    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*sums, k, scores.softmax_scale, 0.0)
+    return dk, dv
 
 
 def _starts(call: Call, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    starts_q, starts_k = (
-        torch.tensor(starts, dtype=torch.int32, device=device)
-        for starts in (call.starts_q, call.starts_k)
-    )
-    return starts_q, starts_k
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _on_device(call.starts_q, device, stream), _on_device(call.starts_k, device, stream)
+
+
+# Kept, as each copy to a GPU makes the host wait for the kernels before it. One for each stream:
+# the allocator hands memory on to the stream that it was made on.
+@functools.lru_cache(maxsize=256)
+def _on_device(starts: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+    return torch.tensor(starts, dtype=torch.int32, device=device)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import Layout, Piece
+from ..planning.layout import Layout, Piece
 from .ranks import Pending, Ranks
 
 
@@ -71,7 +71,11 @@ class Arriving:
     """Tensors on their way."""
 
     def __init__(
-        self, way: Route, pending: Pending, like: Sequence[torch.Tensor], widths: Sequence[int]
+        self,
+        way: Route,
+        pending: Pending[torch.Tensor],
+        like: Sequence[torch.Tensor],
+        widths: Sequence[int],
     ) -> None:
         self._way, self._pending, self._widths = way, pending, widths
         self._kinds = [(tensor.dtype, tensor.shape[1:]) for tensor in like]
@@ -101,7 +105,7 @@ def start(ranks: Ranks, way: Route, tensors: Sequence[torch.Tensor], what: str) 
         tensors: each (tokens of this rank, ...), of any dtypes.
         what: they are, for messages.
     """
-    rows = [_bytes(tensor) for tensor in tensors]
+    rows = _words(tensors)
     widths = [row.shape[1] for row in rows]
     places = [place for to in way.sent for place in to]
     parts = [torch.cat([row[place] for row in rows], dim=1) for place in places]
@@ -113,9 +117,27 @@ def start(ranks: Ranks, way: Route, tensors: Sequence[torch.Tensor], what: str) 
     return Arriving(way, pending, tensors, widths)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """(tokens, ...) as (tokens, bytes)."""
-    rows = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
-    if rows.stride(-1) != 1:  # one number per token counts as contiguous whatever its stride
-        rows = rows.clone(memory_format=torch.contiguous_format)
-    return rows.view(torch.uint8)
+def _words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns each (tokens, ...) as (tokens, words), in the widest words that fit them all.
+
+    Copies move word by word: 8 bytes at once, in all but odd cases.
+    """
+    rows = [tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:])) for tensor in tensors]
+    # One number per token counts as contiguous whatever its stride.
+    rows = [
+        row if row.stride(-1) == 1 else row.clone(memory_format=torch.contiguous_format)
+        for row in rows
+    ]
+    fits = math.gcd(
+        *(
+            row.element_size() * number
+            for row in rows
+            for number in (row.shape[1], row.stride(0), row.storage_offset())
+        )
+    )
+    word = next(word for word in _WORDS if fits % word.itemsize == 0)
+    return [row.view(word) for row in rows]
+
+
+# That NCCL sends.
+_WORDS = (torch.int64, torch.int32, torch.uint8)

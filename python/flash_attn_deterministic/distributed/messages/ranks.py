@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError, RankError, UnsupportedError
+from ...errors import ArgumentError, RankError, UnsupportedError
+
+_Result = TypeVar("_Result")
+
+# A tensor, and the rank that it goes to or comes from.
+Message = tuple[torch.Tensor, int]
+
+# Messages from one rank to another in a launch. NCCL may hang over hundreds of them (pull request
+# 174942 of pytorch/pytorch).
+_AT_ONCE = 32
 
 # Backends that send what is sent here, by the type of the tensors' device.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -72,34 +82,50 @@ class Ranks:
 
     def all_to_all(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
-    ) -> Pending:
+    ) -> Pending[torch.Tensor]:
         """Sends the first rows to rank 0, the next ones to rank 1, and so on.
 
         Args:
-            rows: (rows, bytes), uint8, contiguous.
+            rows: (rows, width), contiguous.
             sent: rows for each rank.
             received: rows from each rank.
             what: is sent, for messages.
         """
         if self.group is None:
-            return Pending(self, rows, None, what)
+            return Pending(self, rows, (), what)
         arrived = rows.new_empty((sum(received), rows.shape[1]))
         with self._named_errors(what):
             work = dist.all_to_all_single(
                 arrived, rows, list(received), list(sent), group=self.group, async_op=True
             )
-        return Pending(self, arrived, work, what, rows)
+        return Pending(self, arrived, (work,), what, (rows,))
 
-    def send(self, tensor: torch.Tensor, rank: int, what: str) -> Pending:
-        """Starts to send a contiguous tensor to a rank of the group."""
-        with self._named_errors(what):
-            work = dist.isend(tensor, group=self.group, group_dst=rank)
-        return Pending(self, tensor, work, what)
+    def exchange(
+        self, sent: Sequence[Message], received: Sequence[Message], what: str
+    ) -> Pending[None]:
+        """Starts to send and to receive contiguous tensors, all of them at once.
 
-    def receive(self, tensor: torch.Tensor, rank: int, what: str) -> None:
-        """Receives into a contiguous tensor from a rank of the group."""
+        Messages between two ranks arrive in the order in which they are listed. NCCL launches them
+        as one, in the group's order of launches: a receive can't stand before a send that the other
+        rank needs first. Ends agree about the launches, as both count the messages between them.
+
+        Args:
+            sent: tensors, and the ranks that get them.
+            received: tensors to be filled, and the ranks that send them.
+            what: is sent, for messages.
+        """
+        batches: dict[int, list[dist.P2POp]] = {}
+        works: list[dist.Work] = []
         with self._named_errors(what):
-            dist.recv(tensor, group=self.group, group_src=rank)
+            for way, messages in ((dist.isend, sent), (dist.irecv, received)):
+                counts: Counter[int] = Counter()
+                for tensor, rank in messages:
+                    message = dist.P2POp(way, tensor, group=self.group, group_peer=rank)
+                    batches.setdefault(counts[rank] // _AT_ONCE, []).append(message)
+                    counts[rank] += 1
+            for number in sorted(batches):
+                works += dist.batch_isend_irecv(batches[number])
+        return Pending(self, None, works, what, [tensor for tensor, _ in (*sent, *received)])
 
     @contextlib.contextmanager
     def _named_errors(self, what: str) -> Iterator[None]:
@@ -113,28 +139,28 @@ class Ranks:
             ) from error
 
 
-class Pending:
-    """What is on its way."""
+class Pending(Generic[_Result]):
+    """What is on its way.
+
+    Holds what is sent until it has left: the memory of a tensor is used again by the stream that
+    made it, which `wait` makes wait for the messages. On a GPU the host goes on.
+    """
 
     def __init__(
         self,
         ranks: Ranks,
-        result: torch.Tensor,
-        work: dist.Work | None,
+        result: _Result,
+        works: Sequence[dist.Work],
         what: str,
-        sent: torch.Tensor | None = None,
+        held: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._ranks, self._result, self._work, self._what = ranks, result, work, what
-        self._sent = sent  # has to live as long
+        self._ranks, self._result, self._works, self._what = ranks, result, works, what
+        self._held = held
 
-    def done(self) -> bool:
-        """Returns whether it has arrived."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self) -> torch.Tensor:
-        """Returns it when it has arrived."""
-        if self._work is not None:
-            with self._ranks._named_errors(self._what):
-                self._work.wait()
-            self._work = self._sent = None
+    def wait(self) -> _Result:
+        """Returns the result once all has arrived, and has left."""
+        with self._ranks._named_errors(self._what):
+            for work in self._works:
+                work.wait()
+        self._works, self._held = (), ()
         return self._result

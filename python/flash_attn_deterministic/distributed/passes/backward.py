@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from . import exchange
+from ..messages import exchange
+from ..messages.ranks import Ranks
+from ..planning.layout import Tokens
+from ..planning.plan import ROW_BLOCK, Call, divided, keys_under_rows, rows_on_keys
 from .forward import KEYS, gathered
-from .layout import Tokens
-from .plan import ROW_BLOCK, Call, divided, keys_under_rows, rows_on_keys
-from .ranks import Ranks
 from .slices import Rows, Scores, backward_slice
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

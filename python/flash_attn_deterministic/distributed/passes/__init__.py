@@ -1,0 +1,3 @@
+"""Forward and backward of one rank, on the ops and the messages."""
+
+from __future__ import annotations
