@@ -90,7 +90,7 @@ torch::stable::Tensor varlen_bwd_accumulate(
 // dk and dv, rounded to the dtype of k, of the sums of all rows: like them, with the heads of k.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
     const torch::stable::Tensor& dk_sums, const torch::stable::Tensor& dv_sums,
-    const torch::stable::Tensor& k, double softmax_scale, double dropout_p);
+    const torch::stable::Tensor& k, double softmax_scale, double softcap, double dropout_p);
 
 // Checks sums against k and the heads of q. nullptr: none.
 void set_sums(BwdParams& params, const KeptSums* sums, const torch::stable::Tensor& q,

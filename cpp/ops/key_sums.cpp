@@ -13,7 +13,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor> finish_key_sums(const Tensor& dk_sums, const Tensor& dv_sums,
-                                           const Tensor& k, double softmax_scale,
+                                           const Tensor& k, double softmax_scale, double softcap,
                                            double dropout_p) {
   const std::int64_t last = dk_sums.dim() - 1;
   check(
@@ -51,10 +51,11 @@ std::tuple<Tensor, Tensor> finish_key_sums(const Tensor& dk_sums, const Tensor& 
                bf16, current_stream(device));
     return gradient;
   };
-  // As set_dropout has them.
+  // As set_softmax and set_dropout have them: with softcap, softmax_scale / softcap is in the sums.
+  const auto scale = static_cast<float>(softcap > 0 ? softcap : softmax_scale);
   const float keep = static_cast<float>(1.0 - dropout_p);
   const float rp_dropout = 1.f / keep;
-  return {rounded(dk_sums, "dk_sums", rp_dropout * static_cast<float>(softmax_scale), true),
+  return {rounded(dk_sums, "dk_sums", rp_dropout * scale, true),
           rounded(dv_sums, "dv_sums", rp_dropout, dropout_p > 0)};
 }
 

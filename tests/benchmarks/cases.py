@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flash_attn_deterministic.verify.speed.measure import interleaved, summary
+from flash_attn_deterministic.verify.speed.measure import summary, within
 
 from tests.benchmarks.baseline import Scores
 from tests.benchmarks.common import geometric_mean
@@ -150,12 +150,8 @@ def timed(
     Returns:
         Median, 10th and 90th percentile of the milliseconds, by name.
     """
-    trial = interleaved(sides, repeats=2, warmup=1)
-    # The L2 cache is overwritten before each call.
-    round_ms = sum(min(times) + 0.1 for times in trial.values())
-    repeats = max(5, min(most, round(budget_ms / round_ms)))
-    found = interleaved(sides, repeats=repeats, warmup=1)
-    return {name: {**summary(ms), "repeats": repeats} for name, ms in found.items()}
+    found = within(sides, budget_ms, most)
+    return {name: {**summary(ms), "repeats": len(ms)} for name, ms in found.items()}
 
 
 def means(cases: Iterable[Mapping[str, Any]], others: Iterable[str]) -> dict[str, Any]:

@@ -168,8 +168,8 @@ def run_cases(
 
     Args:
         out: the file to write.
-        record: gets each result, or its failure; the names of those that time did not allow go to
-            "left_out".
+        record: gets each result, or its failure; the names of those that time did not allow, or a
+            GPU that a case before broke, go to "left_out".
         cases: shapes, each with a name.
         built: whether the installed wheel holds what a case needs.
         measure: returns the result of a case, with times by side under "ms".
@@ -180,12 +180,12 @@ def run_cases(
     Returns:
         Exit status: 1 if anything failed.
     """
-    end = time.monotonic() + seconds
+    end, broken = time.monotonic() + seconds, ""
     record["left_out"] = []
     for case in cases:
         if only not in case.name:
             continue
-        if time.monotonic() > end:
+        if time.monotonic() > end or broken:
             record["left_out"].append(case.name)
             continue
         if not built(case):
@@ -196,17 +196,30 @@ def run_cases(
         except Exception as error:
             traceback.print_exc()
             record["failed"].append({"name": case.name, "error": fail(error)})
+            broken = _broken_device()
         else:
             record["cases"].append(result)
             summarise()
             medians = {name: ms["median"] for name, ms in result["ms"].items()}
             print(f"{case.name:36} {medians}", flush=True)
         write_json(out, record)
-        torch.cuda.empty_cache()
+        if not broken:
+            torch.cuda.empty_cache()
     if record["left_out"]:
-        print(f"left out after {seconds:.0f} seconds: {len(record['left_out'])} cases", flush=True)
+        reason = broken or f"after {seconds:.0f} seconds"
+        print(f"left out, {reason}: {len(record['left_out'])} cases", flush=True)
         write_json(out, record)
     return 1 if record["failed"] else 0
+
+
+def _broken_device() -> str:
+    """Returns why the GPU takes no more work from this process, as after an illegal access."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def print_means(means: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:

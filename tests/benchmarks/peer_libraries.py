@@ -1,8 +1,11 @@
 """Where FlashAttention-3 and -4 come from: folders that the command line names, or installed ones.
 
 --fa3 names a folder with fa3.so, a library of the ops torch.ops.flash_attn_3, and the CUDA runtime
-that it was linked to. --fa4 names a folder with the packages that flash_attn.cute needs; kernels
-compiled before lie in its folder `cache`. To fill that, on any machine with the same Python:
+that it was linked to: in the package xformers 0.0.34 it is xformers/flash_attn_3/_C.so, and the
+runtime is libcudart.so.12 of nvidia-cuda-runtime-cu12. --fa4 names a folder with flash-attn-4[cu13]
+and what it needs (pip install --target). It compiles a kernel when it is first called, for seconds
+each; kernels compiled before lie in that folder's `cache`. To fill it for the cases of peers.py, on
+any machine with the same Python and without a GPU:
 
     python -m tests.benchmarks.peer_libraries --fa4 FOLDER [--only WORDS]
 """

@@ -358,7 +358,7 @@ def in_parts(call: GradientCall, edges: list[int]) -> Gradients:
         )
         for total, part in zip(sums, own, strict=True):
             total[:, :keys] = part
-    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*sums, call.k, scale, 0.0)
+    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*sums, call.k, scale, 0.0, 0.0)
     return dq, dk, dv
 
 

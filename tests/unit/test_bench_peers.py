@@ -208,17 +208,17 @@ def test_sdpa_flash_takes_cross_attention() -> None:
     compare(results(on_cpu("sdpa-flash"), WIDER[1]), results(peers.OURS, WIDER[1]))
 
 
-def test_atomics_are_the_mode_not_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[bool] = []
+def test_atomics_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
 
-    def call(*arguments: object, **options: object) -> torch.Tensor:
-        modes.append(flash_attn_deterministic.get_deterministic_mode().enabled)
+    def call(*arguments: object, deterministic: object, **options: object) -> torch.Tensor:
+        asked.append(deterministic)
         return torch.zeros(1)
 
     monkeypatch.setattr(flash_attn_deterministic, "flash_attn_func", call)
     results(on_cpu_as("ours-atomics"), SHAPES[0])
     results(peers.OURS, SHAPES[0])
-    assert modes == [False, True]
+    assert asked == ["never", None]
 
 
 def test_a_peer_of_another_device_says_so() -> None:

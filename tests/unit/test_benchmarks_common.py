@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.benchmarks.common import open_baseline, run_cases
 
@@ -46,6 +47,20 @@ def test_failures_are_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
         {"name": "B2 bad", "error": "RuntimeError: no kernel image"},
         {"name": "B3 absent", "error": "not in this wheel"},
     ]
+
+
+def test_a_broken_gpu_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    record: dict[str, Any] = {"cases": [], "failed": []}
+    assert run(tmp_path / "out.json", record) == 1
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [case["name"] for case in written["cases"]] == ["B1 good"]
+    assert written["left_out"] == ["B3 absent", "C4 good"]
 
 
 def test_a_part_of_the_names_picks_cases(tmp_path: Path) -> None:

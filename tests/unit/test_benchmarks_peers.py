@@ -187,7 +187,7 @@ def test_time_leaves_cases_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert status == 0
     assert record["cases"] == []
     assert record["left_out"] == [SMALL[1].name]
-    assert "left out after -1 seconds: 1 cases" in capsys.readouterr().out
+    assert "left out, after -1 seconds: 1 cases" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -86,6 +86,7 @@ def _finish_key_sums(
     dv_sums: torch.Tensor,
     k: torch.Tensor,
     softmax_scale: float,
+    softcap: float,
     dropout_p: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from .. import reference

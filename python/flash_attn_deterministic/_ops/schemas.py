@@ -82,7 +82,7 @@ ACCUMULATE = {
         if "Tensor k" in schema
     },
     "finish_key_sums": "(Tensor dk_sums, Tensor dv_sums, Tensor k, float softmax_scale, "
-    "float dropout_p) -> (Tensor dk, Tensor dv)",
+    "float softcap, float dropout_p) -> (Tensor dk, Tensor dv)",
 }
 # For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes) of a
 # forward, and (family, block_m, block_n, whole_heads, in_turns, heads_in_flight) of a backward.

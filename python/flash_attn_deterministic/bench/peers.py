@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -63,36 +63,19 @@ class Peer:
         return lambda: torch.autograd.grad(out, leaves, problem.dout, retain_graph=True)
 
 
-def _ours(problem: Problem, atomics: bool = False) -> Forward:
-    from .. import (
-        deterministic_mode,
-        flash_attn_func,
-        flash_attn_varlen_func,
-        flash_attn_with_kvcache,
-    )
+def _ours(problem: Problem, deterministic: Literal["never"] | None = None) -> Forward:
+    from .. import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
     shape, starts, q, k, v = problem.shape, problem.cu_seqlens, problem.q, problem.k, problem.v
-    options: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.window, -1)}
-
-    def call() -> torch.Tensor:
-        out: torch.Tensor
-        if starts is not None:
-            lengths = (starts, starts, shape.seqlen, shape.seqlen)
-            out = flash_attn_varlen_func(q, k, v, *lengths, **options)
-        elif shape.kind == "decode":
-            out = flash_attn_with_kvcache(q, k, v, **options)
-        else:
-            out = flash_attn_func(q, k, v, **options)
-        return out
-
-    if not atomics:
-        return call
-
-    def with_atomics() -> torch.Tensor:
-        with deterministic_mode(enabled=False):  # its backward will be in the forward's mode
-            return call()
-
-    return with_atomics
+    mask: dict[str, Any] = {"causal": shape.causal, "window_size": (shape.window, -1)}
+    if starts is not None:
+        lengths = (starts, starts, shape.seqlen, shape.seqlen)
+        return lambda: flash_attn_varlen_func(
+            q, k, v, *lengths, deterministic=deterministic, **mask
+        )
+    if shape.kind == "decode":
+        return lambda: flash_attn_with_kvcache(q, k, v, **mask)
+    return lambda: flash_attn_func(q, k, v, deterministic=deterministic, **mask)
 
 
 def _check_plain(shape: Shape) -> None:
@@ -290,8 +273,8 @@ PEERS = (
 VARIANTS = (
     Peer(
         "ours-atomics",
-        "flash-attn-deterministic, not enabled",
-        functools.partial(_ours, atomics=True),
+        "flash-attn-deterministic, atomics in the backward",
+        functools.partial(_ours, deterministic="never"),
     ),
     Peer("fa3-one-split", "FlashAttention-3, num_splits=1", functools.partial(_fa3, num_splits=1)),
     Peer(

@@ -191,7 +191,9 @@ def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, t
         k: any tensor of k's dtype, (tokens, nheads_k, head_dim).
         scores: of the whole.
     """
-    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*sums, k, scores.softmax_scale, 0.0)
+    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(
+        *sums, k, scores.softmax_scale, scores.softcap, 0.0
+    )
     return dk, dv
 
 

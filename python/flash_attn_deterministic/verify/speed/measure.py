@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 _FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache
-_FLUSHES = 4
+_FLUSHES = 8  # longer than the host needs for a forward and backward through autograd
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -69,18 +69,18 @@ def within(
 
     Args:
         calls: a call per name, on the current stream; of those through autograd the host takes up
-            to 0.4 ms.
+            to 0.8 ms.
         budget_ms: milliseconds for all timed calls together.
         most: rounds at most.
-        least: rounds at least, whatever they take.
+        least: rounds at least, whatever they take, but not above `most`.
 
     Returns:
         Milliseconds of each timed call, per name.
     """
     trial = interleaved(calls, repeats=2, warmup=1, flushes=_FLUSHES)
     round_ms = sum(min(times) + _FLUSHES * 0.1 for times in trial.values())
-    affordable = int(min(most, budget_ms / round_ms)) if round_ms else most
-    return interleaved(calls, repeats=max(least, affordable), warmup=1, flushes=_FLUSHES)
+    repeats = round(min(most, max(least, budget_ms / round_ms)))
+    return interleaved(calls, repeats=repeats, warmup=1, flushes=_FLUSHES)
 
 
 def _event() -> torch.cuda.Event:
