@@ -12,43 +12,61 @@
 
 namespace fad {
 
-// exact(i, mi, nj): an element of the normalised accumulator. It is rounded here once more, and the
-// rows are looked up here: with more in registers, the loop over keys would spill.
-template <typename Traits, typename Exact>
-__device__ __forceinline__ void keep_residual(const FwdParams& params, const Exact& exact) {
+template <typename Traits>
+using Normalised = float[Fragment<Traits>::kMmaN][Fragment<Traits>::kMmaM][4];
+
+// The normalised accumulator is rounded here once more. Not inlined: with so many instructions in
+// it, the compiler would make upstream's body a function of its own.
+template <typename Traits>
+static __device__ __noinline__ void write_residual(const FwdParams& params,
+                                                   const Normalised<Traits>& exact) {
+  using Element = typename Traits::Element;
+  using F = Fragment<Traits>;
+  const auto [bidb, bidh, m_block] = place_of<Traits::kBlockM>(params, read_cta());
+  const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
+  const int first_column = read_thread() % 4 * 2;
+#pragma unroll 1
+  for (int i = 0; i < 2 * F::kMmaM; ++i) {
+    const int mi = i / 2;
+    const int half = i % 2;
+    const int row = m_block * Traits::kBlockM + thread_row() + mi * F::kRowStep + 8 * half;
+    if (row < info.actual_seqlen_q) {
+      cutlass::bfloat16_t* const to =
+          residual_of(params, out_row<Element>(params, info, bidb, bidh, row));
+#pragma unroll 4
+      for (int nj = 0; nj < F::kMmaN; ++nj) {
+        const int column = nj * 8 + first_column;
+        if (column < params.d) {
+          const float* const pair = exact[nj][mi] + 2 * half;
+          cutlass::Array<cutlass::bfloat16_t, 2> two;
+          two[0] = static_cast<cutlass::bfloat16_t>(lost<Element>(pair[0]));
+          two[1] = static_cast<cutlass::bfloat16_t>(lost<Element>(pair[1]));
+          *reinterpret_cast<uint32_t*>(to + column) = reinterpret_cast<const uint32_t&>(two);
+        }
+      }
+    }
+  }
+}
+
+// acc: the normalised accumulator, (4, rows of 16, eights of columns).
+template <typename Traits, typename Acc>
+__device__ __forceinline__ void keep_residual(const FwdParams& params, const Acc& acc) {
   if constexpr (Traits::kKeepsResidual) {
     if (params.residual == nullptr) {
       return;
     }
-    using Element = typename Traits::Element;
-    using F = Fragment<Traits>;
-    const auto lost_at = [&](int i, int mi, int nj) {
-      return static_cast<cutlass::bfloat16_t>(lost<Element>(exact(i, mi, nj)));
-    };
-    const auto [bidb, bidh, m_block] = place_of<Traits::kBlockM>(params, read_cta());
-    const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
-    const int first_column = read_thread() % 4 * 2;
+    Normalised<Traits> exact;
 #pragma unroll
-    for (int mi = 0; mi < F::kMmaM; ++mi) {
+    for (int nj = 0; nj < Fragment<Traits>::kMmaN; ++nj) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = m_block * Traits::kBlockM + thread_row() + mi * F::kRowStep + 8 * half;
-        if (row < info.actual_seqlen_q) {
-          cutlass::bfloat16_t* const to =
-              residual_of(params, out_row<Element>(params, info, bidb, bidh, row));
+      for (int mi = 0; mi < Fragment<Traits>::kMmaM; ++mi) {
 #pragma unroll
-          for (int nj = 0; nj < F::kMmaN; ++nj) {
-            const int column = nj * 8 + first_column;
-            if (Traits::kEvenHeadDim || column < params.d) {
-              cutlass::Array<cutlass::bfloat16_t, 2> two;
-              two[0] = lost_at(2 * half, mi, nj);
-              two[1] = lost_at(2 * half + 1, mi, nj);
-              *reinterpret_cast<uint32_t*>(to + column) = reinterpret_cast<const uint32_t&>(two);
-            }
-          }
+        for (int i = 0; i < 4; ++i) {
+          exact[nj][mi][i] = acc(i, mi, nj);
         }
       }
     }
+    write_residual<Traits>(params, exact);
   }
 }
 
