@@ -158,12 +158,12 @@ CASES = [
         id="varlen-kvpacked",
     ),
     *(
-        pytest.param(f"{name}_with_residual", call(dropout_p=0.25), id=f"{name}-residual")
-        for name, call in {
-            "fwd": fwd,
-            "varlen_fwd": varlen_fwd,
-            "qkvpacked_fwd": qkvpacked_fwd,
-            "varlen_qkvpacked_fwd": varlen_qkvpacked_fwd,
+        pytest.param(f"{name}_with_residual", arguments, id=f"{name}-residual")
+        for name, arguments in {
+            "fwd": fwd(dropout_p=0.25),
+            "varlen_fwd": varlen_fwd(dropout_p=0.25),
+            "qkvpacked_fwd": qkvpacked_fwd(dropout_p=0.25),
+            "varlen_qkvpacked_fwd": varlen_qkvpacked_fwd(dropout_p=0.25),
         }.items()
     ),
     pytest.param("kvcache_fwd", kvcache_fwd(), id="kvcache-read-only"),
