@@ -41,6 +41,8 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   // where each head has row blocks of its own, as upstream's body needs it.
   int group;
   ScoresFirst scores;
+  // Like the output, bfloat16: what rounding takes from it. nullptr: it is not kept.
+  void* residual;
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
@@ -63,6 +65,8 @@ struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   // d). Where given, a call adds its rows to what they hold, and writes no dk and dv.
   float* dk_sums;
   float* dv_sums;
+  // What the forward kept of out, contiguous; nullptr: nothing.
+  const void* residual;
 };
 
 }  // namespace fad

@@ -126,7 +126,7 @@ bool covers(Features covered, Features features) {
 // kernels, the one that the rows fill best.
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
                              Path path, const Tree& tree, int num_sms) {
-  const Features features = features_of(params);
+  const Features features = features_of(params) | (params.residual != nullptr ? kResidual : 0);
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];

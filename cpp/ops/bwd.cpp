@@ -17,7 +17,7 @@ Gradients new_gradients(const Tensor& q, const Tensor& k, const Tensor& v) {
 
 void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, const Tensor& k,
               const Tensor& v, const Tensor& out, const Tensor& softmax_lse, const Scores& scores,
-              const KeptSums* sums, bool deterministic) {
+              const KeptSums* sums, bool deterministic, const OptionalTensor& residual) {
   check_dense(q, k, v);
   check_gradient_inputs(dout, q, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(0), q.size(2), q.size(1)});
@@ -35,6 +35,7 @@ void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, c
   set_gradients(params, dout_rows, dq, dk, dv);
   set_scores(params, scores, q);
   set_sums(params, sums, q, k);
+  set_residual(params, residual, q);
   run_bwd(params, q, /*total_k=*/0, deterministic);
 }
 
@@ -42,11 +43,11 @@ Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
               const Tensor& out, const Tensor& softmax_lse, const OptionalTensor& alibi_slopes,
               const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
               std::int64_t window_left, std::int64_t window_right, double softcap,
-              bool deterministic) {
+              bool deterministic, const OptionalTensor& residual) {
   const Gradients gradients = new_gradients(q, k, v);
   bwd_into(gradients, dout, q, k, v, out, softmax_lse,
            {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           nullptr, deterministic);
+           nullptr, deterministic, residual);
   return gradients;
 }
 
@@ -54,12 +55,13 @@ Tensor bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, cons
                       const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums, Tensor dv_sums,
                       const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                       double dropout_p, double softmax_scale, std::int64_t window_left,
-                      std::int64_t window_right, double softcap, bool deterministic) {
+                      std::int64_t window_right, double softcap, bool deterministic,
+                      const OptionalTensor& residual) {
   const Gradients gradients = new_gradients(q, k, v);
   const KeptSums sums{dk_sums, dv_sums};
   bwd_into(gradients, dout, q, k, v, out, softmax_lse,
            {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           &sums, deterministic);
+           &sums, deterministic, residual);
   return std::get<0>(gradients);
 }
 

@@ -17,12 +17,13 @@ using Gradients = std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch
 // dout, q, out: (batch, seqlen_q, nheads, head_dim); k, v: (batch, seqlen_k, nheads_k, head_dim)
 // softmax_lse: (batch, nheads, seqlen_q), fp32; the rest as the forward had it.
 // deterministic: dq in one order; false: in the order in which CTAs come.
+// residual: like out, bfloat16, contiguous; what rounding took from out, or none.
 Gradients bwd(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
               const torch::stable::Tensor& k, const torch::stable::Tensor& v,
               const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
               double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-              double softcap, bool deterministic);
+              double softcap, bool deterministic, const OptionalTensor& residual);
 
 // dout, q, out: (total_q, nheads, head_dim); k, v: (total_k, nheads_k, head_dim)
 // softmax_lse: (nheads, total_q), fp32; cu_seqlens_q, cu_seqlens_k: (batch + 1), int32
@@ -34,7 +35,7 @@ Gradients varlen_bwd(const torch::stable::Tensor& dout, const torch::stable::Ten
                      const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
                      std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
                      std::int64_t window_left, std::int64_t window_right, double softcap,
-                     bool deterministic);
+                     bool deterministic, const OptionalTensor& residual);
 
 // Sums of dk and dv that the caller keeps.
 struct KeptSums {
@@ -52,12 +53,13 @@ void bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
               const torch::stable::Tensor& q, const torch::stable::Tensor& k,
               const torch::stable::Tensor& v, const torch::stable::Tensor& out,
               const torch::stable::Tensor& softmax_lse, const Scores& scores, const KeptSums* sums,
-              bool deterministic);
+              bool deterministic, const OptionalTensor& residual);
 void varlen_bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
                      const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                      const torch::stable::Tensor& v, const torch::stable::Tensor& out,
                      const torch::stable::Tensor& softmax_lse, const Packed& packed,
-                     const Scores& scores, const KeptSums* sums, bool deterministic);
+                     const Scores& scores, const KeptSums* sums, bool deterministic,
+                     const OptionalTensor& residual);
 
 // Zeroes the rows of a contiguous gradient that belong to no sequence.
 void zero_tail(const torch::stable::Tensor& gradient, const torch::stable::Tensor& cu_seqlens);
@@ -66,16 +68,14 @@ void zero_tail(const torch::stable::Tensor& gradient, const torch::stable::Tenso
 // (total_k, nheads, head_dim), fp32, contiguous; for each query head, not scaled. They hold the
 // sums over the rows behind those of q, and get those of q added, in the order of a call with all
 // rows. Equal bits need parts of a multiple of 128 rows, but for the last one, added last to first.
-torch::stable::Tensor bwd_accumulate(const torch::stable::Tensor& dout,
-                                     const torch::stable::Tensor& q, const torch::stable::Tensor& k,
-                                     const torch::stable::Tensor& v,
-                                     const torch::stable::Tensor& out,
-                                     const torch::stable::Tensor& softmax_lse,
-                                     torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
-                                     const OptionalTensor& alibi_slopes,
-                                     const OptionalTensor& rng_state, double dropout_p,
-                                     double softmax_scale, std::int64_t window_left,
-                                     std::int64_t window_right, double softcap, bool deterministic);
+torch::stable::Tensor bwd_accumulate(
+    const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
+    const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+    const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
+    torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
+    double softmax_scale, std::int64_t window_left, std::int64_t window_right, double softcap,
+    bool deterministic, const OptionalTensor& residual);
 
 torch::stable::Tensor varlen_bwd_accumulate(
     const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
@@ -85,7 +85,7 @@ torch::stable::Tensor varlen_bwd_accumulate(
     const torch::stable::Tensor& cu_seqlens_q, const torch::stable::Tensor& cu_seqlens_k,
     const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
     std::int64_t max_seqlen_k, double dropout_p, double softmax_scale, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool deterministic);
+    std::int64_t window_right, double softcap, bool deterministic, const OptionalTensor& residual);
 
 // dk and dv, rounded to the dtype of k, of the sums of all rows: like them, with the heads of k.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
@@ -95,6 +95,10 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
 // Checks sums against k and the heads of q. nullptr: none.
 void set_sums(BwdParams& params, const KeptSums* sums, const torch::stable::Tensor& q,
               const torch::stable::Tensor& k);
+
+// Checks what the forward kept.
+void set_residual(BwdParams& params, const OptionalTensor& residual,
+                  const torch::stable::Tensor& q);
 
 // Where dout and the gradients lie; dims: those of a tensor, 4 dense, 3 packed.
 void set_gradients(BwdParams& params, const torch::stable::Tensor& dout,

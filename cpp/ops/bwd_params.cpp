@@ -60,6 +60,20 @@ void set_sums(BwdParams& params, const KeptSums* sums, const Tensor& q, const Te
   params.dv_sums = pointer(sums->dv, "dv_sums");
 }
 
+void set_residual(BwdParams& params, const OptionalTensor& residual, const Tensor& q) {
+  if (!residual.has_value()) {
+    return;
+  }
+  check(residual->is_cuda() && residual->get_device_index() == q.get_device_index() &&
+            residual->scalar_type() == ScalarType::BFloat16 &&
+            residual->sizes().equals(q.sizes()) && residual->is_contiguous() &&
+            reinterpret_cast<std::uintptr_t>(residual->data_ptr()) % 16 == 0,
+        "residual: expected what the forward returned, a contiguous bfloat16 tensor on the device "
+        "of q and of its shape, ",
+        Shape{q}, ", that starts at a multiple of 16 bytes, got ", Described{*residual});
+  params.residual = residual->data_ptr();
+}
+
 void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, const Tensor& dk,
                    const Tensor& dv) {
   const bool packed = dout.dim() == 3;

@@ -10,10 +10,11 @@ namespace fad {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-Outputs fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& alibi_slopes,
-            const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
-            std::int64_t window_left, std::int64_t window_right, double softcap,
-            std::int64_t split_size, bool deterministic, bool /*deterministic_bwd*/) {
+Outputs fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, const Tensor& v,
+            const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
+            double softmax_scale, std::int64_t window_left, std::int64_t window_right,
+            double softcap, std::int64_t split_size, bool deterministic,
+            bool /*deterministic_bwd*/) {
   check_dense(q, k, v);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   Tensor out = torch::stable::new_empty(q, q.sizes());
@@ -27,6 +28,7 @@ Outputs fwd(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTen
   FwdParams params{};
   set_dense(params, q_rows, k_rows, v_rows, out, softmax_lse);
   params.kv_batch = params.b;
+  set_residual(params, residual, q);
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);

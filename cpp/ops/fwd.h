@@ -12,25 +12,43 @@
 namespace fad {
 
 using Outputs = std::tuple<torch::stable::Tensor, torch::stable::Tensor>;
+using OutputsWithResidual =
+    std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor>;
+
+// The two ops of a function whose first argument says where the residual goes: what rounding takes
+// from out, like it, bfloat16. nullptr: it is not kept.
+template <auto kRun>
+struct ForwardOps;
+template <typename... Arguments, Outputs (*kRun)(OptionalTensor*, Arguments...)>
+struct ForwardOps<kRun> {
+  static Outputs plain(Arguments... arguments) { return kRun(nullptr, arguments...); }
+
+  static OutputsWithResidual with_residual(Arguments... arguments) {
+    OptionalTensor residual;
+    const auto [out, softmax_lse] = kRun(&residual, arguments...);
+    return {out, softmax_lse, *residual};
+  }
+};
 
 // q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16
 // k, v: (batch, seqlen_k, nheads_k, head_dim), like q
 // alibi_slopes: (nheads) or (batch, nheads), fp32
 // rng_state: (2), int64, seed and offset of dropout; deterministic_bwd is for autograd
 // Returns out, shaped like q, contiguous, and softmax_lse: (batch, nheads, seqlen_q), fp32.
-Outputs fwd(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
-            const torch::stable::Tensor& v, const OptionalTensor& alibi_slopes,
-            const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
-            std::int64_t window_left, std::int64_t window_right, double softcap,
-            std::int64_t split_size, bool deterministic, bool deterministic_bwd);
+Outputs fwd(OptionalTensor* residual, const torch::stable::Tensor& q,
+            const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+            const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
+            double softmax_scale, std::int64_t window_left, std::int64_t window_right,
+            double softcap, std::int64_t split_size, bool deterministic, bool deterministic_bwd);
 
 // q: (total_q, nheads, head_dim)
 // k, v: (total_k, nheads_k, head_dim), or pages: (num_blocks, page_block_size, nheads_k, head_dim)
 // cu_seqlens_q, cu_seqlens_k: (batch + 1), int32; seqused_k, leftpad_k: (batch), int32
 // block_table: (batch, blocks of the longest sequence), int32
 // Returns out, shaped like q, contiguous, and softmax_lse: (nheads, total_q), fp32.
-Outputs varlen_fwd(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
-                   const torch::stable::Tensor& v, const torch::stable::Tensor& cu_seqlens_q,
+Outputs varlen_fwd(OptionalTensor* residual, const torch::stable::Tensor& q,
+                   const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+                   const torch::stable::Tensor& cu_seqlens_q,
                    const torch::stable::Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,
                    const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
                    const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
@@ -62,12 +80,13 @@ using PlanOutputs = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::in
 
 // The plan of a call whose longest sequences are seqlen_q and seqlen_k, on the device and in the
 // dtype of `like`. packed: sequences stand one after another, as in varlen_fwd; page_size: keys to
-// a page, 0 where k and v are not in pages; cache_index: there is a cache_batch_idx.
+// a page, 0 where k and v are not in pages; cache_index: there is a cache_batch_idx;
+// keep_residual: as of fwd_with_residual.
 PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
                  std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
                  std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
                  bool has_alibi, bool has_softcap, bool has_dropout, bool packed,
-                 std::int64_t page_size, bool cache_index, std::int64_t split_size,
-                 bool deterministic);
+                 std::int64_t page_size, bool cache_index, bool keep_residual,
+                 std::int64_t split_size, bool deterministic);
 
 }  // namespace fad

@@ -201,6 +201,13 @@ Tensor aligned(const Tensor& tensor) {
   return torch::stable::copy_(copy, tensor);
 }
 
+void set_residual(FwdParams& params, OptionalTensor* residual, const Tensor& q) {
+  if (residual != nullptr) {
+    *residual = torch::stable::new_empty(q, q.sizes(), ScalarType::BFloat16);
+    params.residual = (*residual)->data_ptr();
+  }
+}
+
 FwdPlan plan_call(const FwdParams& params, const Tensor& q, std::int64_t split_size,
                   bool deterministic) {
   check(split_size >= 0 && split_size % kKeysPerBlock == 0 && split_size <= kMaxSplitSize,

@@ -47,25 +47,26 @@ struct Room {
 
 }  // namespace
 
-Outputs qkvpacked_fwd(const OptionalTensor& q, const Tensor& qkv,
+Outputs qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q, const Tensor& qkv,
                       const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                       double dropout_p, double softmax_scale, std::int64_t window_left,
                       std::int64_t window_right, double softcap, std::int64_t split_size,
                       bool deterministic, bool deterministic_bwd) {
   const auto [queries, keys, values] = parts_of(q, qkv);
-  return fwd(queries, keys, values, alibi_slopes, rng_state, dropout_p, softmax_scale, window_left,
-             window_right, softcap, split_size, deterministic, deterministic_bwd);
+  return fwd(residual, queries, keys, values, alibi_slopes, rng_state, dropout_p, softmax_scale,
+             window_left, window_right, softcap, split_size, deterministic, deterministic_bwd);
 }
 
-Outputs varlen_qkvpacked_fwd(const OptionalTensor& q, const Tensor& qkv, const Tensor& cu_seqlens_q,
-                             const Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
-                             const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
-                             std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
-                             std::int64_t window_left, std::int64_t window_right, double softcap,
-                             std::int64_t split_size, bool deterministic, bool deterministic_bwd) {
+Outputs varlen_qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q, const Tensor& qkv,
+                             const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                             const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                             std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
+                             double softmax_scale, std::int64_t window_left,
+                             std::int64_t window_right, double softcap, std::int64_t split_size,
+                             bool deterministic, bool deterministic_bwd) {
   const auto [queries, keys, values] = parts_of(q, qkv);
   const OptionalTensor none;
-  return varlen_fwd(queries, keys, values, cu_seqlens_q, cu_seqlens_k, none, none, none,
+  return varlen_fwd(residual, queries, keys, values, cu_seqlens_q, cu_seqlens_k, none, none, none,
                     alibi_slopes, rng_state, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
                     window_left, window_right, softcap, split_size, deterministic,
                     deterministic_bwd);
@@ -75,12 +76,13 @@ PackedGradients qkvpacked_bwd(const Tensor& dout, const OptionalTensor& q, const
                               const Tensor& out, const Tensor& softmax_lse,
                               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                               double dropout_p, double softmax_scale, std::int64_t window_left,
-                              std::int64_t window_right, double softcap, bool deterministic) {
+                              std::int64_t window_right, double softcap, bool deterministic,
+                              const OptionalTensor& residual) {
   const auto [queries, keys, values] = parts_of(q, qkv);
   const Room room(q, qkv);
   bwd_into(room.parts(), dout, queries, keys, values, out, softmax_lse,
            {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           nullptr, deterministic);
+           nullptr, deterministic, residual);
   return room.result();
 }
 
@@ -89,14 +91,14 @@ PackedGradients varlen_qkvpacked_bwd(
     const Tensor& softmax_lse, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
     const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
     std::int64_t max_seqlen_k, double dropout_p, double softmax_scale, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool deterministic) {
+    std::int64_t window_right, double softcap, bool deterministic, const OptionalTensor& residual) {
   const auto [queries, keys, values] = parts_of(q, qkv);
   const Room room(q, qkv);
   varlen_bwd_into(
       room.parts(), dout, queries, keys, values, out, softmax_lse,
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      nullptr, deterministic);
+      nullptr, deterministic, residual);
   const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
   zero_tail(room.dqkv, cu_seqlens_k);
   if (room.dq.has_value()) {

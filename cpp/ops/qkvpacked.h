@@ -13,14 +13,15 @@ namespace fad {
 
 // qkv: (batch, seqlen, 3, nheads, head_dim), q, k and v in this order, and no q; or
 // (batch, seqlen_k, 2, nheads_k, head_dim), k and v, beside q: (batch, seqlen_q, nheads, head_dim).
-Outputs qkvpacked_fwd(const OptionalTensor& q, const torch::stable::Tensor& qkv,
-                      const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
-                      double dropout_p, double softmax_scale, std::int64_t window_left,
-                      std::int64_t window_right, double softcap, std::int64_t split_size,
-                      bool deterministic, bool deterministic_bwd);
+Outputs qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q,
+                      const torch::stable::Tensor& qkv, const OptionalTensor& alibi_slopes,
+                      const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
+                      std::int64_t window_left, std::int64_t window_right, double softcap,
+                      std::int64_t split_size, bool deterministic, bool deterministic_bwd);
 
 // The same without the first dimension: (tokens, 3 or 2, heads, head_dim).
-Outputs varlen_qkvpacked_fwd(const OptionalTensor& q, const torch::stable::Tensor& qkv,
+Outputs varlen_qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q,
+                             const torch::stable::Tensor& qkv,
                              const torch::stable::Tensor& cu_seqlens_q,
                              const torch::stable::Tensor& cu_seqlens_k,
                              const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
@@ -37,7 +38,8 @@ PackedGradients qkvpacked_bwd(const torch::stable::Tensor& dout, const OptionalT
                               const torch::stable::Tensor& softmax_lse,
                               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                               double dropout_p, double softmax_scale, std::int64_t window_left,
-                              std::int64_t window_right, double softcap, bool deterministic);
+                              std::int64_t window_right, double softcap, bool deterministic,
+                              const OptionalTensor& residual);
 
 PackedGradients varlen_qkvpacked_bwd(
     const torch::stable::Tensor& dout, const OptionalTensor& q, const torch::stable::Tensor& qkv,
@@ -45,6 +47,6 @@ PackedGradients varlen_qkvpacked_bwd(
     const torch::stable::Tensor& cu_seqlens_q, const torch::stable::Tensor& cu_seqlens_k,
     const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
     std::int64_t max_seqlen_k, double dropout_p, double softmax_scale, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool deterministic);
+    std::int64_t window_right, double softcap, bool deterministic, const OptionalTensor& residual);
 
 }  // namespace fad

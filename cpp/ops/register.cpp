@@ -7,13 +7,19 @@
 #include "qkvpacked.h"
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
-  m.impl("fwd", TORCH_BOX(&fad::fwd));
-  m.impl("varlen_fwd", TORCH_BOX(&fad::varlen_fwd));
+  m.impl("fwd", TORCH_BOX(&fad::ForwardOps<&fad::fwd>::plain));
+  m.impl("fwd_with_residual", TORCH_BOX(&fad::ForwardOps<&fad::fwd>::with_residual));
+  m.impl("varlen_fwd", TORCH_BOX(&fad::ForwardOps<&fad::varlen_fwd>::plain));
+  m.impl("varlen_fwd_with_residual", TORCH_BOX(&fad::ForwardOps<&fad::varlen_fwd>::with_residual));
   m.impl("kvcache_fwd", TORCH_BOX(&fad::kvcache_fwd));
   m.impl("bwd", TORCH_BOX(&fad::bwd));
   m.impl("varlen_bwd", TORCH_BOX(&fad::varlen_bwd));
-  m.impl("qkvpacked_fwd", TORCH_BOX(&fad::qkvpacked_fwd));
-  m.impl("varlen_qkvpacked_fwd", TORCH_BOX(&fad::varlen_qkvpacked_fwd));
+  m.impl("qkvpacked_fwd", TORCH_BOX(&fad::ForwardOps<&fad::qkvpacked_fwd>::plain));
+  m.impl("qkvpacked_fwd_with_residual",
+         TORCH_BOX(&fad::ForwardOps<&fad::qkvpacked_fwd>::with_residual));
+  m.impl("varlen_qkvpacked_fwd", TORCH_BOX(&fad::ForwardOps<&fad::varlen_qkvpacked_fwd>::plain));
+  m.impl("varlen_qkvpacked_fwd_with_residual",
+         TORCH_BOX(&fad::ForwardOps<&fad::varlen_qkvpacked_fwd>::with_residual));
   m.impl("qkvpacked_bwd", TORCH_BOX(&fad::qkvpacked_bwd));
   m.impl("varlen_qkvpacked_bwd", TORCH_BOX(&fad::varlen_qkvpacked_bwd));
   m.impl("bwd_accumulate", TORCH_BOX(&fad::bwd_accumulate));

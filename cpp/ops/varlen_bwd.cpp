@@ -21,7 +21,7 @@ void zero_tail(const Tensor& gradient, const Tensor& cu_seqlens) {
 void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q,
                      const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
                      const Packed& packed, const Scores& scores, const KeptSums* sums,
-                     bool deterministic) {
+                     bool deterministic, const OptionalTensor& residual) {
   check_attention_input(q, "q", q, 3);
   check_attention_input(k, "k", q, 3);
   check_attention_input(v, "v", q, 3);
@@ -44,6 +44,7 @@ void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tenso
   set_gradients(params, dout_rows, dq, dk, dv);
   set_scores(params, scores, q);
   set_sums(params, sums, q, k);
+  set_residual(params, residual, q);
   run_bwd(params, q, k.size(0), deterministic);
 }
 
@@ -53,13 +54,13 @@ Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const
                      const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
                      std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
                      std::int64_t window_left, std::int64_t window_right, double softcap,
-                     bool deterministic) {
+                     bool deterministic, const OptionalTensor& residual) {
   const Gradients gradients = new_gradients(q, k, v);
   varlen_bwd_into(
       gradients, dout, q, k, v, out, softmax_lse,
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      nullptr, deterministic);
+      nullptr, deterministic, residual);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   const auto& [dq, dk, dv] = gradients;
   zero_tail(dq, cu_seqlens_q);
@@ -74,14 +75,15 @@ Tensor varlen_bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& 
                              const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                              std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
                              double softmax_scale, std::int64_t window_left,
-                             std::int64_t window_right, double softcap, bool deterministic) {
+                             std::int64_t window_right, double softcap, bool deterministic,
+                             const OptionalTensor& residual) {
   const Gradients gradients = new_gradients(q, k, v);
   const KeptSums sums{dk_sums, dv_sums};
   varlen_bwd_into(
       gradients, dout, q, k, v, out, softmax_lse,
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      &sums, deterministic);
+      &sums, deterministic, residual);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   const Tensor& dq = std::get<0>(gradients);
   zero_tail(dq, cu_seqlens_q);

@@ -48,14 +48,14 @@ int* lengths(const OptionalTensor& tensor, const char* name, const Tensor& q, in
 
 }  // namespace
 
-Outputs varlen_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
-                   const Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,
-                   const OptionalTensor& leftpad_k, const OptionalTensor& block_table,
-                   const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
-                   std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
-                   double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-                   double softcap, std::int64_t split_size, bool deterministic,
-                   bool /*deterministic_bwd*/) {
+Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                   const OptionalTensor& seqused_k, const OptionalTensor& leftpad_k,
+                   const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
+                   const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
+                   std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
+                   std::int64_t window_left, std::int64_t window_right, double softcap,
+                   std::int64_t split_size, bool deterministic, bool /*deterministic_bwd*/) {
   const Packed packed{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
   check_layout(q, k, v, packed, block_table);
   check(!leftpad_k.has_value() || !block_table.has_value(),
@@ -70,6 +70,7 @@ Outputs varlen_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   FwdParams params{};
   set_packed(params, q_rows, k_rows, v_rows, out, softmax_lse, packed);
   params.total_k = static_cast<int>(k.size(0));
+  set_residual(params, residual, q);
   params.seqused_k = lengths(seqused_k, "seqused_k", q, params.b);
   params.leftpad_k = lengths(leftpad_k, "leftpad_k", q, params.b);
   if (block_table.has_value()) {

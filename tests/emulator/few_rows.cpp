@@ -32,7 +32,10 @@ int kernel_head_dim(int head_dim) {
 }
 #endif
 
-constexpr Features kMost = kCausal | kWindow | kAlibi | kSoftcap | kPadded;
+#ifdef OLD_TREE
+constexpr Features kResidual = 0;
+#endif
+constexpr Features kMost = kCausal | kWindow | kAlibi | kSoftcap | kPadded | kResidual;
 constexpr int kFewWarps = HEAD_DIM % 64 == 0 ? 8 : 4;
 const FwdKernel kKernels[] = {
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 16, kFewWarps, kMost | kCacheIndex>(),
@@ -176,6 +179,11 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   std::vector<float> lse(static_cast<std::size_t>(total_q) * heads, NAN);
   params.o_ptr = out.data.data();
   params.softmax_lse_ptr = lse.data();
+#ifndef OLD_TREE
+  std::vector<cutlass::bfloat16_t> residual(static_cast<std::size_t>(total_q) * heads * d,
+                                            cutlass::bfloat16_t(NAN));
+  params.residual = residual.data();
+#endif
 
   const fad::Device device{132, 227 * 1024, 90, path, std::nullopt};
   const fad::FwdPlan plan = fad::plan_fwd(params, fad::kInstance, split, true, device);
@@ -189,6 +197,9 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   fad::run_plan(plan, params, aligned, nullptr);
   write(file, out.data);
   write(file, lse);
+#ifndef OLD_TREE
+  write(file, residual);
+#endif
 }
 
 }  // namespace

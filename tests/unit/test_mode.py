@@ -398,6 +398,12 @@ def test_exit_without_enter() -> None:
         pytest.param(
             {"enabled": 512}, ArgumentTypeError, "enabled: expected a bool, got int", id="enabled"
         ),
+        pytest.param(
+            {"keep_residual": 1},
+            ArgumentTypeError,
+            "keep_residual: expected a bool, or None for the mode's, got int",
+            id="keep_residual",
+        ),
     ],
 )
 def test_wrong_arguments(
@@ -500,7 +506,9 @@ def test_environment_is_read_at_import_and_not_again() -> None:
         "print(f.get_deterministic_mode())"
     )
     result = run_python(script, FA2_DETERMINISTIC="0", FA2_SPLIT_SIZE="512")
-    assert result.stdout == "Mode(enabled=False, split_size=512)\n", result.stderr
+    assert result.stdout == "Mode(enabled=False, split_size=512, keep_residual=False)\n", (
+        result.stderr
+    )
 
 
 @pytest.mark.parametrize("value", ["100", "1" * 5000], ids=["no-multiple", "5000-digits"])
@@ -528,7 +536,9 @@ f.flash_attn_func(q, q, q)
 print(f.get_deterministic_mode())
 """
     result = run_python(script, FA2_SPLIT_SIZE=value)
-    assert result.stdout == "Mode(enabled=True, split_size=64)\n", result.stderr
+    assert result.stdout == "Mode(enabled=True, split_size=64, keep_residual=False)\n", (
+        result.stderr
+    )
 
 
 @pytest.mark.parametrize("value", ["100", "1" * 5000], ids=["no-multiple", "5000-digits"])

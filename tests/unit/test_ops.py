@@ -157,6 +157,15 @@ CASES = [
         varlen_qkvpacked_fwd(LOCAL, dropout_p=0.25, with_q=True),
         id="varlen-kvpacked",
     ),
+    *(
+        pytest.param(f"{name}_with_residual", arguments, id=f"{name}-residual")
+        for name, arguments in {
+            "fwd": fwd(dropout_p=0.25),
+            "varlen_fwd": varlen_fwd(dropout_p=0.25),
+            "qkvpacked_fwd": qkvpacked_fwd(dropout_p=0.25),
+            "varlen_qkvpacked_fwd": varlen_qkvpacked_fwd(dropout_p=0.25),
+        }.items()
+    ),
     pytest.param("kvcache_fwd", kvcache_fwd(), id="kvcache-read-only"),
     pytest.param(
         "kvcache_fwd", kvcache_fwd(**NEW, cache_batch_idx=int32(2, 0)), id="kvcache-append"
@@ -168,6 +177,16 @@ CASES = [
 BACKWARD_CASES = [
     pytest.param("bwd", bwd(), id="bwd-causal"),
     pytest.param("bwd", bwd(scores=LOCAL, dropout_p=0.25), id="bwd-local-dropout"),
+    *(
+        pytest.param(
+            name, (*call(), torch.zeros(shape, dtype=torch.bfloat16)), id=f"{name}-residual"
+        )
+        for name, call, shape in (
+            ("bwd", bwd, (2, 5, 4, 32)),
+            ("varlen_bwd", varlen_bwd, (8, 4, 32)),
+            ("qkvpacked_bwd", qkvpacked_bwd, (2, 7, 4, 32)),
+        )
+    ),
     pytest.param("bwd", bwd(3, 0), id="bwd-no-keys"),
     pytest.param("bwd", bwd(0, 3), id="bwd-no-queries"),
     pytest.param("varlen_bwd", varlen_bwd(), id="varlen-bwd"),
@@ -204,6 +223,9 @@ def test_op_passes_opcheck(name: str, arguments: Arguments) -> None:
         pytest.param("fwd", fwd(scores=LOCAL, dropout_p=0.25), id="fwd-local-dropout"),
         pytest.param("fwd", fwd(dtype=torch.float64), id="fwd-float64"),
         pytest.param("varlen_fwd", varlen_fwd(), id="varlen_fwd"),
+        pytest.param("fwd_with_residual", fwd(), id="fwd-residual"),
+        pytest.param("varlen_fwd_with_residual", varlen_fwd(), id="varlen_fwd-residual"),
+        pytest.param("qkvpacked_fwd_with_residual", qkvpacked_fwd(), id="qkvpacked-residual"),
         pytest.param(
             "varlen_fwd", varlen_fwd(dropout_p=0.25, alibi_slopes=SLOPES), id="varlen_fwd-dropout"
         ),
@@ -238,9 +260,10 @@ SLOPES_AND_RNG = "Tensor? alibi_slopes, Tensor? rng_state, "
 LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k, "
 DROPOUT = "float dropout_p, "
 OUTPUTS = "int split_size, bool deterministic, bool deterministic_bwd) -> (Tensor out, "
-GRADIENTS = "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)"
+BACKWARD_MODE = "bool deterministic, Tensor? residual=None"
+GRADIENTS = f"{BACKWARD_MODE}) -> (Tensor dq, Tensor dk, Tensor dv)"
 PACKED = "Tensor? q, Tensor qkv, "
-PACKED_GRADIENTS = "bool deterministic) -> (Tensor dq, Tensor dqkv)"
+PACKED_GRADIENTS = f"{BACKWARD_MODE}) -> (Tensor dq, Tensor dqkv)"
 
 
 @pytest.mark.parametrize(
@@ -279,6 +302,12 @@ PACKED_GRADIENTS = "bool deterministic) -> (Tensor dq, Tensor dqkv)"
             f"{PACKED}{STARTS}{SLOPES_AND_RNG}{LENGTHS}{DROPOUT}{SCORES}{OUTPUTS}"
             "Tensor softmax_lse)",
             id="varlen_qkvpacked_fwd",
+        ),
+        pytest.param(
+            "varlen_qkvpacked_fwd_with_residual",
+            f"{PACKED}{STARTS}{SLOPES_AND_RNG}{LENGTHS}{DROPOUT}{SCORES}{OUTPUTS}"
+            "Tensor softmax_lse, Tensor residual)",
+            id="varlen_qkvpacked_fwd_with_residual",
         ),
         pytest.param(
             "qkvpacked_bwd",

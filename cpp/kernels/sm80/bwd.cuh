@@ -38,6 +38,13 @@ struct BwdTraits : TileTraits {
   static constexpr bool kMayKeepSums = kMayKeepSums_;
 };
 
+// kAddsResidual: whether out is what the forward returned and the residual that it kept. Kernels
+// that may add it need twice the registers.
+template <typename TileTraits, bool kAddsResidual_>
+struct RowsTraits : TileTraits {
+  static constexpr bool kAddsResidual = kAddsResidual_;
+};
+
 // Fills dsoftmax_sum, rowsum(dout * out), and clears dq's sums.
 template <typename Traits>
 __global__ void bwd_rows_kernel(const __grid_constant__ BwdParams params) {
@@ -81,7 +88,13 @@ void launch_bwd_loop(const BwdParams& call, cudaStream_t stream) {
 template <typename TileTraits>
 void launch_bwd_rows(const BwdParams& params, cudaStream_t stream) {
   const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q");
-  launch<&bwd_rows_kernel<TileTraits>>(rows, TileTraits::kNThreads, 0, 0, stream, params);
+  if (params.residual == nullptr) {
+    launch<&bwd_rows_kernel<RowsTraits<TileTraits, false>>>(rows, TileTraits::kNThreads, 0, 0,
+                                                            stream, params);
+  } else {
+    launch<&bwd_rows_kernel<RowsTraits<TileTraits, true>>>(rows, TileTraits::kNThreads, 0, 0,
+                                                           stream, params);
+  }
 }
 
 // Rounds dq's sums.

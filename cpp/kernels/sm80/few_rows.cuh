@@ -185,13 +185,18 @@ __device__ __forceinline__ void write_rows(const FwdParams& params, const Sequen
       const float inverse = inverses[row];
       Element* const out =
           out_row<Element>(params, info, rows.bidb, rows.head(row), rows.token(row)) + column;
+      const auto for_each = [&](auto write) {
 #pragma unroll
-      for (int tile = 0; tile < Traits::kColumns / 8; ++tile) {
-        if (column + tile * 8 < params.d) {
-          out[tile * 8] = static_cast<Element>(normalised(state.acc[tile][2 * half], inverse));
-          out[tile * 8 + 1] =
-              static_cast<Element>(normalised(state.acc[tile][2 * half + 1], inverse));
+        for (int tile = 0; tile < Traits::kColumns / 8; ++tile) {
+          if (column + tile * 8 < params.d) {
+            write(out + tile * 8, normalised(state.acc[tile][2 * half], inverse));
+            write(out + tile * 8 + 1, normalised(state.acc[tile][2 * half + 1], inverse));
+          }
         }
+      };
+      for_each([](Element* to, float exact) { *to = static_cast<Element>(exact); });
+      if (params.residual != nullptr) {
+        for_each([&](Element* to, float exact) { keep_residual(params, to, exact); });
       }
     }
   }

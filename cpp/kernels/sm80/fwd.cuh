@@ -28,6 +28,8 @@ struct FwdTraits
   static constexpr bool kAlibiToo = (kCovers & kAlibi) != 0;
   static constexpr bool kSoftcapToo = (kCovers & kSoftcap) != 0;
   static constexpr bool kDropoutToo = (kCovers & kDropout) != 0;
+  // Few kernels do: with a branch behind it the loop over keys gets fewer registers.
+  static constexpr bool kKeepsResidual = kPath == Path::kOneCta && (kCovers & kResidual) != 0;
   static constexpr Masking kMasking = (kCovers & kWindow) != 0   ? Masking::kLocal
                                       : (kCovers & kCausal) != 0 ? Masking::kCausal
                                                                  : Masking::kFull;

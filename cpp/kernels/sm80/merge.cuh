@@ -80,7 +80,7 @@ __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (lane + 32 * i < params.d) {
-      out[lane + 32 * i] = static_cast<Element>(normalised(acc[i], inverse));
+      write_out(params, out + lane + 32 * i, normalised(acc[i], inverse));
     }
   }
   if (lane == 0) {

@@ -388,8 +388,8 @@ __device__ __forceinline__ void write_values_rows(const FwdParams& params, const
   for (int tile = 0; tile < kValueColumns / 8; ++tile) {
     const int column = first_column + tile * 8 + lane % 4 * 2;
     if (column < params.d) {
-      out[column] = static_cast<Element>(normalised(state.acc[tile][0], inverse));
-      out[column + 1] = static_cast<Element>(normalised(state.acc[tile][1], inverse));
+      write_out(params, out + column, normalised(state.acc[tile][0], inverse));
+      write_out(params, out + column + 1, normalised(state.acc[tile][1], inverse));
     }
   }
   if (first_column == 0 && lane % 4 == 0) {

@@ -21,6 +21,19 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
   return pair;
 }
 
+// What rounding takes from two numbers, in bfloat16.
+template <typename Element>
+__device__ __forceinline__ uint32_t packed_residual(float low, float high) {
+  const uint32_t rounded = packed<Element>(low, high);
+  float2 back;
+  if constexpr (std::is_same_v<Element, __half>) {
+    back = __half22float2(reinterpret_cast<const __half2&>(rounded));
+  } else {
+    back = make_float2(__uint_as_float(rounded << 16), __uint_as_float(rounded & 0xffff0000u));
+  }
+  return packed<__nv_bfloat16>(__fsub_rn(low, back.x), __fsub_rn(high, back.y));
+}
+
 // Four words of each of four neighbouring threads, transposed: thread i gets word i of each.
 __device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const int lane = threadIdx.x % 4;

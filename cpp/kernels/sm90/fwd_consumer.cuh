@@ -635,19 +635,27 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         call.softmax_lse[lse_at + 8 * r] =
             log_sum_exp(rows.max[r], call.scale, rows.sum[r], INFINITY);
       }
+      // 16 bits an element.
+      const auto store = [&](void* row, auto pack) {
 #pragma unroll
-      for (int j = 0; j < T::kColumns; j += 4) {
-        uint32_t pairs[4];
+        for (int j = 0; j < T::kColumns; j += 4) {
+          uint32_t pairs[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* const a = acc + 4 * (j + i) + 2 * r;
-          pairs[i] = packed<Element>(normalised(a[0], inverse), normalised(a[1], inverse));
+          for (int i = 0; i < 4; ++i) {
+            const float* const a = acc + 4 * (j + i) + 2 * r;
+            pairs[i] = pack(normalised(a[0], inverse), normalised(a[1], inverse));
+          }
+          const uint4 eight = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3]);
+          const int column = 8 * (j + lane % 4);
+          if (out != nullptr && column < call.head_dim) {
+            static_cast<uint4*>(row)[column / 8] = eight;
+          }
         }
-        const uint4 eight = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3]);
-        const int column = 8 * (j + lane % 4);
-        if (out != nullptr && column < call.head_dim) {
-          *reinterpret_cast<uint4*>(out + column) = eight;
-        }
+      };
+      store(out, [](float low, float high) { return packed<Element>(low, high); });
+      if (call.residual != nullptr) {
+        store(static_cast<Element*>(call.residual) + (out - static_cast<Element*>(call.out)),
+              [](float low, float high) { return packed_residual<Element>(low, high); });
       }
     }
     if (lane == 0) {

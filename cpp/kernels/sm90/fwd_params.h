@@ -24,6 +24,7 @@ struct FwdParams {
   // Like q. Its rows also hold waiting accumulators until they get their results.
   void* out;
   int64_t out_batch_stride, out_row_stride, out_head_stride;
+  void* residual;  // like out, bfloat16: what rounding takes from it; nullptr: it is not kept
   // (batch, heads, seqlen_q), or packed: (heads, total_q); fp32. Rows without keys get +inf.
   float* softmax_lse;
   int64_t lse_batch_stride, lse_head_stride;

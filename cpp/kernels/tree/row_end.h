@@ -1,6 +1,8 @@
 // The end of a row: where its queries lie, and where its output and log-sum-exp go.
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
 #include "../params.h"
 #include "softmax_steps.h"
 
@@ -12,6 +14,34 @@ __device__ __forceinline__ Element* out_row(const FwdParams& params, const Info&
   return static_cast<Element*>(params.o_ptr) +
          info.q_offset(params.o_batch_stride, params.o_row_stride, bidb) +
          row * params.o_row_stride + bidh * params.o_head_stride;
+}
+
+// What rounding takes from an element of the output (docs/adr/0020).
+template <typename Element>
+__device__ __forceinline__ float lost(float exact) {
+  return __fsub_rn(exact, static_cast<float>(static_cast<Element>(exact)));
+}
+
+// Where that of an element is kept.
+template <typename Element>
+__device__ __forceinline__ cutlass::bfloat16_t* residual_of(const FwdParams& params,
+                                                            const Element* out) {
+  return static_cast<cutlass::bfloat16_t*>(params.residual) +
+         (out - static_cast<const Element*>(params.o_ptr));
+}
+
+template <typename Element>
+__device__ __forceinline__ void keep_residual(const FwdParams& params, const Element* out,
+                                              float exact) {
+  *residual_of(params, out) = static_cast<cutlass::bfloat16_t>(lost<Element>(exact));
+}
+
+template <typename Element>
+__device__ __forceinline__ void write_out(const FwdParams& params, Element* out, float exact) {
+  *out = static_cast<Element>(exact);
+  if (params.residual != nullptr) {
+    keep_residual(params, out, exact);
+  }
 }
 
 // softmax_lse lies as get_lse_tile in upstream's kernel has it: (b, h, seqlen_q), or (h, total_q)

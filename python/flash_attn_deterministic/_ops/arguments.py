@@ -32,6 +32,8 @@ class Options(NamedTuple):
         split_size: tokens per split; 0: one split.
         deterministic: whether the forward is.
         deterministic_bwd: whether the backward is.
+        keep_residual: whether the mode keeps what rounding takes from out, of calls with a
+            backward.
     """
 
     dropout_p: float
@@ -39,6 +41,7 @@ class Options(NamedTuple):
     split_size: int
     deterministic: bool
     deterministic_bwd: bool
+    keep_residual: bool = False
 
 
 class Lengths(NamedTuple):

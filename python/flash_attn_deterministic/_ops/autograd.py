@@ -7,7 +7,7 @@ formulas for forward mode and for torch.func, which is said before an op runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +17,17 @@ from .._checks.determinism import alert_atomics
 from .._checks.kernels import check_kernels
 from .._checks.varlen import without_backward
 from ..errors import UnsupportedError
-from .schemas import BACKWARD, NAMESPACE, Gradients, Outputs, PackedGradients
+from .schemas import (
+    BACKWARD,
+    NAMESPACE,
+    WITH_RESIDUAL,
+    Gradients,
+    Outputs,
+    OutputsWithResidual,
+    PackedGradients,
+)
+
+Results = Outputs | OutputsWithResidual
 
 
 def register(library: Any) -> None:
@@ -30,9 +40,10 @@ def register(library: Any) -> None:
         "varlen_qkvpacked_fwd": (_setup_varlen_qkvpacked, _varlen_qkvpacked_backward),
     }
     for name, (setup_context, backward) in formulas.items():
-        torch.library.register_autograd(
-            f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=checked
-        )
+        for each in (name, name + WITH_RESIDUAL):
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{each}", backward, setup_context=setup_context, lib=checked
+            )
     for name in BACKWARD:
         torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_double_backward, lib=checked)
 
@@ -62,52 +73,59 @@ class _Checked:
 # thread, or in another mode.
 
 
-def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
-    ctx.save_for_backward(q, k, v, *output, alibi_slopes, rng_state)
+    _save(ctx, output, (q, k, v), (alibi_slopes, rng_state))
     ctx.numbers = (dropout_p, *scores, deterministic_bwd)
     _setup(ctx, inputs, output)
 
 
-def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *without, alibi_slopes, rng_state = inputs[:10]
     *lengths_and_scores, _, _, deterministic_bwd = inputs[10:]
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
+    _save(ctx, output, (q, k, v), (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state))
     ctx.without_backward = without_backward(*without)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
     _setup(ctx, inputs, output)
 
 
-def _setup_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+def _setup_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, qkv, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
-    ctx.save_for_backward(q, qkv, *output, alibi_slopes, rng_state)
+    _save(ctx, output, (q, qkv), (alibi_slopes, rng_state))
     ctx.numbers = (dropout_p, *scores, deterministic_bwd)
     _setup(ctx, inputs, output)
 
 
-def _setup_varlen_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+def _setup_varlen_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, qkv, *starts_and_random = inputs[:6]
     *lengths_and_scores, _, _, deterministic_bwd = inputs[6:]
-    ctx.save_for_backward(q, qkv, *output, *starts_and_random)
+    _save(ctx, output, (q, qkv), starts_and_random)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
     _setup(ctx, inputs, output)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+def _save(ctx: Any, output: Results, before: Sequence[Any], after: Sequence[Any]) -> None:
+    # The order of the backward's arguments; it takes the residual, if there is one, last.
+    out, softmax_lse, *residual = output
+    ctx.save_for_backward(*before, out, softmax_lse, *after, *residual)
+    ctx.residuals = len(residual)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.inputs = len(inputs)
     # flash_attn drops the gradient of softmax_lse without a word.
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ctx: Any, dout: torch.Tensor | None, *others: None
 ) -> tuple[torch.Tensor | None, ...]:
     return _run(ctx, torch.ops.flash_attn_deterministic.bwd, dout)
 
 
 def _varlen_backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ctx: Any, dout: torch.Tensor | None, *others: None
 ) -> tuple[torch.Tensor | None, ...]:
     if ctx.without_backward:
         raise UnsupportedError(
@@ -118,13 +136,13 @@ def _varlen_backward(
 
 
 def _qkvpacked_backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ctx: Any, dout: torch.Tensor | None, *others: None
 ) -> tuple[torch.Tensor | None, ...]:
     return _run(ctx, torch.ops.flash_attn_deterministic.qkvpacked_bwd, dout)
 
 
 def _varlen_qkvpacked_backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ctx: Any, dout: torch.Tensor | None, *others: None
 ) -> tuple[torch.Tensor | None, ...]:
     return _run(ctx, torch.ops.flash_attn_deterministic.varlen_qkvpacked_bwd, dout)
 
@@ -140,7 +158,8 @@ def _run(ctx: Any, op: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | N
         alert_atomics(dout.device)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
-    gradients: Gradients | PackedGradients = op(dout, *saved, *ctx.numbers)
+    rest = len(saved) - ctx.residuals
+    gradients: Gradients | PackedGradients = op(dout, *saved[:rest], *ctx.numbers, *saved[rest:])
     found: list[torch.Tensor | None] = list(gradients)
     if saved[0] is None:  # q is in the packed tensor
         found[0] = None

@@ -10,7 +10,15 @@ import torch
 
 from .._checks.values import check_values
 from ..errors import UnsupportedError
-from .schemas import BACKWARD, FORWARD, Gradients, PackedGradients, argument_names, unpacked
+from .schemas import (
+    BACKWARD,
+    FORWARD,
+    WITH_RESIDUAL,
+    Gradients,
+    PackedGradients,
+    argument_names,
+    unpacked,
+)
 
 # Of the reference; the functions take what the ops take, by the same names. Tensors that hold q, k
 # and v are taken apart.
@@ -35,7 +43,8 @@ def _implementation(name: str) -> Callable[..., Any]:
         # Imported here, to keep the package's import short.
         from .. import reference
 
-        given = dict(zip(argument_names(name), values, strict=True))
+        # torch leaves out arguments at the end that have their default.
+        given = dict(zip(argument_names(name), values, strict=False))
         plain, arguments = unpacked(name, given)
         check_values(plain, arguments)
         arguments["window"] = (arguments.pop("window_left"), arguments.pop("window_right"))
@@ -44,10 +53,17 @@ def _implementation(name: str) -> Callable[..., Any]:
         arguments.pop("deterministic_bwd", None)
         if not arguments.pop("deterministic") and "split_size" in arguments:
             arguments["split_size"] = 0
+        if "out" in arguments:
+            out, residual = arguments["out"], arguments.pop("residual", None)
+            arguments["out"] = reference.restored(out, residual)
         if name == "varlen_bwd_accumulate":
             arguments["sums"] = (arguments.pop("dk_sums"), arguments.pop("dv_sums"))
             return reference.varlen_attention_backward(**arguments)[0]
-        results = getattr(reference, _FUNCTIONS[plain])(**arguments)
+        function = getattr(reference, _FUNCTIONS[plain])
+        if name.endswith(WITH_RESIDUAL):
+            results = reference.with_residual(function, **arguments)
+        else:
+            results = function(**arguments)
         return _packed(given["q"], results) if name.endswith("qkvpacked_bwd") else results
 
     return _untraced(compute)

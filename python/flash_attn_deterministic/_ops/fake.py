@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .schemas import Gradients, Outputs, PackedGradients, parts_of
+from .schemas import (
+    WITH_RESIDUAL,
+    Gradients,
+    Outputs,
+    OutputsWithResidual,
+    PackedGradients,
+    parts_of,
+)
 
 
 def register(library: Any) -> None:
     """Registers the fake implementations."""
     # As kernels of meta tensors, which fake tensors run too: torch.library.register_fake reads
     # source files for its messages, and takes milliseconds of the package's import.
-    library.impl("fwd", _dense, "Meta")
-    library.impl("varlen_fwd", _varlen_fwd, "Meta")
+    for name, forward in {
+        "fwd": _dense,
+        "varlen_fwd": _varlen_fwd,
+        "qkvpacked_fwd": _qkvpacked_fwd,
+        "varlen_qkvpacked_fwd": _varlen_qkvpacked_fwd,
+    }.items():
+        library.impl(name, forward, "Meta")
+        library.impl(name + WITH_RESIDUAL, _with_residual(forward), "Meta")
     library.impl("kvcache_fwd", _dense, "Meta")
     library.impl("bwd", _bwd, "Meta")
     library.impl("varlen_bwd", _bwd, "Meta")
-    library.impl("qkvpacked_fwd", _qkvpacked_fwd, "Meta")
-    library.impl("varlen_qkvpacked_fwd", _varlen_qkvpacked_fwd, "Meta")
     library.impl("qkvpacked_bwd", _qkvpacked_bwd, "Meta")
     library.impl("varlen_qkvpacked_bwd", _qkvpacked_bwd, "Meta")
     library.impl("bwd_accumulate", _accumulate, "Meta")
     library.impl("varlen_bwd_accumulate", _accumulate, "Meta")
     library.impl("finish_key_sums", _finish, "Meta")
+
+
+def _with_residual(forward: Callable[..., Outputs]) -> Callable[..., OutputsWithResidual]:
+    def run(*arguments: Any) -> OutputsWithResidual:
+        out, softmax_lse = forward(*arguments)
+        return out, softmax_lse, out.new_empty(out.shape, dtype=torch.bfloat16)
+
+    return run
 
 
 def _dense(q: torch.Tensor, *others: Any) -> Outputs:

@@ -25,6 +25,10 @@ _SLOPES_AND_RNG = "Tensor? alibi_slopes, Tensor? rng_state"
 _STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _OUTPUTS = "(Tensor out, Tensor softmax_lse)"
+# What rounding took from out, like it, bfloat16: a third output of the forward ops whose names end
+# so. A backward that is given it forms rowsum(dout * (out + residual)).
+WITH_RESIDUAL = "_with_residual"
+_BACKWARD_MODE = "bool deterministic, Tensor? residual=None"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
 # q, k and v in one tensor and no q, or k and v in one tensor beside q. Their gradient is one tensor
 # too; without q, dq has shape (0).
@@ -47,16 +51,21 @@ FORWARD = {
     "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, "
     f"{_SCORES}, bool rotary_interleaved, {_TREE}) -> {_OUTPUTS}",
 }
+FORWARD |= {
+    name + WITH_RESIDUAL: schema.replace("softmax_lse)", "softmax_lse, Tensor residual)")
+    for name, schema in FORWARD.items()
+    if "deterministic_bwd" in schema
+}
 BACKWARD = {
     "bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-    f"{_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, bool deterministic) -> {_GRADIENTS}",
+    f"{_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) -> {_GRADIENTS}",
     "varlen_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-    f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
+    f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) "
     f"-> {_GRADIENTS}",
     "qkvpacked_bwd": f"(Tensor dout, {_QKV_PACKED}, Tensor out, Tensor softmax_lse, "
-    f"{_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, bool deterministic) -> {_PACKED_GRADIENTS}",
+    f"{_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) -> {_PACKED_GRADIENTS}",
     "varlen_qkvpacked_bwd": f"(Tensor dout, {_QKV_PACKED}, Tensor out, Tensor softmax_lse, "
-    f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, bool deterministic) "
+    f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) "
     f"-> {_PACKED_GRADIENTS}",
 }
 # dq of a part of the rows of q. dk_sums and dv_sums, float32, (batch, seqlen_k, nheads, head_dim)
@@ -80,7 +89,8 @@ ACCUMULATE = {
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
-    f"bool has_dropout, bool packed, int page_size, bool cache_index, {_TREE}) "
+    f"bool has_dropout, bool packed, int page_size, bool cache_index, bool keep_residual, "
+    f"{_TREE}) "
     "-> (int, int, int, int, int, int, int)",
     "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
@@ -93,6 +103,7 @@ PATHS = ("one-cta", "parts", "few-rows", "scores-first")
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 PackedGradients = tuple[torch.Tensor, torch.Tensor]
+OutputsWithResidual = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def parts_of(
@@ -114,13 +125,15 @@ def parts_of(
 def unpacked(name: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the name and the arguments of the op on q, k and v that makes the same call.
 
+    The name is that of the op without a residual.
+
     Args:
         name: of an op.
         arguments: of the op, by name.
     """
+    plain = name.replace("qkvpacked_", "").removesuffix(WITH_RESIDUAL)
     if "qkv" not in arguments:
-        return name, dict(arguments)
-    plain = name.replace("qkvpacked_", "")
+        return plain, dict(arguments)
     parts = zip("qkv", parts_of(arguments["q"], arguments["qkv"]), strict=True)
     given = {**arguments, **dict(parts)}
     return plain, {argument: given.get(argument) for argument in argument_names(plain)}
@@ -136,4 +149,4 @@ def define(library: Any) -> None:
 def argument_names(name: str) -> tuple[str, ...]:
     """Returns the names of an op's arguments, in order."""
     arguments, _ = {**FORWARD, **BACKWARD, **ACCUMULATE}[name].removeprefix("(").split(") -> ")
-    return tuple(argument.split()[-1] for argument in arguments.split(", "))
+    return tuple(argument.split()[-1].split("=")[0] for argument in arguments.split(", "))

@@ -15,7 +15,7 @@ from .. import get_deterministic_mode
 from .._checks import kernels, numbers, tensors
 from .._checks.determinism import alert_atomics
 from .._ops.arguments import Lengths
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..interface._call import contiguous, draw_rng_state, slopes_for_op
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -82,7 +82,8 @@ def forward(
     Raises:
         ArgumentError: a ValueError; a wrong value, shape or device.
         ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device.
+        UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device, or a mode
+            with keep_residual.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
@@ -90,6 +91,12 @@ def forward(
     numbers.check_dropout(dropout_p)
     kernels.check_combination(q.device, scores.softcap, dropout_p)
     mode = get_deterministic_mode()
+    if mode.keep_residual:
+        raise UnsupportedError(
+            "keep_residual: expected False where a framework keeps the results of the forward, "
+            "got True: its backward has no argument for the residual; call flash_attn_func, or "
+            "make the call inside deterministic_mode(keep_residual=False)"
+        )
     tree = (mode.split_size if mode.enabled else 0, mode.enabled, mode.enabled)
     rng_state = draw_rng_state(dropout_p, q.device)
     random = (slopes_for_op(scores.alibi_slopes), rng_state)

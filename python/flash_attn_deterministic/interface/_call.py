@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, Protocol, cast, overload
 
 import torch
@@ -10,7 +10,9 @@ import torch
 from .._checks import kernels, numbers, tensors
 from .._checks.determinism import resolve_deterministic
 from .._checks.split import check_split_size
+from .._checks.varlen import without_backward
 from .._ops.arguments import Lengths, Options
+from .._ops.schemas import WITH_RESIDUAL
 from ..mode.current import resolve
 
 # Defines the ops.
@@ -69,7 +71,7 @@ def resolve_options(
     scores = numbers.check_scores(head_dim, softmax_scale, causal, window_size, softcap)
     mode = resolve(check_split_size(split_size, head_dim))
     backward = resolve_deterministic(deterministic, mode)
-    return Options(dropout_p, scores, mode.split_size, mode.enabled, backward)
+    return Options(dropout_p, scores, mode.split_size, mode.enabled, backward, mode.keep_residual)
 
 
 def attend(
@@ -109,17 +111,18 @@ def attend(
     slopes = slopes_for_op(alibi_slopes)
     rng_state = draw_rng_state(options.dropout_p, q.device)
     qkv = tuple(map(padded, packed or (q, k, v)))
-    dropout_p, scores, *tree = options
+    dropout_p, scores, *tree, keep_residual = options
+    suffix = WITH_RESIDUAL if keep_residual and _has_backward(qkv, lengths) else ""
     ops = torch.ops.flash_attn_deterministic
     if lengths is None:
-        op = ops.qkvpacked_fwd if packed else ops.fwd
-        out, softmax_lse = op(*qkv, slopes, rng_state, dropout_p, *scores, *tree)
+        op = getattr(ops, ("qkvpacked_fwd" if packed else "fwd") + suffix)
+        out, softmax_lse, *_ = op(*qkv, slopes, rng_state, dropout_p, *scores, *tree)
     else:
-        op = ops.varlen_qkvpacked_fwd if packed else ops.varlen_fwd
+        op = getattr(ops, ("varlen_qkvpacked_fwd" if packed else "varlen_fwd") + suffix)
         cu_seqlens_q, cu_seqlens_k, *longest, seqused_k, leftpad_k, block_table = lengths
         others = () if packed else (seqused_k, leftpad_k, block_table)
         indices = cu_seqlens_q, cu_seqlens_k, *others
-        out, softmax_lse = op(
+        out, softmax_lse, *_ = op(
             *qkv, *map(contiguous, indices), slopes, rng_state, *longest, dropout_p, *scores, *tree
         )
     out = out[..., :head_dim]
@@ -131,6 +134,12 @@ def attend(
     from ..reference._probs import signed_probs
 
     return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, slopes, rng_state, options)
+
+
+def _has_backward(inputs: Sequence[torch.Tensor | None], lengths: Lengths | None) -> bool:
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    plain = lengths is None or not without_backward(*lengths[4:])
+    return wanted and plain and torch.is_grad_enabled()
 
 
 def draw_rng_state(dropout_p: float, device: torch.device) -> torch.Tensor | None:

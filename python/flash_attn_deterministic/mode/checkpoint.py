@@ -46,7 +46,7 @@ def checkpoint_contexts() -> Contexts:
 
         return create_selective_checkpoint_contexts(_recompute)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
     mode = get_deterministic_mode()
-    return nullcontext(), deterministic_mode(mode.enabled, mode.split_size)
+    return nullcontext(), deterministic_mode(*mode)
 
 
 def _is_traced() -> bool:

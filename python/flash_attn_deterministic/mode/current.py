@@ -51,10 +51,12 @@ class Mode(NamedTuple):
             order for the call's shape and the GPU, whatever its bits.
         split_size: tokens per split, counted from the sequence's own start; 0: one split. Without
             effect unless enabled.
+        keep_residual: whether calls that get a backward keep what rounding takes from out.
     """
 
     enabled: bool
     split_size: int
+    keep_residual: bool = False
 
 
 def _read_flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
@@ -201,7 +203,9 @@ def get_deterministic_mode() -> Mode:
     return _process() if mode is None else mode
 
 
-def set_deterministic_mode(enabled: bool = True, split_size: int | None = None) -> None:
+def set_deterministic_mode(
+    enabled: bool = True, split_size: int | None = None, keep_residual: bool | None = None
+) -> None:
     """Sets the mode of the process, for all threads.
 
     Functions that torch.compile has compiled are compiled again for the new mode. A thread inside
@@ -217,14 +221,20 @@ def set_deterministic_mode(enabled: bool = True, split_size: int | None = None) 
             kernels' 64 keys per block, at most 2^29; 0: one split; None: as it was. Part of what
             the bits depend on. Smaller splits give short batches of long sequences more
             parallelism, and cost more merges.
+        keep_residual: whether calls whose inputs require a gradient keep what rounding to 16 bit
+            takes from out, 2 bytes for each element of it, for the backward. out and softmax_lse
+            stay as they are, bit for bit; dq and dk get other bits, and where the values of a row
+            are much alike a far smaller error, as the backward subtracts rowsum(dout * out) from
+            numbers close to it. False, unless set; None: as it was. Independent of enabled. Calls
+            over several ranks keep none; torch's own attention has no place for it, and raises.
 
     Raises:
         ArgumentError: a ValueError; split_size is no such number.
-        ArgumentTypeError: a TypeError; enabled is no bool, or split_size no int.
+        ArgumentTypeError: a TypeError; enabled or keep_residual is no bool, or split_size no int.
         MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
     """
     global _process_mode
-    _process_mode = _changed(_process, enabled, split_size)
+    _process_mode = _changed(_process, enabled, split_size, keep_residual)
 
 
 class deterministic_mode:
@@ -243,30 +253,36 @@ class deterministic_mode:
     Args:
         enabled: as in `set_deterministic_mode`.
         split_size: as in `set_deterministic_mode`; None: that of the mode around it.
+        keep_residual: likewise.
 
     Raises:
         ArgumentError: a ValueError; split_size is no valid number.
-        ArgumentTypeError: a TypeError; enabled is no bool, split_size no int, or what is decorated
-            no ordinary function, from the call of one that returns a coroutine or a generator.
+        ArgumentTypeError: a TypeError; enabled or keep_residual is no bool, split_size no int, or
+            what is decorated no ordinary function, from the call of one that returns a coroutine or
+            a generator.
         MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
         ModeError: a RuntimeError; a block is left that was not entered.
 
     Example:
         >>> with deterministic_mode(split_size=512):
         ...     get_deterministic_mode()
-        Mode(enabled=True, split_size=512)
+        Mode(enabled=True, split_size=512, keep_residual=False)
     """
 
-    def __init__(self, enabled: bool = True, split_size: int | None = None) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        split_size: int | None = None,
+        keep_residual: bool | None = None,
+    ) -> None:
         # Here as well as on entry: a wrong argument should fail where it stands.
-        _changed(_default, enabled, split_size)
-        self._enabled = enabled
-        self._split_size = split_size
+        _changed(_default, enabled, split_size, keep_residual)
+        self._arguments = enabled, split_size, keep_residual
         self._entered: list[_Entry] = []
 
     def __enter__(self) -> None:
         box = _thread.box
-        entry = _Entry(_changed(get_deterministic_mode, self._enabled, self._split_size), box)
+        entry = _Entry(_changed(get_deterministic_mode, *self._arguments), box)
         compiling = torch.compiler.is_compiling()
         if not box.entries and not compiling:
             before = thread_state.handed_on(_HANDED_ON)
@@ -296,12 +312,12 @@ class deterministic_mode:
 
     def __call__(self, function: _Function) -> _Function:
         _check_body_runs_in_the_call(function)
-        enabled, split_size = self._enabled, self._split_size
+        arguments = self._arguments
 
         @functools.wraps(function)
         def inside(*args: object, **kwargs: object) -> object:
             # One object for each call: several threads may be inside at once.
-            with deterministic_mode(enabled, split_size):
+            with deterministic_mode(*arguments):
                 result = function(*args, **kwargs)
             if isinstance(result, _LATER_RESULTS):
                 if isinstance(result, types.CoroutineType):
@@ -325,8 +341,8 @@ def resolve(split_size: int | None) -> Mode:
     """
     mode = get_deterministic_mode()
     if not mode.enabled:
-        return Mode(False, 0)
-    return mode if split_size is None else Mode(True, split_size)
+        split_size = 0
+    return mode if split_size is None else mode._replace(split_size=split_size)
 
 
 def require_deterministic_kernels(name: str, otherwise: str) -> None:
@@ -347,7 +363,12 @@ def _default() -> Mode:
     return Mode(True, DEFAULT_SPLIT_SIZE)
 
 
-def _changed(around: Callable[[], Mode], enabled: bool, split_size: int | None) -> Mode:
+def _changed(
+    around: Callable[[], Mode],
+    enabled: bool,
+    split_size: int | None,
+    keep_residual: bool | None,
+) -> Mode:
     """Returns the mode that the arguments ask for; `around` gives what they leave open."""
     if not isinstance(enabled, bool):
         raise ArgumentTypeError(
@@ -356,9 +377,22 @@ def _changed(around: Callable[[], Mode], enabled: bool, split_size: int | None) 
         )
     if enabled:
         require_deterministic_kernels("enabled", "pass enabled=False")
-    if split_size is None:
-        return Mode(enabled, around().split_size)
-    return Mode(enabled, check_mode_split_size(split_size))
+    if not isinstance(keep_residual, bool | None):
+        raise ArgumentTypeError(
+            f"keep_residual: expected a bool, or None for the mode's, got "
+            f"{type_name(keep_residual)}"
+        )
+    try:
+        _, split, keep = around()
+    except FlashAttnError:  # the environment asks for no mode that there is
+        if split_size is None:
+            raise
+        _, split, keep = _default()
+    return Mode(
+        enabled,
+        split if split_size is None else check_mode_split_size(split_size),
+        keep if keep_residual is None else keep_residual,
+    )
 
 
 _LATER = (

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import interface
 from .._checks.describe import shown
 from .._checks.values import check_values
-from .._ops.schemas import FORWARD, NAMESPACE, argument_names, unpacked
+from .._ops.schemas import FORWARD, NAMESPACE, WITH_RESIDUAL, argument_names, unpacked
 from ..errors import ArgumentError
 from .plan import Plan, Request, plan
 
@@ -100,10 +100,10 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
         name = func._schema.name.removeprefix(f"{NAMESPACE}::")
         if name in FORWARD:
             given = dict(zip(argument_names(name), args, strict=True))
-            name, arguments = unpacked(name, given)
+            plain, arguments = unpacked(name, given)
             if arguments["q"].device.type == "cpu":
-                check_values(name, arguments)
-            raise _Stopped(_request(name, arguments))
+                check_values(plain, arguments)
+            raise _Stopped(_request(plain, arguments, name.endswith(WITH_RESIDUAL)))
         if name == "aten::randint":  # nothing is drawn
             return torch.empty(args[2], **kwargs)
         if name == "aten::constant_pad_nd":
@@ -117,7 +117,7 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
 _WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
 
 
-def _request(name: str, arguments: dict[str, Any]) -> Request:
+def _request(name: str, arguments: dict[str, Any], keeps_residual: bool) -> Request:
     q = arguments["q"]
     keys = arguments["k_cache" if name == "kvcache_fwd" else "k"]
     table = arguments.get("block_table")
@@ -150,4 +150,5 @@ def _request(name: str, arguments: dict[str, Any]) -> Request:
         deterministic_bwd=None
         if any(arguments.get(name) is not None for name in _WITHOUT_BACKWARD)
         else arguments.get("deterministic_bwd"),
+        residual_bytes=2 * q.numel() if keeps_residual else 0,
     )

@@ -56,6 +56,8 @@ class Plan:
         scratch_bytes: memory besides inputs and outputs.
         backward: the plan of its backward; None on CPUs, where the wheel holds no kernels of it,
             and for calls without one.
+        residual_bytes: memory for what rounding takes from out, kept until the backward; 0 unless
+            the mode has keep_residual and the call gets a backward.
     """
 
     family: str
@@ -68,6 +70,7 @@ class Plan:
     launches: int
     scratch_bytes: int
     backward: BackwardPlan | None = None
+    residual_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Request:
     split_size: int
     deterministic: bool
     deterministic_bwd: bool | None = None
+    residual_bytes: int = 0
 
 
 def plan(request: Request) -> Plan:
@@ -125,6 +129,7 @@ def plan(request: Request) -> Plan:
         tokens_per_split=split_size if several else request.seqlen_k,
         launches=1,
         scratch_bytes=0,
+        residual_bytes=request.residual_bytes,
     )
 
 
@@ -144,6 +149,7 @@ def _cuda_plan(request: Request) -> Plan:
         request.packed,
         request.page_size,
         request.cache_index,
+        request.residual_bytes > 0,
         request.split_size,
         request.deterministic,
     )
@@ -159,6 +165,7 @@ def _cuda_plan(request: Request) -> Plan:
         launches=launches,
         scratch_bytes=scratch,
         backward=_backward_plan(request),
+        residual_bytes=request.residual_bytes,
     )
 
 

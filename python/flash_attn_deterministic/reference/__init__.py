@@ -26,6 +26,7 @@ from ._backward import attention_backward
 from ._dense import attention
 from ._formats import DEFAULT_FORMATS, Formats, Rounding
 from ._kvcache import kvcache_attention
+from ._residual import restored, with_residual
 from ._state import State, merge_state
 from ._varlen import varlen_attention
 from ._varlen_backward import finish_key_sums, varlen_attention_backward
@@ -40,6 +41,8 @@ __all__ = [
     "finish_key_sums",
     "kvcache_attention",
     "merge_state",
+    "restored",
     "varlen_attention",
     "varlen_attention_backward",
+    "with_residual",
 ]

@@ -1,0 +1,45 @@
+"""What rounding takes from out, for a backward that adds it again.
+
+The backward subtracts D, the sum of dout * out over a row, from numbers that are nearly D where
+keys are alike: an out that is rounded to 16 bit then costs dq most of its digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._formats import DEFAULT_FORMATS
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+def with_residual(
+    attention: Callable[..., Outputs], q: torch.Tensor, *tensors: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes attention, and keeps what rounding takes from out.
+
+    Args:
+        attention: `attention` or `varlen_attention`.
+        q: as there.
+        *tensors: what follows q there.
+        **options: as there.
+
+    Returns:
+        out and softmax_lse as there, bit for bit, and the residual: out before it is rounded less
+        out, shaped like it, in bfloat16.
+    """
+    # Of a q that needs no rounding out is not rounded; all other steps round as q's dtype has it.
+    options["formats"] = options.get("formats", DEFAULT_FORMATS).filled(q.dtype)
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
+    exact, softmax_lse = attention(wide, *tensors, **options)
+    out = exact.to(q.dtype)
+    out.masked_fill_(out.isnan(), float("nan"))
+    return out, softmax_lse, (exact - out).to(torch.bfloat16)
+
+
+def restored(out: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Returns out as the backward takes it: with its residual, if there is one, in float32."""
+    return out if residual is None else out.float() + residual

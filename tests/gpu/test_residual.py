@@ -1,0 +1,241 @@
+"""keep_residual on the GPU: the same out, a better dq, and the bits that the contract promises."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_deterministic import (
+    deterministic_mode,
+    explain,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    get_deterministic_mode,
+    set_deterministic_mode,
+)
+from flash_attn_deterministic.reference import restored
+
+from tests.gpu.attention import DTYPES, assert_same, each_config, exact, make_qkv, same_bits
+from tests.gpu.gradients import (
+    ALL_FEATURES,
+    GradientCall,
+    assert_same_gradients,
+    draw_call,
+    run_packed,
+)
+
+pytestmark = pytest.mark.gpu
+
+OPS = torch.ops.flash_attn_deterministic
+CONFIG = each_config([(d, t) for d in (40, 64, 96, 128, 192, 256) for t in ("bf16", "fp16")])
+FEATURE = pytest.mark.parametrize("feature", ALL_FEATURES)
+SPLIT = pytest.mark.parametrize("split_size", [0, 128], ids=["one-split", "splits-of-128"])
+FAMILY = "FLASH_ATTENTION_FAMILY"
+DEVICE = "FLASH_ATTENTION_TEST_DEVICE"
+
+
+@pytest.fixture(autouse=True)
+def _kept() -> Any:
+    before = get_deterministic_mode()
+    set_deterministic_mode(keep_residual=True)
+    yield
+    set_deterministic_mode(*before)
+
+
+def results(call: GradientCall) -> tuple[torch.Tensor, ...]:
+    """out and the gradients."""
+    leaves, out = call.forward()
+    return (out.detach(), *torch.autograd.grad(out, leaves, call.dout))
+
+
+def kept(call: GradientCall, split_size: int) -> tuple[torch.Tensor, ...]:
+    """out, softmax_lse and the residual of the op."""
+    options = call.options
+    left, right = options.get("window_size", (-1, -1))
+    state = torch.tensor([call.seed, 7], device="cuda")
+    found: tuple[torch.Tensor, ...] = OPS.fwd_with_residual(
+        *(call.q, call.k, call.v, call.slopes, state, options.get("dropout_p", 0.0)),
+        *(call.q.shape[-1] ** -0.5, left, 0 if options.get("causal") else right),
+        *(options.get("softcap", 0.0), split_size, True, True),
+    )
+    return found
+
+
+def assert_paths_agree(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], run: Callable[[], tuple[torch.Tensor, ...]]
+) -> None:
+    monkeypatch.delenv(DEVICE, raising=False)
+    expected = run()
+    assert not expected[2].isnan().any()
+    for name in names:
+        monkeypatch.setenv(DEVICE, name)
+        assert_same(run(), expected, ("out", "softmax_lse", "residual"))
+
+
+@FEATURE
+@SPLIT
+@CONFIG
+def test_out_stays(head_dim: int, dtype: str, split_size: int, feature: str) -> None:
+    call = draw_call(head_dim, dtype, feature, seqlen_q=333, seqlen_k=700)
+    call = call.with_options(split_size=split_size)
+    with_residual = results(call)
+    with deterministic_mode(keep_residual=False):
+        without = results(call)
+    assert same_bits(with_residual[0], without[0])
+    assert same_bits(with_residual[3], without[3])
+    assert not same_bits(with_residual[1], without[1])
+
+
+@CONFIG
+def test_lse_stays(head_dim: int, dtype: str) -> None:
+    call = draw_call(head_dim, dtype, "causal", seqlen_q=200, seqlen_k=150)  # rows without keys
+    out, softmax_lse, residual = kept(call, 128)
+    scores = (head_dim**-0.5, -1, 0, 0.0, 128, True, True)
+    assert_same((out, softmax_lse), OPS.fwd(call.q, call.k, call.v, None, None, 0.0, *scores))
+    assert (residual.shape, residual.dtype) == (out.shape, torch.bfloat16)
+    assert not residual[:, :50].any()
+    wanted, _ = exact(call.q, call.k, call.v, head_dim**-0.5, True)
+    step = torch.finfo(DTYPES[dtype]).eps * out.double().abs() / 2 + 2**-24
+    assert bool((residual.double().abs() <= step).all())
+    assert (restored(out, residual).double() - wanted).norm() < (out.double() - wanted).norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "without", "most"), [("bf16", 0.12, 0.07), ("fp16", 0.012, 0.009)]
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_error_of_dq_on_uniform_inputs(
+    head_dim: int, dtype: str, without: float, most: float
+) -> None:
+    """All values in [0, 1), where rounding of out makes up most of dq's error."""
+    call = draw_call(head_dim, dtype, batch=1, seqlen_q=2048, nheads=2)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.rand(x.shape, generator=generator, device="cuda").to(x.dtype)
+        for x in (call.q, call.k, call.v, call.dout)
+    )
+    call = GradientCall(q, k, v, dout)
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    qd, kd, vd = (x.repeat_interleave(2 // x.shape[2], 2).transpose(1, 2) for x in leaves)
+    out = torch.softmax(qd @ kd.transpose(2, 3) * head_dim**-0.5, -1) @ vd
+    (wanted,) = torch.autograd.grad(out.transpose(1, 2), leaves[:1], dout.double())
+
+    def error() -> float:
+        return float((call()[0].double() - wanted).norm() / wanted.norm())
+
+    assert error() < most
+    with deterministic_mode(keep_residual=False):
+        assert error() > without
+
+
+@pytest.mark.parametrize("feature", ["full", "causal", "window", "softcap", "everything"])
+@SPLIT
+@CONFIG
+def test_families_agree(
+    head_dim: int, dtype: str, split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the sm90 family runs on compute capability 9.0 alone")
+    call = draw_call(head_dim, dtype, feature, seqlen_q=300, seqlen_k=700)
+    call = call.with_options(split_size=split_size)
+    found = {}
+    for family in ("sm80", "sm90"):
+        monkeypatch.setenv(FAMILY, family)
+        found[family] = results(call)
+    assert_same(found["sm90"], found["sm80"], ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("feature", ["full", "causal", "everything", "dropout"])
+@SPLIT
+@CONFIG
+def test_paths_of_long_calls_agree(
+    head_dim: int, dtype: str, split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = draw_call(head_dim, dtype, feature, seqlen_q=150, seqlen_k=700)
+    families = [
+        f"family={family},path={path}"
+        for family in ("sm80", "sm90")
+        for path in ("one_cta", "parts")
+    ]
+    assert_paths_agree(monkeypatch, families, lambda: kept(call, split_size))
+
+
+@pytest.mark.parametrize("feature", ["full", "causal", "window", "alibi-causal"])
+@SPLIT
+@CONFIG
+def test_paths_of_few_queries_agree(
+    head_dim: int, dtype: str, split_size: int, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = draw_call(head_dim, dtype, feature, seqlen_q=5, seqlen_k=700, nheads=8)
+    names = [f"path={path}" for path in ("one_cta", "parts", "few_rows", "scores_first")]
+    assert_paths_agree(monkeypatch, names, lambda: kept(call, split_size))
+
+
+@FEATURE
+@CONFIG
+def test_run_to_run_and_batch(head_dim: int, dtype: str, feature: str) -> None:
+    call = draw_call(head_dim, dtype, feature, batch=3, seqlen_q=300).with_options(split_size=128)
+    expected = call()
+    for _ in range(5):
+        assert_same_gradients(call(), expected)
+    if "dropout" not in feature:  # its mask follows the place in the batch
+        for index in (0, 2):
+            alone = call.sequences([index])()
+            dq, dk, dv = (x[[index]] for x in expected)
+            assert_same_gradients(alone, (dq, dk, dv))
+
+
+@pytest.mark.parametrize("feature", ["full", "causal", "everything"])
+@CONFIG
+def test_packed_calls_have_the_bits_of_dense_ones(head_dim: int, dtype: str, feature: str) -> None:
+    whole = draw_call(head_dim, dtype, feature, batch=4, seqlen_q=300).with_options(split_size=128)
+    lengths = [(300, 300), (1, 129), (200, 64), (0, 70)]
+    calls = [whole.sequences([i]).lengths(*length) for i, length in enumerate(lengths)]
+    for call, packed in zip(calls, run_packed(calls, spare=5), strict=True):
+        if call.q.shape[1]:
+            assert_same_gradients(packed, call())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qkvpacked_calls_have_the_bits_of_plain_ones(dtype: str) -> None:
+    call = draw_call(64, dtype, "causal", nheads_k=4)
+    qkv = torch.stack((call.q, call.k, call.v), 2).requires_grad_()
+    out = flash_attn_qkvpacked_func(qkv, causal=True)
+    (gradient,) = torch.autograd.grad(out, [qkv], call.dout)
+    dq, dk, dv = gradient.unbind(2)
+    assert_same_gradients((dq, dk, dv), call())
+
+
+def test_memory_is_what_explain_says() -> None:
+    call = draw_call(64, "bf16", batch=4, seqlen_q=1024)
+    held = {}
+    for keep in (False, True):
+        with deterministic_mode(keep_residual=keep):
+            q = call.q.detach().requires_grad_()
+            said = explain(flash_attn_func, q, call.k, call.v).residual_bytes
+            gc.collect()
+            before = torch.cuda.memory_allocated()
+            out = flash_attn_func(q, call.k, call.v)
+            held[keep] = torch.cuda.memory_allocated() - before
+            del out
+    assert held[True] - held[False] == said == 2 * call.q.numel()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda r: r.half(), id="dtype"),
+        pytest.param(lambda r: r[:, 1:], id="shape"),
+        pytest.param(lambda r: r.transpose(1, 2).contiguous().transpose(1, 2), id="strides"),
+        pytest.param(lambda r: r.cpu(), id="device"),
+    ],
+)
+def test_wrong_residual(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    q, k, v = make_qkv((2, 9, 4, 64))
+    rest = (None, None, 0.0, 0.125, -1, -1, 0.0)
+    out, lse, residual = OPS.fwd_with_residual(q, k, v, *rest, 0, True, True)
+    with pytest.raises(RuntimeError, match="residual"):
+        OPS.bwd(q, q, k, v, out, lse, *rest, True, change(residual))
