@@ -21,7 +21,7 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // queries_through_ring: whether these sixteens are loaded through the ring of K and V, so that
 // their shared memory is one more block of the ring.
 //
-// Measured on an H100 (docs/adr/0016), as block_m in instances.json was; head dim 256 not yet.
+// Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
 struct FwdShape {
   int keys, state_columns;
   bool takes_turns;
@@ -37,7 +37,7 @@ constexpr FwdShape fwd_shape(int head_dim, int block_m) {
          : head_dim == 128 && block_m == 192 ? FwdShape{64, 16, true, true, 4}
          : head_dim == 128                   ? FwdShape{128, 16, false}
          : head_dim == 192                   ? FwdShape{64, 12, false, true, 12}
-                                             : FwdShape{64, 16, true, true, 8, true};
+                                             : FwdShape{64, 16, false, true, 8, true};
 }
 
 // Keys in pages: with 128 keys to a product the code for them spills in the loop (head dim 64 with
