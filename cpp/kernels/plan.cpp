@@ -271,6 +271,26 @@ bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num
          heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
 }
 
+// Heads whose key blocks are worked on side by side where CTAs take turns: no bits depend on it.
+// With many key blocks of a head side by side these share rows in L2, which counts most where
+// sequences of uneven lengths pull them apart; with few they wait less for each other under a
+// causal mask, where each has fewer rows than the one before.
+int heads_in_flight(const BwdParams& params, const BwdKernel& kernel, int num_sms) {
+  const bool full = params.window_size_left < 0 && params.window_size_right < 0;
+  if (kernel.family == Family::kSm90) {
+    // One CTA to an SM: this many key blocks of a head side by side, or half of those that a short
+    // head has. Measured on an H100 with equal lengths, full and causal (docs/adr/0019); windows
+    // are taken to be like causal masks, as their key blocks end at different rows too.
+    const int beside = full ? 33 : 16;
+    const int blocks = num_blocks(params.seqlen_k, kernel.block_n);
+    return std::max({num_sms / beside, num_sms / std::max(2 * blocks, 1), 1});
+  }
+  // The best of those tried on an H200 (docs/adr/0008).
+  const bool packed = params.cu_seqlens_k != nullptr;
+  const int beside = full || (packed && kernel.block_m <= 64) ? 8 : 4;
+  return std::max(num_sms / beside, 1);
+}
+
 }  // namespace
 
 int kernel_head_dim(int head_dim) {
@@ -381,10 +401,6 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   return plan;
 }
 
-// Which CTAs run side by side: no bits depend on it. With many key blocks of a head side by side
-// these share rows in L2, which counts most where sequences of uneven lengths pull them apart; with
-// few they wait less for each other under a causal mask, where each has fewer rows than the one
-// before. The numbers are the best of those tried on an H200 (docs/adr/0008).
 BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
                  const Device& device) {
   const Features features = features_of(params);
@@ -408,10 +424,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
   plan.whole_heads = deterministic && suits_whole_heads(params, *plan.kernel, device.num_sms);
   plan.in_turns = deterministic && !plan.whole_heads;
   if (plan.in_turns) {
-    const bool full = params.window_size_left < 0 && params.window_size_right < 0;
-    const bool packed = params.cu_seqlens_k != nullptr;
-    const int beside = full || (packed && plan.kernel->block_m <= 64) ? 8 : 4;
-    plan.heads_in_flight = std::max(1, device.num_sms / beside);
+    plan.heads_in_flight = heads_in_flight(params, *plan.kernel, device.num_sms);
   }
   return plan;
 }

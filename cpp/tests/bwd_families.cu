@@ -3,7 +3,8 @@
 //   fad_bwd_families stages            the steps of one tile, one by one: says which one differs
 //   fad_bwd_families drawn N [SEED]    N drawn calls
 //   fad_bwd_families crowded N [SEED]  N drawn calls, beside a kernel that holds all SMs but two
-//   fad_bwd_families time              the loop over row blocks of both families, side by side
+//   fad_bwd_families time [HEADS ...]  the loop over row blocks of both families, side by side;
+//                                      sm90's also with each number of HEADS in flight
 //
 // A call that does not end within a minute is reported as stuck. The exit status is 0 if all bits
 // are equal, 1 if some differ, 2 for errors and 3 for a call that is stuck.
@@ -905,14 +906,14 @@ bool run_drawn(int count, uint64_t seed, bool crowded) {
 // ---- time
 
 double milliseconds(const Call& call, const Inputs& inputs, const Gradients& gradients,
-                    Family family, int repeats) {
+                    Family family, int repeats, int heads_in_flight = 0) {
   BwdParams params = params_of(call, inputs, gradients, 0, call.max_q());
   const BwdPlan plan =
       plan_bwd(params, *call.held.instance, call.deterministic, device_with(family));
   const Scratch scratch = scratch_of(params, *plan.kernel);
   params.whole_heads = plan.whole_heads;
   params.in_turns = plan.in_turns;
-  params.heads_in_flight = plan.heads_in_flight;
+  params.heads_in_flight = heads_in_flight > 0 ? heads_in_flight : plan.heads_in_flight;
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin));
   CHECK(cudaEventCreate(&end));
@@ -934,7 +935,7 @@ double milliseconds(const Call& call, const Inputs& inputs, const Gradients& gra
   return times[times.size() / 2];
 }
 
-void run_times() {
+void run_times(const std::vector<int>& heads_in_flight) {
   struct Shape {
     int batch, length, heads, heads_k;
     bool causal;
@@ -980,6 +981,10 @@ void run_times() {
       const auto speed = [&](double time) { return flops / time * 1e-9; };
       std::printf("%-44s %10.3f %7.0f %10.3f %7.0f %10.3f %7.0f  %.2f\n", call.name().c_str(), a,
                   speed(a), b, speed(b), c, speed(c), b / a);
+      for (const int heads : heads_in_flight) {
+        const double time = milliseconds(call, inputs, gradients, Family::kSm90, 5, heads);
+        std::printf("  %d heads in flight: %.3f ms, %.0f\n", heads, time, speed(time));
+      }
       std::fflush(stdout);
     }
   }
@@ -1002,9 +1007,14 @@ int run_all(int argc, char** argv) {
   } else if ((what == "drawn" || what == "crowded") && argc > 2) {
     equal = run_drawn(std::atoi(argv[2]), argc > 3 ? std::atoll(argv[3]) : 1, what == "crowded");
   } else if (what == "time") {
-    run_times();
+    std::vector<int> heads_in_flight;
+    for (int i = 2; i < argc; ++i) {
+      heads_in_flight.push_back(std::atoi(argv[i]));
+    }
+    run_times(heads_in_flight);
   } else {
-    std::printf("usage: %s stages | drawn N [SEED] | crowded N [SEED] | time\n", argv[0]);
+    std::printf("usage: %s stages | drawn N [SEED] | crowded N [SEED] | time [HEADS ...]\n",
+                argv[0]);
     return 2;
   }
   std::printf(equal ? "all bits equal\n" : "SOME BITS DIFFER\n");

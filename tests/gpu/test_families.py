@@ -18,6 +18,7 @@ from flash_attn_deterministic import (
     flash_attn_with_kvcache,
 )
 from flash_attn_deterministic.info.build_info import build_info
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, skip_unless_built
 from tests.gpu.drawn_calls import draw_call
@@ -278,6 +279,37 @@ def test_gradients(
         assert plan.backward is not None
         assert plan.backward.family == family
     assert_gradients_agree(monkeypatch, lambda: [call()])
+
+
+@pytest.mark.parametrize(
+    ("sms", "seqlen", "window", "family", "heads"),
+    [
+        pytest.param(132, 4096, (-1, -1), "sm90", 4, id="full"),
+        pytest.param(132, 4096, (-1, 0), "sm90", 8, id="causal"),
+        pytest.param(132, 4096, (256, 0), "sm90", 8, id="window"),
+        pytest.param(132, 512, (-1, 0), "sm90", 16, id="short"),
+        pytest.param(132, 513, (-1, 0), "sm90", 13, id="one-more-key-block"),
+        pytest.param(132, 512, (-1, -1), "sm90", 16, id="short-full"),
+        pytest.param(1, 4096, (-1, -1), "sm90", 1, id="one-sm"),
+        pytest.param(132, 4096, (-1, -1), "sm80", 16, id="sm80-full"),
+        pytest.param(132, 4096, (-1, 0), "sm80", 33, id="sm80-causal"),
+    ],
+)
+def test_heads_whose_gradients_are_computed_side_by_side(
+    sms: int,
+    seqlen: int,
+    window: tuple[int, int],
+    family: str,
+    heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(128, "bf16", "bwd")
+    q, k, v = make_qkv((1, seqlen, 6, 128))
+    monkeypatch.setenv(VARIABLE, family)
+    with device_override(f"sms={sms}"):
+        plan = explain(flash_attn_func, q, k, v, window_size=window, deterministic=True)
+    assert plan.backward is not None
+    assert (plan.backward.in_turns, plan.backward.heads_in_flight) == (True, heads)
 
 
 @pytest.mark.parametrize("feature", BACKWARD_FEATURES)

@@ -75,11 +75,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (warpgroup == 0) {
     give_registers<T::kHelperRegisters>();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) {
-      load_tensors<T>(params, q_map, k_map, v_map, do_map, shared);
+    if (warp == 0) {
+      load_inputs<T>(params, q_map, k_map, v_map, do_map, shared);
     } else if (warp == 1) {
-      load_numbers<T>(params, shared);
-    } else if (warp >= 2) {
+      end_turns<T>(params, shared);
+    } else {
       add_dq<T>(params, shared);
     }
   } else {

@@ -14,7 +14,7 @@ __device__ __forceinline__ void add_to(float* address, float4 value) {
                : "memory");
 }
 
-// The turns of a key block: in shared memory, as registers are few. Only one thread uses it.
+// What a key block waits for: in shared memory, as registers are few. Only one thread uses it.
 struct KeyTurns {
   unsigned* counter;  // of this key block; that of the one before lies params.h before it
   // Row blocks from here on are free: the key block before has added to them, or never will.
@@ -47,21 +47,34 @@ __device__ __forceinline__ void start_turns(const BwdParams& params, const BwdWo
   write_turns(at, turns);
 }
 
-// Waits until the next row block is free.
+// Waits until the next row block is free, and goes on to the one after it.
 __device__ __forceinline__ void await_turn(const BwdParams& params, uint32_t at) {
   KeyTurns turns = read_turns(at);
   if (turns.m_block < turns.free_above) {
     turns.free_above = progress(wait_for(turns.counter - params.h, progress(turns.m_block)));
-    write_turns(at, turns);
   }
-}
-
-// The row block has been added to. is_last: so have all that see this key block.
-__device__ __forceinline__ void end_turn(uint32_t at, bool is_last) {
-  KeyTurns turns = read_turns(at);
-  store_release(turns.counter, progress(is_last ? 0 : turns.m_block));
   --turns.m_block;
   write_turns(at, turns);
+}
+
+// One warp: publishes which row blocks have been added to. A release waits until the adds before it
+// have reached memory; a warp of its own lets the adds of the next row block run meanwhile.
+template <typename T>
+__device__ __forceinline__ void end_turns(const BwdParams& params, uint32_t shared) {
+  if (!params.in_turns) {
+    return;
+  }
+  const BwdWork work = read_bwd_work(shared + T::kWorkAt);
+  const auto [begin, end] = row_blocks<T>(params, work);
+  unsigned* const counter = progress_of(params, work, T::kKeys);
+#pragma unroll 1
+  for (int m_block = end - 1; m_block >= begin; --m_block) {
+    named_barrier_sync(kRowBlockAdded, T::kReducers + 32);
+    if (read_thread() % 32 == 0) {
+      store_release(counter, progress(m_block == begin ? 0 : m_block));
+    }
+    __syncwarp();
+  }
 }
 
 // Each of the two warps adds one part of a row block.
@@ -90,13 +103,13 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared)
 #pragma unroll 1
   for (int turn = 0; turn < count; ++turn) {
     sums -= (T::kRows + 64) * T::kHeadDim;
-    barrier_wait(shared + T::kDqFull + 8 * (turn & 1), turn >> 1 & 1);
     if (params.in_turns) {
       if (leads()) {
         await_turn(params, shared + T::kTurnsAt);
       }
       named_barrier_sync(kReducersMeet, T::kReducers);
     }
+    barrier_wait(shared + T::kDqFull + 8 * (turn & 1), turn >> 1 & 1);
     uint32_t from = first + (turn & 1) * T::kDqBytes;
 #pragma unroll 1
     for (int row = 0; row < 64; row += 2 * T::kAddsAtOnce) {
@@ -114,10 +127,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared)
       barrier_arrive(shared + T::kDqEmpty + 8 * (turn & 1));
     }
     if (params.in_turns) {
-      named_barrier_sync(kReducersMeet, T::kReducers);
-      if (leads()) {
-        end_turn(shared + T::kTurnsAt, turn + 1 == count);
-      }
+      named_barrier_sync(kRowBlockAdded, T::kReducers + 32);
     }
   }
 }

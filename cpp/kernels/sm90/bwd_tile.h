@@ -81,5 +81,6 @@ struct BwdTile {
 // Named barriers; 0 is __syncthreads.
 constexpr int kConsumersMeet = 1;
 constexpr int kReducersMeet = 2;
+constexpr int kRowBlockAdded = 3;  // the warps that add to dq and the one that ends turns
 
 }  // namespace fad::sm90
