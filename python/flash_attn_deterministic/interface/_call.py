@@ -186,8 +186,11 @@ def run_explained(name: str, arguments: tuple[Any, ...], check: Callable[[], obj
         return run(name, arguments, followed=False)
     except Exception as error:
         problem = error
-    check()
-    raise problem
+    try:
+        check()
+        raise problem
+    finally:
+        del problem  # its traceback holds this frame, and with it the tensors
 
 
 def draw_rng_state(dropout_p: float, device: torch.device) -> torch.Tensor | None:
