@@ -17,6 +17,7 @@ from flash_attn_deterministic._checks import varlen as varlen_checks
 from flash_attn_deterministic._ops import autograd, eager
 from flash_attn_deterministic.errors import FlashAttnError
 from flash_attn_deterministic.interface import _call, dense, kvcache, varlen
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CALLS: dict[str, Callable[[], Call]] = {
     "flash_attn_func": qkv_call,
@@ -207,11 +208,11 @@ def test_saved_tensor_that_was_written_to_is_noticed() -> None:
         out.sum().backward()
 
 
-class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Counts the package's ops."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.ops: list[str] = []
 
     def __torch_dispatch__(
@@ -240,7 +241,8 @@ def test_subclasses_see_the_op() -> None:
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             seen.append(str(func))
-            return super().__torch_function__(func, types, args, kwargs or {})
+            run = super().__torch_function__
+            return run(func, types, args, kwargs or {})  # type: ignore[no-untyped-call, unused-ignore]
 
     q, k, v = (t.as_subclass(Seeing) for t in make_inputs(2, 5, 9, 4, 2, 32, torch.bfloat16))
     interface.flash_attn_func(q, k, v)
