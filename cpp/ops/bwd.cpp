@@ -1,8 +1,8 @@
 #include "bwd.h"
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
+#include "allocate.h"
 #include "checks.h"
 
 namespace fad {
@@ -11,8 +11,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 Gradients new_gradients(const Tensor& q, const Tensor& k, const Tensor& v) {
-  return {torch::stable::new_empty(q, q.sizes()), torch::stable::new_empty(k, k.sizes()),
-          torch::stable::new_empty(v, v.sizes())};
+  return {allocate(q, q.sizes()), allocate(k, k.sizes()), allocate(v, v.sizes())};
 }
 
 void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, const Tensor& k,

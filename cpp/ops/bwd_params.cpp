@@ -1,6 +1,6 @@
 #include <c10/cuda/CUDAException.h>
-#include <torch/csrc/stable/ops.h>
 
+#include "allocate.h"
 #include "bwd.h"
 #include "checks.h"
 #include "device.h"
@@ -21,7 +21,7 @@ std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, in
 }
 
 Tensor scratch(const Tensor& like, std::int64_t elements, ScalarType dtype) {
-  return torch::stable::new_empty(like, {elements}, dtype);
+  return allocate(like, {elements}, dtype);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What a kernel needs of its tensors to stay inside their memory. The python functions check the
-// same and more, with friendlier words; these hold for whoever calls an op directly.
+// What a kernel needs of its tensors to stay inside their memory. The Python functions leave their
+// tensors to these checks, and look for friendlier words only after a refusal.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,8 +1,8 @@
 #include "fwd.h"
 
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
+#include "allocate.h"
 #include "checks.h"
 
 namespace fad {
@@ -17,9 +17,8 @@ Outputs fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, const Te
             bool /*deterministic_bwd*/) {
   check_dense(q, k, v);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  Tensor out = torch::stable::new_empty(q, q.sizes());
-  Tensor softmax_lse =
-      torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+  Tensor out = allocate(q, q.sizes());
+  Tensor softmax_lse = allocate(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
 
   // Named, so that copies live until the launches are queued.
   const Tensor q_rows = aligned(q);

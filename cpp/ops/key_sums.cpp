@@ -1,7 +1,7 @@
 // The end of dk and dv whose sums the caller keeps.
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
+#include "allocate.h"
 #include "bwd.h"
 #include "checks.h"
 #include "device.h"
@@ -44,7 +44,7 @@ std::tuple<Tensor, Tensor> finish_key_sums(const Tensor& dk_sums, const Tensor& 
               sums.scalar_type() == ScalarType::Float && sums.is_contiguous(),
           name, ": expected a contiguous float32 tensor on cuda:", device, ", got ",
           Described{sums});
-    Tensor gradient = torch::stable::new_empty(sums, shape, k.scalar_type());
+    Tensor gradient = allocate(sums, shape, k.scalar_type());
     round_sums({static_cast<const float*>(sums.data_ptr()), gradient.data_ptr(), rows,
                 static_cast<int>(heads), static_cast<int>(heads / heads_k),
                 static_cast<int>(shape[last]), scale, scales},

@@ -1,7 +1,7 @@
 // Forward over a KV cache that new keys and values are appended to.
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
+#include "allocate.h"
 #include "checks.h"
 #include "device.h"
 #include "fwd.h"
@@ -108,17 +108,18 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
     check_attention_input(*v, "v", q, 4);
     check_shape(*k, "k", {batch, k->size(1), nheads_k, head_dim});
     check_shape(*v, "v", {batch, k->size(1), nheads_k, head_dim});
+    check(k->size(1) <= capacity, "k: expected at most the ", capacity,
+          " tokens that the cache holds for a sequence, got ", k->size(1));
   }
   if (rotates) {
     check_rotary(*rotary_cos, *rotary_sin, q, capacity);
   }
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  Tensor out = torch::stable::new_empty(q, q.sizes());
-  Tensor softmax_lse =
-      torch::stable::new_empty(q, {batch, q.size(2), q.size(1)}, ScalarType::Float);
+  Tensor out = allocate(q, q.sizes());
+  Tensor softmax_lse = allocate(q, {batch, q.size(2), q.size(1)}, ScalarType::Float);
   const Tensor q_rows = aligned(q);
-  const Tensor attending = rotates ? torch::stable::new_empty(q, q.sizes()) : q_rows;
+  const Tensor attending = rotates ? allocate(q, q.sizes()) : q_rows;
   const OptionalTensor no_rng_state;
   FwdParams params{};
   set_dense(params, attending, k_cache, v_cache, out, softmax_lse);

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "allocate.h"
 #include "checks.h"
 #include "device.h"
 #include "kernels/tree/masking.h"
@@ -197,7 +198,7 @@ Tensor aligned(const Tensor& tensor) {
   if (good) {
     return tensor;
   }
-  Tensor copy = torch::stable::new_empty(tensor, tensor.sizes());
+  Tensor copy = allocate(tensor, tensor.sizes());
   return torch::stable::copy_(copy, tensor);
 }
 
@@ -237,8 +238,8 @@ void run_fwd(const FwdParams& params, const Tensor& q, const FwdPlan& plan) {
   }
   std::optional<Tensor> scratch;  // lives until the launches are queued
   if (plan.scratch_bytes > 0) {
-    scratch = torch::stable::new_empty(
-        q, {static_cast<std::int64_t>(plan.scratch_bytes / sizeof(float))}, ScalarType::Float);
+    scratch = allocate(q, {static_cast<std::int64_t>(plan.scratch_bytes / sizeof(float))},
+                       ScalarType::Float);
   }
   run_plan(plan, params, scratch.has_value() ? scratch->data_ptr() : nullptr,
            current_stream(q.get_device_index()));

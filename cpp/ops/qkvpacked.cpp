@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "allocate.h"
 #include "bwd.h"
 #include "checks.h"
 
@@ -32,17 +33,13 @@ struct Room {
 
   Gradients parts() const { return parts_of(dq, dqkv); }
 
-  PackedGradients result() const {
-    return {dq.has_value() ? *dq : torch::stable::new_empty(dqkv, {0}), dqkv};
-  }
+  PackedGradients result() const { return {dq.has_value() ? *dq : allocate(dqkv, {0}), dqkv}; }
 
   OptionalTensor dq;
   Tensor dqkv;
 
  private:
-  static Tensor like(const Tensor& tensor) {
-    return torch::stable::new_empty(tensor, tensor.sizes());
-  }
+  static Tensor like(const Tensor& tensor) { return allocate(tensor, tensor.sizes()); }
 };
 
 }  // namespace

@@ -1,9 +1,9 @@
 // Forward of packed sequences.
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 
+#include "allocate.h"
 #include "checks.h"
 #include "device.h"
 #include "fwd.h"
@@ -61,8 +61,8 @@ Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, c
   check(!leftpad_k.has_value() || !block_table.has_value(),
         "leftpad_k: expected None together with block_table, got a tensor");
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  Tensor out = torch::stable::new_empty(q, q.sizes());
-  Tensor softmax_lse = torch::stable::new_empty(q, {q.size(1), q.size(0)}, ScalarType::Float);
+  Tensor out = allocate(q, q.sizes());
+  Tensor softmax_lse = allocate(q, {q.size(1), q.size(0)}, ScalarType::Float);
 
   const Tensor q_rows = aligned(q);
   const Tensor k_rows = aligned(k);

@@ -118,10 +118,20 @@ def _check_lengths(lengths: Lengths, device: torch.device, names: Names) -> Leng
         check_no_leftpad("leftpad_k", leftpad_k)
     if leftpad_k is not None:
         check_int32("leftpad_k", leftpad_k, (batch,), "(batch,)", device)
-    return lengths._replace(
-        max_seqlen_q=check_length(names.max_seqlen_q, lengths.max_seqlen_q),
-        max_seqlen_k=check_length(names.max_seqlen_k, lengths.max_seqlen_k),
-    )
+    return with_ints(lengths, names)
+
+
+def with_ints(lengths: Lengths, names: Names = NAMES) -> Lengths:
+    """Returns lengths with ints of Python, and checks nothing else.
+
+    Raises:
+        ArgumentTypeError: max_seqlen_q or max_seqlen_k is no int.
+        ArgumentError: one of them is out of range.
+    """
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others = lengths
+    max_seqlen_q = check_length(names.max_seqlen_q, max_seqlen_q)
+    max_seqlen_k = check_length(names.max_seqlen_k, max_seqlen_k)
+    return Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others)
 
 
 def check_no_gradient(inputs: tuple[torch.Tensor, ...], lengths: Lengths) -> None:

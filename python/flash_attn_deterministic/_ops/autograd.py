@@ -8,7 +8,7 @@ formulas for forward mode and for torch.func, which is said before an op runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -17,8 +17,10 @@ from .._checks.determinism import alert_atomics
 from .._checks.kernels import check_kernels
 from .._checks.varlen import without_backward
 from ..errors import UnsupportedError
+from .eager import is_followed
 from .schemas import (
     BACKWARD,
+    FORWARD,
     NAMESPACE,
     WITH_RESIDUAL,
     Gradients,
@@ -29,23 +31,76 @@ from .schemas import (
 
 Results = Outputs | OutputsWithResidual
 
+_C: Any = torch._C  # what is used of it beyond torch's public functions, `eager` has looked for
+
+
+class _Formula(NamedTuple):
+    setup_context: Callable[..., None]
+    backward: Callable[..., tuple[torch.Tensor | None, ...]]
+
 
 def register(library: Any) -> None:
     """Registers the backward of each op that has one."""
     checked: Any = _Checked(library)
-    formulas = {
-        "fwd": (_setup_fwd, _backward),
-        "varlen_fwd": (_setup_varlen, _varlen_backward),
-        "qkvpacked_fwd": (_setup_qkvpacked, _qkvpacked_backward),
-        "varlen_qkvpacked_fwd": (_setup_varlen_qkvpacked, _varlen_qkvpacked_backward),
-    }
-    for name, (setup_context, backward) in formulas.items():
-        for each in (name, name + WITH_RESIDUAL):
-            torch.library.register_autograd(
-                f"{NAMESPACE}::{each}", backward, setup_context=setup_context, lib=checked
-            )
+    for name, formula in _FORMULAS.items():
+        torch.library.register_autograd(
+            f"{NAMESPACE}::{name}",
+            formula.backward,
+            setup_context=formula.setup_context,
+            lib=checked,
+        )
     for name in BACKWARD:
         torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_double_backward, lib=checked)
+
+
+def run(name: str, arguments: tuple[Any, ...], followed: bool) -> Any:
+    """Runs an op.
+
+    Args:
+        name: of the op.
+        arguments: of the op.
+        followed: what `is_followed` says of the call.
+    """
+    op = getattr(torch.ops.flash_attn_deterministic, name)
+    # torch.compile may begin with this function, where it could not compile what calls it. The
+    # lines below are in one function, so that it can't begin between them.
+    if followed or torch.compiler.is_compiling():
+        return op(*arguments)
+    if name in _FUNCTIONS and torch.is_grad_enabled() and _C._any_requires_grad(*arguments):
+        function, tensors = _FUNCTIONS[name]
+        return function.apply(*arguments[:tensors], arguments[tensors:])
+    with _C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def _function(name: str, formula: _Formula) -> tuple[Any, int]:
+    """Returns an op's autograd for calls that are not followed.
+
+    It does what torch.library.register_autograd makes of the formula. The numbers of a call are one
+    argument of it, as torch looks at each argument in Python.
+
+    Returns:
+        A torch.autograd.Function, and how many of the op's arguments are tensors: its first ones.
+    """
+    tensors = FORWARD[name].split(" -> ")[0].count("Tensor")
+
+    def forward(ctx: Any, *inputs: Any) -> Results:
+        arguments = (*inputs[:-1], *inputs[-1])
+        op = getattr(torch.ops.flash_attn_deterministic, name)
+        output: Results
+        if torch.compiler.is_compiling():  # as in run; torch has turned gradients off here
+            output = op(*arguments)
+        else:
+            with _C._AutoDispatchBelowAutograd():
+                output = op(*arguments)
+        formula.setup_context(ctx, arguments, output)
+        return output
+
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
+        return (*formula.backward(ctx, *gradients)[:tensors], None)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods), tensors
 
 
 class _Checked:
@@ -121,7 +176,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 def _backward(
     ctx: Any, dout: torch.Tensor | None, *others: None
 ) -> tuple[torch.Tensor | None, ...]:
-    return _run(ctx, torch.ops.flash_attn_deterministic.bwd, dout)
+    return _run(ctx, "bwd", dout)
 
 
 def _varlen_backward(
@@ -132,22 +187,22 @@ def _varlen_backward(
             f"{ctx.without_backward}: there is no backward with it; pass packed sequences without "
             "it, or detach q, k and v"
         )
-    return _run(ctx, torch.ops.flash_attn_deterministic.varlen_bwd, dout)
+    return _run(ctx, "varlen_bwd", dout)
 
 
 def _qkvpacked_backward(
     ctx: Any, dout: torch.Tensor | None, *others: None
 ) -> tuple[torch.Tensor | None, ...]:
-    return _run(ctx, torch.ops.flash_attn_deterministic.qkvpacked_bwd, dout)
+    return _run(ctx, "qkvpacked_bwd", dout)
 
 
 def _varlen_qkvpacked_backward(
     ctx: Any, dout: torch.Tensor | None, *others: None
 ) -> tuple[torch.Tensor | None, ...]:
-    return _run(ctx, torch.ops.flash_attn_deterministic.varlen_qkvpacked_bwd, dout)
+    return _run(ctx, "varlen_qkvpacked_bwd", dout)
 
 
-def _run(ctx: Any, op: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _run(ctx: Any, name: str, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     inputs: int = ctx.inputs
     if dout is None:
         return (None,) * inputs
@@ -158,8 +213,11 @@ def _run(ctx: Any, op: Any, dout: torch.Tensor | None) -> tuple[torch.Tensor | N
         alert_atomics(dout.device)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
+    # With create_graph=True the op's autograd kernel says that its result has no gradient.
+    followed = torch.is_grad_enabled() or is_followed(dout)
     rest = len(saved) - ctx.residuals
-    gradients: Gradients | PackedGradients = op(dout, *saved[:rest], *ctx.numbers, *saved[rest:])
+    arguments = (dout, *saved[:rest], *ctx.numbers, *saved[rest:])
+    gradients: Gradients | PackedGradients = run(name, arguments, followed)
     found: list[torch.Tensor | None] = list(gradients)
     if saved[0] is None:  # q is in the packed tensor
         found[0] = None
@@ -171,3 +229,16 @@ def _no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
         "double backward: the gradients of flash_attn_deterministic have no gradient of their own; "
         "call backward() or torch.autograd.grad() without create_graph=True"
     )
+
+
+_FORMULAS = {
+    name + suffix: formula
+    for name, formula in {
+        "fwd": _Formula(_setup_fwd, _backward),
+        "varlen_fwd": _Formula(_setup_varlen, _varlen_backward),
+        "qkvpacked_fwd": _Formula(_setup_qkvpacked, _qkvpacked_backward),
+        "varlen_qkvpacked_fwd": _Formula(_setup_varlen_qkvpacked, _varlen_qkvpacked_backward),
+    }.items()
+    for suffix in ("", WITH_RESIDUAL)
+}
+_FUNCTIONS = {name: _function(name, formula) for name, formula in _FORMULAS.items()}

@@ -12,6 +12,8 @@ from .._checks.determinism import resolve_deterministic
 from .._checks.split import check_split_size
 from .._checks.varlen import without_backward
 from .._ops.arguments import Lengths, Options
+from .._ops.autograd import run
+from .._ops.eager import is_followed
 from .._ops.schemas import WITH_RESIDUAL
 from ..mode.current import resolve
 
@@ -83,18 +85,21 @@ def attend(
     return_attn_probs: Any,
     lengths: Lengths | None = None,
     packed: Packed | None = None,
+    check: Callable[[], object] | None = None,
 ) -> torch.Tensor | WithProbs:
     """Runs a dense or a packed call.
 
     Args:
-        q: checked; k, v, options and lengths too.
+        q: checked, unless there is a check; k, v and lengths too.
         k: see q.
         v: see q.
         alibi_slopes: as the caller gave it; return_attn_probs too.
-        options: of the call.
+        options: of the call; checked.
         return_attn_probs: see alibi_slopes.
         lengths: of packed sequences; None: dense.
         packed: what q, k and v are parts of, and what gets the gradient; None: they are themselves.
+        check: what raises where q, k, v or lengths are wrong; only for a call of which `op_checks`
+            is true.
 
     Returns:
         What `flash_attn_func` or `flash_attn_varlen_func` returns.
@@ -104,28 +109,41 @@ def attend(
     """
     with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
     nheads, head_dim = q.shape[-2:]
-    batch = q.shape[0] if lengths is None else lengths.cu_seqlens_q.shape[0] - 1
-    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    kernels.check_kernels(q.device, q.dtype, head_dim)
-    kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
+
+    def check_rest() -> None:
+        if check is not None:
+            check()
+        batch = q.shape[0] if lengths is None else lengths.cu_seqlens_q.shape[0] - 1
+        tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
+        kernels.check_kernels(q.device, q.dtype, head_dim)
+        kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
+
+    # A seed is drawn for a call alone that has been found right.
+    explains = check is not None and options.dropout_p == 0
+    if not explains:
+        check_rest()
     slopes = slopes_for_op(alibi_slopes)
     rng_state = draw_rng_state(options.dropout_p, q.device)
-    qkv = tuple(map(padded, packed or (q, k, v)))
+    qkv: tuple[torch.Tensor | None, ...] = packed or (q, k, v)
+    if head_dim % 8:
+        qkv = tuple(map(padded, qkv))
     dropout_p, scores, *tree, keep_residual = options
     suffix = WITH_RESIDUAL if keep_residual and _has_backward(qkv, lengths) else ""
-    ops = torch.ops.flash_attn_deterministic
     if lengths is None:
-        op = getattr(ops, ("qkvpacked_fwd" if packed else "fwd") + suffix)
-        out, softmax_lse, *_ = op(*qkv, slopes, rng_state, dropout_p, *scores, *tree)
+        name = ("qkvpacked_fwd" if packed else "fwd") + suffix
+        arguments = *qkv, slopes, rng_state, dropout_p, *scores, *tree
     else:
-        op = getattr(ops, ("varlen_qkvpacked_fwd" if packed else "varlen_fwd") + suffix)
+        name = ("varlen_qkvpacked_fwd" if packed else "varlen_fwd") + suffix
         cu_seqlens_q, cu_seqlens_k, *longest, seqused_k, leftpad_k, block_table = lengths
         others = () if packed else (seqused_k, leftpad_k, block_table)
-        indices = cu_seqlens_q, cu_seqlens_k, *others
-        out, softmax_lse, *_ = op(
-            *qkv, *map(contiguous, indices), slopes, rng_state, *longest, dropout_p, *scores, *tree
-        )
-    out = out[..., :head_dim]
+        indices = map(contiguous, (cu_seqlens_q, cu_seqlens_k, *others))
+        arguments = *qkv, *indices, slopes, rng_state, *longest, dropout_p, *scores, *tree
+    if explains:
+        out, softmax_lse, *_ = run_explained(name, arguments, check_rest)
+    else:
+        out, softmax_lse, *_ = run(name, arguments, is_followed(*qkv))
+    if head_dim % 8:
+        out = out[..., :head_dim]
     if not with_probs:
         return out  # type: ignore[no-any-return]
     if rng_state is None:
@@ -140,6 +158,48 @@ def _has_backward(inputs: Sequence[torch.Tensor | None], lengths: Lengths | None
     wanted = any(tensor is not None and tensor.requires_grad for tensor in inputs)
     plain = lengths is None or not without_backward(*lengths[4:])
     return wanted and plain and torch.is_grad_enabled()
+
+
+def op_checks(rank: int, q: Any, *others: Any) -> bool:
+    """Returns whether the op checks the tensors of a call, which is then explained if it refuses.
+
+    The CUDA ops check all that their kernels need, before they launch anything. What is followed
+    may not run them: fake tensors, for instance.
+
+    Args:
+        rank: dimensions that q has to have.
+        q: the argument.
+        others: other tensors of the call that torch.compile, modes or subclasses may follow.
+    """
+    return (
+        isinstance(q, torch.Tensor)
+        and not is_followed(q, *others)
+        and q.is_cuda
+        and not q.is_nested
+        and q.dim() == rank
+        and q.shape[-1] > 0
+        and q.shape[-1] % 8 == 0  # what is padded first the op sees otherwise
+    )
+
+
+def run_explained(name: str, arguments: tuple[Any, ...], check: Callable[[], object]) -> Any:
+    """Runs an op that checks its arguments; where it refuses them, a check says why at length.
+
+    Args:
+        name: of the op.
+        arguments: of the op.
+        check: raises what the caller is to read; where it finds nothing wrong, the op's own error
+            is raised.
+    """
+    try:
+        return run(name, arguments, followed=False)
+    except Exception as error:
+        problem = error
+    try:
+        check()
+        raise problem
+    finally:
+        del problem  # its traceback holds this frame, and with it the tensors
 
 
 def draw_rng_state(dropout_p: float, device: torch.device) -> torch.Tensor | None:
@@ -173,9 +233,11 @@ def padded(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def slopes_for_op(alibi_slopes: torch.Tensor | None) -> torch.Tensor | None:
     """Returns ALiBi slopes as the ops take them; nothing of the call is differentiable in them."""
-    return None if alibi_slopes is None else alibi_slopes.detach().contiguous()
+    if not isinstance(alibi_slopes, torch.Tensor):
+        return alibi_slopes
+    return alibi_slopes.detach().contiguous()
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Copies a small tensor of lengths or indices unless it is contiguous."""
-    return None if tensor is None else tensor.contiguous()
+    return tensor.contiguous() if isinstance(tensor, torch.Tensor) else tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 
 from .._checks import tensors
 from .._checks.determinism import Deterministic
-from ._call import WithProbs, attend, resolve_options, typed
+from ._call import WithProbs, attend, op_checks, resolve_options, typed
 
 _QKV = tensors.Names("qkv", "qkv", "qkv")
 _KV = tensors.Names("q", "kv", "kv")
@@ -123,10 +124,14 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([1, 4, 2, 64])
     """
-    tensors.check_dense(q, k, v)
+    check = None
+    if op_checks(4, q, k, v):
+        check = functools.partial(tensors.check_dense, q, k, v)
+    else:
+        tensors.check_dense(q, k, v)
     scores = softmax_scale, causal, window_size, softcap
     options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, check=check)
 
 
 @typed

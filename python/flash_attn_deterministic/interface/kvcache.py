@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from .._checks import derivatives, kernels, numbers, tensors
 from .._checks import kvcache as checks
-from ._call import WithLse, contiguous, padded, resolve_options, slopes_for_op, typed
+from .._ops.arguments import Options
+from .._ops.autograd import run
+from .._ops.eager import is_followed
+from ._call import (
+    WithLse,
+    contiguous,
+    op_checks,
+    padded,
+    resolve_options,
+    run_explained,
+    slopes_for_op,
+    typed,
+)
 
 
 @typed
@@ -103,49 +115,58 @@ def flash_attn_with_kvcache(
     numbers.check_num_splits(num_splits)
     interleaved = numbers.check_flag("rotary_interleaved", rotary_interleaved)
     with_lse = numbers.check_flag("return_softmax_lse", return_softmax_lse)
-    capacity = checks.check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
-    batch, _, nheads, head_dim = q.shape
-    seqlen_new = checks.check_new(q, k_cache, k, v, cache_seqlens, capacity)
-    cache_seqlens = checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
-    checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
-    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(head_dim, 0.0, *scores, split_size)
-    checks.check_rotary(q, k, rotary_cos, rotary_sin, cache_seqlens, capacity, options.scores)
-    kernels.check_kernels(q.device, q.dtype, head_dim)
-    if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
-        checks.check_rows_aligned("k_cache", k_cache)
-        checks.check_rows_aligned("v_cache", v_cache)
-    derivatives.check_no_tangent((q, k_cache, v_cache, k, v))
+    numbers_of_scores = softmax_scale, causal, window_size, softcap
 
-    if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    with torch.no_grad():
-        k_padded, v_padded = padded(k_cache), padded(v_cache)
-        out, softmax_lse = torch.ops.flash_attn_deterministic.kvcache_fwd(
-            padded(q),
-            k_padded,
-            v_padded,
-            None if k is None else padded(k),
-            None if v is None else padded(v),
-            contiguous(cache_seqlens),
-            contiguous(rotary_cos),
-            contiguous(rotary_sin),
-            contiguous(cache_batch_idx),
-            contiguous(cache_leftpad),
-            contiguous(block_table),
-            slopes_for_op(alibi_slopes),
-            *options.scores,
-            interleaved,
-            options.split_size,
-            options.deterministic,
-        )
-        if k is not None and not torch.compiler.is_compiling():
-            # A graph that saved the cache for its backward must notice, whatever wrote to it.
-            torch.autograd.graph.increment_version(k_cache)
-            torch.autograd.graph.increment_version(v_cache)
-        if k is not None and head_dim % 8:
-            k_cache.copy_(k_padded[..., :head_dim])
-            v_cache.copy_(v_padded[..., :head_dim])
-    out = out[..., :head_dim]
+    def check() -> tuple[int | torch.Tensor | None, Options]:
+        capacity = checks.check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
+        batch, _, nheads, head_dim = q.shape
+        seqlen_new = checks.check_new(q, k_cache, k, v, cache_seqlens, capacity)
+        seqlens = checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
+        checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
+        tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
+        options = resolve_options(head_dim, 0.0, *numbers_of_scores, split_size)
+        checks.check_rotary(q, k, rotary_cos, rotary_sin, seqlens, capacity, options.scores)
+        kernels.check_kernels(q.device, q.dtype, head_dim)
+        if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
+            checks.check_rows_aligned("k_cache", k_cache)
+            checks.check_rows_aligned("v_cache", v_cache)
+        derivatives.check_no_tangent((q, k_cache, v_cache, k, v))
+        return seqlens, options
+
+    seqlens = cache_seqlens
+    # Of a length that is an int the op would not know that it is too long.
+    explains = (seqlens is None or isinstance(seqlens, torch.Tensor)) and op_checks(
+        4, q, k_cache, v_cache, k, v
+    )
+    if explains:
+        options = resolve_options(q.shape[3], 0.0, *numbers_of_scores, split_size)
+    else:
+        seqlens, options = check()
+    if seqlens is not None and not isinstance(seqlens, torch.Tensor):
+        seqlens = torch.full((q.shape[0],), seqlens, dtype=torch.int32, device=q.device)
+    head_dim = q.shape[3]
+    others = rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
+    settings = *options.scores, interleaved, options.split_size, options.deterministic
+
+    def arguments(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+        indices = map(contiguous, (seqlens, *others))
+        return *tensors, *indices, slopes_for_op(alibi_slopes), *settings
+
+    if explains:
+        given = arguments(q, k_cache, v_cache, k, v)
+        out, softmax_lse = run_explained("kvcache_fwd", given, check)
+    else:
+        with torch.no_grad():
+            copies = padded(k_cache), padded(v_cache)
+            given = arguments(padded(q), *copies, padded(k), padded(v))
+            out, softmax_lse = run("kvcache_fwd", given, is_followed(*given[:5]))
+            if head_dim % 8:
+                out = out[..., :head_dim]
+                if k is not None:
+                    k_cache.copy_(copies[0][..., :head_dim])
+                    v_cache.copy_(copies[1][..., :head_dim])
+    if k is not None and not torch.compiler.is_compiling():
+        # A graph that saved the cache for its backward must notice, whatever wrote to it.
+        torch.autograd.graph.increment_version(k_cache)
+        torch.autograd.graph.increment_version(v_cache)
     return (out, softmax_lse) if with_lse else out

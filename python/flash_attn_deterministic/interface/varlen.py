@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,7 +12,7 @@ from .._checks import tensors
 from .._checks import varlen as checks
 from .._checks.determinism import Deterministic
 from .._ops.arguments import Lengths
-from ._call import WithProbs, attend, resolve_options, typed
+from ._call import WithProbs, attend, op_checks, resolve_options, typed
 
 _QKV = checks.NAMES._replace(
     q="qkv",
@@ -104,11 +105,16 @@ def flash_attn_varlen_func(
     lengths = Lengths(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
-    lengths = checks.check_varlen(q, k, v, lengths)
-    checks.check_no_gradient((q, k, v), lengths)
+    check = None
+    if op_checks(3, q, k, v):
+        check = functools.partial(checks.check_varlen, q, k, v, lengths)
+        lengths = checks.with_ints(lengths)
+    else:
+        lengths = checks.check_varlen(q, k, v, lengths)
+        checks.check_no_gradient((q, k, v), lengths)
     scores = softmax_scale, causal, window_size, softcap
     options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths)
+    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths, check=check)
 
 
 @typed
