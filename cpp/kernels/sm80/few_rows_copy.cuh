@@ -82,8 +82,8 @@ struct SplitPages {
     return {block / kBlocks % 2 == 0 ? even : odd, block % kBlocks * kLanes};
   }
 
-  // Called for each block in turn, from block kBlocks / 2 or one before it on. Halfway through the
-  // blocks of one lookup, those before the latter are copied, and the next take their place.
+  // Called for each block in turn, from block kBlocks / 2 or an earlier one on. There, halfway
+  // through a lookup, the blocks of the lookup before it are all copied: the next takes its place.
   __device__ __forceinline__ void advance(int block) {
     if (Traits::kPaged && block % kBlocks == kBlocks / 2) {
       const int next = block / kBlocks + 1;
