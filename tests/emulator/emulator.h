@@ -46,6 +46,7 @@ struct Thread {
   std::vector<char> stack;
   uint3 index{};
   bool done = false, blocked = false;
+  int vote = 0;
   std::vector<Copy> open;                 // copies of the group that is not closed yet
   std::vector<std::vector<Copy>> groups;  // closed
   Exchange exchange{};
@@ -215,6 +216,7 @@ void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, Kernel ker
       thread.stack.resize(1 << 17);
       thread.index = uint3{static_cast<unsigned>(i), 0, 0};
       thread.done = thread.blocked = false;
+      thread.vote = 0;
       thread.open.clear();
       thread.groups.clear();
       // A return address that leaves the stack as a call would, below six saved registers.
@@ -293,6 +295,16 @@ inline void __syncwarp(unsigned = ~0u) {
   emulator::meet_warp([](int) {});
 }
 inline void __syncthreads() { emulator::meet_cta(); }
+inline int __syncthreads_or(int predicate) {
+  emulator::current->vote = predicate;
+  emulator::meet_cta();
+  int any = 0;
+  for (const emulator::Thread& thread : emulator::cta.threads) {
+    any |= thread.vote;
+  }
+  emulator::meet_cta();
+  return any;
+}
 inline void __threadfence() {}
 template <typename Value>
 Value __shfl_sync(unsigned, Value value, int source, int width = 32) {

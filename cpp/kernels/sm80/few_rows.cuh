@@ -233,31 +233,25 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
                                 params.v_batch_stride, params.v_row_stride, params.v_head_stride);
   // Item 2 n is block n of keys, item 2 n + 1 of values; they go around through the slots.
   const auto slot_of = [&](int item) { return smem + item % Traits::kSlots * Traits::kSlotBytes; };
-  const PageTable table{
-      Traits::kPaged ? params.block_table + rows.bidb * params.block_table_batch_stride : nullptr,
-      params.page_block_size};
+  SplitPages<Traits> pages(params, rows);
   const auto key_of = [&](int item) { return (rows.n_max - 1 - item / 2) * kKeys; };
-  const auto pages_of = [&](int item) {  // past the last item: no page is looked up
-    return BlockPages<Traits>(table, item < items ? key_of(item) : rows.seqlen_k, rows.seqlen_k);
-  };
-  const auto start_copy = [&](int item, auto is_values, const BlockPages<Traits>& pages) {
+  const auto start_copy = [&](int item, auto is_values) {
     if (item < items) {
       const int first_key = key_of(item);
-      copy_block<Traits>(is_values ? values : keys, pages, first_key, rows.seqlen_k - first_key,
-                         params.d, slot_of(item));
+      copy_block<Traits>(is_values ? values : keys, pages.of(item / 2), first_key,
+                         rows.seqlen_k - first_key, params.d, slot_of(item));
     }
   };
   char* const q_slot = slot_of(Traits::kSlots - 1);  // nothing else comes there before the loop
 #pragma unroll 1
   for (int item = 0; item < Traits::kSlots - 1; item += 2) {
-    const BlockPages<Traits> pages = pages_of(item);
-    start_copy(item, std::false_type{}, pages);
+    start_copy(item, std::false_type{});
     if (item == 0) {
       copy_queries<Traits>(params, info, rows, q_slot);
     }
     cute::cp_async_fence();
     if (item + 1 < Traits::kSlots - 1) {
-      start_copy(item + 1, std::true_type{}, pages);
+      start_copy(item + 1, std::true_type{});
       cute::cp_async_fence();
     }
   }
@@ -294,8 +288,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
   using Odd = std::bool_constant<Traits::kSlots % 2 == 0>;   // and item + kSlots - 1
 #pragma unroll 1
   for (int item = 0; item < items; item += 2) {
-    const BlockPages<Traits> first_pages = pages_of(item + Traits::kSlots - 1);
-    const BlockPages<Traits> second_pages = pages_of(item + Traits::kSlots);
+    pages.advance((item + Traits::kSlots) / 2);
     finish_scores(params, rows, mine, key_of(item) + thread_key, rows.is_cut(key_of(item)), scores);
     write_maxima<Traits>(scores, maxima);
     // After this barrier the maxima are complete, and all have read these keys and the values
@@ -304,10 +297,10 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     // Maxima are read before copies start: both use the queue of shared memory.
     const float new_max[2] = {raised_max<Traits>(maxima, 0, state.row_max[0]),
                               raised_max<Traits>(maxima, 1, state.row_max[1])};
-    start_copy(item + Traits::kSlots - 1, Odd{}, first_pages);
+    start_copy(item + Traits::kSlots - 1, Odd{});
     cute::cp_async_fence();
     if (!Traits::kFillsApart) {
-      start_copy(item + Traits::kSlots, Even{}, second_pages);
+      start_copy(item + Traits::kSlots, Even{});
       cute::cp_async_fence();
     }
     write_probs<Traits>(scores, params.scale_softmax_log2, new_max, state, probs, probs16);
@@ -327,7 +320,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     }
     add_to_sum<Traits>(probs, state);
     if (Traits::kFillsApart) {
-      start_copy(item + Traits::kSlots, Even{}, second_pages);
+      start_copy(item + Traits::kSlots, Even{});
       cute::cp_async_fence();
     }
 #pragma unroll

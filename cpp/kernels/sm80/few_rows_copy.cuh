@@ -43,33 +43,69 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Where the rows of a block lie: pages hold a multiple of 16, and each of a warp's lanes looks up
-// 16 of them. Made some time before the copy, as the page number is a load. Entries of the table
-// from seqlen_k on may hold anything, and are not read.
-template <typename Traits>
+// Where the rows of a block lie: pages hold a multiple of 16, and each of some lanes has looked up
+// 16 of them.
 struct BlockPages {
   int2 place;
-
-  __device__ __forceinline__ BlockPages(const PageTable& table, int first_key, int seqlen_k) {
-    if constexpr (Traits::kPaged) {
-      const int key = first_key + threadIdx.x % (Traits::kKeys / 16) * 16;
-      place = key < seqlen_k ? table.find(key) : make_int2(0, 0);
-    }
-  }
+  int first_lane;
 
   // Where the 16 rows around this one start. All lanes call together; `mine` is the start of the 16
   // that this lane looked up.
-  __device__ __forceinline__ static const char* find(const char* mine, int row) {
+  __device__ __forceinline__ const char* find(const char* mine, int row) const {
     const auto start = reinterpret_cast<unsigned long long>(mine);
-    return reinterpret_cast<const char*>(
-        __shfl_sync(0xffffffff, start, row / 16, Traits::kKeys / 16));
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, start, first_lane + row / 16));
+  }
+};
+
+// The pages of a split's blocks, which are counted from the last keys down. The lanes of a warp
+// look up several blocks at once and some time before they are copied, as page numbers are loads.
+// Entries of the table past the last key may hold anything, and are not read.
+template <typename Traits>
+struct SplitPages {
+  static constexpr int kLanes = Traits::kKeys / 16;  // of a block
+  static constexpr int kBlocks = 32 / kLanes;        // looked up at once
+  PageTable table;
+  int n_min, n_max, seqlen_k;
+  int2 even, odd;  // the last two lookups
+
+  __device__ __forceinline__ SplitPages(const FwdParams& params, const RowGroup& rows)
+      : table{Traits::kPaged ? params.block_table + rows.bidb * params.block_table_batch_stride
+                             : nullptr,
+              params.page_block_size},
+        n_min(rows.n_min),
+        n_max(rows.n_max),
+        seqlen_k(rows.seqlen_k) {
+    even = odd = look_up(0);
+  }
+
+  __device__ __forceinline__ BlockPages of(int block) const {
+    return {block / kBlocks % 2 == 0 ? even : odd, block % kBlocks * kLanes};
+  }
+
+  // Called for each block in turn, from block kBlocks / 2 or an earlier one on. There, halfway
+  // through a lookup, the blocks of the lookup before it are all copied: the next takes its place.
+  __device__ __forceinline__ void advance(int block) {
+    if (Traits::kPaged && block % kBlocks == kBlocks / 2) {
+      const int next = block / kBlocks + 1;
+      const int2 places = look_up(next);
+      even = next % 2 == 0 ? places : even;
+      odd = next % 2 == 0 ? odd : places;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int2 look_up(int which) const {
+    const int lane = threadIdx.x % 32;
+    const int n_block = n_max - 1 - which * kBlocks - lane / kLanes;
+    const int key = n_block * Traits::kKeys + lane % kLanes * 16;
+    return Traits::kPaged && n_block >= n_min && key < seqlen_k ? table.find(key) : make_int2(0, 0);
   }
 };
 
 // Starts the copy of a block of keys or values; rows from `rows` on and columns from d on are
 // zeros.
 template <typename Traits>
-__device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages<Traits>& pages,
+__device__ __forceinline__ void copy_block(const KvHead& from, const BlockPages& pages,
                                            int first_key, int rows, int d, char* slot) {
   using Chunk = cute::uint128_t;
   constexpr int kRowsAtOnce = Traits::kRowsAtOnce;

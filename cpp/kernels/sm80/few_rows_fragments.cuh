@@ -62,14 +62,10 @@ __device__ __forceinline__ void load_keys(const char* slot, uint32_t (&k)[kTiles
   }
 }
 
-// Eight columns of the values, and 32 keys (two steps of P V) of them. kColumns: of a row.
-template <int kColumns>
-__device__ __forceinline__ void load_eight_columns(const char* slot, int half, int chunk,
-                                                   uint32_t (&v)[4]) {
-  const int lane = threadIdx.x % 32;
-  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(
-                                    slot + slot_offset<kColumns>(half * 32 + lane, chunk)),
-                                v[0], v[1], v[2], v[3]);
+// Eight columns of the values, and 32 keys (two steps of P V) of them: a key to a lane.
+__device__ __forceinline__ void load_transposed(const char* eight, uint32_t (&v)[4]) {
+  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(eight), v[0], v[1], v[2],
+                                v[3]);
 }
 
 // Some of this warp's columns.
@@ -77,7 +73,8 @@ template <typename Traits>
 __device__ __forceinline__ void load_values(const char* slot, int half, int tile,
                                             uint32_t (&v)[4]) {
   const int chunk = sharer<Traits>() * (Traits::kColumns / 8) + tile;
-  load_eight_columns<Traits::kHeadDim>(slot, half, chunk, v);
+  const int row = half * 32 + threadIdx.x % 32;
+  load_transposed(slot + slot_offset<Traits::kHeadDim>(row, chunk), v);
 }
 
 template <typename Traits, int kTiles>

@@ -54,15 +54,24 @@ template <typename Element_, bool kPaged_>
 struct ValuesTraits {
   using Element = Element_;
   static constexpr bool kPaged = kPaged_;
-  static constexpr int kThreads = 64;  // a warp computes, a warp copies
-  // A stage: a block of keys' values, scores and maxima.
+  // Blocks of keys whose probabilities are computed side by side, by a warp each. One more warp
+  // multiplies them by values; one copies values, and sums up the probabilities of each row.
+  static constexpr int kChunk = 3;
+  static constexpr int kThreads = 32 * (kChunk + 2);
+  static constexpr int kCtas = 4;  // to an SM
+  // Shared memory: values, of a chunk that is multiplied and of two on their way; probabilities, of
+  // a chunk that is multiplied and of the next; maxima and sums in the end.
+  static constexpr int kValueChunks = 3;
+  static constexpr int kProbsChunks = 2;
   static constexpr int kValueBytes = kKeysPerBlock * kValueColumns * 2;
-  static constexpr int kScoreBytes = kScoreFloats * 4;
-  static constexpr int kMaximaBytes = kScoreRows * 4;
-  static constexpr int kStageBytes = kValueBytes + kScoreBytes + kMaximaBytes;
-  // What lets four CTAs share an SM with 200 KB of shared memory: one for each of its schedulers.
-  static constexpr int kStages = 8;
-  static constexpr int kSharedBytes = kStages * kStageBytes;
+  static constexpr int kProbsBytes = kScoreFloats * (4 + 2) + kScoreRows * 8;
+  static constexpr int kProbs = kValueChunks * kChunk * kValueBytes;
+  static constexpr int kEnd = kProbs + kProbsChunks * kChunk * kProbsBytes;
+  static constexpr int kSharedBytes = kEnd + kScoreRows * 8;
+  // Afterwards: parts that a warp merges, eight columns and the state of each.
+  static constexpr int kMergedAtOnce = 40;
+  static constexpr int kMergeBytes = kMergedAtOnce * kScoreRows * (8 + 2) * 4;
+  static_assert(kValueColumns / 8 * kMergeBytes <= kSharedBytes);
 };
 
 }  // namespace fad
