@@ -301,7 +301,7 @@ def test_num_splits_changes_nothing(num_splits: int) -> None:
 
 @pytest.mark.parametrize(
     ("split_size", "error"),
-    [(-64, ValueError), (65, ValueError), (1, ValueError), (512.0, TypeError), (True, TypeError)],
+    [(-64, ValueError), (65, ValueError), (1, ValueError), (512.0, TypeError), (True, ValueError)],
 )
 def test_split_size_errors(split_size: Any, error: type[Exception]) -> None:
     q, k, v, _, _ = make_cache(64, "bf16")

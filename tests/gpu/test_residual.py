@@ -103,13 +103,9 @@ def test_lse_stays(head_dim: int, dtype: str) -> None:
     assert (restored(out, residual).double() - wanted).norm() < (out.double() - wanted).norm()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "without", "most"), [("bf16", 0.12, 0.07), ("fp16", 0.012, 0.009)]
-)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_error_of_dq_on_uniform_inputs(
-    head_dim: int, dtype: str, without: float, most: float
-) -> None:
+def test_error_of_dq_on_uniform_inputs(head_dim: int, dtype: str) -> None:
     """All values in [0, 1), where rounding of out makes up most of dq's error."""
     call = draw_call(head_dim, dtype, batch=1, seqlen_q=2048, nheads=2)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -126,9 +122,11 @@ def test_error_of_dq_on_uniform_inputs(
     def error() -> float:
         return float((call()[0].double() - wanted).norm() / wanted.norm())
 
-    assert error() < most
+    kept = error()
     with deterministic_mode(keep_residual=False):
-        assert error() > without
+        without = error()
+    print(f"dq's error at head dim {head_dim}, {dtype}: {without:.4f}, with the residual {kept:.4f}")
+    assert kept < 0.5 * without
 
 
 @pytest.mark.parametrize("feature", ["full", "causal", "window", "softcap", "everything"])

@@ -45,7 +45,8 @@ def test_contract(check: Check, config: Config) -> None:
         pytest.skip(check.unavailable(size))
     outcome = run_check(check, size, Attention.installed())
     assert outcome.counter_example is None
-    assert outcome.cases > 0
+    # Of some head dims there is one family only.
+    assert outcome.cases > 0 or (check.id == "family" and config[0] < 64)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"d{config[0]}-{config[1]}")

@@ -299,7 +299,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     }
   };
   const auto free_queries = [&] {
-    __syncwarp();  // the other lanes have read theirs
+    __syncwarp();  // the other lanes are done with theirs
     if (lane == 0) {
       barrier_arrive(q_empty);
     }
@@ -456,7 +456,10 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         wait_full(ring);
         load_query_words<T>(block_at(ring) + group * T::kRingBoxes * T::kQBoxBytes, thread,
                             query_words);
-        __syncwarp();  // the other lanes have read theirs
+        // Arriving at a barrier orders loads before what other threads do, not before what the copy
+        // engine does: without the fence it overwrote words that were still on their way.
+        fence_async_proxy();
+        __syncwarp();
         free_block(ring);
         ring.advance(call.blocks);
       }
@@ -469,6 +472,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         load_query_words<T>(queries, thread, query_words);
       }
       if constexpr (T::kQueriesInRegisters) {
+        fence_async_proxy();  // as above
         free_queries();
       }
       wait_full(ring);
