@@ -10,13 +10,10 @@ import torch
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.deviation.emulate.gradients import kept_output
 from flash_attn_deterministic.deviation.instrument import gradients
-from flash_attn_deterministic.deviation.instrument.gradients import (
-    GradientPlan,
-    read_gradients,
-    run_gradients,
-)
+from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
 from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.numbers.formats import parse_format
+from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.errors import ArgumentError
 from torch import nn
 from torch.nn import functional
@@ -76,7 +73,7 @@ def test_a_users_model_and_a_biased_kernel(module: str, tmp_path: Path) -> None:
     assert 0.02 < value["forward"]["00"][f"{module}:biased"][1] < 0.5
     assert "flash_attn_interface" in value["missing"]["fa3"]
     assert value["memory_bytes"] == 4 * 4 * 6 * (16 * 48 + 48)
-    assert read_gradients(tmp_path / "gradients.json")["whole"].keys() == whole.keys()
+    assert read_result(tmp_path / "gradients.json", "gradients")["whole"].keys() == whole.keys()
 
 
 def test_it_resumes_batch_by_batch(
@@ -100,7 +97,11 @@ def test_it_resumes_batch_by_batch(
     parts = run_gradients(plan, target, tmp_path / "parts")
     assert done == 4
     assert parts["layers"] == whole["layers"]
-    with pytest.raises(ArgumentError, match="holds batches of another comparison"):
+    # All is done: nothing is kept but the result, and nothing is done again.
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["gradients.json"]
+    assert run_gradients(plan, target, tmp_path / "parts")["whole"].keys() == {"explicit"}
+    assert done == 4
+    with pytest.raises(ArgumentError, match="holds another comparison"):
         run_gradients(GradientPlan("other", ("explicit",)), target, tmp_path / "parts")
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ import torch
 from flash_attn_deterministic.deviation.attentions import registry
 from flash_attn_deterministic.deviation.kernels import kernel_study
 from flash_attn_deterministic.deviation.kernels.agreement import row_agreement
-from flash_attn_deterministic.deviation.kernels.kernel_study import read_kernels, run_kernels
+from flash_attn_deterministic.deviation.kernels.deviations import run_to_run
+from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
 from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
-from flash_attn_deterministic.deviation.kernels.repeats import run_to_run
 from flash_attn_deterministic.deviation.numbers.formats import parse_format
+from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
 
 PLAN = KernelPlan("cpu", quick=True, seeds=1)
@@ -23,7 +23,7 @@ PLAN = KernelPlan("cpu", quick=True, seeds=1)
 def study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kernels")
     run_kernels(PLAN, folder)
-    return read_kernels(folder / "kernels.json")
+    return read_result(folder / "kernels.json", "kernels")
 
 
 def _worst(study: dict[str, Any], backend: str, inputs: str) -> float:
@@ -164,9 +164,3 @@ def test_bad_plans_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match="device: expected a CUDA device"):
             run_kernels(replace(PLAN, device="cuda"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_other_files_are_no_results(tmp_path: Path) -> None:
-    (tmp_path / "kernels.json").write_text(json.dumps({"kind": "forward"}))
-    with pytest.raises(ArgumentError, match="expected the result of a study of kernels"):
-        read_kernels(tmp_path / "kernels.json")

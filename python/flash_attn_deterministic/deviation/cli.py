@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 _Parsers = Any  # argparse's action has no public name
-_DEVICES = ("cuda", "cpu")
-_PRECISIONS = ("bf16", "fp16", "fp32")
+_Run = Callable[[argparse.Namespace], int]
 
 
 def add_command(commands: _Parsers) -> None:
@@ -21,52 +20,56 @@ def add_command(commands: _Parsers) -> None:
     )
     studies = parser.add_subparsers(dest="study", required=True)
     for add in (_add_gradients, _add_tokens, _add_weights, _add_training, _add_forward,
-                _add_kernels, _add_report, _add_repeat):  # fmt: skip
+                _add_kernels, _add_report, _add_repeat, _add_all):  # fmt: skip
         add(studies)
 
 
-def _add(studies: _Parsers, name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
-    parser = studies.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=functools.partial(_interruptible, run))
-    parser.add_argument(
-        "--out", type=Path, default=Path("deviation") / name, help="folder of results (%(default)s)"
+def _add(
+    studies: _Parsers, name: str, run: _Run, text: str, device: str = "", out: str | None = ""
+) -> Any:
+    """Adds a subcommand; with a device that it runs on, and a folder unless `out` is None."""
+    parser = studies.add_parser(
+        name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    parser.set_defaults(run=run)
+    if device:
+        parser.add_argument("--device", choices=("cuda", "cpu"), default=device, help="to run on")
+    if out is not None:
+        folder = Path("deviation") / (out or name)
+        parser.add_argument("--out", type=Path, default=folder, help="folder of results")
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser, attention: str) -> None:
+def _add_model(studies: _Parsers, name: str, run: _Run, text: str, attention: str) -> Any:
+    """Adds a subcommand that looks into a model."""
+    parser = _add(studies, name, run, text, "cpu")
     parser.add_argument(
         "--model", default="language-small",
-        help="MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours (%(default)s)",
+        help="MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours",
     )  # fmt: skip
     parser.add_argument("--checkpoint", type=Path, help="weights, safetensors or torch")
+    parser.add_argument("--batches", help="MODULE:FUNCTION or a .pt file; none: the workload's own")
+    parser.add_argument("--count", type=int, default=8, help="batches that are used")
+    parser.add_argument("--attention", type=_names, default=attention, help="names, with commas")
     parser.add_argument(
-        "--batches", default="", help="MODULE:FUNCTION or a .pt file; none: the workload's own"
-    )
-    parser.add_argument("--count", type=int, default=8, help="batches that are used (%(default)s)")
-    parser.add_argument("--attention", default=attention, help="names, with commas (%(default)s)")
-    parser.add_argument(
-        "--precision", choices=_PRECISIONS, default="bf16", help="of q, k and v (%(default)s)"
-    )
-    parser.add_argument(
-        "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
+        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of q, k and v"
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model of ours, 3 batches")
     parser.add_argument("--seconds", type=float, help="start no batch later, after the second")
+    return parser
 
 
 def _add_gradients(studies: _Parsers) -> None:
-    parser = _add(studies, "gradients", _gradients,
-                  "gradients of a model with each attention, against exact attention")  # fmt: skip
-    _add_model(parser, "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit")
+    text = "gradients of a model with each attention, against exact attention"
+    default = "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit"
+    parser = _add_model(studies, "gradients", _gradients, text, default)
     parser.add_argument("--force", action="store_true", help="replace another comparison there")
     parser.add_argument("--no-plots", action="store_true", help="results only, no matplotlib")
 
 
 def _add_tokens(studies: _Parsers) -> None:
-    parser = _add(studies, "tokens", _tokens,
-                  "token log-probabilities of two attentions on one language model")  # fmt: skip
-    _add_model(parser, "ours,sdpa-flash")
+    text = "token log-probabilities of two attentions on one language model"
+    _add_model(studies, "tokens", _tokens, text, "ours,sdpa-flash")
 
 
 def _add_weights(studies: _Parsers) -> None:
@@ -82,74 +85,66 @@ def _add_weights(studies: _Parsers) -> None:
 def _add_forward(studies: _Parsers) -> None:
     parser = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
     parser.add_argument(
-        "--preset", default="paper,kernel,tree",
-        help="paper, lines, kernel, tree, fa4 or fp8, or several with commas (%(default)s)",
+        "--preset", type=_names, default="paper,kernel,tree",
+        help="paper, lines, kernel, tree, fa4 or fp8, or several with commas",
     )  # fmt: skip
     parser.add_argument(
-        "--figures", default="all",
-        help="3, 4, 5, 6a, 6b, 6c, rows, ablation, stochastic, bias, backward, with commas; or all",
+        "--figures", type=_names, default="all",
+        help="3, 4, 5, 6a, 6b, 6c, ablation, stochastic, bias, backward, with commas; or all",
     )  # fmt: skip
-    parser.add_argument("--inputs", help="distributions, or one .pt file of captured calls")
-    parser.add_argument("--formats", help="formats of figure 3, such as bf16,fp16:sr,p9")
-    parser.add_argument("--seeds", type=int, default=8, help="draws per point (%(default)s)")
-    parser.add_argument("--head-dim", type=int, default=64, help="of the inputs (%(default)s)")
-    parser.add_argument("--sram", type=int, help="on-chip memory in elements, for block sizes")
-    parser.add_argument("--block-r", type=int, help="rows of a tile, in the place of --sram's")
-    parser.add_argument("--block-c", type=int, help="keys of a block, in the place of --sram's")
+    parser.add_argument(
+        "--inputs", type=_names, default=(), help="distributions, or one .pt file of captured calls"
+    )
+    parser.add_argument(
+        "--formats", type=_names, default=(), help="formats of figure 3, such as bf16,fp16:sr,p9"
+    )
+    parser.add_argument("--seeds", type=int, default=8, help="draws per point")
+    parser.add_argument("--head-dim", type=int, default=64, help="of the inputs")
+    parser.add_argument(
+        "--sram", type=int, default=16384, help="on-chip memory in elements, for block sizes"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer points: less than a minute")
 
 
 def _add_kernels(studies: _Parsers) -> None:
-    parser = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
-    parser.add_argument(
-        "--device", choices=_DEVICES, default="cuda", help="where to run (%(default)s)"
-    )
+    text = "real kernels: this wheel's and torch's"
+    parser = _add(studies, "kernels", _kernels, text, "cuda")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller points")
-    parser.add_argument("--seeds", type=int, default=4, help="draws per point (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=4, help="draws per point")
 
 
 def _add_training(studies: _Parsers) -> None:
-    parser = _add(studies, "training", _training,
-                  "what one difference does to trained weights, over paired seeds")  # fmt: skip
+    text = "what one difference does to trained weights, over paired seeds"
+    parser = _add(studies, "training", _training, text, "cpu")
     parser.add_argument(
         "--workload", default="drawings-small",
-        help="drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION (%(default)s)",
+        help="drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION",
     )  # fmt: skip
     parser.add_argument(
-        "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
+        "--steps", type=int, default=0, help="optimizer steps; 0: as many as fit into --seconds"
     )
-    parser.add_argument(
-        "--steps", type=int, default=0, help="optimizer steps; 0: as many as fit into the budget"
-    )
-    parser.add_argument("--seeds", default="0,1,2,3,4", help="paired seeds (%(default)s)")
-    parser.add_argument("--runs", default="", help="controls and attentions, with commas")
+    parser.add_argument("--seeds", type=_names, default="0,1,2,3,4", help="paired seeds")
+    parser.add_argument("--runs", type=_names, default=(), help="controls and attentions")
     parser.add_argument("--noise", action="store_true", help="also explicit attention in 5-24 bits")
     parser.add_argument("--base", default="", help="attention of the base run")
     parser.add_argument(
         "--seconds", type=float, help="start no run that would end later; the next call goes on"
-    )
-    parser.add_argument(
-        "--budget", type=float, help="seconds of all calls together, for --steps 0 (--seconds)"
     )
     parser.add_argument("--force", action="store_true", help="replace another study there")
 
 
 def _add_repeat(studies: _Parsers) -> None:
     text = "trains several times and names the first operation whose result has other bits"
-    parser = studies.add_parser("repeat", help=text, description=text)
-    parser.set_defaults(run=functools.partial(_interruptible, _repeat))
-    parser.add_argument("--workload", default="language-tiny", help="as of training (%(default)s)")
-    parser.add_argument("--attention", default="ours", help="what is trained with (%(default)s)")
-    parser.add_argument(
-        "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps (%(default)s)")
-    parser.add_argument("--times", type=int, default=3, help="repeats (%(default)s)")
+    parser = _add(studies, "repeat", _repeat, text, "cpu", out=None)
+    parser.add_argument("--workload", default="language-tiny", help="as of training")
+    parser.add_argument("--attention", default="ours", help="what is trained with")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps")
+    parser.add_argument("--times", type=int, default=3, help="repeats")
 
 
 def _add_report(studies: _Parsers) -> None:
-    parser = _add(studies, "report", _report, "one page of all claims, numbers and verdicts")
-    parser.set_defaults(out=Path("deviation"))
+    text = "one page of all claims, numbers and verdicts"
+    parser = _add(studies, "report", _report, text, out=".")
     parser.add_argument(
         "results", nargs="*", type=Path,
         help="folders of studies; none: forward, kernels, training and sinks in that of the report",
@@ -159,12 +154,10 @@ def _add_report(studies: _Parsers) -> None:
     )
 
 
-def _interruptible(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    try:
-        return run(arguments)
-    except KeyboardInterrupt:
-        print("interrupted; training and gradients go on from here", file=sys.stderr)
-        return 130
+def _add_all(studies: _Parsers) -> None:
+    text = "every study on a GPU, each in a process of its own, within a total time"
+    parser = _add(studies, "all", _all, text, out="gpu")
+    parser.add_argument("--seconds", type=float, default=330.0, help="in which all of them end")
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -183,6 +176,16 @@ def _target(arguments: argparse.Namespace) -> Any:
     )
 
 
+def _intervals(found: Mapping[str, Iterable[float | None] | None]) -> str:
+    """Numbers with their intervals, as results have them: [low, middle, high]."""
+    texts = []
+    for name, interval in found.items():
+        if interval is not None:
+            low, middle, high = (math.nan if x is None else x for x in interval)
+            texts.append(f"{name} {middle:.2g} [{low:.2g}, {high:.2g}]")
+    return ", ".join(texts)
+
+
 def _gradients(arguments: argparse.Namespace) -> int:
     from .instrument.gradients import GradientPlan, run_gradients
 
@@ -190,20 +193,18 @@ def _gradients(arguments: argparse.Namespace) -> int:
         _need_plots()
     target = _target(arguments)
     plan = GradientPlan(
-        arguments.model, _names(arguments.attention), arguments.precision, arguments.device,
+        arguments.model, arguments.attention, arguments.precision, arguments.device,
         str(arguments.checkpoint or ""),
     )  # fmt: skip
     value = run_gradients(plan, target, arguments.out, arguments.force, arguments.seconds)
     if value["done"] < len(target.batches):
         print(f"{value['done']} of {len(target.batches)} batches; the same command goes on")
     for name, found in value["whole"].items():
-        numbers = (f"{measure} {middle:.2g} [{low:.2g}, {high:.2g}]"
-                   for measure, (low, middle, high) in found.items())  # fmt: skip
-        print(f"{name}: {', '.join(numbers)}")
+        print(f"{name}: {_intervals(found)}")
     for name, reason in value["missing"].items():
         print(f"{name}: not run: {reason}")
     if not arguments.no_plots:
-        from .report.instrument_page import write_gradients_page
+        from .report.page import write_gradients_page
 
         print(write_gradients_page(arguments.out))
     return _done(arguments.out)
@@ -212,17 +213,11 @@ def _gradients(arguments: argparse.Namespace) -> int:
 def _tokens(arguments: argparse.Namespace) -> int:
     from .instrument.tokens import run_tokens
 
-    names = _names(arguments.attention)
     value = run_tokens(
-        _target(arguments),
-        names,
-        arguments.precision,
-        arguments.device,
-        arguments.out,
-        arguments.seconds,
-    )
-    low, middle, high = value["kl"]
-    print(f"KL {middle:.2g} [{low:.2g}, {high:.2g}] nats a token, {value['tokens']} tokens")
+        _target(arguments), arguments.attention, arguments.precision, arguments.device,
+        arguments.out, arguments.seconds,
+    )  # fmt: skip
+    print(f"{_intervals({'KL': value['kl']})} nats a token, {value['tokens']} tokens")
     numbers = ", ".join(f"{name} {found:.2g}" for name, found in value["difference"].items())
     print(f"|difference of log p|: {numbers}; same bits {value['same']:.2%}")
     print(f"batch invariant: {value['batch_invariant']}")
@@ -236,30 +231,25 @@ def _weights(arguments: argparse.Namespace) -> int:
     value = compare_runs(arguments.run_a, arguments.run_b, references, arguments.out)
     for checkpoint, found in value["checkpoints"].items():
         for name, measures in found.items():
-            numbers = (f"{m} {middle:.2g} [{low:.2g}, {high:.2g}]"
-                       for m, (low, middle, high) in measures.items())  # fmt: skip
-            print(f"{checkpoint} {name}: {', '.join(numbers)}")
+            print(f"{checkpoint} {name}: {_intervals(measures)}")
         for name, ratios in value["over"][checkpoint].items():
-            known = {m: r for m, r in ratios.items() if r is not None}
-            text = ", ".join(f"{m} {r[1]:.2g} [{r[0]:.2g}, {r[2]:.2g}]" for m, r in known.items())
-            print(f"{checkpoint} B over {name}: {text or 'the reference is equal to A'}")
+            text = _intervals(ratios) or "the reference is equal to A"
+            print(f"{checkpoint} B over {name}: {text}")
     return _done(arguments.out)
 
 
 def _forward(arguments: argparse.Namespace) -> int:
     from .forward.inputs import DISTRIBUTIONS
-    from .forward.plan import DEFAULT_SRAM, FIGURES, Plan, quick_plan, run_forward
+    from .forward.plan import FIGURES, Plan, quick_plan, run_forward
 
     plan = Plan(
-        presets=_names(arguments.preset),
-        figures=tuple(FIGURES) if arguments.figures == "all" else _names(arguments.figures),
-        inputs=_names(arguments.inputs) if arguments.inputs else DISTRIBUTIONS,
+        presets=arguments.preset,
+        figures=tuple(FIGURES) if arguments.figures == ("all",) else arguments.figures,
+        inputs=arguments.inputs or DISTRIBUTIONS,
         seeds=arguments.seeds,
         head_dim=arguments.head_dim,
-        sram=DEFAULT_SRAM if arguments.sram is None else arguments.sram,
-        block_r=arguments.block_r,
-        block_c=arguments.block_c,
-        formats=_names(arguments.formats) if arguments.formats else (),
+        sram=arguments.sram,
+        formats=arguments.formats,
     )
     run_forward(quick_plan(plan) if arguments.quick else plan, arguments.out)
     return _done(arguments.out)
@@ -280,10 +270,10 @@ def _training(arguments: argparse.Namespace) -> int:
     from .training.training_study import NOISE, plan_of, printed, run_training
 
     plan = plan_of(
-        arguments.workload, arguments.device, arguments.steps, _names(arguments.runs),
-        _names(arguments.seeds), arguments.base, NOISE if arguments.noise else (),
+        arguments.workload, arguments.device, arguments.steps, arguments.runs, arguments.seeds,
+        arguments.base, NOISE if arguments.noise else (),
     )  # fmt: skip
-    value = run_training(plan, arguments.out, arguments.seconds, arguments.budget, arguments.force)
+    value = run_training(plan, arguments.out, arguments.seconds, arguments.force)
     print(printed(value))
     return _done(arguments.out)
 
@@ -316,6 +306,14 @@ def _report(arguments: argparse.Namespace) -> int:
     for path in write_report(folders, arguments.out):
         print(path)
     return 0
+
+
+def _all(arguments: argparse.Namespace) -> int:
+    from .study.all_studies import run_all
+    from .study.environment import check_device
+
+    check_device("cuda")
+    return _done(arguments.out) or int(bool(run_all(arguments.out, arguments.seconds)))
 
 
 def _need_plots() -> None:

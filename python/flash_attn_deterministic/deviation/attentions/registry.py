@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ...errors import ArgumentError, FlashAttnError
+from ...errors import ArgumentError
 from ..emulate.gradients import DELTAS, Emulation, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
@@ -195,7 +195,7 @@ def _end_aligned(call: Call, name: str) -> bool:
     return call.causal
 
 
-def _ours(call: Call, deterministic: bool, split_size: int | None = None) -> torch.Tensor:
+def _ours(call: Call, deterministic: bool) -> torch.Tensor:
     """This package's flash_attn_func (float32 goes through bfloat16, which is all it takes)."""
     from ... import deterministic_mode, flash_attn_func
 
@@ -204,9 +204,8 @@ def _ours(call: Call, deterministic: bool, split_size: int | None = None) -> tor
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (call.q, call.k, call.v))
     with deterministic_mode(deterministic):
         out = flash_attn_func(
-            q, k, v, softmax_scale=call.scale, causal=causal, deterministic=deterministic,
-            split_size=split_size,
-        )  # fmt: skip
+            q, k, v, softmax_scale=call.scale, causal=causal, deterministic=deterministic
+        )
     return out.transpose(1, 2).to(call.q.dtype)
 
 
@@ -258,13 +257,6 @@ LABELS = {
     "torch-lines-shifted": "16 bits, maximum moved",
     "torch-lines-wide": "16 bits, O in FP32",
 }
-
-
-def our_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split_size: int | None
-) -> torch.Tensor:
-    """This package's attention with a split size; q, k, v (batch, nheads, seqlen, head_dim)."""
-    return _ours(Call(q, k, v), True, split_size)
 
 
 def find_attention(name: str) -> Attention:
@@ -338,11 +330,15 @@ def missing(
                 torch.autograd.backward([out.sum()])
         if device == "cuda":
             torch.cuda.synchronize()
-    except (RuntimeError, NotImplementedError, ValueError, FlashAttnError) as error:
-        # Results are published: no folders of this machine in them.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return re.sub(r"(?:/[\w.+-]+)+/", "", first)
+    except Exception as error:  # kernels raise what they raise
+        return reason_of(error)
     return ""
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the first line of an error, without folders: results are published."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"(?:/[\w.+-]+)+/", "", first)
 
 
 def usable(

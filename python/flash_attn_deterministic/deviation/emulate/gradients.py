@@ -21,12 +21,12 @@ import torch
 
 from ...errors import ArgumentError
 from ..numbers.formats import NumberFormat, parse_format
-from .blocks import Blocks
 from .simulate import tiled_attention
 from .steps import find_preset
 
 DELTAS = ("rounded", "residual", "residual8", "exact")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_BLOCK_C = 64  # keys of a block
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -97,13 +97,11 @@ class Emulation:
         preset: name of a preset.
         number_format: name of the format under test; "": that of the tensors.
         delta: what D is formed from.
-        block_c: keys of a block.
     """
 
     preset: str = "kernel"
     number_format: str = ""
     delta: str = "rounded"
-    block_c: int = 64
 
 
 class _Emulated(torch.autograd.Function):
@@ -121,9 +119,8 @@ class _Emulated(torch.autograd.Function):
         preset = find_preset(emulation.preset)
         wide = [tensor.to(number_format.container) for tensor in (q, k, v)]
         steps = replace(preset.steps(number_format), out=None)
-        blocks = Blocks(64, emulation.block_c)
         unrounded = tiled_attention(
-            wide[0], wide[1], wide[2], scale, preset, steps, blocks, None, bias
+            wide[0], wide[1], wide[2], scale, preset, steps, _BLOCK_C, None, bias
         )
         kept = kept_output(unrounded, number_format, emulation.delta)
         ctx.save_for_backward(q, k, v, kept, bias)

@@ -14,6 +14,7 @@ from a seed: memory is attentions x batches x tensors x SAMPLE x 4 bytes beside 
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,17 +25,16 @@ import torch
 from torch.nn import functional
 
 from ...errors import ArgumentError
-from ..attentions.registry import Attention, find_attention
+from ..attentions.registry import Attention, find_attention, reason_of
 from ..attentions.substitute import replaced_attention, running_modules
-from ..numbers.intervals import Interval, interval_of
-from ..study.environment import SCHEMA, environment, repeatable, stopwatch
-from ..study.files import read_json, whole_file, write_json
+from ..numbers.intervals import bootstrap, mean_interval
+from ..study.environment import autocast, environment, repeatable
+from ..study.files import SCHEMA, read_result, whole_file, write_json
 from ..study.progress import Progress
 from .target import Target
 
-RESULT_FILE = "gradients.json"
+KIND, RESULT_FILE = "gradients", "gradients.json"
 SAMPLE = 16384
-_SDPA = functional.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def run_gradients(
     force: bool = False,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Runs or resumes the comparison; each batch is kept as it is done.
+    """Runs or resumes the comparison; each batch is kept until all of them are done.
 
     Args:
         plan: what to compare.
@@ -92,17 +92,21 @@ def run_gradients(
     found = {name: find_attention(name) for name in plan.attentions}
     identity = {**asdict(plan), "attentions": list(plan.attentions)}
     identity["batches"] = len(target.batches)
-    store = folder / "batches"
+    path, store = folder / RESULT_FILE, folder / "batches"
+    if path.exists() and not force:
+        value = read_result(path, KIND)
+        if value["configuration"] != identity:
+            raise ArgumentError(
+                f"out: {folder} holds another comparison; give another folder, or --force to "
+                "replace it"
+            )
+        if value.get("done") == len(target.batches):
+            return value
     samples: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    with (
-        stopwatch() as taken,
-        repeatable(plan.device),
-        Progress("gradients", len(target.batches)) as progress,
-    ):
+    with repeatable(plan.device), Progress("gradients", len(target.batches)) as progress:
         for number, batch in enumerate(target.batches):
-            path = store / f"{number:04}.pt"
-            kept = _kept(path, identity, force)
+            kept = _kept(store / f"{number:04}.pt", identity, force)
             if kept is None:
                 before = time.monotonic()
                 late = seconds is not None and before - start + slowest > seconds
@@ -110,7 +114,7 @@ def run_gradients(
                     break
                 kept = _one_batch(plan, target, batch, found, missing)
                 slowest = max(slowest, time.monotonic() - before)
-                with whole_file(path) as temporary:
+                with whole_file(store / f"{number:04}.pt") as temporary:
                     torch.save({"identity": identity, **kept}, temporary)
             missing.update(kept["missing"])
             samples.append(kept)
@@ -119,18 +123,20 @@ def run_gradients(
     if not names:
         raise ArgumentError(f"attention: expected one that works on this model: {missing}")
     value = {
-        "kind": "gradients",
+        "kind": KIND,
         "schema": SCHEMA,
         "configuration": identity,
         "environment": environment(plan.device),
-        "seconds": taken[0],
+        "seconds": time.monotonic() - start,
         "memory_bytes": memory_bound(target, len(names)),
         "parameters": sum(p.numel() for p in target.model.parameters()),
         "missing": missing,
         "done": len(samples),
         **_statistics(samples, names),
     }
-    write_json(folder / RESULT_FILE, value, digits=4)
+    write_json(path, value, digits=4)
+    if len(samples) == len(target.batches):
+        shutil.rmtree(store)  # megabytes for each batch
     return value
 
 
@@ -155,40 +161,34 @@ def _one_batch(
 ) -> dict[str, Any]:
     outputs: dict[str, dict[str, float]] = {}
     exact = find_attention("exact")
-    calls = 0
+
+    @torch.no_grad()
+    def compare(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        layer = f"{len(outputs):02} {layers[-1] if layers else ''}".strip()
+        outputs[layer] = {}
+        size = out.double().norm()
+        for name, attention in attentions.items():
+            if name not in missing:
+                try:
+                    error = attention(*args, **kwargs).double() - out.double()
+                    outputs[layer][name] = float(error.norm() / size)
+                except Exception as failure:  # a kernel that does not take this call
+                    missing[name] = reason_of(failure)
 
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
         """Exact attention, beside which every other is computed on the same tensors."""
-        nonlocal calls
         out = exact(*args, **kwargs)
-        layer = f"{calls:02} {layers[-1] if layers else ''}".strip()
-        calls += 1
-        with torch.no_grad():
-            size = out.double().norm()
-            for name, attention in attentions.items():
-                if name not in missing:
-                    try:
-                        other = attention(*args, **kwargs)
-                    except Exception as error:  # a kernel that does not take this call
-                        missing[name] = (str(error).splitlines() or [type(error).__name__])[0]
-                        continue
-                    error_size = (other.double() - out.double()).norm() / size
-                    outputs.setdefault(layer, {})[name] = float(error_size)
+        compare(out, *args, **kwargs)
         return out
 
     with running_modules(target.model) as layers:
         gradients = {"exact": _gradient(plan, target, batch, watched)}
-    if not calls:
-        raise ArgumentError(
-            "model: expected calls of scaled_dot_product_attention, got none; compiled models and "
-            "attention written out as matmul and softmax can't be replaced"
-        )
     for name, attention in attentions.items():
         if name not in missing:
             try:
                 gradients[name] = _gradient(plan, target, batch, attention)
-            except RuntimeError as error:
-                missing[name] = (str(error).splitlines() or [type(error).__name__])[0]
+            except Exception as failure:
+                missing[name] = reason_of(failure)
     return {"gradients": gradients, "outputs": outputs, "missing": dict(missing)}
 
 
@@ -196,12 +196,10 @@ def _gradient(
     plan: GradientPlan, target: Target, batch: Any, attention: Any
 ) -> dict[str, torch.Tensor]:
     """Returns the kept entries of each parameter's gradient."""
-    dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    autocast = torch.autocast(plan.device, dtype=dtype, enabled=plan.precision != "fp32")
     target.model.zero_grad(set_to_none=True)
     # Gradients of float16 underflow without a factor; it is taken out again.
     factor = 65536.0 if plan.precision == "fp16" else 1.0
-    with autocast, replaced_attention(_cast(attention, dtype, plan.precision)):
+    with autocast(plan.device, plan.precision), replaced_attention(attention):
         loss = target.loss(batch)
     torch.autograd.backward([loss * factor])
     return {
@@ -209,17 +207,6 @@ def _gradient(
         for name, parameter in target.model.named_parameters()
         if parameter.grad is not None
     }
-
-
-def _cast(attention: Any, dtype: torch.dtype, precision: str) -> Any:
-    """Autocast turns q, k and v of torch's own function to 16 bits; so for its replacement."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if precision != "fp32":
-            q, k, v = (t.to(dtype) if t.is_floating_point() else t for t in (q, k, v))
-        return attention(q, k, v, *args, **kwargs)
-
-    return attend
 
 
 def _sampled(gradient: torch.Tensor, name: str) -> torch.Tensor:
@@ -247,7 +234,7 @@ def _statistics(samples: Sequence[dict[str, Any]], names: Sequence[str]) -> dict
     whole = {name: _of_grams(torch.stack(grams[name]).sum(0), whole_exact) for name in names}
     forward = {
         layer: {
-            name: _listed(_mean_of([s["outputs"][layer][name] for s in samples]))
+            name: mean_interval([s["outputs"][layer][name] for s in samples]).listed()
             for name in names
             if all(name in s["outputs"].get(layer, {}) for s in samples)
         }
@@ -256,57 +243,37 @@ def _statistics(samples: Sequence[dict[str, Any]], names: Sequence[str]) -> dict
     return {"layers": layers, "whole": whole, "forward": forward}
 
 
-def _mean_of(values: list[float]) -> Interval:
-    data = torch.tensor(values, dtype=torch.float64)
-    return interval_of(len(values), lambda index: data[index].mean(-1))
-
-
 def _of_grams(error: torch.Tensor, exact: torch.Tensor) -> dict[str, list[float]]:
-    """Statistics from the products of all pairs of batches, (batches, batches)."""
+    """Statistics from the products of all pairs of batches, (batches, batches).
+
+    A resample is how often it draws each batch, which makes every sum a product of matrices.
+    """
     count = len(error)
 
-    def squares(index: torch.Tensor) -> torch.Tensor:
-        return error.diagonal()[index].sum(-1)
-
-    def systematic(index: torch.Tensor) -> torch.Tensor:
-        # Pairs of different batches only: a batch drawn twice is no second one.
-        rows, columns = index[:, :, None], index[:, None, :]
-        apart = rows != columns
-        products = (error[rows, columns] * apart).sum((1, 2)) / apart.sum((1, 2))
-        return products / (squares(index) / count).clamp(min=1e-300)
-
-    def spread(index: torch.Tensor) -> torch.Tensor:
-        rows, columns = index[:, :, None], index[:, None, :]
-        mean = exact[rows, columns].sum((1, 2)) / count**2
-        found = exact.diagonal()[index].sum(-1) / count - mean
-        # One batch drawn every time has no spread.
-        single = (index == index[:, :1]).all(-1)
-        return torch.where(single, torch.nan, found * count / (count - 1))
+    def times(index: torch.Tensor) -> torch.Tensor:
+        return functional.one_hot(index, count).sum(1).double()
 
     def relative(index: torch.Tensor) -> torch.Tensor:
-        return (squares(index) / exact.diagonal()[index].sum(-1).clamp(min=1e-300)).sqrt()
+        drawn = times(index)
+        return (drawn @ error.diag() / (drawn @ exact.diag()).clamp(min=1e-300)).sqrt()
 
     def noise(index: torch.Tensor) -> torch.Tensor:
-        return (squares(index) / count / spread(index)).sqrt()
+        drawn = times(index)
+        spread = drawn @ exact.diag() / count - (drawn @ exact * drawn).sum(1) / count**2
+        # One batch drawn every time has no spread.
+        spread[drawn.amax(1) == count] = torch.nan
+        return (drawn @ error.diag() / spread * (count - 1)).sqrt() / count
+
+    def systematic(index: torch.Tensor) -> torch.Tensor:
+        drawn = times(index)
+        # Pairs of different batches only: a batch drawn twice is no second one.
+        products = (drawn @ error * drawn).sum(1) - drawn.square() @ error.diag()
+        pairs = count**2 - drawn.square().sum(1)
+        pairs[drawn.amax(1) == count] = torch.nan
+        return products / pairs / (drawn @ error.diag() / count).clamp(min=1e-300)
 
     return {
-        "error": _listed(interval_of(count, relative)),
-        "noise": _listed(interval_of(count, noise)),
-        "systematic": _listed(interval_of(count, systematic)),
+        "error": bootstrap(count, relative).listed(),
+        "noise": bootstrap(count, noise).listed(),
+        "systematic": bootstrap(count, systematic).listed(),
     }
-
-
-def _listed(interval: Interval) -> list[float]:
-    return [interval.low, interval.middle, interval.high]
-
-
-def read_gradients(path: Path) -> dict[str, Any]:
-    """Reads gradients.json.
-
-    Raises:
-        ArgumentError: the file is no result of this study.
-    """
-    value = read_json(path)
-    if not isinstance(value, dict) or value.get("kind") != "gradients":
-        raise ArgumentError(f"{path}: expected the result of deviation gradients")
-    return value

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..kernels.agreement import CONTROL
-from ..numbers.intervals import Interval, interval_of, median_interval
+from ..numbers.intervals import Interval, bootstrap, median_interval
 from .forward_claims import MORE, OURS, PAPER, TENFOLD
-from .judging import Case, Claim, Evidence, Outcome, decide, range_text, ratio, untested
+from .judging import KERNELS, ON_GPU, Case, Claim, range_text, ratio
 from .names import attention_name, title
 
 SPEEDUP = (0.07, 0.28)  # 14 % of a training step, within a factor of two
 BEATS = (0.0, 0.5)  # share of unequal elements over that of the control
 FLASH = ("ours", "sdpa-flash", "sdpa-cudnn")
 
-Kernels = dict[str, Any]
-
-
-def _judge(
-    cases: Callable[[Kernels], list[Case]], gpu: bool = True
-) -> Callable[[Evidence], Outcome]:
-    def judge(evidence: Evidence) -> Outcome:
-        kernels = evidence.kernels
-        if kernels is None or (gpu and kernels["configuration"]["device"] != "cuda"):
-            return untested("real kernels on a GPU" if gpu else "real kernels")
-        return decide(cases(kernels))
-
-    return judge
-
-
 _SAME_POINT = ("format", "inputs", "seqlen", "head_dim")
+Kernels = dict[str, Any]
 
 
 def _over_explicit(
@@ -130,7 +115,7 @@ def _saved(slow: list[float], fast: list[float]) -> Interval:
         medians = (times[0][steps].quantile(0.5, -1), times[1][steps.flip(0)].quantile(0.5, -1))
         return medians[0] / medians[1] - 1
 
-    return interval_of(count, saved)
+    return bootstrap(count, saved)
 
 
 KERNEL_CLAIMS: tuple[Claim, ...] = (
@@ -138,33 +123,33 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
         "real", f"{PAPER}, abstract, on real kernels",
         "Real flash kernels deviate about ten times as much as explicit attention at BF16.",
         f"max |output - FP64| over that of explicit attention: {range_text(*TENFOLD)}.",
-        _judge(_forward), ("kernels-forward",),
+        ON_GPU, _forward, ("kernels-forward",),
     ),
     Claim(
         "real-backward", OURS,
         "Gradients of real flash kernels are further from FP64 than explicit attention's.",
         "Relative error of dq, dk and dv over that of explicit attention in the format: "
         f"{range_text(*MORE)}, from the least to the largest length.",
-        _judge(_backward), ("kernels-backward",),
+        ON_GPU, _backward, ("kernels-backward",),
     ),
     Claim(
         "agreement", OURS,
         "The reference with P in 16 bits is what this project's CUDA kernels compute.",
         "Share of elements of other bits, over that of a control with P in FP32: "
         f"{range_text(*BEATS)}. Elsewhere the share tells the two models apart too little.",
-        _judge(_agreement),
+        ON_GPU, _agreement,
     ),
     Claim(
         "noise", OURS,
         "This project's forward and backward have no run-to-run variance.",
         "The same call again and again: equal bits.",
-        _judge(_repeats, gpu=False), ("kernels-run-to-run",),
+        KERNELS, _repeats, ("kernels-run-to-run",),
     ),
     Claim(
         "speedup", f"{PAPER}, introduction",
         "Flash attention speeds up training of a text-to-image model by 14 %.",
         "Time of a training step with explicit attention over that with flash, less 1: "
         f"{range_text(*SPEEDUP)}.",
-        _judge(_speed),
+        ON_GPU, _speed,
     ),
 )  # fmt: skip

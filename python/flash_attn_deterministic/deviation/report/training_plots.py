@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..training.training_study import by_seed
+from ..training.training_study import by_seed, probe_changes
 from .names import attention_name
 from .plots import Draw, dots, legend_below, line, panels
 
@@ -32,8 +32,6 @@ def training_plots(value: dict[str, Any]) -> dict[str, Draw]:
     }
     if len(_noise(value)) > 1:
         drawers["noise"] = lambda pyplot: _noise_sizes(pyplot, value)
-    if value.get("live"):
-        drawers["live"] = lambda pyplot: _live(pyplot, value["live"])
     return drawers
 
 
@@ -89,14 +87,7 @@ def _loss(pyplot: Any, value: dict[str, Any]) -> Any:
     names = [name for name in value["runs"] if value["runs"][name]["against"]]
     rows = [_label(name) for name in names]
     figure, axes = pyplot.subplots(1, 1, figsize=(6.4, 1.2 + 0.26 * len(rows)))
-    values: dict[str, list[float | None]] = {}
-    for name, row in zip(names, rows, strict=True):
-        against = value["runs"][name]["against"]
-        values[row] = [
-            None if history["probe"] is None else
-            history["probe"] - value["seeds"][seed][against]["probe"]
-            for seed, history in by_seed(value, name).items()
-        ]  # fmt: skip
+    values = {_label(name): probe_changes(value, name) for name in names}
     dots(axes, rows, values, 0, "median and range over seeds")
     axes.axvline(0, color="#333333", linewidth=0.8)
     axes.set_xscale("symlog", linthresh=1e-4)
@@ -129,20 +120,4 @@ def _noise_sizes(pyplot: Any, value: dict[str, Any]) -> Any:
         panel.set_xticks([bits for bits, _ in names], [str(bits) for bits, _ in names])
     row[0].set_ylabel("distance from base (l2; outputs)")
     legend_below(figure, row[0], 3)
-    return figure
-
-
-def _live(pyplot: Any, points: list[dict[str, Any]]) -> Any:
-    figure, (row,) = panels(pyplot, ["before training", "after training"], 2.6)
-    for panel, when in zip(row, ("before", "after"), strict=True):
-        panel.set_xscale("log")
-        here = [point for point in points if point["when"] == when]
-        rows = [point["layer"] for point in here]
-        for number, (kind, label) in enumerate(
-            (("baseline_max", "explicit"), ("flash_max", "preset paper"))
-        ):
-            values = {point["layer"]: [point[kind]] for point in here}
-            dots(panel, rows, values, number, label, 0.16 * (number - 0.5))
-        panel.set_xlabel("max |output - FP64|, BF16, mean of heads")
-    legend_below(figure, row[0], 2)
     return figure

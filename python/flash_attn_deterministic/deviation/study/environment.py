@@ -15,8 +15,6 @@ import torch
 
 from ...errors import ArgumentError
 
-SCHEMA = 2
-
 
 def check_device(device: str) -> None:
     """Raises ArgumentError where a CUDA device is asked for and there is none."""
@@ -41,6 +39,12 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         found["cuda"] = torch.version.cuda
         found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return found
+
+
+def autocast(device: str, precision: str) -> torch.autocast:
+    """Returns autocast to "bf16" or "fp16"; with another precision it does nothing."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device, dtype=dtype, enabled=precision in ("bf16", "fp16"))
 
 
 @contextlib.contextmanager

@@ -11,14 +11,14 @@ from typing import TextIO
 class Progress:
     """Counts to `total`: on a terminal one line, rewritten; elsewhere a line now and then."""
 
-    def __init__(self, name: str, total: int, done: int = 0, stream: TextIO | None = None) -> None:
-        self.name, self.total, self.done, self.before = name, total, done, done
+    def __init__(self, name: str, total: int, stream: TextIO | None = None) -> None:
+        self.name, self.total, self.done = name, total, 0
         self.stream = sys.stderr if stream is None else stream
         self.start = time.monotonic()
         self.shown = -1e9
 
-    def advance(self, label: str = "", count: int = 1) -> None:
-        self.done += count
+    def advance(self, label: str) -> None:
+        self.done += 1
         self._show(label)
 
     def _show(self, label: str, last: bool = False) -> None:
@@ -37,10 +37,9 @@ class Progress:
         )
 
     def _left(self, now: float) -> str:
-        new = self.done - self.before
-        if not new or self.done >= self.total:
+        if not 0 < self.done < self.total:
             return ""
-        return f", about {(now - self.start) / new * (self.total - self.done):.0f} s left"
+        return f", about {(now - self.start) / self.done * (self.total - self.done):.0f} s left"
 
     def __enter__(self) -> Progress:
         return self
