@@ -19,7 +19,7 @@ from torch.nn import functional
 
 NAMES = ("ours", "ours-atomics", "sdpa", "sdpa-math", "explicit", "explicit:p24", "exact", "paper",
          "kernel", "kernel:bf16", "kernel+residual", "tree", "fa4", "lines+exact",
-         "torch-lines", "torch-lines-shifted", "torch-lines-wide")  # fmt: skip
+         "torch-lines", "torch-lines-shifted")  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},

@@ -126,7 +126,7 @@ def test_nan_inputs_are_refused(tmp_path: Path) -> None:
 def test_captured_calls_are_inputs(tmp_path: Path) -> None:
     q, k, v = (torch.randn(2, 3, 20, 16) for _ in range(3))
     save_calls([Call(q, k, v, causal=True)], tmp_path / "calls.pt")
-    figures = ("3", "5", "stochastic", "backward")
+    figures = ("3", "5", "backward")
     plan = replace(PLAN, inputs=(str(tmp_path / "calls.pt"),), figures=figures)
     value = run_forward(plan, tmp_path / "out")
     assert len(value["figures"]["5"]) == 1  # they have one length

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+_Parser = argparse.ArgumentParser
 _Parsers = Any  # argparse's action has no public name
 _Run = Callable[[argparse.Namespace], int]
 
@@ -19,145 +20,105 @@ def add_command(commands: _Parsers) -> None:
         "deviation", help="how far low-precision attention is from exact: studies and report"
     )
     studies = parser.add_subparsers(dest="study", required=True)
-    for add in (_add_gradients, _add_tokens, _add_weights, _add_training, _add_forward,
-                _add_kernels, _add_report, _add_repeat, _add_all):  # fmt: skip
-        add(studies)
 
+    gradients = _add(studies, "gradients", _gradients,
+                     "gradients of a model, each attention against exact attention")  # fmt: skip
+    _add_model(gradients, "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit")
+    _option(gradients, "--force", False, "replace another comparison there")
+    _option(gradients, "--no-plots", False, "results only, no matplotlib")
 
-def _add(
-    studies: _Parsers, name: str, run: _Run, text: str, device: str = "", out: str | None = ""
-) -> Any:
-    """Adds a subcommand; with a device that it runs on, and a folder unless `out` is None."""
-    parser = studies.add_parser(
-        name, help=text, description=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.set_defaults(run=run)
-    if device:
-        parser.add_argument("--device", choices=("cuda", "cpu"), default=device, help="to run on")
-    if out is not None:
-        folder = Path("deviation") / (out or name)
-        parser.add_argument("--out", type=Path, default=folder, help="folder of results")
-    return parser
+    tokens = _add(studies, "tokens", _tokens,
+                  "token log-probabilities of two attentions on one language model")  # fmt: skip
+    _add_model(tokens, "ours,sdpa-flash")
 
-
-def _add_model(studies: _Parsers, name: str, run: _Run, text: str, attention: str) -> Any:
-    """Adds a subcommand that looks into a model."""
-    parser = _add(studies, name, run, text, "cpu")
-    parser.add_argument(
-        "--model", default="language-small",
-        help="MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours",
-    )  # fmt: skip
-    parser.add_argument("--checkpoint", type=Path, help="weights, safetensors or torch")
-    parser.add_argument("--batches", help="MODULE:FUNCTION or a .pt file; none: the workload's own")
-    parser.add_argument("--count", type=int, default=8, help="batches that are used")
-    parser.add_argument("--attention", type=_names, default=attention, help="names, with commas")
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of q, k and v"
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model of ours, 3 batches")
-    parser.add_argument("--seconds", type=float, help="start no batch later, after the second")
-    return parser
-
-
-def _add_gradients(studies: _Parsers) -> None:
-    text = "gradients of a model with each attention, against exact attention"
-    default = "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit"
-    parser = _add_model(studies, "gradients", _gradients, text, default)
-    parser.add_argument("--force", action="store_true", help="replace another comparison there")
-    parser.add_argument("--no-plots", action="store_true", help="results only, no matplotlib")
-
-
-def _add_tokens(studies: _Parsers) -> None:
-    text = "token log-probabilities of two attentions on one language model"
-    _add_model(studies, "tokens", _tokens, text, "ours,sdpa-flash")
-
-
-def _add_weights(studies: _Parsers) -> None:
-    parser = _add(studies, "weights", _weights, "distances between checkpoints of two runs")
-    parser.add_argument("run_a", type=Path, help="folder of checkpoints")
-    parser.add_argument("run_b", type=Path, help="folder of checkpoints of the same names")
-    parser.add_argument(
+    weights = _add(studies, "weights", _weights, "distances between checkpoints of two runs")
+    weights.add_argument("run_a", type=Path, help="folder of checkpoints")
+    weights.add_argument("run_b", type=Path, help="folder of checkpoints of the same names")
+    weights.add_argument(
         "--reference", action="append", default=[], metavar="NAME=FOLDER",
         help="a run whose difference from A is known: repeat, data, init, precision; repeatable",
     )  # fmt: skip
 
+    training = _add(studies, "training", _training,
+                    "what one difference does to trained weights, over paired seeds")  # fmt: skip
+    _option(training, "--workload", "drawings-small",
+            "drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION")  # fmt: skip
+    _device(training, "cpu")
+    _option(training, "--steps", 0, "optimizer steps; 0: as many as fit into --seconds")
+    _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_names)
+    _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
+    _option(training, "--noise", False, "also explicit attention in 5 to 24 bits")
+    _option(training, "--base", "", "attention of the base run")
+    _option(training, "--seconds", None, "start no run that would end later", type=float)
+    _option(training, "--force", False, "replace another study there")
 
-def _add_forward(studies: _Parsers) -> None:
-    parser = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
-    parser.add_argument(
-        "--preset", type=_names, default="paper,kernel,tree",
-        help="paper, lines, kernel, tree, fa4 or fp8, or several with commas",
-    )  # fmt: skip
-    parser.add_argument(
-        "--figures", type=_names, default="all",
-        help="3, 4, 5, 6a, 6b, 6c, ablation, stochastic, bias, backward, with commas; or all",
-    )  # fmt: skip
-    parser.add_argument(
-        "--inputs", type=_names, default=(), help="distributions, or one .pt file of captured calls"
-    )
-    parser.add_argument(
-        "--formats", type=_names, default=(), help="formats of figure 3, such as bf16,fp16:sr,p9"
-    )
-    parser.add_argument("--seeds", type=int, default=8, help="draws per point")
-    parser.add_argument("--head-dim", type=int, default=64, help="of the inputs")
-    parser.add_argument(
-        "--sram", type=int, default=16384, help="on-chip memory in elements, for block sizes"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer points: less than a minute")
+    forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
+    _option(forward, "--preset", "paper,kernel,tree", "paper, lines, kernel, tree, fa4 or fp8",
+            type=_names)  # fmt: skip
+    _option(forward, "--figures", "all", "3, 4, 5, 6a, 6b, 6c, ablation, bias, backward; or all",
+            type=_names)  # fmt: skip
+    _option(forward, "--inputs", (), "distributions, or a .pt file of captured calls", type=_names)
+    _option(forward, "--formats", (), "of figure 3, such as bf16,fp16:sr,p9", type=_names)
+    _option(forward, "--seeds", 8, "draws per point")
+    _option(forward, "--head-dim", 64, "of the inputs")
+    _option(forward, "--sram", 16384, "on-chip memory in elements, for block sizes")
+    _option(forward, "--quick", False, "fewer points: less than a minute")
 
+    kernels = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
+    _device(kernels, "cuda")
+    _option(kernels, "--quick", False, "fewer and smaller points")
+    _option(kernels, "--seeds", 4, "draws per point")
 
-def _add_kernels(studies: _Parsers) -> None:
-    text = "real kernels: this wheel's and torch's"
-    parser = _add(studies, "kernels", _kernels, text, "cuda")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller points")
-    parser.add_argument("--seeds", type=int, default=4, help="draws per point")
-
-
-def _add_training(studies: _Parsers) -> None:
-    text = "what one difference does to trained weights, over paired seeds"
-    parser = _add(studies, "training", _training, text, "cpu")
-    parser.add_argument(
-        "--workload", default="drawings-small",
-        help="drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION",
-    )  # fmt: skip
-    parser.add_argument(
-        "--steps", type=int, default=0, help="optimizer steps; 0: as many as fit into --seconds"
-    )
-    parser.add_argument("--seeds", type=_names, default="0,1,2,3,4", help="paired seeds")
-    parser.add_argument("--runs", type=_names, default=(), help="controls and attentions")
-    parser.add_argument("--noise", action="store_true", help="also explicit attention in 5-24 bits")
-    parser.add_argument("--base", default="", help="attention of the base run")
-    parser.add_argument(
-        "--seconds", type=float, help="start no run that would end later; the next call goes on"
-    )
-    parser.add_argument("--force", action="store_true", help="replace another study there")
-
-
-def _add_repeat(studies: _Parsers) -> None:
-    text = "trains several times and names the first operation whose result has other bits"
-    parser = _add(studies, "repeat", _repeat, text, "cpu", out=None)
-    parser.add_argument("--workload", default="language-tiny", help="as of training")
-    parser.add_argument("--attention", default="ours", help="what is trained with")
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps")
-    parser.add_argument("--times", type=int, default=3, help="repeats")
-
-
-def _add_report(studies: _Parsers) -> None:
-    text = "one page of all claims, numbers and verdicts"
-    parser = _add(studies, "report", _report, text, out=".")
-    parser.add_argument(
+    report = _add(studies, "report", _report, "one page of all claims, numbers and verdicts")
+    report.set_defaults(out=Path("deviation"))
+    report.add_argument(
         "results", nargs="*", type=Path,
         help="folders of studies; none: forward, kernels, training and sinks in that of the report",
     )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true", help="run quick studies first, in the folder of the report"
-    )
+    _option(report, "--quick", False, "run quick studies first, in the folder of the report")
+
+    repeat = _add(studies, "repeat", _repeat,
+                  "trains several times and names the first operation that differs")  # fmt: skip
+    _option(repeat, "--workload", "language-tiny", "as of training")
+    _option(repeat, "--attention", "ours", "what is trained with")
+    _device(repeat, "cpu")
+    _option(repeat, "--steps", 6, "optimizer steps")
+    _option(repeat, "--times", 3, "repeats")
+
+    every = _add(studies, "all", _all, "every study on a GPU, each in a process of its own")
+    _option(every, "--seconds", 330.0, "in which all of them end")
 
 
-def _add_all(studies: _Parsers) -> None:
-    text = "every study on a GPU, each in a process of its own, within a total time"
-    parser = _add(studies, "all", _all, text, out="gpu")
-    parser.add_argument("--seconds", type=float, default=330.0, help="in which all of them end")
+def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
+    parser: _Parser = studies.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    if name != "repeat":  # its result is a line of text
+        _option(parser, "--out", Path("deviation") / name, "folder of results")
+    return parser
+
+
+def _option(parser: _Parser, flag: str, default: Any, text: str, **more: Any) -> None:
+    """Adds an option of its default's type; a flag where that is False."""
+    kind = {"action": "store_true"} if default is False else {"type": type(default), **more}
+    shown = f"{text} (%(default)s)" if default else text
+    parser.add_argument(flag, default=default, help=shown, **kind)
+
+
+def _device(parser: _Parser, default: str) -> None:
+    _option(parser, "--device", default, "where to run", choices=("cuda", "cpu"))
+
+
+def _add_model(parser: _Parser, attention: str) -> None:
+    _option(parser, "--model", "language-small",
+            "MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours")  # fmt: skip
+    _option(parser, "--checkpoint", None, "weights, safetensors or torch", type=Path)
+    _option(parser, "--batches", "", "MODULE:FUNCTION or a .pt file; none: the workload's own")
+    _option(parser, "--count", 8, "batches that are used")
+    _option(parser, "--attention", attention, "names, with commas", type=_names)
+    _option(parser, "--precision", "bf16", "of q, k and v", choices=("bf16", "fp16", "fp32"))
+    _device(parser, "cpu")
+    _option(parser, "--quick", False, "a tiny model of ours, 3 batches")
+    _option(parser, "--seconds", None, "start no batch later, after the second", type=float)
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import functools
 import importlib
 import re
 import warnings
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from ..emulate.gradients import DELTAS, Emulation, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
 from .masks import Call
-from .torch_lines import Lines, torch_lines
+from .torch_lines import torch_lines
 
 _SDPA = functional.scaled_dot_product_attention
 
@@ -80,53 +80,6 @@ def _explicit(call: Call) -> torch.Tensor:
     return scores.softmax(-1) @ v
 
 
-class _Exact(torch.autograd.Function):
-    """Explicit attention in float64, one sequence at a time: scores of all would not fit."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v, bias)
-        ctx.scale = scale
-        parts = [_explicit(one) for one in _one_by_one(q, k, v, bias, scale)]
-        return torch.cat(parts).to(q.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v, bias = ctx.saved_tensors
-        found = []
-        for row, one in enumerate(_one_by_one(q, k, v, bias, ctx.scale)):
-            leaves = [tensor.detach().requires_grad_() for tensor in (one.q, one.k, one.v)]
-            with torch.enable_grad():
-                out = _explicit(Call(leaves[0], leaves[1], leaves[2], one.mask, scale=one.scale))
-            found.append(torch.autograd.grad(out, leaves, grads[0][row : row + 1].double()))
-        dq, dk, dv = (torch.cat(part).to(q.dtype) for part in zip(*found, strict=True))
-        return dq, dk, dv, None, None
-
-
-def _one_by_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> Iterator[Call]:
-    for row in range(len(q)):
-        one = slice(row, row + 1)
-        each = bias is not None and bias.ndim == q.ndim and len(bias) == len(q)
-        part = bias[one] if bias is not None and each else bias
-        yield Call(q[one].double(), k[one].double(), v[one].double(), part, scale=scale)
-
-
-def _exact(call: Call) -> torch.Tensor:
-    """The same in float64 inside, forward and backward; in and out are the tensors' dtype."""
-    q, k, v = call.heads()
-    out: torch.Tensor = _Exact.apply(q, k, v, call.bias(), call.factor)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _Rounded(torch.autograd.Function):
     """Rounds a tensor, and its gradient on the way back."""
 
@@ -142,22 +95,30 @@ class _Rounded(torch.autograd.Function):
 
 def _explicit_in(call: Call, name: str) -> torch.Tensor:
     """Explicit attention whose scores, weights, output and their gradients have a format."""
-    bias = call.bias()
+    container = parse_format(name).container
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = _Rounded.apply(values, name)  # type: ignore[no-untyped-call]
         return found
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (tensor.to(parse_format(name).container) for tensor in (q, k, v))
-        scores = rounded(q @ k.mT * call.factor)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> Any:
+        q, k, v = (tensor.to(container) for tensor in (q, k, v))
+        one = replace(call, q=q, k=k, v=v, mask=mask[0] if mask else None)
+        (q, k, v), bias = one.heads(), one.bias()
+        scores = rounded(q @ k.mT * one.factor)
         if bias is not None:
-            scores = scores + bias.to(scores.dtype)
+            scores = scores + bias.to(container)
         return rounded(rounded(scores.softmax(-1)) @ v).to(call.q.dtype)
 
-    # Computed again in the backward: scores in the container of all layers would not fit.
-    out: torch.Tensor = checkpoint(attend, *call.heads(), use_reentrant=False)
-    return out
+    rows = [tensor.chunk(len(call.q)) for tensor in (call.q, call.k, call.v)]
+    if call.mask is not None:
+        each = call.mask.ndim == call.q.ndim and len(call.mask) == len(call.q)
+        rows.append(call.mask.chunk(len(call.q)) if each else (call.mask,) * len(call.q))
+    # One sequence at a time, computed again in the backward: scores of all would not fit.
+    return torch.cat(
+        [checkpoint(attend, *row, use_reentrant=False, preserve_rng_state=False)
+         for row in zip(*rows, strict=True)]
+    )  # fmt: skip
 
 
 def _emulated(call: Call, emulation: Emulation) -> torch.Tensor:
@@ -165,9 +126,9 @@ def _emulated(call: Call, emulation: Emulation) -> torch.Tensor:
     return emulated_attention(q, k, v, call.bias(), call.factor, emulation)
 
 
-def _lines(call: Call, lines: Lines) -> torch.Tensor:
+def _lines(call: Call, shifted: bool) -> torch.Tensor:
     q, k, v = call.heads()
-    return torch_lines(q, k, v, call.bias(), call.factor, lines)
+    return torch_lines(q, k, v, call.bias(), call.factor, shifted)
 
 
 def _torch(call: Call, backend: SDPBackend | None) -> torch.Tensor:
@@ -236,10 +197,9 @@ _NAMED: dict[str, _Of] = {
     "sdpa-math": functools.partial(_torch, backend=SDPBackend.MATH),
     "fa3": _fa3,
     "explicit": _explicit,
-    "exact": _exact,
-    "torch-lines": functools.partial(_lines, lines=Lines()),
-    "torch-lines-shifted": functools.partial(_lines, lines=Lines(shifted=True)),
-    "torch-lines-wide": functools.partial(_lines, lines=Lines(wide=True)),
+    "exact": functools.partial(_explicit_in, name="fp64"),
+    "torch-lines": functools.partial(_lines, shifted=False),
+    "torch-lines-shifted": functools.partial(_lines, shifted=True),
 }
 REAL = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
 LABELS = {
@@ -255,7 +215,6 @@ LABELS = {
     "exact": "exact (FP64)",
     "torch-lines": "16 bits after each line",
     "torch-lines-shifted": "16 bits, maximum moved",
-    "torch-lines-wide": "16 bits, O in FP32",
 }
 
 
@@ -264,8 +223,8 @@ def find_attention(name: str) -> Attention:
 
     Args:
         name: ours, ours-atomics; sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math; fa3;
-            explicit, or explicit:FORMAT with every result rounded to a format; exact; torch-lines,
-            torch-lines-shifted, torch-lines-wide (`attentions.torch_lines`); PRESET,
+            explicit, or explicit:FORMAT with every result rounded to a format; exact, which is
+            explicit:fp64; torch-lines, torch-lines-shifted (`attentions.torch_lines`); PRESET,
             PRESET:FORMAT, PRESET+DELTA of the emulated ones; or MODULE:FUNCTION of a function with
             the signature of torch's scaled_dot_product_attention.
 

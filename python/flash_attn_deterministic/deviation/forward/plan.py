@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from ...errors import ArgumentError
 from ..emulate.steps import PRESETS, STEP_NAMES, TILING_STEPS, WITHIN_LINES, find_preset
 from ..numbers.formats import FORMAT_NAMES, parse_format
-from ..study.environment import environment, one_thread, stopwatch
+from ..study.environment import environment, one_thread
 from ..study.files import SCHEMA, write_json
 from ..study.progress import Progress
 from .cells import Cell, Result, run_cell
@@ -218,16 +219,6 @@ def _ablation(plan: Plan) -> list[Cell]:
     return cells
 
 
-def _stochastic(plan: Plan) -> list[Cell]:
-    base = replace(plan.base(), preset="paper")
-    return [
-        replace(base, inputs=inputs, seqlen=seqlen, format=name)
-        for inputs in plan.main_inputs
-        for seqlen in plan.lengths(inputs)[:5]
-        for name in ("bf16", "bf16:sr")
-    ]
-
-
 def _bias(plan: Plan) -> list[Cell]:
     base = Cell(kind="bias", preset="kernel", seeds=4 * plan.seeds)
     return [
@@ -257,7 +248,6 @@ FIGURES: dict[str, Callable[[Plan], list[Cell]]] = {
     "6b": _square,
     "6c": _larger,
     "ablation": _ablation,
-    "stochastic": _stochastic,
     "bias": _bias,
     "backward": _backward,
 }
@@ -276,7 +266,8 @@ def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
     figures = {name: FIGURES[name](plan) for name in plan.figures}
     unique = list(dict.fromkeys(cell for cells in figures.values() for cell in cells))
     results: list[Result] = []
-    with one_thread(), stopwatch() as taken, Progress("forward", len(unique)) as progress:
+    start, progress = time.monotonic(), Progress("forward", len(unique))
+    with one_thread():
         for cell in unique:
             results.append(run_cell(cell))
             progress.advance(f"{cell.preset} {cell.format} {cell.inputs} {cell.seqlen}")
@@ -286,7 +277,7 @@ def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
         "schema": SCHEMA,
         "configuration": asdict(plan),
         "environment": environment(),
-        "seconds": taken[0],
+        "seconds": time.monotonic() - start,
         "figures": {name: [place[cell] for cell in cells] for name, cells in figures.items()},
         "cells": [
             {"cell": _differing(cell), "result": result}

@@ -104,7 +104,8 @@ def run_gradients(
             return value
     samples: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    with repeatable(plan.device), Progress("gradients", len(target.batches)) as progress:
+    progress = Progress("gradients", len(target.batches))
+    with repeatable(plan.device):
         for number, batch in enumerate(target.batches):
             kept = _kept(store / f"{number:04}.pt", identity, force)
             if kept is None:

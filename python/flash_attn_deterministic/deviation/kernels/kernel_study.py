@@ -18,7 +18,6 @@ from ..study.progress import Progress
 from .agreement import agreement
 from .deviations import backward_deviation, forward_deviation, run_to_run
 from .plan import COMPARED, KernelPlan
-from .speed import speed
 
 KIND, RESULT_FILE = "kernels", "kernels.json"
 
@@ -31,8 +30,7 @@ def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
 
     Returns:
         Its content: {"forward": [...], "agreement": [...], "backward": [...], "run_to_run": [...],
-        "speed": [...], "missing": {...}, "failed": {part: message}, ...}; each list has one dict
-        per point.
+        "missing": {...}, "failed": {part: message}, ...}; each list has one dict per point.
 
     Raises:
         ArgumentError: no such device.
@@ -44,7 +42,6 @@ def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
         "agreement": agreement,
         "backward": backward_deviation,
         "run_to_run": run_to_run,
-        "speed": speed,
     }
     value: dict[str, Any] = {
         "kind": KIND,
@@ -59,7 +56,8 @@ def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
         "failed": {},
         **{name: [] for name in parts},
     }
-    with Progress("kernels", len(parts)) as progress, warnings.catch_warnings():
+    progress = Progress("kernels", len(parts))
+    with warnings.catch_warnings():
         # torch's warning that a kernel of the backward is not deterministic: that is the subject.
         warnings.simplefilter("ignore")
         for name, part in parts.items():

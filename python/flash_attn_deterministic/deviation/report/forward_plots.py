@@ -27,7 +27,6 @@ def forward_plots(figures: dict[str, Points]) -> dict[str, Draw]:
         "6b": {"fig6b": _square},
         "6c": {"fig6c": _larger},
         "ablation": {"ablation": _ablation},
-        "stochastic": {"stochastic": _stochastic},
         "bias": {"bias": _bias},
         "backward": {"backward": _backward},
     }
@@ -241,24 +240,6 @@ def _ablation(pyplot: Any, points: Points) -> Any:
             panel.axvline(whole, color="#333333", linewidth=1, linestyle=":", label="all steps")
         panel.set_xlabel("max |flash - FP64|, BF16")
     legend_below(figure, row[0], 3)
-    return figure
-
-
-def _stochastic(pyplot: Any, points: Points) -> Any:
-    figure, columns = _by_inputs(pyplot, points, rows=2, height=5.0)
-    labels = (("rmse", "RMSE"), ("bias", "|mean signed deviation|"))
-    for inputs, grid in columns:
-        for panel, (metric, label) in zip(grid, labels, strict=True):
-            for number, (name, text) in enumerate(
-                (("bf16", "nearest, ties to even"), ("bf16:sr", "stochastic"))
-            ):
-                here = select(points, inputs=inputs, format=name)
-                line(panel, [(c.seqlen, [abs(x) for x in finite(r["flash"][metric])])
-                             for c, r in here], number, text)  # fmt: skip
-            if inputs == columns[0][0]:
-                panel.set_ylabel(f"{label}, BF16")
-        lengths_axis(grid[1], [c.seqlen for c, _ in points], "sequence length")
-    legend_below(figure, columns[0][1][0], 2)
     return figure
 
 

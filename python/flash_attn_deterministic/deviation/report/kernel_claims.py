@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..kernels.agreement import CONTROL
-from ..numbers.intervals import Interval, bootstrap, median_interval
+from ..numbers.intervals import Interval, median_interval
 from .forward_claims import MORE, OURS, PAPER, TENFOLD
 from .judging import KERNELS, ON_GPU, Case, Claim, range_text, ratio
 from .names import attention_name, title
 
-SPEEDUP = (0.07, 0.28)  # 14 % of a training step, within a factor of two
 BEATS = (0.0, 0.5)  # share of unequal elements over that of the control
 FLASH = ("ours", "sdpa-flash", "sdpa-cudnn")
 
@@ -95,29 +92,6 @@ def _repeats(kernels: Kernels) -> list[Case]:
     return cases
 
 
-def _speed(kernels: Kernels) -> list[Case]:
-    explicit = {p["model"]: p["all"] for p in kernels["speed"] if p["backend"] == "explicit"}
-    cases = []
-    for point in kernels["speed"]:
-        if point["backend"] in FLASH and point["model"] in explicit:
-            name = f"{attention_name(point['backend'])}, {point['model']}"
-            value = _saved(explicit[point["model"]], point["all"])
-            cases.append(Case(name, value, *SPEEDUP, "", f" ({point['milliseconds']:.1f} ms)"))
-    return cases
-
-
-def _saved(slow: list[float], fast: list[float]) -> Interval:
-    """Median time of a step over another's, less 1; steps of both are drawn apart."""
-    count = min(len(slow), len(fast))
-    times = torch.tensor([slow[:count], fast[:count]], dtype=torch.float64)
-
-    def saved(steps: torch.Tensor) -> torch.Tensor:
-        medians = (times[0][steps].quantile(0.5, -1), times[1][steps.flip(0)].quantile(0.5, -1))
-        return medians[0] / medians[1] - 1
-
-    return bootstrap(count, saved)
-
-
 KERNEL_CLAIMS: tuple[Claim, ...] = (
     Claim(
         "real", f"{PAPER}, abstract, on real kernels",
@@ -143,13 +117,6 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
         "noise", OURS,
         "This project's forward and backward have no run-to-run variance.",
         "The same call again and again: equal bits.",
-        KERNELS, _repeats, ("kernels-run-to-run",),
-    ),
-    Claim(
-        "speedup", f"{PAPER}, introduction",
-        "Flash attention speeds up training of a text-to-image model by 14 %.",
-        "Time of a training step with explicit attention over that with flash, less 1: "
-        f"{range_text(*SPEEDUP)}.",
-        ON_GPU, _speed,
+        KERNELS, _repeats,
     ),
 )  # fmt: skip

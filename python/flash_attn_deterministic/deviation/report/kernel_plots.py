@@ -16,8 +16,6 @@ def kernel_plots(value: dict[str, Any]) -> dict[str, Draw]:
         drawers["kernels-forward"] = lambda pyplot: _forward(pyplot, value["forward"])
     if value["backward"]:
         drawers["kernels-backward"] = lambda pyplot: _backward(pyplot, value["backward"])
-    if any(point["output"] == "dq" for point in value["run_to_run"]):
-        drawers["kernels-run-to-run"] = lambda pyplot: _floor(pyplot, value["run_to_run"])
     return drawers
 
 
@@ -67,20 +65,4 @@ def _backward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
                  0.11 * (number - (len(names) - 1) / 2), backend == "explicit")  # fmt: skip
         panel.set_xlabel(f"‖deviation‖ / ‖gradient‖, d = {head_dim}")
     legend_below(figure, row[0], 4)
-    return figure
-
-
-def _floor(pyplot: Any, points: list[dict[str, Any]]) -> Any:
-    shown = [p for p in points if p["output"] in ("dq", "dk", "dv")]
-    seqlen = max(p["seqlen"] for p in shown)
-    shown = [p for p in shown if p["seqlen"] == seqlen]
-    rows = [attention_name(name) for name in _names(shown)]
-    figure, axes = pyplot.subplots(1, 1, figsize=(6.4, 1.2 + 0.42 * len(rows)))
-    for number, name in enumerate(("dq", "dk", "dv")):
-        values = {
-            attention_name(p["backend"]): [p["relative"]] for p in shown if p["output"] == name
-        }
-        dots(axes, rows, values, number, name, 0.2 * (number - 1))
-    axes.set_xlabel(f"max |repeat - first| / max |gradient|, BF16, length {seqlen}")
-    legend_below(figure, axes, 3)
     return figure

@@ -42,13 +42,11 @@ CAPTIONS = {
     "fig6b": "Fig. 6b. Tiles of equal area: square, wide (half the rows, twice the keys), tall.",
     "fig6c": "Fig. 6c. Keys per block.",
     "ablation": "Which step's rounding matters, preset paper.",
-    "stochastic": "Nearest against stochastic rounding, preset paper: larger errors, less bias.",
     "bias": "Biased rounding of P V (BF16): mean error away from 0 by the number of keys at the "
     "maximum.",
     "backward": "Gradients of emulated kernels by what D = rowsum(dO * O) is formed from.",
     "kernels-forward": "Real kernels: largest deviation from FP64.",
     "kernels-backward": "Real kernels: deviation of the gradients from FP64.",
-    "kernels-run-to-run": "Real kernels: how far repeats of one backward are from the first.",
     "fig7": "Fig. 7. Distance of weights from the base run over training, less that at "
     "step 0. Median of the seeds, band from the least to the largest.",
     "fig8": "Fig. 8. Wasserstein distance of weights, and distance as functions, less that at "
@@ -174,14 +172,6 @@ def _tables(found: Study) -> Iterator[Section]:
         yield whole_table(value)
     if found.kind == "kernels" and value["backward"]:
         yield _gradients_table(value["backward"])
-    if found.kind == "kernels" and value["speed"]:
-        rows = [
-            [p["model"], attention_name(p["backend"]), f"{p['milliseconds']:.1f}",
-             f"{p['speedup']:+.0%}" if "speedup" in p else ""]
-            for p in value["speed"]
-        ]  # fmt: skip
-        header = ["model", "attention", "ms", "speed-up"]
-        yield Section("Time of a training step", header=header, rows=rows)
 
 
 def whole_table(value: dict[str, Any]) -> Section:

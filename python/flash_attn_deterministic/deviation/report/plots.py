@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import statistics
-import textwrap
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 Draw = Callable[[Any], Any]  # pyplot -> figure
-_LEFT_OUT: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
 
 class MissingExtraError(FlashAttnError, ImportError):
@@ -74,7 +70,6 @@ def draw_all(drawers: dict[str, Draw], folder: Path) -> list[Path]:
         figure = draw(pyplot)
         for axes in figure.axes:
             name_ticks(axes)
-            say_what_is_left_out(axes)
         image = io.StringIO()
         figure.savefig(image, format="svg", metadata={"Date": None}, bbox_inches="tight")
         pyplot.close(figure)
@@ -122,7 +117,9 @@ def line(
         left_out = sum(value <= 0 for _, values in shown for value in values)
         if left_out:
             total = sum(len(values) for _, values in shown)
-            _LEFT_OUT.setdefault(axes, []).append(f"{label} {left_out} of {total}")
+            text = f"{label}: {left_out} of {total} are 0 or less"
+            axes.text(0.01, 0.01 + 0.05 * len(axes.texts), text, color=colour, fontsize=6,
+                      transform=axes.transAxes)  # fmt: skip
         shown = [(x, values) for x, values in shown if statistics.median(values) > 0]
     xs = [x for x, _ in shown]
     axes.plot(
@@ -162,37 +159,16 @@ def name_ticks(axes: Any) -> None:
 
     In plain text: matplotlib writes powers in a font that other machines may not have.
     """
-    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
-        named = "Fixed" in type(axis.get_major_locator()).__name__
-        if axis.get_scale() != "log" or named:
+    from matplotlib import ticker
+
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() != "log" or isinstance(axis.get_major_locator(), ticker.FixedLocator):
             continue
-        ticks = _log_ticks(*getattr(axes, f"get_{name}lim")())
-        axis.set_ticks(ticks, [_power(tick) for tick in ticks])
-        axis.minorticks_off()
-
-
-def say_what_is_left_out(axes: Any) -> None:
-    """Names under a panel what its logarithmic axis has no place for."""
-    if axes in _LEFT_OUT:
-        text = "0 or less, not shown: " + ", ".join(_LEFT_OUT.pop(axes))
-        lines = [axes.get_xlabel(), *textwrap.wrap(text, 70)]
-        axes.set_xlabel("\n".join(lines), fontsize=7)
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Returns 1, 2 and 5 of each decade, every decade, or every second one, as there is room."""
-    decades = math.log10(high / low)
-    digits = (1, 2, 5) if decades < 2.5 else (1,)
-    step = 1 if decades < 9 else 2
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**power for power in powers if power % step == 0 for digit in digits]
-    return [tick for tick in ticks if low <= tick <= high]
-
-
-def _power(tick: float) -> str:
-    if 0.01 <= tick <= 10000:
-        return f"{tick:g}"
-    return f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        low, high = axis.get_view_interval()
+        digits = (1, 2, 5) if high < 300 * low else (1,)
+        axis.set_major_locator(ticker.LogLocator(subs=digits, numticks=9))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick:g}"))
+        axes.minorticks_off()
 
 
 def panels(

@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 import platform
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -45,15 +44,6 @@ def autocast(device: str, precision: str) -> torch.autocast:
     """Returns autocast to "bf16" or "fp16"; with another precision it does nothing."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device, dtype=dtype, enabled=precision in ("bf16", "fp16"))
-
-
-@contextlib.contextmanager
-def stopwatch() -> Iterator[list[float]]:
-    """Gives a list that holds the seconds taken, once the block is left."""
-    taken: list[float] = []
-    start = time.monotonic()
-    yield taken
-    taken.append(time.monotonic() - start)
 
 
 @contextlib.contextmanager

@@ -148,11 +148,8 @@ def run_training(
         run.name not in value["seeds"].get(str(seed), {}) for seed in plan.seeds for run in runs
     )
     slowest = 0.0
-    with (
-        repeatable(plan.setup.device) as warned,
-        one_thread(plan.setup.device),
-        Progress("training", new) as progress,
-    ):
+    progress = Progress("training", new)
+    with repeatable(plan.setup.device) as warned, one_thread(plan.setup.device):
         if not steps:
             steps = _fitting_steps(plan, runs, start + (seconds or 0.0))
         setup = replace(plan.setup, steps=steps)
