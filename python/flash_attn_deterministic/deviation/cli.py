@@ -45,7 +45,7 @@ def add_command(commands: _Parsers) -> None:
             "drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION")  # fmt: skip
     _device(training, "cpu")
     _option(training, "--steps", 0, "optimizer steps; 0: as many as fit into --seconds")
-    _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_names)
+    _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_numbers)
     _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
     _option(training, "--noise", False, "also explicit attention in 5 to 24 bits")
     _option(training, "--base", "", "attention of the base run")
@@ -123,6 +123,10 @@ def _add_model(parser: _Parser, attention: str) -> None:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in _names(text))
 
 
 def _target(arguments: argparse.Namespace) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import re
 import warnings
 from dataclasses import replace
@@ -19,13 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ArgumentError
-from ..emulate.gradients import DELTAS, Emulation, emulated_attention
+from ..emulate.gradients import DELTAS, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
 from .masks import Call
 from .torch_lines import torch_lines
 
 _SDPA = functional.scaled_dot_product_attention
+_SCORES = 1 << 26  # at once in explicit attention with a format: 512 MB in float64
 
 
 class Attention(Protocol):
@@ -110,20 +112,22 @@ def _explicit_in(call: Call, name: str) -> torch.Tensor:
             scores = scores + bias.to(container)
         return rounded(rounded(scores.softmax(-1)) @ v).to(call.q.dtype)
 
-    rows = [tensor.chunk(len(call.q)) for tensor in (call.q, call.k, call.v)]
+    # Some sequences at a time, computed again in the backward: scores of all would not fit.
+    batch, heads, rows = call.q.shape[:3]
+    pieces = min(batch, math.ceil(batch * heads * rows * call.k.shape[2] / _SCORES))
+    parts = [tensor.chunk(pieces) for tensor in (call.q, call.k, call.v)]
     if call.mask is not None:
-        each = call.mask.ndim == call.q.ndim and len(call.mask) == len(call.q)
-        rows.append(call.mask.chunk(len(call.q)) if each else (call.mask,) * len(call.q))
-    # One sequence at a time, computed again in the backward: scores of all would not fit.
+        each = call.mask.ndim == call.q.ndim and len(call.mask) == batch
+        parts.append(call.mask.chunk(pieces) if each else (call.mask,) * len(parts[0]))
     return torch.cat(
-        [checkpoint(attend, *row, use_reentrant=False, preserve_rng_state=False)
-         for row in zip(*rows, strict=True)]
+        [checkpoint(attend, *part, use_reentrant=False, preserve_rng_state=False)
+         for part in zip(*parts, strict=True)]
     )  # fmt: skip
 
 
-def _emulated(call: Call, emulation: Emulation) -> torch.Tensor:
+def _emulated(call: Call, preset: str, name: str, delta: str) -> torch.Tensor:
     q, k, v = call.heads()
-    return emulated_attention(q, k, v, call.bias(), call.factor, emulation)
+    return emulated_attention(q, k, v, call.bias(), call.factor, preset, name, delta)
 
 
 def _lines(call: Call, shifted: bool) -> torch.Tensor:
@@ -241,8 +245,8 @@ def find_attention(name: str) -> Attention:
     if base in PRESETS and delta in ("", *DELTAS):
         if rest:
             parse_format(rest)
-        emulation = Emulation(base, rest, delta or "rounded")
-        return _attention(functools.partial(_emulated, emulation=emulation))
+        how = functools.partial(_emulated, preset=base, name=rest, delta=delta or "rounded")
+        return _attention(how)
     if not rest or not base.replace(".", "").isidentifier():
         known = ", ".join((*_NAMED, "explicit:FORMAT", *PRESETS))
         raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")

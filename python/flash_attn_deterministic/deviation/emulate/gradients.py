@@ -14,7 +14,7 @@ not average out in dS k. `delta` says what D is formed from:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,21 +89,6 @@ def tiled_gradients(
     return number_format.round(dq), number_format.round(dk), number_format.round(dv)
 
 
-@dataclass(frozen=True)
-class Emulation:
-    """What an emulated attention is.
-
-    Args:
-        preset: name of a preset.
-        number_format: name of the format under test; "": that of the tensors.
-        delta: what D is formed from.
-    """
-
-    preset: str = "kernel"
-    number_format: str = ""
-    delta: str = "rounded"
-
-
 class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -113,16 +98,17 @@ class _Emulated(torch.autograd.Function):
         v: torch.Tensor,
         bias: torch.Tensor | None,
         scale: float,
-        emulation: Emulation,
+        preset: str,
+        name: str,
+        delta: str,
     ) -> torch.Tensor:
-        number_format = parse_format(emulation.number_format or _FORMATS[q.dtype])
-        preset = find_preset(emulation.preset)
+        number_format, found = parse_format(name or _FORMATS[q.dtype]), find_preset(preset)
         wide = [tensor.to(number_format.container) for tensor in (q, k, v)]
-        steps = replace(preset.steps(number_format), out=None)
+        steps = replace(found.steps(number_format), out=None)
         unrounded = tiled_attention(
-            wide[0], wide[1], wide[2], scale, preset, steps, _BLOCK_C, None, bias
+            wide[0], wide[1], wide[2], scale, found, steps, _BLOCK_C, None, bias
         )
-        kept = kept_output(unrounded, number_format, emulation.delta)
+        kept = kept_output(unrounded, number_format, delta)
         ctx.save_for_backward(q, k, v, kept, bias)
         ctx.scale, ctx.number_format = scale, number_format
         return number_format.round(unrounded).to(q.dtype)
@@ -135,7 +121,7 @@ class _Emulated(torch.autograd.Function):
             wide[0], wide[1], wide[2], wide[3], wide[4], ctx.scale, ctx.number_format, bias
         )
         cast = [g.to(tensor.dtype) for g, tensor in zip(found, tensors, strict=True)]
-        return (*cast, None, None, None)
+        return (*cast, None, None, None, None, None)
 
 
 def emulated_attention(
@@ -144,8 +130,21 @@ def emulated_attention(
     v: torch.Tensor,
     bias: torch.Tensor | None,
     scale: float,
-    emulation: Emulation,
+    preset: str,
+    name: str,
+    delta: str,
 ) -> torch.Tensor:
-    """Attention of a preset with a backward; q, k and v (..., seqlen, head_dim) of one dtype."""
-    out: torch.Tensor = _Emulated.apply(q, k, v, bias, scale, emulation)  # type: ignore[no-untyped-call]
+    """Attention of a preset with a backward.
+
+    Args:
+        q: (..., seqlen_q, head_dim).
+        k: (..., seqlen_k, head_dim).
+        v: like k.
+        bias: added to the scores, broadcast to (..., seqlen_q, seqlen_k); None: nothing.
+        scale: factor of q k^T.
+        preset: name of a preset.
+        name: of the format under test; "": that of the tensors.
+        delta: what D is formed from.
+    """
+    out: torch.Tensor = _Emulated.apply(q, k, v, bias, scale, preset, name, delta)  # type: ignore[no-untyped-call]
     return out

@@ -12,7 +12,7 @@ import torch
 from ...errors import ArgumentError
 from ..attentions.masks import Call
 from ..attentions.registry import find_attention
-from ..emulate.gradients import DELTAS, kept_output, tiled_gradients
+from ..emulate.gradients import DELTAS
 from ..emulate.rounding_bias import measure_bias
 from ..emulate.simulate import (
     baseline_attention,
@@ -161,30 +161,24 @@ def _compare(cell: Cell) -> Iterator[Result]:
 
 
 def _gradients(cell: Cell) -> Iterator[Result]:
+    number_format, _ = cell.number_formats()
+    names = {delta: f"{cell.preset}:{cell.format}+{delta}" for delta in DELTAS}
+    names["explicit"] = f"explicit:{cell.format}"
     for seed, call in enumerate(_calls(cell)):
-        yield _gradients_of(cell, _rounded(cell, call), seed)
-
-
-def _gradients_of(cell: Cell, call: Call, seed: int) -> Result:
-    number_format, steps = cell.number_formats()
-    q, k, v, scale, bias = call.q, call.k, call.v, call.factor, call.bias()
-    dout = torch.randn(
-        q.shape, generator=torch.Generator().manual_seed(99 + seed), dtype=torch.float64
-    )
-    dout = number_format.round(dout)
-    golden = _autograd("exact", replace(call, q=q.double(), k=k.double(), v=v.double()), dout)
-    found = {"explicit": _autograd(f"explicit:{cell.format}", call, dout.to(q.dtype))}
-    out = tiled_attention(
-        q, k, v, scale, find_preset(cell.preset), replace(steps, out=None), cell.block_c, None, bias
-    )
-    for delta in DELTAS:
-        kept = kept_output(out, number_format, delta)
-        found[delta] = tiled_gradients(q, k, v, kept, dout.to(q.dtype), scale, number_format, bias)
-    return {
-        f"{label} {name}": deviation(actual, exact, number_format, 2)
-        for label, gradients in found.items()
-        for name, actual, exact in zip(("dq", "dk", "dv"), gradients, golden, strict=True)
-    }
+        call = _rounded(cell, call)
+        generator = torch.Generator().manual_seed(99 + seed)
+        dout = torch.randn(call.q.shape, generator=generator, dtype=torch.float64)
+        dout = number_format.round(dout)
+        wide = replace(call, q=call.q.double(), k=call.k.double(), v=call.v.double())
+        golden = _autograd("exact", wide, dout)
+        yield {
+            f"{label} {name}": deviation(actual, exact, number_format, 2)
+            for label, attention in names.items()
+            for name, actual, exact in zip(
+                ("dq", "dk", "dv"), _autograd(attention, call, dout.to(call.q.dtype)), golden,
+                strict=True,
+            )
+        }  # fmt: skip
 
 
 def _autograd(name: str, call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
