@@ -36,7 +36,7 @@ def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Any]) -> C
         f"{range_text(*bounds)}"
         for measure, bounds in tests.items()
     )
-    figures = ("gradients",)
+    figures = ("gradients", "systematic")
     return Claim(key, source, text, f"Gradient of W_q. {how}.", SINKS, _cases(*wanted), figures)
 
 

@@ -10,9 +10,8 @@ from ..emulate.steps import STEP_NAMES
 from ..forward.cells import Cell, Result
 from ..forward.plan import FOUR_FORMATS, LINES, ON_CHIP, TILING, Points
 from ..numbers.formats import parse_format
-from ..numbers.intervals import finite, median
 from .names import inputs_of, presets_of, select, title
-from .plots import Draw, dots, legend_below, lengths_axis, line, panels
+from .plots import Draw, dot_panels, legend_below, lengths_axis, line, panels
 
 _Figure = Callable[[Any, Points], Any]
 
@@ -74,29 +73,20 @@ def _formats(pyplot: Any, points: Points) -> Any:
 
 
 def _golden(pyplot: Any, points: Points) -> Any:
-    presets, names = presets_of(points), inputs_of(points)
-    figure, axes = pyplot.subplots(
-        2, -(-len(presets) // 2), figsize=(4.2 * -(-len(presets) // 2), 5.6), sharey=True,
-        sharex=True, squeeze=False,
-    )  # fmt: skip
-    rows = [title(name) for name in names]
-    for preset, panel in zip(presets, axes.flat, strict=False):
-        panel.set_xscale("log")
-        panel.set_title(f"preset {preset}")
-        for number, name in enumerate(FOUR_FORMATS):
-            for kind, hollow in (("baseline", True), ("flash", False)):
-                values = {
-                    title(c.inputs): r[kind]["max"]
-                    for c, r in select(points, preset=preset, format=name)
-                    if max(finite(r[kind]["max"]), default=1) > 0  # FP64 baseline is the golden one
-                }
-                if values:
-                    dots(panel, rows, values, number, f"{name.upper()} {kind}",
-                         0.17 * (number - 1.5) + 0.06 * (1 if hollow else -1), hollow)  # fmt: skip
-    for panel in axes[-1]:
-        panel.set_xlabel("max |output - FP64|")
-    legend_below(figure, axes[0][0], 4)
-    return figure
+    columns = {
+        f"preset {preset}": [
+            (f"{name.upper()} {kind}", {
+                title(cell.inputs): result[kind]["max"]
+                for cell, result in select(points, preset=preset, format=name)
+            })
+            for name in FOUR_FORMATS
+            for kind in ("baseline", "flash")
+            if (name, kind) != ("fp64", "baseline")  # it is the golden one
+        ]
+        for preset in presets_of(points)
+    }  # fmt: skip
+    rows = [title(name) for name in inputs_of(points)]
+    return dot_panels(pyplot, columns, rows, "max |output - FP64|")
 
 
 def _main(points: Points) -> Points:
@@ -219,76 +209,59 @@ def _larger(pyplot: Any, points: Points) -> Any:
 
 
 def _ablation(pyplot: Any, points: Points) -> Any:
-    names = inputs_of(points)
-    figure, (row,) = panels(pyplot, [f"inputs: {title(n)}" for n in names], 4.6, width=4.4)
-    groups = {TILING: "all that tiling adds", LINES: "within lines"}
-    steps = [groups.get(s, s.replace("_", " ")) for s in (*STEP_NAMES, TILING, LINES)]
-    for inputs, panel in zip(names, row, strict=True):
-        panel.set_xscale("log")
-        here = select(points, inputs=inputs)
-        for number, (kind, label) in enumerate(
-            (("exempt", "every step but this"), ("only", "this step alone"))
-        ):
-            values = {
+    groups = {TILING: "all that tiling adds", LINES: "within lines", "": "all steps"}
+    columns = {
+        f"inputs: {title(inputs)}": [
+            (label, {
                 groups.get(getattr(c, kind), getattr(c, kind).replace("_", " ")): r["flash"]["max"]
-                for c, r in here
-                if getattr(c, kind)
-            }
-            dots(panel, steps, values, number, label, 0.2 * (number - 0.5))
-        whole = median(next(r for c, r in here if not c.only and not c.exempt)["flash"]["max"])
-        if whole:
-            panel.axvline(whole, color="#333333", linewidth=1, linestyle=":", label="all steps")
-        panel.set_xlabel("max |flash - FP64|, BF16")
-    legend_below(figure, row[0], 3)
-    return figure
+                for c, r in select(points, inputs=inputs, **other)
+            })
+            for kind, label, other in (("exempt", "every step but this", {"only": ""}),
+                                       ("only", "this step alone", {"exempt": ""}))
+        ]
+        for inputs in inputs_of(points)
+    }  # fmt: skip
+    steps = [groups.get(s, s.replace("_", " ")) for s in ("", *STEP_NAMES, TILING, LINES)]
+    return dot_panels(pyplot, columns, steps, "max |flash - FP64|, BF16")
 
 
 def _bias(pyplot: Any, points: Points) -> Any:
     cases = (
-        ("V of one sign", ("bf16", "one_sign", False), "product"),
-        ("maximum moved up", ("bf16", "one_sign", True), "product"),
-        ("stochastic rounding", ("bf16:sr", "one_sign", False), "product"),
-        ("V of both signs", ("bf16", "two_signs", False), "product"),
-        ("divided by l first", ("bf16", "one_sign", False), "output"),
-        ("moved up, divided by l first", ("bf16", "one_sign", True), "output"),
+        ("V of one sign", "bf16", "one_sign", False, "product"),
+        ("maximum moved up", "bf16", "one_sign", True, "product"),
+        ("stochastic rounding", "bf16:sr", "one_sign", False, "product"),
+        ("V of both signs", "bf16", "two_signs", False, "product"),
+        ("divided by l first", "bf16", "one_sign", False, "output"),
+        ("moved up, divided by l first", "bf16", "one_sign", True, "output"),
     )
-    ties = sorted({c.ties for c, _ in points})
-    rows = [f"{tie} key{'s' if tie > 1 else ''}" for tie in ties]
-    figure, axes = pyplot.subplots(1, 1, figsize=(6.6, 4.2))
-    for number, (label, case, place) in enumerate(cases):
-        values = {
-            row: next(r[place]["away"] for c, r in points
-                      if (c.format, c.inputs, c.shifted) == case and c.ties == tie)
-            for row, tie in zip(rows, ties, strict=True)
-        }  # fmt: skip
-        dots(axes, rows, values, number, label, 0.13 * (number - 2.5))
-    axes.axvline(0, color="#333333", linewidth=0.8)
-    axes.set_ylabel("keys at a row's maximum (P = 1)")
-    axes.set_xlabel("mean error away from 0, gaps of BF16; bars: all draws")
-    legend_below(figure, axes, 3)
-    return figure
+    series = [
+        (label, {
+            f"{cell.ties} key{'s' * (cell.ties > 1)}": result[place]["away"]
+            for cell, result in select(points, format=name, inputs=inputs, shifted=shifted)
+        })
+        for label, name, inputs, shifted, place in cases
+    ]  # fmt: skip
+    shown = {"by the keys at a row's maximum (P = 1)": series}
+    label = "mean error away from 0, gaps of BF16"
+    return dot_panels(pyplot, shown, list(series[0][1]), label, "linear")
 
 
 def _backward(pyplot: Any, points: Points) -> Any:
     seqlen = max(cell.seqlen for cell, _ in points)
     shown = select(points, seqlen=seqlen)
-    names = ("dq", "dk", "dv")
-    formats = [n for n in FOUR_FORMATS if any(c.format == n for c, _ in shown)]
-    figure, (row,) = panels(
-        pyplot, [f"{gradient}, length {seqlen}" for gradient in names], 3.6, width=3.9
-    )
-    rows = [f"{title(i)}, {f.upper()}" for f in formats for i in inputs_of(shown)]
-    cases = (("explicit", "explicit attention"), ("rounded", "D from rounded O"),
-             ("residual", "O and residual"), ("residual8", "8-bit residual"),
-             ("exact", "D from exact O"))  # fmt: skip
-    for gradient, panel in zip(names, row, strict=True):
-        panel.set_xscale("log")
-        for number, (place, label) in enumerate(cases):
-            values = {
-                f"{title(c.inputs)}, {c.format.upper()}": r[f"{place} {gradient}"]["relative"]
-                for c, r in shown
-            }
-            dots(panel, rows, values, number, label, 0.15 * (number - 2), place == "explicit")
-        panel.set_xlabel("‖deviation‖ / ‖gradient‖")
-    legend_below(figure, row[0], 5)
-    return figure
+    cases = {"explicit": "explicit attention", "rounded": "D from rounded O",
+             "residual": "O and residual", "residual8": "8-bit residual",
+             "exact": "D from exact O"}  # fmt: skip
+    columns = {
+        f"{gradient}, length {seqlen}": [
+            (label, {
+                f"{title(cell.inputs)}, {cell.format.upper()}":
+                result[f"{place} {gradient}"]["relative"]
+                for cell, result in shown
+            })
+            for place, label in cases.items()
+        ]
+        for gradient in ("dq", "dk", "dv")
+    }  # fmt: skip
+    rows = [f"{title(cell.inputs)}, {cell.format.upper()}" for cell, _ in shown]
+    return dot_panels(pyplot, columns, rows, "‖deviation‖ / ‖gradient‖")

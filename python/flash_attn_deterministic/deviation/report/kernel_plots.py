@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels.plan import COMPARED
 from .names import attention_name, title
-from .plots import Draw, dots, legend_below, lengths_axis, line, panels
+from .plots import Draw, dot_panels, legend_below, lengths_axis, line, panels
 
 
 def kernel_plots(value: dict[str, Any]) -> dict[str, Draw]:
@@ -47,22 +47,15 @@ def _backward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
     head_dim = min(point["head_dim"] for point in points)
     seqlen = max(point["seqlen"] for point in points)
     shown = [p for p in points if (p["head_dim"], p["seqlen"]) == (head_dim, seqlen)]
-    rows = list(dict.fromkeys(f"{title(p['inputs'])}, {p['format'].upper()}" for p in shown))
-    gradients = ("dq", "dk", "dv")
-    figure, (row,) = panels(
-        pyplot, [f"{name}, length {seqlen}" for name in gradients], 1.4 + 0.5 * len(rows), width=3.9
-    )
-    names = _names(shown)
-    for gradient, panel in zip(gradients, row, strict=True):
-        panel.set_xscale("log")
-        for number, backend in enumerate(names):
-            values = {
-                f"{title(p['inputs'])}, {p['format'].upper()}": p["result"]["relative"]
-                for p in shown
-                if (p["backend"], p["gradient"]) == (backend, gradient)
-            }
-            dots(panel, rows, values, number, attention_name(backend),
-                 0.11 * (number - (len(names) - 1) / 2), backend == "explicit")  # fmt: skip
-        panel.set_xlabel(f"‖deviation‖ / ‖gradient‖, d = {head_dim}")
-    legend_below(figure, row[0], 4)
-    return figure
+    values: dict[tuple[str, str], dict[str, Any]] = {}
+    for p in shown:
+        row = f"{title(p['inputs'])}, {p['format'].upper()}"
+        values.setdefault((p["gradient"], p["backend"]), {})[row] = p["result"]["relative"]
+    rows = list(dict.fromkeys(row for found in values.values() for row in found))
+    columns = {
+        f"{gradient}, length {seqlen}": [
+            (attention_name(name), values.get((gradient, name), {})) for name in _names(shown)
+        ]
+        for gradient in ("dq", "dk", "dv")
+    }
+    return dot_panels(pyplot, columns, rows, f"‖deviation‖ / ‖gradient‖, d = {head_dim}")

@@ -32,8 +32,8 @@ CAPTIONS = {
     "fig3": "Fig. 3. Largest difference between flash and baseline attention by number format. "
     "Median of the draws, band from the least to the largest. FP8 E4M3 is missing where l "
     "overflows.",
-    "fig4": "Fig. 4. Largest deviation from FP64, hollow: baseline, filled: flash. Bars from the "
-    "least to the largest draw. The FP64 baseline is the reference itself.",
+    "fig4": "Fig. 4. Largest deviation from FP64. Bars from the least to the largest draw. The "
+    "FP64 baseline is the reference itself.",
     "fig5a": "Fig. 5a. Largest difference against sequence length, BF16.",
     "fig5b": "Fig. 5b. Mean and standard deviation of the difference from baseline, BF16.",
     "fig5-ratio": "Flash's largest deviation over baseline's, BF16. Dotted: ten times.",
@@ -53,9 +53,13 @@ CAPTIONS = {
     "step 0.",
     "noise": "Distance from base (8 bits) by the bits of explicit attention.",
     "training-loss": "Loss of held-out batches at the end, paired by seed.",
-    "gradients": "Errors of W_q's gradient against exact attention, on rows with equal maxima.",
-    "outputs": "Relative error of the output of each call of attention.",
 }
+GRADIENT_CAPTIONS = {
+    "gradients": "Errors of the gradient of each parameter tensor, forward and backward together.",
+    "systematic": "Share of these errors that batches have in common.",
+    "outputs": "Relative error of the output of each call of attention on the same tensors.",
+}
+CAPTIONS |= GRADIENT_CAPTIONS
 
 
 @dataclass(frozen=True)
@@ -207,15 +211,10 @@ def write_gradients_page(folder: Path) -> Path:
         "of the squared error that batches have in common, which adds up over steps; near 0, "
         "errors average out."
     )
-    parts = (("By parameter", "Gradients of each parameter tensor, forward and backward together."),
-             ("By call", "Relative error of the output of each call of attention."))  # fmt: skip
-    figures = [
-        Section(name, figures=[(caption, path)])
-        for (name, caption), path in zip(parts, plots, strict=True)
-    ]
+    figures = Section("Figures", figures=[(GRADIENT_CAPTIONS[plot.stem], plot) for plot in plots])
     path = folder / "gradients.html"
     name = "Rounding of attention, in this model's gradients"
-    write_text(path, html_page(name, intro, [whole_table(value), *figures]))
+    write_text(path, html_page(name, intro, [whole_table(value), figures]))
     return path
 
 

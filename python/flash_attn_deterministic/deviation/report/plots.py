@@ -184,22 +184,53 @@ def panels(
     return figure, [list(row) for row in axes]
 
 
-def dots(
-    axes: Any, rows: Sequence[str], values: Mapping[str, Sequence[float | None]], number: int,
-    label: str, offset: float = 0.0, hollow: bool = False,
-) -> None:  # fmt: skip
-    """Draws medians as points on named rows, with a bar from the least to the largest.
+Dots = Sequence[tuple[str, Mapping[str, Sequence[float | None]]]]  # labels, and values of each row
+
+
+def dot_panels(
+    pyplot: Any, shown: Mapping[str, Dots], rows: Sequence[str], label: str, scale: str = "log"
+) -> Any:
+    """Makes a figure of medians as points on named rows, with bars from the least to the largest.
 
     Args:
-        axes: where; rows count from above.
-        rows: their names, in order.
-        values: of each row.
-        number: which colour and marker.
-        label: in the legend.
-        offset: by how much of a row points lie beside its middle.
-        hollow: whether markers are empty.
+        pyplot: matplotlib's.
+        shown: of each panel, by its title.
+        rows: their names, from above.
+        label: of the x axes.
+        scale: of the x axes.
     """
-    colour = COLOURS[number % 8]
+    columns = min(3, len(shown))
+    lines = -(-len(shown) // columns)
+    most = max(len(series) for series in shown.values())
+    each = 0.26 if len(rows) > 20 else max(0.26, 0.07 * most)
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=(6.4 if columns == 1 else 4.1 * columns,
+                                 lines * (1.2 + each * len(rows))),
+        sharex=True, sharey=True, squeeze=False,
+    )  # fmt: skip
+    for axes, (title, series) in zip(grid.flat, shown.items(), strict=False):
+        axes.set_title(title)
+        axes.set_xscale(scale)
+        axes.set_xlabel(label)
+        for number, (name, values) in enumerate(series):
+            offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
+            _dots(axes, rows, values, number, name, offset)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", labelsize=8 if len(rows) < 20 else 7)
+        if scale != "log":
+            axes.axvline(0, color="#333333", linewidth=0.8)
+    legend_below(figure, grid[0][0], 3 if columns == 1 else 5)
+    return figure
+
+
+def _dots(
+    axes: Any, rows: Sequence[str], values: Mapping[str, Sequence[float | None]], number: int,
+    label: str, offset: float,
+) -> None:  # fmt: skip
+    colour, marker = COLOURS[number % 8], MARKERS[number % 8]
+    face = colour if number < 8 else "white"
     for place, row in enumerate(rows):
         found = finite(values.get(row, ()))
         if not found or (axes.get_xscale() == "log" and min(found) <= 0):
@@ -208,10 +239,6 @@ def dots(
                       transform=axes.get_yaxis_transform())  # fmt: skip
             continue
         axes.plot([min(found), max(found)], [place + offset] * 2, color=colour, linewidth=1)
-        axes.plot([statistics.median(found)], [place + offset], MARKERS[number % 8], color=colour,
-                  markersize=5, markerfacecolor="white" if hollow else colour)  # fmt: skip
-    axes.plot([], [], MARKERS[number % 8], color=colour, label=label,
-              markerfacecolor="white" if hollow else colour)  # fmt: skip
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(axis="y", visible=False)
+        axes.plot([statistics.median(found)], [place + offset], marker, color=colour, markersize=5,
+                  markerfacecolor=face)  # fmt: skip
+    axes.plot([], [], marker, color=colour, label=label, markerfacecolor=face)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..training.training_study import by_seed, probe_changes
 from .names import attention_name
-from .plots import Draw, dots, legend_below, line, panels
+from .plots import Draw, dot_panels, legend_below, line, panels
 
 _LABELS = {
     "repeat": "repeat (control)",
@@ -85,17 +85,14 @@ def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -
 def _loss(pyplot: Any, value: dict[str, Any]) -> Any:
     """Each run's loss less that of the run it is compared with, on held-out batches."""
     names = [name for name in value["runs"] if value["runs"][name]["against"]]
-    rows = [_label(name) for name in names]
-    figure, axes = pyplot.subplots(1, 1, figsize=(6.4, 1.2 + 0.26 * len(rows)))
     values = {_label(name): probe_changes(value, name) for name in names}
-    dots(axes, rows, values, 0, "median and range over seeds")
-    axes.axvline(0, color="#333333", linewidth=0.8)
-    axes.set_xscale("symlog", linthresh=1e-4)
-    axes.set_xticks([-0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1],
-                    ["-0.1", "-0.01", "-0.001", "0", "0.001", "0.01", "0.1"])  # fmt: skip
-    axes.minorticks_off()
-    axes.set_xlabel("held-out loss at the end, less the other run's")
-    legend_below(figure, axes, 1)
+    shown = {"median and range over seeds": [("held-out loss", values)]}
+    label = "at the end, less the other run's"
+    figure = dot_panels(pyplot, shown, list(values), label, "linear")
+    figure.axes[0].set_xscale("symlog", linthresh=1e-4)
+    ticks = (-0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1)
+    figure.axes[0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    figure.axes[0].minorticks_off()
     return figure
 
 
