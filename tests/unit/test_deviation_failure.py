@@ -138,12 +138,3 @@ def test_the_table_in_the_docs_says_what_the_committed_data_says() -> None:
         moved = mean_interval([histories[name]["l2"][-1] for histories in seeds.values()])
         numbers = [Interval(*whole[name][measure]) for measure in ("error", "systematic")]
         assert f" | {numbers[0]} | {numbers[1]} | {moved} |" in text, name
-
-
-def test_the_command_takes_the_workload(tmp_path: Path) -> None:
-    from flash_attn_deterministic.__main__ import main
-
-    arguments = ["deviation", "gradients", "--model", "sinks-small", "--count", "3", "--attention",
-                 "kernel", "--no-plots", "--out", str(tmp_path)]  # fmt: skip
-    assert main(arguments) == 0
-    assert (tmp_path / "gradients.json").exists()

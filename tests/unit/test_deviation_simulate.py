@@ -17,12 +17,11 @@ from flash_attn_deterministic.deviation.emulate.simulate import (
 from flash_attn_deterministic.deviation.emulate.steps import (
     PRESETS,
     STEP_NAMES,
-    Steps,
     find_preset,
     step_names,
 )
 from flash_attn_deterministic.deviation.forward.inputs import draw
-from flash_attn_deterministic.deviation.numbers.formats import parse_format
+from flash_attn_deterministic.deviation.numbers.formats import NumberFormat, parse_format
 from flash_attn_deterministic.errors import ArgumentError
 
 SCALE = 32**-0.5
@@ -84,7 +83,7 @@ def test_kernel_and_tree_presets_are_the_cpu_backend_but_for_the_order_of_sums(
     hidden = torch.ones(300, 300).triu(1).bool()
     bias = torch.zeros(300, 300).masked_fill(hidden, -math.inf) if causal else None
     out = tiled_attention(q, k, v, SCALE, preset, steps, 64, None, bias)
-    wide = Steps.of(("probs",), parse_format("fp32"))
+    wide = {"probs": parse_format("fp32")}
     wrong = tiled_attention(q, k, v, SCALE, preset, wide, 64, None, bias)
     q16, k16, v16 = (tensor.to(torch.bfloat16)[:, :, None] for tensor in (q, k, v))
     expected, _ = reference.attention(
@@ -102,7 +101,7 @@ def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
     q = 6 * q  # peaked rows: the maximum moves
     found, kernel = find_preset(preset), find_preset("kernel")
     golden = golden_attention(q, k, v, SCALE)
-    exact = Steps()
+    exact: dict[str, NumberFormat] = {}
     plain = _error(tiled_attention(q, k, v, SCALE, kernel, exact, 16), golden)
     steps = exact if preset == "fa4" else found.steps(parse_format("fp32"))
     other = _error(tiled_attention(q, k, v, SCALE, found, steps, 16), golden)
@@ -114,7 +113,7 @@ def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
 def test_a_maximum_that_stays_behind_changes_nothing_in_exact_arithmetic() -> None:
     q, k, v = _qkv("fp64", 200)
     lazy = replace(find_preset("kernel"), threshold=8.0)
-    out = tiled_attention(6 * q, k, v, SCALE, lazy, Steps(), 16)
+    out = tiled_attention(6 * q, k, v, SCALE, lazy, {}, 16)
     assert _error(out, golden_attention(6 * q, k, v, SCALE)) < 1e-13
 
 
@@ -157,8 +156,8 @@ def test_paper_preset_is_algorithm_1_written_out_in_bfloat16() -> None:
 @pytest.mark.parametrize("step", STEP_NAMES)
 def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
     q, k, v = _qkv("fp32")
-    exact = tiled_attention(q, k, v, SCALE, PAPER, Steps(), 16)
-    steps = Steps.of((step,), parse_format("p4"))
+    exact = tiled_attention(q, k, v, SCALE, PAPER, {}, 16)
+    steps = {step: parse_format("p4")}
     rounded = tiled_attention(q, k, v, SCALE, PAPER, steps, 16)
     if step == "row_max":
         # Any value near the maximum serves as one: it cancels, up to float32's own rounding.
@@ -171,9 +170,9 @@ def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
 def test_steps_of_the_other_presets_do_something(preset: str) -> None:
     q, k, v = _qkv("fp32", 300)
     found = find_preset(preset)
-    exact = tiled_attention(q, k, v, SCALE, found, Steps(), 16)
+    exact = tiled_attention(q, k, v, SCALE, found, {}, 16)
     for step in ("scores", "probs", "row_sum", "rescale", "products", "acc", "state", "out"):
-        steps = Steps.of((step,), parse_format("p4"))
+        steps = {step: parse_format("p4")}
         out = tiled_attention(q, k, v, SCALE, found, steps, 16)
         assert _error(out, exact.double()) > 1e-4, step
 
@@ -224,7 +223,7 @@ def test_bad_inputs_are_refused(change: dict[str, torch.Tensor], message: str) -
 def test_blocks_must_divide_a_split() -> None:
     q, k, v = _qkv()
     with pytest.raises(ArgumentError, match="block_c: expected at least 1, and a divisor"):
-        tiled_attention(q, k, v, SCALE, TREE, Steps(), 48)
+        tiled_attention(q, k, v, SCALE, TREE, {}, 48)
 
 
 def test_unknown_presets_and_steps_are_refused() -> None:

@@ -69,14 +69,6 @@ def test_drawings_show_what_the_text_says() -> None:
             assert int(pixel.argmax()) == strongest[colour]
 
 
-def test_batches_follow_from_the_generator() -> None:
-    first, again, other = (
-        draw_batch(8, 16, torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 @pytest.fixture(scope="module")
 def base() -> Snapshots:
     return train(SETUP, Run("base", against=""), 0, None, keep=True)[1]
@@ -182,12 +174,6 @@ def test_an_interrupted_study_goes_on_to_the_same(
     run_training(replace(PLAN, seeds=(0, 1, 2), runs=("repeat", "data")), tmp_path / "parts")
     with pytest.raises(ArgumentError, match="holds a study of another configuration"):
         run_training(replace(PLAN, setup=replace(SETUP, steps=7)), tmp_path / "parts")
-
-
-def test_time_is_kept_and_the_next_call_goes_on(tmp_path: Path) -> None:
-    value = run_training(PLAN, tmp_path, seconds=0.0)
-    assert not any(value["seeds"].values())
-    assert run_training(PLAN, tmp_path)["seeds"]["1"]
 
 
 def test_steps_follow_from_the_seconds(tmp_path: Path) -> None:

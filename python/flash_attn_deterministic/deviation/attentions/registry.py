@@ -11,8 +11,9 @@ import importlib
 import math
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -23,51 +24,27 @@ from ...errors import ArgumentError
 from ..emulate.gradients import DELTAS, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
-from .masks import Call
+from .masks import Call, call_of
 from .torch_lines import torch_lines
 
 _SDPA = functional.scaled_dot_product_attention
 _SCORES = 1 << 26  # at once in explicit attention with a format: 512 MB in float64
 
 
-class Attention(Protocol):
-    """The signature of torch's scaled_dot_product_attention."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor: ...
+# Takes what torch's scaled_dot_product_attention takes.
+Attention = Callable[..., torch.Tensor]
 
 
-class _Of(Protocol):
-    def __call__(self, call: Call) -> torch.Tensor: ...
-
-
-def _attention(of: _Of) -> Attention:
+def _attention(of: Callable[[Call], torch.Tensor]) -> Attention:
     """Gives what takes a Call torch's signature; it computes in its inputs' dtype always."""
 
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if dropout_p:
-            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout_p}")
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        call, dropout = call_of(*args, **kwargs)
+        if dropout:
+            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout}")
         # Autocast would move the softmax of explicit attention to float32.
-        with torch.autocast(query.device.type, enabled=False):
-            return of(Call(query, key, value, attn_mask, is_causal, scale))
+        with torch.autocast(call.q.device.type, enabled=False):
+            return of(call)
 
     return attend
 
@@ -191,35 +168,25 @@ def _fa3(call: Call) -> torch.Tensor:
     return result.transpose(1, 2)
 
 
-_NAMED: dict[str, _Of] = {
-    "ours": functools.partial(_ours, deterministic=True),
-    "ours-atomics": functools.partial(_ours, deterministic=False),
-    "sdpa": functools.partial(_torch, backend=None),
-    "sdpa-flash": functools.partial(_torch, backend=SDPBackend.FLASH_ATTENTION),
-    "sdpa-cudnn": functools.partial(_torch, backend=SDPBackend.CUDNN_ATTENTION),
-    "sdpa-efficient": functools.partial(_torch, backend=SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa-math": functools.partial(_torch, backend=SDPBackend.MATH),
-    "fa3": _fa3,
-    "explicit": _explicit,
-    "exact": functools.partial(_explicit_in, name="fp64"),
-    "torch-lines": functools.partial(_lines, shifted=False),
-    "torch-lines-shifted": functools.partial(_lines, shifted=True),
-}
+# How each is computed, and what reports call it.
+_NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
+    "ours": (functools.partial(_ours, deterministic=True), "this wheel"),
+    "ours-atomics": (functools.partial(_ours, deterministic=False), "this wheel, atomics"),
+    "sdpa": (functools.partial(_torch, backend=None), "torch's choice"),
+    "sdpa-flash": (functools.partial(_torch, backend=SDPBackend.FLASH_ATTENTION), "torch flash"),
+    "sdpa-cudnn": (functools.partial(_torch, backend=SDPBackend.CUDNN_ATTENTION), "torch cuDNN"),
+    "sdpa-efficient": (
+        functools.partial(_torch, backend=SDPBackend.EFFICIENT_ATTENTION), "torch efficient",
+    ),
+    "sdpa-math": (functools.partial(_torch, backend=SDPBackend.MATH), "torch math"),
+    "fa3": (_fa3, "FlashAttention-3"),
+    "explicit": (_explicit, "explicit"),
+    "exact": (functools.partial(_explicit_in, name="fp64"), "exact (FP64)"),
+    "torch-lines": (functools.partial(_lines, shifted=False), "16 bits after each line"),
+    "torch-lines-shifted": (functools.partial(_lines, shifted=True), "16 bits, maximum moved"),
+}  # fmt: skip
 REAL = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
-LABELS = {
-    "ours": "this wheel",
-    "ours-atomics": "this wheel, atomics",
-    "sdpa": "torch's choice",
-    "sdpa-flash": "torch flash",
-    "sdpa-cudnn": "torch cuDNN",
-    "sdpa-efficient": "torch efficient",
-    "sdpa-math": "torch math",
-    "fa3": "FlashAttention-3",
-    "explicit": "explicit",
-    "exact": "exact (FP64)",
-    "torch-lines": "16 bits after each line",
-    "torch-lines-shifted": "16 bits, maximum moved",
-}
+LABELS = {name: label for name, (_, label) in _NAMED.items()}
 
 
 def find_attention(name: str) -> Attention:
@@ -236,7 +203,7 @@ def find_attention(name: str) -> Attention:
         ArgumentError: there is none of this name.
     """
     if name in _NAMED:
-        return _attention(_NAMED[name])
+        return _attention(_NAMED[name][0])
     plain, _, delta = name.partition("+")
     base, _, rest = plain.partition(":")
     if base == "explicit" and not delta:

@@ -14,7 +14,6 @@ not average out in dS k. `delta` says what D is formed from:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ class _Emulated(torch.autograd.Function):
     ) -> torch.Tensor:
         number_format, found = parse_format(name or _FORMATS[q.dtype]), find_preset(preset)
         wide = [tensor.to(number_format.container) for tensor in (q, k, v)]
-        steps = replace(found.steps(number_format), out=None)
+        steps = {n: f for n, f in found.steps(number_format).items() if n != "out"}
         unrounded = tiled_attention(
             wide[0], wide[1], wide[2], scale, found, steps, _BLOCK_C, None, bias
         )

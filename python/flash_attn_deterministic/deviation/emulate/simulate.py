@@ -15,7 +15,7 @@ import torch
 
 from ...errors import ArgumentError
 from ..numbers.formats import NumberFormat
-from .steps import Preset, Round, Steps, rounder
+from .steps import Preset, Round, Steps, rounder, rounders
 
 _CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
 # 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
@@ -121,7 +121,7 @@ def tiled_attention(
         ArgumentError: see `check_block`.
     """
     check_block(preset, block_c)
-    rounded = steps.rounders(generator)
+    rounded = rounders(steps, generator)
     # As many rows at a time as the caches hold.
     lead = math.prod(q.shape[:-2]) * max(block_c, q.shape[-1])
 

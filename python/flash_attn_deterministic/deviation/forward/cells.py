@@ -79,13 +79,9 @@ class Cell:
     def number_formats(self) -> tuple[NumberFormat, Steps]:
         """Returns the format, and that of each step."""
         number_format = parse_format(self.format)
+        only, exempt = step_names(self.only) or STEP_NAMES, step_names(self.exempt)
         steps = find_preset(self.preset).steps(number_format)
-        only, exempt = step_names(self.only), step_names(self.exempt)
-        if only or exempt:
-            kept = {
-                name: getattr(steps, name) for name in (only or STEP_NAMES) if name not in exempt
-            }
-            steps = Steps(**kept)
+        steps = {name: f for name, f in steps.items() if name in only and name not in exempt}
         return number_format, steps
 
 

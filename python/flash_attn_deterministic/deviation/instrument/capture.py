@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._ops.schemas import unpacked
 from ...errors import ArgumentError
-from ..attentions.masks import Call
+from ..attentions.masks import Call, call_of
 from ..attentions.substitute import replaced_attention, running_modules
 from ..forward.inputs import save_calls
 
@@ -78,22 +78,11 @@ def captured_calls(model: torch.nn.Module) -> Iterator[Record]:
         ArgumentError: at the end, where the model ran no attention that can be seen.
     """
 
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
         """Computes what torch would."""
-        out = functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        call = Call(query, key, value, attn_mask, is_causal, scale)
-        record.add("scaled_dot_product_attention", call, None if dropout_p else out)
+        out = functional.scaled_dot_product_attention(*args, **kwargs)
+        call, dropout = call_of(*args, **kwargs)
+        record.add("scaled_dot_product_attention", call, None if dropout else out)
         return out
 
     with running_modules(model) as layers:
