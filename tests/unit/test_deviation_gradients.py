@@ -112,7 +112,7 @@ def test_statistics_of_known_errors() -> None:
     noise = torch.randn(24, 4000, generator=generator, dtype=torch.float64)
     common = torch.randn(4000, generator=generator, dtype=torch.float64)
     error = 0.1 * (noise + common)
-    found = gradients._of_grams(error @ error.T, exact @ exact.T)
+    (found,) = gradients._of_grams((error @ error.T)[None], exact @ exact.T)
     assert found["error"][1] == pytest.approx(0.1 * 2**0.5, rel=0.03)
     assert found["noise"][1] == pytest.approx(0.1 * 2**0.5, rel=0.05)
     assert found["systematic"][0] < 0.5 < found["systematic"][2] + 0.02

@@ -27,8 +27,8 @@ from torch.nn import functional
 from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention, reason_of
 from ..attentions.substitute import replaced_attention, running_modules
-from ..numbers.intervals import bootstrap, mean_interval
-from ..study.environment import autocast, environment, repeatable
+from ..numbers.intervals import bounds, mean_interval, resamples
+from ..study.environment import autocast, environment, one_thread, repeatable
 from ..study.files import SCHEMA, read_result, whole_file, write_json
 from ..study.progress import Progress
 from .target import Target
@@ -123,6 +123,8 @@ def run_gradients(
     names = [name for name in plan.attentions if name not in missing]
     if not names:
         raise ArgumentError(f"attention: expected one that works on this model: {missing}")
+    with one_thread():  # of small matrices
+        found_errors = _statistics(samples, names)
     value = {
         "kind": KIND,
         "schema": SCHEMA,
@@ -133,7 +135,7 @@ def run_gradients(
         "parameters": sum(p.numel() for p in target.model.parameters()),
         "missing": missing,
         "done": len(samples),
-        **_statistics(samples, names),
+        **found_errors,
     }
     write_json(path, value, digits=4)
     if len(samples) == len(target.batches):
@@ -220,19 +222,17 @@ def _sampled(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 def _statistics(samples: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     layers: dict[str, dict[str, Any]] = {}
-    grams: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    exact_grams = []
+    whole, whole_exact = torch.zeros(()), torch.zeros(())
     for parameter in samples[0]["gradients"]["exact"]:
         exact = torch.stack([s["gradients"]["exact"][parameter] for s in samples]).double()
-        exact_grams.append(exact @ exact.T)
-        layers[parameter] = {}
-        for name in names:
-            error = torch.stack([s["gradients"][name][parameter] for s in samples]).double() - exact
-            grams[name].append(error @ error.T)
-            layers[parameter][name] = _of_grams(grams[name][-1], exact_grams[-1])
-    # Over the whole model each tensor counts by the size of its sample's gradient.
-    whole_exact = torch.stack(exact_grams).sum(0)
-    whole = {name: _of_grams(torch.stack(grams[name]).sum(0), whole_exact) for name in names}
+        errors = [
+            torch.stack([s["gradients"][name][parameter] for s in samples]).double() - exact
+            for name in names
+        ]
+        grams = torch.stack([error @ error.T for error in errors])
+        layers[parameter] = dict(zip(names, _of_grams(grams, exact @ exact.T), strict=True))
+        # Over the whole model each tensor counts by the size of its sample's gradient.
+        whole, whole_exact = whole + grams, whole_exact + exact @ exact.T
     forward = {
         layer: {
             name: mean_interval([s["outputs"][layer][name] for s in samples]).listed()
@@ -241,40 +241,33 @@ def _statistics(samples: Sequence[dict[str, Any]], names: Sequence[str]) -> dict
         }
         for layer in samples[0]["outputs"]
     }
-    return {"layers": layers, "whole": whole, "forward": forward}
+    found = dict(zip(names, _of_grams(whole, whole_exact), strict=True))
+    return {"layers": layers, "whole": found, "forward": forward}
 
 
-def _of_grams(error: torch.Tensor, exact: torch.Tensor) -> dict[str, list[float]]:
-    """Statistics from the products of all pairs of batches, (batches, batches).
+def _of_grams(errors: torch.Tensor, exact: torch.Tensor) -> list[dict[str, list[float]]]:
+    """Statistics from the products of all pairs of batches.
 
     A resample is how often it draws each batch, which makes every sum a product of matrices.
+
+    Args:
+        errors: (attentions, batches, batches).
+        exact: (batches, batches).
     """
-    count = len(error)
-
-    def times(index: torch.Tensor) -> torch.Tensor:
-        return functional.one_hot(index, count).sum(1).double()
-
-    def relative(index: torch.Tensor) -> torch.Tensor:
-        drawn = times(index)
-        return (drawn @ error.diag() / (drawn @ exact.diag()).clamp(min=1e-300)).sqrt()
-
-    def noise(index: torch.Tensor) -> torch.Tensor:
-        drawn = times(index)
-        spread = drawn @ exact.diag() / count - (drawn @ exact * drawn).sum(1) / count**2
-        # One batch drawn every time has no spread.
-        spread[drawn.amax(1) == count] = torch.nan
-        return (drawn @ error.diag() / spread * (count - 1)).sqrt() / count
-
-    def systematic(index: torch.Tensor) -> torch.Tensor:
-        drawn = times(index)
-        # Pairs of different batches only: a batch drawn twice is no second one.
-        products = (drawn @ error * drawn).sum(1) - drawn.square() @ error.diag()
-        pairs = count**2 - drawn.square().sum(1)
-        pairs[drawn.amax(1) == count] = torch.nan
-        return products / pairs / (drawn @ error.diag() / count).clamp(min=1e-300)
-
-    return {
-        "error": bootstrap(count, relative).listed(),
-        "noise": bootstrap(count, noise).listed(),
-        "systematic": bootstrap(count, systematic).listed(),
+    count = len(exact)
+    drawn = functional.one_hot(resamples(count), count).sum(1).double()
+    # One batch drawn every time has no spread, and no pair.
+    drawn[drawn.amax(1) == count] = torch.nan
+    own, twice = errors.diagonal(dim1=-2, dim2=-1), drawn.square()
+    squares, size = own @ drawn.T, drawn @ exact.diag()
+    spread = size / count - (drawn @ exact * drawn).sum(1) / count**2
+    # Pairs of different batches only: a batch drawn twice is no second one.
+    products = (drawn @ errors * drawn).sum(-1) - own @ twice.T
+    common = products / (count**2 - twice.sum(1)) / (squares / count).clamp(min=1e-300)
+    measures = {
+        "error": (squares / size.clamp(min=1e-300)).sqrt(),
+        "noise": (squares / spread * (count - 1)).sqrt() / count,
+        "systematic": common,
     }
+    found = {name: bounds(values).tolist() for name, values in measures.items()}
+    return [{name: found[name][index] for name in found} for index in range(len(errors))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,24 @@ def median(values: Iterable[float | None]) -> float | None:
     return statistics.median(there) if there and len(there) == len(listed) else None
 
 
+@functools.lru_cache
+def resamples(count: int) -> torch.Tensor:
+    """Returns indices (1 + RESAMPLES, count) of items: all of them, then draws of as many."""
+    # From a fixed seed: a report says the same each time.
+    drawn = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+    return torch.cat([torch.arange(count)[None], drawn])
+
+
+def bounds(values: torch.Tensor) -> torch.Tensor:
+    """Returns (..., 3), low, middle and high, of a statistic of `resamples`, (..., 1 + RESAMPLES).
+
+    A resample of one item again and again may have no such statistic: NaN.
+    """
+    whole, drawn = values[..., 0].double(), values[..., 1:].double()
+    low, high = drawn.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=-1)
+    return torch.stack([low.fmin(whole), whole, high.fmax(whole)], -1)
+
+
 def bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
     """Returns a statistic of independent items with its bootstrap interval.
 
@@ -61,13 +80,7 @@ def bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> 
         count: how many items.
         statistic: maps indices of items (resamples, count) to values (resamples,).
     """
-    whole = float(statistic(torch.arange(count)[None])[0])
-    # From a fixed seed: a report says the same each time.
-    generator = torch.Generator().manual_seed(0)
-    found = statistic(torch.randint(count, (RESAMPLES, count), generator=generator)).double()
-    # A resample of one item again and again may have no such statistic: NaN.
-    low, high = found.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(min(low, whole), whole, max(high, whole))
+    return Interval(*bounds(statistic(resamples(count))).tolist())
 
 
 def median_interval(values: Sequence[float | None]) -> Interval:
