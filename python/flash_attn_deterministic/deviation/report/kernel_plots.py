@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels.plan import COMPARED
 from .names import attention_name, title
-from .plots import Draw, dot_panels, legend_below, lengths_axis, line, panels
+from .plots import Draw, Line, dot_panels, line_panels
 
 
 def kernel_plots(value: dict[str, Any]) -> dict[str, Draw]:
@@ -27,20 +27,20 @@ def _forward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
     head_dim = min(point["head_dim"] for point in points)
     shown = [p for p in points if p["format"] == "bf16" and p["head_dim"] == head_dim]
     inputs = [n for n in ("uniform", "normal") if any(p["inputs"] == n for p in shown)]
-    figure, (row,) = panels(pyplot, [f"inputs: {title(name)}" for name in inputs])
-    for name, panel in zip(inputs, row, strict=True):
-        panel.set_yscale("log")
-        for number, backend in enumerate(_names(shown)):
-            if backend == "ours-atomics":
-                continue  # the forward has none
-            here = [p for p in shown if (p["inputs"], p["backend"]) == (name, backend)]
-            line(panel, [(p["seqlen"], p["result"]["max"]) for p in here], number,
-                 attention_name(backend), "--" if backend == "explicit" else "-",
-                 backend == "explicit")  # fmt: skip
-        lengths_axis(panel, [p["seqlen"] for p in shown], "sequence length")
-    row[0].set_ylabel(f"max |output - FP64|, BF16, d = {head_dim}")
-    legend_below(figure, row[0], 3)
-    return figure
+    columns = {
+        f"inputs: {title(name)}": [
+            Line(attention_name(backend), [
+                (p["seqlen"], p["result"]["max"])
+                for p in shown
+                if (p["inputs"], p["backend"]) == (name, backend)
+            ], number, "--" if backend == "explicit" else "-")
+            for number, backend in enumerate(_names(shown))
+            if backend != "ours-atomics"  # the forward has none
+        ]
+        for name in inputs
+    }  # fmt: skip
+    labels = ("sequence length", f"max |output - FP64|, BF16, d = {head_dim}")
+    return line_panels(pyplot, columns, labels, [p["seqlen"] for p in shown])
 
 
 def _backward(pyplot: Any, points: list[dict[str, Any]]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..training.training_study import by_seed, probe_changes
 from .names import attention_name
-from .plots import Draw, dot_panels, legend_below, line, panels
+from .plots import Draw, Line, dot_panels, line_panels
 
 _LABELS = {
     "repeat": "repeat (control)",
@@ -60,26 +60,20 @@ _MEASURES = {
 }
 
 
-def _shown(value: dict[str, Any]) -> list[str]:
-    return [
+def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -> Any:
+    names = [
         name
         for name, run in value["runs"].items()
         if run["against"] and not name.startswith("explicit:")
     ]
-
-
-def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -> Any:
-    figure, axes = pyplot.subplots(1, len(measures), figsize=(4.6 * len(measures), 3.9))
-    for panel, measure in zip(axes, measures, strict=True):
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        for number, name in enumerate(_shown(value)):
-            line(panel, _series(value, name, measure), number, _label(name), "-" if number < 8
-                 else "--", number >= 8)  # fmt: skip
-        panel.set_xlabel("optimizer steps")
-        panel.set_ylabel(_MEASURES[measure])
-    legend_below(figure, axes[0], 4)
-    return figure
+    columns = {
+        _MEASURES[measure]: [
+            Line(_label(name), _series(value, name, measure), number)
+            for number, name in enumerate(names)
+        ]
+        for measure in measures
+    }
+    return line_panels(pyplot, columns, ("optimizer steps", "distance"), sharey=False)
 
 
 def _loss(pyplot: Any, value: dict[str, Any]) -> Any:
@@ -103,18 +97,15 @@ def _noise(value: dict[str, Any]) -> list[tuple[int, str]]:
 
 def _noise_sizes(pyplot: Any, value: dict[str, Any]) -> Any:
     names = _noise(value)
-    figure, (row,) = panels(pyplot, ["weights", "function"])
-    for panel, measure in zip(row, ("l2", "function"), strict=True):
-        panel.set_yscale("log")
-        steps = next(iter(by_seed(value, names[0][1]).values()))["steps"]
-        chosen = [step for step in (steps[1], steps[len(steps) // 2], steps[-1]) if step]
-        for number, step in enumerate(chosen):
-            points: Series = [
-                (bits, dict(_series(value, name, measure))[step]) for bits, name in names
-            ]
-            line(panel, points, number, f"step {step}")
-        panel.set_xlabel("bits of scores, weights and their gradients")
-        panel.set_xticks([bits for bits, _ in names], [str(bits) for bits, _ in names])
-    row[0].set_ylabel("distance from base (l2; outputs)")
-    legend_below(figure, row[0], 3)
-    return figure
+    steps = next(iter(by_seed(value, names[0][1]).values()))["steps"]
+    chosen = [step for step in (steps[1], steps[len(steps) // 2], steps[-1]) if step]
+    columns = {
+        _MEASURES[measure]: [
+            Line(f"step {step}",
+                 [(bits, dict(_series(value, name, measure))[step]) for bits, name in names], number)
+            for number, step in enumerate(chosen)
+        ]
+        for measure in ("l2", "function")
+    }  # fmt: skip
+    labels = ("bits of scores, weights and their gradients", "distance from base")
+    return line_panels(pyplot, columns, labels, [bits for bits, _ in names])
