@@ -99,13 +99,15 @@ def _noise_sizes(pyplot: Any, value: dict[str, Any]) -> Any:
     names = _noise(value)
     steps = next(iter(by_seed(value, names[0][1]).values()))["steps"]
     chosen = [step for step in (steps[1], steps[len(steps) // 2], steps[-1]) if step]
+
+    def at(step: int, measure: str) -> Series:
+        return [(bits, dict(_series(value, name, measure))[step]) for bits, name in names]
+
     columns = {
         _MEASURES[measure]: [
-            Line(f"step {step}",
-                 [(bits, dict(_series(value, name, measure))[step]) for bits, name in names], number)
-            for number, step in enumerate(chosen)
+            Line(f"step {step}", at(step, measure), number) for number, step in enumerate(chosen)
         ]
         for measure in ("l2", "function")
-    }  # fmt: skip
+    }
     labels = ("bits of scores, weights and their gradients", "distance from base")
     return line_panels(pyplot, columns, labels, [bits for bits, _ in names])
