@@ -19,8 +19,8 @@ def check_device(device: str) -> None:
     """Raises ArgumentError where a CUDA device is asked for and there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
-            "device: expected a CUDA device for cuda, got a machine without one; "
-            "--device cpu runs what a CPU has"
+            "device: expected a CUDA device for cuda, got a machine without one; studies with the "
+            "option --device cpu run here"
         )
 
 

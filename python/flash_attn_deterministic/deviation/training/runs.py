@@ -62,7 +62,7 @@ class Setup:
         """Returns the steps after which weights are compared."""
         # On a GPU models are large: sorting all weights takes as long as some steps.
         few = self.device == "cuda"
-        early = [0, 1, 4, 16] if few else [0, 1, 2, 4, 8, 16, 32]
+        early = [0, 4] if few else [0, 1, 2, 4, 8, 16, 32]
         parts = 4 if few else 10
         regular = [round(self.steps * part / parts) for part in range(1, parts + 1)]
         return sorted({*regular, *(step for step in early if step < self.steps)})
