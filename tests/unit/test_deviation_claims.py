@@ -215,14 +215,14 @@ def test_claims_about_d(rounded: float, residual: float, matters: str, cure: str
 POINT = {"inputs": "uniform", "format": "bf16", "seqlen": 512, "head_dim": 64}
 
 
-def _kernels(**change: Any) -> Evidence:
+def _kernels(residual: float = 0.1, **change: Any) -> Evidence:
     value = {
         "forward": [
             {**POINT, "backend": n, "result": _result(1)["flash"]} for n in ("ours", "explicit")
         ],
         "backward": [
             {**POINT, "backend": name, "gradient": "dq", "result": _result(size)["flash"]}
-            for name, size in (("ours", 6.0), ("explicit", 1.0))
+            for name, size in (("ours", 6.0), ("ours+residual", residual), ("explicit", 1.0))
         ],
         "agreement": [
             {"preset": "kernel", "equal": 0.999, "largest_ulp": 1.0, **POINT},
@@ -239,8 +239,9 @@ def _kernels(**change: Any) -> Evidence:
 def test_kernel_claims() -> None:
     evidence = _kernels()
     assert _verdict("real", evidence) == NOT_REPRODUCED
-    for key in ("real-backward", "agreement", "noise"):
+    for key in ("real-backward", "real-residual", "agreement", "noise"):
         assert _verdict(key, evidence) == REPRODUCED, key
+    assert _verdict("real-residual", _kernels(residual=3.0)) == NOT_REPRODUCED
     kernels = {**evidence[ON_GPU], "configuration": {"device": "cpu"}}
     for key in ("agreement", "real", "real-backward"):
         assert _verdict(key, evidence_of({"kernels": kernels})) == NOT_TESTED

@@ -137,14 +137,14 @@ def _end_aligned(call: Call, name: str) -> bool:
     return call.causal
 
 
-def _ours(call: Call, deterministic: bool) -> torch.Tensor:
+def _ours(call: Call, deterministic: bool, keep_residual: bool = False) -> torch.Tensor:
     """This package's flash_attn_func (float32 goes through bfloat16, which is all it takes)."""
     from ... import deterministic_mode, flash_attn_func
 
     causal = _end_aligned(call, "ours")
     dtype = call.q.dtype if call.q.dtype != torch.float32 else torch.bfloat16
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (call.q, call.k, call.v))
-    with deterministic_mode(deterministic):
+    with deterministic_mode(deterministic, keep_residual=keep_residual):
         out = flash_attn_func(
             q, k, v, softmax_scale=call.scale, causal=causal, deterministic=deterministic
         )
@@ -172,6 +172,10 @@ def _fa3(call: Call) -> torch.Tensor:
 _NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
     "ours": (functools.partial(_ours, deterministic=True), "this wheel"),
     "ours-atomics": (functools.partial(_ours, deterministic=False), "this wheel, atomics"),
+    "ours+residual": (
+        functools.partial(_ours, deterministic=True, keep_residual=True),
+        "this wheel, O's residual",
+    ),
     "sdpa": (functools.partial(_torch, backend=None), "torch's choice"),
     "sdpa-flash": (functools.partial(_torch, backend=SDPBackend.FLASH_ATTENTION), "torch flash"),
     "sdpa-cudnn": (functools.partial(_torch, backend=SDPBackend.CUDNN_ATTENTION), "torch cuDNN"),
@@ -185,7 +189,8 @@ _NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
     "torch-lines": (functools.partial(_lines, shifted=False), "16 bits after each line"),
     "torch-lines-shifted": (functools.partial(_lines, shifted=True), "16 bits, maximum moved"),
 }  # fmt: skip
-REAL = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
+REAL = ("ours", "ours-atomics", "ours+residual", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient",
+        "sdpa-math")  # fmt: skip
 LABELS = {name: label for name, (_, label) in _NAMED.items()}
 
 
@@ -193,11 +198,12 @@ def find_attention(name: str) -> Attention:
     """Returns an attention.
 
     Args:
-        name: ours, ours-atomics; sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math; fa3;
-            explicit, or explicit:FORMAT with every result rounded to a format; exact, which is
-            explicit:fp64; torch-lines, torch-lines-shifted (`attentions.torch_lines`); PRESET,
-            PRESET:FORMAT, PRESET+DELTA of the emulated ones; or MODULE:FUNCTION of a function with
-            the signature of torch's scaled_dot_product_attention.
+        name: ours, ours-atomics, ours+residual (`keep_residual`); sdpa, sdpa-flash, sdpa-cudnn,
+            sdpa-efficient, sdpa-math; fa3; explicit, or explicit:FORMAT with every result rounded
+            to a format; exact, which is explicit:fp64; torch-lines, torch-lines-shifted
+            (`attentions.torch_lines`); PRESET, PRESET:FORMAT, PRESET+DELTA of the emulated ones; or
+            MODULE:FUNCTION of a function with the signature of torch's
+            scaled_dot_product_attention.
 
     Raises:
         ArgumentError: there is none of this name.

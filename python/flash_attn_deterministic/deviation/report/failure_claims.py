@@ -55,12 +55,14 @@ FAILURE_CLAIMS: tuple[Claim, ...] = (
     _claim(
         "failure-kernels", OURS,
         "Attention that rounds O once, as kernels do, has no such direction.",
-        ("kernel", "systematic", NOT_COMMON), ("sdpa", "systematic", NOT_COMMON),
+        ("kernel", "systematic", NOT_COMMON), ("ours", "systematic", NOT_COMMON),
+        ("sdpa", "systematic", NOT_COMMON), ("sdpa-flash", "systematic", NOT_COMMON),
         ("explicit", "systematic", NOT_COMMON),
     ),
     _claim(
         "failure-residual", OURS,
         "In kernels, D from O and its residual removes the error and its direction.",
         ("kernel+residual", "error", CURED), ("kernel+residual", "systematic", NOT_COMMON),
+        ("ours+residual", "error", CURED), ("ours+residual", "systematic", NOT_COMMON),
     ),
 )  # fmt: skip

@@ -35,7 +35,7 @@ def _forward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
                 if (p["inputs"], p["backend"]) == (name, backend)
             ], number, "--" if backend == "explicit" else "-")
             for number, backend in enumerate(_names(shown))
-            if backend != "ours-atomics"  # the forward has none
+            if backend not in ("ours-atomics", "ours+residual")  # the same forward
         ]
         for name in inputs
     }  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 
 STARTS = 10.0  # seconds until a process has imported torch and has its device
 _LANGUAGE = "--model language-100m --checkpoint training/base.pt --device cuda --seconds {seconds}"
-_FLASH = "ours,ours-atomics,sdpa-flash,sdpa-cudnn"
+_FLASH = "ours,ours-atomics,ours+residual,sdpa-flash,sdpa-cudnn"
 # Shares of the time, and arguments of `deviation` in the folder of results.
 STUDIES: dict[str, tuple[float, str]] = {
     "repeat": (25, "repeat --workload language-25m --device cuda --steps 3 --times 2"),
