@@ -10,8 +10,9 @@ from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan
 from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.instrument.tokens import run_tokens
 from flash_attn_deterministic.deviation.kernels.agreement import CONTROL
-from flash_attn_deterministic.deviation.kernels.kernel_study import read_kernels, run_kernels
+from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
 from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
+from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.deviation.training.first_difference import first_difference
 from flash_attn_deterministic.deviation.training.runs import Setup
 from flash_attn_deterministic.deviation.training.training_study import plan_of, run_training
@@ -24,7 +25,7 @@ EQUAL = 0.95
 def study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kernels")
     run_kernels(KernelPlan("cuda", quick=True, seeds=2), folder)
-    found = read_kernels(folder / "kernels.json")
+    found = read_result(folder / "kernels.json", "kernels")
     assert not found["failed"]
     return found
 

@@ -17,9 +17,9 @@ from flash_attn_deterministic.errors import ArgumentError
 from torch import nn
 from torch.nn import functional
 
-NAMES = ("ours", "ours-atomics", "sdpa", "sdpa-math", "explicit", "explicit:p24", "exact", "paper",
-         "kernel", "kernel:bf16", "kernel+residual", "tree", "fa4", "lines+exact",
-         "torch-lines", "torch-lines-shifted", "torch-lines-wide")  # fmt: skip
+NAMES = ("ours", "ours-atomics", "ours+residual", "sdpa", "sdpa-math", "explicit", "explicit:p24",
+         "exact", "paper", "kernel", "kernel:bf16", "kernel+residual", "tree", "fa4", "lines+exact",
+         "torch-lines", "torch-lines-shifted")  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},

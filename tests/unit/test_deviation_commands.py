@@ -1,42 +1,29 @@
-"""The commands for a GPU that the docs give, in small on a CPU: each runs, and goes on."""
+"""The studies of `deviation all`, in small on a CPU: each runs, and goes on."""
 
 from __future__ import annotations
 
-import re
-import shlex
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.deviation.study.all_studies import STARTS, STUDIES, run_all
 from flash_attn_deterministic.deviation.study.files import read_json
 
-DOCS = Path(__file__).parents[2] / "docs" / "deviation.md"
 SMALL = {
     "cuda": "cpu", "language-25m": "language-tiny", "language-100m": "language-tiny",
-    "drawings-medium": "drawings-tiny", "105": "1", "35": "1", "16": "3", "8": "3",
-    "repeat,data,explicit,ours-atomics,sdpa-flash,sdpa-cudnn": "repeat,explicit,sdpa",
-    "repeat,data,explicit,ours-atomics,sdpa-flash": "repeat,sdpa",
-    "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit,explicit:p24,torch-lines": "ours,torch-lines",
-    "ours,sdpa-flash": "ours,sdpa",
+    "drawings-medium": "drawings-tiny", "16": "3", "24": "3",
 }  # fmt: skip
+# On a CPU, or slow there.
+LEFT_OUT = {"ours-atomics", "sdpa-flash", "sdpa-cudnn", "data", "explicit:p24"}
 
 
-def commands() -> list[list[str]]:
-    """The commands of the docs' section on a GPU, each as arguments."""
-    section = DOCS.read_text().partition("### On a GPU")[2].partition("\n## ")[0]
-    lines = re.findall(r"^    flash-attn-deterministic (deviation .*)$", section, re.MULTILINE)
-    return [shlex.split(line) for line in lines]
-
-
-def test_their_times_fit() -> None:
-    """330 seconds: what --seconds bounds, the kernels' study, and the start of each."""
-    bounded = sum(float(line[line.index("--seconds") + 1]) for line in commands()
-                  if "--seconds" in line)  # fmt: skip
-    assert [line[1] for line in commands()] == [
-        "repeat", "training", "gradients", "tokens", "training", "kernels"
-    ]  # fmt: skip
-    assert bounded + 45 + 20 + 10 * len(commands()) <= 330
+def _small(argument: str) -> str:
+    names = [name for name in argument.split(",") if name not in LEFT_OUT]
+    return SMALL.get(argument, ",".join(names) if len(names) > 1 else argument)
 
 
 def test_they_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,18 +31,50 @@ def test_they_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for line in commands():
-            small = [SMALL.get(argument, argument) for argument in line]
-            if small[1] == "kernels":
+        for name, (_, text) in STUDIES.items():
+            if name == "kernels":
                 continue  # has tests of its own
-            # Once more: what is done is not done again, and the end is the same.
-            assert main(small) == 0, line
-            if small[1] != "repeat":
-                assert main(small) == 0, line
+            line = ["deviation", *map(_small, text.format(seconds=1).split())]
+            if name == "tokens":
+                line[line.index("ours,sdpa-flash")] = "ours,sdpa"
+            assert main(line) == 0, line
+            if name in ("training", "gradients"):
+                # Once more: what is done is not done again, and the end is the same.
+                assert main(line) == 0, line
     finally:
         torch.set_num_threads(threads)
-    found = read_json(tmp_path / "gpu" / "training" / "training.json")
+    found = read_json(tmp_path / "training" / "training.json")
     assert found["configuration"]["steps"] >= 10
     assert found["seeds"]["0"]
-    assert read_json(tmp_path / "gpu" / "gradients" / "gradients.json")["done"] >= 2
-    assert read_json(tmp_path / "gpu" / "tokens" / "tokens.json")["tokens"] > 0
+    assert read_json(tmp_path / "gradients" / "gradients.json")["done"] >= 2
+    assert read_json(tmp_path / "tokens" / "tokens.json")["tokens"] > 0
+
+
+def test_a_study_that_fails_or_hangs_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, float] = {}
+    now = 0.0
+
+    def run(command: list[str], cwd: Path, timeout: float, check: bool) -> Any:
+        nonlocal now
+        assert (command[1:4], cwd) == (["-m", "flash_attn_deterministic", "deviation"], tmp_path)
+        name = list(STUDIES)[len(started)]
+        started[name] = timeout
+        if "--seconds" in command:
+            # What a study takes at most leaves time for its start.
+            assert float(command[command.index("--seconds") + 1]) <= max(1, timeout - STARTS)
+        if name == "gradients":
+            now += timeout
+            raise subprocess.TimeoutExpired(command, timeout)
+        now += 0.5 * timeout
+        return SimpleNamespace(returncode=1 if name == "training" else 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    wrong = run_all(tmp_path, 330)
+    assert set(wrong) == {"training", "gradients"}
+    assert list(started) == list(STUDIES)
+    assert now <= 330
+    # Time that others leave is for those after them.
+    assert started["kernels"] > 330 * STUDIES["kernels"][0] / sum(s for s, _ in STUDIES.values())

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.deviation.study.environment import repeatable
 from flash_attn_deterministic.deviation.training.first_difference import first_difference
 from flash_attn_deterministic.deviation.training.runs import Setup
@@ -80,11 +79,6 @@ def test_an_operation_with_other_bits_is_named_by_its_result(plant: types.Module
     assert found is not None
     assert found.operation == "unsteady_test.attend.default"
     assert (found.step, found.differs, found.shapes) == (0, (True,), ((4, 2, 48, 16),))
-
-
-def test_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["deviation", "repeat", "--steps", "1", "--times", "1"]) == 0
-    assert "1 repeats of 1 steps: equal bits" in capsys.readouterr().out
 
 
 def test_torch_is_asked_for_repeatable_algorithms_and_given_back() -> None:

@@ -10,13 +10,10 @@ import torch
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.deviation.emulate.gradients import kept_output
 from flash_attn_deterministic.deviation.instrument import gradients
-from flash_attn_deterministic.deviation.instrument.gradients import (
-    GradientPlan,
-    read_gradients,
-    run_gradients,
-)
+from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
 from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.numbers.formats import parse_format
+from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.errors import ArgumentError
 from torch import nn
 from torch.nn import functional
@@ -76,7 +73,7 @@ def test_a_users_model_and_a_biased_kernel(module: str, tmp_path: Path) -> None:
     assert 0.02 < value["forward"]["00"][f"{module}:biased"][1] < 0.5
     assert "flash_attn_interface" in value["missing"]["fa3"]
     assert value["memory_bytes"] == 4 * 4 * 6 * (16 * 48 + 48)
-    assert read_gradients(tmp_path / "gradients.json")["whole"].keys() == whole.keys()
+    assert read_result(tmp_path / "gradients.json", "gradients")["whole"].keys() == whole.keys()
 
 
 def test_it_resumes_batch_by_batch(
@@ -100,7 +97,11 @@ def test_it_resumes_batch_by_batch(
     parts = run_gradients(plan, target, tmp_path / "parts")
     assert done == 4
     assert parts["layers"] == whole["layers"]
-    with pytest.raises(ArgumentError, match="holds batches of another comparison"):
+    # All is done: nothing is kept but the result, and nothing is done again.
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["gradients.json"]
+    assert run_gradients(plan, target, tmp_path / "parts")["whole"].keys() == {"explicit"}
+    assert done == 4
+    with pytest.raises(ArgumentError, match="holds another comparison"):
         run_gradients(GradientPlan("other", ("explicit",)), target, tmp_path / "parts")
 
 
@@ -111,7 +112,7 @@ def test_statistics_of_known_errors() -> None:
     noise = torch.randn(24, 4000, generator=generator, dtype=torch.float64)
     common = torch.randn(4000, generator=generator, dtype=torch.float64)
     error = 0.1 * (noise + common)
-    found = gradients._of_grams(error @ error.T, exact @ exact.T)
+    (found,) = gradients._of_grams((error @ error.T)[None], exact @ exact.T)
     assert found["error"][1] == pytest.approx(0.1 * 2**0.5, rel=0.03)
     assert found["noise"][1] == pytest.approx(0.1 * 2**0.5, rel=0.05)
     assert found["systematic"][0] < 0.5 < found["systematic"][2] + 0.02
@@ -168,6 +169,6 @@ def test_the_command_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[
                  "--out", str(tmp_path)]  # fmt: skip
     assert main(arguments) == 0
     page = (tmp_path / "gradients.html").read_text()
-    assert page.count("<figure>") == 2
+    assert page.count("<figure>") == 3
     assert "systematic" in capsys.readouterr().out
     assert main([*arguments[:3], "--attention", "explicit", "--out", str(tmp_path)]) == 1

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ import torch
 from flash_attn_deterministic.deviation.attentions import registry
 from flash_attn_deterministic.deviation.kernels import kernel_study
 from flash_attn_deterministic.deviation.kernels.agreement import row_agreement
-from flash_attn_deterministic.deviation.kernels.kernel_study import read_kernels, run_kernels
+from flash_attn_deterministic.deviation.kernels.deviations import run_to_run
+from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
 from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
-from flash_attn_deterministic.deviation.kernels.repeats import run_to_run
 from flash_attn_deterministic.deviation.numbers.formats import parse_format
+from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
 
 PLAN = KernelPlan("cpu", quick=True, seeds=1)
@@ -23,7 +23,7 @@ PLAN = KernelPlan("cpu", quick=True, seeds=1)
 def study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kernels")
     run_kernels(PLAN, folder)
-    return read_kernels(folder / "kernels.json")
+    return read_result(folder / "kernels.json", "kernels")
 
 
 def _worst(study: dict[str, Any], backend: str, inputs: str) -> float:
@@ -64,14 +64,6 @@ def test_gradients_are_near_float64s(study: dict[str, Any]) -> None:
     for point in study["backward"]:
         if point["inputs"] == "normal" and point["backend"] == "sdpa-math":
             assert max(point["result"]["relative"]) < 0.01
-
-
-def test_speed_is_against_explicit_attention(study: dict[str, Any]) -> None:
-    (baseline,) = (p for p in study["speed"] if p["backend"] == "explicit")
-    assert baseline["speedup"] == 0
-    for point in study["speed"]:
-        expected = baseline["milliseconds"] / point["milliseconds"] - 1
-        assert point["speedup"] == pytest.approx(expected, rel=0.01, abs=1e-3)
 
 
 def test_what_does_not_run_here_says_why(study: dict[str, Any]) -> None:
@@ -145,7 +137,7 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
     def fails(plan: KernelPlan) -> list[dict[str, Any]]:
         raise MemoryError("too small")
 
-    parts = ("forward_deviation", "agreement", "run_to_run", "backward_deviation", "speed")
+    parts = ("forward_deviation", "agreement", "run_to_run", "backward_deviation")
     for name in parts:
         monkeypatch.setattr(kernel_study, name, lambda plan: [])
     monkeypatch.setattr(kernel_study, "backward_deviation", fails)
@@ -164,9 +156,3 @@ def test_bad_plans_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match="device: expected a CUDA device"):
             run_kernels(replace(PLAN, device="cuda"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_other_files_are_no_results(tmp_path: Path) -> None:
-    (tmp_path / "kernels.json").write_text(json.dumps({"kind": "forward"}))
-    with pytest.raises(ArgumentError, match="expected the result of a study of kernels"):
-        read_kernels(tmp_path / "kernels.json")

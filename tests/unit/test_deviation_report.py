@@ -109,7 +109,7 @@ def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Pat
 @pytest.mark.usefixtures("drawn")
 def test_studies_that_are_missing_are_said_to_be(folders: list[Path], tmp_path: Path) -> None:
     _, text = write_report(folders[:1], tmp_path)
-    assert "not tested**: the study of training was not run" in text.read_text()
+    assert "The study of training was not run." in text.read_text()
 
 
 @pytest.mark.parametrize("case", ["none", "empty", "twice"])
@@ -151,7 +151,7 @@ def test_command_runs_a_study_and_its_report(tmp_path: Path) -> None:
     [
         pytest.param(["forward", "--preset", "gpu"], "preset: expected", id="preset"),
         pytest.param(["forward", "--formats", "fp9"], "format: expected", id="format"),
-        pytest.param(["forward", "--block-c", "9999"], "block_r, block_c: expected", id="block"),
+        pytest.param(["forward", "--sram", "9"], "sram: expected", id="sram"),
         pytest.param(["training", "--steps", "-1"], "steps: expected", id="steps"),
         pytest.param(["training"], "steps: expected at least 1 without", id="no-steps"),
         pytest.param(["gradients", "--model", "x"], "workload: expected", id="model"),

@@ -8,23 +8,20 @@ import pytest
 import torch
 from flash_attn_deterministic import reference
 from flash_attn_deterministic.deviation.emulate import simulate
-from flash_attn_deterministic.deviation.emulate.blocks import Blocks
 from flash_attn_deterministic.deviation.emulate.simulate import (
     baseline_attention,
     check_inputs,
     golden_attention,
-    ordered_products,
     tiled_attention,
 )
 from flash_attn_deterministic.deviation.emulate.steps import (
     PRESETS,
     STEP_NAMES,
-    Steps,
     find_preset,
     step_names,
 )
 from flash_attn_deterministic.deviation.forward.inputs import draw
-from flash_attn_deterministic.deviation.numbers.formats import parse_format
+from flash_attn_deterministic.deviation.numbers.formats import NumberFormat, parse_format
 from flash_attn_deterministic.errors import ArgumentError
 
 SCALE = 32**-0.5
@@ -52,7 +49,7 @@ def test_float64_presets_are_exact(preset: str, block_c: int) -> None:
     number_format = parse_format("fp64")
     found = find_preset(preset)
     steps = found.steps(number_format)
-    out = tiled_attention(q, k, v, SCALE, found, steps, Blocks(16, block_c))
+    out = tiled_attention(q, k, v, SCALE, found, steps, block_c)
     assert _error(out, golden_attention(q, k, v, SCALE)) < 1e-14
 
 
@@ -85,9 +82,9 @@ def test_kernel_and_tree_presets_are_the_cpu_backend_but_for_the_order_of_sums(
     steps = preset.steps(parse_format("bf16"))
     hidden = torch.ones(300, 300).triu(1).bool()
     bias = torch.zeros(300, 300).masked_fill(hidden, -math.inf) if causal else None
-    out = tiled_attention(q, k, v, SCALE, preset, steps, Blocks(64, 64), None, bias)
-    wide = Steps.of(("probs",), parse_format("fp32"))
-    wrong = tiled_attention(q, k, v, SCALE, preset, wide, Blocks(64, 64), None, bias)
+    out = tiled_attention(q, k, v, SCALE, preset, steps, 64, None, bias)
+    wide = {"probs": parse_format("fp32")}
+    wrong = tiled_attention(q, k, v, SCALE, preset, wide, 64, None, bias)
     q16, k16, v16 = (tensor.to(torch.bfloat16)[:, :, None] for tensor in (q, k, v))
     expected, _ = reference.attention(
         q16, k16, v16, softmax_scale=SCALE, causal=causal, split_size=split_size, block_n=64
@@ -104,10 +101,10 @@ def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
     q = 6 * q  # peaked rows: the maximum moves
     found, kernel = find_preset(preset), find_preset("kernel")
     golden = golden_attention(q, k, v, SCALE)
-    exact = Steps()
-    plain = _error(tiled_attention(q, k, v, SCALE, kernel, exact, Blocks(16, 16)), golden)
+    exact: dict[str, NumberFormat] = {}
+    plain = _error(tiled_attention(q, k, v, SCALE, kernel, exact, 16), golden)
     steps = exact if preset == "fa4" else found.steps(parse_format("fp32"))
-    other = _error(tiled_attention(q, k, v, SCALE, found, steps, Blocks(16, 16)), golden)
+    other = _error(tiled_attention(q, k, v, SCALE, found, steps, 16), golden)
     # The cubic is good to 9e-5 of a weight, E4M3 to a sixteenth.
     low, high = {"fa4": (1e-5, 1e-3), "fp8": (1e-3, 0.3)}[preset]
     assert plain < low < other < high
@@ -116,7 +113,7 @@ def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
 def test_a_maximum_that_stays_behind_changes_nothing_in_exact_arithmetic() -> None:
     q, k, v = _qkv("fp64", 200)
     lazy = replace(find_preset("kernel"), threshold=8.0)
-    out = tiled_attention(6 * q, k, v, SCALE, lazy, Steps(), Blocks(16, 16))
+    out = tiled_attention(6 * q, k, v, SCALE, lazy, {}, 16)
     assert _error(out, golden_attention(6 * q, k, v, SCALE)) < 1e-13
 
 
@@ -152,27 +149,16 @@ def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_c: int
 def test_paper_preset_is_algorithm_1_written_out_in_bfloat16() -> None:
     q, k, v = (tensor[0] for tensor in _qkv())
     steps = PAPER.steps(parse_format("bf16"))
-    ours = tiled_attention(q, k, v, 0.25, PAPER, steps, Blocks(64, 16))
+    ours = tiled_attention(q, k, v, 0.25, PAPER, steps, 16)
     assert torch.equal(ours, _written_out(q, k, v, 16).float())
-
-
-@pytest.mark.parametrize("rows", [1, 16, 33, 70])
-def test_rows_of_a_tile_change_no_bit(rows: int) -> None:
-    q, k, v = _qkv()
-    steps = PAPER.steps(parse_format("bf16"))
-    outs = [
-        tiled_attention(q, k, v, SCALE, PAPER, steps, Blocks(size, 16), products=ordered_products)
-        for size in (7, rows)
-    ]
-    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("step", STEP_NAMES)
 def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
     q, k, v = _qkv("fp32")
-    exact = tiled_attention(q, k, v, SCALE, PAPER, Steps(), Blocks(16, 16))
-    steps = Steps.of((step,), parse_format("p4"))
-    rounded = tiled_attention(q, k, v, SCALE, PAPER, steps, Blocks(16, 16))
+    exact = tiled_attention(q, k, v, SCALE, PAPER, {}, 16)
+    steps = {step: parse_format("p4")}
+    rounded = tiled_attention(q, k, v, SCALE, PAPER, steps, 16)
     if step == "row_max":
         # Any value near the maximum serves as one: it cancels, up to float32's own rounding.
         assert 0 < _error(rounded, exact.double()) < 1e-5
@@ -184,10 +170,10 @@ def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
 def test_steps_of_the_other_presets_do_something(preset: str) -> None:
     q, k, v = _qkv("fp32", 300)
     found = find_preset(preset)
-    exact = tiled_attention(q, k, v, SCALE, found, Steps(), Blocks(16, 16))
+    exact = tiled_attention(q, k, v, SCALE, found, {}, 16)
     for step in ("scores", "probs", "row_sum", "rescale", "products", "acc", "state", "out"):
-        steps = Steps.of((step,), parse_format("p4"))
-        out = tiled_attention(q, k, v, SCALE, found, steps, Blocks(16, 16))
+        steps = {step: parse_format("p4")}
+        out = tiled_attention(q, k, v, SCALE, found, steps, 16)
         assert _error(out, exact.double()) > 1e-4, step
 
 
@@ -199,10 +185,8 @@ def test_hidden_keys_take_no_part() -> None:
     number_format = parse_format("bf16")
     steps = PAPER.steps(number_format)
     attentions: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda values: tiled_attention(
-            q, k, values, SCALE, PAPER, steps, Blocks(8, 16), None, bias
-        ),
-        lambda values: tiled_attention(q, k, values, SCALE, TREE, steps, Blocks(8, 16), None, bias),
+        lambda values: tiled_attention(q, k, values, SCALE, PAPER, steps, 16, None, bias),
+        lambda values: tiled_attention(q, k, values, SCALE, TREE, steps, 16, None, bias),
         lambda values: baseline_attention(q, k, values, SCALE, number_format, bias=bias),
         lambda values: golden_attention(q, k, values, SCALE, bias),
     ]
@@ -216,7 +200,7 @@ def test_rows_without_a_key_are_zero() -> None:
     bias = torch.full((70, 70), -math.inf)
     steps = PAPER.steps(parse_format("bf16"))
     for preset in PRESETS.values():
-        out = tiled_attention(q, k, v, SCALE, preset, steps, Blocks(8, 16), None, bias)
+        out = tiled_attention(q, k, v, SCALE, preset, steps, 16, None, bias)
         assert torch.equal(out, torch.zeros_like(q)), preset.name
     assert torch.equal(golden_attention(q, k, v, SCALE, bias), torch.zeros_like(q).double())
 
@@ -238,8 +222,8 @@ def test_bad_inputs_are_refused(change: dict[str, torch.Tensor], message: str) -
 
 def test_blocks_must_divide_a_split() -> None:
     q, k, v = _qkv()
-    with pytest.raises(ArgumentError, match="block_c: expected a divisor"):
-        tiled_attention(q, k, v, SCALE, TREE, Steps(), Blocks(8, 48))
+    with pytest.raises(ArgumentError, match="block_c: expected at least 1, and a divisor"):
+        tiled_attention(q, k, v, SCALE, TREE, {}, 48)
 
 
 def test_unknown_presets_and_steps_are_refused() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.deviation.attentions.registry import find_attention
+from flash_attn_deterministic.deviation.study.files import read_json, read_result
 from flash_attn_deterministic.deviation.training import training_study
 from flash_attn_deterministic.deviation.training.images import TEXT_LENGTH, WORDS, draw_batch
 from flash_attn_deterministic.deviation.training.language import LANGUAGE_SIZES, Language, corpus
@@ -27,7 +28,6 @@ from flash_attn_deterministic.deviation.training.training_study import (
     TrainingPlan,
     plan_of,
     printed,
-    read_training,
     run_of,
     run_training,
 )
@@ -67,14 +67,6 @@ def test_drawings_show_what_the_text_says() -> None:
             assert pixel[2] < pixel[:2].min()
         else:
             assert int(pixel.argmax()) == strongest[colour]
-
-
-def test_batches_follow_from_the_generator() -> None:
-    first, again, other = (
-        draw_batch(8, 16, torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +116,14 @@ def test_distances_of_known_weights() -> None:
 PLAN = TrainingPlan(SETUP, ("repeat", "sdpa", "fp16"), (0, 1))
 
 
-def test_a_study_pairs_seeds_and_looks_into_the_model(tmp_path: Path) -> None:
+def test_a_study_pairs_seeds_and_keeps_the_first_model(tmp_path: Path) -> None:
     value = run_training(PLAN, tmp_path)
     assert list(value["seeds"]) == ["0", "1"]
     # fp16 is compared with fp32, which was not asked for.
     assert set(value["seeds"]["0"]) == {"base", "repeat", "sdpa", "fp32", "fp16"}
     assert value["runs"]["fp16"]["against"] == "fp32"
-    assert {point["when"] for point in value["live"]} == {"before", "after"}
     assert (tmp_path / "base.pt").exists()
-    read = read_training(tmp_path / "training.json")
+    read = read_result(tmp_path / "training.json", "training")
     assert read["seeds"].keys() == value["seeds"].keys()
     text = printed(value)
     assert "sdpa" in text
@@ -175,9 +166,9 @@ def test_an_interrupted_study_goes_on_to_the_same(
     monkeypatch.setattr(training_study, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_training(PLAN, tmp_path / "parts")
-    assert len(read_training(tmp_path / "parts" / "training.json")["seeds"]["0"]) == 3
+    assert len(read_json(tmp_path / "parts" / "training.json")["seeds"]["0"]) == 3
     run_training(PLAN, tmp_path / "parts")
-    whole, parts = (read_training(tmp_path / n / "training.json") for n in ("whole", "parts"))
+    whole, parts = (read_json(tmp_path / n / "training.json") for n in ("whole", "parts"))
     assert parts["seeds"] == whole["seeds"]
     # More seeds and runs may be added to a study, another setup may not.
     run_training(replace(PLAN, seeds=(0, 1, 2), runs=("repeat", "data")), tmp_path / "parts")
@@ -185,20 +176,27 @@ def test_an_interrupted_study_goes_on_to_the_same(
         run_training(replace(PLAN, setup=replace(SETUP, steps=7)), tmp_path / "parts")
 
 
-def test_time_is_kept_and_the_next_call_goes_on(tmp_path: Path) -> None:
-    value = run_training(PLAN, tmp_path, seconds=0.0)
-    assert not any(value["seeds"].values())
-    assert run_training(PLAN, tmp_path)["seeds"]["1"]
-
-
-def test_steps_follow_from_the_budget(tmp_path: Path) -> None:
+def test_steps_follow_from_the_seconds(tmp_path: Path) -> None:
     plan = replace(PLAN, setup=replace(SETUP, steps=0), runs=("repeat",), seeds=(0,))
-    value = run_training(plan, tmp_path, budget=1.0)
+    value = run_training(plan, tmp_path, seconds=1.0)
     steps = value["configuration"]["steps"]
     assert steps >= 10
     assert run_training(plan, tmp_path)["configuration"]["steps"] == steps
     with pytest.raises(ArgumentError, match="steps: expected at least 1 without seconds"):
         run_training(plan, tmp_path / "new")
+
+
+def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(setup: Setup, run: Run, *rest: Any) -> Any:
+        if run.name in ("sdpa", "fp32"):
+            raise torch.cuda.OutOfMemoryError("no memory\nat all")
+        return train(setup, run, *rest)
+
+    monkeypatch.setattr(training_study, "train", fails)
+    value = run_training(replace(PLAN, setup=replace(SETUP, steps=0)), tmp_path, seconds=2.0)
+    assert value["missing"] == {"sdpa": "no memory", "fp32": "no memory"}
+    # fp16 has nothing that it could be compared with.
+    assert set(value["seeds"]["0"]) == {"base", "repeat"}
 
 
 def test_what_does_not_run_here_is_left_out_and_named(tmp_path: Path) -> None:
@@ -292,7 +290,7 @@ def test_bad_workloads_are_refused(workload: str) -> None:
         pytest.param({"steps": -1}, "steps: expected at least 0", id="steps"),
         pytest.param({"runs": ["flashy"]}, "attention: expected one of", id="runs"),
         pytest.param({"more": ["explicit:p99"]}, "format: expected", id="more"),
-        pytest.param({"seeds": ["x"]}, "seeds: expected whole numbers", id="seeds"),
+        pytest.param({"seeds": [-1]}, "seeds: expected at least one", id="seeds"),
         pytest.param({"seeds": []}, "seeds: expected at least one", id="no-seeds"),
         pytest.param({"base": "flashy"}, "attention: expected one of", id="base"),
     ],
@@ -301,13 +299,6 @@ def test_bad_plans_are_refused(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"workload": "drawings-tiny", "device": "cpu", "steps": 3}
     with pytest.raises(ArgumentError, match=message):
         plan_of(**(arguments | change))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"kind": "forward"}', '{"kind":"training","schema":1}'])
-def test_other_files_are_no_results(tmp_path: Path, text: str) -> None:
-    (tmp_path / "training.json").write_text(text)
-    with pytest.raises(ArgumentError, match=r"training\.json: expected"):
-        read_training(tmp_path / "training.json")
 
 
 def test_the_model_sees_text_and_time() -> None:

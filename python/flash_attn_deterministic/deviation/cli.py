@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+_Parser = argparse.ArgumentParser
 _Parsers = Any  # argparse's action has no public name
-_DEVICES = ("cuda", "cpu")
-_PRECISIONS = ("bf16", "fp16", "fp32")
+_Run = Callable[[argparse.Namespace], int]
 
 
 def add_command(commands: _Parsers) -> None:
@@ -20,155 +20,113 @@ def add_command(commands: _Parsers) -> None:
         "deviation", help="how far low-precision attention is from exact: studies and report"
     )
     studies = parser.add_subparsers(dest="study", required=True)
-    for add in (_add_gradients, _add_tokens, _add_weights, _add_training, _add_forward,
-                _add_kernels, _add_report, _add_repeat):  # fmt: skip
-        add(studies)
 
+    gradients = _add(studies, "gradients", _gradients,
+                     "gradients of a model, each attention against exact attention")  # fmt: skip
+    _add_model(gradients, "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit")
+    _option(gradients, "--force", False, "replace another comparison there")
+    _option(gradients, "--no-plots", False, "results only, no matplotlib")
 
-def _add(studies: _Parsers, name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
-    parser = studies.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=functools.partial(_interruptible, run))
-    parser.add_argument(
-        "--out", type=Path, default=Path("deviation") / name, help="folder of results (%(default)s)"
-    )
-    return parser
-
-
-def _add_model(parser: argparse.ArgumentParser, attention: str) -> None:
-    parser.add_argument(
-        "--model", default="language-small",
-        help="MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--checkpoint", type=Path, help="weights, safetensors or torch")
-    parser.add_argument(
-        "--batches", default="", help="MODULE:FUNCTION or a .pt file; none: the workload's own"
-    )
-    parser.add_argument("--count", type=int, default=8, help="batches that are used (%(default)s)")
-    parser.add_argument("--attention", default=attention, help="names, with commas (%(default)s)")
-    parser.add_argument(
-        "--precision", choices=_PRECISIONS, default="bf16", help="of q, k and v (%(default)s)"
-    )
-    parser.add_argument(
-        "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny model of ours, 3 batches")
-    parser.add_argument("--seconds", type=float, help="start no batch later, after the second")
-
-
-def _add_gradients(studies: _Parsers) -> None:
-    parser = _add(studies, "gradients", _gradients,
-                  "gradients of a model with each attention, against exact attention")  # fmt: skip
-    _add_model(parser, "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit")
-    parser.add_argument("--force", action="store_true", help="replace another comparison there")
-    parser.add_argument("--no-plots", action="store_true", help="results only, no matplotlib")
-
-
-def _add_tokens(studies: _Parsers) -> None:
-    parser = _add(studies, "tokens", _tokens,
+    tokens = _add(studies, "tokens", _tokens,
                   "token log-probabilities of two attentions on one language model")  # fmt: skip
-    _add_model(parser, "ours,sdpa-flash")
+    _add_model(tokens, "ours,sdpa-flash")
 
-
-def _add_weights(studies: _Parsers) -> None:
-    parser = _add(studies, "weights", _weights, "distances between checkpoints of two runs")
-    parser.add_argument("run_a", type=Path, help="folder of checkpoints")
-    parser.add_argument("run_b", type=Path, help="folder of checkpoints of the same names")
-    parser.add_argument(
+    weights = _add(studies, "weights", _weights, "distances between checkpoints of two runs")
+    weights.add_argument("run_a", type=Path, help="folder of checkpoints")
+    weights.add_argument("run_b", type=Path, help="folder of checkpoints of the same names")
+    weights.add_argument(
         "--reference", action="append", default=[], metavar="NAME=FOLDER",
         help="a run whose difference from A is known: repeat, data, init, precision; repeatable",
     )  # fmt: skip
 
+    training = _add(studies, "training", _training,
+                    "what one difference does to trained weights, over paired seeds")  # fmt: skip
+    _option(training, "--workload", "drawings-small",
+            "drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION")  # fmt: skip
+    _device(training, "cpu")
+    _option(training, "--steps", 0, "optimizer steps; 0: as many as fit into --seconds")
+    _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_numbers)
+    _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
+    _option(training, "--noise", False, "also explicit attention in 5 to 24 bits")
+    _option(training, "--base", "", "attention of the base run")
+    _option(training, "--seconds", None, "start no run that would end later", type=float)
+    _option(training, "--force", False, "replace another study there")
 
-def _add_forward(studies: _Parsers) -> None:
-    parser = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
-    parser.add_argument(
-        "--preset", default="paper,kernel,tree",
-        help="paper, lines, kernel, tree, fa4 or fp8, or several with commas (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--figures", default="all",
-        help="3, 4, 5, 6a, 6b, 6c, rows, ablation, stochastic, bias, backward, with commas; or all",
-    )  # fmt: skip
-    parser.add_argument("--inputs", help="distributions, or one .pt file of captured calls")
-    parser.add_argument("--formats", help="formats of figure 3, such as bf16,fp16:sr,p9")
-    parser.add_argument("--seeds", type=int, default=8, help="draws per point (%(default)s)")
-    parser.add_argument("--head-dim", type=int, default=64, help="of the inputs (%(default)s)")
-    parser.add_argument("--sram", type=int, help="on-chip memory in elements, for block sizes")
-    parser.add_argument("--block-r", type=int, help="rows of a tile, in the place of --sram's")
-    parser.add_argument("--block-c", type=int, help="keys of a block, in the place of --sram's")
-    parser.add_argument("--quick", action="store_true", help="fewer points: less than a minute")
+    forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
+    _option(forward, "--preset", "paper,kernel,tree", "paper, lines, kernel, tree, fa4 or fp8",
+            type=_names)  # fmt: skip
+    _option(forward, "--figures", "all", "3, 4, 5, 6a, 6b, 6c, ablation, bias, backward; or all",
+            type=_names)  # fmt: skip
+    _option(forward, "--inputs", (), "distributions, or a .pt file of captured calls", type=_names)
+    _option(forward, "--formats", (), "of figure 3, such as bf16,fp16:sr,p9", type=_names)
+    _option(forward, "--seeds", 8, "draws per point")
+    _option(forward, "--head-dim", 64, "of the inputs")
+    _option(forward, "--sram", 16384, "on-chip memory in elements, for block sizes")
+    _option(forward, "--quick", False, "fewer points: less than a minute")
 
+    kernels = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
+    _device(kernels, "cuda")
+    _option(kernels, "--quick", False, "fewer and smaller points")
+    _option(kernels, "--seeds", 4, "draws per point")
 
-def _add_kernels(studies: _Parsers) -> None:
-    parser = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
-    parser.add_argument(
-        "--device", choices=_DEVICES, default="cuda", help="where to run (%(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller points")
-    parser.add_argument("--seeds", type=int, default=4, help="draws per point (%(default)s)")
-
-
-def _add_training(studies: _Parsers) -> None:
-    parser = _add(studies, "training", _training,
-                  "what one difference does to trained weights, over paired seeds")  # fmt: skip
-    parser.add_argument(
-        "--workload", default="drawings-small",
-        help="drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=0, help="optimizer steps; 0: as many as fit into the budget"
-    )
-    parser.add_argument("--seeds", default="0,1,2,3,4", help="paired seeds (%(default)s)")
-    parser.add_argument("--runs", default="", help="controls and attentions, with commas")
-    parser.add_argument("--noise", action="store_true", help="also explicit attention in 5-24 bits")
-    parser.add_argument("--base", default="", help="attention of the base run")
-    parser.add_argument(
-        "--seconds", type=float, help="start no run that would end later; the next call goes on"
-    )
-    parser.add_argument(
-        "--budget", type=float, help="seconds of all calls together, for --steps 0 (--seconds)"
-    )
-    parser.add_argument("--force", action="store_true", help="replace another study there")
-
-
-def _add_repeat(studies: _Parsers) -> None:
-    text = "trains several times and names the first operation whose result has other bits"
-    parser = studies.add_parser("repeat", help=text, description=text)
-    parser.set_defaults(run=functools.partial(_interruptible, _repeat))
-    parser.add_argument("--workload", default="language-tiny", help="as of training (%(default)s)")
-    parser.add_argument("--attention", default="ours", help="what is trained with (%(default)s)")
-    parser.add_argument(
-        "--device", choices=_DEVICES, default="cpu", help="where to run (%(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps (%(default)s)")
-    parser.add_argument("--times", type=int, default=3, help="repeats (%(default)s)")
-
-
-def _add_report(studies: _Parsers) -> None:
-    parser = _add(studies, "report", _report, "one page of all claims, numbers and verdicts")
-    parser.set_defaults(out=Path("deviation"))
-    parser.add_argument(
+    report = _add(studies, "report", _report, "one page of all claims, numbers and verdicts")
+    report.set_defaults(out=Path("deviation"))
+    report.add_argument(
         "results", nargs="*", type=Path,
         help="folders of studies; none: forward, kernels, training and sinks in that of the report",
     )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true", help="run quick studies first, in the folder of the report"
-    )
+    _option(report, "--quick", False, "run quick studies first, in the folder of the report")
+
+    repeat = _add(studies, "repeat", _repeat,
+                  "trains several times and names the first operation that differs")  # fmt: skip
+    _option(repeat, "--workload", "language-tiny", "as of training")
+    _option(repeat, "--attention", "ours", "what is trained with")
+    _device(repeat, "cpu")
+    _option(repeat, "--steps", 6, "optimizer steps")
+    _option(repeat, "--times", 3, "repeats")
+
+    every = _add(studies, "all", _all, "every study on a GPU, each in a process of its own")
+    _option(every, "--seconds", 330.0, "in which all of them end")
 
 
-def _interruptible(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    try:
-        return run(arguments)
-    except KeyboardInterrupt:
-        print("interrupted; training and gradients go on from here", file=sys.stderr)
-        return 130
+def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
+    parser: _Parser = studies.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    if name != "repeat":  # its result is a line of text
+        _option(parser, "--out", Path("deviation") / name, "folder of results")
+    return parser
+
+
+def _option(parser: _Parser, flag: str, default: Any, text: str, **more: Any) -> None:
+    """Adds an option of its default's type; a flag where that is False."""
+    kind = {"action": "store_true"} if default is False else {"type": type(default), **more}
+    shown = f"{text} (%(default)s)" if default else text
+    parser.add_argument(flag, default=default, help=shown, **kind)
+
+
+def _device(parser: _Parser, default: str) -> None:
+    _option(parser, "--device", default, "where to run", choices=("cuda", "cpu"))
+
+
+def _add_model(parser: _Parser, attention: str) -> None:
+    _option(parser, "--model", "language-small",
+            "MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours")  # fmt: skip
+    _option(parser, "--checkpoint", None, "weights, safetensors or torch", type=Path)
+    _option(parser, "--batches", "", "MODULE:FUNCTION or a .pt file; none: the workload's own")
+    _option(parser, "--count", 8, "batches that are used")
+    _option(parser, "--attention", attention, "names, with commas", type=_names)
+    _option(parser, "--precision", "bf16", "of q, k and v", choices=("bf16", "fp16", "fp32"))
+    _device(parser, "cpu")
+    _option(parser, "--quick", False, "a tiny model of ours, 3 batches")
+    _option(parser, "--seconds", None, "start no batch later, after the second", type=float)
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in _names(text))
 
 
 def _target(arguments: argparse.Namespace) -> Any:
@@ -183,6 +141,16 @@ def _target(arguments: argparse.Namespace) -> Any:
     )
 
 
+def _intervals(found: Mapping[str, Iterable[float | None] | None]) -> str:
+    """Numbers with their intervals, as results have them: [low, middle, high]."""
+    texts = []
+    for name, interval in found.items():
+        if interval is not None:
+            low, middle, high = (math.nan if x is None else x for x in interval)
+            texts.append(f"{name} {middle:.2g} [{low:.2g}, {high:.2g}]")
+    return ", ".join(texts)
+
+
 def _gradients(arguments: argparse.Namespace) -> int:
     from .instrument.gradients import GradientPlan, run_gradients
 
@@ -190,20 +158,18 @@ def _gradients(arguments: argparse.Namespace) -> int:
         _need_plots()
     target = _target(arguments)
     plan = GradientPlan(
-        arguments.model, _names(arguments.attention), arguments.precision, arguments.device,
+        arguments.model, arguments.attention, arguments.precision, arguments.device,
         str(arguments.checkpoint or ""),
     )  # fmt: skip
     value = run_gradients(plan, target, arguments.out, arguments.force, arguments.seconds)
     if value["done"] < len(target.batches):
         print(f"{value['done']} of {len(target.batches)} batches; the same command goes on")
     for name, found in value["whole"].items():
-        numbers = (f"{measure} {middle:.2g} [{low:.2g}, {high:.2g}]"
-                   for measure, (low, middle, high) in found.items())  # fmt: skip
-        print(f"{name}: {', '.join(numbers)}")
+        print(f"{name}: {_intervals(found)}")
     for name, reason in value["missing"].items():
         print(f"{name}: not run: {reason}")
     if not arguments.no_plots:
-        from .report.instrument_page import write_gradients_page
+        from .report.page import write_gradients_page
 
         print(write_gradients_page(arguments.out))
     return _done(arguments.out)
@@ -212,17 +178,11 @@ def _gradients(arguments: argparse.Namespace) -> int:
 def _tokens(arguments: argparse.Namespace) -> int:
     from .instrument.tokens import run_tokens
 
-    names = _names(arguments.attention)
     value = run_tokens(
-        _target(arguments),
-        names,
-        arguments.precision,
-        arguments.device,
-        arguments.out,
-        arguments.seconds,
-    )
-    low, middle, high = value["kl"]
-    print(f"KL {middle:.2g} [{low:.2g}, {high:.2g}] nats a token, {value['tokens']} tokens")
+        _target(arguments), arguments.attention, arguments.precision, arguments.device,
+        arguments.out, arguments.seconds,
+    )  # fmt: skip
+    print(f"{_intervals({'KL': value['kl']})} nats a token, {value['tokens']} tokens")
     numbers = ", ".join(f"{name} {found:.2g}" for name, found in value["difference"].items())
     print(f"|difference of log p|: {numbers}; same bits {value['same']:.2%}")
     print(f"batch invariant: {value['batch_invariant']}")
@@ -236,30 +196,25 @@ def _weights(arguments: argparse.Namespace) -> int:
     value = compare_runs(arguments.run_a, arguments.run_b, references, arguments.out)
     for checkpoint, found in value["checkpoints"].items():
         for name, measures in found.items():
-            numbers = (f"{m} {middle:.2g} [{low:.2g}, {high:.2g}]"
-                       for m, (low, middle, high) in measures.items())  # fmt: skip
-            print(f"{checkpoint} {name}: {', '.join(numbers)}")
+            print(f"{checkpoint} {name}: {_intervals(measures)}")
         for name, ratios in value["over"][checkpoint].items():
-            known = {m: r for m, r in ratios.items() if r is not None}
-            text = ", ".join(f"{m} {r[1]:.2g} [{r[0]:.2g}, {r[2]:.2g}]" for m, r in known.items())
-            print(f"{checkpoint} B over {name}: {text or 'the reference is equal to A'}")
+            text = _intervals(ratios) or "the reference is equal to A"
+            print(f"{checkpoint} B over {name}: {text}")
     return _done(arguments.out)
 
 
 def _forward(arguments: argparse.Namespace) -> int:
     from .forward.inputs import DISTRIBUTIONS
-    from .forward.plan import DEFAULT_SRAM, FIGURES, Plan, quick_plan, run_forward
+    from .forward.plan import FIGURES, Plan, quick_plan, run_forward
 
     plan = Plan(
-        presets=_names(arguments.preset),
-        figures=tuple(FIGURES) if arguments.figures == "all" else _names(arguments.figures),
-        inputs=_names(arguments.inputs) if arguments.inputs else DISTRIBUTIONS,
+        presets=arguments.preset,
+        figures=tuple(FIGURES) if arguments.figures == ("all",) else arguments.figures,
+        inputs=arguments.inputs or DISTRIBUTIONS,
         seeds=arguments.seeds,
         head_dim=arguments.head_dim,
-        sram=DEFAULT_SRAM if arguments.sram is None else arguments.sram,
-        block_r=arguments.block_r,
-        block_c=arguments.block_c,
-        formats=_names(arguments.formats) if arguments.formats else (),
+        sram=arguments.sram,
+        formats=arguments.formats,
     )
     run_forward(quick_plan(plan) if arguments.quick else plan, arguments.out)
     return _done(arguments.out)
@@ -280,10 +235,10 @@ def _training(arguments: argparse.Namespace) -> int:
     from .training.training_study import NOISE, plan_of, printed, run_training
 
     plan = plan_of(
-        arguments.workload, arguments.device, arguments.steps, _names(arguments.runs),
-        _names(arguments.seeds), arguments.base, NOISE if arguments.noise else (),
+        arguments.workload, arguments.device, arguments.steps, arguments.runs, arguments.seeds,
+        arguments.base, NOISE if arguments.noise else (),
     )  # fmt: skip
-    value = run_training(plan, arguments.out, arguments.seconds, arguments.budget, arguments.force)
+    value = run_training(plan, arguments.out, arguments.seconds, arguments.force)
     print(printed(value))
     return _done(arguments.out)
 
@@ -316,6 +271,14 @@ def _report(arguments: argparse.Namespace) -> int:
     for path in write_report(folders, arguments.out):
         print(path)
     return 0
+
+
+def _all(arguments: argparse.Namespace) -> int:
+    from .study.all_studies import run_all
+    from .study.environment import check_device
+
+    check_device("cuda")
+    return _done(arguments.out) or int(bool(run_all(arguments.out, arguments.seconds)))
 
 
 def _need_plots() -> None:

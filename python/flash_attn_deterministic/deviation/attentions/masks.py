@@ -70,3 +70,17 @@ class Call:
             return bias
         causal = torch.zeros(hidden.shape, device=device).masked_fill(hidden, -math.inf)
         return causal if bias is None else bias + causal
+
+
+def call_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Call, float]:
+    """Returns what scaled_dot_product_attention is called with, and the dropout."""
+    return Call(query, key, value, attn_mask, is_causal, scale), dropout_p

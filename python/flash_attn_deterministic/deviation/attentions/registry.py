@@ -8,64 +8,43 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from ...errors import ArgumentError, FlashAttnError
-from ..emulate.gradients import DELTAS, Emulation, emulated_attention
+from ...errors import ArgumentError
+from ..emulate.gradients import DELTAS, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
-from .masks import Call
-from .torch_lines import Lines, torch_lines
+from .masks import Call, call_of
+from .torch_lines import torch_lines
 
 _SDPA = functional.scaled_dot_product_attention
+_SCORES = 1 << 26  # at once in explicit attention with a format: 512 MB in float64
 
 
-class Attention(Protocol):
-    """The signature of torch's scaled_dot_product_attention."""
-
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor: ...
+# Takes what torch's scaled_dot_product_attention takes.
+Attention = Callable[..., torch.Tensor]
 
 
-class _Of(Protocol):
-    def __call__(self, call: Call) -> torch.Tensor: ...
-
-
-def _attention(of: _Of) -> Attention:
+def _attention(of: Callable[[Call], torch.Tensor]) -> Attention:
     """Gives what takes a Call torch's signature; it computes in its inputs' dtype always."""
 
-    def attend(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if dropout_p:
-            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout_p}")
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        call, dropout = call_of(*args, **kwargs)
+        if dropout:
+            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout}")
         # Autocast would move the softmax of explicit attention to float32.
-        with torch.autocast(query.device.type, enabled=False):
-            return of(Call(query, key, value, attn_mask, is_causal, scale))
+        with torch.autocast(call.q.device.type, enabled=False):
+            return of(call)
 
     return attend
 
@@ -78,53 +57,6 @@ def _explicit(call: Call) -> torch.Tensor:
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     return scores.softmax(-1) @ v
-
-
-class _Exact(torch.autograd.Function):
-    """Explicit attention in float64, one sequence at a time: scores of all would not fit."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale: float,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v, bias)
-        ctx.scale = scale
-        parts = [_explicit(one) for one in _one_by_one(q, k, v, bias, scale)]
-        return torch.cat(parts).to(q.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v, bias = ctx.saved_tensors
-        found = []
-        for row, one in enumerate(_one_by_one(q, k, v, bias, ctx.scale)):
-            leaves = [tensor.detach().requires_grad_() for tensor in (one.q, one.k, one.v)]
-            with torch.enable_grad():
-                out = _explicit(Call(leaves[0], leaves[1], leaves[2], one.mask, scale=one.scale))
-            found.append(torch.autograd.grad(out, leaves, grads[0][row : row + 1].double()))
-        dq, dk, dv = (torch.cat(part).to(q.dtype) for part in zip(*found, strict=True))
-        return dq, dk, dv, None, None
-
-
-def _one_by_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> Iterator[Call]:
-    for row in range(len(q)):
-        one = slice(row, row + 1)
-        each = bias is not None and bias.ndim == q.ndim and len(bias) == len(q)
-        part = bias[one] if bias is not None and each else bias
-        yield Call(q[one].double(), k[one].double(), v[one].double(), part, scale=scale)
-
-
-def _exact(call: Call) -> torch.Tensor:
-    """The same in float64 inside, forward and backward; in and out are the tensors' dtype."""
-    q, k, v = call.heads()
-    out: torch.Tensor = _Exact.apply(q, k, v, call.bias(), call.factor)  # type: ignore[no-untyped-call]
-    return out
 
 
 class _Rounded(torch.autograd.Function):
@@ -142,32 +74,42 @@ class _Rounded(torch.autograd.Function):
 
 def _explicit_in(call: Call, name: str) -> torch.Tensor:
     """Explicit attention whose scores, weights, output and their gradients have a format."""
-    bias = call.bias()
+    container = parse_format(name).container
 
     def rounded(values: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = _Rounded.apply(values, name)  # type: ignore[no-untyped-call]
         return found
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (tensor.to(parse_format(name).container) for tensor in (q, k, v))
-        scores = rounded(q @ k.mT * call.factor)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> Any:
+        q, k, v = (tensor.to(container) for tensor in (q, k, v))
+        one = replace(call, q=q, k=k, v=v, mask=mask[0] if mask else None)
+        (q, k, v), bias = one.heads(), one.bias()
+        scores = rounded(q @ k.mT * one.factor)
         if bias is not None:
-            scores = scores + bias.to(scores.dtype)
+            scores = scores + bias.to(container)
         return rounded(rounded(scores.softmax(-1)) @ v).to(call.q.dtype)
 
-    # Computed again in the backward: scores in the container of all layers would not fit.
-    out: torch.Tensor = checkpoint(attend, *call.heads(), use_reentrant=False)
-    return out
+    # Some sequences at a time, computed again in the backward: scores of all would not fit.
+    batch, heads, rows = call.q.shape[:3]
+    pieces = min(batch, math.ceil(batch * heads * rows * call.k.shape[2] / _SCORES))
+    parts = [tensor.chunk(pieces) for tensor in (call.q, call.k, call.v)]
+    if call.mask is not None:
+        each = call.mask.ndim == call.q.ndim and len(call.mask) == batch
+        parts.append(call.mask.chunk(pieces) if each else (call.mask,) * len(parts[0]))
+    return torch.cat(
+        [checkpoint(attend, *part, use_reentrant=False, preserve_rng_state=False)
+         for part in zip(*parts, strict=True)]
+    )  # fmt: skip
 
 
-def _emulated(call: Call, emulation: Emulation) -> torch.Tensor:
+def _emulated(call: Call, preset: str, name: str, delta: str) -> torch.Tensor:
     q, k, v = call.heads()
-    return emulated_attention(q, k, v, call.bias(), call.factor, emulation)
+    return emulated_attention(q, k, v, call.bias(), call.factor, preset, name, delta)
 
 
-def _lines(call: Call, lines: Lines) -> torch.Tensor:
+def _lines(call: Call, shifted: bool) -> torch.Tensor:
     q, k, v = call.heads()
-    return torch_lines(q, k, v, call.bias(), call.factor, lines)
+    return torch_lines(q, k, v, call.bias(), call.factor, shifted)
 
 
 def _torch(call: Call, backend: SDPBackend | None) -> torch.Tensor:
@@ -195,18 +137,17 @@ def _end_aligned(call: Call, name: str) -> bool:
     return call.causal
 
 
-def _ours(call: Call, deterministic: bool, split_size: int | None = None) -> torch.Tensor:
+def _ours(call: Call, deterministic: bool, keep_residual: bool = False) -> torch.Tensor:
     """This package's flash_attn_func (float32 goes through bfloat16, which is all it takes)."""
     from ... import deterministic_mode, flash_attn_func
 
     causal = _end_aligned(call, "ours")
     dtype = call.q.dtype if call.q.dtype != torch.float32 else torch.bfloat16
     q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (call.q, call.k, call.v))
-    with deterministic_mode(deterministic):
+    with deterministic_mode(deterministic, keep_residual=keep_residual):
         out = flash_attn_func(
-            q, k, v, softmax_scale=call.scale, causal=causal, deterministic=deterministic,
-            split_size=split_size,
-        )  # fmt: skip
+            q, k, v, softmax_scale=call.scale, causal=causal, deterministic=deterministic
+        )
     return out.transpose(1, 2).to(call.q.dtype)
 
 
@@ -227,61 +168,48 @@ def _fa3(call: Call) -> torch.Tensor:
     return result.transpose(1, 2)
 
 
-_NAMED: dict[str, _Of] = {
-    "ours": functools.partial(_ours, deterministic=True),
-    "ours-atomics": functools.partial(_ours, deterministic=False),
-    "sdpa": functools.partial(_torch, backend=None),
-    "sdpa-flash": functools.partial(_torch, backend=SDPBackend.FLASH_ATTENTION),
-    "sdpa-cudnn": functools.partial(_torch, backend=SDPBackend.CUDNN_ATTENTION),
-    "sdpa-efficient": functools.partial(_torch, backend=SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa-math": functools.partial(_torch, backend=SDPBackend.MATH),
-    "fa3": _fa3,
-    "explicit": _explicit,
-    "exact": _exact,
-    "torch-lines": functools.partial(_lines, lines=Lines()),
-    "torch-lines-shifted": functools.partial(_lines, lines=Lines(shifted=True)),
-    "torch-lines-wide": functools.partial(_lines, lines=Lines(wide=True)),
-}
-REAL = ("ours", "ours-atomics", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math")
-LABELS = {
-    "ours": "this wheel",
-    "ours-atomics": "this wheel, atomics",
-    "sdpa": "torch's choice",
-    "sdpa-flash": "torch flash",
-    "sdpa-cudnn": "torch cuDNN",
-    "sdpa-efficient": "torch efficient",
-    "sdpa-math": "torch math",
-    "fa3": "FlashAttention-3",
-    "explicit": "explicit",
-    "exact": "exact (FP64)",
-    "torch-lines": "16 bits after each line",
-    "torch-lines-shifted": "16 bits, maximum moved",
-    "torch-lines-wide": "16 bits, O in FP32",
-}
-
-
-def our_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split_size: int | None
-) -> torch.Tensor:
-    """This package's attention with a split size; q, k, v (batch, nheads, seqlen, head_dim)."""
-    return _ours(Call(q, k, v), True, split_size)
+# How each is computed, and what reports call it.
+_NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
+    "ours": (functools.partial(_ours, deterministic=True), "this wheel"),
+    "ours-atomics": (functools.partial(_ours, deterministic=False), "this wheel, atomics"),
+    "ours+residual": (
+        functools.partial(_ours, deterministic=True, keep_residual=True),
+        "this wheel, O's residual",
+    ),
+    "sdpa": (functools.partial(_torch, backend=None), "torch's choice"),
+    "sdpa-flash": (functools.partial(_torch, backend=SDPBackend.FLASH_ATTENTION), "torch flash"),
+    "sdpa-cudnn": (functools.partial(_torch, backend=SDPBackend.CUDNN_ATTENTION), "torch cuDNN"),
+    "sdpa-efficient": (
+        functools.partial(_torch, backend=SDPBackend.EFFICIENT_ATTENTION), "torch efficient",
+    ),
+    "sdpa-math": (functools.partial(_torch, backend=SDPBackend.MATH), "torch math"),
+    "fa3": (_fa3, "FlashAttention-3"),
+    "explicit": (_explicit, "explicit"),
+    "exact": (functools.partial(_explicit_in, name="fp64"), "exact (FP64)"),
+    "torch-lines": (functools.partial(_lines, shifted=False), "16 bits after each line"),
+    "torch-lines-shifted": (functools.partial(_lines, shifted=True), "16 bits, maximum moved"),
+}  # fmt: skip
+REAL = ("ours", "ours-atomics", "ours+residual", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient",
+        "sdpa-math")  # fmt: skip
+LABELS = {name: label for name, (_, label) in _NAMED.items()}
 
 
 def find_attention(name: str) -> Attention:
     """Returns an attention.
 
     Args:
-        name: ours, ours-atomics; sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math; fa3;
-            explicit, or explicit:FORMAT with every result rounded to a format; exact; torch-lines,
-            torch-lines-shifted, torch-lines-wide (`attentions.torch_lines`); PRESET,
-            PRESET:FORMAT, PRESET+DELTA of the emulated ones; or MODULE:FUNCTION of a function with
-            the signature of torch's scaled_dot_product_attention.
+        name: ours, ours-atomics, ours+residual (`keep_residual`); sdpa, sdpa-flash, sdpa-cudnn,
+            sdpa-efficient, sdpa-math; fa3; explicit, or explicit:FORMAT with every result rounded
+            to a format; exact, which is explicit:fp64; torch-lines, torch-lines-shifted
+            (`attentions.torch_lines`); PRESET, PRESET:FORMAT, PRESET+DELTA of the emulated ones; or
+            MODULE:FUNCTION of a function with the signature of torch's
+            scaled_dot_product_attention.
 
     Raises:
         ArgumentError: there is none of this name.
     """
     if name in _NAMED:
-        return _attention(_NAMED[name])
+        return _attention(_NAMED[name][0])
     plain, _, delta = name.partition("+")
     base, _, rest = plain.partition(":")
     if base == "explicit" and not delta:
@@ -290,8 +218,8 @@ def find_attention(name: str) -> Attention:
     if base in PRESETS and delta in ("", *DELTAS):
         if rest:
             parse_format(rest)
-        emulation = Emulation(base, rest, delta or "rounded")
-        return _attention(functools.partial(_emulated, emulation=emulation))
+        how = functools.partial(_emulated, preset=base, name=rest, delta=delta or "rounded")
+        return _attention(how)
     if not rest or not base.replace(".", "").isidentifier():
         known = ", ".join((*_NAMED, "explicit:FORMAT", *PRESETS))
         raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")
@@ -338,11 +266,15 @@ def missing(
                 torch.autograd.backward([out.sum()])
         if device == "cuda":
             torch.cuda.synchronize()
-    except (RuntimeError, NotImplementedError, ValueError, FlashAttnError) as error:
-        # Results are published: no folders of this machine in them.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        return re.sub(r"(?:/[\w.+-]+)+/", "", first)
+    except Exception as error:  # kernels raise what they raise
+        return reason_of(error)
     return ""
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the first line of an error, without folders: results are published."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return re.sub(r"(?:/[\w.+-]+)+/", "", first)
 
 
 def usable(

@@ -10,25 +10,43 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ...errors import ArgumentError
+
 _SDPA = functional.scaled_dot_product_attention
 
 
 @contextlib.contextmanager
-def replaced_attention(replacement: Callable[..., torch.Tensor]) -> Iterator[None]:
+def replaced_attention(
+    replacement: Callable[..., torch.Tensor], needed: bool = True
+) -> Iterator[None]:
     """Runs `replacement` in the place of torch's scaled_dot_product_attention inside the block.
 
     Calls of torch's own function by the replacement are left alone. torch.nn.MultiheadAttention's
-    fused path in eval mode, which calls no function that can be seen, is switched off.
-    """
-    busy = False
+    fused path in eval mode, which calls no function that can be seen, is switched off. Autocast
+    turns tensors to 16 bits for torch's function; so it does for the replacement.
 
-    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal busy
+    Args:
+        replacement: takes what torch's function takes.
+        needed: whether a block without a call is an error.
+
+    Raises:
+        ArgumentError: at the end, where a call was needed and there was none.
+    """
+    busy, calls = False, 0
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        nonlocal busy, calls
         if busy:
-            return _SDPA(*args, **kwargs)
-        busy = True
+            return _SDPA(query, key, value, *args, **kwargs)
+        busy, calls = True, calls + 1
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         try:
-            return replacement(*args, **kwargs)
+            return replacement(query, key, value, *args, **kwargs)
         finally:
             busy = False
 
@@ -48,6 +66,11 @@ def replaced_attention(replacement: Callable[..., torch.Tensor]) -> Iterator[Non
     try:
         with Functions():
             yield
+            if needed and not calls:
+                raise ArgumentError(
+                    "model: expected calls of scaled_dot_product_attention, got none; compiled "
+                    "models and attention written out as matmul and softmax can't be replaced"
+                )
     finally:
         functional.scaled_dot_product_attention = _SDPA
         torch.backends.mha.set_fastpath_enabled(fast_path)

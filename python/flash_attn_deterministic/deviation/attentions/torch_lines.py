@@ -8,28 +8,12 @@ there; here scores of 8 bits are equal often, and P is then exactly 1 more than 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _KEYS = 64  # of a block
 _NEAR = 1e-3  # scores this close to a block's maximum count as equal to it
-
-
-@dataclass(frozen=True)
-class Lines:
-    """What is changed of the algorithm.
-
-    Args:
-        shifted: the published remedy. Where a row has several scores at a block's maximum, the
-            maximum is doubled if it is positive, and 0 if it is negative: no P is 1 then.
-        wide: O and D are float32, as O is inside of kernels; the output is rounded at the end, and
-            D comes from O before that.
-    """
-
-    shifted: bool = False
-    wide: bool = False
 
 
 class _Lines(torch.autograd.Function):
@@ -41,19 +25,18 @@ class _Lines(torch.autograd.Function):
         v: torch.Tensor,
         bias: torch.Tensor | None,
         scale: float,
-        lines: Lines,
+        shifted: bool,
     ) -> torch.Tensor:
-        wide = torch.float32 if lines.wide else q.dtype
         lowest = torch.finfo(q.dtype).min
         row_max = q.new_full((*q.shape[:-1], 1), lowest)
         row_sum = torch.zeros_like(row_max)
-        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         for start in range(0, k.shape[-2], _KEYS):
             keys = slice(start, start + _KEYS)
             scores = _scores(q, k, bias, scale, keys)
             hidden = scores == -torch.inf
             block_max = scores.amax(-1, keepdim=True).clamp(min=lowest)
-            if lines.shifted:
+            if shifted:
                 tied = (scores >= block_max - _NEAR).sum(-1, keepdim=True) > 1
                 moved = torch.where(block_max > 0, 2 * block_max, 0.0)
                 block_max = torch.where(tied & (block_max > lowest), moved, block_max)
@@ -61,25 +44,25 @@ class _Lines(torch.autograd.Function):
             probs = (scores - after).exp().masked_fill(hidden, 0.0)
             old = (row_max - after).exp()
             row_sum = old * row_sum + probs.sum(-1, keepdim=True)
-            out = out * old.to(wide) + probs.to(wide) @ v[..., keys, :].to(wide)
+            out = out * old + probs @ v[..., keys, :]
             row_max = after
         total = torch.where(row_sum == 0, 1.0, row_sum)
-        out = out / total.to(wide)
+        out = out / total
         ctx.save_for_backward(q, k, v, bias, out, total.log() + row_max)
         ctx.scale = scale
-        return out.to(q.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, bias, out, lse = ctx.saved_tensors
         dout = grads[0]
-        delta = (dout.to(out.dtype) * out).sum(-1, keepdim=True)
+        delta = (dout * out).sum(-1, keepdim=True)
         dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         for start in range(0, k.shape[-2], _KEYS):
             keys = slice(start, start + _KEYS)
             probs = (_scores(q, k, bias, ctx.scale, keys) - lse).exp()
             dprobs = dout @ v[..., keys, :].mT
-            dscores = (probs * ctx.scale * (dprobs - delta)).to(q.dtype)
+            dscores = probs * ctx.scale * (dprobs - delta)
             dq += dscores @ k[..., keys, :]
             dk[..., keys, :] = dscores.mT @ q
             dv[..., keys, :] = probs.mT @ dout
@@ -101,8 +84,18 @@ def torch_lines(
     v: torch.Tensor,
     bias: torch.Tensor | None,
     scale: float,
-    lines: Lines,
+    shifted: bool,
 ) -> torch.Tensor:
-    """Attention line by line in the dtype of q, k and v, (..., seqlen, head_dim)."""
-    out: torch.Tensor = _Lines.apply(q, k, v, bias, scale, lines)  # type: ignore[no-untyped-call]
+    """Attention line by line in the dtype of its tensors.
+
+    Args:
+        q: (..., seqlen_q, head_dim).
+        k: (..., seqlen_k, head_dim).
+        v: like k.
+        bias: added to the scores, broadcast to (..., seqlen_q, seqlen_k); None: nothing.
+        scale: factor of q k^T.
+        shifted: the published remedy. Where a row has several scores at a block's maximum, the
+            maximum is doubled if it is positive, and 0 if it is negative: no P is 1 then.
+    """
+    out: torch.Tensor = _Lines.apply(q, k, v, bias, scale, shifted)  # type: ignore[no-untyped-call]
     return out

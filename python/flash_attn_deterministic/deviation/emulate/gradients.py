@@ -14,19 +14,18 @@ not average out in dS k. `delta` says what D is formed from:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...errors import ArgumentError
 from ..numbers.formats import NumberFormat, parse_format
-from .blocks import Blocks
 from .simulate import tiled_attention
 from .steps import find_preset
 
 DELTAS = ("rounded", "residual", "residual8", "exact")
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_BLOCK_C = 64  # keys of a block
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -89,23 +88,6 @@ def tiled_gradients(
     return number_format.round(dq), number_format.round(dk), number_format.round(dv)
 
 
-@dataclass(frozen=True)
-class Emulation:
-    """What an emulated attention is.
-
-    Args:
-        preset: name of a preset.
-        number_format: name of the format under test; "": that of the tensors.
-        delta: what D is formed from.
-        block_c: keys of a block.
-    """
-
-    preset: str = "kernel"
-    number_format: str = ""
-    delta: str = "rounded"
-    block_c: int = 64
-
-
 class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -115,17 +97,17 @@ class _Emulated(torch.autograd.Function):
         v: torch.Tensor,
         bias: torch.Tensor | None,
         scale: float,
-        emulation: Emulation,
+        preset: str,
+        name: str,
+        delta: str,
     ) -> torch.Tensor:
-        number_format = parse_format(emulation.number_format or _FORMATS[q.dtype])
-        preset = find_preset(emulation.preset)
+        number_format, found = parse_format(name or _FORMATS[q.dtype]), find_preset(preset)
         wide = [tensor.to(number_format.container) for tensor in (q, k, v)]
-        steps = replace(preset.steps(number_format), out=None)
-        blocks = Blocks(64, emulation.block_c)
+        steps = {n: f for n, f in found.steps(number_format).items() if n != "out"}
         unrounded = tiled_attention(
-            wide[0], wide[1], wide[2], scale, preset, steps, blocks, None, bias
+            wide[0], wide[1], wide[2], scale, found, steps, _BLOCK_C, None, bias
         )
-        kept = kept_output(unrounded, number_format, emulation.delta)
+        kept = kept_output(unrounded, number_format, delta)
         ctx.save_for_backward(q, k, v, kept, bias)
         ctx.scale, ctx.number_format = scale, number_format
         return number_format.round(unrounded).to(q.dtype)
@@ -138,7 +120,7 @@ class _Emulated(torch.autograd.Function):
             wide[0], wide[1], wide[2], wide[3], wide[4], ctx.scale, ctx.number_format, bias
         )
         cast = [g.to(tensor.dtype) for g, tensor in zip(found, tensors, strict=True)]
-        return (*cast, None, None, None)
+        return (*cast, None, None, None, None, None)
 
 
 def emulated_attention(
@@ -147,8 +129,21 @@ def emulated_attention(
     v: torch.Tensor,
     bias: torch.Tensor | None,
     scale: float,
-    emulation: Emulation,
+    preset: str,
+    name: str,
+    delta: str,
 ) -> torch.Tensor:
-    """Attention of a preset with a backward; q, k and v (..., seqlen, head_dim) of one dtype."""
-    out: torch.Tensor = _Emulated.apply(q, k, v, bias, scale, emulation)  # type: ignore[no-untyped-call]
+    """Attention of a preset with a backward.
+
+    Args:
+        q: (..., seqlen_q, head_dim).
+        k: (..., seqlen_k, head_dim).
+        v: like k.
+        bias: added to the scores, broadcast to (..., seqlen_q, seqlen_k); None: nothing.
+        scale: factor of q k^T.
+        preset: name of a preset.
+        name: of the format under test; "": that of the tensors.
+        delta: what D is formed from.
+    """
+    out: torch.Tensor = _Emulated.apply(q, k, v, bias, scale, preset, name, delta)  # type: ignore[no-untyped-call]
     return out

@@ -18,7 +18,7 @@ from .gradients import kept_output
 _ROWS, _KEYS, _HEAD_DIM = 64, 64, 64
 _GAP = 12.0  # logits below the maximum: the other keys' terms are smaller than a gap of the format
 SHIFT = 1.5  # by how much the maximum is moved where it is moved
-PLACES = ("product", "output", "residual", "delta", "delta_residual")
+PLACES = ("product", "output", "residual")
 Means = dict[str, dict[str, list[float]]]
 
 
@@ -36,9 +36,7 @@ def measure_bias(format_name: str, values: str, ties: int, shifted: bool, seeds:
         For each of PLACES {"away": one mean per seed}. Errors are in gaps of the format and count
         as positive away from zero. "product" rounds P V of the rounded P and leaves the division by
         l for later; "output" divides first and rounds once, as the kernels do, and is compared with
-        exact attention; "residual" adds to that what rounding took, rounded. "delta" and
-        "delta_residual" are D - D_exact over |D_exact|, with D formed from "output" and "residual"
-        and dO of one sign (dO = -|N(0, 1)|).
+        exact attention; "residual" adds to that what rounding took, rounded.
 
     Raises:
         ArgumentError: unknown values, or more ties than keys.
@@ -58,7 +56,6 @@ def measure_bias(format_name: str, values: str, ties: int, shifted: bool, seeds:
         scores.scatter_(-1, order[:, :ties], 0.0)
         v = torch.randn((_KEYS, _HEAD_DIM), generator=generator)
         v = plain.round(v if values == "two_signs" else -v.abs() - 0.5)
-        dout = -torch.randn((_ROWS, _HEAD_DIM), generator=generator).abs().double()
         probs = (scores - (SHIFT if shifted else 0.0)).exp()
         product = number_format.round(probs, generator).double() @ v.double()
         # l is the sum of the weights before they are rounded, in float32, as the kernels have it.
@@ -73,8 +70,4 @@ def measure_bias(format_name: str, values: str, ties: int, shifted: bool, seeds:
         for place, (rounded, true) in kept.items():
             error = (rounded - true) / number_format.ulp(true) * true.sign()
             found[place]["away"].append(float(error.mean()))
-        for place, source in (("delta", "output"), ("delta_residual", "residual")):
-            sums = (dout * exact).sum(-1)
-            errors = ((dout * kept[source][0]).sum(-1) - sums) / sums.abs()
-            found[place]["away"].append(float(errors.mean()))
     return found

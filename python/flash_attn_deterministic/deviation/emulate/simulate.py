@@ -15,11 +15,9 @@ import torch
 
 from ...errors import ArgumentError
 from ..numbers.formats import NumberFormat
-from .blocks import Blocks
-from .steps import Preset, Round, Steps, rounder
+from .steps import Preset, Round, Steps, rounder, rounders
 
 _CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
-Products = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
 _CUBIC = (1.0, 0.69511663, 0.22764498, 0.07706724)
 
@@ -100,15 +98,13 @@ def tiled_attention(
     scale: float,
     preset: Preset,
     steps: Steps,
-    blocks: Blocks,
+    block_c: int,
     generator: torch.Generator | None = None,
     bias: torch.Tensor | None = None,
-    products: Products = torch.matmul,
 ) -> torch.Tensor:
     """Computes tiled attention by a preset's algorithm.
 
-    Rows do not touch each other, so B_r decides only which rows share a tile. With a `products`
-    that sums in one order whatever the shape (`ordered_products`), it can't change a bit.
+    Rows do not touch each other: B_r, the rows of a tile, is no part of the arithmetic.
 
     Args:
         q: (..., seqlen_q, head_dim), float32 or float64.
@@ -117,30 +113,33 @@ def tiled_attention(
         scale: factor of q k^T.
         preset: gives the algorithm.
         steps: number format of each step.
-        blocks: rows of a tile, keys of a block.
+        block_c: keys of a block.
         generator: random bits of stochastic formats.
         bias: see above.
-        products: matrix product.
 
     Raises:
-        ArgumentError: blocks that are no divisor of the preset's split size.
+        ArgumentError: see `check_block`.
     """
-    if preset.split_size % blocks.keys:
-        raise ArgumentError(
-            f"block_c: expected a divisor of the split size {preset.split_size} with the "
-            f"preset {preset.name}, got {blocks.keys}"
-        )
-    rounded = steps.rounders(generator)
-    # One tile at a time where it could matter; otherwise as many rows as the caches hold.
-    lead = math.prod(q.shape[:-2]) * max(blocks.keys, q.shape[-1])
-    size = blocks.rows if products is not torch.matmul else max(blocks.rows, _CHUNK // lead)
+    check_block(preset, block_c)
+    rounded = rounders(steps, generator)
+    # As many rows at a time as the caches hold.
+    lead = math.prod(q.shape[:-2]) * max(block_c, q.shape[-1])
 
     def tile(rows: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         if preset.algorithm == "renormalised":
-            return _renormalised(rows, k, v, scale, rounded, blocks, b, products)
-        return _running(rows, k, v, scale, preset, rounded, blocks, b, products)
+            return _renormalised(rows, k, v, scale, rounded, block_c, b)
+        return _running(rows, k, v, scale, preset, rounded, block_c, b)
 
-    return rounded["out"](_tiles(tile, q, bias, size))
+    return rounded["out"](_tiles(tile, q, bias, max(64, _CHUNK // lead)))
+
+
+def check_block(preset: Preset, block_c: int) -> None:
+    """Raises ArgumentError for a block without keys, or that is no divisor of a split."""
+    if block_c < 1 or preset.split_size % block_c:
+        raise ArgumentError(
+            f"block_c: expected at least 1, and a divisor of the split size {preset.split_size} "
+            f"with the preset {preset.name}, got {block_c}"
+        )
 
 
 def _renormalised(
@@ -149,17 +148,16 @@ def _renormalised(
     v: torch.Tensor,
     scale: float,
     rounded: dict[str, Round],
-    blocks: Blocks,
+    block_c: int,
     bias: torch.Tensor | None,
-    products: Products,
 ) -> torch.Tensor:
     """FlashAttention's algorithm 1: O is divided by l after every block of keys, first to last."""
     row_max = q.new_full((*q.shape[:-1], 1), -math.inf)
     row_sum = torch.zeros_like(row_max)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    for start in range(0, k.shape[-2], blocks.keys):
-        keys = slice(start, start + blocks.keys)
-        scores = _scores(q, k, scale, rounded, bias, keys, products)
+    for start in range(0, k.shape[-2], block_c):
+        keys = slice(start, start + block_c)
+        scores = _scores(q, k, scale, rounded, bias, keys)
         block_max = rounded["row_max"](scores.amax(-1, keepdim=True))
         hidden = block_max == -math.inf
         probs = rounded["probs"]((scores - torch.where(hidden, 0.0, block_max)).exp_())
@@ -170,7 +168,7 @@ def _renormalised(
         new = rounded["rescale"]((block_max - shift).exp_())
         term = rounded["sum_terms"]
         total = rounded["row_sum"](term(old * row_sum) + term(new * block_sum))
-        product = rounded["acc"](products(probs, v[..., keys, :]))
+        product = rounded["acc"](probs @ v[..., keys, :])
         weight = rounded["weight"](row_sum * old)
         mixed = rounded["products"](weight * out) + rounded["products"](new * product)
         out = rounded["state"](rounded["mixed"](mixed) / _or_one(total))
@@ -185,9 +183,8 @@ def _running(
     scale: float,
     preset: Preset,
     rounded: dict[str, Round],
-    blocks: Blocks,
+    block_c: int,
     bias: torch.Tensor | None,
-    products: Products,
 ) -> torch.Tensor:
     """The kernels' order: blocks and splits last to first, O divided by l once, at the end."""
     split_size = preset.split_size or k.shape[-2]
@@ -199,10 +196,10 @@ def _running(
         row_sum = torch.zeros_like(row_max)
         acc = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         last = min(split + split_size, k.shape[-2])
-        for start in range((last - split - 1) // blocks.keys * blocks.keys + split, split - 1,
-                           -blocks.keys):  # fmt: skip
-            keys = slice(start, min(start + blocks.keys, last))
-            scores = _scores(q, k, 1.0, rounded, bias, keys, products, scale)
+        for start in range((last - split - 1) // block_c * block_c + split, split - 1,
+                           -block_c):  # fmt: skip
+            keys = slice(start, min(start + block_c, last))
+            scores = _scores(q, k, 1.0, rounded, bias, keys, scale)
             after = torch.maximum(row_max, rounded["row_max"](scores.amax(-1, keepdim=True)))
             # A maximum that grows little is left where it is: P may then exceed 1.
             stays = (after - row_max) * base <= preset.threshold
@@ -212,7 +209,7 @@ def _running(
             probs = power((scores - shift) * base)
             row_sum = rounded["row_sum"](row_sum * old + probs.sum(-1, keepdim=True))
             probs = rounded["probs"](probs * preset.probs_scale) / preset.probs_scale
-            product = rounded["acc"](products(probs, v[..., keys, :]))
+            product = rounded["acc"](probs @ v[..., keys, :])
             acc = rounded["state"](rounded["products"](acc * old) + product)
             row_max = after
         part = (row_max, row_sum, acc)
@@ -252,23 +249,14 @@ def _scores(
     rounded: dict[str, Round],
     bias: torch.Tensor | None,
     keys: slice,
-    products: Products,
     bias_scale: float = 1.0,
 ) -> torch.Tensor:
-    scores = products(q, k[..., keys, :].mT)
+    scores = q @ k[..., keys, :].mT
     scores = rounded["scores"](scores if scale == 1.0 else scores * scale)
     if bias is None:
         return scores
     part = bias if bias.shape[-1] == 1 else bias[..., keys]
     return rounded["scores"](scores + part.to(scores.dtype) / bias_scale)
-
-
-def ordered_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right, summed one product at a time in rising order: bits are a matter of the row."""
-    total = left.new_zeros((*left.shape[:-1], right.shape[-1]))
-    for index in range(left.shape[-1]):
-        total += left[..., index, None] * right[..., index, None, :]
-    return total
 
 
 _Attend = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -13,48 +13,22 @@ from ..numbers.formats import NumberFormat, parse_format
 Round = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The format of each intermediate result; None: that of the computation.
+Steps = Mapping[str, NumberFormat]  # the format of a step's result; none: the computation's
 
-    Args:
-        scores: S = scale * q k^T of a block.
-        probs: P = exp(S - m) on its way into P V.
-        row_max: m, of a block and so far.
-        row_sum: l, the sum of P of a block, and so far.
-        rescale: the factors exp(m_before - m_after).
-        sum_terms: l times its factor, both terms of the update of l.
-        weight: l * factor as O's weight ("renormalised" only, where O is divided by l each time).
-        products: O and P V of a block, each times its weight.
-        mixed: the sum of these two.
-        acc: the product P V of a block.
-        state: O, after each block.
-        out: the output.
-    """
-
-    scores: NumberFormat | None = None
-    probs: NumberFormat | None = None
-    row_max: NumberFormat | None = None
-    row_sum: NumberFormat | None = None
-    rescale: NumberFormat | None = None
-    sum_terms: NumberFormat | None = None
-    weight: NumberFormat | None = None
-    products: NumberFormat | None = None
-    mixed: NumberFormat | None = None
-    acc: NumberFormat | None = None
-    state: NumberFormat | None = None
-    out: NumberFormat | None = None
-
-    @classmethod
-    def of(cls, names: tuple[str, ...], number_format: NumberFormat) -> Steps:
-        return cls(**dict.fromkeys(names, number_format))
-
-    def rounders(self, generator: torch.Generator | None) -> dict[str, Round]:
-        """Returns what rounds each step."""
-        return {name: rounder(getattr(self, name), generator) for name in STEP_NAMES}
-
-
-STEP_NAMES = tuple(field.name for field in fields(Steps))
+STEP_NAMES = (
+    "scores",  # S = scale * q k^T of a block
+    "probs",  # P = exp(S - m) on its way into P V
+    "row_max",  # m, of a block and so far
+    "row_sum",  # l, the sum of P of a block, and so far
+    "rescale",  # the factors exp(m_before - m_after)
+    "sum_terms",  # l times its factor, both terms of the update of l
+    "weight",  # l * factor as O's weight ("renormalised" only)
+    "products",  # O and P V of a block, each times its weight
+    "mixed",  # the sum of these two
+    "acc",  # the product P V of a block
+    "state",  # O, after each block
+    "out",  # the output
+)
 # What tiling adds to a line of the algorithm: factors of the maximum, and what is multiplied by
 # them. One rounding per line leaves the latter out.
 TILING_STEPS = ("rescale", "sum_terms", "weight", "products", "mixed")
@@ -74,15 +48,16 @@ def step_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def rounders(steps: Steps, generator: torch.Generator | None) -> dict[str, Round]:
+    """Returns what rounds each step."""
+    return {name: rounder(steps.get(name), generator) for name in STEP_NAMES}
+
+
 def rounder(number_format: NumberFormat | None, generator: torch.Generator | None) -> Round:
     """Returns what rounds a step; the identity for None."""
     if number_format is None:
-        return _same
+        return lambda values: values
     return lambda values: number_format.round(values, generator)
-
-
-def _same(values: torch.Tensor) -> torch.Tensor:
-    return values
 
 
 @dataclass(frozen=True)
@@ -113,11 +88,8 @@ class Preset:
     probs_scale: float = 1.0
 
     def steps(self, number_format: NumberFormat) -> Steps:
-        steps = Steps.of(self.rounded, number_format)
-        if not self.probs:
-            return steps
-        named = {name: getattr(steps, name) for name in STEP_NAMES}
-        return Steps(**{**named, "probs": parse_format(self.probs)})
+        steps = dict.fromkeys(self.rounded, number_format)
+        return steps | {"probs": parse_format(self.probs)} if self.probs else steps
 
 
 _LINES = tuple(name for name in STEP_NAMES if name not in WITHIN_LINES)

@@ -12,13 +12,12 @@ import torch
 from ...errors import ArgumentError
 from ..attentions.masks import Call
 from ..attentions.registry import find_attention
-from ..emulate.blocks import Blocks
-from ..emulate.gradients import DELTAS, kept_output, tiled_gradients
+from ..emulate.gradients import DELTAS
 from ..emulate.rounding_bias import measure_bias
 from ..emulate.simulate import (
     baseline_attention,
+    check_block,
     golden_attention,
-    ordered_products,
     tiled_attention,
 )
 from ..emulate.steps import STEP_NAMES, Steps, find_preset, step_names
@@ -40,7 +39,7 @@ class Cell:
         inputs: name of a distribution, or a file of captured calls.
         seqlen: rows of q, k and v.
         head_dim: columns.
-        block_r: rows of a tile.
+        block_r: rows of a tile; no part of the arithmetic.
         block_c: keys of a block.
         seeds: how many draws.
         only: rounds these steps alone, with a + between them.
@@ -49,7 +48,6 @@ class Cell:
             biased rounding of P V.
         ties: with "bias": how many keys share the maximum of a row.
         shifted: with "bias": whether the maximum is moved so that no P is exactly 1.
-        exact_order: sums products in one fixed order, tile by tile.
     """
 
     preset: str = "paper"
@@ -65,7 +63,6 @@ class Cell:
     kind: str = "attention"
     ties: int = 0
     shifted: bool = False
-    exact_order: bool = False
 
     def check(self) -> None:
         """Finds unknown names and sizes before anything is computed.
@@ -73,14 +70,8 @@ class Cell:
         Raises:
             ArgumentError: what is unknown.
         """
-        preset = find_preset(self.preset)
+        check_block(find_preset(self.preset), self.block_c)
         self.number_formats()
-        blocks = Blocks(self.block_r, self.block_c)
-        if preset.split_size % blocks.keys:
-            raise ArgumentError(
-                f"block_c: expected a divisor of the split size {preset.split_size} with the "
-                f"preset {preset.name}, got {blocks.keys}"
-            )
         for name in ("seqlen", "head_dim", "seeds"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -88,13 +79,9 @@ class Cell:
     def number_formats(self) -> tuple[NumberFormat, Steps]:
         """Returns the format, and that of each step."""
         number_format = parse_format(self.format)
+        only, exempt = step_names(self.only) or STEP_NAMES, step_names(self.exempt)
         steps = find_preset(self.preset).steps(number_format)
-        only, exempt = step_names(self.only), step_names(self.exempt)
-        if only or exempt:
-            kept = {
-                name: getattr(steps, name) for name in (only or STEP_NAMES) if name not in exempt
-            }
-            steps = Steps(**kept)
+        steps = {name: f for name, f in steps.items() if name in only and name not in exempt}
         return number_format, steps
 
 
@@ -160,8 +147,7 @@ def _compare(cell: Cell) -> Iterator[Result]:
     for seed, (call, golden, baseline) in enumerate(shared):
         flash = tiled_attention(
             call.q, call.k, call.v, call.factor, find_preset(cell.preset), steps,
-            Blocks(cell.block_r, cell.block_c), torch.Generator().manual_seed(1000 + seed),
-            call.bias(), ordered_products if cell.exact_order else torch.matmul,
+            cell.block_c, torch.Generator().manual_seed(1000 + seed), call.bias(),
         )  # fmt: skip
         yield {
             "flash": deviation(flash, golden, number_format, 2),
@@ -171,31 +157,24 @@ def _compare(cell: Cell) -> Iterator[Result]:
 
 
 def _gradients(cell: Cell) -> Iterator[Result]:
+    number_format, _ = cell.number_formats()
+    names = {delta: f"{cell.preset}:{cell.format}+{delta}" for delta in DELTAS}
+    names["explicit"] = f"explicit:{cell.format}"
     for seed, call in enumerate(_calls(cell)):
-        yield _gradients_of(cell, _rounded(cell, call), seed)
-
-
-def _gradients_of(cell: Cell, call: Call, seed: int) -> Result:
-    number_format, steps = cell.number_formats()
-    q, k, v, scale, bias = call.q, call.k, call.v, call.factor, call.bias()
-    dout = torch.randn(
-        q.shape, generator=torch.Generator().manual_seed(99 + seed), dtype=torch.float64
-    )
-    dout = number_format.round(dout)
-    golden = _autograd("exact", replace(call, q=q.double(), k=k.double(), v=v.double()), dout)
-    found = {"explicit": _autograd(f"explicit:{cell.format}", call, dout.to(q.dtype))}
-    out = tiled_attention(
-        q, k, v, scale, find_preset(cell.preset), replace(steps, out=None),
-        Blocks(cell.block_r, cell.block_c), None, bias,
-    )  # fmt: skip
-    for delta in DELTAS:
-        kept = kept_output(out, number_format, delta)
-        found[delta] = tiled_gradients(q, k, v, kept, dout.to(q.dtype), scale, number_format, bias)
-    return {
-        f"{label} {name}": deviation(actual, exact, number_format, 2)
-        for label, gradients in found.items()
-        for name, actual, exact in zip(("dq", "dk", "dv"), gradients, golden, strict=True)
-    }
+        call = _rounded(cell, call)
+        generator = torch.Generator().manual_seed(99 + seed)
+        dout = torch.randn(call.q.shape, generator=generator, dtype=torch.float64)
+        dout = number_format.round(dout)
+        wide = replace(call, q=call.q.double(), k=call.k.double(), v=call.v.double())
+        golden = _autograd("exact", wide, dout)
+        yield {
+            f"{label} {name}": deviation(actual, exact, number_format, 2)
+            for label, attention in names.items()
+            for name, actual, exact in zip(
+                ("dq", "dk", "dv"), _autograd(attention, call, dout.to(call.q.dtype)), golden,
+                strict=True,
+            )
+        }  # fmt: skip
 
 
 def _autograd(name: str, call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:

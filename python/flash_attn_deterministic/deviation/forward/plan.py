@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
-from ..emulate.blocks import blocks_of_sram, check_fit
 from ..emulate.steps import PRESETS, STEP_NAMES, TILING_STEPS, WITHIN_LINES, find_preset
 from ..numbers.formats import FORMAT_NAMES, parse_format
-from ..study.environment import SCHEMA, environment, one_thread, stopwatch
-from ..study.files import read_json, write_json
+from ..study.environment import environment, one_thread
+from ..study.files import SCHEMA, write_json
 from ..study.progress import Progress
 from .cells import Cell, Result, run_cell
 from .inputs import DISTRIBUTIONS, read_calls
 
 DEFAULT_SRAM = 16384  # elements: B_c = B_r = 64 at head_dim 64, the kernels' block of keys
-RESULT_FILE = "forward.json"
+KIND, RESULT_FILE = "forward", "forward.json"
 FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
 # Fig. 6a's other reading: a row's O, l and m stay on chip, in the wider container.
 ON_CHIP = "+".join(n for n in STEP_NAMES if n not in ("scores", "probs", "acc", "out"))
@@ -36,9 +37,7 @@ class Plan:
         seeds: draws per point.
         seqlens: lengths of figure 5; the third from the end is that of the others.
         head_dim: d.
-        sram: M in elements.
-        block_r: rows of a tile in the place of what M gives.
-        block_c: keys of a block in the place of what M gives.
+        sram: M, the size of on-chip memory in elements, which block sizes follow from.
         formats: of figure 3.
         quick: whether sweeps are thinned.
     """
@@ -50,27 +49,28 @@ class Plan:
     seqlens: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
     head_dim: int = 64
     sram: int = DEFAULT_SRAM
-    block_r: int | None = None
-    block_c: int | None = None
     formats: tuple[str, ...] = ()
     quick: bool = False
 
     def base(self) -> Cell:
-        blocks = blocks_of_sram(self.sram, self.head_dim)
-        if self.block_r is not None or self.block_c is not None:
-            blocks = replace(
-                blocks, rows=self.block_r or blocks.rows, keys=self.block_c or blocks.keys
-            )
-            check_fit(blocks, self.sram, self.head_dim)
+        rows, keys = self.blocks()
         return Cell(
             preset=self.presets[0],
             inputs=self.inputs[0],
             seqlen=self.seqlen,
             head_dim=self.head_dim,
-            block_r=blocks.rows,
-            block_c=blocks.keys,
+            block_r=rows,
+            block_c=keys,
             seeds=self.seeds,
         )
+
+    def blocks(self, factor: float = 1.0) -> tuple[int, int]:
+        """Returns B_r and B_c of FlashAttention's algorithm 1 for a multiple of the memory.
+
+        B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d).
+        """
+        keys = math.ceil(int(self.sram * factor) / (4 * self.head_dim))
+        return min(keys, self.head_dim), keys
 
     @property
     def seqlen(self) -> int:
@@ -89,6 +89,11 @@ class Plan:
 
     def check(self) -> None:
         """Raises ArgumentError for what is unknown or doesn't fit."""
+        if self.head_dim < 1 or self.sram < 4 * self.head_dim:
+            raise ArgumentError(
+                "sram: expected at least 4 * head_dim elements, one row each of Q, K, V and O, got "
+                f"{self.sram} with head_dim {self.head_dim}"
+            )
         for name in self.presets:
             find_preset(name)
         for name in self.figures:
@@ -168,12 +173,10 @@ def _swapped(plan: Plan) -> list[Cell]:
     for name in _four(plan):
         for inputs in plan.main_inputs:
             for factor in (1, 4) if plan.quick else (0.25, 1, 4, 8):
-                for shape, exempt in (("paper", ""), ("swapped", ""), ("paper", ON_CHIP)):
-                    blocks = blocks_of_sram(int(plan.sram * factor), plan.head_dim, shape)
-                    cells.append(
-                        replace(base, format=name, inputs=inputs, block_r=blocks.rows,
-                                block_c=blocks.keys, exempt=exempt)
-                    )  # fmt: skip
+                rows, keys = plan.blocks(factor)
+                cell = replace(base, format=name, inputs=inputs, block_r=rows, block_c=keys)
+                swapped = replace(cell, block_r=keys, block_c=rows)
+                cells += [cell, swapped, replace(cell, exempt=ON_CHIP)]
     return cells
 
 
@@ -201,17 +204,6 @@ def _larger(plan: Plan) -> list[Cell]:
     ]
 
 
-def _rows_only(plan: Plan) -> list[Cell]:
-    """B_r alone, each tile computed by itself and every product summed in one order."""
-    base = replace(plan.base(), preset="paper", exact_order=True, seqlen=min(plan.seqlen, 512))
-    sizes = (16, 64) if plan.quick else (16, 32, 64, 128)
-    return [
-        replace(base, inputs=inputs, block_r=size, seeds=min(plan.seeds, 4))
-        for inputs in plan.main_inputs
-        for size in sizes
-    ]
-
-
 TILING, LINES = "+".join(TILING_STEPS), "+".join(WITHIN_LINES)
 
 
@@ -225,16 +217,6 @@ def _ablation(plan: Plan) -> list[Cell]:
         for steps in (*STEP_NAMES, TILING, LINES):
             cells += [replace(cell, only=steps), replace(cell, exempt=steps)]
     return cells
-
-
-def _stochastic(plan: Plan) -> list[Cell]:
-    base = replace(plan.base(), preset="paper")
-    return [
-        replace(base, inputs=inputs, seqlen=seqlen, format=name)
-        for inputs in plan.main_inputs
-        for seqlen in plan.lengths(inputs)[:5]
-        for name in ("bf16", "bf16:sr")
-    ]
 
 
 def _bias(plan: Plan) -> list[Cell]:
@@ -265,9 +247,7 @@ FIGURES: dict[str, Callable[[Plan], list[Cell]]] = {
     "6a": _swapped,
     "6b": _square,
     "6c": _larger,
-    "rows": _rows_only,
     "ablation": _ablation,
-    "stochastic": _stochastic,
     "bias": _bias,
     "backward": _backward,
 }
@@ -286,17 +266,18 @@ def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
     figures = {name: FIGURES[name](plan) for name in plan.figures}
     unique = list(dict.fromkeys(cell for cells in figures.values() for cell in cells))
     results: list[Result] = []
-    with one_thread(), stopwatch() as taken, Progress("forward", len(unique)) as progress:
+    start, progress = time.monotonic(), Progress("forward", len(unique))
+    with one_thread():
         for cell in unique:
             results.append(run_cell(cell))
             progress.advance(f"{cell.preset} {cell.format} {cell.inputs} {cell.seqlen}")
     place = {cell: index for index, cell in enumerate(unique)}
     value = {
-        "kind": "forward",
+        "kind": KIND,
         "schema": SCHEMA,
         "configuration": asdict(plan),
         "environment": environment(),
-        "seconds": taken[0],
+        "seconds": time.monotonic() - start,
         "figures": {name: [place[cell] for cell in cells] for name, cells in figures.items()},
         "cells": [
             {"cell": _differing(cell), "result": result}
@@ -314,21 +295,6 @@ def _differing(cell: Cell) -> dict[str, Any]:
 
 
 def forward_points(value: dict[str, Any]) -> dict[str, Points]:
-    """Returns the cells and results of each figure of what `read_json` gave of forward.json.
-
-    Raises:
-        ArgumentError: it is no result of this study, or of another version.
-    """
-    if not isinstance(value, dict) or value.get("kind") != "forward":
-        raise ArgumentError(f"{RESULT_FILE}: expected the result of a forward study")
-    if value.get("schema") != SCHEMA:
-        raise ArgumentError(
-            f"{RESULT_FILE}: expected schema {SCHEMA}, got {value.get('schema')}: run it again"
-        )
+    """Returns the cells and results of each figure of forward.json."""
     cells = [(Cell(**entry["cell"]), entry["result"]) for entry in value["cells"]]
     return {figure: [cells[index] for index in rows] for figure, rows in value["figures"].items()}
-
-
-def read_forward(path: Path) -> dict[str, Points]:
-    """Reads forward.json; see `forward_points`."""
-    return forward_points(read_json(path))

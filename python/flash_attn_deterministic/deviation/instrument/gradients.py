@@ -14,6 +14,7 @@ from a seed: memory is attentions x batches x tensors x SAMPLE x 4 bytes beside 
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,17 +25,16 @@ import torch
 from torch.nn import functional
 
 from ...errors import ArgumentError
-from ..attentions.registry import Attention, find_attention
+from ..attentions.registry import Attention, find_attention, reason_of
 from ..attentions.substitute import replaced_attention, running_modules
-from ..numbers.intervals import Interval, interval_of
-from ..study.environment import SCHEMA, environment, repeatable, stopwatch
-from ..study.files import read_json, whole_file, write_json
+from ..numbers.intervals import bounds, mean_interval, resamples
+from ..study.environment import autocast, environment, one_thread, repeatable
+from ..study.files import SCHEMA, read_result, whole_file, write_json
 from ..study.progress import Progress
 from .target import Target
 
-RESULT_FILE = "gradients.json"
+KIND, RESULT_FILE = "gradients", "gradients.json"
 SAMPLE = 16384
-_SDPA = functional.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def run_gradients(
     force: bool = False,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Runs or resumes the comparison; each batch is kept as it is done.
+    """Runs or resumes the comparison; each batch is kept until all of them are done.
 
     Args:
         plan: what to compare.
@@ -92,17 +92,22 @@ def run_gradients(
     found = {name: find_attention(name) for name in plan.attentions}
     identity = {**asdict(plan), "attentions": list(plan.attentions)}
     identity["batches"] = len(target.batches)
-    store = folder / "batches"
+    path, store = folder / RESULT_FILE, folder / "batches"
+    if path.exists() and not force:
+        value = read_result(path, KIND)
+        if value["configuration"] != identity:
+            raise ArgumentError(
+                f"out: {folder} holds another comparison; give another folder, or --force to "
+                "replace it"
+            )
+        if value.get("done") == len(target.batches):
+            return value
     samples: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
-    with (
-        stopwatch() as taken,
-        repeatable(plan.device),
-        Progress("gradients", len(target.batches)) as progress,
-    ):
+    progress = Progress("gradients", len(target.batches))
+    with repeatable(plan.device):
         for number, batch in enumerate(target.batches):
-            path = store / f"{number:04}.pt"
-            kept = _kept(path, identity, force)
+            kept = _kept(store / f"{number:04}.pt", identity, force)
             if kept is None:
                 before = time.monotonic()
                 late = seconds is not None and before - start + slowest > seconds
@@ -110,7 +115,7 @@ def run_gradients(
                     break
                 kept = _one_batch(plan, target, batch, found, missing)
                 slowest = max(slowest, time.monotonic() - before)
-                with whole_file(path) as temporary:
+                with whole_file(store / f"{number:04}.pt") as temporary:
                     torch.save({"identity": identity, **kept}, temporary)
             missing.update(kept["missing"])
             samples.append(kept)
@@ -118,19 +123,23 @@ def run_gradients(
     names = [name for name in plan.attentions if name not in missing]
     if not names:
         raise ArgumentError(f"attention: expected one that works on this model: {missing}")
+    with one_thread():  # of small matrices
+        found_errors = _statistics(samples, names)
     value = {
-        "kind": "gradients",
+        "kind": KIND,
         "schema": SCHEMA,
         "configuration": identity,
         "environment": environment(plan.device),
-        "seconds": taken[0],
+        "seconds": time.monotonic() - start,
         "memory_bytes": memory_bound(target, len(names)),
         "parameters": sum(p.numel() for p in target.model.parameters()),
         "missing": missing,
         "done": len(samples),
-        **_statistics(samples, names),
+        **found_errors,
     }
-    write_json(folder / RESULT_FILE, value, digits=4)
+    write_json(path, value, digits=4)
+    if len(samples) == len(target.batches):
+        shutil.rmtree(store)  # megabytes for each batch
     return value
 
 
@@ -155,40 +164,34 @@ def _one_batch(
 ) -> dict[str, Any]:
     outputs: dict[str, dict[str, float]] = {}
     exact = find_attention("exact")
-    calls = 0
+
+    @torch.no_grad()
+    def compare(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        layer = f"{len(outputs):02} {layers[-1] if layers else ''}".strip()
+        outputs[layer] = {}
+        size = out.double().norm()
+        for name, attention in attentions.items():
+            if name not in missing:
+                try:
+                    error = attention(*args, **kwargs).double() - out.double()
+                    outputs[layer][name] = float(error.norm() / size)
+                except Exception as failure:  # a kernel that does not take this call
+                    missing[name] = reason_of(failure)
 
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
         """Exact attention, beside which every other is computed on the same tensors."""
-        nonlocal calls
         out = exact(*args, **kwargs)
-        layer = f"{calls:02} {layers[-1] if layers else ''}".strip()
-        calls += 1
-        with torch.no_grad():
-            size = out.double().norm()
-            for name, attention in attentions.items():
-                if name not in missing:
-                    try:
-                        other = attention(*args, **kwargs)
-                    except Exception as error:  # a kernel that does not take this call
-                        missing[name] = (str(error).splitlines() or [type(error).__name__])[0]
-                        continue
-                    error_size = (other.double() - out.double()).norm() / size
-                    outputs.setdefault(layer, {})[name] = float(error_size)
+        compare(out, *args, **kwargs)
         return out
 
     with running_modules(target.model) as layers:
         gradients = {"exact": _gradient(plan, target, batch, watched)}
-    if not calls:
-        raise ArgumentError(
-            "model: expected calls of scaled_dot_product_attention, got none; compiled models and "
-            "attention written out as matmul and softmax can't be replaced"
-        )
     for name, attention in attentions.items():
         if name not in missing:
             try:
                 gradients[name] = _gradient(plan, target, batch, attention)
-            except RuntimeError as error:
-                missing[name] = (str(error).splitlines() or [type(error).__name__])[0]
+            except Exception as failure:
+                missing[name] = reason_of(failure)
     return {"gradients": gradients, "outputs": outputs, "missing": dict(missing)}
 
 
@@ -196,12 +199,10 @@ def _gradient(
     plan: GradientPlan, target: Target, batch: Any, attention: Any
 ) -> dict[str, torch.Tensor]:
     """Returns the kept entries of each parameter's gradient."""
-    dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    autocast = torch.autocast(plan.device, dtype=dtype, enabled=plan.precision != "fp32")
     target.model.zero_grad(set_to_none=True)
     # Gradients of float16 underflow without a factor; it is taken out again.
     factor = 65536.0 if plan.precision == "fp16" else 1.0
-    with autocast, replaced_attention(_cast(attention, dtype, plan.precision)):
+    with autocast(plan.device, plan.precision), replaced_attention(attention):
         loss = target.loss(batch)
     torch.autograd.backward([loss * factor])
     return {
@@ -209,17 +210,6 @@ def _gradient(
         for name, parameter in target.model.named_parameters()
         if parameter.grad is not None
     }
-
-
-def _cast(attention: Any, dtype: torch.dtype, precision: str) -> Any:
-    """Autocast turns q, k and v of torch's own function to 16 bits; so for its replacement."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if precision != "fp32":
-            q, k, v = (t.to(dtype) if t.is_floating_point() else t for t in (q, k, v))
-        return attention(q, k, v, *args, **kwargs)
-
-    return attend
 
 
 def _sampled(gradient: torch.Tensor, name: str) -> torch.Tensor:
@@ -232,81 +222,52 @@ def _sampled(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 def _statistics(samples: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     layers: dict[str, dict[str, Any]] = {}
-    grams: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    exact_grams = []
+    whole, whole_exact = torch.zeros(()), torch.zeros(())
     for parameter in samples[0]["gradients"]["exact"]:
         exact = torch.stack([s["gradients"]["exact"][parameter] for s in samples]).double()
-        exact_grams.append(exact @ exact.T)
-        layers[parameter] = {}
-        for name in names:
-            error = torch.stack([s["gradients"][name][parameter] for s in samples]).double() - exact
-            grams[name].append(error @ error.T)
-            layers[parameter][name] = _of_grams(grams[name][-1], exact_grams[-1])
-    # Over the whole model each tensor counts by the size of its sample's gradient.
-    whole_exact = torch.stack(exact_grams).sum(0)
-    whole = {name: _of_grams(torch.stack(grams[name]).sum(0), whole_exact) for name in names}
+        errors = [
+            torch.stack([s["gradients"][name][parameter] for s in samples]).double() - exact
+            for name in names
+        ]
+        grams = torch.stack([error @ error.T for error in errors])
+        layers[parameter] = dict(zip(names, _of_grams(grams, exact @ exact.T), strict=True))
+        # Over the whole model each tensor counts by the size of its sample's gradient.
+        whole, whole_exact = whole + grams, whole_exact + exact @ exact.T
     forward = {
         layer: {
-            name: _listed(_mean_of([s["outputs"][layer][name] for s in samples]))
+            name: mean_interval([s["outputs"][layer][name] for s in samples]).listed()
             for name in names
             if all(name in s["outputs"].get(layer, {}) for s in samples)
         }
         for layer in samples[0]["outputs"]
     }
-    return {"layers": layers, "whole": whole, "forward": forward}
+    found = dict(zip(names, _of_grams(whole, whole_exact), strict=True))
+    return {"layers": layers, "whole": found, "forward": forward}
 
 
-def _mean_of(values: list[float]) -> Interval:
-    data = torch.tensor(values, dtype=torch.float64)
-    return interval_of(len(values), lambda index: data[index].mean(-1))
+def _of_grams(errors: torch.Tensor, exact: torch.Tensor) -> list[dict[str, list[float]]]:
+    """Statistics from the products of all pairs of batches.
 
+    A resample is how often it draws each batch, which makes every sum a product of matrices.
 
-def _of_grams(error: torch.Tensor, exact: torch.Tensor) -> dict[str, list[float]]:
-    """Statistics from the products of all pairs of batches, (batches, batches)."""
-    count = len(error)
-
-    def squares(index: torch.Tensor) -> torch.Tensor:
-        return error.diagonal()[index].sum(-1)
-
-    def systematic(index: torch.Tensor) -> torch.Tensor:
-        # Pairs of different batches only: a batch drawn twice is no second one.
-        rows, columns = index[:, :, None], index[:, None, :]
-        apart = rows != columns
-        products = (error[rows, columns] * apart).sum((1, 2)) / apart.sum((1, 2))
-        return products / (squares(index) / count).clamp(min=1e-300)
-
-    def spread(index: torch.Tensor) -> torch.Tensor:
-        rows, columns = index[:, :, None], index[:, None, :]
-        mean = exact[rows, columns].sum((1, 2)) / count**2
-        found = exact.diagonal()[index].sum(-1) / count - mean
-        # One batch drawn every time has no spread.
-        single = (index == index[:, :1]).all(-1)
-        return torch.where(single, torch.nan, found * count / (count - 1))
-
-    def relative(index: torch.Tensor) -> torch.Tensor:
-        return (squares(index) / exact.diagonal()[index].sum(-1).clamp(min=1e-300)).sqrt()
-
-    def noise(index: torch.Tensor) -> torch.Tensor:
-        return (squares(index) / count / spread(index)).sqrt()
-
-    return {
-        "error": _listed(interval_of(count, relative)),
-        "noise": _listed(interval_of(count, noise)),
-        "systematic": _listed(interval_of(count, systematic)),
-    }
-
-
-def _listed(interval: Interval) -> list[float]:
-    return [interval.low, interval.middle, interval.high]
-
-
-def read_gradients(path: Path) -> dict[str, Any]:
-    """Reads gradients.json.
-
-    Raises:
-        ArgumentError: the file is no result of this study.
+    Args:
+        errors: (attentions, batches, batches).
+        exact: (batches, batches).
     """
-    value = read_json(path)
-    if not isinstance(value, dict) or value.get("kind") != "gradients":
-        raise ArgumentError(f"{path}: expected the result of deviation gradients")
-    return value
+    count = len(exact)
+    drawn = functional.one_hot(resamples(count), count).sum(1).double()
+    # One batch drawn every time has no spread, and no pair.
+    drawn[drawn.amax(1) == count] = torch.nan
+    own, twice = errors.diagonal(dim1=-2, dim2=-1), drawn.square()
+    squares, size = own @ drawn.T, drawn @ exact.diag()
+    spread = size / count - (drawn @ exact * drawn).sum(1) / count**2
+    # Pairs of different batches only: a batch drawn twice is no second one.
+    products = (drawn @ errors * drawn).sum(-1) - own @ twice.T
+    common = products / (count**2 - twice.sum(1)) / (squares / count).clamp(min=1e-300)
+    measures = {
+        "error": (squares / size.clamp(min=1e-300)).sqrt(),
+        "noise": (squares / spread * (count - 1)).sqrt() / count,
+        "systematic": common,
+    }
+    found = {name: bounds(values).tolist() for name, values in measures.items()}
+    return [{name: found[name][index] for name in found} for index in range(len(errors))]

@@ -12,8 +12,8 @@ from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention
 from ..attentions.substitute import replaced_attention
 from ..numbers.intervals import mean_interval
-from ..study.environment import SCHEMA, environment
-from ..study.files import write_json
+from ..study.environment import autocast, environment
+from ..study.files import SCHEMA, write_json
 from .target import Target
 
 RESULT_FILE = "tokens.json"
@@ -100,17 +100,13 @@ def _logits(
     target: Target, batch: Any, attention: Attention, precision: str, device: str
 ) -> tuple[torch.Tensor, bool]:
     """Returns logits, and whether each sequence's attention has the same bits alone."""
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    invariant, calls = True, 0
+    invariant = True
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         attn_mask: torch.Tensor | None = None, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        nonlocal invariant, calls
-        calls += 1
-        if precision != "fp32":
-            q, k, v = (t.to(dtype) for t in (q, k, v))
+        nonlocal invariant
         out = attention(q, k, v, attn_mask, *args, **kwargs)
         for row in range(len(q)):
             one = slice(row, row + 1)
@@ -122,11 +118,6 @@ def _logits(
             invariant = invariant and torch.equal(bits[0], bits[1])
         return out
 
-    with (
-        torch.autocast(device, dtype=dtype, enabled=precision != "fp32"),
-        replaced_attention(attend),
-    ):
+    with autocast(device, precision), replaced_attention(attend):
         logits = target.logits(batch)
-    if not calls:
-        raise ArgumentError("model: expected calls of scaled_dot_product_attention, got none")
     return logits, invariant

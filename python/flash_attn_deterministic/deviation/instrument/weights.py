@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..numbers.intervals import Interval, interval_of
+from ..numbers.intervals import bootstrap, mean_interval
 from ..numbers.metrics import wasserstein
-from ..study.environment import SCHEMA
-from ..study.files import write_json
+from ..study.files import SCHEMA, write_json
 from .target import read_weights
 
 RESULT_FILE = "weights.json"
@@ -58,7 +57,7 @@ def compare_runs(
             if checkpoint in files[name]
         }
         checkpoints[checkpoint] = {
-            name: {measure: _mean(distances[measure]) for measure in MEASURES}
+            name: {m: mean_interval(distances[m]).listed() for m in MEASURES}
             for name, distances in found.items()
         }
         over[checkpoint] = {
@@ -113,24 +112,15 @@ def _distances(
     return result
 
 
-def _mean(values: list[float]) -> list[float]:
-    data = torch.tensor(values, dtype=torch.float64)
-    return _listed(interval_of(len(values), lambda index: data[index].mean(-1)))
-
-
 def _over(above: list[float], below: list[float]) -> list[float] | None:
     """The ratio of the means, matrices drawn together; None where the reference is no distance."""
     left, right = (torch.tensor(v, dtype=torch.float64) for v in (above, below))
     if not float(right.sum()):
         return None
     smallest = torch.finfo(torch.float64).tiny
-    return _listed(
-        interval_of(len(above), lambda i: left[i].mean(-1) / right[i].mean(-1).clamp(min=smallest))
-    )
-
-
-def _listed(interval: Interval) -> list[float]:
-    return [interval.low, interval.middle, interval.high]
+    return bootstrap(
+        len(above), lambda i: left[i].mean(-1) / right[i].mean(-1).clamp(min=smallest)
+    ).listed()
 
 
 def parse_references(texts: Iterable[str]) -> dict[str, Path]:

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from ... import reference
+from ... import deterministic_mode, flash_attn_func, reference
 from ...info.build_info import build_info
 from ...reference import Formats
-from ..attentions.registry import our_attention
 from ..numbers.formats import NumberFormat, parse_format
-from .plan import DTYPES, KernelPlan
+from .plan import KernelPlan
 
 CONTROL = "control"
 
@@ -23,30 +22,21 @@ def agreement(plan: KernelPlan) -> list[dict[str, Any]]:
     quite 1. What a wrong model would give, the control shows: P in float32, all else the same.
     """
     points = []
-    seqlen = 128 if plan.small else 1024
-    for name, dtype in DTYPES.items():
-        for head_dim in plan.head_dims:
-            if "ours" not in plan.attentions(dtype, head_dim):
-                continue
-            for inputs in ("uniform", "normal"):
-                q, k, v = (t[:1] for t in plan.tensors(inputs, seqlen, head_dim, name))
-                tree = 64 if plan.small else 256
-                for preset, split_size in (("kernel", 0), ("tree", tree), (CONTROL, 0)):
-                    real = our_attention(q, k, v, split_size).cpu()
-                    q_rows, k_rows, v_rows = (t.cpu().transpose(1, 2) for t in (q, k, v))
-                    found, _ = reference.attention(
-                        q_rows,
-                        k_rows,
-                        v_rows,
-                        split_size=split_size,
-                        block_n=build_info().tile(head_dim).block_n,
-                        formats=Formats(probs=torch.float32 if preset == CONTROL else None),
-                    )
-                    share = row_agreement(found.transpose(1, 2), real, parse_format(name))
-                    points.append(
-                        {"preset": preset, "format": name, "inputs": inputs, "seqlen": seqlen,
-                         "head_dim": head_dim, "split_size": split_size, **share}
-                    )  # fmt: skip
+    for where, tensors in plan.points((128,) if plan.small else (1024,)):
+        q, k, v = (tensor[:1].transpose(1, 2) for tensor in tensors)
+        if "ours" not in plan.attentions(q.dtype, q.shape[-1]):
+            continue
+        tree = 64 if plan.small else 256
+        for preset, split_size in (("kernel", 0), ("tree", tree), (CONTROL, 0)):
+            with deterministic_mode(split_size=split_size):
+                real = flash_attn_func(q, k, v)
+            found, _ = reference.attention(
+                q.cpu(), k.cpu(), v.cpu(), split_size=split_size,
+                block_n=build_info().tile(q.shape[-1]).block_n,
+                formats=Formats(probs=torch.float32 if preset == CONTROL else None),
+            )  # fmt: skip
+            share = row_agreement(found, real.cpu(), parse_format(where["format"]))
+            points.append({**where, "preset": preset, "split_size": split_size, **share})
     return points
 
 
@@ -56,7 +46,7 @@ def row_agreement(
     """Returns the share of equal elements, and the largest distance in gaps at the row's maximum.
 
     Args:
-        simulated: (..., seqlen, head_dim).
+        simulated: (..., head_dim).
         real: like simulated.
         number_format: of both.
     """

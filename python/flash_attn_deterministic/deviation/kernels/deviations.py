@@ -1,4 +1,4 @@
-"""How far outputs and gradients of real kernels are from float64."""
+"""How far outputs and gradients of real kernels are from float64, and repeats from the first."""
 
 from __future__ import annotations
 
@@ -10,60 +10,57 @@ from ..attentions.registry import find_attention
 from ..emulate.simulate import golden_attention
 from ..numbers.formats import parse_format
 from ..numbers.metrics import deviation
-from .plan import DTYPES, QKV, KernelPlan, drawn_dout, gradients
+from .plan import KernelPlan, drawn_dout, gradients
 
 
 def forward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
     """Deviation of each attention's output, over formats, inputs and lengths."""
     points = []
-    for name, dtype in DTYPES.items():
-        for head_dim in plan.head_dims:
-            attentions = plan.attentions(dtype, head_dim)
-            for inputs in plan.inputs_of(name, head_dim):
-                for seqlen in plan.seqlens:
-                    q, k, v = plan.tensors(inputs, seqlen, head_dim, name)
-                    golden = golden_attention(q, k, v, head_dim**-0.5)
-                    for backend, attention in attentions.items():
-                        found = deviation(attention(q, k, v), golden, parse_format(name))
-                        points.append(
-                            {"backend": backend, "format": name, "inputs": inputs,
-                             "seqlen": seqlen, "head_dim": head_dim, "result": found}
-                        )  # fmt: skip
+    for where, (q, k, v) in plan.points(plan.seqlens):
+        golden = golden_attention(q, k, v, q.shape[-1] ** -0.5)
+        for backend, attention in plan.attentions(q.dtype, q.shape[-1]).items():
+            found = deviation(attention(q, k, v), golden, parse_format(where["format"]))
+            points.append({**where, "backend": backend, "result": found})
     return points
 
 
 def backward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
     """Deviation of dq, dk and dv; with uniform inputs D decides them (`emulate.gradients`)."""
     points = []
-    for name, dtype in DTYPES.items():
-        for head_dim in plan.head_dims:
-            attentions = plan.attentions(dtype, head_dim, backward=True)
-            for inputs in plan.inputs_of(name, head_dim):
-                for seqlen in plan.seqlens[-4:-1]:
-                    q, k, v = plan.tensors(inputs, seqlen, head_dim, name)
-                    dout = drawn_dout(q)
-                    golden = _golden(q, k, v, dout)
-                    for backend, attention in attentions.items():
-                        found = gradients(attention, q, k, v, dout)
-                        for gradient, actual, exact in zip(
-                            ("dq", "dk", "dv"), found, golden, strict=True
-                        ):
-                            result = deviation(actual, exact, parse_format(name))
-                            points.append(
-                                {"backend": backend, "gradient": gradient, "format": name,
-                                 "inputs": inputs, "seqlen": seqlen, "head_dim": head_dim,
-                                 "result": result}
-                            )  # fmt: skip
+    exact = find_attention("exact")
+    for where, (q, k, v) in plan.points(plan.seqlens[-4:-1]):
+        dout = drawn_dout(q)
+        golden = gradients(exact, q.double(), k.double(), v.double(), dout.double())
+        for backend, attention in plan.attentions(q.dtype, q.shape[-1], backward=True).items():
+            found = gradients(attention, q, k, v, dout)
+            for name, actual, true in zip(("dq", "dk", "dv"), found, golden, strict=True):
+                result = deviation(actual, true, parse_format(where["format"]))
+                points.append({**where, "backend": backend, "gradient": name, "result": result})
     return points
 
 
-def _golden(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> QKV:
-    """float64 gradients, one sequence at a time."""
-    exact = find_attention("exact")
-    parts = []
-    for index in range(len(q)):
-        one = slice(index, index + 1)
-        wide = [tensor[one].double() for tensor in (q, k, v, dout)]
-        parts.append(gradients(exact, wide[0], wide[1], wide[2], wide[3]))
-    dq, dk, dv = (torch.cat(part) for part in zip(*parts, strict=True))
-    return dq, dk, dv
+def run_to_run(plan: KernelPlan) -> list[dict[str, Any]]:
+    """Repeats each attention's forward and backward on one set of tensors: the noise floor."""
+    points = []
+    repeats = 3 if plan.small else 10
+    attentions = plan.attentions(torch.bfloat16, 64)
+    with_backward = plan.attentions(torch.bfloat16, 64, backward=True)
+    for seqlen in plan.seqlens[-3:-1]:
+        q, k, v = plan.tensors("normal", seqlen, 64, "bf16")
+        dout = drawn_dout(q)
+        for backend, attention in attentions.items():
+            outputs = {"out": [attention(q, k, v) for _ in range(repeats)]}
+            if backend in with_backward:
+                calls = [gradients(attention, q, k, v, dout) for _ in range(repeats)]
+                outputs |= zip(("dq", "dk", "dv"), map(list, zip(*calls, strict=True)), strict=True)
+            for output, values in outputs.items():
+                first = values[0].double()
+                floor = max(float((value.double() - first).abs().max()) for value in values)
+                bits = [value.view(torch.int16) for value in values]
+                points.append(
+                    {"backend": backend, "output": output, "seqlen": seqlen,
+                     "repeats": repeats, "max_difference": floor,
+                     "same_bits": all(torch.equal(each, bits[0]) for each in bits),
+                     "relative": floor / float(first.abs().max())}
+                )  # fmt: skip
+    return points

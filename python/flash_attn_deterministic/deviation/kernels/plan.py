@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,10 +52,20 @@ class KernelPlan:
         whole = name == "bf16" and head_dim == self.head_dims[0] and not self.small
         return DISTRIBUTIONS if whole else ("uniform", "normal")
 
+    def points(self, seqlens: Sequence[int]) -> Iterator[tuple[dict[str, Any], QKV]]:
+        """Yields formats, head dimensions, inputs and lengths, with tensors of each."""
+        for name in DTYPES:
+            for head_dim in self.head_dims:
+                for inputs in self.inputs_of(name, head_dim):
+                    for seqlen in seqlens:
+                        where = {"format": name, "inputs": inputs, "seqlen": seqlen}
+                        tensors = self.tensors(inputs, seqlen, head_dim, name)
+                        yield {**where, "head_dim": head_dim}, tensors
+
     def attentions(
         self, dtype: torch.dtype, head_dim: int, backward: bool = False
     ) -> dict[str, Attention]:
-        return usable(COMPARED, self.device, dtype, head_dim, backward)[0]
+        return _usable(self.device, dtype, head_dim, backward)
 
     def tensors(self, inputs: str, seqlen: int, head_dim: int, name: str) -> QKV:
         """Draws q, k and v (seeds, heads, seqlen, head_dim), rounded once to the format."""
@@ -63,6 +76,11 @@ class KernelPlan:
             for part in zip(*drawn, strict=True)
         )
         return tuple(tensor.to(self.device, DTYPES[name]) for tensor in (q, k, v))  # type: ignore[return-value]
+
+
+@functools.lru_cache
+def _usable(device: str, dtype: torch.dtype, head_dim: int, backward: bool) -> dict[str, Attention]:
+    return usable(COMPARED, device, dtype, head_dim, backward)[0]
 
 
 def gradients(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,

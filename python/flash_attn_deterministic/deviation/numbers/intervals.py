@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,10 @@ class Interval:
     def __str__(self) -> str:
         low, middle, high = map(short, (self.low, self.middle, self.high))
         return middle if low == middle == high else f"{middle} [{low}, {high}]"
+
+    def listed(self) -> list[float]:
+        """Returns the three numbers as results have them."""
+        return [self.low, self.middle, self.high]
 
     def lies_in(self, low: float, high: float) -> bool | None:
         """Returns whether the whole interval is in [low, high]; None where only a part of it is."""
@@ -50,39 +55,49 @@ def median(values: Iterable[float | None]) -> float | None:
     return statistics.median(there) if there and len(there) == len(listed) else None
 
 
-def median_interval(values: Sequence[float | None]) -> Interval:
-    """Returns the median of independent draws with its bootstrap interval; NaN where one misses."""
-    there = finite(values)
-    if not there or len(there) < len(values):
-        return Interval(math.nan, math.nan, math.nan)
-    data = torch.tensor(there, dtype=torch.float64)
-    return _bootstrap(len(there), lambda index: data[index].quantile(0.5, dim=-1))
+@functools.lru_cache
+def resamples(count: int) -> torch.Tensor:
+    """Returns indices (1 + RESAMPLES, count) of items: all of them, then draws of as many."""
+    # From a fixed seed: a report says the same each time.
+    drawn = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))
+    return torch.cat([torch.arange(count)[None], drawn])
 
 
-def mean_interval(values: Sequence[float | None]) -> Interval:
-    """Returns the mean of independent draws with its bootstrap interval; NaN where one misses."""
-    there = finite(values)
-    if not there or len(there) < len(values):
-        return Interval(math.nan, math.nan, math.nan)
-    data = torch.tensor(there, dtype=torch.float64)
-    return _bootstrap(len(there), lambda index: data[index].mean(-1))
+def bounds(values: torch.Tensor) -> torch.Tensor:
+    """Returns (..., 3), low, middle and high, of a statistic of `resamples`, (..., 1 + RESAMPLES).
+
+    A resample of one item again and again may have no such statistic: NaN.
+    """
+    whole, drawn = values[..., 0].double(), values[..., 1:].double()
+    low, high = drawn.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=-1)
+    return torch.stack([low.fmin(whole), whole, high.fmax(whole)], -1)
 
 
-def interval_of(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
-    """Returns a statistic of `count` independent items with its bootstrap interval.
+def bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
+    """Returns a statistic of independent items with its bootstrap interval.
 
     Args:
         count: how many items.
         statistic: maps indices of items (resamples, count) to values (resamples,).
     """
-    return _bootstrap(count, statistic)
+    return Interval(*bounds(statistic(resamples(count))).tolist())
 
 
-def _bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
-    whole = float(statistic(torch.arange(count)[None])[0])
-    # From a fixed seed: a report says the same each time.
-    generator = torch.Generator().manual_seed(0)
-    found = statistic(torch.randint(count, (RESAMPLES, count), generator=generator)).double()
-    # A resample of one item again and again may have no such statistic: NaN.
-    low, high = found.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(min(low, whole), whole, max(high, whole))
+def median_interval(values: Sequence[float | None]) -> Interval:
+    """Returns the median of independent draws with its bootstrap interval; NaN where one misses."""
+    return _of_values(values, lambda drawn: drawn.quantile(0.5, dim=-1))
+
+
+def mean_interval(values: Sequence[float | None]) -> Interval:
+    """Returns the mean of independent draws with its bootstrap interval; NaN where one misses."""
+    return _of_values(values, lambda drawn: drawn.mean(-1))
+
+
+def _of_values(
+    values: Sequence[float | None], statistic: Callable[[torch.Tensor], torch.Tensor]
+) -> Interval:
+    there = finite(values)
+    if not there or len(there) < len(values):
+        return Interval(math.nan, math.nan, math.nan)
+    data = torch.tensor(there, dtype=torch.float64)
+    return bootstrap(len(there), lambda index: statistic(data[index]))

@@ -7,24 +7,14 @@ from typing import Any
 
 from ..numbers.intervals import Interval
 from .forward_claims import NEWER, OURS
-from .judging import Case, Claim, Evidence, Outcome, decide, range_text, untested
+from .judging import SINKS, Case, Claim, range_text
 
-MODEL = "sinks"
 COMMON = (0.5, 1.0)  # share of the squared error that is the same in every batch
 NOT_COMMON = (-0.1, 0.1)
 LARGE = (10.0, float("inf"))  # error over the gradient with exact attention
 CURED = (0.0, 1.5)
 
 Whole = dict[str, dict[str, list[float]]]
-
-
-def _judge(cases: Callable[[Whole], list[Case]]) -> Callable[[Evidence], Outcome]:
-    def judge(evidence: Evidence) -> Outcome:
-        if evidence.sinks is None:
-            return untested("gradients on the workload sinks")
-        return decide(cases(evidence.sinks["whole"]))
-
-    return judge
 
 
 def _cases(*wanted: tuple[str, str, tuple[float, float]]) -> Callable[[Whole], list[Case]]:
@@ -46,8 +36,8 @@ def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Any]) -> C
         f"{range_text(*bounds)}"
         for measure, bounds in tests.items()
     )
-    figures = ("gradients",)
-    return Claim(key, source, text, f"Gradient of W_q. {how}.", _judge(_cases(*wanted)), figures)
+    figures = ("gradients", "systematic")
+    return Claim(key, source, text, f"Gradient of W_q. {how}.", SINKS, _cases(*wanted), figures)
 
 
 FAILURE_CLAIMS: tuple[Claim, ...] = (
@@ -65,12 +55,14 @@ FAILURE_CLAIMS: tuple[Claim, ...] = (
     _claim(
         "failure-kernels", OURS,
         "Attention that rounds O once, as kernels do, has no such direction.",
-        ("kernel", "systematic", NOT_COMMON), ("sdpa", "systematic", NOT_COMMON),
+        ("kernel", "systematic", NOT_COMMON), ("ours", "systematic", NOT_COMMON),
+        ("sdpa", "systematic", NOT_COMMON), ("sdpa-flash", "systematic", NOT_COMMON),
         ("explicit", "systematic", NOT_COMMON),
     ),
     _claim(
         "failure-residual", OURS,
         "In kernels, D from O and its residual removes the error and its direction.",
         ("kernel+residual", "error", CURED), ("kernel+residual", "systematic", NOT_COMMON),
+        ("ours+residual", "error", CURED), ("ours+residual", "systematic", NOT_COMMON),
     ),
 )  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 
 from ..forward.cells import Cell, Result
 from ..forward.plan import FOUR_FORMATS, ON_CHIP, TILING, Points
 from ..numbers.intervals import Interval, mean_interval, median_interval
-from .judging import Case, Claim, Evidence, Outcome, decide, range_text, ratio, untested
+from .judging import Case, Claim, emulated, range_text, ratio
 from .names import inputs_of, presets_of, select, title
 
 PAPER = "Golden et al. 2024"
@@ -26,15 +27,6 @@ D_MATTERS = (3.0, float("inf"))  # error with D from the rounded O over that wit
 D_CURED = (0.0, 1.1)  # error with D from O and its residual over that with D from the exact O
 
 Group = tuple[str, Points]
-
-
-def _judge(figure: str, cases: Callable[[Points], list[Case]]) -> Callable[[Evidence], Outcome]:
-    def judge(evidence: Evidence) -> Outcome:
-        if evidence.forward is None or figure not in evidence.forward:
-            return untested("emulated attention")
-        return decide(cases(evidence.forward[figure]))
-
-    return judge
 
 
 def _groups(points: Points) -> list[Group]:
@@ -139,17 +131,8 @@ def _larger(points: Points) -> list[Case]:
     return cases
 
 
-def _rows(points: Points) -> list[Case]:
-    cases = []
-    for name, group in _groups(points):
-        differ = sum(result["flash"] != group[0][1]["flash"] for _, result in group)
-        sizes = ", ".join(str(cell.block_r) for cell, _ in group)
-        value = Interval(differ, differ, differ)
-        cases.append(Case(f"{name}, B_r = {sizes}", value, 0, 0, " sizes with other deviations"))
-    return cases
-
-
-def _alone(points: Points, steps: str, low: float, high: float) -> list[Case]:
+def _alone(steps: str, points: Points) -> list[Case]:
+    """What rounding some steps alone makes of the whole deviation: at least half."""
     cases = []
     for name, group in _groups(points):
         whole = next(r for c, r in group if not c.only and not c.exempt)["flash"]["max"]
@@ -157,16 +140,9 @@ def _alone(points: Points, steps: str, low: float, high: float) -> list[Case]:
         single = {step: value for step, value in alone.items() if "+" not in step}
         order = sorted(single, key=lambda step: -single[step].middle)[:3]
         text = ", ".join(f"{step.replace('_', ' ')} {single[step].middle:.0%}" for step in order)
-        cases.append(Case(name, alone[steps], low, high, " of the whole", f"; largest: {text}"))
+        value, note = alone[steps], f"; largest: {text}"
+        cases.append(Case(name, value, 0.5, unit=" of the whole", note=note))
     return cases
-
-
-def _rescale(points: Points) -> list[Case]:
-    return _alone(points, "rescale", 0.5, float("inf"))
-
-
-def _tiling(points: Points) -> list[Case]:
-    return _alone(points, TILING, 0.5, float("inf"))
 
 
 def _bias(points: Points) -> list[Case]:
@@ -222,76 +198,70 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "The difference between flash and baseline attention falls with every wider number format.",
         f"max |flash - baseline|, a format over the next narrower of BF16, FP16, FP32, FP64: "
         f"{range_text(*FALLS)} at every step.",
-        _judge("3", _falling), ("fig3",),
+        emulated("3"), _falling, ("fig3",),
     ),
     Claim(
         "tenfold", f"{PAPER}, abstract and Fig. 4",
         "At BF16, flash attention deviates about ten times as much as baseline attention.",
         f"max |output - FP64|, flash over baseline: {range_text(*TENFOLD)}.",
-        _judge("5", _tenfold), ("fig5-ratio",),
+        emulated("5"), _tenfold, ("fig5-ratio",),
     ),
     Claim(
         "more", f"{PAPER}, Fig. 4",
         "Flash attention is further from the FP64 value than baseline attention.",
         f"The same ratio in BF16 and FP16: {range_text(*MORE)}.",
-        _judge("4", _more), ("fig4",),
+        emulated("4"), _more, ("fig4",),
     ),
     Claim(
         "length-max", f"{PAPER}, Fig. 5a",
         "The largest difference between the two grows with the sequence length.",
         f"max |flash - baseline|, BF16, the longest over the shortest: {range_text(*GROWS)}.",
-        _judge("5", _growth("max")), ("fig5a",),
+        emulated("5"), _growth("max"), ("fig5a",),
     ),
     Claim(
         "length-relative", f"{OURS}, on Fig. 5a",
         "So does the largest difference relative to the largest output.",
         f"max |flash - baseline| / max |baseline|: {range_text(*GROWS)}.",
-        _judge("5", _growth("max_relative")), ("fig5a",),
+        emulated("5"), _growth("max_relative"), ("fig5a",),
     ),
     Claim(
         "length-mean", f"{PAPER}, Fig. 5b",
         "Mean and spread of the difference grow with the sequence length.",
         "mean |flash - baseline|, and the standard deviation of flash - baseline, BF16: "
         f"{range_text(*GROWS)}.",
-        _judge("5", _growth("mean", "std")), ("fig5b",),
+        emulated("5"), _growth("mean", "std"), ("fig5b",),
     ),
     Claim(
         "swapped", f"{PAPER}, Fig. 6a",
         "Swapping changes the difference from baseline: of the two block sizes, or of the loops.",
         "max |flash - baseline|, swapped over not: outside "
         f"{range_text(*SAME)}. With the loops exchanged a row's O, l and m stay on chip in FP32.",
-        _judge("6a", _swapped), ("fig6a",),
+        emulated("6a"), _swapped, ("fig6a",),
     ),
     Claim(
         "square", f"{PAPER}, Fig. 6b",
         "Square blocks have no significant effect.",
         "max |flash - baseline|, square over wide and over tall tiles of equal area: "
         f"{range_text(*SAME)}.",
-        _judge("6b", _square), ("fig6b",),
+        emulated("6b"), _square, ("fig6b",),
     ),
     Claim(
         "larger", f"{PAPER}, Fig. 6c",
         "Larger blocks lower the difference from baseline.",
         f"max |flash - baseline|, largest over smallest B_c: {range_text(*FALLS)}.",
-        _judge("6c", _larger), ("fig6c",),
-    ),
-    Claim(
-        "rows", f"{OURS}, on Fig. 6",
-        "B_r has no effect on any bit: only B_c matters.",
-        "Tiles computed one by one, every product summed in one order: equal deviations.",
-        _judge("rows", _rows),
+        emulated("6c"), _larger, ("fig6c",),
     ),
     Claim(
         "rescale", f"{PAPER}, explanation of Fig. 6c as we read it",
         "The rescaling factors that tiling adds are where the deviation comes from.",
         "BF16 in the factors exp(m_before - m_after) alone: at least half of the whole deviation.",
-        _judge("ablation", _rescale), ("ablation",),
+        emulated("ablation"), functools.partial(_alone, "rescale"), ("ablation",),
     ),
     Claim(
         "tiling", f"{OURS}, on the same",
         "Rounding the factors and everything that is multiplied by them makes at least half.",
         "BF16 in the factors, their products with l, O and P V, and the sum of the latter two.",
-        _judge("ablation", _tiling), ("ablation",),
+        emulated("ablation"), functools.partial(_alone, TILING), ("ablation",),
     ),
     Claim(
         "bias", NEWER,
@@ -299,25 +269,25 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "controls, and what kernels do, stated.",
         f"Mean error away from 0, in gaps: beyond {BIAS_ULP:g} on the expected side where bias is "
         f"expected, within it where not.",
-        _judge("bias", _bias), ("bias",),
+        emulated("bias"), _bias, ("bias",),
     ),
     Claim(
         "d-matters", OURS,
         "D = rowsum(dO * O) from the rounded O makes most of the error of dq and dk.",
         "Emulated kernels: relative error of dq and dk with D from the rounded O over that with D "
         f"from O before rounding: {range_text(*D_MATTERS)}.",
-        _judge("backward", _deltas("rounded", "exact", *D_MATTERS)), ("backward",),
+        emulated("backward"), _deltas("rounded", "exact", *D_MATTERS), ("backward",),
     ),
     Claim(
         "d-cure", OURS,
         "Keeping what rounding took from O in a second 16-bit tensor removes this error.",
         f"The same with D from O and its residual: {range_text(*D_CURED)}.",
-        _judge("backward", _deltas("residual", "exact", 0.0, D_CURED[1])), ("backward",),
+        emulated("backward"), _deltas("residual", "exact", 0.0, D_CURED[1]), ("backward",),
     ),
     Claim(
         "d-cure-8", OURS,
         "A residual of 8 bits, in units of 1/256 gap at O, removes it as well.",
         f"The same with an 8-bit residual: {range_text(*D_CURED)}.",
-        _judge("backward", _deltas("residual8", "exact", 0.0, D_CURED[1])), ("backward",),
+        emulated("backward"), _deltas("residual8", "exact", 0.0, D_CURED[1]), ("backward",),
     ),
 )  # fmt: skip

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..emulate.steps import STEP_NAMES
 from ..forward.cells import Cell, Result
-from ..forward.plan import FOUR_FORMATS, LINES, ON_CHIP, TILING, Points
+from ..forward.plan import FOUR_FORMATS, LINES, TILING, Points
 from ..numbers.formats import parse_format
-from ..numbers.intervals import finite, median
 from .names import inputs_of, presets_of, select, title
-from .plots import Draw, dots, legend_below, lengths_axis, line, panels
+from .plots import Draw, Line, dot_panels, line_panels
 
 _Figure = Callable[[Any, Points], Any]
 
@@ -27,7 +26,6 @@ def forward_plots(figures: dict[str, Points]) -> dict[str, Draw]:
         "6b": {"fig6b": _square},
         "6c": {"fig6c": _larger},
         "ablation": {"ablation": _ablation},
-        "stochastic": {"stochastic": _stochastic},
         "bias": {"bias": _bias},
         "backward": {"backward": _backward},
     }
@@ -42,149 +40,116 @@ def _call(function: _Figure, points: Points, pyplot: Any) -> Any:
     return function(pyplot, points)
 
 
-def _by_inputs(
-    pyplot: Any, points: Points, rows: int = 1, height: float = 3.2
-) -> tuple[Any, list[tuple[str, list[Any]]]]:
-    """A column of panels per distribution."""
-    names = inputs_of(points)
-    figure, grid = panels(pyplot, [f"inputs: {title(name)}" for name in names], height, rows)
-    for row in grid:
-        for panel in row:
-            panel.set_yscale("log")
-    return figure, [(name, [row[n] for row in grid]) for n, name in enumerate(names)]
-
-
 def _formats(pyplot: Any, points: Points) -> Any:
-    figure, columns = _by_inputs(pyplot, points)
-    for inputs, (axes,) in columns:
-        for number, preset in enumerate(presets_of(points)):
-            swept = [
-                (parse_format(c.format).precision, r["difference"]["max"])
-                for c, r in select(points, inputs=inputs, preset=preset)
-                if c.format != "tf32"
-            ]
-            line(axes, swept, number, f"preset {preset}")
-        axes.set_xlabel("bits of the significand")
-        axes.set_xscale("log")
-        ticks = {3.46: "3, 4\nFP8", 8: "8\nBF16", 11: "11\nFP16", 24: "24\nFP32", 53: "53\nFP64"}
-        axes.set_xticks(list(ticks), list(ticks.values()), fontsize=7.5)
-        axes.minorticks_off()
-    columns[0][1][0].set_ylabel("max |flash - baseline|")
-    legend_below(figure, columns[0][1][0], 3)
-    return figure
+    shown = {
+        f"inputs: {title(inputs)}": [
+            Line(f"preset {preset}", [
+                (parse_format(cell.format).precision, result["difference"]["max"])
+                for cell, result in select(points, inputs=inputs, preset=preset)
+                if cell.format != "tf32"
+            ], number)
+            for number, preset in enumerate(presets_of(points))
+        ]
+        for inputs in inputs_of(points)
+    }  # fmt: skip
+    ticks = {3.46: "3, 4\nFP8", 8: "8\nBF16", 11: "11\nFP16", 24: "24\nFP32", 53: "53\nFP64"}
+    return line_panels(pyplot, shown, ("bits of the significand", "max |flash - baseline|"), ticks)
 
 
 def _golden(pyplot: Any, points: Points) -> Any:
-    presets, names = presets_of(points), inputs_of(points)
-    figure, axes = pyplot.subplots(
-        2, -(-len(presets) // 2), figsize=(4.2 * -(-len(presets) // 2), 5.6), sharey=True,
-        sharex=True, squeeze=False,
-    )  # fmt: skip
-    rows = [title(name) for name in names]
-    for preset, panel in zip(presets, axes.flat, strict=False):
-        panel.set_xscale("log")
-        panel.set_title(f"preset {preset}")
-        for number, name in enumerate(FOUR_FORMATS):
-            for kind, hollow in (("baseline", True), ("flash", False)):
-                values = {
-                    title(c.inputs): r[kind]["max"]
-                    for c, r in select(points, preset=preset, format=name)
-                    if max(finite(r[kind]["max"]), default=1) > 0  # FP64 baseline is the golden one
-                }
-                if values:
-                    dots(panel, rows, values, number, f"{name.upper()} {kind}",
-                         0.17 * (number - 1.5) + 0.06 * (1 if hollow else -1), hollow)  # fmt: skip
-    for panel in axes[-1]:
-        panel.set_xlabel("max |output - FP64|")
-    legend_below(figure, axes[0][0], 4)
-    return figure
+    columns = {
+        f"preset {preset}": [
+            (f"{name.upper()} {kind}", {
+                title(cell.inputs): result[kind]["max"]
+                for cell, result in select(points, preset=preset, format=name)
+            })
+            for name in FOUR_FORMATS
+            for kind in ("baseline", "flash")
+            if (name, kind) != ("fp64", "baseline")  # it is the golden one
+        ]
+        for preset in presets_of(points)
+    }  # fmt: skip
+    rows = [title(name) for name in inputs_of(points)]
+    return dot_panels(pyplot, columns, rows, "max |output - FP64|")
 
 
 def _main(points: Points) -> Points:
     return [(c, r) for c, r in points if c.inputs in ("uniform", "normal")] or points
 
 
+def _by_length(points: Points, preset: str, inputs: str, metric: str, number: int) -> Line:
+    here = select(points, preset=preset, inputs=inputs)
+    values = [(cell.seqlen, result["difference"][metric]) for cell, result in here]
+    label = {"max_relative": f"{preset}, over max |O|"}.get(metric, f"preset {preset}")
+    return Line(label, values, number)
+
+
 def _lengths_max(pyplot: Any, points: Points) -> Any:
-    shown = _main(points)
-    figure, columns = _by_inputs(pyplot, shown)
-    for inputs, (axes,) in columns:
-        for number, preset in enumerate(presets_of(shown)):
-            here = select(shown, inputs=inputs, preset=preset)
-            line(axes, [(c.seqlen, r["difference"]["max"]) for c, r in here], number,
-                 f"{preset}: max |flash - baseline|")  # fmt: skip
-        first = presets_of(shown)[0]
-        here = select(shown, inputs=inputs, preset=first)
-        relative = [(c.seqlen, r["difference"]["max_relative"]) for c, r in here]
-        line(axes, relative, 6, f"{first}: the same / max |O|", "--", True)
-        lengths_axis(axes, [c.seqlen for c, _ in shown], "sequence length")
-    columns[0][1][0].set_ylabel("difference, BF16")
-    legend_below(figure, columns[0][1][0], 2)
-    return figure
+    shown, first = _main(points), presets_of(points)[0]
+    columns = {
+        f"inputs: {title(inputs)}": [
+            *(_by_length(shown, preset, inputs, "max", number)
+              for number, preset in enumerate(presets_of(shown))),
+            _by_length(shown, first, inputs, "max_relative", 8),
+        ]
+        for inputs in inputs_of(shown)
+    }  # fmt: skip
+    return _over_lengths(pyplot, points, columns, "max |flash - baseline|, BF16")
 
 
 def _lengths_mean(pyplot: Any, points: Points) -> Any:
     shown = _main(points)
-    figure, columns = _by_inputs(pyplot, shown, rows=2, height=5.2)
-    labels = (("mean", "mean |flash - baseline|"), ("std", "std of flash - baseline"))
-    for inputs, grid in columns:
-        for panel, (metric, label) in zip(grid, labels, strict=True):
-            for number, preset in enumerate(presets_of(shown)):
-                here = select(shown, inputs=inputs, preset=preset)
-                line(panel, [(c.seqlen, r["difference"][metric]) for c, r in here], number,
-                     f"preset {preset}")  # fmt: skip
-            if inputs == columns[0][0]:
-                panel.set_ylabel(f"{label}, BF16")
-        lengths_axis(grid[1], [c.seqlen for c, _ in shown], "sequence length")
-    legend_below(figure, columns[0][1][0], 3)
-    return figure
+    columns = {
+        f"{label}, inputs: {title(inputs)}": [
+            _by_length(shown, preset, inputs, metric, number)
+            for number, preset in enumerate(presets_of(shown))
+        ]
+        for metric, label in (("mean", "mean of absolute values"), ("std", "standard deviation"))
+        for inputs in inputs_of(shown)
+    }
+    return _over_lengths(pyplot, points, columns, "flash - baseline, BF16")
 
 
 def _ratio(pyplot: Any, points: Points) -> Any:
-    presets = presets_of(points)
-    figure, (row,) = panels(pyplot, [f"preset {preset}" for preset in presets])
-    for preset, panel in zip(presets, row, strict=True):
-        panel.set_yscale("log")
-        for number, inputs in enumerate(inputs_of(points)):
-            here = [
-                (c.seqlen, [a / b if a is not None and b else None for a, b in
-                            zip(r["flash"]["max"], r["baseline"]["max"], strict=True)])
-                for c, r in select(points, preset=preset, inputs=inputs)
-            ]  # fmt: skip
-            if here or preset == presets[0]:
-                line(panel, here, number, title(inputs))
-        panel.axhline(1, color="#666666", linewidth=0.8)
-        panel.axhline(10, color="#666666", linewidth=0.8, linestyle=":")
-        lengths_axis(panel, [c.seqlen for c, _ in points], "sequence length")
-        panel.set_yticks([0.1, 0.3, 1, 3, 10, 30], ["0.1", "0.3", "1", "3", "10", "30"])
-        panel.yaxis.minorticks_off()
-    row[0].set_ylabel("max deviation, flash / baseline")
-    legend_below(figure, row[0], 5)
-    return figure
+    columns = {
+        f"preset {preset}": [
+            Line(title(inputs), [
+                (cell.seqlen, [a / b if a is not None and b else None for a, b in
+                               zip(result["flash"]["max"], result["baseline"]["max"], strict=True)])
+                for cell, result in select(points, preset=preset, inputs=inputs)
+            ], number)
+            for number, inputs in enumerate(inputs_of(points))
+        ]
+        for preset in presets_of(points)
+    }  # fmt: skip
+    return _over_lengths(pyplot, points, columns, "max deviation, flash / baseline", (1, 10))
+
+
+def _over_lengths(
+    pyplot: Any, points: Points, columns: Any, label: str, levels: tuple[float, ...] = ()
+) -> Any:
+    lengths = [cell.seqlen for cell, _ in points]
+    return line_panels(pyplot, columns, ("sequence length", label), lengths, levels)
 
 
 def _swept(
-    pyplot: Any, points: Points, cases: tuple[tuple[str, Points], ...],
-    x_of: Callable[[Any], float], label: str,
-) -> Any:  # fmt: skip
+    pyplot: Any, cases: Mapping[str, Points], x_of: Callable[[Cell], float], label: str
+) -> Any:
     """A column per distribution and a line per format and case; x from the first case's cells."""
-    figure, columns = _by_inputs(pyplot, points, height=3.8)
-    styles = ("-", "--", ":")
-    for inputs, (axes,) in columns:
-        for number, name in enumerate(FOUR_FORMATS):
-            for place, (case, group) in enumerate(cases):
-                line(
-                    axes,
-                    [
-                        (x_of(first[0]), _in_roundoffs(other))
-                        for first, other in zip(cases[0][1], group, strict=True)
-                        if (first[0].inputs, first[0].format) == (inputs, name)
-                    ],
-                    number, f"{name.upper()} {case}", styles[place], place > 0,
-                )  # fmt: skip
-        lengths_axis(axes, [x_of(c) for c, _ in cases[0][1]], label)
-    columns[0][1][0].set_ylabel("max |flash - baseline| / unit roundoff")
-    legend_below(figure, columns[0][1][0], 4)
-    return figure
+    xs = [x_of(cell) for cell, _ in next(iter(cases.values()))]
+    columns = {
+        f"inputs: {title(inputs)}": [
+            Line(f"{name.upper()} {case}", [
+                (x, _in_roundoffs(point))
+                for x, point in zip(xs, group, strict=True)
+                if (point[0].inputs, point[0].format) == (inputs, name)
+            ], number, style)
+            for number, name in enumerate(FOUR_FORMATS)
+            for (case, group), style in zip(cases.items(), ("-", "--", ":"), strict=False)
+        ]
+        for inputs in inputs_of(next(iter(cases.values())))
+    }  # fmt: skip
+    return line_panels(pyplot, columns, (label, "max |flash - baseline| / unit roundoff"), xs)
 
 
 def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
@@ -195,119 +160,77 @@ def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
 
 
 def _swapped(pyplot: Any, points: Points) -> Any:
-    cases = (
-        ("as the paper", points[0::3]),
-        ("sizes exchanged", points[1::3]),
-        ("loops exchanged", [p for p in points[2::3] if p[0].exempt == ON_CHIP]),
-    )
-    return _swept(pyplot, points, cases, lambda cell: cell.block_c, "ceil(M/4d)")
+    cases = {
+        "as the paper": points[0::3],
+        "sizes exchanged": points[1::3],
+        "loops exchanged": points[2::3],
+    }
+    return _swept(pyplot, cases, lambda cell: cell.block_c, "ceil(M/4d)")
 
 
 def _square(pyplot: Any, points: Points) -> Any:
-    cases = (
-        ("square", points[0::3]),
-        ("wide", points[1::3]),
-        ("tall", points[2::3]),
-    )
-    return _swept(
-        pyplot, points, cases, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c of a tile"
-    )
+    cases = {"square": points[0::3], "wide": points[1::3], "tall": points[2::3]}
+    return _swept(pyplot, cases, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c")
 
 
 def _larger(pyplot: Any, points: Points) -> Any:
-    return _swept(pyplot, points, (("", points),), lambda cell: cell.block_c,
-                  "B_c, keys per block")  # fmt: skip
+    return _swept(pyplot, {"": points}, lambda cell: cell.block_c, "B_c, keys per block")
 
 
 def _ablation(pyplot: Any, points: Points) -> Any:
-    names = inputs_of(points)
-    figure, (row,) = panels(pyplot, [f"inputs: {title(n)}" for n in names], 4.6, width=4.4)
-    groups = {TILING: "all that tiling adds", LINES: "within lines"}
-    steps = [groups.get(s, s.replace("_", " ")) for s in (*STEP_NAMES, TILING, LINES)]
-    for inputs, panel in zip(names, row, strict=True):
-        panel.set_xscale("log")
-        here = select(points, inputs=inputs)
-        for number, (kind, label) in enumerate(
-            (("exempt", "every step but this"), ("only", "this step alone"))
-        ):
-            values = {
+    groups = {TILING: "all that tiling adds", LINES: "within lines", "": "all steps"}
+    columns = {
+        f"inputs: {title(inputs)}": [
+            (label, {
                 groups.get(getattr(c, kind), getattr(c, kind).replace("_", " ")): r["flash"]["max"]
-                for c, r in here
-                if getattr(c, kind)
-            }
-            dots(panel, steps, values, number, label, 0.2 * (number - 0.5))
-        whole = median(next(r for c, r in here if not c.only and not c.exempt)["flash"]["max"])
-        if whole:
-            panel.axvline(whole, color="#333333", linewidth=1, linestyle=":", label="all steps")
-        panel.set_xlabel("max |flash - FP64|, BF16")
-    legend_below(figure, row[0], 3)
-    return figure
-
-
-def _stochastic(pyplot: Any, points: Points) -> Any:
-    figure, columns = _by_inputs(pyplot, points, rows=2, height=5.0)
-    labels = (("rmse", "RMSE"), ("bias", "|mean signed deviation|"))
-    for inputs, grid in columns:
-        for panel, (metric, label) in zip(grid, labels, strict=True):
-            for number, (name, text) in enumerate(
-                (("bf16", "nearest, ties to even"), ("bf16:sr", "stochastic"))
-            ):
-                here = select(points, inputs=inputs, format=name)
-                line(panel, [(c.seqlen, [abs(x) for x in finite(r["flash"][metric])])
-                             for c, r in here], number, text)  # fmt: skip
-            if inputs == columns[0][0]:
-                panel.set_ylabel(f"{label}, BF16")
-        lengths_axis(grid[1], [c.seqlen for c, _ in points], "sequence length")
-    legend_below(figure, columns[0][1][0], 2)
-    return figure
+                for c, r in select(points, inputs=inputs, **other)
+            })
+            for kind, label, other in (("exempt", "every step but this", {"only": ""}),
+                                       ("only", "this step alone", {"exempt": ""}))
+        ]
+        for inputs in inputs_of(points)
+    }  # fmt: skip
+    steps = [groups.get(s, s.replace("_", " ")) for s in ("", *STEP_NAMES, TILING, LINES)]
+    return dot_panels(pyplot, columns, steps, "max |flash - FP64|, BF16")
 
 
 def _bias(pyplot: Any, points: Points) -> Any:
     cases = (
-        ("V of one sign", ("bf16", "one_sign", False), "product"),
-        ("maximum moved up", ("bf16", "one_sign", True), "product"),
-        ("stochastic rounding", ("bf16:sr", "one_sign", False), "product"),
-        ("V of both signs", ("bf16", "two_signs", False), "product"),
-        ("divided by l first", ("bf16", "one_sign", False), "output"),
-        ("moved up, divided by l first", ("bf16", "one_sign", True), "output"),
+        ("V of one sign", "bf16", "one_sign", False, "product"),
+        ("maximum moved up", "bf16", "one_sign", True, "product"),
+        ("stochastic rounding", "bf16:sr", "one_sign", False, "product"),
+        ("V of both signs", "bf16", "two_signs", False, "product"),
+        ("divided by l first", "bf16", "one_sign", False, "output"),
+        ("moved up, divided by l first", "bf16", "one_sign", True, "output"),
     )
-    ties = sorted({c.ties for c, _ in points})
-    rows = [f"{tie} key{'s' if tie > 1 else ''}" for tie in ties]
-    figure, axes = pyplot.subplots(1, 1, figsize=(6.6, 4.2))
-    for number, (label, case, place) in enumerate(cases):
-        values = {
-            row: next(r[place]["away"] for c, r in points
-                      if (c.format, c.inputs, c.shifted) == case and c.ties == tie)
-            for row, tie in zip(rows, ties, strict=True)
-        }  # fmt: skip
-        dots(axes, rows, values, number, label, 0.13 * (number - 2.5))
-    axes.axvline(0, color="#333333", linewidth=0.8)
-    axes.set_ylabel("keys at a row's maximum (P = 1)")
-    axes.set_xlabel("mean error away from 0, gaps of BF16; bars: all draws")
-    legend_below(figure, axes, 3)
-    return figure
+    series = [
+        (label, {
+            f"{cell.ties} key{'s' * (cell.ties > 1)}": result[place]["away"]
+            for cell, result in select(points, format=name, inputs=inputs, shifted=shifted)
+        })
+        for label, name, inputs, shifted, place in cases
+    ]  # fmt: skip
+    shown = {"by the keys at a row's maximum (P = 1)": series}
+    label = "mean error away from 0, gaps of BF16"
+    return dot_panels(pyplot, shown, list(series[0][1]), label, "linear")
 
 
 def _backward(pyplot: Any, points: Points) -> Any:
     seqlen = max(cell.seqlen for cell, _ in points)
     shown = select(points, seqlen=seqlen)
-    names = ("dq", "dk", "dv")
-    formats = [n for n in FOUR_FORMATS if any(c.format == n for c, _ in shown)]
-    figure, (row,) = panels(
-        pyplot, [f"{gradient}, length {seqlen}" for gradient in names], 3.6, width=3.9
-    )
-    rows = [f"{title(i)}, {f.upper()}" for f in formats for i in inputs_of(shown)]
-    cases = (("explicit", "explicit attention"), ("rounded", "D from rounded O"),
-             ("residual", "O and residual"), ("residual8", "8-bit residual"),
-             ("exact", "D from exact O"))  # fmt: skip
-    for gradient, panel in zip(names, row, strict=True):
-        panel.set_xscale("log")
-        for number, (place, label) in enumerate(cases):
-            values = {
-                f"{title(c.inputs)}, {c.format.upper()}": r[f"{place} {gradient}"]["relative"]
-                for c, r in shown
-            }
-            dots(panel, rows, values, number, label, 0.15 * (number - 2), place == "explicit")
-        panel.set_xlabel("‖deviation‖ / ‖gradient‖")
-    legend_below(figure, row[0], 5)
-    return figure
+    cases = {"explicit": "explicit attention", "rounded": "D from rounded O",
+             "residual": "O and residual", "residual8": "8-bit residual",
+             "exact": "D from exact O"}  # fmt: skip
+    columns = {
+        f"{gradient}, length {seqlen}": [
+            (label, {
+                f"{title(cell.inputs)}, {cell.format.upper()}":
+                result[f"{place} {gradient}"]["relative"]
+                for cell, result in shown
+            })
+            for place, label in cases.items()
+        ]
+        for gradient in ("dq", "dk", "dv")
+    }  # fmt: skip
+    rows = [f"{title(cell.inputs)}, {cell.format.upper()}" for cell, _ in shown]
+    return dot_panels(pyplot, columns, rows, "‖deviation‖ / ‖gradient‖")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..forward.plan import Points
+from ..forward.plan import forward_points
 from ..numbers.intervals import Interval, median_interval, short
 
 REPRODUCED = "holds"
@@ -62,17 +62,38 @@ class Outcome:
     condition: str = ""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Results of the studies, the last one gradients on the workload sinks; None: not run."""
-
-    forward: dict[str, Points] | None = None
-    kernels: dict[str, Any] | None = None
-    training: dict[str, Any] | None = None
-    sinks: dict[str, Any] | None = None
+Evidence = dict[str, Any]  # by the name of a study, as claims name them
+KERNELS, ON_GPU, TRAINING, SINKS = (
+    "real kernels", "real kernels on a GPU", "training", "gradients on the workload sinks",
+)  # fmt: skip
 
 
-Judge = Callable[[Evidence], Outcome]
+def emulated(figure: str) -> str:
+    """Returns the name of a figure of the study of emulated attention, as a study."""
+    return f"emulated attention, {figure}"
+
+
+def evidence_of(results: Mapping[str, dict[str, Any]]) -> Evidence:
+    """Returns what claims are judged by.
+
+    Args:
+        results: what studies wrote, by what they call themselves.
+    """
+    evidence: Evidence = {}
+    if "forward" in results:
+        for figure, points in forward_points(results["forward"]).items():
+            evidence[emulated(figure)] = points
+    if "kernels" in results:
+        evidence[KERNELS] = results["kernels"]
+        if results["kernels"]["configuration"]["device"] == "cuda":
+            evidence[ON_GPU] = results["kernels"]
+    if "training" in results:
+        evidence[TRAINING] = results["training"]
+    gradients = results.get("gradients")
+    # Gradients of another model say nothing of the failure's mechanism.
+    if gradients is not None and gradients["configuration"]["model"].startswith("sinks"):
+        evidence[SINKS] = gradients["whole"]
+    return evidence
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,8 @@ class Claim:
         source: where it is made.
         text: the claim, in our words.
         how: how it is tested.
-        judge: Evidence -> Outcome.
+        study: name of what it is tested by, see `evidence_of`.
+        cases: takes what that study found.
         figures: names of the plots that show it.
     """
 
@@ -92,13 +114,14 @@ class Claim:
     source: str
     text: str
     how: str
-    judge: Judge
+    study: str
+    cases: Callable[[Any], list[Case]]
     figures: tuple[str, ...] = ()
 
-
-def untested(what: str) -> Outcome:
-    """Returns the outcome of a claim whose study was not run."""
-    return Outcome(NOT_TESTED, [], f"the study of {what} was not run")
+    def judge(self, evidence: Evidence) -> Outcome:
+        if self.study not in evidence:
+            return Outcome(NOT_TESTED, [], f"the study of {self.study} was not run")
+        return decide(self.cases(evidence[self.study]))
 
 
 def decide(cases: Sequence[Case]) -> Outcome:

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..kernels.agreement import CONTROL
-from ..numbers.intervals import Interval, interval_of, median_interval
+from ..numbers.intervals import Interval, median_interval
 from .forward_claims import MORE, OURS, PAPER, TENFOLD
-from .judging import Case, Claim, Evidence, Outcome, decide, range_text, ratio, untested
+from .judging import KERNELS, ON_GPU, Case, Claim, range_text, ratio
 from .names import attention_name, title
 
-SPEEDUP = (0.07, 0.28)  # 14 % of a training step, within a factor of two
+NO_MORE = (0.0, 1.1)
 BEATS = (0.0, 0.5)  # share of unequal elements over that of the control
 FLASH = ("ours", "sdpa-flash", "sdpa-cudnn")
 
+_SAME_POINT = ("format", "inputs", "seqlen", "head_dim")
 Kernels = dict[str, Any]
 
 
-def _judge(
-    cases: Callable[[Kernels], list[Case]], gpu: bool = True
-) -> Callable[[Evidence], Outcome]:
-    def judge(evidence: Evidence) -> Outcome:
-        kernels = evidence.kernels
-        if kernels is None or (gpu and kernels["configuration"]["device"] != "cuda"):
-            return untested("real kernels on a GPU" if gpu else "real kernels")
-        return decide(cases(kernels))
-
-    return judge
-
-
-_SAME_POINT = ("format", "inputs", "seqlen", "head_dim")
-
-
 def _over_explicit(
-    points: list[dict[str, Any]], metric: str, wanted: tuple[float, float], gradient: str = ""
-) -> list[Case]:
+    points: list[dict[str, Any]], metric: str, wanted: tuple[float, float], gradient: str = "",
+    names: tuple[str, ...] = FLASH,
+) -> list[Case]:  # fmt: skip
     """Each flash kernel over explicit attention, over all lengths of a kind of inputs."""
     shown = [p for p in points if p.get("gradient", "") == gradient]
     explicit = {
@@ -47,7 +31,7 @@ def _over_explicit(
     }
     cases: dict[str, list[Interval]] = {}
     for point in shown:
-        if point["backend"] not in FLASH:
+        if point["backend"] not in names:
             continue
         where = tuple(point[key] for key in _SAME_POINT)
         label = f"{attention_name(point['backend'])}, {point['format'].upper()}, "
@@ -74,6 +58,16 @@ def _backward(kernels: Kernels) -> list[Case]:
         case
         for gradient in ("dq", "dk", "dv")
         for case in _over_explicit(kernels["backward"], "relative", MORE, gradient)
+    ]
+
+
+def _residual(kernels: Kernels) -> list[Case]:
+    return [
+        case
+        for gradient in ("dq", "dk")
+        for case in _over_explicit(
+            kernels["backward"], "relative", NO_MORE, gradient, ("ours+residual",)
+        )
     ]
 
 
@@ -110,61 +104,38 @@ def _repeats(kernels: Kernels) -> list[Case]:
     return cases
 
 
-def _speed(kernels: Kernels) -> list[Case]:
-    explicit = {p["model"]: p["all"] for p in kernels["speed"] if p["backend"] == "explicit"}
-    cases = []
-    for point in kernels["speed"]:
-        if point["backend"] in FLASH and point["model"] in explicit:
-            name = f"{attention_name(point['backend'])}, {point['model']}"
-            value = _saved(explicit[point["model"]], point["all"])
-            cases.append(Case(name, value, *SPEEDUP, "", f" ({point['milliseconds']:.1f} ms)"))
-    return cases
-
-
-def _saved(slow: list[float], fast: list[float]) -> Interval:
-    """Median time of a step over another's, less 1; steps of both are drawn apart."""
-    count = min(len(slow), len(fast))
-    times = torch.tensor([slow[:count], fast[:count]], dtype=torch.float64)
-
-    def saved(steps: torch.Tensor) -> torch.Tensor:
-        medians = (times[0][steps].quantile(0.5, -1), times[1][steps.flip(0)].quantile(0.5, -1))
-        return medians[0] / medians[1] - 1
-
-    return interval_of(count, saved)
-
-
 KERNEL_CLAIMS: tuple[Claim, ...] = (
     Claim(
         "real", f"{PAPER}, abstract, on real kernels",
         "Real flash kernels deviate about ten times as much as explicit attention at BF16.",
         f"max |output - FP64| over that of explicit attention: {range_text(*TENFOLD)}.",
-        _judge(_forward), ("kernels-forward",),
+        ON_GPU, _forward, ("kernels-forward",),
     ),
     Claim(
         "real-backward", OURS,
         "Gradients of real flash kernels are further from FP64 than explicit attention's.",
         "Relative error of dq, dk and dv over that of explicit attention in the format: "
         f"{range_text(*MORE)}, from the least to the largest length.",
-        _judge(_backward), ("kernels-backward",),
+        ON_GPU, _backward, ("kernels-backward",),
+    ),
+    Claim(
+        "real-residual", OURS,
+        "With keep_residual, dq and dk of this project's kernels are as near to FP64 as explicit "
+        "attention's.",
+        f"The same for these kernels: {range_text(*NO_MORE)}.",
+        ON_GPU, _residual, ("kernels-backward",),
     ),
     Claim(
         "agreement", OURS,
         "The reference with P in 16 bits is what this project's CUDA kernels compute.",
         "Share of elements of other bits, over that of a control with P in FP32: "
         f"{range_text(*BEATS)}. Elsewhere the share tells the two models apart too little.",
-        _judge(_agreement),
+        ON_GPU, _agreement,
     ),
     Claim(
         "noise", OURS,
         "This project's forward and backward have no run-to-run variance.",
         "The same call again and again: equal bits.",
-        _judge(_repeats, gpu=False), ("kernels-run-to-run",),
-    ),
-    Claim(
-        "speedup", f"{PAPER}, introduction",
-        "Flash attention speeds up training of a text-to-image model by 14 %.",
-        "Time of a training step with explicit attention over that with flash, less 1: "
-        f"{range_text(*SPEEDUP)}.",
-        _judge(_speed),
+        KERNELS, _repeats,
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels.plan import COMPARED
 from .names import attention_name, title
-from .plots import Draw, dots, legend_below, lengths_axis, line, panels
+from .plots import Draw, Line, dot_panels, line_panels
 
 
 def kernel_plots(value: dict[str, Any]) -> dict[str, Draw]:
@@ -16,8 +16,6 @@ def kernel_plots(value: dict[str, Any]) -> dict[str, Draw]:
         drawers["kernels-forward"] = lambda pyplot: _forward(pyplot, value["forward"])
     if value["backward"]:
         drawers["kernels-backward"] = lambda pyplot: _backward(pyplot, value["backward"])
-    if any(point["output"] == "dq" for point in value["run_to_run"]):
-        drawers["kernels-run-to-run"] = lambda pyplot: _floor(pyplot, value["run_to_run"])
     return drawers
 
 
@@ -29,58 +27,35 @@ def _forward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
     head_dim = min(point["head_dim"] for point in points)
     shown = [p for p in points if p["format"] == "bf16" and p["head_dim"] == head_dim]
     inputs = [n for n in ("uniform", "normal") if any(p["inputs"] == n for p in shown)]
-    figure, (row,) = panels(pyplot, [f"inputs: {title(name)}" for name in inputs])
-    for name, panel in zip(inputs, row, strict=True):
-        panel.set_yscale("log")
-        for number, backend in enumerate(_names(shown)):
-            if backend == "ours-atomics":
-                continue  # the forward has none
-            here = [p for p in shown if (p["inputs"], p["backend"]) == (name, backend)]
-            line(panel, [(p["seqlen"], p["result"]["max"]) for p in here], number,
-                 attention_name(backend), "--" if backend == "explicit" else "-",
-                 backend == "explicit")  # fmt: skip
-        lengths_axis(panel, [p["seqlen"] for p in shown], "sequence length")
-    row[0].set_ylabel(f"max |output - FP64|, BF16, d = {head_dim}")
-    legend_below(figure, row[0], 3)
-    return figure
+    columns = {
+        f"inputs: {title(name)}": [
+            Line(attention_name(backend), [
+                (p["seqlen"], p["result"]["max"])
+                for p in shown
+                if (p["inputs"], p["backend"]) == (name, backend)
+            ], number, "--" if backend == "explicit" else "-")
+            for number, backend in enumerate(_names(shown))
+            if backend not in ("ours-atomics", "ours+residual")  # the same forward
+        ]
+        for name in inputs
+    }  # fmt: skip
+    labels = ("sequence length", f"max |output - FP64|, BF16, d = {head_dim}")
+    return line_panels(pyplot, columns, labels, [p["seqlen"] for p in shown])
 
 
 def _backward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
     head_dim = min(point["head_dim"] for point in points)
     seqlen = max(point["seqlen"] for point in points)
     shown = [p for p in points if (p["head_dim"], p["seqlen"]) == (head_dim, seqlen)]
-    rows = list(dict.fromkeys(f"{title(p['inputs'])}, {p['format'].upper()}" for p in shown))
-    gradients = ("dq", "dk", "dv")
-    figure, (row,) = panels(
-        pyplot, [f"{name}, length {seqlen}" for name in gradients], 1.4 + 0.5 * len(rows), width=3.9
-    )
-    names = _names(shown)
-    for gradient, panel in zip(gradients, row, strict=True):
-        panel.set_xscale("log")
-        for number, backend in enumerate(names):
-            values = {
-                f"{title(p['inputs'])}, {p['format'].upper()}": p["result"]["relative"]
-                for p in shown
-                if (p["backend"], p["gradient"]) == (backend, gradient)
-            }
-            dots(panel, rows, values, number, attention_name(backend),
-                 0.11 * (number - (len(names) - 1) / 2), backend == "explicit")  # fmt: skip
-        panel.set_xlabel(f"‖deviation‖ / ‖gradient‖, d = {head_dim}")
-    legend_below(figure, row[0], 4)
-    return figure
-
-
-def _floor(pyplot: Any, points: list[dict[str, Any]]) -> Any:
-    shown = [p for p in points if p["output"] in ("dq", "dk", "dv")]
-    seqlen = max(p["seqlen"] for p in shown)
-    shown = [p for p in shown if p["seqlen"] == seqlen]
-    rows = [attention_name(name) for name in _names(shown)]
-    figure, axes = pyplot.subplots(1, 1, figsize=(6.4, 1.2 + 0.42 * len(rows)))
-    for number, name in enumerate(("dq", "dk", "dv")):
-        values = {
-            attention_name(p["backend"]): [p["relative"]] for p in shown if p["output"] == name
-        }
-        dots(axes, rows, values, number, name, 0.2 * (number - 1))
-    axes.set_xlabel(f"max |repeat - first| / max |gradient|, BF16, length {seqlen}")
-    legend_below(figure, axes, 3)
-    return figure
+    values: dict[tuple[str, str], dict[str, Any]] = {}
+    for p in shown:
+        row = f"{title(p['inputs'])}, {p['format'].upper()}"
+        values.setdefault((p["gradient"], p["backend"]), {})[row] = p["result"]["relative"]
+    rows = list(dict.fromkeys(row for found in values.values() for row in found))
+    columns = {
+        f"{gradient}, length {seqlen}": [
+            (attention_name(name), values.get((gradient, name), {})) for name in _names(shown)
+        ]
+        for gradient in ("dq", "dk", "dv")
+    }
+    return dot_panels(pyplot, columns, rows, f"‖deviation‖ / ‖gradient‖, d = {head_dim}")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 import statistics
-import textwrap
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 Draw = Callable[[Any], Any]  # pyplot -> figure
-_LEFT_OUT: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
 
 
 class MissingExtraError(FlashAttnError, ImportError):
@@ -74,7 +71,6 @@ def draw_all(drawers: dict[str, Draw], folder: Path) -> list[Path]:
         figure = draw(pyplot)
         for axes in figure.axes:
             name_ticks(axes)
-            say_what_is_left_out(axes)
         image = io.StringIO()
         figure.savefig(image, format="svg", metadata={"Date": None}, bbox_inches="tight")
         pyplot.close(figure)
@@ -96,134 +92,162 @@ def _shortened(svg: str) -> str:
     )
 
 
-def line(
-    axes: Any,
-    points: Sequence[tuple[float, Sequence[float | None]]],
-    number: int,
-    label: str,
-    style: str = "-",
-    hollow: bool = False,
-) -> None:
-    """Draws medians over draws with a band from the least to the largest.
-
-    Args:
-        axes: where.
-        points: (x, values of all draws).
-        number: which colour and marker.
-        label: in the legend.
-        style: of the line.
-        hollow: whether markers are empty.
-    """
-    shown = [(x, finite(values)) for x, values in sorted(points, key=lambda point: point[0])]
-    shown = [(x, values) for x, values in shown if values]
-    colour = COLOURS[number % 8]
-    if axes.get_yscale() == "log":
-        # A logarithmic axis has no place for 0: the panel says what it can't show.
-        left_out = sum(value <= 0 for _, values in shown for value in values)
-        if left_out:
-            total = sum(len(values) for _, values in shown)
-            _LEFT_OUT.setdefault(axes, []).append(f"{label} {left_out} of {total}")
-        shown = [(x, values) for x, values in shown if statistics.median(values) > 0]
-    xs = [x for x, _ in shown]
-    axes.plot(
-        xs, [statistics.median(values) for _, values in shown], style,
-        color=colour, marker=MARKERS[number % 8], markersize=4.5, linewidth=1.4, label=label,
-        markerfacecolor="white" if hollow else colour,
-    )  # fmt: skip
-    axes.fill_between(
-        xs, [_least(values, axes.get_yscale()) for _, values in shown],
-        [max(values) for _, values in shown],
-        color=colour, alpha=0.13, linewidth=0,
-    )  # fmt: skip
-
-
-def _least(values: Sequence[float], scale: str) -> float:
-    """The least value, of those that the axis can show."""
-    return min(value for value in values if scale != "log" or value > 0)
-
-
-def lengths_axis(axes: Any, lengths: Iterable[float], label: str) -> None:
-    """A logarithmic axis of powers of two that names each of them."""
-    ticks = sorted(set(lengths))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel(label)
-
-
-def legend_below(figure: Any, axes: Any, columns: int) -> None:
-    """One legend for all panels, under them."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-
-
 def name_ticks(axes: Any) -> None:
     """Names the ticks of logarithmic axes that no figure has named itself.
 
     In plain text: matplotlib writes powers in a font that other machines may not have.
     """
-    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
-        named = "Fixed" in type(axis.get_major_locator()).__name__
-        if axis.get_scale() != "log" or named:
+    from matplotlib import ticker
+
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() != "log" or isinstance(axis.get_major_locator(), ticker.FixedLocator):
             continue
-        ticks = _log_ticks(*getattr(axes, f"get_{name}lim")())
-        axis.set_ticks(ticks, [_power(tick) for tick in ticks])
-        axis.minorticks_off()
+        low, high = axis.get_view_interval()
+        digits = (1, 2, 5) if high < 300 * low else (1,)
+        axis.set_major_locator(ticker.LogLocator(subs=digits, numticks=9))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick:g}"))
+        axes.minorticks_off()
 
 
-def say_what_is_left_out(axes: Any) -> None:
-    """Names under a panel what its logarithmic axis has no place for."""
-    if axes in _LEFT_OUT:
-        text = "0 or less, not shown: " + ", ".join(_LEFT_OUT.pop(axes))
-        lines = [axes.get_xlabel(), *textwrap.wrap(text, 70)]
-        axes.set_xlabel("\n".join(lines), fontsize=7)
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Returns 1, 2 and 5 of each decade, every decade, or every second one, as there is room."""
-    decades = math.log10(high / low)
-    digits = (1, 2, 5) if decades < 2.5 else (1,)
-    step = 1 if decades < 9 else 2
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**power for power in powers if power % step == 0 for digit in digits]
-    return [tick for tick in ticks if low <= tick <= high]
-
-
-def _power(tick: float) -> str:
-    if 0.01 <= tick <= 10000:
-        return f"{tick:g}"
-    return f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e")
-
-
-def panels(
-    pyplot: Any, titles: Sequence[str], height: float = 3.2, rows: int = 1, width: float = 4.1
-) -> tuple[Any, list[list[Any]]]:
-    """Makes a grid of panels with shared axes: a column per title, a row per quantity."""
-    figure, axes = pyplot.subplots(
-        rows, len(titles), figsize=(width * len(titles), height), sharey="row", sharex=True,
-        squeeze=False,
-    )  # fmt: skip
-    for panel, title in zip(axes[0], titles, strict=True):
-        panel.set_title(title)
-    return figure, [list(row) for row in axes]
-
-
-def dots(
-    axes: Any, rows: Sequence[str], values: Mapping[str, Sequence[float | None]], number: int,
-    label: str, offset: float = 0.0, hollow: bool = False,
-) -> None:  # fmt: skip
-    """Draws medians as points on named rows, with a bar from the least to the largest.
+@dataclass(frozen=True)
+class Line:
+    """Points of a line: x, and values of all draws.
 
     Args:
-        axes: where; rows count from above.
-        rows: their names, in order.
-        values: of each row.
-        number: which colour and marker.
         label: in the legend.
-        offset: by how much of a row points lie beside its middle.
-        hollow: whether markers are empty.
+        points: (x, values).
+        colour: its number; from 8 on lines are dashed and markers hollow.
+        style: of the line; "": by the colour.
     """
-    colour = COLOURS[number % 8]
+
+    label: str
+    points: Sequence[tuple[float, Sequence[float | None]]]
+    colour: int
+    style: str = ""
+
+
+def line_panels(
+    pyplot: Any,
+    shown: Mapping[str, Sequence[Line]],
+    labels: tuple[str, str],
+    ticks: Mapping[float, str] | Iterable[float] = (),
+    levels: Iterable[float] = (),
+    sharey: bool = True,
+) -> Any:
+    """Makes a figure of medians over draws, with bands from the least to the largest.
+
+    Args:
+        pyplot: matplotlib's.
+        shown: of each panel, by its title.
+        labels: of the x and the y axes, which are logarithmic.
+        ticks: of the x axes, with their names; none: matplotlib's.
+        levels: at which horizontal lines are drawn.
+        sharey: whether panels have one range of y.
+    """
+    figure, grid = _grid(pyplot, list(shown), 3.4, sharey)
+    named = ticks if isinstance(ticks, Mapping) else {x: f"{x:g}" for x in sorted({*ticks})}
+    for axes, lines in zip(grid.flat, shown.values(), strict=False):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(labels[0])
+        for each in lines:
+            _line(axes, each)
+        for level in levels:
+            axes.axhline(level, color="#666666", linewidth=0.8, linestyle=":")
+        if named:
+            axes.set_xticks(list(named), list(named.values()), fontsize=7.5)
+            axes.xaxis.minorticks_off()
+    for row in grid:
+        row[0].set_ylabel(labels[1])
+    _legend_below(figure, grid)
+    return figure
+
+
+def _line(axes: Any, line: Line) -> None:
+    found = [(x, finite(values)) for x, values in sorted(line.points, key=lambda point: point[0])]
+    # A logarithmic axis has no place for 0: the panel says what it can't show.
+    left_out = sum(value <= 0 for _, values in found for value in values)
+    colour, marker = COLOURS[line.colour % 8], MARKERS[line.colour % 8]
+    if left_out:
+        total = sum(len(values) for _, values in found)
+        text = f"{line.label}: {left_out} of {total} are 0 or less"
+        axes.text(0.01, 0.01 + 0.05 * len(axes.texts), text, color=colour, fontsize=6,
+                  transform=axes.transAxes)  # fmt: skip
+    found = [(x, values) for x, values in found if values and statistics.median(values) > 0]
+    xs = [x for x, _ in found]
+    style = line.style or ("-" if line.colour < 8 else "--")
+    axes.plot(
+        xs, [statistics.median(values) for _, values in found], style,
+        color=colour, marker=marker, markersize=4.5, linewidth=1.4, label=line.label,
+        markerfacecolor=colour if style == "-" else "white",
+    )  # fmt: skip
+    least = [min(value for value in values if value > 0) for _, values in found]
+    most = [max(values) for _, values in found]
+    axes.fill_between(xs, least, most, color=colour, alpha=0.13, linewidth=0)
+
+
+def _grid(
+    pyplot: Any, titles: Sequence[str], height: float, sharey: bool = True
+) -> tuple[Any, Any]:
+    """Panels with titles, in rows of two or three."""
+    columns = 2 if len(titles) in (2, 4) else min(3, len(titles))
+    rows = -(-len(titles) // columns)
+    width = 6.4 if columns == 1 else 4.1 * columns
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(width, rows * height), sharex=True, sharey=sharey, squeeze=False
+    )
+    for axes, title in zip(grid.flat, titles, strict=False):
+        axes.set_title(title)
+    return figure, grid
+
+
+def _legend_below(figure: Any, grid: Any) -> None:
+    """One legend for all panels, under them."""
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    columns = 3 if len(grid[0]) < 3 else 5
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+Dots = Sequence[tuple[str, Mapping[str, Sequence[float | None]]]]  # labels, and values of each row
+
+
+def dot_panels(
+    pyplot: Any, shown: Mapping[str, Dots], rows: Sequence[str], label: str, scale: str = "log"
+) -> Any:
+    """Makes a figure of medians as points on named rows, with bars from the least to the largest.
+
+    Args:
+        pyplot: matplotlib's.
+        shown: of each panel, by its title.
+        rows: their names, from above.
+        label: of the x axes.
+        scale: of the x axes.
+    """
+    most = max(len(series) for series in shown.values())
+    each = 0.26 if len(rows) > 20 else max(0.26, 0.07 * most)
+    figure, grid = _grid(pyplot, list(shown), 1.2 + each * len(rows))
+    for axes, series in zip(grid.flat, shown.values(), strict=False):
+        axes.set_xscale(scale)
+        axes.set_xlabel(label)
+        for number, (name, values) in enumerate(series):
+            offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
+            _dots(axes, rows, values, number, name, offset)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", labelsize=8 if len(rows) < 20 else 7)
+        if scale != "log":
+            axes.axvline(0, color="#333333", linewidth=0.8)
+    _legend_below(figure, grid)
+    return figure
+
+
+def _dots(
+    axes: Any, rows: Sequence[str], values: Mapping[str, Sequence[float | None]], number: int,
+    label: str, offset: float,
+) -> None:  # fmt: skip
+    colour, marker = COLOURS[number % 8], MARKERS[number % 8]
+    face = colour if number < 8 else "white"
     for place, row in enumerate(rows):
         found = finite(values.get(row, ()))
         if not found or (axes.get_xscale() == "log" and min(found) <= 0):
@@ -232,10 +256,6 @@ def dots(
                       transform=axes.get_yaxis_transform())  # fmt: skip
             continue
         axes.plot([min(found), max(found)], [place + offset] * 2, color=colour, linewidth=1)
-        axes.plot([statistics.median(found)], [place + offset], MARKERS[number % 8], color=colour,
-                  markersize=5, markerfacecolor="white" if hollow else colour)  # fmt: skip
-    axes.plot([], [], MARKERS[number % 8], color=colour, label=label,
-              markerfacecolor="white" if hollow else colour)  # fmt: skip
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(axis="y", visible=False)
+        axes.plot([statistics.median(found)], [place + offset], marker, color=colour, markersize=5,
+                  markerfacecolor=face)  # fmt: skip
+    axes.plot([], [], marker, color=colour, label=label, markerfacecolor=face)

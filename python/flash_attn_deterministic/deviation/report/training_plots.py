@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..training.training_study import by_seed
+from ..training.training_study import by_seed, probe_changes
 from .names import attention_name
-from .plots import Draw, dots, legend_below, line, panels
+from .plots import Draw, Line, dot_panels, line_panels
 
 _LABELS = {
     "repeat": "repeat (control)",
@@ -32,8 +32,6 @@ def training_plots(value: dict[str, Any]) -> dict[str, Draw]:
     }
     if len(_noise(value)) > 1:
         drawers["noise"] = lambda pyplot: _noise_sizes(pyplot, value)
-    if value.get("live"):
-        drawers["live"] = lambda pyplot: _live(pyplot, value["live"])
     return drawers
 
 
@@ -62,49 +60,33 @@ _MEASURES = {
 }
 
 
-def _shown(value: dict[str, Any]) -> list[str]:
-    return [
+def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -> Any:
+    names = [
         name
         for name, run in value["runs"].items()
         if run["against"] and not name.startswith("explicit:")
     ]
-
-
-def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -> Any:
-    figure, axes = pyplot.subplots(1, len(measures), figsize=(4.6 * len(measures), 3.9))
-    for panel, measure in zip(axes, measures, strict=True):
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        for number, name in enumerate(_shown(value)):
-            line(panel, _series(value, name, measure), number, _label(name), "-" if number < 8
-                 else "--", number >= 8)  # fmt: skip
-        panel.set_xlabel("optimizer steps")
-        panel.set_ylabel(_MEASURES[measure])
-    legend_below(figure, axes[0], 4)
-    return figure
+    columns = {
+        _MEASURES[measure]: [
+            Line(_label(name), _series(value, name, measure), number)
+            for number, name in enumerate(names)
+        ]
+        for measure in measures
+    }
+    return line_panels(pyplot, columns, ("optimizer steps", "distance"), sharey=False)
 
 
 def _loss(pyplot: Any, value: dict[str, Any]) -> Any:
     """Each run's loss less that of the run it is compared with, on held-out batches."""
     names = [name for name in value["runs"] if value["runs"][name]["against"]]
-    rows = [_label(name) for name in names]
-    figure, axes = pyplot.subplots(1, 1, figsize=(6.4, 1.2 + 0.26 * len(rows)))
-    values: dict[str, list[float | None]] = {}
-    for name, row in zip(names, rows, strict=True):
-        against = value["runs"][name]["against"]
-        values[row] = [
-            None if history["probe"] is None else
-            history["probe"] - value["seeds"][seed][against]["probe"]
-            for seed, history in by_seed(value, name).items()
-        ]  # fmt: skip
-    dots(axes, rows, values, 0, "median and range over seeds")
-    axes.axvline(0, color="#333333", linewidth=0.8)
-    axes.set_xscale("symlog", linthresh=1e-4)
-    axes.set_xticks([-0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1],
-                    ["-0.1", "-0.01", "-0.001", "0", "0.001", "0.01", "0.1"])  # fmt: skip
-    axes.minorticks_off()
-    axes.set_xlabel("held-out loss at the end, less the other run's")
-    legend_below(figure, axes, 1)
+    values = {_label(name): probe_changes(value, name) for name in names}
+    shown = {"median and range over seeds": [("held-out loss", values)]}
+    label = "at the end, less the other run's"
+    figure = dot_panels(pyplot, shown, list(values), label, "linear")
+    figure.axes[0].set_xscale("symlog", linthresh=1e-4)
+    ticks = (-0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1)
+    figure.axes[0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    figure.axes[0].minorticks_off()
     return figure
 
 
@@ -115,34 +97,17 @@ def _noise(value: dict[str, Any]) -> list[tuple[int, str]]:
 
 def _noise_sizes(pyplot: Any, value: dict[str, Any]) -> Any:
     names = _noise(value)
-    figure, (row,) = panels(pyplot, ["weights", "function"])
-    for panel, measure in zip(row, ("l2", "function"), strict=True):
-        panel.set_yscale("log")
-        steps = next(iter(by_seed(value, names[0][1]).values()))["steps"]
-        chosen = [step for step in (steps[1], steps[len(steps) // 2], steps[-1]) if step]
-        for number, step in enumerate(chosen):
-            points: Series = [
-                (bits, dict(_series(value, name, measure))[step]) for bits, name in names
-            ]
-            line(panel, points, number, f"step {step}")
-        panel.set_xlabel("bits of scores, weights and their gradients")
-        panel.set_xticks([bits for bits, _ in names], [str(bits) for bits, _ in names])
-    row[0].set_ylabel("distance from base (l2; outputs)")
-    legend_below(figure, row[0], 3)
-    return figure
+    steps = next(iter(by_seed(value, names[0][1]).values()))["steps"]
+    chosen = [step for step in (steps[1], steps[len(steps) // 2], steps[-1]) if step]
 
+    def at(step: int, measure: str) -> Series:
+        return [(bits, dict(_series(value, name, measure))[step]) for bits, name in names]
 
-def _live(pyplot: Any, points: list[dict[str, Any]]) -> Any:
-    figure, (row,) = panels(pyplot, ["before training", "after training"], 2.6)
-    for panel, when in zip(row, ("before", "after"), strict=True):
-        panel.set_xscale("log")
-        here = [point for point in points if point["when"] == when]
-        rows = [point["layer"] for point in here]
-        for number, (kind, label) in enumerate(
-            (("baseline_max", "explicit"), ("flash_max", "preset paper"))
-        ):
-            values = {point["layer"]: [point[kind]] for point in here}
-            dots(panel, rows, values, number, label, 0.16 * (number - 0.5))
-        panel.set_xlabel("max |output - FP64|, BF16, mean of heads")
-    legend_below(figure, row[0], 2)
-    return figure
+    columns = {
+        _MEASURES[measure]: [
+            Line(f"step {step}", at(step, measure), number) for number, step in enumerate(chosen)
+        ]
+        for measure in ("l2", "function")
+    }
+    labels = ("bits of scores, weights and their gradients", "distance from base")
+    return line_panels(pyplot, columns, labels, [bits for bits, _ in names])

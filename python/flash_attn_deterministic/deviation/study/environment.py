@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import os
 import platform
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +14,13 @@ import torch
 
 from ...errors import ArgumentError
 
-SCHEMA = 2
-
 
 def check_device(device: str) -> None:
     """Raises ArgumentError where a CUDA device is asked for and there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
-            "device: expected a CUDA device for cuda, got a machine without one; "
-            "--device cpu runs what a CPU has"
+            "device: expected a CUDA device for cuda, got a machine without one; studies with the "
+            "option --device cpu run here"
         )
 
 
@@ -43,13 +40,10 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     return found
 
 
-@contextlib.contextmanager
-def stopwatch() -> Iterator[list[float]]:
-    """Gives a list that holds the seconds taken, once the block is left."""
-    taken: list[float] = []
-    start = time.monotonic()
-    yield taken
-    taken.append(time.monotonic() - start)
+def autocast(device: str, precision: str) -> torch.autocast:
+    """Returns autocast to "bf16" or "fp16"; with another precision it does nothing."""
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    return torch.autocast(device, dtype=dtype, enabled=precision in ("bf16", "fp16"))
 
 
 @contextlib.contextmanager

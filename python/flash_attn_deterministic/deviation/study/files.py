@@ -13,6 +13,8 @@ from typing import Any
 
 from ...errors import ArgumentError
 
+SCHEMA = 2  # of the fields of every result
+
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
@@ -53,21 +55,17 @@ def read_json(path: Path) -> Any:
         raise ArgumentError(f"{path}: expected a JSON file of a study, got {error}") from error
 
 
-def read_result(path: Path, kind: str, schema: int, study: str) -> dict[str, Any]:
-    """Reads the result of a study.
-
-    Args:
-        path: of a JSON file.
-        kind: what it names itself.
-        schema: version of its fields.
-        study: the study in words, for the message.
+def read_result(path: Path, kind: str) -> dict[str, Any]:
+    """Reads the JSON that a study wrote, of the name that it gives itself.
 
     Raises:
-        ArgumentError: the file is missing, no JSON, or no result of this study.
+        ArgumentError: the file is missing, no JSON, no result of this study, or of other fields.
     """
     value = read_json(path)
-    if not isinstance(value, dict) or (value.get("kind"), value.get("schema")) != (kind, schema):
-        raise ArgumentError(f"{path}: expected the result of {study}, schema {schema}")
+    if not isinstance(value, dict) or (value.get("kind"), value.get("schema")) != (kind, SCHEMA):
+        raise ArgumentError(
+            f"{path}: expected the result of `deviation {kind}` with schema {SCHEMA}; run it again"
+        )
     return value
 
 

@@ -1,54 +1,24 @@
-"""One line on standard error that says how far a study is."""
+"""Lines on standard error that say how far a study is."""
 
 from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
-from typing import TextIO
 
 
 class Progress:
-    """Counts to `total`: on a terminal one line, rewritten; elsewhere a line now and then."""
+    """Counts to `total`, and prints a line at most every few seconds."""
 
-    def __init__(self, name: str, total: int, done: int = 0, stream: TextIO | None = None) -> None:
-        self.name, self.total, self.done, self.before = name, total, done, done
-        self.stream = sys.stderr if stream is None else stream
-        self.start = time.monotonic()
-        self.shown = -1e9
+    def __init__(self, name: str, total: int) -> None:
+        self.name, self.total, self.done = name, total, 0
+        self.start = self.shown = time.monotonic()
 
-    def advance(self, label: str = "", count: int = 1) -> None:
-        self.done += count
-        self._show(label)
-
-    def _show(self, label: str, last: bool = False) -> None:
-        terminal = self.stream.isatty()
+    def advance(self, label: str) -> None:
+        self.done += 1
         now = time.monotonic()
-        if not last and now - self.shown < (0.1 if terminal else 15.0):
+        if now - self.shown < 10 and self.done < self.total:
             return
-        self.shown = now
-        text = f"{self.name} {self.done}/{self.total} {now - self.start:.0f} s{self._left(now)}"
-        text += f" {label}" if label else ""
-        print(
-            f"\r{text[:99]:<99}" if terminal else text,
-            end="" if terminal and not last else "\n",
-            file=self.stream,
-            flush=True,
-        )
-
-    def _left(self, now: float) -> str:
-        new = self.done - self.before
-        if not new or self.done >= self.total:
-            return ""
-        return f", about {(now - self.start) / new * (self.total - self.done):.0f} s left"
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._show("interrupted" if error else "", last=True)
+        self.shown, taken = now, now - self.start
+        left = taken / self.done * (self.total - self.done)
+        text = f"{self.name} {self.done}/{self.total} {label}, {taken:.0f} s, {left:.0f} s left"
+        print(text, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..attentions.registry import Attention
+from .block import Block
 
 _CORPUS_BYTES = 32 << 20
 _VOCABULARY = 256
@@ -53,27 +54,6 @@ def corpus() -> torch.Tensor:
     return torch.frombuffer(text[:_CORPUS_BYTES], dtype=torch.uint8)
 
 
-class _Block(nn.Module):
-    def __init__(self, size: LanguageSize, attention: Attention) -> None:
-        super().__init__()
-        self.heads, self.attention, width = size.heads, attention, size.width
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(self.norm1(x)).reshape(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        out = self.attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, tokens, width)
-        x = x + self.proj(out)
-        result: torch.Tensor = x + self.mlp(self.norm2(x))
-        return result
-
-
 class Transformer(nn.Module):
     """GPT-2's layout: (batch, tokens) bytes to logits (batch, tokens, 256)."""
 
@@ -81,7 +61,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(_VOCABULARY, size.width)
         self.positions = nn.Embedding(size.context, size.width)
-        self.blocks = nn.ModuleList(_Block(size, attention) for _ in range(size.depth))
+        self.blocks = nn.ModuleList(
+            Block(size.width, size.heads, attention, conditioned=False, causal=True)
+            for _ in range(size.depth)
+        )
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, _VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():

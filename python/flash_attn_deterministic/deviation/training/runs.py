@@ -10,6 +10,7 @@ import torch
 
 from ..attentions.registry import find_attention
 from ..numbers.metrics import wasserstein
+from ..study.environment import autocast
 from .workload import Workload, find_workload
 
 MEASURES = ("max_difference", "wasserstein", "l1", "l2", "function")
@@ -61,7 +62,7 @@ class Setup:
         """Returns the steps after which weights are compared."""
         # On a GPU models are large: sorting all weights takes as long as some steps.
         few = self.device == "cuda"
-        early = [0, 1, 4, 16] if few else [0, 1, 2, 4, 8, 16, 32]
+        early = [0, 4] if few else [0, 1, 2, 4, 8, 16, 32]
         parts = 4 if few else 10
         regular = [round(self.steps * part / parts) for part in range(1, parts + 1)]
         return sorted({*regular, *(step for step in early if step < self.steps)})
@@ -156,7 +157,7 @@ def train(
             group["lr"] = peak * min(1.0, (step + 1) / _WARM_UP)
         # Of seed and step alone. (Only 32 bits of a seed count.)
         generator = torch.Generator().manual_seed((2 * seed + run.data) * 10**6 + step)
-        with _autocast(setup.device, run.precision):
+        with autocast(setup.device, run.precision):
             loss = workload.loss(model, workload.batch(generator))
         optimizer.zero_grad(set_to_none=True)
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -164,7 +165,7 @@ def train(
         scaler.update()
         losses.append(loss.detach())
     probes = [workload.batch(torch.Generator().manual_seed(_PROBE_SEED + n)) for n in range(4)]
-    with torch.no_grad(), _autocast(setup.device, run.precision):
+    with torch.no_grad(), autocast(setup.device, run.precision):
         found = [float(workload.loss(model, probe)) for probe in probes]
     history["probe"] = sum(found) / len(found)
     return history, snapshots, model
@@ -174,11 +175,6 @@ def _nudge(model: torch.nn.Module) -> None:
     with torch.no_grad():
         weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
         weight[0] = torch.nextafter(weight[0], torch.full_like(weight[0], math.inf))
-
-
-def _autocast(device: str, precision: str) -> torch.autocast:
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    return torch.autocast(device, dtype=dtype, enabled=precision in ("bf16", "fp16"))
 
 
 def _observe(
@@ -199,7 +195,7 @@ def _observe(
         return
     weights = [p.detach().float().clone() for p in model.parameters() if p.ndim >= 2]
     probe = workload.batch(torch.Generator().manual_seed(_PROBE_SEED))
-    with torch.no_grad(), _autocast(setup.device, run.precision):
+    with torch.no_grad(), autocast(setup.device, run.precision):
         outputs = workload.outputs(model, probe).float()
     if keep:
         snapshots.weights[step], snapshots.outputs[step] = weights, outputs

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..attentions.registry import Attention
+from .block import Block
 from .images import TEXT_LENGTH, WORDS, draw_batch
 
 
@@ -36,33 +37,6 @@ SIZES = {
 }
 
 
-class Block(nn.Module):
-    """Attention over image and text tokens, and an MLP; scaled by the time and the text."""
-
-    def __init__(self, width: int, heads: int, attention: Attention) -> None:
-        super().__init__()
-        self.heads, self.attention = heads, attention
-        self.norm1 = nn.LayerNorm(width, elementwise_affine=False)
-        self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
-        self.scale = nn.Linear(width, 2 * width)
-
-    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
-        gain1, gain2 = self.scale(condition)[:, None].chunk(2, -1)
-        batch, tokens, width = x.shape
-        qkv = self.qkv(self.norm1(x) * (1 + gain1))
-        qkv = qkv.reshape(batch, tokens, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        out = self.attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
-        x = x + self.proj(out)
-        result: torch.Tensor = x + self.mlp(self.norm2(x) * (1 + gain2))
-        return result
-
-
 class TextToImage(nn.Module):
     """Predicts the velocity from noise to image: (images, texts, times) -> like images."""
 
@@ -77,7 +51,8 @@ class TextToImage(nn.Module):
             nn.Linear(size.width, size.width), nn.SiLU(), nn.Linear(size.width, size.width)
         )
         self.blocks = nn.ModuleList(
-            Block(size.width, size.heads, attention) for _ in range(size.depth)
+            Block(size.width, size.heads, attention, conditioned=True, causal=False)
+            for _ in range(size.depth)
         )
         self.norm = nn.LayerNorm(size.width)
         self.patch_out = nn.Linear(size.width, pixels)

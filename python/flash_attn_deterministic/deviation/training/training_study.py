@@ -11,16 +11,15 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..attentions.registry import find_attention, missing
-from ..instrument.capture import dual_compute
+from ..attentions.registry import find_attention, missing, reason_of
 from ..numbers.intervals import mean_interval, short
-from ..study.environment import SCHEMA, check_device, environment, one_thread, repeatable
-from ..study.files import read_result, whole_file, write_json
+from ..study.environment import check_device, environment, one_thread, repeatable
+from ..study.files import SCHEMA, read_result, whole_file, write_json
 from ..study.progress import Progress
 from .runs import Run, Setup, Snapshots, train
 from .workload import find_workload
 
-RESULT_FILE = "training.json"
+KIND, RESULT_FILE = "training", "training.json"
 CHECKPOINT_FILE = "base.pt"
 _COMMON = (
     Run("base", against=""),
@@ -73,7 +72,7 @@ def plan_of(
     device: str,
     steps: int,
     runs: Sequence[str] = (),
-    seeds: Sequence[int | str] = (0, 1, 2, 3, 4),
+    seeds: Sequence[int] = (0, 1, 2, 3, 4),
     base: str = "",
     more: Sequence[str] = (),
 ) -> TrainingPlan:
@@ -96,14 +95,8 @@ def plan_of(
     check_device(device)
     if steps < 0:
         raise ArgumentError(f"steps: expected at least 0, got {steps}")
-    try:
-        numbers = tuple(int(seed) for seed in seeds)
-    except ValueError as error:
-        raise ArgumentError(
-            f"seeds: expected whole numbers, got {', '.join(map(str, seeds))}"
-        ) from error
-    if not numbers or min(numbers) < 0:
-        raise ArgumentError(f"seeds: expected at least one, from 0, got {numbers}")
+    if not seeds or min(seeds) < 0:
+        raise ArgumentError(f"seeds: expected at least one, from 0, got {tuple(seeds)}")
     controls = ("repeat", "nudge", "init", "data")
     real = ("ours-atomics", "sdpa-flash", "sdpa-cudnn", "explicit")
     default = (
@@ -116,77 +109,76 @@ def plan_of(
     base = base or ("ours" if device == "cuda" else "explicit")
     find_attention(base)
     setup = Setup(workload, base, steps, device)
-    return TrainingPlan(setup, (*(runs or default), *more), numbers)
+    return TrainingPlan(setup, (*(runs or default), *more), tuple(seeds))
 
 
 def run_training(
-    plan: TrainingPlan,
-    folder: Path,
-    seconds: float | None = None,
-    budget: float | None = None,
-    force: bool = False,
+    plan: TrainingPlan, folder: Path, seconds: float | None = None, force: bool = False
 ) -> dict[str, Any]:
     """Runs or resumes the study in a folder; training.json is written anew after each run.
 
     Args:
-        plan: what to run. With 0 steps the number is measured: `budget` over what a step of all
-            runs of all seeds takes.
+        plan: what to run. With 0 steps as many are taken as fit into `seconds`, by measurement.
         folder: of the study.
         seconds: no run is started that would end later than this; None: all are.
-        budget: seconds of all calls together; None: `seconds`.
         force: whether another study in the folder is replaced.
 
     Returns:
-        training.json: {"runs": {name: run}, "seeds": {seed: {name: history}}, "unrepeatable":
-        [what torch says of operations that need not repeat], ...}.
+        training.json: {"runs": {name: run}, "seeds": {seed: {name: history}}, "missing": {name of
+        a run that does not work here: why}, "unrepeatable": [what torch says of operations that
+        need not repeat], ...}.
 
     Raises:
-        ArgumentError: the folder holds another study; or 0 steps without seconds or budget.
+        ArgumentError: the folder holds another study; or 0 steps without seconds.
     """
     start = time.monotonic()
-    path = folder / RESULT_FILE
+    path, checkpoint = folder / RESULT_FILE, folder / CHECKPOINT_FILE
     value = _opened(plan, path, force)
     steps = value["configuration"]["steps"] or plan.setup.steps
-    if not steps:
-        budget = seconds if budget is None else budget
-        if budget is None:
-            raise ArgumentError("steps: expected at least 1 without seconds or budget, got 0")
-        steps = _fitting_steps(plan, budget)
-    setup = replace(plan.setup, steps=steps)
-    value["configuration"]["steps"] = steps
-    runs = [run for run in plan.ordered() if _works(run, setup, value)]
-    value["runs"].update({run.name: asdict(run) for run in runs})
-    total = len(runs) * len(plan.seeds)
-    done = sum(run.name in value["seeds"].get(str(seed), {})
-               for seed in plan.seeds for run in runs)  # fmt: skip
+    if not steps and seconds is None:
+        raise ArgumentError("steps: expected at least 1 without seconds, got 0")
+    runs = [run for run in plan.ordered() if _works(run, plan.setup, value)]
+    new = sum(
+        run.name not in value["seeds"].get(str(seed), {}) for seed in plan.seeds for run in runs
+    )
     slowest = 0.0
-    with (
-        repeatable(setup.device) as warned,
-        one_thread(setup.device),
-        Progress("training", total, done) as progress,
-    ):
+    progress = Progress("training", new)
+    with repeatable(plan.setup.device) as warned, one_thread(plan.setup.device):
+        if not steps:
+            steps = _fitting_steps(plan, runs, start + (seconds or 0.0))
+        setup = replace(plan.setup, steps=steps)
+        value["configuration"]["steps"] = steps
+        value["runs"].update({run.name: asdict(run) for run in runs})
         for seed in plan.seeds:
             histories = value["seeds"].setdefault(str(seed), {})
-            todo = [run for run in runs if run.name not in histories]
-            needed = {run.against for run in todo}
+            todo = {run.name for run in runs} - histories.keys()
+            needed = {run.against for run in runs if run.name in todo}
             kept: dict[str, Snapshots] = {}
             for run in runs:
-                if run not in todo and run.name not in needed:
-                    continue
-                if seconds is not None and time.monotonic() - start + slowest > seconds:
-                    break
-                before = time.monotonic()
                 keep = run.name in needed
-                history, snapshots, model = train(setup, run, seed, kept.get(run.against), keep)
-                slowest = max(slowest, 1.1 * (time.monotonic() - before))
+                if run.name not in todo and not keep:
+                    continue
+                if {run.name, run.against} & value["missing"].keys():
+                    continue
+                before = time.monotonic()
+                if seconds is not None and before - start + slowest > seconds:
+                    break
+                try:
+                    history, snapshots, model = train(setup, run, seed, kept.get(run.against), keep)
+                except Exception as error:  # the other runs are worth their time
+                    if run.name == "base":
+                        raise
+                    value["missing"][run.name] = reason_of(error)
+                    continue
                 if keep:
                     kept[run.name] = snapshots
-                if run.name not in histories:
+                if run.name in todo:
                     histories[run.name] = history
                     progress.advance(f"seed {seed} {run.name}")
-                if run.name == "base" and seed == plan.seeds[0] and not value["live"]:
-                    _save(model, folder / CHECKPOINT_FILE)
-                    value["live"] = _live(setup, model)
+                if run.name == "base" and run.name in todo and seed == plan.seeds[0]:
+                    with whole_file(checkpoint) as temporary:
+                        torch.save(model.state_dict(), temporary)
+                slowest = max(slowest, 1.1 * (time.monotonic() - before))
                 value["seconds"] += time.monotonic() - before
                 write_json(path, value)
                 del model, snapshots
@@ -198,13 +190,13 @@ def run_training(
 def _opened(plan: TrainingPlan, path: Path, force: bool) -> dict[str, Any]:
     configuration = asdict(plan.setup)
     fresh = {
-        "kind": "training", "schema": SCHEMA, "configuration": configuration,
+        "kind": KIND, "schema": SCHEMA, "configuration": configuration,
         "environment": environment(plan.setup.device), "seconds": 0.0, "runs": {}, "seeds": {},
-        "missing": {}, "live": [], "unrepeatable": [],
+        "missing": {}, "unrepeatable": [],
     }  # fmt: skip
     if not path.exists() or force:
         return fresh
-    found = {**fresh, **read_training(path)}
+    found = {**fresh, **read_result(path, KIND), "missing": {}}
     # Without a number of steps, those of the study in the folder are meant.
     same = {**found["configuration"], "steps": configuration["steps"]}
     steps = configuration["steps"] in (0, found["configuration"]["steps"])
@@ -227,68 +219,32 @@ def _works(run: Run, setup: Setup, value: dict[str, Any]) -> bool:
     return not reason
 
 
-def _fitting_steps(plan: TrainingPlan, budget: float) -> int:
-    """Measures how long steps take, and returns how many fit for all runs of all seeds."""
-    taken: dict[tuple[str, str], float] = {}
-    total = 0.0
-    for run in plan.ordered():
-        if not _works(run, plan.setup, {"missing": {}}):
-            continue
+def _fitting_steps(plan: TrainingPlan, runs: Sequence[Run], end: float) -> int:
+    """Measures how long runs take, and returns how many steps fit for all of them until `end`."""
+    base = next(run for run in runs if run.name == "base")
+
+    def seconds(run: Run, steps: int, reference: Snapshots | None = None) -> float:
+        before = time.monotonic()
+        train(replace(plan.setup, steps=steps), run, 0, reference, False)
+        return time.monotonic() - before
+
+    _, snapshots, _ = train(replace(plan.setup, steps=0), base, 0, None, True)
+    start = seconds(base, 0)
+    # Weights are compared a few times in each run, however long it is.
+    compared = (seconds(base, 0, snapshots) - start) * len(replace(plan.setup, steps=999).points())
+    of_steps: dict[tuple[str, str], float] = {}
+    for run in runs:
         kind = (run.attention, run.precision)
-        if kind not in taken:
-            seconds = []
-            for steps in (2, 0, 6):  # the first warms up
-                before = time.monotonic()
-                train(replace(plan.setup, steps=steps), run, 0, None, False)
-                seconds.append(time.monotonic() - before)
-            taken[kind] = max(1e-4, (seconds[2] - seconds[1]) / 6)
-        total += taken[kind]
-    # A third is for building models, snapshots and their comparison.
-    return max(10, int(0.67 * budget / (total * len(plan.seeds))))
-
-
-def _save(model: torch.nn.Module, path: Path) -> None:
-    with whole_file(path) as temporary:
-        torch.save({name: t.cpu() for name, t in model.state_dict().items()}, temporary)
-
-
-def _live(setup: Setup, trained: torch.nn.Module) -> list[dict[str, Any]]:
-    """Both attentions inside the base model, before and after its training."""
-    result = []
-    for when in ("before", "after"):
-        torch.manual_seed(0)
-        workload = find_workload(setup.workload)
-        model = workload.model(find_attention("sdpa"))
-        if when == "after":
-            model.load_state_dict({name: t.cpu() for name, t in trained.state_dict().items()})
-        batch = workload.batch(torch.Generator().manual_seed(2**31))
-        if setup.device == "cuda":
-            return []  # emulation of a large model takes long
-        with torch.no_grad(), dual_compute(model, "bf16", "paper", block_c=16) as record:
-            workload.loss(model, batch)
-        for call in record.calls:
-            result.append(
-                {
-                    "when": when,
-                    "layer": call.layer,
-                    "shape": call.shape,
-                    **{
-                        f"{pair}_{metric}": sum(values[metric]) / len(values[metric])
-                        for pair, values in (("flash", call.flash), ("baseline", call.baseline))
-                        for metric in ("max", "mean", "rmse")
-                    },
-                }
-            )
-    return result
-
-
-def read_training(path: Path) -> dict[str, Any]:
-    """Reads training.json.
-
-    Raises:
-        ArgumentError: the file is no result of this study.
-    """
-    return read_result(path, "training", SCHEMA, "a training study")
+        if kind not in of_steps:
+            try:
+                seconds(run, 2)  # the first calls of a kernel take longer
+                of_steps[kind] = max(6e-4, seconds(run, 6) - start) / 6
+            except Exception:  # the study itself says what fails
+                of_steps[kind] = 0.0
+    count = len(plan.seeds)
+    fixed = count * len(runs) * (start + max(0.0, compared))
+    each = count * sum(of_steps[run.attention, run.precision] for run in runs)
+    return max(10, int(0.9 * (end - time.monotonic() - fixed) / max(each, 1e-9)))
 
 
 def by_seed(value: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
@@ -299,6 +255,16 @@ def by_seed(value: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
         for seed, histories in value["seeds"].items()
         if name in histories and (not against or against in histories)
     }
+
+
+def probe_changes(value: dict[str, Any], name: str) -> list[float | None]:
+    """Returns, for each seed, a run's held-out loss less that of the run it is compared with."""
+    against = value["runs"].get(name, {}).get("against", "")
+    pairs = [
+        (history["probe"], value["seeds"][seed][against]["probe"])
+        for seed, history in by_seed(value, name).items()
+    ]
+    return [None if mine is None or other is None else mine - other for mine, other in pairs]
 
 
 def summary(value: dict[str, Any]) -> list[list[str]]:
@@ -312,13 +278,7 @@ def summary(value: dict[str, Any]) -> list[list[str]]:
         loss = f"{probe.middle:.4f} [{probe.low:.4f}, {probe.high:.4f}]"
         cells = [name, str(len(histories)), run["against"] or "-", loss]
         if run["against"]:
-            change = [
-                history["probe"] - value["seeds"][seed][run["against"]]["probe"]
-                if history["probe"] is not None
-                else None
-                for seed, history in histories.items()
-            ]
-            cells.append(str(mean_interval(change)))
+            cells.append(str(mean_interval(probe_changes(value, name))))
             for measure in ("l2", "function", "wasserstein"):
                 ends = [history[measure][-1] for history in histories.values()]
                 cells.append(str(mean_interval(ends)))

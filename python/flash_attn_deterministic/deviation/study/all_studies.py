@@ -1,0 +1,76 @@
+"""Every study on a GPU within a total time, each in a process of its own.
+
+What fails, or runs out of its time, costs no other study: a process that ends takes its memory and
+its errors of the device with it, and studies write their results as they go.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STARTS = 10.0  # seconds until a process has imported torch and has its device
+_LANGUAGE = "--model language-100m --checkpoint training/base.pt --device cuda --seconds {seconds}"
+_FLASH = "ours,ours-atomics,ours+residual,sdpa-flash,sdpa-cudnn"
+# Shares of the time, and arguments of `deviation` in the folder of results.
+STUDIES: dict[str, tuple[float, str]] = {
+    "repeat": (25, "repeat --workload language-25m --device cuda --steps 3 --times 2"),
+    "training": (
+        105,
+        "training --workload language-100m --device cuda --base ours --seconds {seconds} "
+        "--runs repeat,data,explicit,ours-atomics,sdpa-flash,sdpa-cudnn --out training",
+    ),
+    "gradients": (
+        50,
+        f"gradients {_LANGUAGE} --count 16 --attention {_FLASH},explicit,explicit:p24,torch-lines "
+        "--no-plots --out gradients",
+    ),
+    "tokens": (20, f"tokens {_LANGUAGE} --attention ours,sdpa-flash --out tokens"),
+    "sinks": (
+        20,
+        f"gradients --model sinks-small --device cuda --count 24 --attention {_FLASH},explicit,"
+        "torch-lines,torch-lines-shifted --seconds {seconds} --no-plots --out sinks",
+    ),
+    "drawings": (
+        40,
+        "training --workload drawings-medium --device cuda --base ours --seconds {seconds} "
+        "--runs repeat,data,explicit,ours-atomics,sdpa-flash --out drawings",
+    ),
+    "kernels": (70, "kernels --out kernels"),
+}
+
+
+def run_all(out: Path, seconds: float) -> dict[str, str]:
+    """Runs every study, and prints how each ended.
+
+    Args:
+        out: folder with a folder for each study.
+        seconds: in which all end. Time that a study leaves is for those after it; one that takes
+            longer than its share is stopped.
+
+    Returns:
+        What went wrong, by study; empty where nothing did.
+    """
+    end = time.monotonic() + seconds
+    out.mkdir(parents=True, exist_ok=True)
+    wrong: dict[str, str] = {}
+    shares = sum(share for share, _ in STUDIES.values())
+    for name, (share, arguments) in STUDIES.items():
+        start = time.monotonic()
+        limit = max(0.0, end - start) * share / shares
+        shares -= share
+        # Its own bound leaves time for the start, and for what comes after the last piece of work.
+        line = arguments.format(seconds=max(1, round(0.8 * (limit - STARTS))))
+        print(f"{name}, at most {limit:.0f} s: deviation {line}", flush=True)
+        command = [sys.executable, "-m", "flash_attn_deterministic", "deviation", *line.split()]
+        try:
+            status = subprocess.run(command, cwd=out, timeout=limit, check=False).returncode
+            if status:
+                wrong[name] = f"ended with status {status}"
+        except subprocess.TimeoutExpired:
+            wrong[name] = "stopped at the end of its time"
+        taken = time.monotonic() - start
+        print(f"{name}: {wrong.get(name, 'done')}, {taken:.0f} s\n", flush=True)
+    return wrong
