@@ -173,19 +173,22 @@ def _backward_plan(request: Request) -> BackwardPlan | None:
     held = not instance_problem(request.dtype, request.head_dim, "bwd")
     if request.deterministic_bwd is None or not held:
         return None
-    family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
-        torch.empty(0, dtype=request.dtype, device=request.device),
-        request.batch,
-        request.seqlen_q,
-        request.seqlen_k,
-        request.nheads,
-        request.nheads_k,
-        request.head_dim,
-        *request.window,
-        request.has_alibi,
-        request.has_softcap,
-        request.has_dropout,
-        request.packed,
-        request.deterministic_bwd,
-    )
+    try:
+        family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
+            torch.empty(0, dtype=request.dtype, device=request.device),
+            request.batch,
+            request.seqlen_q,
+            request.seqlen_k,
+            request.nheads,
+            request.nheads_k,
+            request.head_dim,
+            *request.window,
+            request.has_alibi,
+            request.has_softcap,
+            request.has_dropout,
+            request.packed,
+            request.deterministic_bwd,
+        )
+    except RuntimeError:  # the GPU has too little shared memory for it
+        return None
     return BackwardPlan(FAMILIES[family], *numbers)
