@@ -387,7 +387,9 @@ def _peers_all(results: Results, *, name: str) -> str:
 
 def _left_out(record: Mapping[str, Any]) -> str:
     names = [*record["left_out"], *(one["name"] for one in record["failed"])]
-    return f" Not measured, for want of time: {len(names)} cases, named in the JSON." if names else ""
+    return (
+        f" Not measured, for want of time: {len(names)} cases, named in the JSON." if names else ""
+    )
 
 
 def _decode_peers(results: Results) -> str:

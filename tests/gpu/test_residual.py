@@ -125,7 +125,9 @@ def test_error_of_dq_on_uniform_inputs(head_dim: int, dtype: str) -> None:
     kept = error()
     with deterministic_mode(keep_residual=False):
         without = error()
-    print(f"dq's error at head dim {head_dim}, {dtype}: {without:.4f}, with the residual {kept:.4f}")
+    print(
+        f"dq's error at head dim {head_dim}, {dtype}: {without:.4f}, with the residual {kept:.4f}"
+    )
     assert kept < 0.5 * without
 
 
