@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", **options)
     try:
         record: dict[str, Any] = {
-            **environment(arguments.wheel, sys.argv[1:]),
+            **environment(arguments.wheel, sys.argv),
             "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
             "ranks": dist.get_world_size(),
             "cases": [],
