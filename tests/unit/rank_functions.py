@@ -310,8 +310,11 @@ def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) ->
     given.update(change.get(dist.get_rank(), {}))
     seqlen, nheads_k, dtype = (given.pop(name) for name in ("seqlen", "nheads_k", "dtype"))
     q, k = (draw((1, seqlen, heads, 16), 1).to(dtype) for heads in (4, nheads_k))
+    q.requires_grad_(given.pop("requires_grad", False))
+    mode = package.deterministic_mode(keep_residual=given.pop("keep_residual", None))
     try:
-        distributed.flash_attn_func(q, k, k, **{**group, **given})
+        with mode:
+            distributed.flash_attn_func(q, k, k, **{**group, **given})
     except package.FlashAttnError as error:
         return f"{type(error).__name__}: {error}"
     return ""

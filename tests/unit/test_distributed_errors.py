@@ -15,6 +15,7 @@ from flash_attn_deterministic.distributed.call import resolve
 from flash_attn_deterministic.distributed.llama3 import llama3_flash_attn_prepare_cu_seqlens
 from flash_attn_deterministic.distributed.messages import groups
 from flash_attn_deterministic.distributed.messages.ranks import Ranks
+from flash_attn_deterministic.errors import UnsupportedError
 from rank_pool import Pool, pool_of
 
 
@@ -218,10 +219,36 @@ def test_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="that divides by the 2 ranks of the heads' group, got 3"):
         resolve(
             groups.Groups(Ranks(None), two),
-            *(q, k),
+            *(q, k, k),
             (0.0, None, False, (-1, -1), 0.0, None, None),
             *(None, "contiguous", None, False),
         )
+
+
+@pytest.mark.parametrize("leaf", [0, 1, 2], ids=["q", "k", "v"])
+def test_residual_for_a_backward(leaf: int) -> None:
+    """The backward over ranks could not use it; without a backward none is kept anyway."""
+    inputs = [torch.ones(1, 4, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
+    inputs[leaf].requires_grad_()
+    ranks = groups.Groups(Ranks(None), Ranks(None))
+    numbers = (0.0, None, False, (-1, -1), 0.0, None, None)
+
+    def found() -> Any:
+        return resolve(ranks, *inputs, numbers, *(None, "contiguous", None, False))
+
+    with package.deterministic_mode(keep_residual=True):
+        with pytest.raises(UnsupportedError, match="keep_residual: expected False on several"):
+            found()
+        with torch.no_grad():
+            found()
+    with package.deterministic_mode(keep_residual=False):
+        found()
+
+
+def test_one_rank_keeps_a_residual(pool: Pool) -> None:
+    first, second = pool.run(ranks.raised, {1: {"keep_residual": True, "requires_grad": True}})
+    assert second.startswith("UnsupportedError: keep_residual: expected False on several ranks")
+    assert "UnsupportedError: keep_residual" in first
 
 
 def test_tokens_that_do_not_divide() -> None:

@@ -12,7 +12,7 @@ from .._checks.describe import shown, type_name
 from .._checks.numbers import check_flag, check_int
 from .._ops.arguments import Options
 from ..errors import ArgumentError, ArgumentTypeError, FlashAttnError, UnsupportedError
-from ..interface._call import padded, resolve_options
+from ..interface._call import has_backward, padded, resolve_options
 from . import ops
 
 # Defines the ops.
@@ -80,6 +80,7 @@ def resolve(
     groups: Groups,
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     options: tuple[Any, ...],
     alibi_slopes: Any,
     order: Any,
@@ -92,6 +93,7 @@ def resolve(
         groups: of ranks.
         q: checked.
         k: checked.
+        v: checked.
         options: arguments of `resolve_options` after head_dim.
         alibi_slopes: has to be None.
         order: the argument.
@@ -100,7 +102,8 @@ def resolve(
 
     Raises:
         ArgumentError: a wrong value; ArgumentTypeError: a wrong type.
-        UnsupportedError: dropout or ALiBi, or a group whose backend can't send the tensors.
+        UnsupportedError: dropout, ALiBi, a mode with keep_residual where a gradient is wanted, or a
+            group whose backend can't send the tensors.
     """
     kernels.check_kernels(q.device, q.dtype, q.shape[-1])
     groups.check(q.device)
@@ -114,6 +117,12 @@ def resolve(
         raise UnsupportedError(
             "alibi_slopes: expected None on several ranks: the ops measure distances from the last "
             "row that they are given"
+        )
+    if found.keep_residual and has_backward((q, k, v), None):
+        raise UnsupportedError(
+            "keep_residual: expected False on several ranks where q, k or v requires a gradient, "
+            "got True: the backward over ranks has no argument for the residual; make the call "
+            "inside deterministic_mode(keep_residual=False)"
         )
     if not isinstance(order, str):
         raise ArgumentTypeError(f"order: expected a str, got {type_name(order)}")

@@ -83,7 +83,8 @@ def flash_attn_func(
         As on one device; besides:
         ArgumentError: ranks that disagree about an argument or a shape, heads or tokens that don't
             divide, no process group.
-        UnsupportedError: dropout, ALiBi, or a group with another backend.
+        UnsupportedError: dropout, ALiBi, a mode with keep_residual where an input requires a
+            gradient, or a group with another backend.
         RankError: a RuntimeError; another rank has ended, failed, or not answered within the
             group's timeout. From the backward as well.
 
@@ -99,7 +100,7 @@ def flash_attn_func(
         scores = softmax_scale, causal, window_size, softcap
         options = dropout_p, *scores, split_size, deterministic
         return resolve(
-            groups, q, k, options, alibi_slopes, order, heads_k_stride, return_attn_probs
+            groups, q, k, v, options, alibi_slopes, order, heads_k_stride, return_attn_probs
         )
 
     options, settings = checked(groups, (q, k, v), prepare)

@@ -87,7 +87,7 @@ def flash_attn_varlen_func(
         scores = softmax_scale, causal, window_size, softcap
         options = dropout_p, *scores, split_size, deterministic
         return resolve(
-            groups, q, k, options, alibi_slopes, order, heads_k_stride, return_attn_probs
+            groups, q, k, v, options, alibi_slopes, order, heads_k_stride, return_attn_probs
         )
 
     options, settings = checked(groups, (q, k, v), prepare)

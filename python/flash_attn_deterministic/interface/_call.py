@@ -128,7 +128,7 @@ def attend(
     if head_dim % 8:
         qkv = tuple(map(padded, qkv))
     dropout_p, scores, *tree, keep_residual = options
-    suffix = WITH_RESIDUAL if keep_residual and _has_backward(qkv, lengths) else ""
+    suffix = WITH_RESIDUAL if keep_residual and has_backward(qkv, lengths) else ""
     if lengths is None:
         name = ("qkvpacked_fwd" if packed else "fwd") + suffix
         arguments = *qkv, slopes, rng_state, dropout_p, *scores, *tree
@@ -154,7 +154,13 @@ def attend(
     return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, slopes, rng_state, options)
 
 
-def _has_backward(inputs: Sequence[torch.Tensor | None], lengths: Lengths | None) -> bool:
+def has_backward(inputs: Sequence[torch.Tensor | None], lengths: Lengths | None) -> bool:
+    """Returns whether a backward can follow a call.
+
+    Args:
+        inputs: what gets gradients.
+        lengths: of packed sequences; None: a dense call.
+    """
     wanted = any(tensor is not None and tensor.requires_grad for tensor in inputs)
     plain = lengths is None or not without_backward(*lengths[4:])
     return wanted and plain and torch.is_grad_enabled()

@@ -225,8 +225,9 @@ def set_deterministic_mode(
             takes from out, 2 bytes for each element of it, for the backward. out and softmax_lse
             stay as they are, bit for bit; dq and dk get other bits, and where the values of a row
             are much alike a far smaller error, as the backward subtracts rowsum(dout * out) from
-            numbers close to it. False, unless set; None: as it was. Independent of enabled. Calls
-            over several ranks keep none; torch's own attention has no place for it, and raises.
+            numbers close to it. False, unless set; None: as it was. Independent of enabled. Where
+            there is no place for it, calls raise: those over several ranks whose inputs require a
+            gradient, and torch's own attention.
 
     Raises:
         ArgumentError: a ValueError; split_size is no such number.
