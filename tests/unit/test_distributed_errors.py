@@ -234,7 +234,8 @@ def test_residual_for_a_backward(leaf: int) -> None:
     numbers = (0.0, None, False, (-1, -1), 0.0, None, None)
 
     def found() -> Any:
-        return resolve(ranks, *inputs, numbers, *(None, "contiguous", None, False))
+        q, k, v = inputs
+        return resolve(ranks, q, k, v, numbers, *(None, "contiguous", None, False))
 
     with package.deterministic_mode(keep_residual=True):
         with pytest.raises(UnsupportedError, match="keep_residual: expected False on several"):
