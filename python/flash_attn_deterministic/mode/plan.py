@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -135,18 +136,7 @@ def plan(request: Request) -> Plan:
 
 def _cuda_plan(request: Request) -> Plan:
     numbers = torch.ops.flash_attn_deterministic.plan(
-        torch.empty(0, dtype=request.dtype, device=request.device),
-        request.batch,
-        request.seqlen_q,
-        request.seqlen_k,
-        request.nheads,
-        request.nheads_k,
-        request.head_dim,
-        *request.window,
-        request.has_alibi,
-        request.has_softcap,
-        request.has_dropout,
-        request.packed,
+        *_shared_arguments(request),
         request.page_size,
         request.cache_index,
         request.residual_bytes > 0,
@@ -175,20 +165,26 @@ def _backward_plan(request: Request) -> BackwardPlan | None:
         return None
     try:
         family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
-            torch.empty(0, dtype=request.dtype, device=request.device),
-            request.batch,
-            request.seqlen_q,
-            request.seqlen_k,
-            request.nheads,
-            request.nheads_k,
-            request.head_dim,
-            *request.window,
-            request.has_alibi,
-            request.has_softcap,
-            request.has_dropout,
-            request.packed,
-            request.deterministic_bwd,
+            *_shared_arguments(request), request.deterministic_bwd
         )
     except RuntimeError:  # the GPU has too little shared memory for it
         return None
     return BackwardPlan(FAMILIES[family], *numbers)
+
+
+def _shared_arguments(request: Request) -> tuple[Any, ...]:
+    """The arguments with which both ops on plans begin."""
+    return (
+        torch.empty(0, dtype=request.dtype, device=request.device),
+        request.batch,
+        request.seqlen_q,
+        request.seqlen_k,
+        request.nheads,
+        request.nheads_k,
+        request.head_dim,
+        *request.window,
+        request.has_alibi,
+        request.has_softcap,
+        request.has_dropout,
+        request.packed,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,23 +127,8 @@ def backward_slice(
         call: lengths and mask.
         scores: of the whole.
     """
-    dout, q, out, softmax_lse = rows
     dq, dk, dv = torch.ops.flash_attn_deterministic.varlen_bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse.transpose(0, 1).contiguous(),
-        *_starts(call, q.device),
-        None,
-        None,
-        *call.longest,
-        0.0,
-        scores.softmax_scale,
-        *call.mask,
-        scores.softcap,
-        scores.deterministic_bwd,
+        *_of_rows(rows, k, v), *_of_call(call, scores, k.device)
     )
     return dq, dk, dv
 
@@ -161,24 +146,8 @@ def backward_step(
         scores: of the whole.
         sums: of the rows before in `row_order`, for the keys of the call; contiguous.
     """
-    dout, q, out, softmax_lse = rows
     dq: torch.Tensor = torch.ops.flash_attn_deterministic.varlen_bwd_accumulate(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse.transpose(0, 1).contiguous(),
-        *sums,
-        *_starts(call, q.device),
-        None,
-        None,
-        *call.longest,
-        0.0,
-        scores.softmax_scale,
-        *call.mask,
-        scores.softcap,
-        scores.deterministic_bwd,
+        *_of_rows(rows, k, v), *sums, *_of_call(call, scores, k.device)
     )
     return dq
 
@@ -195,6 +164,27 @@ def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, t
         *sums, k, scores.softmax_scale, scores.softcap, 0.0
     )
     return dk, dv
+
+
+def _of_rows(rows: Rows, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The arguments with which both ops of the backward begin."""
+    dout, q, out, softmax_lse = rows
+    return dout, q, k, v, out, softmax_lse.transpose(0, 1).contiguous()
+
+
+def _of_call(call: Call, scores: Scores, device: torch.device) -> tuple[Any, ...]:
+    """The arguments with which both end."""
+    return (
+        *_starts(call, device),
+        None,
+        None,
+        *call.longest,
+        0.0,
+        scores.softmax_scale,
+        *call.mask,
+        scores.softcap,
+        scores.deterministic_bwd,
+    )
 
 
 def _starts(call: Call, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
