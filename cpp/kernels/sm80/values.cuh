@@ -10,6 +10,7 @@
 
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
+#include "named_barrier.h"
 #include "row_group.cuh"
 #include "scores_first.h"
 #include "tree/row_end.h"
@@ -27,6 +28,12 @@ struct ValuesState {
   float acc[kTiles][4] = {};
 };
 constexpr int kValueTiles = kValueColumns / 8;
+
+// All warps have done their part of a chunk, each in a loop of its own.
+template <typename Traits>
+__device__ __forceinline__ void chunk_done() {
+  named_barrier_sync(1, Traits::kThreads);
+}
 
 // Blocks of values on their way to shared memory, for the warp that copies. Chunks are counted from
 // the last keys down, and so are the blocks of a chunk.
@@ -226,7 +233,7 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
         to.operands[keys16 * 32 + lane] = reinterpret_cast<const uint2&>(rounded);
       }
     }
-    __syncthreads();
+    chunk_done<Traits>();
   }
 }
 
@@ -248,7 +255,7 @@ __device__ __forceinline__ void copy_and_sum(ValuesCopy<Traits> copies, char* sm
     cute::cp_async_wait<Traits::kValueChunks - 2>();
     // After this barrier the chunk's values and probabilities are there, and the chunk before is
     // read: its room is free.
-    __syncthreads();
+    chunk_done<Traits>();
     copies.start(chunk + Traits::kValueChunks - 1);
 #pragma unroll
     for (int i = 0; i < Traits::kChunk; ++i) {
@@ -351,7 +358,7 @@ __device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max
 #pragma unroll 1
   for (int n_block = n_max - 1; n_block >= n_min; n_block -= Traits::kChunk, ++chunk) {
     const int count = n_block - n_min + 1;
-    __syncthreads();
+    chunk_done<Traits>();
     if (count >= Traits::kChunk) {
       multiply_chunk(chunk, std::true_type{}, Traits::kChunk);
     } else {
