@@ -120,7 +120,8 @@ def _calls(cell: Cell) -> list[Call]:
 def _rounded(cell: Cell, call: Call) -> Call:
     """Golden values are those of the rounded inputs: what counts is the computation."""
     plain = parse_format(cell.format.partition(":")[0])
-    q, k, v = (plain.round(tensor.double()).to(plain.container) for tensor in call.heads())
+    call = call.plain()
+    q, k, v = (plain.round(t.double()).to(plain.container) for t in (call.q, call.k, call.v))
     return replace(call, q=q, k=k, v=v)
 
 
@@ -133,11 +134,8 @@ def _prepared(
     prepared = []
     for seed, call in enumerate(_calls(cell)):
         call = _rounded(cell, call)
-        given = (call.q, call.k, call.v, call.factor)
-        generator = torch.Generator().manual_seed(seed)
-        golden = golden_attention(*given, call.bias())
-        baseline = baseline_attention(*given, parse_format(name), generator, call.bias())
-        prepared.append((call, golden, baseline))
+        baseline = baseline_attention(call, parse_format(name), torch.Generator().manual_seed(seed))
+        prepared.append((call, golden_attention(call), baseline))
     return prepared
 
 
@@ -146,8 +144,8 @@ def _compare(cell: Cell) -> Iterator[Result]:
     shared = _prepared(cell.format, cell.inputs, cell.seqlen, cell.head_dim, cell.seeds)
     for seed, (call, golden, baseline) in enumerate(shared):
         flash = tiled_attention(
-            call.q, call.k, call.v, call.factor, find_preset(cell.preset), steps,
-            cell.block_c, torch.Generator().manual_seed(1000 + seed), call.bias(),
+            call, find_preset(cell.preset), steps, cell.block_c,
+            torch.Generator().manual_seed(1000 + seed),
         )  # fmt: skip
         yield {
             "flash": deviation(flash, golden, number_format, 2),
@@ -165,8 +163,7 @@ def _gradients(cell: Cell) -> Iterator[Result]:
         generator = torch.Generator().manual_seed(99 + seed)
         dout = torch.randn(call.q.shape, generator=generator, dtype=torch.float64)
         dout = number_format.round(dout)
-        wide = replace(call, q=call.q.double(), k=call.k.double(), v=call.v.double())
-        golden = _autograd("exact", wide, dout)
+        golden = _autograd("exact", call.to(torch.float64), dout)
         yield {
             f"{label} {name}": deviation(actual, exact, number_format, 2)
             for label, attention in names.items()
@@ -180,5 +177,5 @@ def _gradients(cell: Cell) -> Iterator[Result]:
 def _autograd(name: str, call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
     leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
     q, k, v = leaves
-    out = find_attention(name)(q, k, v, attn_mask=call.bias(), scale=call.factor)
+    out = find_attention(name)(q, k, v, attn_mask=call.mask, scale=call.factor)
     return torch.autograd.grad(out, leaves, dout)

@@ -101,6 +101,7 @@ def read_calls(path: Path) -> list[Call]:
                 f"{', '.join(entry) if isinstance(entry, dict) else type(entry).__name__}"
             )
         call = Call(**{**entry, "window": tuple(entry["window"])})
-        check_inputs(*call.heads())
+        plain = call.plain()
+        check_inputs(plain.q, plain.k, plain.v)
         calls.append(call)
     return calls

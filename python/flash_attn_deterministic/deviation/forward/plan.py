@@ -23,7 +23,8 @@ KIND, RESULT_FILE = "forward", "forward.json"
 FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
 # Fig. 6a's other reading: a row's O, l and m stay on chip, in the wider container.
 ON_CHIP = "+".join(n for n in STEP_NAMES if n not in ("scores", "probs", "acc", "out"))
-Points = list[tuple[Cell, Result]]
+Point = tuple[Cell, Result]
+Points = list[Point]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..attentions.masks import Call
 from ..attentions.registry import find_attention
 from ..emulate.simulate import golden_attention
 from ..numbers.formats import parse_format
@@ -17,7 +18,7 @@ def forward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
     """Deviation of each attention's output, over formats, inputs and lengths."""
     points = []
     for where, (q, k, v) in plan.points(plan.seqlens):
-        golden = golden_attention(q, k, v, q.shape[-1] ** -0.5)
+        golden = golden_attention(Call(q, k, v))
         for backend, attention in plan.attentions(q.dtype, q.shape[-1]).items():
             found = deviation(attention(q, k, v), golden, parse_format(where["format"]))
             points.append({**where, "backend": backend, "result": found})

@@ -77,7 +77,7 @@ def read_study(folder: Path) -> Study:
     Raises:
         ArgumentError: the folder holds no finished study.
     """
-    drawers: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "forward": lambda value: forward_plots(forward_points(value)),
         "kernels": kernel_plots,
         "training": training_plots,
@@ -87,7 +87,7 @@ def read_study(folder: Path) -> Study:
         path = folder / module.RESULT_FILE
         if path.exists():
             value = read_result(path, module.KIND)
-            plots = draw_all(drawers[module.KIND](value), folder / "plots")
+            plots = draw_all(figures[module.KIND](value), folder / "plots")
             return Study(module.KIND, value, plots)
     raise ArgumentError(f"results: expected folders of finished studies, got {folder}")
 
