@@ -262,7 +262,7 @@ def _report(arguments: argparse.Namespace) -> int:
     _need_plots()
     folders = list(arguments.results)
     if arguments.quick:
-        from .study.quick import quick_studies
+        from .study.all_studies import quick_studies
 
         folders = quick_studies(arguments.out)
     elif not folders:

@@ -205,6 +205,16 @@ def find_attention(name: str) -> Attention:
     return found
 
 
+def gradients_of(
+    attention: Attention | str, call: Call, dout: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Returns dq, dk and dv of an attention, or of one of this name."""
+    attend = find_attention(attention) if isinstance(attention, str) else attention
+    leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
+    out = attend(*leaves, attn_mask=call.mask, is_causal=call.causal, scale=call.scale)
+    return torch.autograd.grad(out, leaves, dout)
+
+
 def find_object(name: str, argument: str) -> Any:
     """Imports MODULE:NAME.
 

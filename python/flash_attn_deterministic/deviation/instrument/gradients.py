@@ -28,12 +28,10 @@ from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention, reason_of
 from ..attentions.substitute import replaced_attention, running_modules
 from ..numbers.intervals import bounds, mean_interval, resamples
-from ..study.environment import autocast, environment, one_thread, repeatable
-from ..study.files import SCHEMA, read_result, whole_file, write_json
-from ..study.progress import Progress
+from ..study.environment import Progress, autocast, one_thread, repeatable
+from ..study.files import new_result, read_result, whole_file, write_result
 from .target import Target
 
-KIND, RESULT_FILE = "gradients", "gradients.json"
 SAMPLE = 16384
 
 
@@ -92,9 +90,9 @@ def run_gradients(
     found = {name: find_attention(name) for name in plan.attentions}
     identity = {**asdict(plan), "attentions": list(plan.attentions)}
     identity["batches"] = len(target.batches)
-    path, store = folder / RESULT_FILE, folder / "batches"
-    if path.exists() and not force:
-        value = read_result(path, KIND)
+    store = folder / "batches"
+    if (folder / "gradients.json").exists() and not force:
+        value = read_result(folder, "gradients")
         if value["configuration"] != identity:
             raise ArgumentError(
                 f"out: {folder} holds another comparison; give another folder, or --force to "
@@ -126,10 +124,7 @@ def run_gradients(
     with one_thread():  # of small matrices
         found_errors = _statistics(samples, names)
     value = {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "configuration": identity,
-        "environment": environment(plan.device),
+        **new_result("gradients", identity, plan.device),
         "seconds": time.monotonic() - start,
         "memory_bytes": memory_bound(target, len(names)),
         "parameters": sum(p.numel() for p in target.model.parameters()),
@@ -137,7 +132,7 @@ def run_gradients(
         "done": len(samples),
         **found_errors,
     }
-    write_json(path, value, digits=4)
+    write_result(folder, value)
     if len(samples) == len(target.batches):
         shutil.rmtree(store)  # megabytes for each batch
     return value

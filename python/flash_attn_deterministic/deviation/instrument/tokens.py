@@ -16,7 +16,6 @@ from ..study.environment import autocast, environment
 from ..study.files import SCHEMA, write_json
 from .target import Target
 
-RESULT_FILE = "tokens.json"
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
 
@@ -86,7 +85,7 @@ def run_tokens(
         "same": same / tokens,
         "batch_invariant": invariant,
     }  # fmt: skip
-    write_json(out / RESULT_FILE, value, indent=1, digits=4)
+    write_json(out / "tokens.json", value, indent=1, digits=4)
     return value
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from ..attentions.masks import Call
-from ..attentions.registry import find_attention
+from ..attentions.registry import gradients_of
 from ..emulate.simulate import golden_attention
 from ..numbers.formats import parse_format
 from ..numbers.metrics import deviation
-from .plan import KernelPlan, drawn_dout, gradients
+from .plan import KernelPlan, drawn_dout
 
 
 def forward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
@@ -28,12 +28,11 @@ def forward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
 def backward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
     """Deviation of dq, dk and dv; with uniform inputs D decides them (`emulate.gradients`)."""
     points = []
-    exact = find_attention("exact")
     for where, (q, k, v) in plan.points(plan.seqlens[-4:-1]):
-        dout = drawn_dout(q)
-        golden = gradients(exact, q.double(), k.double(), v.double(), dout.double())
+        call, dout = Call(q, k, v), drawn_dout(q)
+        golden = gradients_of("exact", call.to(torch.float64), dout.double())
         for backend, attention in plan.attentions(q.dtype, q.shape[-1], backward=True).items():
-            found = gradients(attention, q, k, v, dout)
+            found = gradients_of(attention, call, dout)
             for name, actual, true in zip(("dq", "dk", "dv"), found, golden, strict=True):
                 result = deviation(actual, true, parse_format(where["format"]))
                 points.append({**where, "backend": backend, "gradient": name, "result": result})
@@ -52,7 +51,7 @@ def run_to_run(plan: KernelPlan) -> list[dict[str, Any]]:
         for backend, attention in attentions.items():
             outputs = {"out": [attention(q, k, v) for _ in range(repeats)]}
             if backend in with_backward:
-                calls = [gradients(attention, q, k, v, dout) for _ in range(repeats)]
+                calls = [gradients_of(attention, Call(q, k, v), dout) for _ in range(repeats)]
                 outputs |= zip(("dq", "dk", "dv"), map(list, zip(*calls, strict=True)), strict=True)
             for output, values in outputs.items():
                 first = values[0].double()

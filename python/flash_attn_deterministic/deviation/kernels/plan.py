@@ -11,13 +11,12 @@ import torch
 
 from ...errors import ArgumentError
 from ..attentions.registry import REAL, Attention, usable
-from ..forward.inputs import DISTRIBUTIONS, draw
+from ..forward.inputs import DISTRIBUTIONS, QKV, draw
 from ..numbers.formats import parse_format
 from ..study.environment import check_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COMPARED = (*REAL, "explicit")
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _HEADS = 2
 
 
@@ -81,14 +80,6 @@ class KernelPlan:
 @functools.lru_cache
 def _usable(device: str, dtype: torch.dtype, head_dim: int, backward: bool) -> dict[str, Attention]:
     return usable(COMPARED, device, dtype, head_dim, backward)[0]
-
-
-def gradients(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-              dout: torch.Tensor) -> QKV:  # fmt: skip
-    """Returns dq, dk and dv."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
-    dq, dk, dv = torch.autograd.grad(attention(leaves[0], leaves[1], leaves[2]), leaves, dout)
-    return dq, dk, dv
 
 
 def drawn_dout(like: torch.Tensor) -> torch.Tensor:

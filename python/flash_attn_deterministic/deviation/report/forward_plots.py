@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from ..emulate.steps import STEP_NAMES
@@ -21,13 +22,21 @@ def forward_plots(figures: dict[str, Points]) -> dict[str, _Figure]:
         "3": {"fig3": _formats},
         "4": {"fig4": _golden},
         "5": {"fig5a": _lengths_max, "fig5b": _lengths_mean, "fig5-ratio": _ratio},
-        "6a": {"fig6a": _swapped},
-        "6b": {"fig6b": _square},
-        "6c": {"fig6c": _larger},
+        "6a": {"fig6a": functools.partial(
+            _swept, lambda cell: cell.block_c, "ceil(M/4d)",
+            ("as the paper", "sizes exchanged", "loops exchanged"),
+        )},
+        "6b": {"fig6b": functools.partial(
+            _swept, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c",
+            ("square", "wide", "tall"),
+        )},
+        "6c": {"fig6c": functools.partial(
+            _swept, lambda cell: cell.block_c, "B_c, keys per block", ("",)
+        )},
         "ablation": {"ablation": _ablation},
         "bias": {"bias": _bias},
         "backward": {"backward": _backward},
-    }
+    }  # fmt: skip
     return {
         name: function(points)
         for figure, points in figures.items()
@@ -127,9 +136,12 @@ def _over_lengths(
     return LinePanels(columns, ("sequence length", label), lengths, levels)
 
 
-def _swept(cases: Mapping[str, Points], x_of: Callable[[Cell], float], label: str) -> LinePanels:
+def _swept(
+    x_of: Callable[[Cell], float], label: str, names: tuple[str, ...], points: Points
+) -> LinePanels:
     """A column per distribution and a line per format and case; x from the first case's cells."""
-    xs = [x_of(cell) for cell, _ in next(iter(cases.values()))]
+    cases = {name: points[number :: len(names)] for number, name in enumerate(names)}
+    xs = [x_of(cell) for cell, _ in cases[names[0]]]
     columns = {
         f"inputs: {title(inputs)}": [
             Line(f"{name.upper()} {case}", [
@@ -140,7 +152,7 @@ def _swept(cases: Mapping[str, Points], x_of: Callable[[Cell], float], label: st
             for number, name in enumerate(FOUR_FORMATS)
             for (case, group), style in zip(cases.items(), ("-", "--", ":"), strict=False)
         ]
-        for inputs in inputs_of(next(iter(cases.values())))
+        for inputs in inputs_of(points)
     }  # fmt: skip
     return LinePanels(columns, (label, "max |flash - baseline| / unit roundoff"), xs)
 
@@ -150,24 +162,6 @@ def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
     cell, result = point
     unit = parse_format(cell.format).unit_roundoff
     return [None if value is None else value / unit for value in result["difference"]["max"]]
-
-
-def _swapped(points: Points) -> LinePanels:
-    cases = {
-        "as the paper": points[0::3],
-        "sizes exchanged": points[1::3],
-        "loops exchanged": points[2::3],
-    }
-    return _swept(cases, lambda cell: cell.block_c, "ceil(M/4d)")
-
-
-def _square(points: Points) -> LinePanels:
-    cases = {"square": points[0::3], "wide": points[1::3], "tall": points[2::3]}
-    return _swept(cases, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c")
-
-
-def _larger(points: Points) -> LinePanels:
-    return _swept({"": points}, lambda cell: cell.block_c, "B_c, keys per block")
 
 
 def _ablation(points: Points) -> DotPanels:

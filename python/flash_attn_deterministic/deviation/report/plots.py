@@ -233,12 +233,7 @@ class DotPanels:
         each = 0.26 if count > 20 else max(0.26, 0.07 * most)
         figure, grid = _grid(pyplot, list(self.shown), 1.2 + each * count)
         for axes, series in zip(grid.flat, self.shown.values(), strict=False):
-            if self.scale == "symlog":
-                axes.set_xscale("symlog", linthresh=1e-4)
-                axes.set_xticks(_BOTH_SIGNS, [f"{tick:g}" for tick in _BOTH_SIGNS])
-                axes.minorticks_off()
-            else:
-                axes.set_xscale(self.scale)
+            axes.set_xscale("log" if self.scale == "log" else "linear")
             axes.set_xlabel(self.label)
             for number, (name, values) in enumerate(series):
                 offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
@@ -249,6 +244,10 @@ class DotPanels:
             axes.tick_params(axis="y", labelsize=8 if count < 20 else 7)
             if self.scale != "log":
                 axes.axvline(0, color="#333333", linewidth=0.8)
+            if self.scale == "symlog":  # at last: ticks widen the view
+                axes.set_xscale("symlog", linthresh=1e-4)
+                axes.set_xticks(_BOTH_SIGNS, [f"{tick:g}" for tick in _BOTH_SIGNS])
+                axes.minorticks_off()
         _legend_below(figure, grid)
         return figure
 
