@@ -167,8 +167,6 @@ _NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
     "torch-lines": (functools.partial(torch_lines, shifted=False), "16 bits after each line"),
     "torch-lines-shifted": (functools.partial(torch_lines, shifted=True), "16 bits, maximum moved"),
 }  # fmt: skip
-REAL = ("ours", "ours-atomics", "ours+residual", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient",
-        "sdpa-math")  # fmt: skip
 LABELS = {name: label for name, (_, label) in _NAMED.items()}
 
 

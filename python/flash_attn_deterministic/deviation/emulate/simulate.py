@@ -16,7 +16,7 @@ import torch
 from ...errors import ArgumentError
 from ..attentions.masks import Call
 from ..numbers.formats import NumberFormat
-from .steps import Preset, Round, Steps, rounder, rounders
+from .steps import STEP_NAMES, Preset, Round, Steps, rounder
 
 _CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
 # 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
@@ -98,7 +98,8 @@ def tiled_attention(
         ArgumentError: see `check_block`.
     """
     check_block(preset, block_c)
-    rounded, call = rounders(steps, generator), call.plain()
+    call = call.plain()
+    rounded = {name: rounder(steps.get(name), generator) for name in STEP_NAMES}
 
     def attend(rows: Call) -> torch.Tensor:
         if preset.algorithm == "renormalised":

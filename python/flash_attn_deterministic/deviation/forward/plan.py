@@ -17,7 +17,6 @@ from ..study.files import new_result, write_result
 from .cells import Cell, Result, run_cell
 from .inputs import DISTRIBUTIONS, read_calls
 
-DEFAULT_SRAM = 16384  # elements: B_c = B_r = 64 at head_dim 64, the kernels' block of keys
 FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
 # Fig. 6a's other reading: a row's O, l and m stay on chip, in the wider container.
 ON_CHIP = "+".join(n for n in STEP_NAMES if n not in ("scores", "probs", "acc", "out"))
@@ -47,7 +46,7 @@ class Plan:
     seeds: int = 8
     seqlens: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
     head_dim: int = 64
-    sram: int = DEFAULT_SRAM
+    sram: int = 16384  # B_c = B_r = 64 at head_dim 64, the kernels' block of keys
     formats: tuple[str, ...] = ()
     quick: bool = False
 

@@ -54,12 +54,6 @@ class GradientPlan:
     checkpoint: str = ""
 
 
-def memory_bound(target: Target, attentions: int) -> int:
-    """Returns how many bytes the kept samples take at most."""
-    sizes = [min(SAMPLE, p.numel()) for p in target.model.parameters() if p.requires_grad]
-    return 4 * (attentions + 1) * len(target.batches) * sum(sizes)
-
-
 def run_gradients(
     plan: GradientPlan,
     target: Target,
@@ -93,11 +87,7 @@ def run_gradients(
     store = folder / "batches"
     if (folder / "gradients.json").exists() and not force:
         value = read_result(folder, "gradients")
-        if value["configuration"] != identity:
-            raise ArgumentError(
-                f"out: {folder} holds another comparison; give another folder, or --force to "
-                "replace it"
-            )
+        _same(value["configuration"], identity, folder)
         if value.get("done") == len(target.batches):
             return value
     samples: list[dict[str, Any]] = []
@@ -123,10 +113,12 @@ def run_gradients(
         raise ArgumentError(f"attention: expected one that works on this model: {missing}")
     with one_thread():  # of small matrices
         found_errors = _statistics(samples, names)
+    kept_sizes = [min(SAMPLE, p.numel()) for p in target.model.parameters() if p.requires_grad]
     value = {
         **new_result("gradients", identity, plan.device),
         "seconds": time.monotonic() - start,
-        "memory_bytes": memory_bound(target, len(names)),
+        # At most, of what is kept of gradients.
+        "memory_bytes": 4 * (len(names) + 1) * len(target.batches) * sum(kept_sizes),
         "parameters": sum(p.numel() for p in target.model.parameters()),
         "missing": missing,
         "done": len(samples),
@@ -138,15 +130,18 @@ def run_gradients(
     return value
 
 
+def _same(found: object, identity: dict[str, Any], folder: Path) -> None:
+    if found != identity:
+        raise ArgumentError(
+            f"out: {folder} holds another comparison; give another folder, or --force to replace it"
+        )
+
+
 def _kept(path: Path, identity: dict[str, Any], force: bool) -> dict[str, Any] | None:
     if not path.exists() or force:
         return None
     saved: dict[str, Any] = torch.load(path, weights_only=True)
-    if saved.get("identity") != identity:
-        raise ArgumentError(
-            f"out: {path.parent} holds batches of another comparison; give another folder, or "
-            "--force to replace them"
-        )
+    _same(saved.get("identity"), identity, path.parent)
     return saved
 
 

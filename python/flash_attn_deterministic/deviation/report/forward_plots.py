@@ -11,14 +11,12 @@ from ..forward.cells import Cell, Result
 from ..forward.plan import FOUR_FORMATS, LINES, TILING, Points
 from ..numbers.formats import parse_format
 from .names import inputs_of, presets_of, select, title
-from .plots import DotPanels, Line, LinePanels
-
-_Figure = LinePanels | DotPanels
+from .plots import DotPanels, Line, LinePanels, Panels
 
 
-def forward_plots(figures: dict[str, Points]) -> dict[str, _Figure]:
+def forward_plots(figures: dict[str, Points]) -> dict[str, Panels]:
     """Returns each figure of what the study holds, by file name."""
-    known: dict[str, dict[str, Callable[[Points], _Figure]]] = {
+    known: dict[str, dict[str, Callable[[Points], Panels]]] = {
         "3": {"fig3": _formats},
         "4": {"fig4": _golden},
         "5": {"fig5a": _lengths_max, "fig5b": _lengths_mean, "fig5-ratio": _ratio},

@@ -84,12 +84,11 @@ def evidence_of(results: Mapping[str, dict[str, Any]]) -> Evidence:
     if "forward" in results:
         for figure, points in forward_points(results["forward"]).items():
             evidence[emulated(figure)] = points
-    if "kernels" in results:
-        evidence[KERNELS] = results["kernels"]
-        if results["kernels"]["configuration"]["device"] == "cuda":
-            evidence[ON_GPU] = results["kernels"]
-    if "training" in results:
-        evidence[TRAINING] = results["training"]
+    for name, kind in ((KERNELS, "kernels"), (TRAINING, "training")):
+        if kind in results:
+            evidence[name] = results[kind]
+    if KERNELS in evidence and evidence[KERNELS]["configuration"]["device"] == "cuda":
+        evidence[ON_GPU] = evidence[KERNELS]
     gradients = results.get("gradients")
     # Gradients of another model say nothing of the failure's mechanism.
     if gradients is not None and gradients["configuration"]["model"].startswith("sinks"):

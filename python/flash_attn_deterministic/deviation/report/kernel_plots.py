@@ -6,12 +6,12 @@ from typing import Any
 
 from ..kernels.plan import COMPARED
 from .names import attention_name, title
-from .plots import DotPanels, Line, LinePanels
+from .plots import DotPanels, Line, LinePanels, Panels
 
 
-def kernel_plots(value: dict[str, Any]) -> dict[str, LinePanels | DotPanels]:
+def kernel_plots(value: dict[str, Any]) -> dict[str, Panels]:
     """Returns each figure that the study's results allow, by file name."""
-    figures: dict[str, LinePanels | DotPanels] = {}
+    figures: dict[str, Panels] = {}
     if value["forward"]:
         figures["kernels-forward"] = _forward(value["forward"])
     if value["backward"]:

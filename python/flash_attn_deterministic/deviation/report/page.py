@@ -21,7 +21,7 @@ from .gradient_plots import MEASURES, gradient_plots
 from .judging import Claim, Outcome, evidence_of
 from .kernel_plots import kernel_plots
 from .names import attention_name, title
-from .plots import DotPanels, LinePanels, draw_all
+from .plots import Panels, draw_all
 from .training_plots import training_plots
 
 TITLE = "Is flash attention stable? A reproduction"
@@ -55,7 +55,7 @@ CAPTIONS = {
     "outputs": "Relative error of the output of each call of attention on the same tensors.",
 }
 
-_FIGURES: dict[str, Callable[[dict[str, Any]], Mapping[str, LinePanels | DotPanels]]] = {
+_FIGURES: dict[str, Callable[[dict[str, Any]], Mapping[str, Panels]]] = {
     "forward": lambda value: forward_plots(forward_points(value)),
     "kernels": kernel_plots,
     "training": training_plots,
@@ -134,9 +134,7 @@ def _sections(judged: list[tuple[Claim, Outcome]], studies: list[Study]) -> Iter
         yield Section(claim.text, text, outcome.numbers, figures, key=claim.key,
                       source=claim.source, verdict=outcome.verdict)  # fmt: skip
     if plots:
-        yield Section(
-            "More figures", figures=[(CAPTIONS[name], path) for name, path in plots.items()]
-        )
+        yield Section("More figures", figures=[(CAPTIONS[name], plots[name]) for name in plots])
     for found in studies:
         yield from _tables(found)
 

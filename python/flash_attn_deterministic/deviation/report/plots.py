@@ -63,7 +63,7 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def draw_all(figures: Mapping[str, LinePanels | DotPanels], folder: Path) -> list[Path]:
+def draw_all(figures: Mapping[str, Panels], folder: Path) -> list[Path]:
     """Draws figures into a folder, as NAME.svg, and returns the files."""
     pyplot = load_pyplot()
     written = []
@@ -269,3 +269,6 @@ def _dots(
         axes.plot([statistics.median(found)], [place + offset], marker, color=colour, markersize=5,
                   markerfacecolor=face)  # fmt: skip
     axes.plot([], [], marker, color=colour, label=label, markerfacecolor=face)
+
+
+Panels = LinePanels | DotPanels

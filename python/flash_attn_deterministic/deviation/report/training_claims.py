@@ -20,7 +20,7 @@ NOISE = ("nudge", "sdpa", "kernel", "paper", "explicit:p5", "explicit:p24", "our
          "sdpa-flash", "sdpa-cudnn", "explicit", "kernel+residual")  # fmt: skip
 
 Training = dict[str, Any]
-History = dict[str, Any]
+History = dict[str, list[float | None]]
 Value = Callable[[History, str], float | None]
 
 
@@ -30,19 +30,16 @@ def _flash(training: Training) -> list[str]:
     return [name for name in names if by_seed(training, name)]
 
 
-def _end(history: History, measure: str) -> float | None:
-    value: float | None = history[measure][-1]
-    return value
+def _at(place: int) -> Value:
+    return lambda history, measure: history[measure][place]
 
 
-def _start(history: History, measure: str) -> float | None:
-    value: float | None = history[measure][0]
-    return value
+_START, _END = _at(0), _at(-1)
 
 
 def _added(history: History, measure: str) -> float | None:
     """A distance at the end less its value at step 0."""
-    last, first = history[measure][-1], history[measure][0]
+    last, first = _END(history, measure), _START(history, measure)
     return None if last is None or first is None else last - first
 
 
@@ -72,7 +69,7 @@ def _init(training: Training) -> Iterator[Case]:
     for name in _flash(training):
         for measure in ("max_difference", "l2", "function"):
             label, unit = f"{name}, {measure.replace('_', ' ')}", "x of another init's"
-            yield from _over(training, (name, "init"), measure, _end, (0.0, 0.99), label, unit)
+            yield from _over(training, (name, "init"), measure, _END, (0.0, 0.99), label, unit)
 
 
 def _grows(training: Training) -> Iterator[Case]:
@@ -102,7 +99,7 @@ def _variable(training: Training) -> Iterator[Case]:
     for name in _flash(training):
         flash = by_seed(training, name)
         pairs = [
-            (_end(low[seed], "wasserstein"), _end(flash[seed], "wasserstein"))
+            (_END(low[seed], "wasserstein"), _END(flash[seed], "wasserstein"))
             for seed in low.keys() & flash.keys()
         ]
         if len(pairs) < 3 or any(None in pair for pair in pairs):
@@ -123,7 +120,7 @@ def _null(training: Training) -> Iterator[Case]:
     """The Wasserstein distance over that of two fresh initialisations."""
     for name in _flash(training):
         runs, unit = (name, "init"), "x of two fresh models'"
-        yield from _over(training, runs, "wasserstein", _end, (0.0, 1.0), name, unit, _start)
+        yield from _over(training, runs, "wasserstein", _END, (0.0, 1.0), name, unit, _START)
 
 
 def _ranks(training: Training) -> Iterator[Case]:
@@ -138,7 +135,7 @@ def _ranks(training: Training) -> Iterator[Case]:
 def _nudged(training: Training) -> Iterator[Case]:
     count = len(by_seed(training, "nudge").keys() & by_seed(training, "data").keys())
     runs, unit = ("nudge", "data"), "x of other data"
-    yield from _over(training, runs, "l2", _end, (0.1, math.inf), f"{count} seeds", unit)
+    yield from _over(training, runs, "l2", _END, (0.1, math.inf), f"{count} seeds", unit)
 
 
 def _loss(training: Training) -> Iterator[Case]:

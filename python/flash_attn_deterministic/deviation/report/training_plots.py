@@ -6,7 +6,7 @@ from typing import Any
 
 from ..training.training_study import by_seed, probe_changes
 from .names import attention_name
-from .plots import DotPanels, Line, LinePanels
+from .plots import DotPanels, Line, LinePanels, Panels
 
 _LABELS = {
     "repeat": "repeat (control)",
@@ -23,10 +23,10 @@ _LABELS = {
 Series = list[tuple[float, list[float | None]]]
 
 
-def training_plots(value: dict[str, Any]) -> dict[str, LinePanels | DotPanels]:
+def training_plots(value: dict[str, Any]) -> dict[str, Panels]:
     """Returns each figure, by file name."""
     noise = [n for n in value["runs"] if n.startswith("explicit:p") and by_seed(value, n)]
-    figures: dict[str, LinePanels | DotPanels] = {
+    figures: dict[str, Panels] = {
         "fig7": _over_steps(value, ("max_difference", "l2")),
         "fig8": _over_steps(value, ("wasserstein", "function")),
         "training-loss": _loss(value),

@@ -127,7 +127,9 @@ def train(
         model = workload.model(find_attention(run.attention or setup.base))
     model = model.to(setup.device)
     if run.nudge:
-        _nudge(model)
+        with torch.no_grad():
+            weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
+            weight[0] = torch.nextafter(weight[0], torch.full_like(weight[0], math.inf))
     if run.precision == "pure_bf16":
         model = model.to(torch.bfloat16)
     optimizer = workload.optimizer(model)
@@ -174,9 +176,3 @@ def train(
 def _probe(workload: Workload, number: int) -> Any:
     """A held-out batch, the same for all runs and seeds."""
     return workload.batch(torch.Generator().manual_seed(_PROBE_SEED + number))
-
-
-def _nudge(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
-        weight[0] = torch.nextafter(weight[0], torch.full_like(weight[0], math.inf))

@@ -254,15 +254,13 @@ def summary(value: dict[str, Any]) -> list[list[str]]:
             continue
         probe = mean_interval([history["probe"] for history in histories.values()])
         loss = f"{probe.middle:.4f} [{probe.low:.4f}, {probe.high:.4f}]"
-        cells = [name, str(len(histories)), run["against"] or "-", loss]
+        changes: list[list[float | None]] = []
         if run["against"]:
-            cells.append(str(mean_interval(probe_changes(value, name))))
+            changes.append(probe_changes(value, name))
             for measure in ("l2", "function", "wasserstein"):
-                ends = [history[measure][-1] for history in histories.values()]
-                cells.append(str(mean_interval(ends)))
-        else:
-            cells += ["-"] * 4
-        rows.append(cells)
+                changes.append([history[measure][-1] for history in histories.values()])
+        cells = [str(mean_interval(change)) for change in changes] or ["-"] * 4
+        rows.append([name, str(len(histories)), run["against"] or "-", loss, *cells])
     return rows
 
 
