@@ -29,7 +29,7 @@ class Settings(NamedTuple):
     Args:
         groups: of ranks.
         order: index in ORDERS.
-        heads_k: KV heads to gather at a time.
+        heads_k: KV heads to gather at a time; 0: as many as suit.
         with_lse: whether softmax_lse is returned.
     """
 
@@ -135,8 +135,10 @@ def resolve(
             f"k: expected a number of heads that divides by the {size} ranks of the heads' group, "
             f"got {nheads_k}; of {nheads} query heads, those that share keys stay together"
         )
-    heads_k = 1 if heads_k_stride is None else check_int("heads_k_stride", heads_k_stride)
-    if not 1 <= heads_k <= nheads_k:
+    heads_k = 0
+    if heads_k_stride is not None:
+        heads_k = check_int("heads_k_stride", heads_k_stride)
+    if heads_k_stride is not None and not 1 <= heads_k <= nheads_k:
         raise ArgumentError(f"heads_k_stride: expected 1 to {nheads_k}, got {heads_k}")
     with_lse = check_flag("return_attn_probs", return_attn_probs)
     return found, Settings(groups, ORDERS.index(order), heads_k, with_lse)

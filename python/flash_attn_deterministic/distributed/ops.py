@@ -109,6 +109,7 @@ def _sequence_bwd(
     # doubles the work. Both have the same bits.
     lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
     rows = Rows(_packed(dout), _packed(q), _packed(out), lse)
+    heads_k = heads_k or 1
     units = find_units(q.shape[-2], k.shape[-2], heads_k, ranks.size)
     carried = len(units) >= 2 * (ranks.size - 1) and not gather
     way = chain if carried else backward

@@ -8,9 +8,9 @@ import torch
 
 from ..messages import exchange
 from ..messages.ranks import Ranks
-from ..planning.layout import Tokens
+from ..planning.layout import Tokens, stored_tokens
 from ..planning.plan import Call, divided, rows_on_keys
-from ..planning.steps import head_slices
+from ..planning.steps import head_slices, heads_of_forward
 from .slices import Scores, forward_slice
 
 
@@ -34,7 +34,7 @@ def forward(
         tokens_q: where the tokens of q lie.
         tokens_k: where those of k and v lie.
         scores: of the call.
-        heads_k: KV heads to gather at a time.
+        heads_k: KV heads to gather at a time; 0: as many as suit.
 
     Returns:
         out like q, and softmax_lse (tokens of q, nheads) in the computing dtype; 0 and +inf in rows
@@ -58,7 +58,10 @@ def forward(
         half = rows_on_keys(parts.q, parts.k, scores.mask, scores.key_align, ranks.rank)
         way = exchange.route(parts.k.layout, half.wanted, ranks.rank, half.room)
         group = q.shape[1] // k.shape[1]
-        for span, (keys, values) in gathered(ranks, way, [k, v], k.shape[1], heads_k, KEYS):
+        tokens = sum(map(stored_tokens, parts.k.layout))
+        head_bytes = 2 * tokens * k.shape[2] * k.element_size()
+        at_once = heads_of_forward(heads_k, k.shape[1], head_bytes)
+        for span, (keys, values) in gathered(ranks, way, [k, v], k.shape[1], at_once, KEYS):
             attend(half.calls, slice(span.start * group, span.stop * group), keys, values)
     attend(parts.calls, slice(None), k, v)
     return out, softmax_lse

@@ -125,6 +125,24 @@ def head_slices(nheads_k: int, heads_k: int) -> list[slice]:
     return [slice(h, min(h + heads_k, nheads_k)) for h in range(0, nheads_k, heads_k)]
 
 
+# What keys and values of a slice may take, in bytes, where the caller does not say how many heads.
+_SLICE_BYTES = 256 * 2**20
+
+
+def heads_of_forward(heads_k: int, nheads_k: int, head_bytes: int) -> int:
+    """Returns how many KV heads a forward gathers at a time.
+
+    A kernel ends with SMs idle, the more so the fewer heads it has: many at a time. But nothing is
+    computed while the first ones come: half of them at most.
+
+    Args:
+        heads_k: what the caller wants; 0: no number.
+        nheads_k: KV heads.
+        head_bytes: keys and values of one head, of all ranks, so that all find the same.
+    """
+    return heads_k or max(1, min(math.ceil(nheads_k / 2), _SLICE_BYTES // max(1, head_bytes)))
+
+
 # Units for each rank beside the first, from which on a unit has two query heads. The more units
 # there are, the less ranks wait for the first and the last one. But a kernel on one head ends with
 # many SMs idle: under a causal mask the key blocks of 16,384 rows are 128 CTAs, and the longest one
