@@ -10,8 +10,10 @@ void launch_values(const FwdParams& params, unsigned ctas, cudaStream_t stream) 
   const auto run = [&](auto traits) {
     using Traits = decltype(traits);
     const dim3 grid(ctas * (params.d_rounded / kValueColumns), params.num_splits);
-    launch<&values_kernel<Traits>>(grid, Traits::kThreads, Traits::kSharedBytes,
-                                   Traits::kSharedBytes, stream, params);
+    const auto run_kernel = params.scores.blocks > 0  // else no scores kernel runs before
+                                ? &launch_early<&values_kernel<Traits>, FwdParams>
+                                : &launch<&values_kernel<Traits>, FwdParams>;
+    run_kernel(grid, Traits::kThreads, Traits::kSharedBytes, Traits::kSharedBytes, stream, params);
   };
   if (params.block_table == nullptr) {
     run(ValuesTraits<Element, false>{});

@@ -10,6 +10,7 @@
 
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
+#include "kernel_order.h"
 #include "row_group.cuh"
 #include "scores_first.h"
 #include "tree/row_end.h"
@@ -187,6 +188,7 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
   const int lane = threadIdx.x % 32;
   const float scale = params.scale_softmax_log2;
   const int64_t first = static_cast<int64_t>(cta) * params.scores.blocks;
+  wait_for_kernel_before();
   ChunkScores<Traits> next;
   next.read(params.scores, first, rows.n_max - 1, rows.n_min, of_chunk);
   float row_max = -INFINITY;
@@ -241,6 +243,7 @@ __device__ __forceinline__ void copy_and_sum(ValuesCopy<Traits> copies, char* sm
   for (int ahead = 0; ahead < Traits::kValueChunks - 1; ++ahead) {
     copies.start(ahead);
   }
+  wait_for_kernel_before();
   int chunk = 0;
 #pragma unroll 1
   for (int n_block = copies.n_max - 1; n_block >= copies.n_min;
@@ -347,6 +350,7 @@ __device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max
       halves[1].multiply(state.acc);
     }
   };
+  wait_for_kernel_before();
   int chunk = 0;
 #pragma unroll 1
   for (int n_block = n_max - 1; n_block >= n_min; n_block -= Traits::kChunk, ++chunk) {
@@ -473,7 +477,8 @@ __device__ __forceinline__ void write_values_rows(const FwdParams& params, const
 }
 
 // blockIdx: row block and columns, split. CTAs of one row block are neighbours: they read the same
-// scores, and pieces of the same rows of values.
+// scores, and pieces of the same rows of values. It may start before the scores kernel has ended:
+// what comes before wait_for_kernel_before reads the call's own tensors only, and writes nothing.
 template <typename Traits>
 __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void values_kernel(
     const __grid_constant__ FwdParams params) {
@@ -486,6 +491,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void values_kernel
   const SequenceInfo info(params, place.bidb);
   RowGroup rows(params, info, place, kScoreRows);
   if (rows.count <= 0) {
+    wait_for_kernel_before();
     return;
   }
   rows.limit_to_split(params, blockIdx.y);
@@ -505,6 +511,8 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void values_kernel
     const float2 end = reinterpret_cast<const float2*>(smem + Traits::kEnd)[threadIdx.x % 32 / 4];
     state.row_max = end.x;
     state.row_sum = end.y;
+  } else {
+    wait_for_kernel_before();
   }
 
   if (params.num_splits == 1) {
