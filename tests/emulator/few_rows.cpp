@@ -44,6 +44,8 @@ const FwdKernel kKernels[] = {
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 16, kFewWarps, kMost | kCacheIndex>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 16, kFewWarps, kMost | kPaged>(),
 #ifndef OLD_TREE
+    fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 32, 8, kMost | kCacheIndex>(),
+    fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 32, 8, kMost | kPaged>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 64, 8, kMost | kCacheIndex>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 64, 8, kMost | kPaged>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kScoresFirst, 8, HEAD_DIM == 256 ? 3 : 4,
