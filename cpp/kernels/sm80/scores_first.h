@@ -54,8 +54,8 @@ template <typename Element_, bool kPaged_>
 struct ValuesTraits {
   using Element = Element_;
   static constexpr bool kPaged = kPaged_;
-  // Blocks of keys whose probabilities are computed side by side, by a warp each. One more warp
-  // multiplies them by values; one copies values, and sums up the probabilities of each row.
+  // Blocks of keys whose values are copied and whose probabilities are computed side by side, by a
+  // warp each. One more warp multiplies them; one sums up the probabilities of each row.
   static constexpr int kChunk = 3;
   static constexpr int kThreads = 32 * (kChunk + 2);
   static constexpr int kCtas = 4;  // to an SM

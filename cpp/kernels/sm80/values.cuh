@@ -29,90 +29,99 @@ struct ValuesState {
 };
 constexpr int kValueTiles = kValueColumns / 8;
 
-// Blocks of values on their way to shared memory, for the warp that copies. Chunks are counted from
-// the last keys down, and so are the blocks of a chunk.
+// All warps have done their part of a chunk, each in a loop of its own.
+template <typename Traits>
+__device__ __forceinline__ void chunk_done() {
+  __syncthreads();
+}
+
+// One block of values of each chunk on its way to shared memory, for the warp that copies it.
+// Chunks are counted from the last keys down, and so are the blocks of a chunk.
 template <typename Traits>
 struct ValuesCopy {
   using Chunk = cute::uint128_t;
 
-  char* smem;
+  char* smem;     // this block's place in the first of the chunks that find room
+  int of_chunk;   // the block
+  int n_block;    // that is copied next, ...
+  int stage = 0;  // and to which place
   KvHead values;
   PageTable table;
-  int n_min, n_max, seqlen_k;
-  int64_t lane_from;              // a lane copies 16 bytes of one row of each eight keys: where in
-  int lane_to;                    // memory and in a block
+  int n_min, seqlen_k;
+  // A lane copies 16 bytes of one row of each eight keys: where in memory, counted from values.data
+  // or, where there are pages, from the page's row; and where in a block.
+  int64_t lane_from;
+  int lane_to;
   bool has_columns, all_columns;  // in the head dim: this lane's, the CTA's
   const char* looked_up;          // where the 16 rows start that this lane looked up
 
   __device__ __forceinline__ ValuesCopy(const FwdParams& params, const SequenceInfo& info,
-                                        const RowGroup& rows, int first_column, char* smem)
-      : smem(smem),
+                                        const RowGroup& rows, int first_column, int of_chunk,
+                                        char* smem)
+      : smem(smem + of_chunk * Traits::kValueBytes),
+        of_chunk(of_chunk),
+        n_block(rows.n_max - 1 - of_chunk),
         values(kv_head(params, info, rows.bidb, rows.bidh / params.h_h_k_ratio, params.v_ptr,
                        params.v_batch_stride, params.v_row_stride, params.v_head_stride)),
         table{Traits::kPaged ? params.block_table + rows.bidb * params.block_table_batch_stride
                              : nullptr,
               params.page_block_size},
         n_min(rows.n_min),
-        n_max(rows.n_max),
         seqlen_k(rows.seqlen_k) {
     const int lane = threadIdx.x % 32;
     const int column = first_column + lane % 4 * 8;
-    lane_from = lane / 4 * values.row_bytes + column * 2;
+    const int64_t first_row = Traits::kPaged ? 0 : static_cast<int64_t>(n_block) * kKeysPerBlock;
+    lane_from = (first_row + lane / 4) * values.row_bytes + column * 2;
     lane_to = slot_offset<kValueColumns>(lane / 4, lane % 4);
     has_columns = column < params.d;
     all_columns = first_column + kValueColumns <= params.d;
-    look_up(0);
+    look_up();
   }
 
-  // The pages of a chunk, if there are pages: 16 rows to a lane. Called one chunk before the copy,
-  // as page numbers are loads. Entries of the table past the last key may hold anything, and are
-  // not read.
-  __device__ __forceinline__ void look_up(int chunk) {
-    const int lane = threadIdx.x % 32;
-    const int n_block = n_max - 1 - chunk * Traits::kChunk - lane / 4;
-    const int key = n_block * kKeysPerBlock + lane % 4 * 16;
+  // Starts the copy of the next chunk's block.
+  __device__ __forceinline__ void start() {
+    if (n_block >= n_min) {
+      copy(smem + stage * (Traits::kChunk * Traits::kValueBytes) + lane_to);
+    }
+    cute::cp_async_fence();
+    stage = stage + 1 < Traits::kValueChunks ? stage + 1 : 0;
+    n_block -= Traits::kChunk;
+    if (!Traits::kPaged) {
+      lane_from -= Traits::kChunk * kKeysPerBlock * values.row_bytes;
+    }
+    look_up();
+  }
+
+ private:
+  // The pages of the block copied next, if there are pages: 16 rows to a lane. One chunk before the
+  // copy, as page numbers are loads. Entries of the table past the last key may hold anything, and
+  // are not read.
+  __device__ __forceinline__ void look_up() {
+    const int key = n_block * kKeysPerBlock + threadIdx.x % 4 * 16;
     looked_up = values.data;
-    if (Traits::kPaged && lane / 4 < Traits::kChunk && n_block >= n_min && key < seqlen_k) {
+    if (Traits::kPaged && n_block >= n_min && key < seqlen_k) {
       const int2 place = table.find(key);
       looked_up += place.x * values.page_bytes + place.y * values.row_bytes;
     }
   }
 
-  // Starts the copy of a chunk, whose pages are looked up, and looks up those of the next.
-  __device__ __forceinline__ void start(int chunk) {
-    const int stage = chunk % Traits::kValueChunks * Traits::kChunk;
-    const int last_block = n_max - 1 - chunk * Traits::kChunk;
-#pragma unroll 1
-    for (int i = 0; i < Traits::kChunk; ++i) {
-      if (last_block - i >= n_min) {
-        copy(smem + (stage + i) * Traits::kValueBytes, i, last_block - i);
-      }
-    }
-    cute::cp_async_fence();
-    look_up(chunk + 1);
-  }
-
- private:
-  // The rows of each 16 keys of a block, from this lane's of the first eight on. All lanes call.
-  __device__ __forceinline__ const char* sixteen(int of_chunk, int n_block, int keys16) const {
+  // The rows of each 16 keys of the block, from this lane's of the first eight on. All lanes call.
+  __device__ __forceinline__ const char* sixteen(int keys16) const {
     if (Traits::kPaged) {
       const auto start = reinterpret_cast<unsigned long long>(looked_up);
-      return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, start, of_chunk * 4 + keys16)) +
-             lane_from;
+      return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, start, keys16)) + lane_from;
     }
-    return values.data +
-           (static_cast<int64_t>(n_block) * kKeysPerBlock + 16 * keys16) * values.row_bytes +
-           lane_from;
+    return values.data + lane_from + 16 * keys16 * values.row_bytes;
   }
 
   // Keys past the last and columns from d on are zeros.
-  __device__ __forceinline__ void copy(char* block, int of_chunk, int n_block) const {
-    Chunk* const to = reinterpret_cast<Chunk*>(block + lane_to);
+  __device__ __forceinline__ void copy(char* lane_to) const {
+    Chunk* const to = reinterpret_cast<Chunk*>(lane_to);
     // Eight rows further, the swizzle of the rows is the same.
     if (all_columns && (n_block + 1) * kKeysPerBlock <= seqlen_k) {
 #pragma unroll
       for (int keys16 = 0; keys16 < 4; ++keys16) {
-        const char* const from = sixteen(of_chunk, n_block, keys16);
+        const char* const from = sixteen(keys16);
         copy_chunk(from, to[keys16 * 2 * kValueColumns]);
         copy_chunk(from + 8 * values.row_bytes, to[(keys16 * 2 + 1) * kValueColumns]);
       }
@@ -120,7 +129,7 @@ struct ValuesCopy {
     }
 #pragma unroll 1
     for (int keys16 = 0; keys16 < 4; ++keys16) {
-      const char* const from = sixteen(of_chunk, n_block, keys16);
+      const char* const from = sixteen(keys16);
 #pragma unroll
       for (int eight = 0; eight < 2; ++eight) {
         const int key = n_block * kKeysPerBlock + keys16 * 16 + eight * 8 + threadIdx.x % 32 / 4;
@@ -159,44 +168,65 @@ template <typename Traits>
 struct ChunkScores {
   float4 scores[4];
   float maxima[Traits::kChunk];
+};
 
-  // first: the row block's first block; n_block: the first of the chunk, so the last of its keys.
-  __device__ __forceinline__ void read(const ScoresFirst& from, int64_t first, int n_block,
-                                       int n_min, int of_chunk) {
+// The walk of such a warp through the scores of a row block.
+template <typename Traits>
+struct ScoresWalk {
+  const float4* scores;  // of the warp's block of the chunk read next: this lane's
+  const float* maxima;   // of the chunk's first block: of this lane's row
+
+  // first: of the row block.
+  __device__ __forceinline__ ScoresWalk(const ScoresFirst& from, int64_t first, int n_max,
+                                        int of_chunk) {
     const int lane = threadIdx.x % 32;
+    const int64_t block = first + n_max - 1;
+    scores =
+        reinterpret_cast<const float4*>(from.scores + (block - of_chunk) * kScoreFloats) + lane;
+    maxima = from.maxima + block * kScoreRows + lane / 4;
+  }
+
+  // blocks: from the chunk's first to the first of the split.
+  __device__ __forceinline__ ChunkScores<Traits> next(int of_chunk, int blocks) {
+    ChunkScores<Traits> read;
 #pragma unroll
     for (int i = 0; i < Traits::kChunk; ++i) {
-      maxima[i] = n_block - i >= n_min
-                      ? __ldcg(from.maxima + (first + n_block - i) * kScoreRows + lane / 4)
-                      : -INFINITY;
+      read.maxima[i] = i < blocks ? __ldcg(maxima - i * kScoreRows) : -INFINITY;
     }
-    if (n_block - of_chunk >= n_min) {
-      const float* const block = from.scores + (first + n_block - of_chunk) * kScoreFloats;
+    if (of_chunk < blocks) {
 #pragma unroll
       for (int keys16 = 0; keys16 < 4; ++keys16) {
-        scores[keys16] = __ldcg(reinterpret_cast<const float4*>(block) + keys16 * 32 + lane);
+        read.scores[keys16] = __ldcg(scores + keys16 * 32);
       }
     }
+    scores -= Traits::kChunk * (kScoreFloats / 4);
+    maxima -= Traits::kChunk * kScoreRows;
+    return read;
   }
 };
 
-// The warps that compute probabilities, each of one block of every chunk: of_chunk.
+// The warps that copy values and compute probabilities, each of one block of every chunk. Scores
+// are read two chunks ahead: they come from L2.
 template <typename Traits>
 __device__ __forceinline__ void compute_probs(const FwdParams& params, const RowGroup& rows,
-                                              int cta, int of_chunk, char* smem) {
+                                              int cta, ValuesCopy<Traits> copies, char* smem) {
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32;
+  const int of_chunk = copies.of_chunk;
   const float scale = params.scale_softmax_log2;
-  const int64_t first = static_cast<int64_t>(cta) * params.scores.blocks;
+#pragma unroll 1
+  for (int ahead = 0; ahead < Traits::kValueChunks - 1; ++ahead) {
+    copies.start();
+  }
+  ScoresWalk<Traits> walk(params.scores, static_cast<int64_t>(cta) * params.scores.blocks,
+                          rows.n_max, of_chunk);
+  int blocks = rows.n_max - rows.n_min;  // that are left
   wait_for_kernel_before();
-  ChunkScores<Traits> next;
-  next.read(params.scores, first, rows.n_max - 1, rows.n_min, of_chunk);
+  ChunkScores<Traits> even = walk.next(of_chunk, blocks);
+  ChunkScores<Traits> odd = walk.next(of_chunk, blocks - Traits::kChunk);
   float row_max = -INFINITY;
   int chunk = 0;
-#pragma unroll 1
-  for (int n_block = rows.n_max - 1; n_block >= rows.n_min; n_block -= Traits::kChunk, ++chunk) {
-    const ChunkScores<Traits> now = next;
-    next.read(params.scores, first, n_block - Traits::kChunk, rows.n_min, of_chunk);
+  const auto compute_chunk = [&](ChunkScores<Traits>& now) {
     float old_max = row_max;
     float new_max = row_max;
 #pragma unroll
@@ -205,7 +235,7 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
       row_max = fmaxf(row_max, now.maxima[i]);
       new_max = i == of_chunk ? row_max : new_max;
     }
-    if (n_block - of_chunk >= rows.n_min) {
+    if (of_chunk < blocks) {
       const ProbsBlock to = ProbsBlock::of<Traits>(smem, chunk, of_chunk);
       const bool empty = new_max == -INFINITY;
       const float max_scaled = empty ? 0.f : scaled_max(new_max, scale);
@@ -228,34 +258,39 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
         to.operands[keys16 * 32 + lane] = reinterpret_cast<const uint2&>(rounded);
       }
     }
-    __syncthreads();
-  }
-}
-
-// The warp that copies values and sums up rows. The sum of a row is that of four threads, until the
-// end.
-template <typename Traits>
-__device__ __forceinline__ void copy_and_sum(ValuesCopy<Traits> copies, char* smem) {
-  const int lane = threadIdx.x % 32;
-  float row_max = -INFINITY;
-  float row_sum = 0.f;
-#pragma unroll 1
-  for (int ahead = 0; ahead < Traits::kValueChunks - 1; ++ahead) {
-    copies.start(ahead);
-  }
-  wait_for_kernel_before();
-  int chunk = 0;
-#pragma unroll 1
-  for (int n_block = copies.n_max - 1; n_block >= copies.n_min;
-       n_block -= Traits::kChunk, ++chunk) {
+    now = walk.next(of_chunk, blocks - 2 * Traits::kChunk);
     cute::cp_async_wait<Traits::kValueChunks - 2>();
     // After this barrier the chunk's values and probabilities are there, and the chunk before is
     // read: its room is free.
-    __syncthreads();
-    copies.start(chunk + Traits::kValueChunks - 1);
+    chunk_done<Traits>();
+    copies.start();
+    blocks -= Traits::kChunk;
+    ++chunk;
+  };
+  // One after the other: a copy of scores from one place to another would wait for them.
+#pragma unroll 1
+  while (blocks > 0) {
+    compute_chunk(even);
+    if (blocks > 0) {
+      compute_chunk(odd);
+    }
+  }
+}
+
+// The warp that sums up rows. The sum of a row is that of four threads, until the end.
+template <typename Traits>
+__device__ __forceinline__ void sum_rows(char* smem, int n_min, int n_max) {
+  const int lane = threadIdx.x % 32;
+  float row_max = -INFINITY;
+  float row_sum = 0.f;
+  wait_for_kernel_before();
+  int chunk = 0;
+#pragma unroll 1
+  for (int n_block = n_max - 1; n_block >= n_min; n_block -= Traits::kChunk, ++chunk) {
+    chunk_done<Traits>();
 #pragma unroll
     for (int i = 0; i < Traits::kChunk; ++i) {
-      if (n_block - i >= copies.n_min) {
+      if (n_block - i >= n_min) {
         const ProbsBlock from = ProbsBlock::of<Traits>(smem, chunk, i);
         const float2 step = from.steps[lane / 4];
         row_max = step.y;
@@ -355,7 +390,7 @@ __device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max
 #pragma unroll 1
   for (int n_block = n_max - 1; n_block >= n_min; n_block -= Traits::kChunk, ++chunk) {
     const int count = n_block - n_min + 1;
-    __syncthreads();
+    chunk_done<Traits>();
     if (count >= Traits::kChunk) {
       multiply_chunk(chunk, std::true_type{}, Traits::kChunk);
     } else {
@@ -503,9 +538,10 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void values_kernel
     if (warp == 0) {
       multiply_blocks<Traits>(smem, rows.n_min, rows.n_max, state);
     } else if (warp == 1) {
-      copy_and_sum(ValuesCopy<Traits>(params, info, rows, first_column, smem), smem);
+      sum_rows<Traits>(smem, rows.n_min, rows.n_max);
     } else {
-      compute_probs<Traits>(params, rows, cta, warp - 2, smem);
+      const ValuesCopy<Traits> copies(params, info, rows, first_column, warp - 2, smem);
+      compute_probs<Traits>(params, rows, cta, copies, smem);
     }
     __syncthreads();
     const float2 end = reinterpret_cast<const float2*>(smem + Traits::kEnd)[threadIdx.x % 32 / 4];
