@@ -1,9 +1,9 @@
 // Probabilities and P V from scores that are known, the second kernel of the path scores-first
-// (scores_first.h): a CTA takes 32 columns of one split of a row block. All maxima are known, so
-// warps compute the probabilities of several blocks of keys side by side; what goes from block to
-// block is P V in one warp and the row sums in another, in the tree's order and with the tree's
-// functions: the bits are those of the kernels that compute scores on the way. The last CTA of a
-// row block and its columns to end its split merges all of them.
+// (scores_first.h): a CTA takes 32 columns of one split of one or two row blocks. All maxima are
+// known, so warps compute the probabilities of several blocks of keys side by side; what goes from
+// block to block is P V in one warp and the row sums in another, in the tree's order and with the
+// tree's functions: the bits are those of the kernels that compute scores on the way. The last CTA
+// of a row block and its columns to end its split merges all of them.
 #pragma once
 
 #include <type_traits>
@@ -19,15 +19,26 @@
 
 namespace fad {
 
-// This thread's part of 8 rows and some columns: row lane / 4, two of each eight columns. The
-// tensor core has 8 more rows, whose probabilities are 0.
+// This thread's part of a row block and some columns: row lane / 4, two of each eight columns.
 template <int kTiles>
 struct ValuesState {
   float row_max = -INFINITY;
   float row_sum = 0.f;
-  float acc[kTiles][4] = {};
+  float acc[kTiles][2] = {};
 };
 constexpr int kValueTiles = kValueColumns / 8;
+
+// The same of one or two row blocks, as the tensor core has it. Without a second one the rows there
+// have probabilities 0.
+using ValuesAcc = float[kValueTiles][4];
+
+// The row blocks of a CTA, as the scores kernel counts them: from the last one down.
+struct RowBlocks {
+  int first, count;
+
+  // One past the last is the last: its rows are computed, and not written.
+  __device__ __forceinline__ int number(int which) const { return first - min(which, count - 1); }
+};
 
 // All warps have done their part of a chunk, each in a loop of its own.
 template <typename Traits>
@@ -35,14 +46,17 @@ __device__ __forceinline__ void chunk_done() {
   __syncthreads();
 }
 
-// One block of values of each chunk on its way to shared memory, for the warp that copies it.
-// Chunks are counted from the last keys down, and so are the blocks of a chunk.
+// One block of values of each chunk on its way to shared memory, for the warps (one for each row
+// block of the CTA) that copy it. Chunks are counted from the last keys down, and so are the blocks
+// of a chunk.
 template <typename Traits>
 struct ValuesCopy {
   using Chunk = cute::uint128_t;
+  static constexpr int kSixteens = kKeysPerBlock / 16 / Traits::kRowBlocks;  // to a warp
 
-  char* smem;     // this block's place in the first of the chunks that find room
+  char* smem;     // this warp's keys' place in the first of the chunks that find room
   int of_chunk;   // the block
+  int first_key;  // of this warp in a block
   int n_block;    // that is copied next, ...
   int stage = 0;  // and to which place
   KvHead values;
@@ -57,9 +71,9 @@ struct ValuesCopy {
 
   __device__ __forceinline__ ValuesCopy(const FwdParams& params, const SequenceInfo& info,
                                         const RowGroup& rows, int first_column, int of_chunk,
-                                        char* smem)
-      : smem(smem + of_chunk * Traits::kValueBytes),
-        of_chunk(of_chunk),
+                                        int sharer, char* smem)
+      : of_chunk(of_chunk),
+        first_key(sharer * kSixteens * 16),
         n_block(rows.n_max - 1 - of_chunk),
         values(kv_head(params, info, rows.bidb, rows.bidh / params.h_h_k_ratio, params.v_ptr,
                        params.v_batch_stride, params.v_row_stride, params.v_head_stride)),
@@ -70,7 +84,9 @@ struct ValuesCopy {
         seqlen_k(rows.seqlen_k) {
     const int lane = threadIdx.x % 32;
     const int column = first_column + lane % 4 * 8;
-    const int64_t first_row = Traits::kPaged ? 0 : static_cast<int64_t>(n_block) * kKeysPerBlock;
+    this->smem = smem + of_chunk * Traits::kValueBytes + first_key * kValueColumns * 2;
+    const int64_t first_row =
+        Traits::kPaged ? 0 : static_cast<int64_t>(n_block) * kKeysPerBlock + first_key;
     lane_from = (first_row + lane / 4) * values.row_bytes + column * 2;
     lane_to = slot_offset<kValueColumns>(lane / 4, lane % 4);
     has_columns = column < params.d;
@@ -97,7 +113,7 @@ struct ValuesCopy {
   // copy, as page numbers are loads. Entries of the table past the last key may hold anything, and
   // are not read.
   __device__ __forceinline__ void look_up() {
-    const int key = n_block * kKeysPerBlock + threadIdx.x % 4 * 16;
+    const int key = n_block * kKeysPerBlock + first_key + threadIdx.x % kSixteens * 16;
     looked_up = values.data;
     if (Traits::kPaged && n_block >= n_min && key < seqlen_k) {
       const int2 place = table.find(key);
@@ -105,7 +121,7 @@ struct ValuesCopy {
     }
   }
 
-  // The rows of each 16 keys of the block, from this lane's of the first eight on. All lanes call.
+  // The rows of each 16 keys of the warp, from this lane's of the first eight on. All lanes call.
   __device__ __forceinline__ const char* sixteen(int keys16) const {
     if (Traits::kPaged) {
       const auto start = reinterpret_cast<unsigned long long>(looked_up);
@@ -120,7 +136,7 @@ struct ValuesCopy {
     // Eight rows further, the swizzle of the rows is the same.
     if (all_columns && (n_block + 1) * kKeysPerBlock <= seqlen_k) {
 #pragma unroll
-      for (int keys16 = 0; keys16 < 4; ++keys16) {
+      for (int keys16 = 0; keys16 < kSixteens; ++keys16) {
         const char* const from = sixteen(keys16);
         copy_chunk(from, to[keys16 * 2 * kValueColumns]);
         copy_chunk(from + 8 * values.row_bytes, to[(keys16 * 2 + 1) * kValueColumns]);
@@ -128,11 +144,12 @@ struct ValuesCopy {
       return;
     }
 #pragma unroll 1
-    for (int keys16 = 0; keys16 < 4; ++keys16) {
+    for (int keys16 = 0; keys16 < kSixteens; ++keys16) {
       const char* const from = sixteen(keys16);
 #pragma unroll
       for (int eight = 0; eight < 2; ++eight) {
-        const int key = n_block * kKeysPerBlock + keys16 * 16 + eight * 8 + threadIdx.x % 32 / 4;
+        const int key =
+            n_block * kKeysPerBlock + first_key + keys16 * 16 + eight * 8 + threadIdx.x % 32 / 4;
         const bool inside = has_columns && key < seqlen_k;
         const char* const source = inside ? from + eight * 8 * values.row_bytes : values.data;
         cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<Chunk>::copy(*reinterpret_cast<const Chunk*>(source),
@@ -147,15 +164,16 @@ struct ValuesCopy {
   }
 };
 
-// Probabilities of a block in shared memory.
+// Probabilities of a row block and a block of keys in shared memory.
 struct ProbsBlock {
   float4* probs;    // (16 keys, lanes), to be summed up: four keys of a row to a lane
   uint2* operands;  // the same as the tensor cores take them
   float2* steps;    // (rows): what brings the block before to the new maximum, and this maximum
 
   template <typename Traits>
-  __device__ __forceinline__ static ProbsBlock of(char* smem, int chunk, int of_chunk) {
-    const int slot = chunk % Traits::kProbsChunks * Traits::kChunk + of_chunk;
+  __device__ __forceinline__ static ProbsBlock of(char* smem, int chunk, int of_chunk, int which) {
+    const int slot =
+        (chunk % Traits::kProbsChunks * Traits::kChunk + of_chunk) * Traits::kRowBlocks + which;
     char* const at = smem + Traits::kProbs + slot * Traits::kProbsBytes;
     return {reinterpret_cast<float4*>(at), reinterpret_cast<uint2*>(at + kScoreFloats * 4),
             reinterpret_cast<float2*>(at + kScoreFloats * 6)};
@@ -205,11 +223,12 @@ struct ScoresWalk {
   }
 };
 
-// The warps that copy values and compute probabilities, each of one block of every chunk. Scores
-// are read two chunks ahead: they come from L2.
+// The warps that copy values and compute probabilities, each of one block of every chunk and one
+// row block. Scores are read two chunks ahead: they come from L2.
 template <typename Traits>
 __device__ __forceinline__ void compute_probs(const FwdParams& params, const RowGroup& rows,
-                                              int cta, ValuesCopy<Traits> copies, char* smem) {
+                                              int row_block, int which, ValuesCopy<Traits> copies,
+                                              char* smem) {
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32;
   const int of_chunk = copies.of_chunk;
@@ -218,7 +237,7 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
   for (int ahead = 0; ahead < Traits::kValueChunks - 1; ++ahead) {
     copies.start();
   }
-  ScoresWalk<Traits> walk(params.scores, static_cast<int64_t>(cta) * params.scores.blocks,
+  ScoresWalk<Traits> walk(params.scores, static_cast<int64_t>(row_block) * params.scores.blocks,
                           rows.n_max, of_chunk);
   int blocks = rows.n_max - rows.n_min;  // that are left
   wait_for_kernel_before();
@@ -236,7 +255,7 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
       new_max = i == of_chunk ? row_max : new_max;
     }
     if (of_chunk < blocks) {
-      const ProbsBlock to = ProbsBlock::of<Traits>(smem, chunk, of_chunk);
+      const ProbsBlock to = ProbsBlock::of<Traits>(smem, chunk, of_chunk, which);
       const bool empty = new_max == -INFINITY;
       const float max_scaled = empty ? 0.f : scaled_max(new_max, scale);
       if (lane % 4 == 0) {
@@ -277,13 +296,13 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
   }
 }
 
-// The warp that sums up rows. The sum of a row is that of four threads, until the end.
+// The warp that sums up the rows of a row block. The sum of a row is that of four threads, until
+// the end.
 template <typename Traits>
-__device__ __forceinline__ void sum_rows(char* smem, int n_min, int n_max) {
+__device__ __forceinline__ void sum_rows(char* smem, int which, int n_min, int n_max) {
   const int lane = threadIdx.x % 32;
   float row_max = -INFINITY;
   float row_sum = 0.f;
-  wait_for_kernel_before();
   int chunk = 0;
 #pragma unroll 1
   for (int n_block = n_max - 1; n_block >= n_min; n_block -= Traits::kChunk, ++chunk) {
@@ -291,7 +310,7 @@ __device__ __forceinline__ void sum_rows(char* smem, int n_min, int n_max) {
 #pragma unroll
     for (int i = 0; i < Traits::kChunk; ++i) {
       if (n_block - i >= n_min) {
-        const ProbsBlock from = ProbsBlock::of<Traits>(smem, chunk, i);
+        const ProbsBlock from = ProbsBlock::of<Traits>(smem, chunk, i, which);
         const float2 step = from.steps[lane / 4];
         row_max = step.y;
         row_sum = rescaled_sum(row_sum, step.x);
@@ -309,33 +328,38 @@ __device__ __forceinline__ void sum_rows(char* smem, int n_min, int n_max) {
   row_sum += __shfl_xor_sync(0xffffffff, row_sum, 2);
   row_sum += __shfl_xor_sync(0xffffffff, row_sum, 1);
   if (lane % 4 == 0) {
-    reinterpret_cast<float2*>(smem + Traits::kEnd)[lane / 4] = make_float2(row_max, row_sum);
+    reinterpret_cast<float2*>(smem + Traits::kEnd)[which * kScoreRows + lane / 4] =
+        make_float2(row_max, row_sum);
   }
 }
 
 // Probabilities and values of 32 keys, as the tensor cores take them.
 template <typename Traits>
 struct HalfBlock {
-  uint2 p[2];
+  uint2 p[2][2];  // by 16 keys and row block
   uint32_t v[kValueTiles][4];
 
   // values: of these keys; lane_at: where in them the row lies that this lane loads, by tile.
-  __device__ __forceinline__ void load(const char* values, const int (&lane_at)[kValueTiles],
-                                       const uint2* operands) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      p[i] = operands[i * 32];
-    }
+  __device__ __forceinline__ void load_values(const char* values,
+                                              const int (&lane_at)[kValueTiles]) {
 #pragma unroll
     for (int tile = 0; tile < kValueTiles; ++tile) {
       load_transposed(values + lane_at[tile], v[tile]);
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&acc)[kValueTiles][4]) const {
+  __device__ __forceinline__ void load_probs(int which, const uint2* operands) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t rows[4] = {p[i].x, 0, p[i].y, 0};
+      p[i][which] = operands[i * 32];
+    }
+  }
+
+  __device__ __forceinline__ void multiply(ValuesAcc& acc) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint2 second = Traits::kRowBlocks == 1 ? make_uint2(0, 0) : p[i][1];
+      const uint32_t rows[4] = {p[i][0].x, second.x, p[i][0].y, second.y};
 #pragma unroll
       for (int tile = 0; tile < kValueTiles; ++tile) {
         mma<typename Traits::Element>(acc[tile], rows, v[tile][i * 2], v[tile][i * 2 + 1]);
@@ -347,8 +371,7 @@ struct HalfBlock {
 // The warp that multiplies. What it waits for is the chain of tensor core instructions: operands of
 // the next 32 keys are loaded before those of this one are used.
 template <typename Traits>
-__device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max,
-                                                ValuesState<kValueTiles>& state) {
+__device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max, ValuesAcc& acc) {
   const int lane = threadIdx.x % 32;
   int lane_at[kValueTiles];
 #pragma unroll
@@ -359,12 +382,16 @@ __device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max
     const char* const values =
         smem + chunk % Traits::kValueChunks * Traits::kChunk * Traits::kValueBytes;
     HalfBlock<Traits> halves[2];
-    float factor = 1.f;
+    float factors[Traits::kRowBlocks];
     const auto load = [&](int half) {
-      const ProbsBlock probs = ProbsBlock::of<Traits>(smem, chunk, half / 2);
-      halves[half % 2].load(values + half * Traits::kValueBytes / 2, lane_at,
-                            probs.operands + half % 2 * 64 + lane);
-      factor = half % 2 == 0 ? probs.steps[lane / 4].x : factor;
+      HalfBlock<Traits>& to = halves[half % 2];
+#pragma unroll
+      for (int which = 0; which < Traits::kRowBlocks; ++which) {
+        const ProbsBlock probs = ProbsBlock::of<Traits>(smem, chunk, half / 2, which);
+        to.load_probs(which, probs.operands + half % 2 * 64 + lane);
+        factors[which] = half % 2 == 0 ? probs.steps[lane / 4].x : factors[which];
+      }
+      to.load_values(values + half * Traits::kValueBytes / 2, lane_at);
     };
     load(0);
 #pragma unroll
@@ -375,17 +402,18 @@ __device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max
       load(2 * i + 1);
 #pragma unroll
       for (int tile = 0; tile < kValueTiles; ++tile) {
-        state.acc[tile][0] = rescaled_acc(state.acc[tile][0], factor);
-        state.acc[tile][1] = rescaled_acc(state.acc[tile][1], factor);
+#pragma unroll
+        for (int two = 0; two < 2 * Traits::kRowBlocks; ++two) {
+          acc[tile][two] = rescaled_acc(acc[tile][two], factors[two / 2]);
+        }
       }
-      halves[0].multiply(state.acc);
+      halves[0].multiply(acc);
       if (i + 1 < Traits::kChunk) {  // past the last block: loaded, not used
         load(2 * i + 2);
       }
-      halves[1].multiply(state.acc);
+      halves[1].multiply(acc);
     }
   };
-  wait_for_kernel_before();
   int chunk = 0;
 #pragma unroll 1
   for (int n_block = n_max - 1; n_block >= n_min; n_block -= Traits::kChunk, ++chunk) {
@@ -397,6 +425,26 @@ __device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max
       multiply_chunk(chunk, std::false_type{}, count);
     }
   }
+}
+
+// The state of a row block: what the multiplying warp has, and sums that are in shared memory.
+template <typename Traits>
+__device__ __forceinline__ ValuesState<kValueTiles> values_state(const char* smem, int which,
+                                                                 bool sees_keys,
+                                                                 const ValuesAcc& acc) {
+  ValuesState<kValueTiles> state;
+  if (sees_keys) {
+    const int row = which * kScoreRows + threadIdx.x % 32 / 4;
+    const float2 end = reinterpret_cast<const float2*>(smem + Traits::kEnd)[row];
+    state.row_max = end.x;
+    state.row_sum = end.y;
+  }
+#pragma unroll
+  for (int tile = 0; tile < kValueTiles; ++tile) {
+    state.acc[tile][0] = acc[tile][which * 2];
+    state.acc[tile][1] = acc[tile][which * 2 + 1];
+  }
+  return state;
 }
 
 // Writes a part, as threads hold it.
@@ -484,13 +532,12 @@ __device__ __forceinline__ void merge_parts(const FwdParams& params, const Split
   }
 }
 
-// Output and, with the first columns, log-sum-exp.
+// Output and, with the first columns, log-sum-exp. row: this lane's.
 template <typename Element, int kTiles>
 __device__ __forceinline__ void write_values_rows(const FwdParams& params, const SequenceInfo& info,
-                                                  const RowGroup& rows, int first_column,
+                                                  const RowGroup& rows, int row, int first_column,
                                                   const ValuesState<kTiles>& state) {
   const int lane = threadIdx.x % 32;
-  const int row = lane / 4;
   if (row >= rows.count) {
     return;
   }
@@ -511,70 +558,93 @@ __device__ __forceinline__ void write_values_rows(const FwdParams& params, const
   }
 }
 
-// blockIdx: row block and columns, split. CTAs of one row block are neighbours: they read the same
-// scores, and pieces of the same rows of values. It may start before the scores kernel has ended:
-// what comes before wait_for_kernel_before reads the call's own tensors only, and writes nothing.
+// blockIdx: row blocks and columns, split. CTAs of the same row blocks are neighbours: they read
+// the same scores, and pieces of the same rows of values. It may start before the scores kernel has
+// ended: what comes before wait_for_kernel_before reads the call's own tensors only, and writes
+// nothing.
 template <typename Traits>
 __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void values_kernel(
     const __grid_constant__ FwdParams params) {
   using Element = typename Traits::Element;
+  constexpr int kRowBlocks = Traits::kRowBlocks;
   extern __shared__ char smem[];
   const int columns = params.d_rounded / kValueColumns;
   const int cta = blockIdx.x / columns;
-  const int first_column = (blockIdx.x - cta * columns) * kValueColumns;
-  const Place place = group_place(params, kScoreRows, params.parts.first_cta + cta);
+  const int column = blockIdx.x - cta * columns;
+  const int first_column = column * kValueColumns;
+  const int blocks_of_unit = num_blocks(params.seqlen_q * params.group, kScoreRows);
+  const int ctas_of_unit = num_blocks(blocks_of_unit, kRowBlocks);
+  const int first_unit = static_cast<int>(params.parts.first_cta) / blocks_of_unit;
+  const Place place = group_place(params, Traits::kRows, first_unit * ctas_of_unit + cta);
   const SequenceInfo info(params, place.bidb);
-  RowGroup rows(params, info, place, kScoreRows);
+  RowGroup rows(params, info, place, Traits::kRows);
   if (rows.count <= 0) {
     wait_for_kernel_before();
     return;
   }
   rows.limit_to_split(params, blockIdx.y);
   const bool sees_keys = rows.n_max > rows.n_min;
+  const int last_block = (cta / ctas_of_unit + 1) * blocks_of_unit - 1;
+  const RowBlocks blocks{last_block - place.m_block * kRowBlocks,
+                         min(kRowBlocks, blocks_of_unit - place.m_block * kRowBlocks)};
 
-  ValuesState<kValueTiles> state;
   const int warp = threadIdx.x / 32;
-  if (sees_keys) {
-    if (warp == 0) {
-      multiply_blocks<Traits>(smem, rows.n_min, rows.n_max, state);
-    } else if (warp == 1) {
-      sum_rows<Traits>(smem, rows.n_min, rows.n_max);
-    } else {
-      const ValuesCopy<Traits> copies(params, info, rows, first_column, warp - 2, smem);
-      compute_probs<Traits>(params, rows, cta, copies, smem);
-    }
-    __syncthreads();
-    const float2 end = reinterpret_cast<const float2*>(smem + Traits::kEnd)[threadIdx.x % 32 / 4];
-    state.row_max = end.x;
-    state.row_sum = end.y;
-  } else {
-    wait_for_kernel_before();
-  }
-
-  if (params.num_splits == 1) {
-    if (warp == 0) {
-      write_values_rows<Element>(params, info, rows, first_column, state);
-    }
-    return;
-  }
-  const int64_t first_part = static_cast<int64_t>(blockIdx.x) * params.num_splits;
+  const int lane_row = threadIdx.x % 32 / 4;
+  // Of a row block's first split.
+  const auto first_part = [&](int which) {
+    return (static_cast<int64_t>(blocks.number(which)) * columns + column) * params.num_splits;
+  };
   bool is_last = false;
   if (warp == 0) {
+    ValuesAcc acc = {};
+    wait_for_kernel_before();
     if (sees_keys) {
-      write_values_part(params.scores, first_part + blockIdx.y, state);
+      multiply_blocks<Traits>(smem, rows.n_min, rows.n_max, acc);
+      chunk_done<Traits>();  // sums, too
     }
-    is_last = arrives_last(params.scores.arrivals + blockIdx.x, params.num_splits);
+#pragma unroll
+    for (int which = 0; which < kRowBlocks; ++which) {
+      const ValuesState<kValueTiles> state = values_state<Traits>(smem, which, sees_keys, acc);
+      if (params.num_splits == 1) {
+        write_values_rows<Element>(params, info, rows, which * kScoreRows + lane_row, first_column,
+                                   state);
+      } else if (sees_keys && which < blocks.count) {
+        write_values_part(params.scores, first_part(which) + blockIdx.y, state);
+      }
+    }
+    if (params.num_splits > 1) {
+      is_last =
+          arrives_last(params.scores.arrivals + blocks.first * columns + column, params.num_splits);
+    }
+  } else if (!sees_keys) {
+    wait_for_kernel_before();
+  } else if (warp <= kRowBlocks) {
+    wait_for_kernel_before();
+    sum_rows<Traits>(smem, warp - 1, rows.n_min, rows.n_max);
+    chunk_done<Traits>();
+  } else {
+    const int which = (warp - 1 - kRowBlocks) / Traits::kChunk;
+    const int of_chunk = warp - 1 - kRowBlocks - which * Traits::kChunk;
+    const ValuesCopy<Traits> copies(params, info, rows, first_column, of_chunk, which, smem);
+    compute_probs<Traits>(params, rows, blocks.number(which), which, copies, smem);
+    chunk_done<Traits>();
   }
-  if (!__syncthreads_or(is_last) || warp >= kValueTiles) {
+  if (params.num_splits == 1) {
+    return;
+  }
+  if (!__syncthreads_or(is_last) || warp >= Traits::kMergeWarps) {
     return;
   }
   __threadfence();  // the arrivals before the reads
-  const int row = threadIdx.x % 32 / 4;
+  const int which = warp / kValueTiles;
+  const int tile = warp - which * kValueTiles;
+  const int row = which * kScoreRows + lane_row;
   const SplitRange visible = row < rows.count ? visible_splits(params, info, rows.token(row))
                                               : SplitRange{params.num_splits, -1};
   ValuesState<1> merged;
-  merge_parts<Traits>(params, visible, first_part, warp, smem + warp * Traits::kMergeBytes, merged);
-  write_values_rows<Element>(params, info, rows, first_column + warp * 8, merged);
+  merge_parts<Traits>(params, visible, first_part(which), tile, smem + warp * Traits::kMergeBytes,
+                      merged);
+  write_values_rows<Element>(params, info, rows, row, first_column + tile * 8, merged);
 }
 
 }  // namespace fad
