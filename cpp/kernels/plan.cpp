@@ -32,8 +32,9 @@ constexpr double kTallTile = 1.15;
 
 // A CTA of the few-rows kernel walks a split block by block; at this share of an SM each, whole
 // splits read memory as fast as two kernels that share out scores and columns. (H100, splits of
-// 2048: 94 CTAs on 132 SMs take 52 us where the other path takes 59; 78 CTAs take 51 and 48.)
-constexpr double kSplitsFullEnough = 0.65;
+// 2048, few-rows and the other path: 32 CTAs on 132 SMs take 33 and 29 us, 49 take 39 and 36, 64 of
+// head dim 256 take 75 and 68, 78 take 40 and 45 to 48, 128 take 52 and 66.)
+constexpr double kSplitsFullEnough = 0.55;
 
 // Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
 // 0.75 us a block, and 4 us; with 13 blocks of one split both paths take 14 us.)
