@@ -166,16 +166,18 @@ struct ValuesCopy {
 
 // Probabilities of a row block and a block of keys in shared memory.
 struct ProbsBlock {
-  float4* probs;    // (16 keys, lanes), to be summed up: four keys of a row to a lane
-  uint2* operands;  // the same as the tensor cores take them
-  float2* steps;    // (rows): what brings the block before to the new maximum, and this maximum
+  float4* probs;  // (16 keys, lanes), to be summed up: four keys of a row to a lane
+  // (16 keys, two, lanes): the same as the tensor cores take them, two keys to a word. Words of a
+  // row block go to registers of their own among those of an instruction.
+  uint32_t* operands;
+  float2* steps;  // (rows): what brings the block before to the new maximum, and this maximum
 
   template <typename Traits>
   __device__ __forceinline__ static ProbsBlock of(char* smem, int chunk, int of_chunk, int which) {
     const int slot =
         (chunk % Traits::kProbsChunks * Traits::kChunk + of_chunk) * Traits::kRowBlocks + which;
     char* const at = smem + Traits::kProbs + slot * Traits::kProbsBytes;
-    return {reinterpret_cast<float4*>(at), reinterpret_cast<uint2*>(at + kScoreFloats * 4),
+    return {reinterpret_cast<float4*>(at), reinterpret_cast<uint32_t*>(at + kScoreFloats * 4),
             reinterpret_cast<float2*>(at + kScoreFloats * 6)};
   }
 };
@@ -274,7 +276,9 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
         rounded[2] = static_cast<Element>(probs.z);
         rounded[3] = static_cast<Element>(probs.w);
         to.probs[keys16 * 32 + lane] = probs;
-        to.operands[keys16 * 32 + lane] = reinterpret_cast<const uint2&>(rounded);
+        const uint2 words = reinterpret_cast<const uint2&>(rounded);
+        to.operands[keys16 * 64 + lane] = words.x;
+        to.operands[keys16 * 64 + 32 + lane] = words.y;
       }
     }
     now = walk.next(of_chunk, blocks - 2 * Traits::kChunk);
@@ -336,7 +340,7 @@ __device__ __forceinline__ void sum_rows(char* smem, int which, int n_min, int n
 // Probabilities and values of 32 keys, as the tensor cores take them.
 template <typename Traits>
 struct HalfBlock {
-  uint2 p[2][2];  // by 16 keys and row block
+  uint32_t p[2][4];  // by 16 keys: rows of both row blocks, and the next 8 keys of both
   uint32_t v[kValueTiles][4];
 
   // values: of these keys; lane_at: where in them the row lies that this lane loads, by tile.
@@ -348,18 +352,18 @@ struct HalfBlock {
     }
   }
 
-  __device__ __forceinline__ void load_probs(int which, const uint2* operands) {
+  __device__ __forceinline__ void load_probs(int which, const uint32_t* operands) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      p[i][which] = operands[i * 32];
+    for (int i = 0; i < 4; ++i) {
+      p[i / 2][i % 2 * 2 + which] = operands[i * 32];
     }
   }
 
   __device__ __forceinline__ void multiply(ValuesAcc& acc) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint2 second = Traits::kRowBlocks == 1 ? make_uint2(0, 0) : p[i][1];
-      const uint32_t rows[4] = {p[i][0].x, second.x, p[i][0].y, second.y};
+      constexpr bool kOne = Traits::kRowBlocks == 1;
+      const uint32_t rows[4] = {p[i][0], kOne ? 0 : p[i][1], p[i][2], kOne ? 0 : p[i][3]};
 #pragma unroll
       for (int tile = 0; tile < kValueTiles; ++tile) {
         mma<typename Traits::Element>(acc[tile], rows, v[tile][i * 2], v[tile][i * 2 + 1]);
@@ -369,37 +373,37 @@ struct HalfBlock {
 };
 
 // The warp that multiplies. What it waits for is the chain of tensor core instructions: operands of
-// the next 32 keys are loaded before those of this one are used.
+// the next 32 keys are loaded before those of this one are used, from one chunk to the next too.
 template <typename Traits>
-__device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max, ValuesAcc& acc) {
+__device__ __forceinline__ void multiply_blocks(char* smem, int blocks, ValuesAcc& acc) {
+  constexpr int kChunk = Traits::kChunk;
   const int lane = threadIdx.x % 32;
   int lane_at[kValueTiles];
 #pragma unroll
   for (int tile = 0; tile < kValueTiles; ++tile) {
     lane_at[tile] = slot_offset<kValueColumns>(lane, tile);
   }
-  const auto multiply_chunk = [&](int chunk, auto whole, int count) {
-    const char* const values =
-        smem + chunk % Traits::kValueChunks * Traits::kChunk * Traits::kValueBytes;
-    HalfBlock<Traits> halves[2];
-    float factors[Traits::kRowBlocks];
-    const auto load = [&](int half) {
-      HalfBlock<Traits>& to = halves[half % 2];
+  HalfBlock<Traits> halves[2];
+  float factors[Traits::kRowBlocks];
+  const auto load = [&](int chunk, int half) {
+    HalfBlock<Traits>& to = halves[half % 2];
 #pragma unroll
-      for (int which = 0; which < Traits::kRowBlocks; ++which) {
-        const ProbsBlock probs = ProbsBlock::of<Traits>(smem, chunk, half / 2, which);
-        to.load_probs(which, probs.operands + half % 2 * 64 + lane);
-        factors[which] = half % 2 == 0 ? probs.steps[lane / 4].x : factors[which];
-      }
-      to.load_values(values + half * Traits::kValueBytes / 2, lane_at);
-    };
-    load(0);
+    for (int which = 0; which < Traits::kRowBlocks; ++which) {
+      const ProbsBlock probs = ProbsBlock::of<Traits>(smem, chunk, half / 2, which);
+      to.load_probs(which, probs.operands + half % 2 * 128 + lane);
+      factors[which] = half % 2 == 0 ? probs.steps[lane / 4].x : factors[which];
+    }
+    const char* const values = smem + chunk % Traits::kValueChunks * kChunk * Traits::kValueBytes;
+    to.load_values(values + half * Traits::kValueBytes / 2, lane_at);
+  };
+  // count: of the chunk's blocks; the last chunk may have fewer than others.
+  const auto multiply_chunk = [&](int chunk, auto is_last, int count) {
 #pragma unroll
-    for (int i = 0; i < Traits::kChunk; ++i) {
-      if (!whole && i >= count) {
+    for (int i = 0; i < kChunk; ++i) {
+      if (is_last && i >= count) {
         break;
       }
-      load(2 * i + 1);
+      load(chunk, 2 * i + 1);
 #pragma unroll
       for (int tile = 0; tile < kValueTiles; ++tile) {
 #pragma unroll
@@ -408,23 +412,23 @@ __device__ __forceinline__ void multiply_blocks(char* smem, int n_min, int n_max
         }
       }
       halves[0].multiply(acc);
-      if (i + 1 < Traits::kChunk) {  // past the last block: loaded, not used
-        load(2 * i + 2);
+      if (i + 1 < kChunk) {  // past the last block: loaded, not used
+        load(chunk, 2 * i + 2);
+      } else if (!is_last) {
+        chunk_done<Traits>();  // all of this chunk is in registers
+        load(chunk + 1, 0);
       }
       halves[1].multiply(acc);
     }
   };
+  chunk_done<Traits>();
+  load(0, 0);
   int chunk = 0;
 #pragma unroll 1
-  for (int n_block = n_max - 1; n_block >= n_min; n_block -= Traits::kChunk, ++chunk) {
-    const int count = n_block - n_min + 1;
-    chunk_done<Traits>();
-    if (count >= Traits::kChunk) {
-      multiply_chunk(chunk, std::true_type{}, Traits::kChunk);
-    } else {
-      multiply_chunk(chunk, std::false_type{}, count);
-    }
+  for (; blocks > kChunk; blocks -= kChunk, ++chunk) {
+    multiply_chunk(chunk, std::false_type{}, kChunk);
   }
+  multiply_chunk(chunk, std::true_type{}, blocks);
 }
 
 // The state of a row block: what the multiplying warp has, and sums that are in shared memory.
@@ -599,7 +603,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void values_kernel
     ValuesAcc acc = {};
     wait_for_kernel_before();
     if (sees_keys) {
-      multiply_blocks<Traits>(smem, rows.n_min, rows.n_max, acc);
+      multiply_blocks<Traits>(smem, rows.n_max - rows.n_min, acc);
       chunk_done<Traits>();  // sums, too
     }
 #pragma unroll
