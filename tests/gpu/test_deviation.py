@@ -25,7 +25,7 @@ EQUAL = 0.95
 def study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kernels")
     run_kernels(KernelPlan("cuda", quick=True, seeds=2), folder)
-    found = read_result(folder / "kernels.json", "kernels")
+    found = read_result(folder, "kernels")
     assert not found["failed"]
     return found
 

@@ -36,8 +36,7 @@ def _error(captured: Captured) -> float:
     """How far what the model computed is from the captured call computed exactly."""
     call, out = captured.call, captured.out
     assert out is not None
-    q, k, v = (tensor.double() for tensor in call.heads())
-    golden = golden_attention(q, k, v, call.factor, call.bias())
+    golden = golden_attention(call)
     return float((out.double() - golden).norm() / golden.norm())
 
 

@@ -151,7 +151,7 @@ def test_one_rounding_per_line_is_the_paper_preset_without_the_products() -> Non
 
 def test_results_read_back_as_they_were(tmp_path: Path) -> None:
     run_forward(PLAN, tmp_path)
-    figures = forward_points(read_result(tmp_path / "forward.json", "forward"))
+    figures = forward_points(read_result(tmp_path, "forward"))
     assert [cell for cell, _ in figures["3"]] == FIGURES["3"](PLAN)
 
 
@@ -159,7 +159,7 @@ def test_results_read_back_as_they_were(tmp_path: Path) -> None:
 def test_other_files_are_no_results(tmp_path: Path, text: str) -> None:
     (tmp_path / "forward.json").write_text(text)
     with pytest.raises(ArgumentError, match=r"forward\.json: expected"):
-        read_result(tmp_path / "forward.json", "forward")
+        read_result(tmp_path, "forward")
 
 
 def test_files_are_whole_or_not_there(tmp_path: Path) -> None:

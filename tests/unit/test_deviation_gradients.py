@@ -73,7 +73,7 @@ def test_a_users_model_and_a_biased_kernel(module: str, tmp_path: Path) -> None:
     assert 0.02 < value["forward"]["00"][f"{module}:biased"][1] < 0.5
     assert "flash_attn_interface" in value["missing"]["fa3"]
     assert value["memory_bytes"] == 4 * 4 * 6 * (16 * 48 + 48)
-    assert read_result(tmp_path / "gradients.json", "gradients")["whole"].keys() == whole.keys()
+    assert read_result(tmp_path, "gradients")["whole"].keys() == whole.keys()
 
 
 def test_it_resumes_batch_by_batch(

@@ -23,7 +23,7 @@ PLAN = KernelPlan("cpu", quick=True, seeds=1)
 def study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("kernels")
     run_kernels(PLAN, folder)
-    return read_result(folder / "kernels.json", "kernels")
+    return read_result(folder, "kernels")
 
 
 def _worst(study: dict[str, Any], backend: str, inputs: str) -> float:

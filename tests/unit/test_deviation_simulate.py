@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_attn_deterministic import reference
+from flash_attn_deterministic.deviation.attentions.masks import Call
 from flash_attn_deterministic.deviation.emulate import simulate
 from flash_attn_deterministic.deviation.emulate.simulate import (
     baseline_attention,
@@ -49,21 +50,21 @@ def test_float64_presets_are_exact(preset: str, block_c: int) -> None:
     number_format = parse_format("fp64")
     found = find_preset(preset)
     steps = found.steps(number_format)
-    out = tiled_attention(q, k, v, SCALE, found, steps, block_c)
-    assert _error(out, golden_attention(q, k, v, SCALE)) < 1e-14
+    out = tiled_attention(Call(q, k, v, scale=SCALE), found, steps, block_c)
+    assert _error(out, golden_attention(Call(q, k, v, scale=SCALE))) < 1e-14
 
 
 def test_golden_is_torchs_math_in_float64() -> None:
     q, k, v = _qkv("fp64")
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=SCALE)
-    assert _error(golden_attention(q, k, v, SCALE), expected) < 1e-14
+    assert _error(golden_attention(Call(q, k, v, scale=SCALE)), expected) < 1e-14
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_baseline_is_explicit_torch_code_in_the_dtype(dtype: torch.dtype) -> None:
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     q, k, v = _qkv(name)
-    ours = baseline_attention(q, k, v, 0.25, parse_format(name))
+    ours = baseline_attention(Call(q, k, v, scale=0.25), parse_format(name))
     theirs = ((q.to(dtype) @ k.to(dtype).mT) * 0.25).softmax(-1) @ v.to(dtype)
     # Sums in another order may round to the neighbour, rarely.
     assert (ours == theirs.float()).double().mean() > 0.99
@@ -82,9 +83,9 @@ def test_kernel_and_tree_presets_are_the_cpu_backend_but_for_the_order_of_sums(
     steps = preset.steps(parse_format("bf16"))
     hidden = torch.ones(300, 300).triu(1).bool()
     bias = torch.zeros(300, 300).masked_fill(hidden, -math.inf) if causal else None
-    out = tiled_attention(q, k, v, SCALE, preset, steps, 64, None, bias)
+    out = tiled_attention(Call(q, k, v, bias, scale=SCALE), preset, steps, 64)
     wide = {"probs": parse_format("fp32")}
-    wrong = tiled_attention(q, k, v, SCALE, preset, wide, 64, None, bias)
+    wrong = tiled_attention(Call(q, k, v, bias, scale=SCALE), preset, wide, 64)
     q16, k16, v16 = (tensor.to(torch.bfloat16)[:, :, None] for tensor in (q, k, v))
     expected, _ = reference.attention(
         q16, k16, v16, softmax_scale=SCALE, causal=causal, split_size=split_size, block_n=64
@@ -100,11 +101,11 @@ def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
     q, k, v = _qkv("fp32", 200)
     q = 6 * q  # peaked rows: the maximum moves
     found, kernel = find_preset(preset), find_preset("kernel")
-    golden = golden_attention(q, k, v, SCALE)
+    golden = golden_attention(Call(q, k, v, scale=SCALE))
     exact: dict[str, NumberFormat] = {}
-    plain = _error(tiled_attention(q, k, v, SCALE, kernel, exact, 16), golden)
+    plain = _error(tiled_attention(Call(q, k, v, scale=SCALE), kernel, exact, 16), golden)
     steps = exact if preset == "fa4" else found.steps(parse_format("fp32"))
-    other = _error(tiled_attention(q, k, v, SCALE, found, steps, 16), golden)
+    other = _error(tiled_attention(Call(q, k, v, scale=SCALE), found, steps, 16), golden)
     # The cubic is good to 9e-5 of a weight, E4M3 to a sixteenth.
     low, high = {"fa4": (1e-5, 1e-3), "fp8": (1e-3, 0.3)}[preset]
     assert plain < low < other < high
@@ -113,8 +114,8 @@ def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
 def test_a_maximum_that_stays_behind_changes_nothing_in_exact_arithmetic() -> None:
     q, k, v = _qkv("fp64", 200)
     lazy = replace(find_preset("kernel"), threshold=8.0)
-    out = tiled_attention(6 * q, k, v, SCALE, lazy, {}, 16)
-    assert _error(out, golden_attention(6 * q, k, v, SCALE)) < 1e-13
+    out = tiled_attention(Call(6 * q, k, v, scale=SCALE), lazy, {}, 16)
+    assert _error(out, golden_attention(Call(6 * q, k, v, scale=SCALE))) < 1e-13
 
 
 def test_the_cubic_is_as_near_as_it_says() -> None:
@@ -149,16 +150,16 @@ def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_c: int
 def test_paper_preset_is_algorithm_1_written_out_in_bfloat16() -> None:
     q, k, v = (tensor[0] for tensor in _qkv())
     steps = PAPER.steps(parse_format("bf16"))
-    ours = tiled_attention(q, k, v, 0.25, PAPER, steps, 16)
+    ours = tiled_attention(Call(q, k, v, scale=0.25), PAPER, steps, 16)
     assert torch.equal(ours, _written_out(q, k, v, 16).float())
 
 
 @pytest.mark.parametrize("step", STEP_NAMES)
 def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
     q, k, v = _qkv("fp32")
-    exact = tiled_attention(q, k, v, SCALE, PAPER, {}, 16)
+    exact = tiled_attention(Call(q, k, v, scale=SCALE), PAPER, {}, 16)
     steps = {step: parse_format("p4")}
-    rounded = tiled_attention(q, k, v, SCALE, PAPER, steps, 16)
+    rounded = tiled_attention(Call(q, k, v, scale=SCALE), PAPER, steps, 16)
     if step == "row_max":
         # Any value near the maximum serves as one: it cancels, up to float32's own rounding.
         assert 0 < _error(rounded, exact.double()) < 1e-5
@@ -170,10 +171,10 @@ def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
 def test_steps_of_the_other_presets_do_something(preset: str) -> None:
     q, k, v = _qkv("fp32", 300)
     found = find_preset(preset)
-    exact = tiled_attention(q, k, v, SCALE, found, {}, 16)
+    exact = tiled_attention(Call(q, k, v, scale=SCALE), found, {}, 16)
     for step in ("scores", "probs", "row_sum", "rescale", "products", "acc", "state", "out"):
         steps = {step: parse_format("p4")}
-        out = tiled_attention(q, k, v, SCALE, found, steps, 16)
+        out = tiled_attention(Call(q, k, v, scale=SCALE), found, steps, 16)
         assert _error(out, exact.double()) > 1e-4, step
 
 
@@ -185,10 +186,10 @@ def test_hidden_keys_take_no_part() -> None:
     number_format = parse_format("bf16")
     steps = PAPER.steps(number_format)
     attentions: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda values: tiled_attention(q, k, values, SCALE, PAPER, steps, 16, None, bias),
-        lambda values: tiled_attention(q, k, values, SCALE, TREE, steps, 16, None, bias),
-        lambda values: baseline_attention(q, k, values, SCALE, number_format, bias=bias),
-        lambda values: golden_attention(q, k, values, SCALE, bias),
+        lambda values: tiled_attention(Call(q, k, values, bias, scale=SCALE), PAPER, steps, 16),
+        lambda values: tiled_attention(Call(q, k, values, bias, scale=SCALE), TREE, steps, 16),
+        lambda values: baseline_attention(Call(q, k, values, bias, scale=SCALE), number_format),
+        lambda values: golden_attention(Call(q, k, values, bias, scale=SCALE)),
     ]
     for attend in attentions:
         assert torch.equal(attend(v)[:, :40], attend(changed)[:, :40])
@@ -200,9 +201,9 @@ def test_rows_without_a_key_are_zero() -> None:
     bias = torch.full((70, 70), -math.inf)
     steps = PAPER.steps(parse_format("bf16"))
     for preset in PRESETS.values():
-        out = tiled_attention(q, k, v, SCALE, preset, steps, 16, None, bias)
+        out = tiled_attention(Call(q, k, v, bias, scale=SCALE), preset, steps, 16)
         assert torch.equal(out, torch.zeros_like(q)), preset.name
-    assert torch.equal(golden_attention(q, k, v, SCALE, bias), torch.zeros_like(q).double())
+    assert not golden_attention(Call(q, k, v, bias, scale=SCALE)).any()
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_bad_inputs_are_refused(change: dict[str, torch.Tensor], message: str) -
 def test_blocks_must_divide_a_split() -> None:
     q, k, v = _qkv()
     with pytest.raises(ArgumentError, match="block_c: expected at least 1, and a divisor"):
-        tiled_attention(q, k, v, SCALE, TREE, {}, 48)
+        tiled_attention(Call(q, k, v, scale=SCALE), TREE, {}, 48)
 
 
 def test_unknown_presets_and_steps_are_refused() -> None:

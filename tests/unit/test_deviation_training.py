@@ -19,7 +19,8 @@ from flash_attn_deterministic.deviation.training.runs import (
     MEASURES,
     Run,
     Setup,
-    Snapshots,
+    State,
+    States,
     compare,
     train,
 )
@@ -70,11 +71,11 @@ def test_drawings_show_what_the_text_says() -> None:
 
 
 @pytest.fixture(scope="module")
-def base() -> Snapshots:
+def base() -> States:
     return train(SETUP, Run("base", against=""), 0, None, keep=True)[1]
 
 
-def test_a_repeat_is_exact_and_every_difference_is_seen(base: Snapshots) -> None:
+def test_a_repeat_is_exact_and_every_difference_is_seen(base: States) -> None:
     history, _, _ = train(SETUP, run_of("repeat"), 0, base, keep=False)
     assert all(value == 0 for name in MEASURES for value in history[name])
     names = ("nudge", "init", "data", "fp32", "fp16", "pure_bf16", "sdpa", "paper", "kernel",
@@ -87,14 +88,14 @@ def test_a_repeat_is_exact_and_every_difference_is_seen(base: Snapshots) -> None
         assert math.isfinite(history["probe"])
 
 
-def test_a_nudge_is_one_gap_of_one_weight(base: Snapshots) -> None:
+def test_a_nudge_is_one_gap_of_one_weight(base: States) -> None:
     history, _, _ = train(replace(SETUP, steps=1), run_of("nudge"), 0, base, keep=False)
-    weights = base.weights[0][0].flatten()
+    weights = base[0].weights[0].flatten()
     gap = float(torch.nextafter(weights[0], torch.tensor(math.inf)) - weights[0])
-    assert history["max_difference"][0] * len(base.weights[0]) == pytest.approx(gap)
+    assert history["max_difference"][0] * len(base[0].weights) == pytest.approx(gap)
 
 
-def test_float16_does_not_underflow(base: Snapshots) -> None:
+def test_float16_does_not_underflow(base: States) -> None:
     """Loss scaling: as near to float32 as bfloat16 is, or nearer, from the first step on."""
     _, fp32, _ = train(SETUP, run_of("fp32"), 0, None, keep=True)
     near, _, _ = train(SETUP, run_of("fp16"), 0, fp32, keep=False)
@@ -106,7 +107,7 @@ def test_distances_of_known_weights() -> None:
     base = [torch.tensor([[0.0, 1.0], [2.0, 3.0]])]
     moved = [torch.tensor([[1.0, 0.0], [2.0, 3.5]])]
     outputs = torch.tensor([1.0, -1.0])
-    found = compare(moved, outputs + 0.5, base, outputs)
+    found = compare(State(moved, outputs + 0.5), State(base, outputs))
     assert found == {
         "max_difference": 1.0, "wasserstein": 0.125, "l1": 0.625,
         "l2": pytest.approx(1.5 / math.sqrt(14)), "function": pytest.approx(0.5 / math.sqrt(2)),
@@ -123,7 +124,7 @@ def test_a_study_pairs_seeds_and_keeps_the_first_model(tmp_path: Path) -> None:
     assert set(value["seeds"]["0"]) == {"base", "repeat", "sdpa", "fp32", "fp16"}
     assert value["runs"]["fp16"]["against"] == "fp32"
     assert (tmp_path / "base.pt").exists()
-    read = read_result(tmp_path / "training.json", "training")
+    read = read_result(tmp_path, "training")
     assert read["seeds"].keys() == value["seeds"].keys()
     text = printed(value)
     assert "sdpa" in text
@@ -193,10 +194,12 @@ def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mon
         return train(setup, run, *rest)
 
     monkeypatch.setattr(training_study, "train", fails)
-    value = run_training(replace(PLAN, setup=replace(SETUP, steps=0)), tmp_path, seconds=2.0)
+    value = run_training(PLAN, tmp_path)
     assert value["missing"] == {"sdpa": "no memory", "fp32": "no memory"}
     # fp16 has nothing that it could be compared with.
     assert set(value["seeds"]["0"]) == {"base", "repeat"}
+    # Nor is it in the way of the measurement of how many steps fit.
+    assert training_study._fitting_steps(PLAN, PLAN.ordered(), end=0.0) == 10
 
 
 def test_what_does_not_run_here_is_left_out_and_named(tmp_path: Path) -> None:

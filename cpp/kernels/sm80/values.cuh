@@ -11,6 +11,7 @@
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
 #include "kernel_order.h"
+#include "named_barrier.h"
 #include "row_group.cuh"
 #include "scores_first.h"
 #include "tree/row_end.h"
@@ -43,7 +44,7 @@ struct RowBlocks {
 // All warps have done their part of a chunk, each in a loop of its own.
 template <typename Traits>
 __device__ __forceinline__ void chunk_done() {
-  __syncthreads();
+  named_barrier_sync(1, Traits::kThreads);
 }
 
 // One block of values of each chunk on its way to shared memory, for the warps (one for each row

@@ -1,8 +1,10 @@
-// Hopper's barriers in shared memory (mbarrier), named barriers and fences. Shared memory is named
+// Hopper's barriers in shared memory (mbarrier) and fences. Shared memory is named
 // by 32-bit addresses throughout: a generic pointer would compile to generic loads and stores.
 #pragma once
 
 #include <cstdint>
+
+#include "../named_barrier.h"
 
 namespace fad::sm90 {
 
@@ -99,15 +101,6 @@ __device__ __forceinline__ void store_shared_ints(uint32_t address, int4 value) 
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)
                : "memory");
-}
-
-// Named barriers of a CTA: waits for, or counts towards, so many threads.
-__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Places in a ring of blocks in shared memory.

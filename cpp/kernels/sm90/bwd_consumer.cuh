@@ -400,16 +400,11 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& params, uint3
       store_shared(to, make_float2(dq[4 * j], dq[4 * j + 1]));
       store_shared(to + 8 * 256, make_float2(dq[4 * j + 2], dq[4 * j + 3]));
     }
-    __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(shared + T::kDqFull + 8 * ring.slot);
-    }
+    barrier_arrive(shared + T::kDqFull + 8 * ring.slot);
     wgmma_wait<0>();
     hold(dk);
     hold(gradients);
-    if (lane == 0) {
-      barrier_arrive(shared + T::kQEmpty + 8 * ring.slot);
-    }
+    barrier_arrive(shared + T::kQEmpty + 8 * ring.slot);
     ring.advance(T::kStages);
   }
 

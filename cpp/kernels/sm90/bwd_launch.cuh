@@ -34,17 +34,19 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     prefetch_tensor_map(k_map);
     prefetch_tensor_map(v_map);
     prefetch_tensor_map(do_map);
+    // Where threads read or wrote, each arrives for itself, which is what racecheck follows; where
+    // only tensor cores did, one of a warp.
     constexpr int kConsumerWarps = T::kConsumers / 32;
     barrier_init(shared + T::kKFull, 1);
     barrier_init(shared + T::kVFull, 1);
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(shared + T::kQFull + 8 * i, 1);
-      barrier_init(shared + T::kQEmpty + 8 * i, kConsumerWarps);
+      barrier_init(shared + T::kQEmpty + 8 * i, T::kConsumers);
       barrier_init(shared + T::kDoFull + 8 * i, 1);
       barrier_init(shared + T::kDoEmpty + 8 * i, kConsumerWarps);
       barrier_init(shared + T::kNumbersFull + 8 * i, 32);
-      barrier_init(shared + T::kDqFull + 8 * i, kConsumerWarps);
-      barrier_init(shared + T::kDqEmpty + 8 * i, T::kReducers / 32);
+      barrier_init(shared + T::kDqFull + 8 * i, T::kConsumers);
+      barrier_init(shared + T::kDqEmpty + 8 * i, T::kReducers);
     }
     fence_barrier_init();
     fence_async_proxy();

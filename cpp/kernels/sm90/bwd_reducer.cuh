@@ -122,10 +122,8 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared)
       from = (from ^ (T::kAddsAtOnce * 64 % 256)) + T::kAddsAtOnce * 512;
       sums += 2 * T::kAddsAtOnce * T::kHeadDim;
     }
-    __syncwarp();
-    if (read_thread() % 32 == 0) {
-      barrier_arrive(shared + T::kDqEmpty + 8 * (turn & 1));
-    }
+    __syncwarp();  // lanes without columns have skipped the adds
+    barrier_arrive(shared + T::kDqEmpty + 8 * (turn & 1));
     if (params.in_turns) {
       named_barrier_sync(kRowBlockAdded, T::kReducers + 32);
     }

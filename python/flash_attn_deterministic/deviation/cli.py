@@ -11,7 +11,7 @@ from typing import Any
 
 _Parser = argparse.ArgumentParser
 _Parsers = Any  # argparse's action has no public name
-_Run = Callable[[argparse.Namespace], int]
+_Run = Callable[[argparse.Namespace], object]  # what it returns is false where all went well
 
 
 def add_command(commands: _Parsers) -> None:
@@ -90,8 +90,14 @@ def add_command(commands: _Parsers) -> None:
 
 
 def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
+    def finished(arguments: argparse.Namespace) -> int:
+        failed = run(arguments)
+        if "out" in arguments:
+            print(f"results in {arguments.out}", file=sys.stderr)
+        return int(bool(failed))
+
     parser: _Parser = studies.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=finished)
     if name != "repeat":  # its result is a line of text
         _option(parser, "--out", Path("deviation") / name, "folder of results")
     return parser
@@ -143,19 +149,20 @@ def _target(arguments: argparse.Namespace) -> Any:
 
 def _intervals(found: Mapping[str, Iterable[float | None] | None]) -> str:
     """Numbers with their intervals, as results have them: [low, middle, high]."""
-    texts = []
-    for name, interval in found.items():
-        if interval is not None:
-            low, middle, high = (math.nan if x is None else x for x in interval)
-            texts.append(f"{name} {middle:.2g} [{low:.2g}, {high:.2g}]")
-    return ", ".join(texts)
+    from .numbers.intervals import Interval
+
+    there = {name: interval for name, interval in found.items() if interval is not None}
+    values = {n: [math.nan if x is None else x for x in there[n]] for n in there}
+    return ", ".join(f"{name} {Interval(*value)}" for name, value in values.items())
 
 
-def _gradients(arguments: argparse.Namespace) -> int:
+def _gradients(arguments: argparse.Namespace) -> None:
     from .instrument.gradients import GradientPlan, run_gradients
 
     if not arguments.no_plots:
-        _need_plots()
+        from .report.plots import load_pyplot
+
+        load_pyplot()  # fails before anything is computed
     target = _target(arguments)
     plan = GradientPlan(
         arguments.model, arguments.attention, arguments.precision, arguments.device,
@@ -172,10 +179,9 @@ def _gradients(arguments: argparse.Namespace) -> int:
         from .report.page import write_gradients_page
 
         print(write_gradients_page(arguments.out))
-    return _done(arguments.out)
 
 
-def _tokens(arguments: argparse.Namespace) -> int:
+def _tokens(arguments: argparse.Namespace) -> None:
     from .instrument.tokens import run_tokens
 
     value = run_tokens(
@@ -186,10 +192,9 @@ def _tokens(arguments: argparse.Namespace) -> int:
     numbers = ", ".join(f"{name} {found:.2g}" for name, found in value["difference"].items())
     print(f"|difference of log p|: {numbers}; same bits {value['same']:.2%}")
     print(f"batch invariant: {value['batch_invariant']}")
-    return _done(arguments.out)
 
 
-def _weights(arguments: argparse.Namespace) -> int:
+def _weights(arguments: argparse.Namespace) -> None:
     from .instrument.weights import compare_runs, parse_references
 
     references = parse_references(arguments.reference)
@@ -200,10 +205,9 @@ def _weights(arguments: argparse.Namespace) -> int:
         for name, ratios in value["over"][checkpoint].items():
             text = _intervals(ratios) or "the reference is equal to A"
             print(f"{checkpoint} B over {name}: {text}")
-    return _done(arguments.out)
 
 
-def _forward(arguments: argparse.Namespace) -> int:
+def _forward(arguments: argparse.Namespace) -> None:
     from .forward.inputs import DISTRIBUTIONS
     from .forward.plan import FIGURES, Plan, quick_plan, run_forward
 
@@ -217,10 +221,9 @@ def _forward(arguments: argparse.Namespace) -> int:
         formats=arguments.formats,
     )
     run_forward(quick_plan(plan) if arguments.quick else plan, arguments.out)
-    return _done(arguments.out)
 
 
-def _kernels(arguments: argparse.Namespace) -> int:
+def _kernels(arguments: argparse.Namespace) -> object:
     from .kernels.kernel_study import run_kernels
     from .kernels.plan import KernelPlan
 
@@ -228,10 +231,10 @@ def _kernels(arguments: argparse.Namespace) -> int:
     value = run_kernels(plan, arguments.out)
     for name, message in value["failed"].items():
         print(f"failed: {name}: {message}", file=sys.stderr)
-    return _done(arguments.out) or int(bool(value["failed"]))
+    return value["failed"]
 
 
-def _training(arguments: argparse.Namespace) -> int:
+def _training(arguments: argparse.Namespace) -> None:
     from .training.training_study import NOISE, plan_of, printed, run_training
 
     plan = plan_of(
@@ -240,10 +243,9 @@ def _training(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     value = run_training(plan, arguments.out, arguments.seconds, arguments.force)
     print(printed(value))
-    return _done(arguments.out)
 
 
-def _repeat(arguments: argparse.Namespace) -> int:
+def _repeat(arguments: argparse.Namespace) -> object:
     from .study.environment import check_device
     from .training.first_difference import first_difference
     from .training.runs import Setup
@@ -253,16 +255,17 @@ def _repeat(arguments: argparse.Namespace) -> int:
     found = first_difference(setup, arguments.times)
     print(f"{arguments.times} repeats of {arguments.steps} steps: equal bits" if found is None
           else found)  # fmt: skip
-    return int(found is not None)
+    return found is not None
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> None:
     from .report.page import write_report
+    from .report.plots import load_pyplot
 
-    _need_plots()
+    load_pyplot()  # fails before anything is computed
     folders = list(arguments.results)
     if arguments.quick:
-        from .study.quick import quick_studies
+        from .study.all_studies import quick_studies
 
         folders = quick_studies(arguments.out)
     elif not folders:
@@ -270,24 +273,11 @@ def _report(arguments: argparse.Namespace) -> int:
         folders = [folder for folder in folders if folder.exists()]
     for path in write_report(folders, arguments.out):
         print(path)
-    return 0
 
 
-def _all(arguments: argparse.Namespace) -> int:
+def _all(arguments: argparse.Namespace) -> object:
     from .study.all_studies import run_all
     from .study.environment import check_device
 
     check_device("cuda")
-    return _done(arguments.out) or int(bool(run_all(arguments.out, arguments.seconds)))
-
-
-def _need_plots() -> None:
-    """Fails before anything is computed where the plots could not be drawn."""
-    from .report.plots import load_pyplot
-
-    load_pyplot()
-
-
-def _done(folder: Path) -> int:
-    print(f"results in {folder}", file=sys.stderr)
-    return 0
+    return run_all(arguments.out, arguments.seconds)

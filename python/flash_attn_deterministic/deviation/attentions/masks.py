@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,40 +36,39 @@ class Call:
     def factor(self) -> float:
         return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
-    def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns q, k and v with k's and v's heads repeated for their group."""
-        group = self.q.shape[-3] // self.k.shape[-3]
-        if group == 1:
-            return self.q, self.k, self.v
-        k, v = (tensor.repeat_interleave(group, -3) for tensor in (self.k, self.v))
-        return self.q, k, v
+    def to(self, dtype: torch.dtype) -> Call:
+        """Returns the call with its tensors in another dtype."""
+        return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
+    def plain(self) -> Call:
+        """Returns the same call with k and v repeated for their groups, and one bias as its mask.
+
+        Tensors may be (..., seqlen, head_dim) with any leading dimensions then.
+        """
+        k, v = self.k, self.v
+        if k.shape[:-2] != self.q.shape[:-2]:
+            group = self.q.shape[-3] // k.shape[-3]
+            k, v = (tensor.repeat_interleave(group, -3) for tensor in (k, v))
+        return Call(self.q, k, v, self.bias(), scale=self.factor)
 
     def bias(self) -> torch.Tensor | None:
         """Returns what is added to the scores; None: nothing."""
-        device = self.q.device
-        rows = torch.arange(self.q.shape[-2], device=device)[:, None]
-        keys = torch.arange(self.k.shape[-2], device=device)
-        hidden: torch.Tensor | None = None
-        if self.causal:
-            hidden = keys > rows
+        place = torch.arange(self.q.shape[-2], device=self.q.device)[:, None]
+        keys = torch.arange(self.k.shape[-2], device=self.q.device)
+        hidden = [keys > place] if self.causal else []
+        place = place + self.k.shape[-2] - self.q.shape[-2]
         left, right = self.window
-        if left >= 0 or right >= 0:
-            place = rows + self.k.shape[-2] - self.q.shape[-2]
-            outside = torch.zeros_like(keys > rows)
-            if left >= 0:
-                outside |= keys < place - left
-            if right >= 0:
-                outside |= keys > place + right
-            hidden = outside if hidden is None else hidden | outside
-        bias = None
-        if self.mask is not None:
-            bias = self.mask
-            if bias.dtype == torch.bool:
-                bias = torch.zeros(bias.shape, device=device).masked_fill(~bias, -math.inf)
-        if hidden is None:
-            return bias
-        causal = torch.zeros(hidden.shape, device=device).masked_fill(hidden, -math.inf)
-        return causal if bias is None else bias + causal
+        if left >= 0:
+            hidden.append(keys < place - left)
+        if right >= 0:
+            hidden.append(keys > place + right)
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            hidden.append(~self.mask)
+        bias = None if self.mask is None or self.mask.dtype == torch.bool else self.mask
+        for each in hidden:
+            part = torch.zeros(each.shape, device=each.device).masked_fill(each, -math.inf)
+            bias = part if bias is None else bias + part
+        return bias
 
 
 def call_of(

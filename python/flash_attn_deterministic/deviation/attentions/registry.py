@@ -6,6 +6,7 @@ Each takes the arguments of torch's scaled_dot_product_attention, without dropou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -51,12 +52,11 @@ def _attention(of: Callable[[Call], torch.Tensor]) -> Attention:
 
 def _explicit(call: Call) -> torch.Tensor:
     """Matmul, softmax, matmul, each with its result in the tensors' dtype."""
-    q, k, v = call.heads()
-    scores = q @ k.mT * call.factor
-    bias = call.bias()
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
-    return scores.softmax(-1) @ v
+    call = call.plain()
+    scores = call.q @ call.k.mT * call.factor
+    if call.mask is not None:
+        scores = scores + call.mask.to(scores.dtype)
+    return scores.softmax(-1) @ call.v
 
 
 class _Rounded(torch.autograd.Function):
@@ -81,13 +81,11 @@ def _explicit_in(call: Call, name: str) -> torch.Tensor:
         return found
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> Any:
-        q, k, v = (tensor.to(container) for tensor in (q, k, v))
-        one = replace(call, q=q, k=k, v=v, mask=mask[0] if mask else None)
-        (q, k, v), bias = one.heads(), one.bias()
-        scores = rounded(q @ k.mT * one.factor)
-        if bias is not None:
-            scores = scores + bias.to(container)
-        return rounded(rounded(scores.softmax(-1)) @ v).to(call.q.dtype)
+        one = replace(call, q=q, k=k, v=v, mask=mask[0] if mask else None).to(container).plain()
+        scores = rounded(one.q @ one.k.mT * one.factor)
+        if one.mask is not None:
+            scores = scores + one.mask.to(container)
+        return rounded(rounded(scores.softmax(-1)) @ one.v).to(call.q.dtype)
 
     # Some sequences at a time, computed again in the backward: scores of all would not fit.
     batch, heads, rows = call.q.shape[:3]
@@ -102,27 +100,11 @@ def _explicit_in(call: Call, name: str) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _emulated(call: Call, preset: str, name: str, delta: str) -> torch.Tensor:
-    q, k, v = call.heads()
-    return emulated_attention(q, k, v, call.bias(), call.factor, preset, name, delta)
-
-
-def _lines(call: Call, shifted: bool) -> torch.Tensor:
-    q, k, v = call.heads()
-    return torch_lines(q, k, v, call.bias(), call.factor, shifted)
-
-
-def _torch(call: Call, backend: SDPBackend | None) -> torch.Tensor:
+def _torch(call: Call, backend: SDPBackend | None = None) -> torch.Tensor:
     grouped = call.q.shape[-3] != call.k.shape[-3]
-
-    def attend() -> torch.Tensor:
+    with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
         return _SDPA(call.q, call.k, call.v, call.mask, 0.0, call.causal,
                      scale=call.scale, enable_gqa=grouped)  # fmt: skip
-
-    if backend is None:
-        return attend()
-    with sdpa_kernel(backend):
-        return attend()
 
 
 def _end_aligned(call: Call, name: str) -> bool:
@@ -137,7 +119,7 @@ def _end_aligned(call: Call, name: str) -> bool:
     return call.causal
 
 
-def _ours(call: Call, deterministic: bool, keep_residual: bool = False) -> torch.Tensor:
+def _ours(call: Call, deterministic: bool = True, keep_residual: bool = False) -> torch.Tensor:
     """This package's flash_attn_func (float32 goes through bfloat16, which is all it takes)."""
     from ... import deterministic_mode, flash_attn_func
 
@@ -161,22 +143,18 @@ def _fa3(call: Call) -> torch.Tensor:
             f"installed: {error}"
         ) from error
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
-    out = module.flash_attn_func(
-        q, k, v, softmax_scale=call.scale, causal=_end_aligned(call, "fa3")
-    )
+    causal = _end_aligned(call, "fa3")
+    out = module.flash_attn_func(q, k, v, softmax_scale=call.scale, causal=causal)
     result: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return result.transpose(1, 2)
 
 
 # How each is computed, and what reports call it.
 _NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
-    "ours": (functools.partial(_ours, deterministic=True), "this wheel"),
+    "ours": (_ours, "this wheel"),
     "ours-atomics": (functools.partial(_ours, deterministic=False), "this wheel, atomics"),
-    "ours+residual": (
-        functools.partial(_ours, deterministic=True, keep_residual=True),
-        "this wheel, O's residual",
-    ),
-    "sdpa": (functools.partial(_torch, backend=None), "torch's choice"),
+    "ours+residual": (functools.partial(_ours, keep_residual=True), "this wheel, O's residual"),
+    "sdpa": (_torch, "torch's choice"),
     "sdpa-flash": (functools.partial(_torch, backend=SDPBackend.FLASH_ATTENTION), "torch flash"),
     "sdpa-cudnn": (functools.partial(_torch, backend=SDPBackend.CUDNN_ATTENTION), "torch cuDNN"),
     "sdpa-efficient": (
@@ -186,11 +164,9 @@ _NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
     "fa3": (_fa3, "FlashAttention-3"),
     "explicit": (_explicit, "explicit"),
     "exact": (functools.partial(_explicit_in, name="fp64"), "exact (FP64)"),
-    "torch-lines": (functools.partial(_lines, shifted=False), "16 bits after each line"),
-    "torch-lines-shifted": (functools.partial(_lines, shifted=True), "16 bits, maximum moved"),
+    "torch-lines": (functools.partial(torch_lines, shifted=False), "16 bits after each line"),
+    "torch-lines-shifted": (functools.partial(torch_lines, shifted=True), "16 bits, maximum moved"),
 }  # fmt: skip
-REAL = ("ours", "ours-atomics", "ours+residual", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient",
-        "sdpa-math")  # fmt: skip
 LABELS = {name: label for name, (_, label) in _NAMED.items()}
 
 
@@ -218,13 +194,23 @@ def find_attention(name: str) -> Attention:
     if base in PRESETS and delta in ("", *DELTAS):
         if rest:
             parse_format(rest)
-        how = functools.partial(_emulated, preset=base, name=rest, delta=delta or "rounded")
-        return _attention(how)
+        delta = delta or "rounded"
+        return _attention(lambda call: emulated_attention(call, base, rest, delta))
     if not rest or not base.replace(".", "").isidentifier():
         known = ", ".join((*_NAMED, "explicit:FORMAT", *PRESETS))
         raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")
     found: Attention = find_object(name, "attention")
     return found
+
+
+def gradients_of(
+    attention: Attention | str, call: Call, dout: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Returns dq, dk and dv of an attention, or of one of this name."""
+    attend = find_attention(attention) if isinstance(attention, str) else attention
+    leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
+    out = attend(*leaves, attn_mask=call.mask, is_causal=call.causal, scale=call.scale)
+    return torch.autograd.grad(out, leaves, dout)
 
 
 def find_object(name: str, argument: str) -> Any:
@@ -281,10 +267,13 @@ def usable(
     names: tuple[str, ...], device: str, dtype: torch.dtype, head_dim: int, backward: bool = False
 ) -> tuple[dict[str, Attention], dict[str, str]]:
     """Returns the attentions of these names that work, and why the others don't."""
-    found = {name: find_attention(name) for name in names}
-    reasons = {
-        name: missing(attention, device, dtype, head_dim, backward)
-        for name, attention in found.items()
-    }
-    works = {name: found[name] for name, reason in reasons.items() if not reason}
-    return works, {name: reason for name, reason in reasons.items() if reason}
+    works: dict[str, Attention] = {}
+    reasons: dict[str, str] = {}
+    for name in names:
+        attention = find_attention(name)
+        reason = missing(attention, device, dtype, head_dim, backward)
+        if reason:
+            reasons[name] = reason
+        else:
+            works[name] = attention
+    return works, reasons

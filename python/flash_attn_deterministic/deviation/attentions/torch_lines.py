@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .masks import Call
+
 _KEYS = 64  # of a block
 _NEAR = 1e-3  # scores this close to a block's maximum count as equal to it
 
@@ -19,13 +21,7 @@ _NEAR = 1e-3  # scores this close to a block's maximum count as equal to it
 class _Lines(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        bias: torch.Tensor | None,
-        scale: float,
-        shifted: bool,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, shifted: bool
     ) -> torch.Tensor:
         lowest = torch.finfo(q.dtype).min
         row_max = q.new_full((*q.shape[:-1], 1), lowest)
@@ -33,7 +29,7 @@ class _Lines(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         for start in range(0, k.shape[-2], _KEYS):
             keys = slice(start, start + _KEYS)
-            scores = _scores(q, k, bias, scale, keys)
+            scores = _scores(call, keys)
             hidden = scores == -torch.inf
             block_max = scores.amax(-1, keepdim=True).clamp(min=lowest)
             if shifted:
@@ -48,54 +44,43 @@ class _Lines(torch.autograd.Function):
             row_max = after
         total = torch.where(row_sum == 0, 1.0, row_sum)
         out = out / total
-        ctx.save_for_backward(q, k, v, bias, out, total.log() + row_max)
-        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, call.mask, out, total.log() + row_max)
+        ctx.scale = call.scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v, bias, out, lse = ctx.saved_tensors
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        call = Call(q, k, v, mask, scale=ctx.scale)
         dout = grads[0]
         delta = (dout * out).sum(-1, keepdim=True)
         dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         for start in range(0, k.shape[-2], _KEYS):
             keys = slice(start, start + _KEYS)
-            probs = (_scores(q, k, bias, ctx.scale, keys) - lse).exp()
+            probs = (_scores(call, keys) - lse).exp()
             dprobs = dout @ v[..., keys, :].mT
             dscores = probs * ctx.scale * (dprobs - delta)
             dq += dscores @ k[..., keys, :]
             dk[..., keys, :] = dscores.mT @ q
             dv[..., keys, :] = probs.mT @ dout
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, scale: float, keys: slice
-) -> torch.Tensor:
-    scores = q @ k[..., keys, :].mT * scale
-    if bias is None:
+def _scores(call: Call, keys: slice) -> torch.Tensor:
+    scores = call.q @ call.k[..., keys, :].mT * call.factor
+    if call.mask is None:
         return scores
-    return scores + (bias if bias.shape[-1] == 1 else bias[..., keys]).to(scores.dtype)
+    return scores + (call.mask if call.mask.shape[-1] == 1 else call.mask[..., keys]).to(call.q)
 
 
-def torch_lines(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    shifted: bool,
-) -> torch.Tensor:
+def torch_lines(call: Call, shifted: bool) -> torch.Tensor:
     """Attention line by line in the dtype of its tensors.
 
     Args:
-        q: (..., seqlen_q, head_dim).
-        k: (..., seqlen_k, head_dim).
-        v: like k.
-        bias: added to the scores, broadcast to (..., seqlen_q, seqlen_k); None: nothing.
-        scale: factor of q k^T.
+        call: what is computed.
         shifted: the published remedy. Where a row has several scores at a block's maximum, the
             maximum is doubled if it is positive, and 0 if it is negative: no P is 1 then.
     """
-    out: torch.Tensor = _Lines.apply(q, k, v, bias, scale, shifted)  # type: ignore[no-untyped-call]
+    call = call.plain()
+    out: torch.Tensor = _Lines.apply(call.q, call.k, call.v, call, shifted)  # type: ignore[no-untyped-call]
     return out

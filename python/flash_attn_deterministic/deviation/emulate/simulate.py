@@ -2,20 +2,21 @@
 
 Tensors are (..., seqlen, head_dim), in float32 or float64; the leading dimensions are a batch.
 Products are summed in the container (float32 or float64), as tensor cores sum them in float32, and
-a step's result is then rounded once. `bias` is added to the scores, broadcast to (..., seqlen_q,
-seqlen_k); -inf hides a key.
+a step's result is then rounded once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ...errors import ArgumentError
+from ..attentions.masks import Call
 from ..numbers.formats import NumberFormat
-from .steps import Preset, Round, Steps, rounder, rounders
+from .steps import STEP_NAMES, Preset, Round, Steps, rounder
 
 _CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
 # 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
@@ -40,51 +41,35 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ArgumentError(f"{name}: expected finite values, got {bad} NaN or infinite ones")
 
 
-def golden_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def golden_attention(call: Call) -> torch.Tensor:
     """Computes softmax(q k^T * scale + bias) v in float64; rows without a key give 0."""
-    q, k, v = q.double(), k.double(), v.double()
-    return _by_rows(lambda rows, b: _plain(rows, k, v, scale, b, rounder(None, None)), q, k, bias)
+    return _explicit(call.plain().to(torch.float64), rounder(None, None))
 
 
 def baseline_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    number_format: NumberFormat,
-    generator: torch.Generator | None = None,
-    bias: torch.Tensor | None = None,
+    call: Call, number_format: NumberFormat, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """Computes matmul, scaling, softmax and matmul, each with its result in the format.
 
     This is what explicit torch code does with tensors of the format: softmax works in float32
     inside, and rounds its result.
     """
-    rounded = rounder(number_format, generator)
-    return _by_rows(lambda rows, b: _plain(rows, k, v, scale, b, rounded), q, k, bias)
+    return _explicit(call.plain(), rounder(number_format, generator))
 
 
-def _plain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    bias: torch.Tensor | None,
-    rounded: Round,
-) -> torch.Tensor:
-    scores = rounded(rounded(q @ k.mT) * scale)
-    if bias is not None:
-        scores = rounded(scores + bias.to(scores.dtype))
-    row_max = scores.amax(-1, keepdim=True)
-    probs = (scores - torch.where(row_max == -math.inf, 0.0, row_max)).exp_()
-    total = probs.sum(-1, keepdim=True)
-    return rounded(rounded(probs.div_(_or_one(total))) @ v)
+def _explicit(call: Call, rounded: Round) -> torch.Tensor:
+    def attend(rows: Call) -> torch.Tensor:
+        scores = rounded(rounded(rows.q @ rows.k.mT) * rows.factor)
+        if rows.mask is not None:
+            scores = rounded(scores + rows.mask.to(scores.dtype))
+        row_max = scores.amax(-1, keepdim=True)
+        probs = (scores - torch.where(row_max == -math.inf, 0.0, row_max)).exp_()
+        total = probs.sum(-1, keepdim=True)
+        return rounded(rounded(probs.div_(_or_one(total))) @ rows.v)
+
+    # In chunks, to keep the scores small.
+    lead = math.prod(call.q.shape[:-2]) * call.k.shape[-2]
+    return _by_rows(call, max(1, 4 * _CHUNK // max(1, lead)), attend)
 
 
 def _or_one(total: torch.Tensor) -> torch.Tensor:
@@ -92,45 +77,38 @@ def _or_one(total: torch.Tensor) -> torch.Tensor:
 
 
 def tiled_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
+    call: Call,
     preset: Preset,
     steps: Steps,
     block_c: int,
     generator: torch.Generator | None = None,
-    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes tiled attention by a preset's algorithm.
 
     Rows do not touch each other: B_r, the rows of a tile, is no part of the arithmetic.
 
     Args:
-        q: (..., seqlen_q, head_dim), float32 or float64.
-        k: (..., seqlen_k, head_dim).
-        v: like k.
-        scale: factor of q k^T.
+        call: its tensors in float32 or float64.
         preset: gives the algorithm.
         steps: number format of each step.
         block_c: keys of a block.
         generator: random bits of stochastic formats.
-        bias: see above.
 
     Raises:
         ArgumentError: see `check_block`.
     """
     check_block(preset, block_c)
-    rounded = rounders(steps, generator)
-    # As many rows at a time as the caches hold.
-    lead = math.prod(q.shape[:-2]) * max(block_c, q.shape[-1])
+    call = call.plain()
+    rounded = {name: rounder(steps.get(name), generator) for name in STEP_NAMES}
 
-    def tile(rows: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    def attend(rows: Call) -> torch.Tensor:
         if preset.algorithm == "renormalised":
-            return _renormalised(rows, k, v, scale, rounded, block_c, b)
-        return _running(rows, k, v, scale, preset, rounded, block_c, b)
+            return _renormalised(rows, rounded, block_c)
+        return _running(rows, preset, rounded, block_c)
 
-    return rounded["out"](_tiles(tile, q, bias, max(64, _CHUNK // lead)))
+    # As many rows at a time as the caches hold.
+    lead = math.prod(call.q.shape[:-2]) * max(block_c, call.q.shape[-1])
+    return rounded["out"](_by_rows(call, max(64, _CHUNK // lead), attend))
 
 
 def check_block(preset: Preset, block_c: int) -> None:
@@ -142,22 +120,22 @@ def check_block(preset: Preset, block_c: int) -> None:
         )
 
 
-def _renormalised(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    rounded: dict[str, Round],
-    block_c: int,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """FlashAttention's algorithm 1: O is divided by l after every block of keys, first to last."""
+_State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # m, l and O of each row
+_Rounded = dict[str, Round]
+
+
+def _nothing(q: torch.Tensor, v: torch.Tensor) -> _State:
+    """The state before any key."""
     row_max = q.new_full((*q.shape[:-1], 1), -math.inf)
-    row_sum = torch.zeros_like(row_max)
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    for start in range(0, k.shape[-2], block_c):
+    return row_max, torch.zeros_like(row_max), q.new_zeros((*q.shape[:-1], v.shape[-1]))
+
+
+def _renormalised(call: Call, rounded: _Rounded, block_c: int) -> torch.Tensor:
+    """FlashAttention's algorithm 1: O is divided by l after every block of keys, first to last."""
+    row_max, row_sum, out = _nothing(call.q, call.v)
+    for start in range(0, call.k.shape[-2], block_c):
         keys = slice(start, start + block_c)
-        scores = _scores(q, k, scale, rounded, bias, keys)
+        scores = _scores(call, rounded, keys)
         block_max = rounded["row_max"](scores.amax(-1, keepdim=True))
         hidden = block_max == -math.inf
         probs = rounded["probs"]((scores - torch.where(hidden, 0.0, block_max)).exp_())
@@ -168,7 +146,7 @@ def _renormalised(
         new = rounded["rescale"]((block_max - shift).exp_())
         term = rounded["sum_terms"]
         total = rounded["row_sum"](term(old * row_sum) + term(new * block_sum))
-        product = rounded["acc"](probs @ v[..., keys, :])
+        product = rounded["acc"](probs @ call.v[..., keys, :])
         weight = rounded["weight"](row_sum * old)
         mixed = rounded["products"](weight * out) + rounded["products"](new * product)
         out = rounded["state"](rounded["mixed"](mixed) / _or_one(total))
@@ -176,30 +154,20 @@ def _renormalised(
     return out
 
 
-def _running(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    preset: Preset,
-    rounded: dict[str, Round],
-    block_c: int,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _running(call: Call, preset: Preset, rounded: _Rounded, block_c: int) -> torch.Tensor:
     """The kernels' order: blocks and splits last to first, O divided by l once, at the end."""
-    split_size = preset.split_size or k.shape[-2]
-    base = scale * math.log2(math.e)  # the kernels' exponentials are powers of two
+    seqlen = call.k.shape[-2]
+    split_size = preset.split_size or seqlen
+    base = call.factor * math.log2(math.e)  # the kernels' exponentials are powers of two
     power = _cubic_exp2 if preset.cubic else torch.exp2
     state = None
-    for split in range((k.shape[-2] - 1) // split_size * split_size, -1, -split_size):
-        row_max = q.new_full((*q.shape[:-1], 1), -math.inf)
-        row_sum = torch.zeros_like(row_max)
-        acc = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        last = min(split + split_size, k.shape[-2])
+    for split in range((seqlen - 1) // split_size * split_size, -1, -split_size):
+        row_max, row_sum, acc = _nothing(call.q, call.v)
+        last = min(split + split_size, seqlen)
         for start in range((last - split - 1) // block_c * block_c + split, split - 1,
                            -block_c):  # fmt: skip
             keys = slice(start, min(start + block_c, last))
-            scores = _scores(q, k, 1.0, rounded, bias, keys, scale)
+            scores = _scores(call, rounded, keys, scaled=False)
             after = torch.maximum(row_max, rounded["row_max"](scores.amax(-1, keepdim=True)))
             # A maximum that grows little is left where it is: P may then exceed 1.
             stays = (after - row_max) * base <= preset.threshold
@@ -209,20 +177,17 @@ def _running(
             probs = power((scores - shift) * base)
             row_sum = rounded["row_sum"](row_sum * old + probs.sum(-1, keepdim=True))
             probs = rounded["probs"](probs * preset.probs_scale) / preset.probs_scale
-            product = rounded["acc"](probs @ v[..., keys, :])
+            product = rounded["acc"](probs @ call.v[..., keys, :])
             acc = rounded["state"](rounded["products"](acc * old) + product)
             row_max = after
         part = (row_max, row_sum, acc)
         state = part if state is None else _merged(state, part, base, rounded)
     if state is None:
-        return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        return _nothing(call.q, call.v)[2]
     return state[2] / _or_one(state[1])
 
 
-_State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _merged(left: _State, right: _State, base: float, rounded: dict[str, Round]) -> _State:
+def _merged(left: _State, right: _State, base: float, rounded: _Rounded) -> _State:
     row_max = torch.maximum(left[0], right[0])
     shift = torch.where(row_max == -math.inf, 0.0, row_max)
     first, second = (
@@ -242,38 +207,21 @@ def _cubic_exp2(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values < -200.0, 0.0, result * torch.exp2(whole))
 
 
-def _scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    scale: float,
-    rounded: dict[str, Round],
-    bias: torch.Tensor | None,
-    keys: slice,
-    bias_scale: float = 1.0,
-) -> torch.Tensor:
-    scores = q @ k[..., keys, :].mT
-    scores = rounded["scores"](scores if scale == 1.0 else scores * scale)
-    if bias is None:
+def _scores(call: Call, rounded: _Rounded, keys: slice, scaled: bool = True) -> torch.Tensor:
+    """S of some keys; not scaled, what is added to it is divided by the scale."""
+    scores = call.q @ call.k[..., keys, :].mT
+    scores = rounded["scores"](scores * call.factor if scaled else scores)
+    if call.mask is None:
         return scores
-    part = bias if bias.shape[-1] == 1 else bias[..., keys]
-    return rounded["scores"](scores + part.to(scores.dtype) / bias_scale)
+    part = call.mask if call.mask.shape[-1] == 1 else call.mask[..., keys]
+    return rounded["scores"](scores + part.to(scores.dtype) / (1.0 if scaled else call.factor))
 
 
-_Attend = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-def _by_rows(
-    attend: _Attend, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Runs rows in chunks, to keep the scores small."""
-    size = max(1, 4 * _CHUNK // max(1, math.prod(q.shape[:-2]) * k.shape[-2]))
-    return _tiles(attend, q, bias, size)
-
-
-def _tiles(attend: _Attend, q: torch.Tensor, bias: torch.Tensor | None, size: int) -> torch.Tensor:
+def _by_rows(call: Call, size: int, attend: Callable[[Call], torch.Tensor]) -> torch.Tensor:
+    """Runs so many rows at a time."""
     parts = []
-    for start in range(0, q.shape[-2], size):
-        rows = slice(start, start + size)
-        part = bias if bias is None or bias.shape[-2] == 1 else bias[..., rows, :]
-        parts.append(attend(q[..., rows, :], part))
+    for start in range(0, call.q.shape[-2], size):
+        rows, mask = slice(start, start + size), call.mask
+        part = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+        parts.append(attend(replace(call, q=call.q[..., rows, :], mask=part)))
     return torch.cat(parts, -2)

@@ -48,11 +48,6 @@ def step_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def rounders(steps: Steps, generator: torch.Generator | None) -> dict[str, Round]:
-    """Returns what rounds each step."""
-    return {name: rounder(steps.get(name), generator) for name in STEP_NAMES}
-
-
 def rounder(number_format: NumberFormat | None, generator: torch.Generator | None) -> Round:
     """Returns what rounds a step; the identity for None."""
     if number_format is None:

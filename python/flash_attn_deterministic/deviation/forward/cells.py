@@ -11,7 +11,7 @@ import torch
 
 from ...errors import ArgumentError
 from ..attentions.masks import Call
-from ..attentions.registry import find_attention
+from ..attentions.registry import gradients_of
 from ..emulate.gradients import DELTAS
 from ..emulate.rounding_bias import measure_bias
 from ..emulate.simulate import (
@@ -19,7 +19,7 @@ from ..emulate.simulate import (
     check_block,
     golden_attention,
     tiled_attention,
-)
+)  # fmt: skip
 from ..emulate.steps import STEP_NAMES, Steps, find_preset, step_names
 from ..numbers.formats import NumberFormat, parse_format
 from ..numbers.metrics import Metrics, deviation
@@ -120,34 +120,31 @@ def _calls(cell: Cell) -> list[Call]:
 def _rounded(cell: Cell, call: Call) -> Call:
     """Golden values are those of the rounded inputs: what counts is the computation."""
     plain = parse_format(cell.format.partition(":")[0])
-    q, k, v = (plain.round(tensor.double()).to(plain.container) for tensor in call.heads())
+    call = call.plain()
+    q, k, v = (plain.round(t.double()).to(plain.container) for t in (call.q, call.k, call.v))
     return replace(call, q=q, k=k, v=v)
 
 
 @functools.lru_cache(maxsize=8)
-def _prepared(
-    name: str, inputs: str, seqlen: int, head_dim: int, seeds: int
-) -> list[tuple[Call, torch.Tensor, torch.Tensor]]:
+def _prepared(cell: Cell) -> list[tuple[Call, torch.Tensor, torch.Tensor]]:
     """Returns the calls of a cell with golden and baseline outputs, which many cells share."""
-    cell = Cell(format=name, inputs=inputs, seqlen=seqlen, head_dim=head_dim, seeds=seeds)
     prepared = []
     for seed, call in enumerate(_calls(cell)):
-        call = _rounded(cell, call)
-        given = (call.q, call.k, call.v, call.factor)
         generator = torch.Generator().manual_seed(seed)
-        golden = golden_attention(*given, call.bias())
-        baseline = baseline_attention(*given, parse_format(name), generator, call.bias())
-        prepared.append((call, golden, baseline))
+        call = _rounded(cell, call)
+        baseline = baseline_attention(call, parse_format(cell.format), generator)
+        prepared.append((call, golden_attention(call), baseline))
     return prepared
 
 
 def _compare(cell: Cell) -> Iterator[Result]:
     number_format, steps = cell.number_formats()
-    shared = _prepared(cell.format, cell.inputs, cell.seqlen, cell.head_dim, cell.seeds)
+    names = ("format", "inputs", "seqlen", "head_dim", "seeds")
+    shared = _prepared(Cell(**{name: getattr(cell, name) for name in names}))
     for seed, (call, golden, baseline) in enumerate(shared):
         flash = tiled_attention(
-            call.q, call.k, call.v, call.factor, find_preset(cell.preset), steps,
-            cell.block_c, torch.Generator().manual_seed(1000 + seed), call.bias(),
+            call, find_preset(cell.preset), steps, cell.block_c,
+            torch.Generator().manual_seed(1000 + seed),
         )  # fmt: skip
         yield {
             "flash": deviation(flash, golden, number_format, 2),
@@ -165,20 +162,12 @@ def _gradients(cell: Cell) -> Iterator[Result]:
         generator = torch.Generator().manual_seed(99 + seed)
         dout = torch.randn(call.q.shape, generator=generator, dtype=torch.float64)
         dout = number_format.round(dout)
-        wide = replace(call, q=call.q.double(), k=call.k.double(), v=call.v.double())
-        golden = _autograd("exact", wide, dout)
+        golden = gradients_of("exact", call.to(torch.float64), dout)
         yield {
             f"{label} {name}": deviation(actual, exact, number_format, 2)
             for label, attention in names.items()
             for name, actual, exact in zip(
-                ("dq", "dk", "dv"), _autograd(attention, call, dout.to(call.q.dtype)), golden,
+                ("dq", "dk", "dv"), gradients_of(attention, call, dout.to(call.q.dtype)), golden,
                 strict=True,
             )
         }  # fmt: skip
-
-
-def _autograd(name: str, call: Call, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
-    q, k, v = leaves
-    out = find_attention(name)(q, k, v, attn_mask=call.bias(), scale=call.factor)
-    return torch.autograd.grad(out, leaves, dout)

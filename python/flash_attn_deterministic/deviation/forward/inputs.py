@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,36 +13,19 @@ from ..attentions.masks import Call
 from ..emulate.simulate import check_inputs
 from ..study.files import whole_file
 
-Draw = Callable[[tuple[int, ...], torch.Generator], torch.Tensor]
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+DISTRIBUTIONS = ("uniform", "normal", "normal_mean", "scaled_logits", "outliers")
 
 
-def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _normal_mean(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return _normal(shape, generator) + 1.0
-
-
-def _outliers(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    values = _normal(shape, generator)
-    # One entry of a thousand is ten times as large, as in activations of trained models.
-    return torch.where(_uniform(shape, generator) < 1e-3, 10.0 * values, values)
-
-
-_DRAWS: dict[str, tuple[Draw, float]] = {
-    "uniform": (_uniform, 1.0),
-    "normal": (_normal, 1.0),
-    "normal_mean": (_normal_mean, 1.0),
-    "scaled_logits": (_normal, 4.0),
-    "outliers": (_outliers, 1.0),
-}
-DISTRIBUTIONS = tuple(_DRAWS)
+def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if name == "uniform":
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if name == "outliers":
+        # One entry of a thousand is ten times as large, as in activations of trained models.
+        large = torch.rand(shape, generator=generator, dtype=torch.float64) < 1e-3
+        return torch.where(large, 10.0 * values, values)
+    return values + 1.0 if name == "normal_mean" else values
 
 
 def draw(name: str, seed: int, seqlen: int, head_dim: int) -> QKV:
@@ -59,12 +42,11 @@ def draw(name: str, seed: int, seqlen: int, head_dim: int) -> QKV:
     Raises:
         ArgumentError: an unknown name.
     """
-    if name not in _DRAWS:
-        raise ArgumentError(f"inputs: expected one of {', '.join(_DRAWS)}, got {name!r}")
+    if name not in DISTRIBUTIONS:
+        raise ArgumentError(f"inputs: expected one of {', '.join(DISTRIBUTIONS)}, got {name!r}")
     generator = torch.Generator().manual_seed(seed)
-    function, factor = _DRAWS[name]
-    q, k, v = (function((seqlen, head_dim), generator) for _ in range(3))
-    return q * factor, k, v
+    q, k, v = (_values(name, (seqlen, head_dim), generator) for _ in range(3))
+    return 4.0 * q if name == "scaled_logits" else q, k, v
 
 
 _FIELDS = tuple(field.name for field in fields(Call))
@@ -101,6 +83,7 @@ def read_calls(path: Path) -> list[Call]:
                 f"{', '.join(entry) if isinstance(entry, dict) else type(entry).__name__}"
             )
         call = Call(**{**entry, "window": tuple(entry["window"])})
-        check_inputs(*call.heads())
+        plain = call.plain()
+        check_inputs(plain.q, plain.k, plain.v)
         calls.append(call)
     return calls

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
 from ..emulate.steps import PRESETS, STEP_NAMES, TILING_STEPS, WITHIN_LINES, find_preset
-from ..numbers.formats import FORMAT_NAMES, parse_format
-from ..study.environment import environment, one_thread
-from ..study.files import SCHEMA, write_json
-from ..study.progress import Progress
+from ..numbers.formats import FORMAT_NAMES
+from ..study.environment import Progress, one_thread
+from ..study.files import new_result, write_result
 from .cells import Cell, Result, run_cell
 from .inputs import DISTRIBUTIONS, read_calls
 
-DEFAULT_SRAM = 16384  # elements: B_c = B_r = 64 at head_dim 64, the kernels' block of keys
-KIND, RESULT_FILE = "forward", "forward.json"
 FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
 # Fig. 6a's other reading: a row's O, l and m stay on chip, in the wider container.
 ON_CHIP = "+".join(n for n in STEP_NAMES if n not in ("scores", "probs", "acc", "out"))
-Points = list[tuple[Cell, Result]]
+Point = tuple[Cell, Result]
+Points = list[Point]
 
 
 @dataclass(frozen=True)
@@ -48,21 +46,16 @@ class Plan:
     seeds: int = 8
     seqlens: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
     head_dim: int = 64
-    sram: int = DEFAULT_SRAM
+    sram: int = 16384  # B_c = B_r = 64 at head_dim 64, the kernels' block of keys
     formats: tuple[str, ...] = ()
     quick: bool = False
 
     def base(self) -> Cell:
         rows, keys = self.blocks()
         return Cell(
-            preset=self.presets[0],
-            inputs=self.inputs[0],
-            seqlen=self.seqlen,
-            head_dim=self.head_dim,
-            block_r=rows,
-            block_c=keys,
-            seeds=self.seeds,
-        )
+            self.presets[0], inputs=self.inputs[0], seqlen=self.seqlen, head_dim=self.head_dim,
+            block_r=rows, block_c=keys, seeds=self.seeds,
+        )  # fmt: skip
 
     def blocks(self, factor: float = 1.0) -> tuple[int, int]:
         """Returns B_r and B_c of FlashAttention's algorithm 1 for a multiple of the memory.
@@ -107,8 +100,6 @@ class Plan:
                     f"inputs: expected one of {', '.join(DISTRIBUTIONS)} or a .pt file of "
                     f"captured calls, got {name!r}"
                 )
-        for name in self.formats:
-            parse_format(name)
         for figure in self.figures:
             for cell in FIGURES[figure](self):
                 cell.check()
@@ -116,13 +107,9 @@ class Plan:
 
 def quick_plan(plan: Plan) -> Plan:
     """Returns a plan of less than a minute: fewer draws, lengths and formats."""
-    return replace(
-        plan,
-        seeds=min(plan.seeds, 3),
-        seqlens=(64, 128, 256, 512),
-        inputs=plan.main_inputs,
-        quick=True,
-    )
+    lengths = (64, 128, 256, 512)
+    inputs = plan.main_inputs
+    return replace(plan, seeds=min(plan.seeds, 3), seqlens=lengths, inputs=inputs, quick=True)
 
 
 # --- Figures -----------------------------------------------------------------------------------
@@ -162,46 +149,41 @@ def _lengths(plan: Plan) -> list[Cell]:
     ]
 
 
-def _four(plan: Plan) -> tuple[str, ...]:
-    return FOUR_FORMATS[:1] if plan.quick else FOUR_FORMATS
+def _sweep(plan: Plan, cells: Callable[[Cell], Iterable[Cell]]) -> list[Cell]:
+    """What figure 6 has of each format and distribution, preset paper."""
+    base = replace(plan.base(), preset="paper")
+    return [
+        cell
+        for name in (FOUR_FORMATS[:1] if plan.quick else FOUR_FORMATS)
+        for inputs in plan.main_inputs
+        for cell in cells(replace(base, format=name, inputs=inputs))
+    ]
 
 
 def _swapped(plan: Plan) -> list[Cell]:
     """Sizes exchanged; and loops exchanged, with which a row's O, l and m stay on chip."""
-    base = replace(plan.base(), preset="paper")
-    cells = []
-    for name in _four(plan):
-        for inputs in plan.main_inputs:
-            for factor in (1, 4) if plan.quick else (0.25, 1, 4, 8):
-                rows, keys = plan.blocks(factor)
-                cell = replace(base, format=name, inputs=inputs, block_r=rows, block_c=keys)
-                swapped = replace(cell, block_r=keys, block_c=rows)
-                cells += [cell, swapped, replace(cell, exempt=ON_CHIP)]
-    return cells
+
+    def cells(base: Cell) -> Iterator[Cell]:
+        for factor in (1, 4) if plan.quick else (0.25, 1, 4, 8):
+            rows, keys = plan.blocks(factor)
+            cell = replace(base, block_r=rows, block_c=keys)
+            yield from (cell, replace(cell, block_r=keys, block_c=rows))
+            yield replace(cell, exempt=ON_CHIP)
+
+    return _sweep(plan, cells)
 
 
 def _square(plan: Plan) -> list[Cell]:
     """Tiles of equal area B_r x B_c: square, twice as wide as that, and half as wide."""
-    base = replace(plan.base(), preset="paper")
-    return [
-        replace(base, format=name, inputs=inputs, block_r=rows, block_c=keys)
-        for name in _four(plan)
-        for inputs in plan.main_inputs
-        for side in ((16, 64) if plan.quick else (8, 16, 32, 64, 128, 256))
-        for rows, keys in ((side, side), (side // 2, 2 * side), (2 * side, side // 2))
-    ]
+    sides = (16, 64) if plan.quick else (8, 16, 32, 64, 128, 256)
+    tiles = [t for n in sides for t in ((n, n), (n // 2, 2 * n), (2 * n, n // 2))]
+    return _sweep(plan, lambda cell: (replace(cell, block_r=r, block_c=c) for r, c in tiles))
 
 
 def _larger(plan: Plan) -> list[Cell]:
-    base = replace(plan.base(), preset="paper")
     sizes = (16, 64, 256) if plan.quick else (8, 16, 32, 64, 128, 256, 512)
-    return [
-        replace(base, inputs=inputs, block_c=size, format=name)
-        for inputs in plan.main_inputs
-        for name in _four(plan)
-        for size in sizes
-        if size <= plan.seqlen
-    ]
+    fitting = [size for size in sizes if size <= plan.seqlen]
+    return _sweep(plan, lambda cell: (replace(cell, block_c=size) for size in fitting))
 
 
 TILING, LINES = "+".join(TILING_STEPS), "+".join(WITHIN_LINES)
@@ -265,26 +247,20 @@ def run_forward(plan: Plan, folder: Path) -> dict[str, Any]:
     plan.check()
     figures = {name: FIGURES[name](plan) for name in plan.figures}
     unique = list(dict.fromkeys(cell for cells in figures.values() for cell in cells))
-    results: list[Result] = []
+    place = {cell: index for index, cell in enumerate(unique)}
+    found = []
     start, progress = time.monotonic(), Progress("forward", len(unique))
     with one_thread():
         for cell in unique:
-            results.append(run_cell(cell))
+            found.append({"cell": _differing(cell), "result": run_cell(cell)})
             progress.advance(f"{cell.preset} {cell.format} {cell.inputs} {cell.seqlen}")
-    place = {cell: index for index, cell in enumerate(unique)}
     value = {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "configuration": asdict(plan),
-        "environment": environment(),
+        **new_result("forward", asdict(plan)),
         "seconds": time.monotonic() - start,
         "figures": {name: [place[cell] for cell in cells] for name, cells in figures.items()},
-        "cells": [
-            {"cell": _differing(cell), "result": result}
-            for cell, result in zip(unique, results, strict=True)
-        ],
+        "cells": found,
     }
-    write_json(folder / RESULT_FILE, value, digits=4)  # hundreds of thousands of numbers
+    write_result(folder, value)
     return value
 
 

@@ -10,6 +10,7 @@ The model's own result is left as it is: nothing it computes changes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,52 +112,40 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         if getattr(func, "namespace", "") != "flash_attn_deterministic":
             return out
-        name = func._schema.name.partition("::")[2]
-        name, values = unpacked(name, _arguments(func, args, kwargs or {}))
-        sequences = _sequences(name, values, out)
-        if sequences:
-            window = (values["window_left"], values["window_right"])
-            for q, k, v, result in sequences:
-                call = Call(q, k, v, scale=values["softmax_scale"], window=window)
-                self.record.add(name, call, result)
-        elif not name.endswith("bwd"):
-            self.record.skipped[name] = self.record.skipped.get(name, 0) + 1
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        name, values = unpacked(func._schema.name.partition("::")[2], given)
+        if not _followed(name, values):
+            if not name.endswith("bwd"):
+                self.record.skipped[name] = self.record.skipped.get(name, 0) + 1
+            return out
+        window = (values["window_left"], values["window_right"])
+        plain = not values.get("dropout_p")
+        for q, k, v, result in _sequences(values, out[0]):
+            call = Call(q, k, v, scale=values["softmax_scale"], window=window)
+            self.record.add(name, call, result if plain else None)
         return out
 
 
-_Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+def _followed(name: str, values: dict[str, Any]) -> bool:
+    """Whether a call has nothing that is not captured: softcap, ALiBi, a cache, a block table."""
+    absent = ("alibi_slopes", "seqused_k", "leftpad_k", "block_table")
+    return (
+        name in ("fwd", "varlen_fwd")
+        and not values.get("softcap")
+        and all(values.get(part) is None for part in absent)
+    )
 
 
-def _sequences(name: str, values: dict[str, Any], out: Any) -> list[_Sequence]:
-    """Returns q, k, v and out of each sequence; none where a call has what is not captured.
-
-    Not captured are softcap, ALiBi, and keys that lie in a cache or behind a block table.
-    """
-    if values.get("softcap", 0.0) != 0 or values.get("alibi_slopes") is not None:
-        return []
-    result = out[0] if isinstance(out, (tuple, list)) else out
-    if name not in ("fwd", "varlen_fwd"):
-        return []
-    q, k, v = (values[part] for part in ("q", "k", "v"))
-    plain = not values.get("dropout_p", 0.0)
-    if name == "fwd":
-        parts = [tensor.transpose(1, 2) for tensor in (q, k, v, result)]
-        return [(parts[0], parts[1], parts[2], parts[3] if plain else None)]
-    moved = ("seqused_k", "leftpad_k", "block_table")
-    if any(values.get(part) is not None for part in moved):
-        return []
-    found: list[_Sequence] = []
-    starts_q, starts_k = values["cu_seqlens_q"].tolist(), values["cu_seqlens_k"].tolist()
-    for index in range(len(starts_q) - 1):
-        rows = slice(starts_q[index], starts_q[index + 1])
-        keys = slice(starts_k[index], starts_k[index + 1])
-        if rows.start == rows.stop or keys.start == keys.stop:
-            continue
-        cut = [t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys], result[rows])]
-        found.append((cut[0], cut[1], cut[2], cut[3] if plain else None))
-    return found
-
-
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+def _sequences(values: dict[str, Any], out: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Yields q, k, v and out of each sequence, (batch, nheads, seqlen, head_dim)."""
+    tensors = [*(values[part] for part in ("q", "k", "v")), out]
+    if "cu_seqlens_q" not in values:
+        yield [tensor.transpose(1, 2) for tensor in tensors]
+        return
+    starts = [values[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    rows, keys = ([slice(*ends) for ends in itertools.pairwise(found)] for found in starts)
+    for row, key in zip(rows, keys, strict=True):
+        if row.start < row.stop and key.start < key.stop:
+            parts = zip(tensors, (row, key, key, row), strict=True)
+            yield [tensor[part].transpose(0, 1)[None] for tensor, part in parts]

@@ -28,12 +28,10 @@ from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention, reason_of
 from ..attentions.substitute import replaced_attention, running_modules
 from ..numbers.intervals import bounds, mean_interval, resamples
-from ..study.environment import autocast, environment, one_thread, repeatable
-from ..study.files import SCHEMA, read_result, whole_file, write_json
-from ..study.progress import Progress
+from ..study.environment import Progress, autocast, one_thread, repeatable
+from ..study.files import new_result, read_result, whole_file, write_result
 from .target import Target
 
-KIND, RESULT_FILE = "gradients", "gradients.json"
 SAMPLE = 16384
 
 
@@ -54,12 +52,6 @@ class GradientPlan:
     precision: str = "bf16"
     device: str = "cpu"
     checkpoint: str = ""
-
-
-def memory_bound(target: Target, attentions: int) -> int:
-    """Returns how many bytes the kept samples take at most."""
-    sizes = [min(SAMPLE, p.numel()) for p in target.model.parameters() if p.requires_grad]
-    return 4 * (attentions + 1) * len(target.batches) * sum(sizes)
 
 
 def run_gradients(
@@ -92,14 +84,10 @@ def run_gradients(
     found = {name: find_attention(name) for name in plan.attentions}
     identity = {**asdict(plan), "attentions": list(plan.attentions)}
     identity["batches"] = len(target.batches)
-    path, store = folder / RESULT_FILE, folder / "batches"
-    if path.exists() and not force:
-        value = read_result(path, KIND)
-        if value["configuration"] != identity:
-            raise ArgumentError(
-                f"out: {folder} holds another comparison; give another folder, or --force to "
-                "replace it"
-            )
+    store = folder / "batches"
+    if (folder / "gradients.json").exists() and not force:
+        value = read_result(folder, "gradients")
+        _same(value["configuration"], identity, folder)
         if value.get("done") == len(target.batches):
             return value
     samples: list[dict[str, Any]] = []
@@ -125,33 +113,35 @@ def run_gradients(
         raise ArgumentError(f"attention: expected one that works on this model: {missing}")
     with one_thread():  # of small matrices
         found_errors = _statistics(samples, names)
+    kept_sizes = [min(SAMPLE, p.numel()) for p in target.model.parameters() if p.requires_grad]
     value = {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "configuration": identity,
-        "environment": environment(plan.device),
+        **new_result("gradients", identity, plan.device),
         "seconds": time.monotonic() - start,
-        "memory_bytes": memory_bound(target, len(names)),
+        # At most, of what is kept of gradients.
+        "memory_bytes": 4 * (len(names) + 1) * len(target.batches) * sum(kept_sizes),
         "parameters": sum(p.numel() for p in target.model.parameters()),
         "missing": missing,
         "done": len(samples),
         **found_errors,
     }
-    write_json(path, value, digits=4)
+    write_result(folder, value)
     if len(samples) == len(target.batches):
         shutil.rmtree(store)  # megabytes for each batch
     return value
+
+
+def _same(found: object, identity: dict[str, Any], folder: Path) -> None:
+    if found != identity:
+        raise ArgumentError(
+            f"out: {folder} holds another comparison; give another folder, or --force to replace it"
+        )
 
 
 def _kept(path: Path, identity: dict[str, Any], force: bool) -> dict[str, Any] | None:
     if not path.exists() or force:
         return None
     saved: dict[str, Any] = torch.load(path, weights_only=True)
-    if saved.get("identity") != identity:
-        raise ArgumentError(
-            f"out: {path.parent} holds batches of another comparison; give another folder, or "
-            "--force to replace them"
-        )
+    _same(saved.get("identity"), identity, path.parent)
     return saved
 
 

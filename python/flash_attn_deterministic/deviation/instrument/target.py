@@ -98,22 +98,14 @@ def load_target(
     if count < 2:
         raise ArgumentError(f"count: expected at least 2 batches, got {count}")
     torch.manual_seed(0)
-    workload: Workload | None = None
-    if ":" not in model:
-        workload = find_workload(model)
-    else:
-        found: Any = find_object(model, "model")()
-        if isinstance(found, torch.nn.Module):
-            module = found
-        elif all(hasattr(found, part) for part in _WORKLOAD_PARTS):
-            workload = found
-        else:
-            raise ArgumentError(
-                f"model: expected {model} to return a torch.nn.Module or a workload, got "
-                f"{type(found).__name__}"
-            )
-    if workload is not None:
-        module = workload.model(_sdpa)
+    found: Any = find_object(model, "model")() if ":" in model else find_workload(model)
+    workload: Workload | None = None if isinstance(found, torch.nn.Module) else found
+    if workload is not None and not all(hasattr(found, part) for part in _WORKLOAD_PARTS):
+        raise ArgumentError(
+            f"model: expected {model} to return a torch.nn.Module or a workload, got "
+            f"{type(found).__name__}"
+        )
+    module = found if workload is None else workload.model(_sdpa)
     if checkpoint is not None:
         try:
             module.load_state_dict(read_weights(checkpoint))

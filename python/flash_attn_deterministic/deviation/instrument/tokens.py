@@ -16,7 +16,6 @@ from ..study.environment import autocast, environment
 from ..study.files import SCHEMA, write_json
 from .target import Target
 
-RESULT_FILE = "tokens.json"
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
 
 
@@ -73,26 +72,21 @@ def run_tokens(
         same += int((change == 0).sum())
         tokens += change.numel()
     changes = torch.cat(differences)
-    kl = mean_interval(kls)
+    ordered = changes.abs().sort().values
     value = {
         "kind": "tokens", "schema": SCHEMA, "attentions": list(attentions), "precision": precision,
         "environment": environment(device), "tokens": tokens,
-        "kl": [kl.low, kl.middle, kl.high],
+        "kl": mean_interval(kls).listed(),
         "difference": {
-            **{f"q{quantile:g}": _quantile(changes.abs(), quantile) for quantile in QUANTILES},
+            **{f"q{q:g}": float(ordered[round(q * (len(ordered) - 1))]) for q in QUANTILES},
             "mean": float(changes.mean()),
-            "largest_ratio": float(changes.abs().max().exp()),
+            "largest_ratio": float(ordered[-1].exp()),
         },
         "same": same / tokens,
         "batch_invariant": invariant,
     }  # fmt: skip
-    write_json(out / RESULT_FILE, value, indent=1, digits=4)
+    write_json(out / "tokens.json", value, indent=1, digits=4)
     return value
-
-
-def _quantile(values: torch.Tensor, quantile: float) -> float:
-    ordered = values.sort().values
-    return float(ordered[min(len(ordered) - 1, round(quantile * (len(ordered) - 1)))])
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from ..numbers.metrics import wasserstein
 from ..study.files import SCHEMA, write_json
 from .target import read_weights
 
-RESULT_FILE = "weights.json"
 MEASURES = ("l2", "l1", "max_difference", "wasserstein")
 
 
@@ -70,7 +69,7 @@ def compare_runs(
         "kind": "weights", "schema": SCHEMA, "checkpoints": checkpoints, "over": over,
         "without": {name: [c for c in shared if c not in files[name]] for name in references},
     }  # fmt: skip
-    write_json(out / RESULT_FILE, value, indent=1, digits=4)
+    write_json(out / "weights.json", value, indent=1, digits=4)
     return value
 
 

@@ -22,8 +22,8 @@ def agreement(plan: KernelPlan) -> list[dict[str, Any]]:
     quite 1. What a wrong model would give, the control shows: P in float32, all else the same.
     """
     points = []
-    for where, tensors in plan.points((128,) if plan.small else (1024,)):
-        q, k, v = (tensor[:1].transpose(1, 2) for tensor in tensors)
+    for where, call in plan.points((128,) if plan.small else (1024,)):
+        q, k, v = (tensor[:1].transpose(1, 2) for tensor in (call.q, call.k, call.v))
         if "ours" not in plan.attentions(q.dtype, q.shape[-1]):
             continue
         tree = 64 if plan.small else 256

@@ -6,20 +6,21 @@ from typing import Any
 
 import torch
 
-from ..attentions.registry import find_attention
+from ..attentions.registry import gradients_of
 from ..emulate.simulate import golden_attention
 from ..numbers.formats import parse_format
 from ..numbers.metrics import deviation
-from .plan import KernelPlan, drawn_dout, gradients
+from .plan import KernelPlan, drawn_dout
 
 
 def forward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
     """Deviation of each attention's output, over formats, inputs and lengths."""
     points = []
-    for where, (q, k, v) in plan.points(plan.seqlens):
-        golden = golden_attention(q, k, v, q.shape[-1] ** -0.5)
-        for backend, attention in plan.attentions(q.dtype, q.shape[-1]).items():
-            found = deviation(attention(q, k, v), golden, parse_format(where["format"]))
+    for where, call in plan.points(plan.seqlens):
+        golden = golden_attention(call)
+        for backend, attention in plan.attentions(call.q.dtype, where["head_dim"]).items():
+            out = attention(call.q, call.k, call.v)
+            found = deviation(out, golden, parse_format(where["format"]))
             points.append({**where, "backend": backend, "result": found})
     return points
 
@@ -27,12 +28,11 @@ def forward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
 def backward_deviation(plan: KernelPlan) -> list[dict[str, Any]]:
     """Deviation of dq, dk and dv; with uniform inputs D decides them (`emulate.gradients`)."""
     points = []
-    exact = find_attention("exact")
-    for where, (q, k, v) in plan.points(plan.seqlens[-4:-1]):
-        dout = drawn_dout(q)
-        golden = gradients(exact, q.double(), k.double(), v.double(), dout.double())
-        for backend, attention in plan.attentions(q.dtype, q.shape[-1], backward=True).items():
-            found = gradients(attention, q, k, v, dout)
+    for where, call in plan.points(plan.seqlens[-4:-1]):
+        dout = drawn_dout(call.q)
+        golden = gradients_of("exact", call.to(torch.float64), dout.double())
+        for backend, attention in plan.attentions(call.q.dtype, where["head_dim"], True).items():
+            found = gradients_of(attention, call, dout)
             for name, actual, true in zip(("dq", "dk", "dv"), found, golden, strict=True):
                 result = deviation(actual, true, parse_format(where["format"]))
                 points.append({**where, "backend": backend, "gradient": name, "result": result})
@@ -46,12 +46,12 @@ def run_to_run(plan: KernelPlan) -> list[dict[str, Any]]:
     attentions = plan.attentions(torch.bfloat16, 64)
     with_backward = plan.attentions(torch.bfloat16, 64, backward=True)
     for seqlen in plan.seqlens[-3:-1]:
-        q, k, v = plan.tensors("normal", seqlen, 64, "bf16")
-        dout = drawn_dout(q)
+        call = plan.call("normal", seqlen, 64, "bf16")
+        dout = drawn_dout(call.q)
         for backend, attention in attentions.items():
-            outputs = {"out": [attention(q, k, v) for _ in range(repeats)]}
+            outputs = {"out": [attention(call.q, call.k, call.v) for _ in range(repeats)]}
             if backend in with_backward:
-                calls = [gradients(attention, q, k, v, dout) for _ in range(repeats)]
+                calls = [gradients_of(attention, call, dout) for _ in range(repeats)]
                 outputs |= zip(("dq", "dk", "dv"), map(list, zip(*calls, strict=True)), strict=True)
             for output, values in outputs.items():
                 first = values[0].double()

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 
 from ..attentions.registry import reason_of, usable
-from ..study.environment import environment
-from ..study.files import SCHEMA, write_json
-from ..study.progress import Progress
+from ..study.environment import Progress
+from ..study.files import new_result, write_result
 from .agreement import agreement
 from .deviations import backward_deviation, forward_deviation, run_to_run
 from .plan import COMPARED, KernelPlan
-
-KIND, RESULT_FILE = "kernels", "kernels.json"
 
 
 def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
@@ -44,10 +41,7 @@ def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
         "run_to_run": run_to_run,
     }
     value: dict[str, Any] = {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "configuration": asdict(plan),
-        "environment": environment(plan.device),
+        **new_result("kernels", asdict(plan), plan.device),
         "seconds": {},
         "missing": {
             direction: usable(COMPARED, plan.device, torch.bfloat16, 64, direction == "backward")[1]
@@ -68,7 +62,7 @@ def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
                 value["failed"][name] = f"{type(error).__name__}: {reason_of(error)}"
             value["seconds"][name] = time.monotonic() - start
             if len(value["failed"]) < len(value["seconds"]):
-                write_json(folder / RESULT_FILE, value, digits=4)
+                write_result(folder, value)
             progress.advance(name)
     if len(value["failed"]) == len(parts):
         reason = value["failed"]["forward"]

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..attentions.registry import REAL, Attention, usable
+from ..attentions.masks import Call
+from ..attentions.registry import Attention, usable
 from ..forward.inputs import DISTRIBUTIONS, draw
 from ..numbers.formats import parse_format
 from ..study.environment import check_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-COMPARED = (*REAL, "explicit")
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+COMPARED = ("ours", "ours-atomics", "ours+residual", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient",
+            "sdpa-math", "explicit")  # fmt: skip
 _HEADS = 2
 
 
@@ -52,43 +53,35 @@ class KernelPlan:
         whole = name == "bf16" and head_dim == self.head_dims[0] and not self.small
         return DISTRIBUTIONS if whole else ("uniform", "normal")
 
-    def points(self, seqlens: Sequence[int]) -> Iterator[tuple[dict[str, Any], QKV]]:
+    def points(self, seqlens: Sequence[int]) -> Iterator[tuple[dict[str, Any], Call]]:
         """Yields formats, head dimensions, inputs and lengths, with tensors of each."""
         for name in DTYPES:
             for head_dim in self.head_dims:
                 for inputs in self.inputs_of(name, head_dim):
                     for seqlen in seqlens:
                         where = {"format": name, "inputs": inputs, "seqlen": seqlen}
-                        tensors = self.tensors(inputs, seqlen, head_dim, name)
-                        yield {**where, "head_dim": head_dim}, tensors
+                        call = self.call(inputs, seqlen, head_dim, name)
+                        yield {**where, "head_dim": head_dim}, call
 
     def attentions(
         self, dtype: torch.dtype, head_dim: int, backward: bool = False
     ) -> dict[str, Attention]:
         return _usable(self.device, dtype, head_dim, backward)
 
-    def tensors(self, inputs: str, seqlen: int, head_dim: int, name: str) -> QKV:
+    def call(self, inputs: str, seqlen: int, head_dim: int, name: str) -> Call:
         """Draws q, k and v (seeds, heads, seqlen, head_dim), rounded once to the format."""
         drawn = [draw(inputs, seed, seqlen * _HEADS, head_dim) for seed in range(self.seeds)]
         shape = (self.seeds, _HEADS, seqlen, head_dim)
         q, k, v = (
-            parse_format(name).round(torch.stack(part)).view(shape)
+            parse_format(name).round(torch.stack(part)).view(shape).to(self.device, DTYPES[name])
             for part in zip(*drawn, strict=True)
         )
-        return tuple(tensor.to(self.device, DTYPES[name]) for tensor in (q, k, v))  # type: ignore[return-value]
+        return Call(q, k, v)
 
 
 @functools.lru_cache
 def _usable(device: str, dtype: torch.dtype, head_dim: int, backward: bool) -> dict[str, Attention]:
     return usable(COMPARED, device, dtype, head_dim, backward)[0]
-
-
-def gradients(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-              dout: torch.Tensor) -> QKV:  # fmt: skip
-    """Returns dq, dk and dv."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
-    dq, dk, dv = torch.autograd.grad(attention(leaves[0], leaves[1], leaves[2]), leaves, dout)
-    return dq, dk, dv
 
 
 def drawn_dout(like: torch.Tensor) -> torch.Tensor:

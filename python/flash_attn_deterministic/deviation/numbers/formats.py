@@ -86,10 +86,8 @@ class NumberFormat:
         if self.largest is not None:
             beyond = torch.full_like(values, self.overflow).copysign(values)
             rounded = torch.where(rounded.abs() > self.largest, beyond, rounded)
-        return torch.where(values.isfinite(), rounded, self._special(values))
-
-    def _special(self, values: torch.Tensor) -> torch.Tensor:
-        return values * math.nan if math.isnan(self.overflow) else values
+        special = values * math.nan if math.isnan(self.overflow) else values
+        return torch.where(values.isfinite(), rounded, special)
 
     def _bits_rounded(
         self, values: torch.Tensor, generator: torch.Generator | None
@@ -129,7 +127,7 @@ class NumberFormat:
     def ulp(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the gap between this format's numbers at |values|, in float64."""
         _, exponent = torch.frexp(values.double().abs())
-        lowest = _EMIN[self.container] if self.emin is None else self.emin
+        lowest = self.smallest_exponent()
         # frexp's significand lies in [1/2, 1), so its exponent is one more.
         exponent = torch.where(values == 0, lowest, (exponent - 1).clamp(min=lowest))
         exponent = exponent - self.precision + 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .judging import NOT_REPRODUCED, NOT_TESTED, REPRODUCED, UNDECIDED
 
+_CLAIMS = ("claim", "source", "verdict")
 _MANY = 8  # items that are shown without being asked for
 _CLASSES = {REPRODUCED: "yes", NOT_REPRODUCED: "no", UNDECIDED: "none", NOT_TESTED: "none"}
 _STYLE = """
@@ -64,12 +65,10 @@ class Section:
 def html_page(title: str, intro: str, sections: Sequence[Section]) -> str:
     """Returns a page with its figures inside; claims are listed at the top."""
     body = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(intro)}</p>"]
-    claims = [section for section in sections if section.verdict]
-    if claims:
-        rows = [[f"<a href='#{section.key}'>{html.escape(section.title)}</a>",
-                 html.escape(section.source), _badge(section.verdict)]
-                for section in claims]  # fmt: skip
-        body.append(_html_table(["claim", "source", "verdict"], rows))
+    claims = [[f"<a href='#{section.key}'>{html.escape(section.title)}</a>",
+               html.escape(section.source), _badge(section.verdict)]
+              for section in sections if section.verdict]  # fmt: skip
+    body += _html_table(_CLAIMS, claims)
     for section in sections:
         key = f" id='{section.key}'" if section.key else ""
         body.append(f"<h2{key}>{html.escape(section.title)}</h2>")
@@ -81,9 +80,7 @@ def html_page(title: str, intro: str, sections: Sequence[Section]) -> str:
             items = "".join(f"<li>{html.escape(item)}</li>" for item in section.items)
             body += _folded(len(section.items), [f"<ul>{items}</ul>"])
         body += [_html_figure(*figure) for figure in section.figures]
-        if section.rows:
-            cells = [[html.escape(cell) for cell in row] for row in section.rows]
-            body.append(_html_table(section.header, cells))
+        body += _html_table(section.header, [map(html.escape, row) for row in section.rows])
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width,initial-scale=1'>"
@@ -112,20 +109,19 @@ def _html_figure(caption: str, path: Path) -> str:
     )
 
 
-def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _html_table(header: Sequence[str], rows: Sequence[Iterable[str]]) -> list[str]:
     lines = ["".join(f"<th>{cell}</th>" for cell in header)]
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     table = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<div class='scroll'><table>{table}</table></div>"
+    return [f"<div class='scroll'><table>{table}</table></div>"] if rows else []
 
 
 def markdown(title: str, intro: str, sections: Sequence[Section], folder: Path) -> str:
     """Returns the same as Markdown of a folder, from which plots are linked."""
     lines = [f"# {title}", "", intro, ""]
-    claims = [section for section in sections if section.verdict]
-    if claims:
-        cells = [[section.title, section.source, f"**{section.verdict}**"] for section in claims]
-        lines += _markdown_table(["claim", "source", "verdict"], cells)
+    claims = [[section.title, section.source, f"**{section.verdict}**"]
+              for section in sections if section.verdict]  # fmt: skip
+    lines += _markdown_table(_CLAIMS, claims)
     for section in sections:
         lines += ["", f"## {section.title}", ""]
         if section.verdict:

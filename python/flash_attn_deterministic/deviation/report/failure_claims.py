@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 from ..numbers.intervals import Interval
 from .forward_claims import NEWER, OURS
-from .judging import SINKS, Case, Claim, range_text
+from .judging import SINKS, Case, Claim, Range, range_text
 
 COMMON = (0.5, 1.0)  # share of the squared error that is the same in every batch
 NOT_COMMON = (-0.1, 0.1)
 LARGE = (10.0, float("inf"))  # error over the gradient with exact attention
 CURED = (0.0, 1.5)
 
-Whole = dict[str, dict[str, list[float]]]
+_UNITS = {"systematic": " of the squared error in common", "error": "x exact gradient"}
+_MEASURES = {"systematic": "share in common to batches", "error": "size of the error"}
 
 
-def _cases(*wanted: tuple[str, str, tuple[float, float]]) -> Callable[[Whole], list[Case]]:
-    def cases(whole: Whole) -> list[Case]:
-        units = {"systematic": " of the squared error in common", "error": "x exact gradient"}
-        return [
-            Case(name, Interval(*whole[name][measure]), *bounds, units[measure])
-            for name, measure, bounds in wanted
-            if name in whole
-        ]
+def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Range]) -> Claim:
+    def cases(whole: dict[str, dict[str, list[float]]]) -> Iterator[Case]:
+        for name, measure, bounds in wanted:
+            if name in whole:
+                yield Case(name, Interval(*whole[name][measure]), *bounds, _UNITS[measure])
 
-    return cases
-
-
-def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Any]) -> Claim:
     tests = {measure: bounds for _, measure, bounds in wanted}
-    how = "; ".join(
-        f"{'share in common to batches' if measure == 'systematic' else 'size of the error'}: "
-        f"{range_text(*bounds)}"
-        for measure, bounds in tests.items()
-    )
+    how = "; ".join(f"{_MEASURES[name]}: {range_text(*tests[name])}" for name in tests)
     figures = ("gradients", "systematic")
-    return Claim(key, source, text, f"Gradient of W_q. {how}.", SINKS, _cases(*wanted), figures)
+    return Claim(key, source, text, f"Gradient of W_q. {how}.", SINKS, cases, figures)
 
 
 FAILURE_CLAIMS: tuple[Claim, ...] = (

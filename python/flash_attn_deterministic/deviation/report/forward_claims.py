@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..forward.cells import Cell, Result
-from ..forward.plan import FOUR_FORMATS, ON_CHIP, TILING, Points
+from ..forward.plan import FOUR_FORMATS, ON_CHIP, TILING, Point, Points
 from ..numbers.intervals import Interval, mean_interval, median_interval
-from .judging import Case, Claim, emulated, range_text, ratio
+from .judging import Case, Claim, Range, emulated, range_text, ratio
 from .names import inputs_of, presets_of, select, title
 
 PAPER = "Golden et al. 2024"
@@ -26,126 +26,108 @@ BIAS_ULP = 0.05  # mean error in gaps of the format from which one is called bia
 D_MATTERS = (3.0, float("inf"))  # error with D from the rounded O over that with D from the exact O
 D_CURED = (0.0, 1.1)  # error with D from O and its residual over that with D from the exact O
 
-Group = tuple[str, Points]
 
-
-def _groups(points: Points) -> list[Group]:
+def _groups(points: Points) -> Iterator[tuple[str, Points]]:
     """Cells by preset and inputs."""
-    found = [
-        (f"preset {preset}, {title(inputs)}", select(points, preset=preset, inputs=inputs))
-        for preset in presets_of(points)
-        for inputs in inputs_of(points)
-    ]
-    return [group for group in found if group[1]]
+    for preset in presets_of(points):
+        for inputs in inputs_of(points):
+            group = select(points, preset=preset, inputs=inputs)
+            if group:
+                yield f"preset {preset}, {title(inputs)}", group
 
 
-def _falling(points: Points) -> list[Case]:
-    cases = []
+def _falling(points: Points) -> Iterator[Case]:
     for name, group in _groups(points):
         there = {cell.format: result["difference"]["max"] for cell, result in group}
         order = [there[f] for f in FOUR_FORMATS if f in there]
         steps = [ratio(wide, narrow) for narrow, wide in itertools.pairwise(order)]
         worst = max(steps, key=lambda step: step.high)
-        cases.append(Case(name, worst, *FALLS, unit="x at the format with the least fall"))
-    return cases
+        yield Case(name, worst, *FALLS, "x at the format with the least fall")
 
 
-def _over_baseline(metric: str = "max") -> Callable[[Result], Interval]:
-    return lambda result: ratio(result["flash"][metric], result["baseline"][metric])
+def _over_baseline(name: str, result: Result, wanted: Range) -> Case:
+    return Case(name, ratio(result["flash"]["max"], result["baseline"]["max"]), *wanted, "x")
 
 
-def _tenfold(points: Points) -> list[Case]:
-    return [
-        Case(f"{name}, length {cell.seqlen}", _over_baseline()(result), *TENFOLD, unit="x")
-        for name, group in _groups(points)
-        for cell, result in group
-    ]
+def _tenfold(points: Points) -> Iterator[Case]:
+    for name, group in _groups(points):
+        for cell, result in group:
+            yield _over_baseline(f"{name}, length {cell.seqlen}", result, TENFOLD)
 
 
-def _more(points: Points) -> list[Case]:
-    low = [(c, r) for c, r in points if c.format in FOUR_FORMATS[:2]]
-    return [
-        Case(f"{name}, {cell.format.upper()}", _over_baseline()(result), *MORE, unit="x")
-        for name, group in _groups(low)
-        for cell, result in group
-    ]
+def _more(points: Points) -> Iterator[Case]:
+    for name, group in _groups(points):
+        for cell, result in group:
+            if cell.format in FOUR_FORMATS[:2]:
+                yield _over_baseline(f"{name}, {cell.format.upper()}", result, MORE)
 
 
-def _growth(*metrics: str) -> Callable[[Points], list[Case]]:
-    def cases(points: Points) -> list[Case]:
-        found = []
+def _growth(*metrics: str) -> Callable[[Points], Iterator[Case]]:
+    def cases(points: Points) -> Iterator[Case]:
         for name, group in _groups(points):
             ends = sorted(group, key=lambda point: point[0].seqlen)
-            (first, before), (last, after) = ends[0], ends[-1]
-            where = f", length {first.seqlen} to {last.seqlen}"
+            where = f", length {ends[0][0].seqlen} to {ends[-1][0].seqlen}"
             for metric in metrics:
                 label = f"{name}, {metric}" if len(metrics) > 1 else name
-                value = ratio(after["difference"][metric], before["difference"][metric])
-                found.append(Case(label + where, value, *GROWS, unit="x"))
-        return found
+                value = _difference(ends[-1], ends[0], metric)
+                yield Case(label + where, value, *GROWS, "x")
 
     return cases
 
 
-def _difference(above: Result, below: Result) -> Interval:
-    return ratio(above["difference"]["max"], below["difference"]["max"])
+def _difference(above: Point, below: Point, metric: str = "max") -> Interval:
+    return ratio(above[1]["difference"][metric], below[1]["difference"][metric])
 
 
-def _swapped(points: Points) -> list[Case]:
-    """Three cells for each memory size: the paper's sizes, these exchanged, loops exchanged."""
-    cases = []
-    for (cell, result), (_, sizes), (loops, on_chip) in zip(*(points[n::3] for n in range(3)),
-                                                           strict=True):  # fmt: skip
-        if loops.exempt != ON_CHIP:
+def _triples(points: Points) -> Iterator[tuple[Point, Point, Point]]:
+    """Figures 6a and 6b: three cells for each size, the plain one first."""
+    return zip(points[0::3], points[1::3], points[2::3], strict=True)
+
+
+def _where(cell: Cell) -> str:
+    return f"{cell.format.upper()}, {title(cell.inputs)}"
+
+
+def _swapped(points: Points) -> Iterator[Case]:
+    """The paper's sizes, these exchanged, and loops exchanged."""
+    for plain, sizes, loops in _triples(points):
+        if loops[0].exempt != ON_CHIP:
             raise ValueError("figure 6a: expected triples of cells")
-        where = f"{cell.format.upper()}, {title(cell.inputs)}, M/4d = {cell.block_c}"
-        for label, other in (("sizes", sizes), ("loops", on_chip)):
-            value = _difference(other, result)
-            name = f"{label} exchanged, {where}"
-            cases.append(Case(name, value, *SAME, unit="x", outside=True))
-    return cases
+        where = f"{_where(plain[0])}, M/4d = {plain[0].block_c}"
+        for label, other in (("sizes", sizes), ("loops", loops)):
+            value = _difference(other, plain)
+            yield Case(f"{label} exchanged, {where}", value, *SAME, "x", outside=True)
 
 
-def _square(points: Points) -> list[Case]:
-    """Three cells for each area: square, wide, tall."""
-    cases = []
-    for (cell, square), (_, wide), (_, tall) in zip(*(points[n::3] for n in range(3)), strict=True):
-        where = f"{cell.format.upper()}, {title(cell.inputs)}, area {cell.block_r * cell.block_c}"
+def _square(points: Points) -> Iterator[Case]:
+    for square, wide, tall in _triples(points):
+        where = f"{_where(square[0])}, area {square[0].block_r * square[0].block_c}"
         for label, other in (("wide", wide), ("tall", tall)):
-            cases.append(
-                Case(f"square over {label}, {where}", _difference(square, other), *SAME, unit="x")
-            )
-    return cases
+            yield Case(f"square over {label}, {where}", _difference(square, other), *SAME, "x")
 
 
-def _larger(points: Points) -> list[Case]:
-    cases = []
+def _larger(points: Points) -> Iterator[Case]:
     for name, group in _groups(points):
         for number_format in FOUR_FORMATS:
             here = sorted(select(group, format=number_format), key=lambda p: p[0].block_c)
             if here:
                 where = f", B_c = {here[0][0].block_c} to {here[-1][0].block_c}"
-                value = _difference(here[-1][1], here[0][1])
                 label = f"{name}, {number_format.upper()}{where}"
-                cases.append(Case(label, value, *FALLS, unit="x"))
-    return cases
+                yield Case(label, _difference(here[-1], here[0]), *FALLS, "x")
 
 
-def _alone(steps: str, points: Points) -> list[Case]:
+def _alone(steps: str, points: Points) -> Iterator[Case]:
     """What rounding some steps alone makes of the whole deviation: at least half."""
-    cases = []
     for name, group in _groups(points):
         whole = next(r for c, r in group if not c.only and not c.exempt)["flash"]["max"]
         alone = {c.only: ratio(r["flash"]["max"], whole) for c, r in group if c.only}
         single = {step: value for step, value in alone.items() if "+" not in step}
         order = sorted(single, key=lambda step: -single[step].middle)[:3]
         text = ", ".join(f"{step.replace('_', ' ')} {single[step].middle:.0%}" for step in order)
-        value, note = alone[steps], f"; largest: {text}"
-        cases.append(Case(name, value, 0.5, unit=" of the whole", note=note))
-    return cases
+        yield Case(name, alone[steps], 0.5, unit=" of the whole", note=f"; largest: {text}")
 
 
-def _bias(points: Points) -> list[Case]:
+def _bias(points: Points) -> Iterator[Case]:
     """Towards or away from zero where it is expected, and nothing where it is not."""
     wanted = (
         ("two keys at the maximum", "bf16", "one_sign", 2, False, "product", 1),
@@ -160,36 +142,32 @@ def _bias(points: Points) -> list[Case]:
         ("two keys, maximum moved, divided by l first", "bf16", "one_sign", 2, True, "output", 0),
         ("two keys, O with its residual", "bf16", "one_sign", 2, False, "residual", 0),
     )  # fmt: skip
-    cases = []
+    ranges = {
+        1: ("away from 0", BIAS_ULP, 1.0),
+        -1: ("towards 0", -1.0, -BIAS_ULP),
+        0: (f"within {BIAS_ULP:g}", -BIAS_ULP, BIAS_ULP),
+    }
     for label, number_format, inputs, ties, shifted, place, sign in wanted:
+        word, low, high = ranges[sign]
         for _, result in select(points, format=number_format, inputs=inputs, ties=ties,
                                 shifted=shifted):  # fmt: skip
-            low, high = {1: (BIAS_ULP, 1.0), -1: (-1.0, -BIAS_ULP), 0: (-BIAS_ULP, BIAS_ULP)}[sign]
             value = mean_interval(result[place]["away"])
-            word = {1: "away from 0", -1: "towards 0", 0: f"within {BIAS_ULP:g}"}[sign]
-            cases.append(Case(f"{label} ({word})", value, low, high, " ULP"))
-    return cases
+            yield Case(f"{label} ({word})", value, low, high, " ULP")
 
 
-def _deltas(above: str, below: str, low: float, high: float) -> Callable[[Points], list[Case]]:
-    def cases(points: Points) -> list[Case]:
-        return [
-            Case(
-                f"{_where(cell)}, {gradient}",
-                ratio(result[f"{above} {gradient}"]["relative"],
-                      result[f"{below} {gradient}"]["relative"]),
-                low, high, "x",
-                f" (error {median_interval(result[f'{above} {gradient}']['relative']).middle:.2g})",
-            )
-            for cell, result in select(points, seqlen=max(cell.seqlen for cell, _ in points))
-            for gradient in ("dq", "dk")
-        ]  # fmt: skip
+def _deltas(above: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
+    """The error with D from `above` over that with D from the exact O, at the largest length."""
+
+    def cases(points: Points) -> Iterator[Case]:
+        for cell, result in select(points, seqlen=max(cell.seqlen for cell, _ in points)):
+            for gradient in ("dq", "dk"):
+                error = result[f"{above} {gradient}"]["relative"]
+                name = f"{_where(cell)}, length {cell.seqlen}, {gradient}"
+                note = f" (error {median_interval(error).middle:.2g})"
+                value = ratio(error, result[f"exact {gradient}"]["relative"])
+                yield Case(name, value, *wanted, "x", note)
 
     return cases
-
-
-def _where(cell: Cell) -> str:
-    return f"{cell.format.upper()}, {title(cell.inputs)}, length {cell.seqlen}"
 
 
 FORWARD_CLAIMS: tuple[Claim, ...] = (
@@ -276,18 +254,18 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "D = rowsum(dO * O) from the rounded O makes most of the error of dq and dk.",
         "Emulated kernels: relative error of dq and dk with D from the rounded O over that with D "
         f"from O before rounding: {range_text(*D_MATTERS)}.",
-        emulated("backward"), _deltas("rounded", "exact", *D_MATTERS), ("backward",),
+        emulated("backward"), _deltas("rounded", D_MATTERS), ("backward",),
     ),
     Claim(
         "d-cure", OURS,
         "Keeping what rounding took from O in a second 16-bit tensor removes this error.",
         f"The same with D from O and its residual: {range_text(*D_CURED)}.",
-        emulated("backward"), _deltas("residual", "exact", 0.0, D_CURED[1]), ("backward",),
+        emulated("backward"), _deltas("residual", D_CURED), ("backward",),
     ),
     Claim(
         "d-cure-8", OURS,
         "A residual of 8 bits, in units of 1/256 gap at O, removes it as well.",
         f"The same with an 8-bit residual: {range_text(*D_CURED)}.",
-        emulated("backward"), _deltas("residual8", "exact", 0.0, D_CURED[1]), ("backward",),
+        emulated("backward"), _deltas("residual8", D_CURED), ("backward",),
     ),
 )  # fmt: skip

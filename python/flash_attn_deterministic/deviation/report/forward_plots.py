@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ..emulate.steps import STEP_NAMES
@@ -11,36 +11,38 @@ from ..forward.cells import Cell, Result
 from ..forward.plan import FOUR_FORMATS, LINES, TILING, Points
 from ..numbers.formats import parse_format
 from .names import inputs_of, presets_of, select, title
-from .plots import Draw, Line, dot_panels, line_panels
-
-_Figure = Callable[[Any, Points], Any]
+from .plots import DotPanels, Line, LinePanels, Panels
 
 
-def forward_plots(figures: dict[str, Points]) -> dict[str, Draw]:
-    """Returns what draws each figure that the study holds, by file name."""
-    known: dict[str, dict[str, _Figure]] = {
+def forward_plots(figures: dict[str, Points]) -> dict[str, Panels]:
+    """Returns each figure of what the study holds, by file name."""
+    known: dict[str, dict[str, Callable[[Points], Panels]]] = {
         "3": {"fig3": _formats},
         "4": {"fig4": _golden},
         "5": {"fig5a": _lengths_max, "fig5b": _lengths_mean, "fig5-ratio": _ratio},
-        "6a": {"fig6a": _swapped},
-        "6b": {"fig6b": _square},
-        "6c": {"fig6c": _larger},
+        "6a": {"fig6a": functools.partial(
+            _swept, lambda cell: cell.block_c, "ceil(M/4d)",
+            ("as the paper", "sizes exchanged", "loops exchanged"),
+        )},
+        "6b": {"fig6b": functools.partial(
+            _swept, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c",
+            ("square", "wide", "tall"),
+        )},
+        "6c": {"fig6c": functools.partial(
+            _swept, lambda cell: cell.block_c, "B_c, keys per block", ("",)
+        )},
         "ablation": {"ablation": _ablation},
         "bias": {"bias": _bias},
         "backward": {"backward": _backward},
-    }
+    }  # fmt: skip
     return {
-        name: functools.partial(_call, function, points)
+        name: function(points)
         for figure, points in figures.items()
         for name, function in known.get(figure, {}).items()
     }
 
 
-def _call(function: _Figure, points: Points, pyplot: Any) -> Any:
-    return function(pyplot, points)
-
-
-def _formats(pyplot: Any, points: Points) -> Any:
+def _formats(points: Points) -> LinePanels:
     shown = {
         f"inputs: {title(inputs)}": [
             Line(f"preset {preset}", [
@@ -53,10 +55,10 @@ def _formats(pyplot: Any, points: Points) -> Any:
         for inputs in inputs_of(points)
     }  # fmt: skip
     ticks = {3.46: "3, 4\nFP8", 8: "8\nBF16", 11: "11\nFP16", 24: "24\nFP32", 53: "53\nFP64"}
-    return line_panels(pyplot, shown, ("bits of the significand", "max |flash - baseline|"), ticks)
+    return LinePanels(shown, ("bits of the significand", "max |flash - baseline|"), ticks)
 
 
-def _golden(pyplot: Any, points: Points) -> Any:
+def _golden(points: Points) -> DotPanels:
     columns = {
         f"preset {preset}": [
             (f"{name.upper()} {kind}", {
@@ -70,7 +72,7 @@ def _golden(pyplot: Any, points: Points) -> Any:
         for preset in presets_of(points)
     }  # fmt: skip
     rows = [title(name) for name in inputs_of(points)]
-    return dot_panels(pyplot, columns, rows, "max |output - FP64|")
+    return DotPanels(columns, rows, "max |output - FP64|")
 
 
 def _main(points: Points) -> Points:
@@ -84,7 +86,7 @@ def _by_length(points: Points, preset: str, inputs: str, metric: str, number: in
     return Line(label, values, number)
 
 
-def _lengths_max(pyplot: Any, points: Points) -> Any:
+def _lengths_max(points: Points) -> LinePanels:
     shown, first = _main(points), presets_of(points)[0]
     columns = {
         f"inputs: {title(inputs)}": [
@@ -94,10 +96,10 @@ def _lengths_max(pyplot: Any, points: Points) -> Any:
         ]
         for inputs in inputs_of(shown)
     }  # fmt: skip
-    return _over_lengths(pyplot, points, columns, "max |flash - baseline|, BF16")
+    return _over_lengths(points, columns, "max |flash - baseline|, BF16")
 
 
-def _lengths_mean(pyplot: Any, points: Points) -> Any:
+def _lengths_mean(points: Points) -> LinePanels:
     shown = _main(points)
     columns = {
         f"{label}, inputs: {title(inputs)}": [
@@ -107,10 +109,10 @@ def _lengths_mean(pyplot: Any, points: Points) -> Any:
         for metric, label in (("mean", "mean of absolute values"), ("std", "standard deviation"))
         for inputs in inputs_of(shown)
     }
-    return _over_lengths(pyplot, points, columns, "flash - baseline, BF16")
+    return _over_lengths(points, columns, "flash - baseline, BF16")
 
 
-def _ratio(pyplot: Any, points: Points) -> Any:
+def _ratio(points: Points) -> LinePanels:
     columns = {
         f"preset {preset}": [
             Line(title(inputs), [
@@ -122,21 +124,22 @@ def _ratio(pyplot: Any, points: Points) -> Any:
         ]
         for preset in presets_of(points)
     }  # fmt: skip
-    return _over_lengths(pyplot, points, columns, "max deviation, flash / baseline", (1, 10))
+    return _over_lengths(points, columns, "max deviation, flash / baseline", (1, 10))
 
 
 def _over_lengths(
-    pyplot: Any, points: Points, columns: Any, label: str, levels: tuple[float, ...] = ()
-) -> Any:
+    points: Points, columns: Any, label: str, levels: tuple[float, ...] = ()
+) -> LinePanels:
     lengths = [cell.seqlen for cell, _ in points]
-    return line_panels(pyplot, columns, ("sequence length", label), lengths, levels)
+    return LinePanels(columns, ("sequence length", label), lengths, levels)
 
 
 def _swept(
-    pyplot: Any, cases: Mapping[str, Points], x_of: Callable[[Cell], float], label: str
-) -> Any:
+    x_of: Callable[[Cell], float], label: str, names: tuple[str, ...], points: Points
+) -> LinePanels:
     """A column per distribution and a line per format and case; x from the first case's cells."""
-    xs = [x_of(cell) for cell, _ in next(iter(cases.values()))]
+    cases = {name: points[number :: len(names)] for number, name in enumerate(names)}
+    xs = [x_of(cell) for cell, _ in cases[names[0]]]
     columns = {
         f"inputs: {title(inputs)}": [
             Line(f"{name.upper()} {case}", [
@@ -147,9 +150,9 @@ def _swept(
             for number, name in enumerate(FOUR_FORMATS)
             for (case, group), style in zip(cases.items(), ("-", "--", ":"), strict=False)
         ]
-        for inputs in inputs_of(next(iter(cases.values())))
+        for inputs in inputs_of(points)
     }  # fmt: skip
-    return line_panels(pyplot, columns, (label, "max |flash - baseline| / unit roundoff"), xs)
+    return LinePanels(columns, (label, "max |flash - baseline| / unit roundoff"), xs)
 
 
 def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
@@ -159,25 +162,7 @@ def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
     return [None if value is None else value / unit for value in result["difference"]["max"]]
 
 
-def _swapped(pyplot: Any, points: Points) -> Any:
-    cases = {
-        "as the paper": points[0::3],
-        "sizes exchanged": points[1::3],
-        "loops exchanged": points[2::3],
-    }
-    return _swept(pyplot, cases, lambda cell: cell.block_c, "ceil(M/4d)")
-
-
-def _square(pyplot: Any, points: Points) -> Any:
-    cases = {"square": points[0::3], "wide": points[1::3], "tall": points[2::3]}
-    return _swept(pyplot, cases, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c")
-
-
-def _larger(pyplot: Any, points: Points) -> Any:
-    return _swept(pyplot, {"": points}, lambda cell: cell.block_c, "B_c, keys per block")
-
-
-def _ablation(pyplot: Any, points: Points) -> Any:
+def _ablation(points: Points) -> DotPanels:
     groups = {TILING: "all that tiling adds", LINES: "within lines", "": "all steps"}
     columns = {
         f"inputs: {title(inputs)}": [
@@ -191,10 +176,10 @@ def _ablation(pyplot: Any, points: Points) -> Any:
         for inputs in inputs_of(points)
     }  # fmt: skip
     steps = [groups.get(s, s.replace("_", " ")) for s in ("", *STEP_NAMES, TILING, LINES)]
-    return dot_panels(pyplot, columns, steps, "max |flash - FP64|, BF16")
+    return DotPanels(columns, steps, "max |flash - FP64|, BF16")
 
 
-def _bias(pyplot: Any, points: Points) -> Any:
+def _bias(points: Points) -> DotPanels:
     cases = (
         ("V of one sign", "bf16", "one_sign", False, "product"),
         ("maximum moved up", "bf16", "one_sign", True, "product"),
@@ -212,10 +197,10 @@ def _bias(pyplot: Any, points: Points) -> Any:
     ]  # fmt: skip
     shown = {"by the keys at a row's maximum (P = 1)": series}
     label = "mean error away from 0, gaps of BF16"
-    return dot_panels(pyplot, shown, list(series[0][1]), label, "linear")
+    return DotPanels(shown, list(series[0][1]), label, "linear")
 
 
-def _backward(pyplot: Any, points: Points) -> Any:
+def _backward(points: Points) -> DotPanels:
     seqlen = max(cell.seqlen for cell, _ in points)
     shown = select(points, seqlen=seqlen)
     cases = {"explicit": "explicit attention", "rounded": "D from rounded O",
@@ -233,4 +218,4 @@ def _backward(pyplot: Any, points: Points) -> Any:
         for gradient in ("dq", "dk", "dv")
     }  # fmt: skip
     rows = [f"{title(cell.inputs)}, {cell.format.upper()}" for cell, _ in shown]
-    return dot_panels(pyplot, columns, rows, "‖deviation‖ / ‖gradient‖")
+    return DotPanels(columns, rows, "‖deviation‖ / ‖gradient‖")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ CONDITIONAL = "holds only under stated conditions"
 NOT_REPRODUCED = "does not hold"
 UNDECIDED = "not decided by this data"
 NOT_TESTED = "not tested"
+Range = tuple[float, float]
 _NAMED = 4  # conditions that are named; the list of numbers has all
 
 
@@ -83,12 +84,11 @@ def evidence_of(results: Mapping[str, dict[str, Any]]) -> Evidence:
     if "forward" in results:
         for figure, points in forward_points(results["forward"]).items():
             evidence[emulated(figure)] = points
-    if "kernels" in results:
-        evidence[KERNELS] = results["kernels"]
-        if results["kernels"]["configuration"]["device"] == "cuda":
-            evidence[ON_GPU] = results["kernels"]
-    if "training" in results:
-        evidence[TRAINING] = results["training"]
+    for name, kind in ((KERNELS, "kernels"), (TRAINING, "training")):
+        if kind in results:
+            evidence[name] = results[kind]
+    if KERNELS in evidence and evidence[KERNELS]["configuration"]["device"] == "cuda":
+        evidence[ON_GPU] = evidence[KERNELS]
     gradients = results.get("gradients")
     # Gradients of another model say nothing of the failure's mechanism.
     if gradients is not None and gradients["configuration"]["model"].startswith("sinks"):
@@ -115,13 +115,13 @@ class Claim:
     text: str
     how: str
     study: str
-    cases: Callable[[Any], list[Case]]
+    cases: Callable[[Any], Iterable[Case]]
     figures: tuple[str, ...] = ()
 
     def judge(self, evidence: Evidence) -> Outcome:
         if self.study not in evidence:
             return Outcome(NOT_TESTED, [], f"the study of {self.study} was not run")
-        return decide(self.cases(evidence[self.study]))
+        return decide(list(self.cases(evidence[self.study])))
 
 
 def decide(cases: Sequence[Case]) -> Outcome:

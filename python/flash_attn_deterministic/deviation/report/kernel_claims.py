@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..kernels.agreement import CONTROL
 from ..numbers.intervals import Interval, median_interval
 from .forward_claims import MORE, OURS, PAPER, TENFOLD
-from .judging import KERNELS, ON_GPU, Case, Claim, range_text, ratio
+from .judging import KERNELS, ON_GPU, Case, Claim, Range, range_text, ratio
 from .names import attention_name, title
 
 NO_MORE = (0.0, 1.1)
@@ -18,90 +19,57 @@ _SAME_POINT = ("format", "inputs", "seqlen", "head_dim")
 Kernels = dict[str, Any]
 
 
+def _place(point: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(point[key] for key in _SAME_POINT)
+
+
 def _over_explicit(
-    points: list[dict[str, Any]], metric: str, wanted: tuple[float, float], gradient: str = "",
-    names: tuple[str, ...] = FLASH,
-) -> list[Case]:  # fmt: skip
+    part: str, metric: str, wanted: Range, gradients: Sequence[str] = ("",),
+    names: Sequence[str] = FLASH, formats: Sequence[str] = ("bf16", "fp16"),
+) -> Callable[[Kernels], Iterator[Case]]:  # fmt: skip
     """Each flash kernel over explicit attention, over all lengths of a kind of inputs."""
-    shown = [p for p in points if p.get("gradient", "") == gradient]
-    explicit = {
-        tuple(p[key] for key in _SAME_POINT): p["result"][metric]
-        for p in shown
-        if p["backend"] == "explicit"
-    }
-    cases: dict[str, list[Interval]] = {}
-    for point in shown:
-        if point["backend"] not in names:
-            continue
-        where = tuple(point[key] for key in _SAME_POINT)
-        label = f"{attention_name(point['backend'])}, {point['format'].upper()}, "
-        label += title(point["inputs"]) + (f", {gradient}" if gradient else "")
-        cases.setdefault(label, []).append(ratio(point["result"][metric], explicit[where]))
-    return [
-        Case(
-            label,
-            Interval(min(i.low for i in found), median_interval([i.middle for i in found]).middle,
-                     max(i.high for i in found)),
-            *wanted, "x, all lengths",
-        )
-        for label, found in cases.items()
-    ]  # fmt: skip
 
+    def cases(kernels: Kernels) -> Iterator[Case]:
+        for gradient in gradients:
+            shown = [p for p in kernels[part]
+                     if p.get("gradient", "") == gradient and p["format"] in formats]  # fmt: skip
+            explicit = {_place(p): p["result"] for p in shown if p["backend"] == "explicit"}
+            found: dict[str, list[Interval]] = {}
+            for p in shown:
+                if p["backend"] in names:
+                    label = f"{attention_name(p['backend'])}, {p['format'].upper()}, "
+                    label += title(p["inputs"]) + (f", {gradient}" if gradient else "")
+                    over = ratio(p["result"][metric], explicit[_place(p)][metric])
+                    found.setdefault(label, []).append(over)
+            for label, all_lengths in found.items():
+                low, middle, high = zip(*(i.listed() for i in all_lengths), strict=True)
+                value = Interval(min(low), median_interval(middle).middle, max(high))
+                yield Case(label, value, *wanted, "x, all lengths")
 
-def _forward(kernels: Kernels) -> list[Case]:
-    points = [p for p in kernels["forward"] if p["format"] == "bf16"]
-    return _over_explicit(points, "max", TENFOLD)
-
-
-def _backward(kernels: Kernels) -> list[Case]:
-    return [
-        case
-        for gradient in ("dq", "dk", "dv")
-        for case in _over_explicit(kernels["backward"], "relative", MORE, gradient)
-    ]
-
-
-def _residual(kernels: Kernels) -> list[Case]:
-    return [
-        case
-        for gradient in ("dq", "dk")
-        for case in _over_explicit(
-            kernels["backward"], "relative", NO_MORE, gradient, ("ours+residual",)
-        )
-    ]
-
-
-def _agreement(kernels: Kernels) -> list[Case]:
-    controls = {
-        tuple(p[key] for key in _SAME_POINT): 1 - p["equal"]
-        for p in kernels["agreement"]
-        if p["preset"] == CONTROL
-    }
-    cases = []
-    for point in kernels["agreement"]:
-        if point["preset"] == CONTROL:
-            continue
-        other = controls[tuple(point[key] for key in _SAME_POINT)]
-        share = (1 - point["equal"]) / other if other else float("nan")
-        label = f"{point['preset']}, {point['format'].upper()}, d = {point['head_dim']}, "
-        text = f" of the control's {other:.2%} ({point['equal']:.2%} equal)"
-        cases.append(
-            Case(label + title(point["inputs"]), Interval(share, share, share), *BEATS, "x", text)
-        )
     return cases
 
 
-def _repeats(kernels: Kernels) -> list[Case]:
-    cases = []
+def _agreement(kernels: Kernels) -> Iterator[Case]:
+    points = kernels["agreement"]
+    controls = {_place(p): 1 - p["equal"] for p in points if p["preset"] == CONTROL}
+    for p in points:
+        if p["preset"] != CONTROL:
+            other = controls[_place(p)]
+            share = (1 - p["equal"]) / other if other else float("nan")
+            label = f"{p['preset']}, {p['format'].upper()}, d = {p['head_dim']}, "
+            text = f" of the control's {other:.2%} ({p['equal']:.2%} equal)"
+            value = Interval(share, share, share)
+            yield Case(label + title(p["inputs"]), value, *BEATS, "x", text)
+
+
+def _repeats(kernels: Kernels) -> Iterator[Case]:
     for output in ("out", "dq", "dk", "dv"):
-        found = [
-            p for p in kernels["run_to_run"] if (p["backend"], p["output"]) == ("ours", output)
-        ]
+        runs = kernels["run_to_run"]
+        found = [p for p in runs if (p["backend"], p["output"]) == ("ours", output)]
         if found:
             differ = sum(not p["same_bits"] for p in found)
             text = f" of {len(found)} calls differ in {found[0]['repeats']} repeats"
-            cases.append(Case(output, Interval(differ, differ, differ), 0, 0, text))
-    return cases
+            yield Case(output, Interval(differ, differ, differ), 0, 0, text)
 
 
 KERNEL_CLAIMS: tuple[Claim, ...] = (
@@ -109,21 +77,25 @@ KERNEL_CLAIMS: tuple[Claim, ...] = (
         "real", f"{PAPER}, abstract, on real kernels",
         "Real flash kernels deviate about ten times as much as explicit attention at BF16.",
         f"max |output - FP64| over that of explicit attention: {range_text(*TENFOLD)}.",
-        ON_GPU, _forward, ("kernels-forward",),
+        ON_GPU, _over_explicit("forward", "max", TENFOLD, formats=("bf16",)),
+        ("kernels-forward",),
     ),
     Claim(
         "real-backward", OURS,
         "Gradients of real flash kernels are further from FP64 than explicit attention's.",
         "Relative error of dq, dk and dv over that of explicit attention in the format: "
         f"{range_text(*MORE)}, from the least to the largest length.",
-        ON_GPU, _backward, ("kernels-backward",),
+        ON_GPU, _over_explicit("backward", "relative", MORE, ("dq", "dk", "dv")),
+        ("kernels-backward",),
     ),
     Claim(
         "real-residual", OURS,
         "With keep_residual, dq and dk of this project's kernels are as near to FP64 as explicit "
         "attention's.",
         f"The same for these kernels: {range_text(*NO_MORE)}.",
-        ON_GPU, _residual, ("kernels-backward",),
+        ON_GPU,
+        _over_explicit("backward", "relative", NO_MORE, ("dq", "dk"), ("ours+residual",)),
+        ("kernels-backward",),
     ),
     Claim(
         "agreement", OURS,

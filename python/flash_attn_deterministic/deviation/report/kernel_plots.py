@@ -6,24 +6,24 @@ from typing import Any
 
 from ..kernels.plan import COMPARED
 from .names import attention_name, title
-from .plots import Draw, Line, dot_panels, line_panels
+from .plots import DotPanels, Line, LinePanels, Panels
 
 
-def kernel_plots(value: dict[str, Any]) -> dict[str, Draw]:
-    """Returns what draws each figure that the study's results allow, by file name."""
-    drawers: dict[str, Draw] = {}
+def kernel_plots(value: dict[str, Any]) -> dict[str, Panels]:
+    """Returns each figure that the study's results allow, by file name."""
+    figures: dict[str, Panels] = {}
     if value["forward"]:
-        drawers["kernels-forward"] = lambda pyplot: _forward(pyplot, value["forward"])
+        figures["kernels-forward"] = _forward(value["forward"])
     if value["backward"]:
-        drawers["kernels-backward"] = lambda pyplot: _backward(pyplot, value["backward"])
-    return drawers
+        figures["kernels-backward"] = _backward(value["backward"])
+    return figures
 
 
 def _names(points: list[dict[str, Any]]) -> list[str]:
     return [name for name in COMPARED if any(point["backend"] == name for point in points)]
 
 
-def _forward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
+def _forward(points: list[dict[str, Any]]) -> LinePanels:
     head_dim = min(point["head_dim"] for point in points)
     shown = [p for p in points if p["format"] == "bf16" and p["head_dim"] == head_dim]
     inputs = [n for n in ("uniform", "normal") if any(p["inputs"] == n for p in shown)]
@@ -40,10 +40,10 @@ def _forward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
         for name in inputs
     }  # fmt: skip
     labels = ("sequence length", f"max |output - FP64|, BF16, d = {head_dim}")
-    return line_panels(pyplot, columns, labels, [p["seqlen"] for p in shown])
+    return LinePanels(columns, labels, [p["seqlen"] for p in shown])
 
 
-def _backward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
+def _backward(points: list[dict[str, Any]]) -> DotPanels:
     head_dim = min(point["head_dim"] for point in points)
     seqlen = max(point["seqlen"] for point in points)
     shown = [p for p in points if (p["head_dim"], p["seqlen"]) == (head_dim, seqlen)]
@@ -58,4 +58,4 @@ def _backward(pyplot: Any, points: list[dict[str, Any]]) -> Any:
         ]
         for gradient in ("dq", "dk", "dv")
     }
-    return dot_panels(pyplot, columns, rows, f"‖deviation‖ / ‖gradient‖, d = {head_dim}")
+    return DotPanels(columns, rows, f"‖deviation‖ / ‖gradient‖, d = {head_dim}")

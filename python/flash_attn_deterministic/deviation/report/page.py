@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
-from ..forward import plan as forward
 from ..forward.plan import Points, forward_points
-from ..instrument import gradients
-from ..kernels import kernel_study as kernels
 from ..numbers.intervals import Interval, median
 from ..numbers.metrics import METRICS
 from ..study.files import read_result, write_text
-from ..training import training_study as training
+from ..training.training_study import SUMMARY_HEADER, summary
 from .claims import judge_all
 from .document import Section, html_page, markdown
 from .forward_plots import forward_plots
@@ -24,7 +21,7 @@ from .gradient_plots import MEASURES, gradient_plots
 from .judging import Claim, Outcome, evidence_of
 from .kernel_plots import kernel_plots
 from .names import attention_name, title
-from .plots import draw_all
+from .plots import Panels, draw_all
 from .training_plots import training_plots
 
 TITLE = "Is flash attention stable? A reproduction"
@@ -53,13 +50,17 @@ CAPTIONS = {
     "step 0.",
     "noise": "Distance from base (8 bits) by the bits of explicit attention.",
     "training-loss": "Loss of held-out batches at the end, paired by seed.",
-}
-GRADIENT_CAPTIONS = {
     "gradients": "Errors of the gradient of each parameter tensor, forward and backward together.",
     "systematic": "Share of these errors that batches have in common.",
     "outputs": "Relative error of the output of each call of attention on the same tensors.",
 }
-CAPTIONS |= GRADIENT_CAPTIONS
+
+_FIGURES: dict[str, Callable[[dict[str, Any]], Mapping[str, Panels]]] = {
+    "forward": lambda value: forward_plots(forward_points(value)),
+    "kernels": kernel_plots,
+    "training": training_plots,
+    "gradients": gradient_plots,
+}
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,10 @@ def read_study(folder: Path) -> Study:
     Raises:
         ArgumentError: the folder holds no finished study.
     """
-    drawers: dict[str, Any] = {
-        "forward": lambda value: forward_plots(forward_points(value)),
-        "kernels": kernel_plots,
-        "training": training_plots,
-        "gradients": gradient_plots,
-    }
-    for module in (forward, kernels, training, gradients):
-        path = folder / module.RESULT_FILE
-        if path.exists():
-            value = read_result(path, module.KIND)
-            plots = draw_all(drawers[module.KIND](value), folder / "plots")
-            return Study(module.KIND, value, plots)
+    for kind, figures in _FIGURES.items():
+        if (folder / f"{kind}.json").exists():
+            value = read_result(folder, kind)
+            return Study(kind, value, draw_all(figures(value), folder / "plots"))
     raise ArgumentError(f"results: expected folders of finished studies, got {folder}")
 
 
@@ -141,9 +134,7 @@ def _sections(judged: list[tuple[Claim, Outcome]], studies: list[Study]) -> Iter
         yield Section(claim.text, text, outcome.numbers, figures, key=claim.key,
                       source=claim.source, verdict=outcome.verdict)  # fmt: skip
     if plots:
-        yield Section(
-            "More figures", figures=[(CAPTIONS[name], path) for name, path in plots.items()]
-        )
+        yield Section("More figures", figures=[(CAPTIONS[name], plots[name]) for name in plots])
     for found in studies:
         yield from _tables(found)
 
@@ -170,8 +161,8 @@ def _tables(found: Study) -> Iterator[Section]:
     if found.kind == "forward" and "5" in value["figures"]:
         yield _metrics_table(forward_points(value)["5"])
     if found.kind == "training":
-        header, rows = training.SUMMARY_HEADER, training.summary(value)
-        yield Section("Every run of the training study", header=header, rows=rows)
+        name = "Every run of the training study"
+        yield Section(name, header=SUMMARY_HEADER, rows=summary(value))
     if found.kind == "gradients":
         yield whole_table(value)
     if found.kind == "kernels" and value["backward"]:
@@ -198,7 +189,7 @@ def write_gradients_page(folder: Path) -> Path:
     Raises:
         ArgumentError: the folder holds no such result.
     """
-    value = read_result(folder / gradients.RESULT_FILE, gradients.KIND)
+    value = read_result(folder, "gradients")
     plots = draw_all(gradient_plots(value), folder / "plots")
     setup = value["configuration"]
     intro = (
@@ -211,7 +202,7 @@ def write_gradients_page(folder: Path) -> Path:
         "of the squared error that batches have in common, which adds up over steps; near 0, "
         "errors average out."
     )
-    figures = Section("Figures", figures=[(GRADIENT_CAPTIONS[plot.stem], plot) for plot in plots])
+    figures = Section("Figures", figures=[(CAPTIONS[plot.stem], plot) for plot in plots])
     path = folder / "gradients.html"
     name = "Rounding of attention, in this model's gradients"
     write_text(path, html_page(name, intro, [whole_table(value), figures]))
@@ -226,11 +217,15 @@ def _gradients_table(points: list[dict[str, Any]]) -> Section:
         if p["seqlen"] == seqlen:
             key = (title(p["inputs"]), p["format"].upper(), str(p["head_dim"]),
                    attention_name(p["backend"]))  # fmt: skip
-            value = median(p["result"]["relative"])
-            rows.setdefault(key, list(key)).append("overflow" if value is None else f"{value:.2e}")
+            rows.setdefault(key, list(key)).append(_median(p["result"]["relative"], ".2e"))
     header = ["inputs", "format", "d", "attention", "dq", "dk", "dv"]
     name = f"Deviation of gradients, length {seqlen}: ‖d‖ / ‖gradient‖"
     return Section(name, header=header, rows=list(rows.values()))
+
+
+def _median(values: Sequence[float | None], digits: str) -> str:
+    found = median(values)
+    return "overflow" if found is None else f"{found:{digits}}"
 
 
 def _metrics_table(points: Points) -> Section:
@@ -245,8 +240,7 @@ def _metrics_table(points: Points) -> Section:
         if cell.preset == points[0][0].preset:
             pairs.append(("baseline", result["baseline"]))
         for label, metrics in pairs:
-            shown = [median(metrics[name]) for name in METRICS]
-            numbers = ["overflow" if x is None else f"{x:.2g}" for x in shown]
+            numbers = [_median(metrics[name], ".2g") for name in METRICS]
             rows.append([title(cell.inputs), label, *numbers])
     header = ["inputs", "attention", *(name.replace("_", " ") for name in METRICS)]
     name = f"Every metric, BF16, length {seqlen}, median of the draws"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from ..study.files import write_text
 
 # Okabe and Ito's colours: told apart by most people, and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+_BOTH_SIGNS = (-0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
-Draw = Callable[[Any], Any]  # pyplot -> figure
+Values = Sequence[float | None]  # of all draws
 
 
 class MissingExtraError(FlashAttnError, ImportError):
@@ -62,13 +63,13 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def draw_all(drawers: dict[str, Draw], folder: Path) -> list[Path]:
+def draw_all(figures: Mapping[str, Panels], folder: Path) -> list[Path]:
     """Draws figures into a folder, as NAME.svg, and returns the files."""
     pyplot = load_pyplot()
     written = []
-    for name, draw in drawers.items():
+    for name, panels in figures.items():
         path = folder / f"{name}.svg"
-        figure = draw(pyplot)
+        figure = panels.draw(pyplot)
         for axes in figure.axes:
             name_ticks(axes)
         image = io.StringIO()
@@ -121,46 +122,48 @@ class Line:
     """
 
     label: str
-    points: Sequence[tuple[float, Sequence[float | None]]]
+    points: Sequence[tuple[float, Values]]
     colour: int
     style: str = ""
 
 
-def line_panels(
-    pyplot: Any,
-    shown: Mapping[str, Sequence[Line]],
-    labels: tuple[str, str],
-    ticks: Mapping[float, str] | Iterable[float] = (),
-    levels: Iterable[float] = (),
-    sharey: bool = True,
-) -> Any:
-    """Makes a figure of medians over draws, with bands from the least to the largest.
+@dataclass(frozen=True)
+class LinePanels:
+    """A figure of medians over draws, with bands from the least to the largest.
 
     Args:
-        pyplot: matplotlib's.
         shown: of each panel, by its title.
         labels: of the x and the y axes, which are logarithmic.
         ticks: of the x axes, with their names; none: matplotlib's.
         levels: at which horizontal lines are drawn.
         sharey: whether panels have one range of y.
     """
-    figure, grid = _grid(pyplot, list(shown), 3.4, sharey)
-    named = ticks if isinstance(ticks, Mapping) else {x: f"{x:g}" for x in sorted({*ticks})}
-    for axes, lines in zip(grid.flat, shown.values(), strict=False):
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel(labels[0])
-        for each in lines:
-            _line(axes, each)
-        for level in levels:
-            axes.axhline(level, color="#666666", linewidth=0.8, linestyle=":")
-        if named:
-            axes.set_xticks(list(named), list(named.values()), fontsize=7.5)
-            axes.xaxis.minorticks_off()
-    for row in grid:
-        row[0].set_ylabel(labels[1])
-    _legend_below(figure, grid)
-    return figure
+
+    shown: Mapping[str, Sequence[Line]]
+    labels: tuple[str, str]
+    ticks: Mapping[float, str] | Iterable[float] = ()
+    levels: Iterable[float] = ()
+    sharey: bool = True
+
+    def draw(self, pyplot: Any) -> Any:
+        figure, grid = _grid(pyplot, list(self.shown), 3.4, self.sharey)
+        ticks = self.ticks
+        named = ticks if isinstance(ticks, Mapping) else {x: f"{x:g}" for x in sorted({*ticks})}
+        for axes, lines in zip(grid.flat, self.shown.values(), strict=False):
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlabel(self.labels[0])
+            for each in lines:
+                _line(axes, each)
+            for level in self.levels:
+                axes.axhline(level, color="#666666", linewidth=0.8, linestyle=":")
+            if named:
+                axes.set_xticks(list(named), list(named.values()), fontsize=7.5)
+                axes.xaxis.minorticks_off()
+        for row in grid:
+            row[0].set_ylabel(self.labels[1])
+        _legend_below(figure, grid)
+        return figure
 
 
 def _line(axes: Any, line: Line) -> None:
@@ -208,43 +211,50 @@ def _legend_below(figure: Any, grid: Any) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
-Dots = Sequence[tuple[str, Mapping[str, Sequence[float | None]]]]  # labels, and values of each row
-
-
-def dot_panels(
-    pyplot: Any, shown: Mapping[str, Dots], rows: Sequence[str], label: str, scale: str = "log"
-) -> Any:
-    """Makes a figure of medians as points on named rows, with bars from the least to the largest.
+@dataclass(frozen=True)
+class DotPanels:
+    """A figure of medians as points on named rows, with bars from the least to the largest.
 
     Args:
-        pyplot: matplotlib's.
-        shown: of each panel, by its title.
+        shown: of each panel, by its title: labels, and values of each row.
         rows: their names, from above.
         label: of the x axes.
-        scale: of the x axes.
+        scale: of the x axes; "symlog": of small numbers of both signs.
     """
-    most = max(len(series) for series in shown.values())
-    each = 0.26 if len(rows) > 20 else max(0.26, 0.07 * most)
-    figure, grid = _grid(pyplot, list(shown), 1.2 + each * len(rows))
-    for axes, series in zip(grid.flat, shown.values(), strict=False):
-        axes.set_xscale(scale)
-        axes.set_xlabel(label)
-        for number, (name, values) in enumerate(series):
-            offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
-            _dots(axes, rows, values, number, name, offset)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.grid(axis="y", visible=False)
-        axes.tick_params(axis="y", labelsize=8 if len(rows) < 20 else 7)
-        if scale != "log":
-            axes.axvline(0, color="#333333", linewidth=0.8)
-    _legend_below(figure, grid)
-    return figure
+
+    shown: Mapping[str, Sequence[tuple[str, Mapping[str, Values]]]]
+    rows: Sequence[str]
+    label: str
+    scale: str = "log"
+
+    def draw(self, pyplot: Any) -> Any:
+        most = max(len(series) for series in self.shown.values())
+        count = len(self.rows)
+        each = 0.26 if count > 20 else max(0.26, 0.07 * most)
+        figure, grid = _grid(pyplot, list(self.shown), 1.2 + each * count)
+        for axes, series in zip(grid.flat, self.shown.values(), strict=False):
+            axes.set_xscale("log" if self.scale == "log" else "linear")
+            axes.set_xlabel(self.label)
+            for number, (name, values) in enumerate(series):
+                offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
+                _dots(axes, self.rows, values, number, name, offset)
+            axes.set_yticks(range(count), self.rows)
+            axes.set_ylim(count - 0.5, -0.5)
+            axes.grid(axis="y", visible=False)
+            axes.tick_params(axis="y", labelsize=8 if count < 20 else 7)
+            if self.scale != "log":
+                axes.axvline(0, color="#333333", linewidth=0.8)
+            if self.scale == "symlog":  # at last: ticks widen the view
+                axes.set_xscale("symlog", linthresh=1e-4)
+                axes.set_xticks(_BOTH_SIGNS, [f"{tick:g}" for tick in _BOTH_SIGNS])
+                axes.minorticks_off()
+        _legend_below(figure, grid)
+        return figure
 
 
 def _dots(
-    axes: Any, rows: Sequence[str], values: Mapping[str, Sequence[float | None]], number: int,
-    label: str, offset: float,
+    axes: Any, rows: Sequence[str], values: Mapping[str, Values], number: int, label: str,
+    offset: float,
 ) -> None:  # fmt: skip
     colour, marker = COLOURS[number % 8], MARKERS[number % 8]
     face = colour if number < 8 else "white"
@@ -259,3 +269,6 @@ def _dots(
         axes.plot([statistics.median(found)], [place + offset], marker, color=colour, markersize=5,
                   markerfacecolor=face)  # fmt: skip
     axes.plot([], [], marker, color=colour, label=label, markerfacecolor=face)
+
+
+Panels = LinePanels | DotPanels

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ..numbers.intervals import Interval, bootstrap, finite, mean_interval
+from ..numbers.intervals import bootstrap, finite, mean_interval
 from ..training.training_study import by_seed, probe_changes
 from .forward_claims import GROWS, OURS, PAPER
-from .judging import TRAINING, Case, Claim, range_text, ratio
+from .judging import TRAINING, Case, Claim, Range, range_text, ratio
 
 LOWER = (2.0, 5.0)  # "2-5 times less significant than low-precision training"
 NEARLY = (-0.01, 0.01)  # of the loss, in its own units
@@ -19,7 +20,8 @@ NOISE = ("nudge", "sdpa", "kernel", "paper", "explicit:p5", "explicit:p24", "our
          "sdpa-flash", "sdpa-cudnn", "explicit", "kernel+residual")  # fmt: skip
 
 Training = dict[str, Any]
-History = dict[str, Any]
+History = dict[str, list[float | None]]
+Value = Callable[[History, str], float | None]
 
 
 def _flash(training: Training) -> list[str]:
@@ -28,54 +30,49 @@ def _flash(training: Training) -> list[str]:
     return [name for name in names if by_seed(training, name)]
 
 
-def _end(measure: str) -> Callable[[History], float | None]:
-    return lambda history: history[measure][-1]
+def _at(place: int) -> Value:
+    return lambda history, measure: history[measure][place]
 
 
-def _added(measure: str) -> Callable[[History], float | None]:
+_START, _END = _at(0), _at(-1)
+
+
+def _added(history: History, measure: str) -> float | None:
     """A distance at the end less its value at step 0."""
-
-    def added(history: History) -> float | None:
-        last, first = history[measure][-1], history[measure][0]
-        return None if last is None or first is None else last - first
-
-    return added
+    last, first = _END(history, measure), _START(history, measure)
+    return None if last is None or first is None else last - first
 
 
 def _over(
-    training: Training,
-    above: str,
-    below: str,
-    value: Callable[[History], float | None],
-    other: Callable[[History], float | None] | None = None,
-) -> Interval:
-    """A number of one run over that, or another one, of another run, seed by seed."""
-    left, right = by_seed(training, above), by_seed(training, below)
+    training: Training, runs: tuple[str, str], measure: str, value: Value, wanted: Range,
+    label: str, unit: str = "x", other: Value | None = None,
+) -> Iterator[Case]:  # fmt: skip
+    """A number of one run over that, or another one, of another run, seed by seed.
+
+    Nothing where no seed has both.
+    """
+    left, right = (by_seed(training, name) for name in runs)
     seeds = [seed for seed in left if seed in right]
-    other = other or value
-    return ratio([value(left[seed]) for seed in seeds], [other(right[seed]) for seed in seeds])
+    if seeds:
+        above = [value(left[seed], measure) for seed in seeds]
+        below = [(other or value)(right[seed], measure) for seed in seeds]
+        yield Case(label, ratio(above, below), *wanted, unit)
 
 
-def _repeat(training: Training) -> list[Case]:
+def _repeat(training: Training) -> Iterator[Case]:
     ends = [max(history["max_difference"]) for history in by_seed(training, "repeat").values()]
-    return [Case(f"{len(ends)} seeds", mean_interval(ends), 0, 0)] if ends else []
+    if ends:
+        yield Case(f"{len(ends)} seeds", mean_interval(ends), 0, 0)
 
 
-def _init(training: Training) -> list[Case]:
-    if not by_seed(training, "init"):
-        return []
-    return [
-        Case(
-            f"{name}, {measure.replace('_', ' ')}",
-            _over(training, name, "init", _end(measure)), 0.0, 0.99, "x of another init's",
-        )
-        for name in _flash(training)
-        for measure in ("max_difference", "l2", "function")
-    ]  # fmt: skip
+def _init(training: Training) -> Iterator[Case]:
+    for name in _flash(training):
+        for measure in ("max_difference", "l2", "function"):
+            label, unit = f"{name}, {measure.replace('_', ' ')}", "x of another init's"
+            yield from _over(training, (name, "init"), measure, _END, (0.0, 0.99), label, unit)
 
 
-def _grows(training: Training) -> list[Case]:
-    cases = []
+def _grows(training: Training) -> Iterator[Case]:
     for name in _flash(training):
         histories = list(by_seed(training, name).values())
         steps = histories[0]["steps"]
@@ -84,39 +81,32 @@ def _grows(training: Training) -> list[Case]:
             ends, before = ([h[measure][place] for h in histories] for place in (-1, middle))
             where = f", step {steps[middle]} to {steps[-1]}"
             label = f"{name}, {measure.replace('_', ' ')}{where}"
-            cases.append(Case(label, ratio(ends, before), *GROWS, unit="x"))
-    return cases
+            yield Case(label, ratio(ends, before), *GROWS, "x")
 
 
-def _low_precision(training: Training) -> list[Case]:
-    cases = []
-    for low, label in (("fp16", "FP16 against FP32"), ("fp32", "BF16 against FP32"),
-                       ("pure_bf16", "BF16 weights against FP32 weights")):  # fmt: skip
-        if not by_seed(training, low):
-            continue
+def _low_precision(training: Training) -> Iterator[Case]:
+    for low, text in (("fp16", "FP16 against FP32"), ("fp32", "BF16 against FP32"),
+                      ("pure_bf16", "BF16 weights against FP32 weights")):  # fmt: skip
         for name in _flash(training):
             for measure in ("wasserstein", "l2"):
-                value = _over(training, low, name, _added(measure))
-                cases.append(Case(f"{label}, over {name}, {measure}", value, *LOWER, unit="x"))
-    return cases
+                label = f"{text}, over {name}, {measure}"
+                yield from _over(training, (low, name), measure, _added, LOWER, label)
 
 
-def _variable(training: Training) -> list[Case]:
+def _variable(training: Training) -> Iterator[Case]:
     """Spread over seeds, over the mean, of the low-precision distance against flash's."""
     low = by_seed(training, "fp16")
-    cases = []
     for name in _flash(training):
         flash = by_seed(training, name)
         pairs = [
-            (low[seed]["wasserstein"][-1], flash[seed]["wasserstein"][-1])
+            (_END(low[seed], "wasserstein"), _END(flash[seed], "wasserstein"))
             for seed in low.keys() & flash.keys()
         ]
         if len(pairs) < 3 or any(None in pair for pair in pairs):
             continue
         ends = torch.tensor(sorted(pairs), dtype=torch.float64)
         found = bootstrap(len(pairs), functools.partial(_spreads, ends))
-        cases.append(Case(f"FP16 over {name}", found, 1.25, unit="x"))
-    return cases
+        yield Case(f"FP16 over {name}", found, 1.25, unit="x")
 
 
 def _spreads(ends: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
@@ -126,51 +116,38 @@ def _spreads(ends: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     return torch.where(spread[:, 1] > 0, spread[:, 0] / spread[:, 1], torch.nan)
 
 
-def _null(training: Training) -> list[Case]:
+def _null(training: Training) -> Iterator[Case]:
     """The Wasserstein distance over that of two fresh initialisations."""
-    if not by_seed(training, "init"):
-        return []
-    end, fresh = _end("wasserstein"), lambda history: history["wasserstein"][0]
-    return [
-        Case(name, _over(training, name, "init", end, fresh), 0.0, 1.0, "x of two fresh models'")
-        for name in _flash(training)
-    ]
+    for name in _flash(training):
+        runs, unit = (name, "init"), "x of two fresh models'"
+        yield from _over(training, runs, "wasserstein", _END, (0.0, 1.0), name, unit, _START)
 
 
-def _ranks(training: Training) -> list[Case]:
+def _ranks(training: Training) -> Iterator[Case]:
     """Whether weights tell the sizes of noise apart: the noisiest over the quietest rounding."""
-    if not (by_seed(training, "explicit:p5") and by_seed(training, "explicit:p24")):
-        return []
-    return [
-        Case(
-            f"explicit:p5 over explicit:p24, {measure}",
-            _over(training, "explicit:p5", "explicit:p24", _added(measure)), 0.5, 2.0, "x",
+    runs = ("explicit:p5", "explicit:p24")
+    for measure in ("l2", "function"):
+        yield from _over(
+            training, runs, measure, _added, (0.5, 2.0), f"{' over '.join(runs)}, {measure}"
         )
-        for measure in ("l2", "function")
-    ]  # fmt: skip
 
 
-def _nudged(training: Training) -> list[Case]:
-    seeds = by_seed(training, "nudge").keys() & by_seed(training, "data").keys()
-    if not seeds:
-        return []
-    value = _over(training, "nudge", "data", _end("l2"))
-    return [Case(f"{len(seeds)} seeds", value, 0.1, unit="x of other data")]
+def _nudged(training: Training) -> Iterator[Case]:
+    count = len(by_seed(training, "nudge").keys() & by_seed(training, "data").keys())
+    runs, unit = ("nudge", "data"), "x of other data"
+    yield from _over(training, runs, "l2", _END, (0.1, math.inf), f"{count} seeds", unit)
 
 
-def _loss(training: Training) -> list[Case]:
-    cases = []
-    for name in NOISE:
-        change = probe_changes(training, name)
-        if change:
-            cases.append(Case(name, mean_interval(change), *NEARLY))
+def _loss(training: Training) -> Iterator[Case]:
+    changes = {name: probe_changes(training, name) for name in NOISE}
+    shown = [name for name, change in changes.items() if change]
     seeds = finite(history["probe"] for history in by_seed(training, "base").values())
-    if cases and len(seeds) > 1:
-        spread = max(seeds) - min(seeds)
-        last = cases.pop()
-        note = f" (base itself spreads by {spread:.2g} over {len(seeds)} seeds)"
-        cases.append(Case(last.name, last.value, last.low, last.high, last.unit, note))
-    return cases
+    for name in shown:
+        note = ""
+        if name == shown[-1] and len(seeds) > 1:
+            spread = max(seeds) - min(seeds)
+            note = f" (base itself spreads by {spread:.2g} over {len(seeds)} seeds)"
+        yield Case(name, mean_interval(changes[name]), *NEARLY, note=note)
 
 
 TRAINING_CLAIMS: tuple[Claim, ...] = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..training.training_study import by_seed, probe_changes
 from .names import attention_name
-from .plots import Draw, Line, dot_panels, line_panels
+from .plots import DotPanels, Line, LinePanels, Panels
 
 _LABELS = {
     "repeat": "repeat (control)",
@@ -23,16 +23,17 @@ _LABELS = {
 Series = list[tuple[float, list[float | None]]]
 
 
-def training_plots(value: dict[str, Any]) -> dict[str, Draw]:
-    """Returns what draws each figure, by file name."""
-    drawers: dict[str, Draw] = {
-        "fig7": lambda pyplot: _over_steps(pyplot, value, ("max_difference", "l2")),
-        "fig8": lambda pyplot: _over_steps(pyplot, value, ("wasserstein", "function")),
-        "training-loss": lambda pyplot: _loss(pyplot, value),
+def training_plots(value: dict[str, Any]) -> dict[str, Panels]:
+    """Returns each figure, by file name."""
+    noise = [n for n in value["runs"] if n.startswith("explicit:p") and by_seed(value, n)]
+    figures: dict[str, Panels] = {
+        "fig7": _over_steps(value, ("max_difference", "l2")),
+        "fig8": _over_steps(value, ("wasserstein", "function")),
+        "training-loss": _loss(value),
     }
-    if len(_noise(value)) > 1:
-        drawers["noise"] = lambda pyplot: _noise_sizes(pyplot, value)
-    return drawers
+    if len(noise) > 1:
+        figures["noise"] = _noise_sizes(value, noise)
+    return figures
 
 
 def _label(name: str) -> str:
@@ -60,7 +61,7 @@ _MEASURES = {
 }
 
 
-def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -> Any:
+def _over_steps(value: dict[str, Any], measures: tuple[str, ...]) -> LinePanels:
     names = [
         name
         for name, run in value["runs"].items()
@@ -73,41 +74,30 @@ def _over_steps(pyplot: Any, value: dict[str, Any], measures: tuple[str, ...]) -
         ]
         for measure in measures
     }
-    return line_panels(pyplot, columns, ("optimizer steps", "distance"), sharey=False)
+    return LinePanels(columns, ("optimizer steps", "distance"), sharey=False)
 
 
-def _loss(pyplot: Any, value: dict[str, Any]) -> Any:
+def _loss(value: dict[str, Any]) -> DotPanels:
     """Each run's loss less that of the run it is compared with, on held-out batches."""
     names = [name for name in value["runs"] if value["runs"][name]["against"]]
     values = {_label(name): probe_changes(value, name) for name in names}
     shown = {"median and range over seeds": [("held-out loss", values)]}
-    label = "at the end, less the other run's"
-    figure = dot_panels(pyplot, shown, list(values), label, "linear")
-    figure.axes[0].set_xscale("symlog", linthresh=1e-4)
-    ticks = (-0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1)
-    figure.axes[0].set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    figure.axes[0].minorticks_off()
-    return figure
+    return DotPanels(shown, list(values), "at the end, less the other run's", "symlog")
 
 
-def _noise(value: dict[str, Any]) -> list[tuple[int, str]]:
-    found = [name for name in value["runs"] if name.startswith("explicit:p")]
-    return sorted((int(name.rpartition("p")[2]), name) for name in found if by_seed(value, name))
-
-
-def _noise_sizes(pyplot: Any, value: dict[str, Any]) -> Any:
-    names = _noise(value)
-    steps = next(iter(by_seed(value, names[0][1]).values()))["steps"]
+def _noise_sizes(value: dict[str, Any], names: list[str]) -> LinePanels:
+    """The runs of explicit attention in some bits, at a few steps."""
+    sizes = sorted((int(name.rpartition("p")[2]), name) for name in names)
+    steps = next(iter(by_seed(value, names[0]).values()))["steps"]
     chosen = [step for step in (steps[1], steps[len(steps) // 2], steps[-1]) if step]
-
-    def at(step: int, measure: str) -> Series:
-        return [(bits, dict(_series(value, name, measure))[step]) for bits, name in names]
-
     columns = {
         _MEASURES[measure]: [
-            Line(f"step {step}", at(step, measure), number) for number, step in enumerate(chosen)
+            Line(f"step {step}", [
+                (bits, dict(_series(value, name, measure))[step]) for bits, name in sizes
+            ], number)
+            for number, step in enumerate(chosen)
         ]
         for measure in ("l2", "function")
-    }
+    }  # fmt: skip
     labels = ("bits of scores, weights and their gradients", "distance from base")
-    return line_panels(pyplot, columns, labels, [bits for bits, _ in names])
+    return LinePanels(columns, labels, [bits for bits, _ in sizes])

@@ -1,4 +1,4 @@
-"""Every study on a GPU within a total time, each in a process of its own.
+"""Every study: small, to try them; or on a GPU within a total time, each in its own process.
 
 What fails, or runs out of its time, costs no other study: a process that ends takes its memory and
 its errors of the device with it, and studies write their results as they go.
@@ -10,6 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from ..forward.plan import FIGURES, Plan, quick_plan, run_forward
+from ..kernels.kernel_study import run_kernels
+from ..kernels.plan import KernelPlan
+from ..training.training_study import plan_of, run_training
 
 STARTS = 10.0  # seconds until a process has imported torch and has its device
 _LANGUAGE = "--model language-100m --checkpoint training/base.pt --device cuda --seconds {seconds}"
@@ -74,3 +79,14 @@ def run_all(out: Path, seconds: float) -> dict[str, str]:
         taken = time.monotonic() - start
         print(f"{name}: {wrong.get(name, 'done')}, {taken:.0f} s\n", flush=True)
     return wrong
+
+
+def quick_studies(folder: Path) -> list[Path]:
+    """Runs quick studies in folders of `folder`, and returns them."""
+    folders = [folder / f"quick-{name}" for name in ("forward", "kernels", "training")]
+    run_forward(quick_plan(Plan(figures=tuple(FIGURES))), folders[0])
+    run_kernels(KernelPlan("cpu", quick=True, seeds=2), folders[1])
+    runs = ("repeat", "paper", "init", "fp16", "data")
+    plan = plan_of("drawings-tiny", "cpu", 12, runs, seeds=(0, 1, 2))
+    run_training(plan, folders[2], force=True)
+    return folders

@@ -1,4 +1,4 @@
-"""Where and how long a study ran."""
+"""Where a study runs, how far it is, and what torch is asked for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import os
 import platform
+import sys
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,24 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+
+
+class Progress:
+    """Counts to `total`, and says on standard error, every few seconds, how far a study is."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name, self.total, self.done = name, total, 0
+        self.start = self.shown = time.monotonic()
+
+    def advance(self, label: str) -> None:
+        self.done += 1
+        now = time.monotonic()
+        if now - self.shown < 10 and self.done < self.total:
+            return
+        self.shown, taken = now, now - self.start
+        left = taken / self.done * (self.total - self.done)
+        text = f"{self.name} {self.done}/{self.total} {label}, {taken:.0f} s, {left:.0f} s left"
+        print(text, file=sys.stderr, flush=True)
 
 
 def check_device(device: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
+from .environment import environment
 
 SCHEMA = 2  # of the fields of every result
 
@@ -55,12 +56,24 @@ def read_json(path: Path) -> Any:
         raise ArgumentError(f"{path}: expected a JSON file of a study, got {error}") from error
 
 
-def read_result(path: Path, kind: str) -> dict[str, Any]:
-    """Reads the JSON that a study wrote, of the name that it gives itself.
+def new_result(kind: str, configuration: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
+    """Returns what the result of a study begins with."""
+    found = {"kind": kind, "schema": SCHEMA, "configuration": configuration}
+    return {**found, "environment": environment(device)}
+
+
+def write_result(folder: Path, value: dict[str, Any], digits: int = 4) -> None:
+    """Writes the result of a study, a file of the name that it gives itself."""
+    write_json(folder / f"{value['kind']}.json", value, digits=digits)
+
+
+def read_result(folder: Path, kind: str) -> dict[str, Any]:
+    """Reads what `write_result` wrote.
 
     Raises:
         ArgumentError: the file is missing, no JSON, no result of this study, or of other fields.
     """
+    path = folder / f"{kind}.json"
     value = read_json(path)
     if not isinstance(value, dict) or (value.get("kind"), value.get("schema")) != (kind, SCHEMA):
         raise ArgumentError(

@@ -169,8 +169,9 @@ def _traced(setup: Setup) -> list[_Entry]:
             train(setup, Run("base", against=""), 0, None, False)
     finally:
         handle.remove()
-    # One transfer for all.
-    flat = torch.stack([each for entry in trace.entries for each in entry.prints])
+    # One transfer for all; those of the few results on the CPU go to the device first.
+    prints = (each for entry in trace.entries for each in entry.prints)
+    flat = torch.stack([each.to(setup.device) for each in prints])
     values: Iterator[int] = iter(flat.tolist())
     for entry in trace.entries:
         entry.bits = [next(values) for _ in entry.prints]

@@ -85,11 +85,11 @@ class Transformer(nn.Module):
         return logits
 
 
+@dataclass(frozen=True)
 class Language:
     """The workload: the next byte of program text."""
 
-    def __init__(self, size: LanguageSize) -> None:
-        self.size = size
+    size: LanguageSize
 
     def model(self, attention: Attention) -> nn.Module:
         """Builds the model; torch's generator, seeded before, decides its initial weights."""

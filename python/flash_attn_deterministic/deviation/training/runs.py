@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,27 +68,18 @@ class Setup:
         return sorted({*regular, *(step for step in early if step < self.steps)})
 
 
-@dataclass
-class Snapshots:
-    """A run's weight matrices and outputs by step, where it was trained."""
+class State(NamedTuple):
+    """A model at a step: its weight matrices and its outputs of a batch, in float32."""
 
-    weights: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    weights: list[torch.Tensor]
+    outputs: torch.Tensor
 
 
-def compare(
-    weights: list[torch.Tensor],
-    outputs: torch.Tensor,
-    base: list[torch.Tensor],
-    base_outputs: torch.Tensor,
-) -> dict[str, float]:
-    """Compares two runs.
+States = dict[int, State]  # by step, where the model was trained
 
-    Args:
-        weights: matrices in float32.
-        outputs: of the probe batch, float32.
-        base: like weights, of the other run.
-        base_outputs: like outputs.
+
+def compare(mine: State, other: State) -> dict[str, float]:
+    """Compares two models.
 
     Returns:
         max_difference, wasserstein, l1: the largest elementwise difference, the 1-Wasserstein
@@ -96,15 +87,15 @@ def compare(
         weights, mean over matrices; l2: |w - w'| / |w'| over all matrices; function: the root mean
         square difference of outputs over the standard deviation of the other's.
     """
-    sizes = [(left - right).abs() for left, right in zip(weights, base, strict=True)]
+    sizes = [(left - right).abs() for left, right in zip(mine.weights, other.weights, strict=True)]
     squares = sum(float(size.double().square().sum()) for size in sizes)
-    norm = sum(float(right.double().square().sum()) for right in base)
-    spread = float(base_outputs.double().std())
-    moved = (outputs - base_outputs).double().square().mean().sqrt()
+    norm = sum(float(right.double().square().sum()) for right in other.weights)
+    spread = float(other.outputs.double().std())
+    moved = (mine.outputs - other.outputs).double().square().mean().sqrt()
     count = len(sizes)
     return {
         "max_difference": sum(float(size.max()) for size in sizes) / count,
-        "wasserstein": sum(map(wasserstein, weights, base)) / count,
+        "wasserstein": sum(map(wasserstein, mine.weights, other.weights)) / count,
         "l1": sum(float(size.double().mean()) for size in sizes) / count,
         "l2": math.sqrt(squares / norm),
         "function": float(moved) / spread,
@@ -112,8 +103,8 @@ def compare(
 
 
 def train(
-    setup: Setup, run: Run, seed: int, reference: Snapshots | None, keep: bool
-) -> tuple[dict[str, Any], Snapshots, torch.nn.Module]:
+    setup: Setup, run: Run, seed: int, reference: States | None, keep: bool
+) -> tuple[dict[str, Any], States, torch.nn.Module]:
     """Trains one run.
 
     Args:
@@ -126,7 +117,8 @@ def train(
 
     Returns:
         {"steps": [...], "loss": [mean since the last point], "probe": loss of four held-out batches
-        at the end} and, with a reference, one list per name of MEASURES; its snapshots; the model.
+        at the end} and, with a reference, one list per name of MEASURES; its states if they are
+        kept; the model.
     """
     torch.manual_seed(1000 * seed + run.init)
     workload = find_workload(setup.workload)
@@ -135,22 +127,33 @@ def train(
         model = workload.model(find_attention(run.attention or setup.base))
     model = model.to(setup.device)
     if run.nudge:
-        _nudge(model)
+        with torch.no_grad():
+            weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
+            weight[0] = torch.nextafter(weight[0], torch.full_like(weight[0], math.inf))
     if run.precision == "pure_bf16":
         model = model.to(torch.bfloat16)
     optimizer = workload.optimizer(model)
     peaks = [group["lr"] for group in optimizer.param_groups]
     scaler = torch.amp.GradScaler(setup.device, enabled=run.precision == "fp16")
-    history: dict[str, Any] = {"steps": [], "loss": []}
-    if reference is not None:
-        history.update({name: [] for name in MEASURES})
-    snapshots = Snapshots()
+    history: dict[str, Any] = {}
+    states: States = {}
     losses: list[torch.Tensor] = []
     points = set(setup.points())
     for step in range(setup.steps + 1):
         if step in points:
-            _observe(setup, run, model, workload, history, snapshots, reference, step, losses, keep)
+            mean = float(torch.stack(losses).float().mean()) if losses else math.nan
+            found: dict[str, float] = {"steps": step, "loss": mean}
             losses = []
+            if keep or reference is not None:
+                weights = [p.detach().float().clone() for p in model.parameters() if p.ndim >= 2]
+                with torch.no_grad(), autocast(setup.device, run.precision):
+                    state = State(weights, workload.outputs(model, _probe(workload, 0)).float())
+            if keep:
+                states[step] = state
+            if reference is not None:
+                found |= compare(state, reference[step])
+            for name, number in found.items():
+                history.setdefault(name, []).append(number)
         if step == setup.steps:
             break
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -164,42 +167,12 @@ def train(
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.detach())
-    probes = [workload.batch(torch.Generator().manual_seed(_PROBE_SEED + n)) for n in range(4)]
     with torch.no_grad(), autocast(setup.device, run.precision):
-        found = [float(workload.loss(model, probe)) for probe in probes]
-    history["probe"] = sum(found) / len(found)
-    return history, snapshots, model
+        probes = [float(workload.loss(model, _probe(workload, number))) for number in range(4)]
+    history["probe"] = sum(probes) / len(probes)
+    return history, states, model
 
 
-def _nudge(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        weight = next(p for p in model.parameters() if p.ndim >= 2).view(-1)
-        weight[0] = torch.nextafter(weight[0], torch.full_like(weight[0], math.inf))
-
-
-def _observe(
-    setup: Setup,
-    run: Run,
-    model: torch.nn.Module,
-    workload: Workload,
-    history: dict[str, Any],
-    snapshots: Snapshots,
-    reference: Snapshots | None,
-    step: int,
-    losses: list[torch.Tensor],
-    keep: bool,
-) -> None:
-    history["steps"].append(step)
-    history["loss"].append(float(torch.stack(losses).float().mean()) if losses else math.nan)
-    if reference is None and not keep:
-        return
-    weights = [p.detach().float().clone() for p in model.parameters() if p.ndim >= 2]
-    probe = workload.batch(torch.Generator().manual_seed(_PROBE_SEED))
-    with torch.no_grad(), autocast(setup.device, run.precision):
-        outputs = workload.outputs(model, probe).float()
-    if keep:
-        snapshots.weights[step], snapshots.outputs[step] = weights, outputs
-    if reference is not None:
-        found = compare(weights, outputs, reference.weights[step], reference.outputs[step])
-        for name, value in found.items():
-            history[name].append(value)
+def _probe(workload: Workload, number: int) -> Any:
+    """A held-out batch, the same for all runs and seeds."""
+    return workload.batch(torch.Generator().manual_seed(_PROBE_SEED + number))

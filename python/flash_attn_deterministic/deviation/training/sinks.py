@@ -68,13 +68,11 @@ class _OneHead(nn.Module):
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
 class Sinks:
     """The workload: tokens of which a few have the largest key."""
 
-    learning_rate = 0.1
-
-    def __init__(self, size: SinksSize) -> None:
-        self.size = size
+    size: SinksSize
 
     def model(self, attention: Attention) -> nn.Module:
         """Builds the model; torch's generator, seeded before, decides its initial weights."""
@@ -82,7 +80,7 @@ class Sinks:
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Plain SGD: an error that adds up shows as a distance that grows with the steps."""
-        return torch.optim.SGD(model.parameters(), lr=self.learning_rate)
+        return torch.optim.SGD(model.parameters(), lr=0.1)
 
     def batch(self, generator: torch.Generator) -> Batch:
         """Draws tokens (batch, tokens, head_dim), and what the outputs are weighed with."""

@@ -77,20 +77,18 @@ class TextToImage(nn.Module):
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
 class Drawings:
     """The workload: drawings with text conditions."""
 
-    learning_rate = 1e-3
-
-    def __init__(self, size: Size) -> None:
-        self.size = size
+    size: Size
 
     def model(self, attention: Attention) -> nn.Module:
         """Builds the model; torch's generator, seeded before, decides its initial weights."""
         return TextToImage(self.size, attention)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=0.01)
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
 
     def batch(self, generator: torch.Generator) -> Batch:
         """Draws images, texts, noise and times on the CPU."""

@@ -11,38 +11,37 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..attentions.registry import find_attention, missing, reason_of
+from ..attentions.registry import find_attention, reason_of
 from ..numbers.intervals import mean_interval, short
-from ..study.environment import check_device, environment, one_thread, repeatable
-from ..study.files import SCHEMA, read_result, whole_file, write_json
-from ..study.progress import Progress
-from .runs import Run, Setup, Snapshots, train
+from ..study.environment import Progress, check_device, one_thread, repeatable
+from ..study.files import new_result, read_result, whole_file, write_result
+from .runs import Run, Setup, States, train
 from .workload import find_workload
 
-KIND, RESULT_FILE = "training", "training.json"
-CHECKPOINT_FILE = "base.pt"
-_COMMON = (
-    Run("base", against=""),
-    Run("repeat"),
-    Run("nudge", nudge=True),
-    Run("init", init=1),
-    Run("data", data=1),
-)
-_FORMATS = (
-    Run("fp32", precision="fp32"),
-    Run("fp16", precision="fp16", against="fp32"),
-    Run("pure_bf16", precision="pure_bf16"),
-)
+_NAMED = {
+    run.name: run
+    for run in (
+        Run("base", against=""),
+        Run("repeat"),
+        Run("nudge", nudge=True),
+        Run("init", init=1),
+        Run("data", data=1),
+        Run("fp32", precision="fp32"),
+        Run("fp16", precision="fp16", against="fp32"),
+        Run("pure_bf16", precision="pure_bf16"),
+    )
+}
+_CONTROLS = ("repeat", "nudge", "init", "data")
+_ON_GPU = ("ours-atomics", "sdpa-flash", "sdpa-cudnn", "explicit")
+_ON_CPU = ("sdpa", "kernel", "paper", "fp32", "fp16", "pure_bf16")
 NOISE = tuple(f"explicit:p{bits}" for bits in (5, 6, 8, 11, 16, 24))
 
 
 def run_of(name: str) -> Run:
     """Returns the run of a name: one of the named ones, or one with that attention."""
-    named = {run.name: run for run in (*_COMMON, *_FORMATS)}
-    if name in named:
-        return named[name]
-    find_attention(name)
-    return Run(name, attention=name)
+    if name not in _NAMED:
+        find_attention(name)
+    return _NAMED.get(name, Run(name, attention=name))
 
 
 @dataclass(frozen=True)
@@ -97,19 +96,12 @@ def plan_of(
         raise ArgumentError(f"steps: expected at least 0, got {steps}")
     if not seeds or min(seeds) < 0:
         raise ArgumentError(f"seeds: expected at least one, from 0, got {tuple(seeds)}")
-    controls = ("repeat", "nudge", "init", "data")
-    real = ("ours-atomics", "sdpa-flash", "sdpa-cudnn", "explicit")
-    default = (
-        (*controls, *real)
-        if device == "cuda"
-        else (*controls, "sdpa", "kernel", "paper", "fp32", "fp16", "pure_bf16")
-    )
     for name in (*runs, *more):
         run_of(name)
-    base = base or ("ours" if device == "cuda" else "explicit")
-    find_attention(base)
-    setup = Setup(workload, base, steps, device)
-    return TrainingPlan(setup, (*(runs or default), *more), tuple(seeds))
+    usual, others = ("ours", _ON_GPU) if device == "cuda" else ("explicit", _ON_CPU)
+    find_attention(base or usual)
+    setup = Setup(workload, base or usual, steps, device)
+    return TrainingPlan(setup, (*(runs or (*_CONTROLS, *others)), *more), tuple(seeds))
 
 
 def run_training(
@@ -132,12 +124,11 @@ def run_training(
         ArgumentError: the folder holds another study; or 0 steps without seconds.
     """
     start = time.monotonic()
-    path, checkpoint = folder / RESULT_FILE, folder / CHECKPOINT_FILE
-    value = _opened(plan, path, force)
+    value = _opened(plan, folder, force)
     steps = value["configuration"]["steps"] or plan.setup.steps
     if not steps and seconds is None:
         raise ArgumentError("steps: expected at least 1 without seconds, got 0")
-    runs = [run for run in plan.ordered() if _works(run, plan.setup, value)]
+    runs = plan.ordered()
     new = sum(
         run.name not in value["seeds"].get(str(seed), {}) for seed in plan.seeds for run in runs
     )
@@ -148,12 +139,11 @@ def run_training(
             steps = _fitting_steps(plan, runs, start + (seconds or 0.0))
         setup = replace(plan.setup, steps=steps)
         value["configuration"]["steps"] = steps
-        value["runs"].update({run.name: asdict(run) for run in runs})
         for seed in plan.seeds:
             histories = value["seeds"].setdefault(str(seed), {})
             todo = {run.name for run in runs} - histories.keys()
             needed = {run.against for run in runs if run.name in todo}
-            kept: dict[str, Snapshots] = {}
+            kept: dict[str, States] = {}
             for run in runs:
                 keep = run.name in needed
                 if run.name not in todo and not keep:
@@ -164,74 +154,62 @@ def run_training(
                 if seconds is not None and before - start + slowest > seconds:
                     break
                 try:
-                    history, snapshots, model = train(setup, run, seed, kept.get(run.against), keep)
+                    history, states, model = train(setup, run, seed, kept.get(run.against), keep)
                 except Exception as error:  # the other runs are worth their time
                     if run.name == "base":
                         raise
                     value["missing"][run.name] = reason_of(error)
                     continue
                 if keep:
-                    kept[run.name] = snapshots
+                    kept[run.name] = states
                 if run.name in todo:
-                    histories[run.name] = history
+                    value["runs"][run.name], histories[run.name] = asdict(run), history
                     progress.advance(f"seed {seed} {run.name}")
                 if run.name == "base" and run.name in todo and seed == plan.seeds[0]:
-                    with whole_file(checkpoint) as temporary:
+                    with whole_file(folder / "base.pt") as temporary:
                         torch.save(model.state_dict(), temporary)
                 slowest = max(slowest, 1.1 * (time.monotonic() - before))
                 value["seconds"] += time.monotonic() - before
-                write_json(path, value)
-                del model, snapshots
+                write_result(folder, value, digits=8)
+                del model, states
     value["unrepeatable"] = sorted({*value["unrepeatable"], *warned})
-    write_json(path, value)
+    write_result(folder, value, digits=8)
     return value
 
 
-def _opened(plan: TrainingPlan, path: Path, force: bool) -> dict[str, Any]:
+def _opened(plan: TrainingPlan, folder: Path, force: bool) -> dict[str, Any]:
     configuration = asdict(plan.setup)
     fresh = {
-        "kind": KIND, "schema": SCHEMA, "configuration": configuration,
-        "environment": environment(plan.setup.device), "seconds": 0.0, "runs": {}, "seeds": {},
-        "missing": {}, "unrepeatable": [],
+        **new_result("training", configuration, plan.setup.device),
+        "seconds": 0.0, "runs": {}, "seeds": {}, "missing": {}, "unrepeatable": [],
     }  # fmt: skip
-    if not path.exists() or force:
+    if not (folder / "training.json").exists() or force:
         return fresh
-    found = {**fresh, **read_result(path, KIND), "missing": {}}
+    found = {**fresh, **read_result(folder, "training"), "missing": {}}
     # Without a number of steps, those of the study in the folder are meant.
     same = {**found["configuration"], "steps": configuration["steps"]}
     steps = configuration["steps"] in (0, found["configuration"]["steps"])
     if same != configuration or not steps:
         raise ArgumentError(
-            f"out: {path.parent} holds a study of another configuration "
+            f"out: {folder} holds a study of another configuration "
             f"({found['configuration']}); give another folder, or --force to replace it"
         )
     return found
-
-
-def _works(run: Run, setup: Setup, value: dict[str, Any]) -> bool:
-    """Whether a run's attention works here; why not is kept with the results."""
-    if not run.attention or run.attention.startswith(("explicit", "exact")):
-        return True
-    dtype = torch.bfloat16
-    reason = missing(find_attention(run.attention), setup.device, dtype, 64, backward=True)
-    if reason:
-        value["missing"][run.name] = reason
-    return not reason
 
 
 def _fitting_steps(plan: TrainingPlan, runs: Sequence[Run], end: float) -> int:
     """Measures how long runs take, and returns how many steps fit for all of them until `end`."""
     base = next(run for run in runs if run.name == "base")
 
-    def seconds(run: Run, steps: int, reference: Snapshots | None = None) -> float:
+    def seconds(run: Run, steps: int, reference: States | None = None) -> float:
         before = time.monotonic()
         train(replace(plan.setup, steps=steps), run, 0, reference, False)
         return time.monotonic() - before
 
-    _, snapshots, _ = train(replace(plan.setup, steps=0), base, 0, None, True)
+    _, states, _ = train(replace(plan.setup, steps=0), base, 0, None, True)
     start = seconds(base, 0)
     # Weights are compared a few times in each run, however long it is.
-    compared = (seconds(base, 0, snapshots) - start) * len(replace(plan.setup, steps=999).points())
+    compared = (seconds(base, 0, states) - start) * len(replace(plan.setup, steps=999).points())
     of_steps: dict[tuple[str, str], float] = {}
     for run in runs:
         kind = (run.attention, run.precision)
@@ -276,15 +254,13 @@ def summary(value: dict[str, Any]) -> list[list[str]]:
             continue
         probe = mean_interval([history["probe"] for history in histories.values()])
         loss = f"{probe.middle:.4f} [{probe.low:.4f}, {probe.high:.4f}]"
-        cells = [name, str(len(histories)), run["against"] or "-", loss]
+        changes: list[list[float | None]] = []
         if run["against"]:
-            cells.append(str(mean_interval(probe_changes(value, name))))
+            changes.append(probe_changes(value, name))
             for measure in ("l2", "function", "wasserstein"):
-                ends = [history[measure][-1] for history in histories.values()]
-                cells.append(str(mean_interval(ends)))
-        else:
-            cells += ["-"] * 4
-        rows.append(cells)
+                changes.append([history[measure][-1] for history in histories.values()])
+        cells = [str(mean_interval(change)) for change in changes] or ["-"] * 4
+        rows.append([name, str(len(histories)), run["against"] or "-", loss, *cells])
     return rows
 
 
@@ -297,11 +273,8 @@ SUMMARY_HEADER = [
 def printed(value: dict[str, Any]) -> str:
     """Returns the summary as text, in columns."""
     rows = [SUMMARY_HEADER, *summary(value)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(SUMMARY_HEADER))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [f"missing: {name}: {reason}" for name, reason in value["missing"].items()]
     steps = value["configuration"]["steps"]
     lines.append(f"{steps} steps each, {short(value['seconds'])} s of runs in all")
