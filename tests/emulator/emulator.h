@@ -46,7 +46,7 @@ struct Thread {
   std::vector<char> stack;
   uint3 index{};
   bool done = false, blocked = false;
-  bool waits_for_grid = false;    // blocked until the grid before has run
+  bool waits_for_grid = false;  // blocked until the grid before has run
   bool waited_for_grid = false;
   int vote = 0;
   std::vector<Copy> open;                 // copies of the group that is not closed yet
