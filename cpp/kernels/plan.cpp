@@ -32,15 +32,17 @@ constexpr double kTallTile = 1.15;
 
 // A CTA of the few-rows kernel walks a split block by block; at this share of an SM each, whole
 // splits read memory as fast as two kernels that share out scores and columns. (H100, splits of
-// 2048: 94 CTAs on 132 SMs take 52 us where the other path takes 59; 78 CTAs take 51 and 48.)
-constexpr double kSplitsFullEnough = 0.65;
+// 2048, few-rows and the other path: 32 CTAs on 132 SMs take 33 and 29 us, 49 take 39 and 36, 64 of
+// head dim 256 take 75 and 68, 78 take 40 and 45 to 48, 128 take 52 and 66.)
+constexpr double kSplitsFullEnough = 0.55;
 
 // Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
 // 0.75 us a block, and 4 us; with 13 blocks of one split both paths take 14 us.)
 constexpr int kShortWalk = 8;
 
-// Rows of the few-rows kernel's lower tile.
-constexpr int kShortTile = 16;
+// Rows of the few-rows kernel's tiles: the time of a block of keys grows with them. (H100, head dim
+// 128, few CTAs: 0.8 us with 16, 2.1 us with 64.)
+constexpr int kFewRowsTiles[] = {16, 32, 64};
 
 // The scores kernel brings values into L2 for the kernel after it, where they take at most this
 // share of the cache: keys go through it too.
@@ -96,6 +98,15 @@ int rows_of(const FwdParams& params, Path path) {
   return takes_groups(path) ? params.seqlen_q * group_of(params) : params.seqlen_q;
 }
 
+// The lowest tile of the few-rows kernel that holds so many rows, or else the tallest.
+int few_rows_tile(int rows) {
+  int tile = kFewRowsTiles[0];
+  for (const int tall : kFewRowsTiles) {
+    tile = tile < rows ? tall : tile;
+  }
+  return tile;
+}
+
 long long row_blocks(const FwdParams& params, Path path, int block_m) {
   const int group = takes_groups(path) ? group_of(params) : 1;
   return ceil_div(params.seqlen_q * group, block_m) * params.b * (params.h / group);
@@ -130,8 +141,8 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];
-    const bool fits = path != Path::kFewRows ||
-                      (kernel.block_m > kShortTile) == (rows_of(params, path) > kShortTile);
+    const bool fits =
+        path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, path));
     if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
         (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <

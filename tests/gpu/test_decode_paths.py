@@ -116,6 +116,45 @@ def test_replay_and_streams(
 
 
 @PATHS
+@pytest.mark.parametrize("queries", [1, 5])
+def test_the_order_of_kernels_around_a_call(
+    queries: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that starts early reads what was written before the call, and ends before the next.
+
+    Keys and values are written right before each call and made NaN right after it, so that a kernel
+    out of its turn would show; eagerly, and in a graph.
+    """
+    monkeypatch.setenv(VARIABLE, f"path={path}")
+    q, k, v = make_qkv((2, queries, 16, 64), 3000, 4)
+    other_k, other_v = k.flip(1).contiguous(), v.flip(1).contiguous()
+    pairs = ((k, v), (other_k, other_v)) * 4
+    expected = tuple(flash_attn_func(q, *pair, causal=True) for pair in pairs)
+    keys, values = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        results = []
+        for from_k, from_v in pairs:
+            keys.copy_(from_k)
+            values.copy_(from_v)
+            results.append(flash_attn_func(q, keys, values, causal=True))
+            keys.fill_(float("nan"))
+            values.fill_(float("nan"))
+        return tuple(results)
+
+    names = tuple(f"call {i}" for i in range(len(pairs)))
+    assert_same(run(), expected, names)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(20):
+        for result in captured:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert_same(captured, expected, names)
+
+
+@PATHS
 def test_several_launches(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More scratch than one launch may take: a call is cut into launches."""
     batch, length = 96, 16_384
