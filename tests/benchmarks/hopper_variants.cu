@@ -4,9 +4,23 @@
 
 #include "sm90/fwd_launch.cuh"
 
+// Shapes that lost against the product's, or are yet to be measured: types, as fwd_tile.h takes
+// them. Not in a namespace without a name: kernels are named after them.
+namespace shapes {
+
+using fad::sm90::FwdShape;
+
+template <int kKeys, int kStateColumns, bool kTurns, bool kWaits, int kQueries, bool kRing = false>
+struct Plain {
+  static constexpr FwdShape value = {kKeys, kStateColumns, kTurns, kWaits, kQueries, kRing};
+};
+
+}  // namespace shapes
+
 namespace {
 
 using namespace fad::sm90;
+using shapes::Plain;
 
 struct Variant {
   const char* name;
@@ -14,41 +28,39 @@ struct Variant {
   void (*launch)(const FwdParams&, unsigned, cudaStream_t);
 };
 
-// warpgroups, keys, state_columns, takes_turns, waits_last, register_queries, queries_through_ring:
-// fwd_shape.h.
-template <int kWarpgroups, int kKeys, int kStateColumns, bool kTurns, bool kWaits, int kQueries,
-          bool kRing = false>
+template <int kWarpgroups, typename Shape>
 constexpr Variant variant(const char* name) {
   return {name, kWarpgroups * kGroupRows,
-          &launch_fwd<FwdTile<__nv_bfloat16, FAD_HEAD_DIM, false, kWarpgroups, kKeys, kStateColumns,
-                              kTurns, kWaits, kQueries, kRing>>};
+          &launch_fwd<FwdTile<__nv_bfloat16, FAD_HEAD_DIM, false, kWarpgroups, Shape>>};
+}
+
+template <int kBlockM>
+constexpr Variant product(const char* name) {
+  return variant<kBlockM / kGroupRows, ShapeOf<FAD_HEAD_DIM, kBlockM>>(name);
 }
 
 // The first is the product's. Names: two, three: warpgroups; k128: 128 keys to a product; turns,
 // free: with turns and without; wait: waits_last; q8: eight sixteens of Q in registers, ring: they
-// come through the ring.
+// come through the ring; s24: eights of columns of what waits in shared memory.
 constexpr Variant kVariants[] = {
 #if FAD_HEAD_DIM == 64
-    variant<3, 128, 8, false, false, 0>("three-k128-free"),
-    variant<3, 128, 8, true, false, 0>("three-k128-turns"),
+    product<192>("three-k128-free"),
 #elif FAD_HEAD_DIM == 96
-    variant<3, 64, 12, true, false, 0>("three-turns"),
-    variant<3, 64, 12, true, false, 6>("three-turns-q6"),
-    variant<3, 64, 12, false, false, 6>("three-free-q6"),
-    variant<3, 64, 12, false, true, 6>("three-free-wait-q6"),
+    product<192>("three-turns"),
+    variant<3, Plain<64, 12, true, false, 6>>("three-turns-q6"),
+    variant<3, Plain<64, 12, false, false, 6>>("three-free-q6"),
 #elif FAD_HEAD_DIM == 128
-    variant<3, 64, 16, true, true, 4>("three-turns-wait-q4"),
-    variant<3, 64, 16, true, false, 0>("three-turns"),
-    variant<2, 128, 16, false, false, 0>("two-k128-free"),
+    product<192>("three-turns-wait-q4"),
+    product<128>("two-k128-free"),
 #elif FAD_HEAD_DIM == 192
-    variant<2, 64, 12, false, true, 12>("two-free-wait-q12"),
-    variant<2, 64, 12, true, true, 12>("two-turns-wait-q12"),
-    variant<2, 64, 12, true, false, 0>("two-turns"),
+    product<128>("two-free-wait-q12"),
+    // Seven, six and five blocks in the ring; without it, five with twelve columns.
+    variant<2, Plain<64, 14, false, true, 12, true>>("two-free-wait-q12-ring-s14"),
+    variant<2, Plain<64, 20, false, true, 12, true>>("two-free-wait-q12-ring-s20"),
+    variant<2, Plain<64, 24, false, true, 12, true>>("two-free-wait-q12-ring-s24"),
 #elif FAD_HEAD_DIM == 256
-    variant<2, 64, 16, true, true, 8, true>("two-turns-wait-q8-ring"),
-    variant<2, 64, 16, false, true, 8, true>("two-free-wait-q8-ring"),
-    variant<2, 64, 16, true, true, 8>("two-turns-wait-q8"),
-    variant<2, 64, 16, false, false, 0>("two-free"),
+    product<128>("two-free-wait-q8-ring"),
+    variant<2, Plain<64, 16, true, true, 8, true>>("two-turns-wait-q8-ring"),
 #endif
 };
 

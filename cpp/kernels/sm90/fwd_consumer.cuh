@@ -453,25 +453,32 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       int block = own.end - 1;
       bool empty_acc = true;
       if constexpr (T::kQueriesThroughRing) {
-        wait_full(ring);
-        load_query_words<T>(block_at(ring) + group * T::kRingBoxes * T::kQBoxBytes, thread,
-                            query_words);
+        Ring own_queries = ring;
+        int in_block = group * T::kRingBoxes * T::kQBoxBytes;
+        if constexpr (T::kRingQueryBlocks > 1) {  // one for each warpgroup
+          for (int before = 0; before < group; ++before) {
+            own_queries.advance(call.blocks);
+          }
+          in_block = 0;
+        }
+        wait_full(own_queries);
+        load_query_words<T>(block_at(own_queries) + in_block, thread, query_words);
         // Arriving at a barrier orders loads before what other threads do, not before what the copy
         // engine does: without the fence it overwrote words that were still on their way.
         fence_async_proxy();
-        __syncwarp();
-        free_block(ring);
-        ring.advance(call.blocks);
+        pass(T::kRingQueryBlocks);
       }
       if (hidden_after > 0) {
         pass(1);
         pass_steps(hidden_after - 1);
       }
-      barrier_wait(q_full, turn & 1);
+      if constexpr (T::kQueriesInShared) {
+        barrier_wait(q_full, turn & 1);
+      }
       if constexpr (T::kRegisterQueries > 0 && !T::kQueriesThroughRing) {
         load_query_words<T>(queries, thread, query_words);
       }
-      if constexpr (T::kQueriesInRegisters) {
+      if constexpr (T::kQueriesInRegisters && T::kQueriesInShared) {
         fence_async_proxy();  // as above
         free_queries();
       }
@@ -613,12 +620,14 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       __syncwarp();  // the rows of the output are free
     } else {
       if (tile_blocks.end > tile_blocks.begin) {
-        pass(T::kQueriesThroughRing ? 2 : 1);
+        pass(T::kRingQueryBlocks + 1);
         pass_steps(tile_blocks.end - tile_blocks.begin - 1);
         pass(1);
       }
-      barrier_wait(q_full, turn & 1);
-      free_queries();
+      if constexpr (T::kQueriesInShared) {
+        barrier_wait(q_full, turn & 1);
+        free_queries();
+      }
 #pragma unroll
       for (int j = 0; j < T::kHeadDim / 2; ++j) {
         acc[j] = 0.f;

@@ -19,7 +19,10 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // register_queries: how many sixteens of columns of Q are operands in registers. A product of 64
 // keys with Q from shared memory reads as much as shared memory gives in its time, half of it Q.
 // queries_through_ring: whether these sixteens are loaded through the ring of K and V, so that
-// their shared memory is one more block of the ring.
+// their shared memory is one more block of the ring. Where they are all of Q, each warpgroup's is a
+// block.
+// waits_in_lines: whether what waits in the rows of the output lies there in whole lines, 16 bytes
+// a lane, where a warp has all of its rows. Otherwise every thread keeps to its own two rows.
 //
 // Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
 struct FwdShape {
@@ -28,6 +31,7 @@ struct FwdShape {
   bool waits_last = false;
   int register_queries = 0;
   bool queries_through_ring = false;
+  bool waits_in_lines = false;
 };
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.
@@ -39,6 +43,12 @@ constexpr FwdShape fwd_shape(int head_dim, int block_m) {
          : head_dim == 192                   ? FwdShape{64, 12, false, true, 12}
                                              : FwdShape{64, 16, false, true, 8, true};
 }
+
+// The product's shapes as types, as a tile takes them.
+template <int kHeadDim, int kBlockM>
+struct ShapeOf {
+  static constexpr FwdShape value = fwd_shape(kHeadDim, kBlockM);
+};
 
 // Keys in pages: with 128 keys to a product the code for them spills in the loop (head dim 64 with
 // softcap, nvcc 13.0).
