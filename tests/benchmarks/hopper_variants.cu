@@ -15,11 +15,21 @@ struct Plain {
   static constexpr FwdShape value = {kKeys, kStateColumns, kTurns, kWaits, kQueries, kRing};
 };
 
+template <typename Base>
+struct InLines {
+  static constexpr FwdShape with_lines(FwdShape shape) {
+    shape.waits_in_lines = true;
+    return shape;
+  }
+  static constexpr FwdShape value = with_lines(Base::value);
+};
+
 }  // namespace shapes
 
 namespace {
 
 using namespace fad::sm90;
+using shapes::InLines;
 using shapes::Plain;
 
 struct Variant {
@@ -60,7 +70,7 @@ constexpr Variant kVariants[] = {
     variant<2, Plain<64, 24, false, true, 12, true>>("two-free-wait-q12-ring-s24"),
 #elif FAD_HEAD_DIM == 256
     product<128>("two-free-wait-q8-ring"),
-    variant<2, Plain<64, 16, true, true, 8, true>>("two-turns-wait-q8-ring"),
+    variant<2, InLines<ShapeOf<256, 128>>>("two-free-wait-q8-ring-lines"),
 #endif
 };
 

@@ -148,6 +148,34 @@ __device__ __forceinline__ void store_pair_if(bool present, float* to, float2 pa
       : "memory");
 }
 
+// The same of four floats, 16 bytes.
+__device__ __forceinline__ float4 load_four_if(bool present, const char* from) {
+  float4 four;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, "
+      "0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n@p ld.global.v4.f32 "
+      "{%0, %1, %2, %3}, [%4];\n}\n"
+      : "=&f"(four.x), "=&f"(four.y), "=&f"(four.z), "=&f"(four.w)
+      : "l"(from), "r"(static_cast<int>(present))
+      : "memory");
+  return four;
+}
+
+__device__ __forceinline__ float4 load_four(const char* from) {
+  float4 four;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "l"(from)
+               : "memory");
+  return four;
+}
+
+__device__ __forceinline__ void store_four(char* to, float4 four) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four.x), "f"(four.y),
+               "f"(four.z), "f"(four.w)
+               : "memory");
+}
+
 // Where the state of the later splits waits while an earlier one is worked on: a thread's own part,
 // in shared memory and, where that is too small, in its rows of the output.
 template <typename T>
@@ -188,33 +216,72 @@ struct Waiting {
   }
 };
 
+// Its place in the rows of the output where a warp has all of its sixteen, as wide as the tile's:
+// nobody else touches them before they get their results, so that any place in them will do. A lane
+// keeps 16 bytes of an eight of columns, eight lanes a line of 128, the warp a line of four rows.
+// Every thread in its own two rows takes twice the accesses, and of four times as many lines.
+template <typename T>
+struct WaitingLines {
+  static constexpr int kCount = T::kColumns - T::kStateColumns;
+  static constexpr int kLinesOfRow = T::kHeadDim / 64;
+  static_assert(kCount <= 4 * kLinesOfRow);
+
+  char* first;        // of this lane
+  int64_t four_rows;  // bytes
+  bool whole;         // the same in all lanes: whether the warp has such rows
+
+  __device__ __forceinline__ char* at(int i) const {
+    return first + i / kLinesOfRow * four_rows + i % kLinesOfRow * 128;
+  }
+};
+
+// Weights of the thread's two rows.
+struct RowWeights {
+  MergeWeights upper, lower;
+};
+
+__device__ __forceinline__ float4 merged(float4 later, const float* acc,
+                                         const RowWeights& weights) {
+  const auto [upper, lower] = weights;
+  return make_float4(merge_value(later.x, upper.later, acc[0], upper.earlier),
+                     merge_value(later.y, upper.later, acc[1], upper.earlier),
+                     merge_value(later.z, lower.later, acc[2], lower.earlier),
+                     merge_value(later.w, lower.later, acc[3], lower.earlier));
+}
+
 // The split that `rows` and `acc` hold is done: what waits is merged into it. kKeep: the result
-// then waits for the next split; each column is stored as soon as it is merged, which frees its
-// registers. Loads run four eights of columns ahead.
-template <typename T, bool kKeep>
-__device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting<T>& waiting,
-                                              RowState& rows, float (&acc)[T::kHeadDim / 2]) {
+// then waits for the next split, and `acc` is not written; each column is stored as soon as it is
+// merged. Otherwise `acc` gets it. This first part is that of the maxima and sums.
+template <typename T>
+__device__ __forceinline__ RowWeights merge_rows(const FwdCall& call, const Waiting<T>& waiting,
+                                                 RowState& rows) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.sum[r] = quad_sum(rows.sum[r]);
   }
-  const auto keep = [&](int column) {
-    if constexpr (kKeep) {
-      const float* const a = acc + 4 * column;
-      waiting.store(column, make_float4(a[0], a[1], a[2], a[3]));
-    }
-  };
   if (!waiting.any) {
+    return {};
+  }
+  return {merge_state(waiting.rows.max[0], waiting.rows.sum[0], rows.max[0], rows.sum[0],
+                      call.scale_log2),
+          merge_state(waiting.rows.max[1], waiting.rows.sum[1], rows.max[1], rows.sum[1],
+                      call.scale_log2)};
+}
+
+// Loads run four eights of columns ahead.
+template <typename T, bool kKeep>
+__device__ __forceinline__ void merge_waiting(const Waiting<T>& waiting, const RowWeights& weights,
+                                              float (&acc)[T::kHeadDim / 2]) {
+  if (!waiting.any) {
+    if constexpr (kKeep) {
 #pragma unroll
-    for (int j = 0; j < T::kColumns; ++j) {
-      keep(j);
+      for (int j = 0; j < T::kColumns; ++j) {
+        const float* const a = acc + 4 * j;
+        waiting.store(j, make_float4(a[0], a[1], a[2], a[3]));
+      }
     }
     return;
   }
-  const MergeWeights upper = merge_state(waiting.rows.max[0], waiting.rows.sum[0], rows.max[0],
-                                         rows.sum[0], call.scale_log2);
-  const MergeWeights lower = merge_state(waiting.rows.max[1], waiting.rows.sum[1], rows.max[1],
-                                         rows.sum[1], call.scale_log2);
   constexpr int kAhead = 4;
   static_assert(T::kColumns % kAhead == 0);
   float4 later[kAhead];
@@ -234,12 +301,80 @@ __device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       float* const a = acc + 4 * (first + j);
-      a[0] = merge_value(later[j].x, upper.later, a[0], upper.earlier);
-      a[1] = merge_value(later[j].y, upper.later, a[1], upper.earlier);
-      a[2] = merge_value(later[j].z, lower.later, a[2], lower.earlier);
-      a[3] = merge_value(later[j].w, lower.later, a[3], lower.earlier);
-      keep(first + j);
+      const float4 value = merged(later[j], a, weights);
+      if constexpr (kKeep) {
+        waiting.store(first + j, value);
+      } else {
+        a[0] = value.x;
+        a[1] = value.y;
+        a[2] = value.z;
+        a[3] = value.w;
+      }
       later[j] = next[j];
+    }
+  }
+}
+
+// The same where part of it waits in lines. `far` holds the first of them, asked for by the caller:
+// what waits in shared memory is merged, in as many portions as `far` is filled, while they come.
+template <typename T, bool kKeep, int kFar>
+__device__ __forceinline__ void merge_lines(const Waiting<T>& waiting, const WaitingLines<T>& lines,
+                                            const RowWeights& weights, float4 (&far)[kFar],
+                                            float (&acc)[T::kHeadDim / 2]) {
+  constexpr int kCount = WaitingLines<T>::kCount;
+  constexpr int kPortions = (kCount + kFar - 1) / kFar;
+  constexpr int kNear = T::kStateColumns / kPortions;
+  static_assert(kNear * kPortions == T::kStateColumns);
+  const auto merge = [&](int column, float4 later) {
+    float* const a = acc + 4 * column;
+    const float4 value = merged(later, a, weights);
+    if constexpr (!kKeep) {
+      a[0] = value.x;
+      a[1] = value.y;
+      a[2] = value.z;
+      a[3] = value.w;
+    } else if (column < T::kStateColumns) {
+      waiting.store(column, value);
+    } else {
+      store_four(lines.at(column - T::kStateColumns), value);
+    }
+  };
+#pragma unroll
+  for (int portion = 0; portion < kPortions; ++portion) {
+    float4 next = waiting.load(portion * kNear);
+#pragma unroll
+    for (int j = 0; j < kNear; ++j) {
+      const float4 later = next;
+      if (j + 1 < kNear) {
+        next = waiting.load(portion * kNear + j + 1);
+      }
+      merge(portion * kNear + j, later);
+    }
+    __syncwarp();  // the compiler would wait for `far` first
+#pragma unroll
+    for (int j = 0; j < kFar; ++j) {
+      const int i = portion * kFar + j;
+      if (i < kCount) {
+        merge(T::kStateColumns + i, far[j]);
+        if (i + kFar < kCount) {
+          far[j] = load_four(lines.at(i + kFar));
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void keep_in_lines(const Waiting<T>& waiting,
+                                              const WaitingLines<T>& lines,
+                                              const float (&acc)[T::kHeadDim / 2]) {
+#pragma unroll
+  for (int j = 0; j < T::kColumns; ++j) {
+    const float4 value = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+    if (j < T::kStateColumns) {
+      waiting.store(j, value);
+    } else {
+      store_four(lines.at(j - T::kStateColumns), value);
     }
   }
 }
@@ -400,13 +535,15 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     Waiting<T> waiting;
     waiting.shared = shared + T::kStateAt + (group * T::kStateColumns * 128 + thread) * 16;
     // Rows of the output are looked up where they are needed: registers are short in the loop.
-    const auto out_row = [&](const Work& now, int r) {
-      const int row = now.first_row + group * kGroupRows + row_in_group + 8 * r;
+    const auto row_of_out = [&](const Work& now, int row) {
       const int64_t first = call.cu_seqlens_q == nullptr ? now.bidb * call.out_batch_stride
                                                          : now.q_row * call.out_row_stride;
-      return row < now.seqlen_q ? static_cast<Element*>(call.out) + first +
-                                      now.bidh * call.out_head_stride + row * call.out_row_stride
-                                : nullptr;
+      return static_cast<Element*>(call.out) + first + now.bidh * call.out_head_stride +
+             row * call.out_row_stride;
+    };
+    const auto out_row = [&](const Work& now, int r) {
+      const int row = now.first_row + group * kGroupRows + row_in_group + 8 * r;
+      return row < now.seqlen_q ? row_of_out(now, row) : nullptr;
     };
     const auto find_out = [&] {
       if constexpr (Waiting<T>::kUsesOut) {
@@ -418,6 +555,43 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
           waiting.out[r] = row == nullptr ? nullptr : reinterpret_cast<float*>(row) + lane % 4 * 2;
         }
       }
+    };
+    const auto find_lines = [&] {
+      WaitingLines<T> lines{};
+      if constexpr (T::kWaitsInLines) {
+        const Work now = read_work_by_warp(work_at);
+        const int row = now.first_row + group * kGroupRows + thread / 32 * 16;
+        lines.whole = __all_sync(~0u, row + 16 <= now.seqlen_q && call.head_dim == T::kHeadDim);
+        lines.four_rows = 4 * static_cast<int64_t>(sizeof(Element)) * call.out_row_stride;
+        lines.first = reinterpret_cast<char*>(row_of_out(now, row + lane / 8)) + lane % 8 * 16;
+      }
+      return lines;
+    };
+    // A split is done: what waits is merged into it, and it waits.
+    const auto keep_state = [&](const WaitingLines<T>& lines, RowState& done) {
+      const RowWeights weights = merge_rows<T>(call, waiting, done);
+      bool kept = false;
+      if constexpr (T::kWaitsInLines) {
+        if (lines.whole) {
+          if (waiting.any) {
+            float4 far[T::kFarLoads];
+#pragma unroll
+            for (int j = 0; j < T::kFarLoads; ++j) {
+              far[j] = load_four(lines.at(j));
+            }
+            merge_lines<T, true>(waiting, lines, weights, far, acc);
+          } else {
+            keep_in_lines<T>(waiting, lines, acc);
+          }
+          kept = true;
+        }
+      }
+      if (!kept) {
+        find_out();
+        merge_waiting<T, true>(waiting, weights, acc);
+      }
+      waiting.rows = done;
+      waiting.any = true;
     };
     const auto hide_keys = [&](int block) {
       if constexpr (T::kSoftcap) {
@@ -544,6 +718,10 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
           issue_values(v_at, 1, true);
           wgmma_commit();
         }
+        [[maybe_unused]] WaitingLines<T> lines{};
+        if constexpr (kNewSplit) {
+          lines = find_lines();  // as part of the softmax: the products are under way
+        }
         exponentiate<T>(call, scores, rows, scales);
         if constexpr (T::kWaitsLast) {
           wait_full_after(rows.sum, ring);  // the next keys, or the last values
@@ -554,10 +732,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         free_block(v_at);
         if constexpr (kNewSplit) {
           pack_weights();  // leaves the registers of the scores to the merge
-          find_out();
-          merge_waiting<T, true>(call, waiting, done, acc);
-          waiting.rows = done;
-          waiting.any = true;
+          keep_state(lines, done);
           empty_acc = true;
         } else {
           rescale(acc, scales.factor[0]);
@@ -592,12 +767,20 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         await_turn();
         end_turn();
       }
+      const WaitingLines<T> lines = find_lines();
       wait_full(ring);
       hold(acc);
       hold(weights);
       wgmma_fence();
       issue_values(ring, 0, !empty_acc);
       wgmma_commit();
+      [[maybe_unused]] float4 far[T::kLastFarLoads];  // the registers of scores and Q are free
+      if constexpr (T::kWaitsInLines) {
+#pragma unroll
+        for (int j = 0; j < T::kLastFarLoads; ++j) {
+          far[j] = load_four_if(lines.whole && waiting.any, lines.at(j));
+        }
+      }
       wgmma_wait<0>();
       hold(acc);
       if constexpr (T::kSteps == 2) {
@@ -615,8 +798,20 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         pass_steps(hidden_before - 1);
         pass(1);
       }
-      find_out();
-      merge_waiting<T, false>(call, waiting, rows, acc);
+      const RowWeights merge_weights = merge_rows<T>(call, waiting, rows);
+      if (waiting.any) {
+        bool done = false;
+        if constexpr (T::kWaitsInLines) {
+          if (lines.whole) {
+            merge_lines<T, false>(waiting, lines, merge_weights, far, acc);
+            done = true;
+          }
+        }
+        if (!done) {
+          find_out();
+          merge_waiting<T, false>(waiting, merge_weights, acc);
+        }
+      }
       __syncwarp();  // the rows of the output are free
     } else {
       if (tile_blocks.end > tile_blocks.begin) {

@@ -32,6 +32,7 @@ struct FwdShape {
   int register_queries = 0;
   bool queries_through_ring = false;
   bool waits_in_lines = false;
+  bool merges_late = false;
 };
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.

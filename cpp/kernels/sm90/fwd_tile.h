@@ -18,6 +18,7 @@ struct FwdTile {
   static constexpr int kRegisterQueries = Shape::value.register_queries;
   static constexpr bool kQueriesThroughRing = Shape::value.queries_through_ring;
   static constexpr bool kWaitsInLines = Shape::value.waits_in_lines;
+  static constexpr bool kMergesLate = Shape::value.merges_late;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
@@ -36,6 +37,12 @@ struct FwdTile {
                 (kWarpgroups + 1) * kLaunchRegisters);
 
   static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
+  // Accesses of 16 bytes that a merge has under way where state waits in lines: while the next
+  // split begins, and at the end of the rows, where more registers are free.
+  static constexpr int kFarColumns = kWaitsInLines ? kColumns - kStateColumns : 1;
+  static constexpr int kFarLoads = kFarColumns < 8 ? kFarColumns : 8;
+  static constexpr int kLastFarLoads = kFarColumns;
+  static_assert(kFarColumns > 0);
   static_assert(2 * kStateColumns >= kColumns && kSteps * kStep == kKeys);
   static_assert(kSteps == 1 || !kWaitsLast);
 
