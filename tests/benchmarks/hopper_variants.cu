@@ -24,12 +24,22 @@ struct InLines {
   static constexpr FwdShape value = with_lines(Base::value);
 };
 
+template <typename Base>
+struct Late {
+  static constexpr FwdShape merging_late(FwdShape shape) {
+    shape.merges_late = true;
+    return shape;
+  }
+  static constexpr FwdShape value = merging_late(Base::value);
+};
+
 }  // namespace shapes
 
 namespace {
 
 using namespace fad::sm90;
 using shapes::InLines;
+using shapes::Late;
 using shapes::Plain;
 
 struct Variant {
@@ -59,18 +69,23 @@ constexpr Variant kVariants[] = {
     product<192>("three-turns"),
     variant<3, Plain<64, 12, true, false, 6>>("three-turns-q6"),
     variant<3, Plain<64, 12, false, false, 6>>("three-free-q6"),
+    variant<3, Late<ShapeOf<96, 192>>>("three-turns-late"),
 #elif FAD_HEAD_DIM == 128
     product<192>("three-turns-wait-q4"),
     product<128>("two-k128-free"),
+    variant<3, Late<ShapeOf<128, 192>>>("three-turns-wait-q4-late"),
 #elif FAD_HEAD_DIM == 192
     product<128>("two-free-wait-q12"),
     // Seven, six and five blocks in the ring; without it, five with twelve columns.
     variant<2, Plain<64, 14, false, true, 12, true>>("two-free-wait-q12-ring-s14"),
     variant<2, Plain<64, 20, false, true, 12, true>>("two-free-wait-q12-ring-s20"),
     variant<2, Plain<64, 24, false, true, 12, true>>("two-free-wait-q12-ring-s24"),
+    variant<2, InLines<Plain<64, 20, false, true, 12, true>>>("two-free-wait-q12-ring-s20-lines"),
+    variant<2, Late<Plain<64, 24, false, true, 12, true>>>("two-free-wait-q12-ring-s24-late"),
 #elif FAD_HEAD_DIM == 256
     product<128>("two-free-wait-q8-ring"),
     variant<2, InLines<ShapeOf<256, 128>>>("two-free-wait-q8-ring-lines"),
+    variant<2, Late<InLines<ShapeOf<256, 128>>>>("two-free-wait-q8-ring-lines-late"),
 #endif
 };
 

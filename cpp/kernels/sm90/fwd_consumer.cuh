@@ -677,8 +677,11 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 
       // Scores of `block`, and the values of the block after it. is_new_split: that one was the
       // first of its split.
-      const auto step = [&](auto is_new_split) {
+      // is_second, if state is merged late: the one after that.
+      [[maybe_unused]] RowState done;  // the split before, until it is merged
+      const auto step = [&](auto is_new_split, auto is_second) {
         constexpr bool kNewSplit = decltype(is_new_split)::value;
+        constexpr bool kSecond = decltype(is_second)::value;
         const Ring k_at = ring;
         ring.advance(call.blocks);
         const Ring v_at = ring;
@@ -696,13 +699,24 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         wgmma_fence();
         issue_scores(k_at);
         wgmma_commit();
-        issue_values(v_at, 0, !empty_acc);
-        wgmma_commit();
-        end_turn();
-        wgmma_wait<1>();
-        hold(scores);
+        if constexpr (kSecond) {
+          end_turn();
+          keep_state(find_lines(), done);
+          // Products that are under way together may not have an accumulator that is read
+          // meanwhile: ptxas would serialise them (C7514).
+          wgmma_wait<0>();
+          hold(scores);
+          wgmma_fence();
+          issue_values(v_at, 0, false);
+          wgmma_commit();
+        } else {
+          issue_values(v_at, 0, !empty_acc);
+          wgmma_commit();
+          end_turn();
+          wgmma_wait<1>();
+          hold(scores);
+        }
         free_block(k_at);
-        RowState done;
         if constexpr (kNewSplit) {
           done = rows;
           rows = RowState{};
@@ -719,7 +733,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
           wgmma_commit();
         }
         [[maybe_unused]] WaitingLines<T> lines{};
-        if constexpr (kNewSplit) {
+        if constexpr (kNewSplit && !T::kMergesLate) {
           lines = find_lines();  // as part of the softmax: the products are under way
         }
         exponentiate<T>(call, scores, rows, scales);
@@ -732,7 +746,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         free_block(v_at);
         if constexpr (kNewSplit) {
           pack_weights();  // leaves the registers of the scores to the merge
-          keep_state(lines, done);
+          if constexpr (!T::kMergesLate) {
+            keep_state(lines, done);
+          }
           empty_acc = true;
         } else {
           rescale(acc, scales.factor[0]);
@@ -749,13 +765,21 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 #pragma unroll 1
         while (block > split_begin) {
           --block;
-          step(std::false_type{});
+          step(std::false_type{}, std::false_type{});
         }
         if (block == own.begin) {
           break;
         }
         --block;
-        step(std::true_type{});
+        step(std::true_type{}, std::false_type{});
+        if constexpr (T::kMergesLate) {
+          if (block > own.begin && block % call.split_blocks != 0) {
+            --block;
+            step(std::false_type{}, std::true_type{});
+          } else {
+            keep_state(find_lines(), done);
+          }
+        }
       }
       if constexpr (!T::kQueriesInRegisters) {
         free_queries();

@@ -23,6 +23,8 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // block.
 // waits_in_lines: whether what waits in the rows of the output lies there in whole lines, 16 bytes
 // a lane, where a warp has all of its rows. Otherwise every thread keeps to its own two rows.
+// merges_late: whether a split that is done is merged while the next scores but one of the split
+// before it are computed. Otherwise the tensor cores have nothing of this warpgroup's meanwhile.
 //
 // Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
 struct FwdShape {
