@@ -33,11 +33,21 @@ struct Late {
   static constexpr FwdShape value = merging_late(Base::value);
 };
 
+template <typename Base, fad::sm90::BeforeValues kBefore>
+struct Before {
+  static constexpr FwdShape with(FwdShape shape) {
+    shape.before_values = kBefore;
+    return shape;
+  }
+  static constexpr FwdShape value = with(Base::value);
+};
+
 }  // namespace shapes
 
 namespace {
 
 using namespace fad::sm90;
+using shapes::Before;
 using shapes::InLines;
 using shapes::Late;
 using shapes::Plain;
@@ -65,6 +75,10 @@ constexpr Variant product(const char* name) {
 constexpr Variant kVariants[] = {
 #if FAD_HEAD_DIM == 64
     product<192>("three-k128-free"),
+    variant<3, Before<ShapeOf<64, 192>, BeforeValues::kMaxima>>("three-k128-free-maxima"),
+    variant<3, Before<ShapeOf<64, 192>, BeforeValues::kFirstStep>>("three-k128-free-first"),
+    variant<4, Plain<64, 8, false, false, 0>>("four-free"),
+    variant<4, Plain<64, 8, false, true, 0>>("four-free-wait"),
 #elif FAD_HEAD_DIM == 96
     product<192>("three-turns"),
     variant<3, Plain<64, 12, true, false, 6>>("three-turns-q6"),
@@ -74,6 +88,7 @@ constexpr Variant kVariants[] = {
     product<192>("three-turns-wait-q4"),
     product<128>("two-k128-free"),
     variant<3, Late<ShapeOf<128, 192>>>("three-turns-wait-q4-late"),
+    variant<3, Plain<64, 16, true, true, 4, true>>("three-turns-wait-q4-ring"),
 #elif FAD_HEAD_DIM == 192
     product<128>("two-free-wait-q12"),
     // Seven, six and five blocks in the ring; without it, five with twelve columns.

@@ -93,23 +93,30 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
   }
 }
 
-// Scores become their exponentials, and are added to the rows' sums.
+// Scores of one step become their exponentials, and are added to the rows' sums.
+template <typename T>
+__device__ __forceinline__ void exponentiate_step(const FwdCall& call, int step,
+                                                  float (&scores)[T::kKeys / 2], RowState& rows,
+                                                  const StepScales<T::kSteps>& scales) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows.sum[r] = rescaled_sum(rows.sum[r], scales.factor[step][r]);
+  }
+#pragma unroll
+  for (int j = 0; j < kStep / 2; ++j) {
+    const int r = j / 2 % 2;
+    float& s = scores[first_score<T>(step) + j];
+    s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
+    rows.sum[r] = __fadd_rn(rows.sum[r], s);
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ void exponentiate(const FwdCall& call, float (&scores)[T::kKeys / 2],
                                              RowState& rows, const StepScales<T::kSteps>& scales) {
 #pragma unroll
   for (int step = 0; step < T::kSteps; ++step) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      rows.sum[r] = rescaled_sum(rows.sum[r], scales.factor[step][r]);
-    }
-#pragma unroll
-    for (int j = 0; j < kStep / 2; ++j) {
-      const int r = j / 2 % 2;
-      float& s = scores[first_score<T>(step) + j];
-      s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
-      rows.sum[r] = __fadd_rn(rows.sum[r], s);
-    }
+    exponentiate_step<T>(call, step, scores, rows, scales);
   }
 }
 
@@ -724,6 +731,12 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         hide_keys(block);
         find_maxima<T>(call, scores, rows, scales);
         if constexpr (T::kSteps == 2) {
+          if constexpr (T::kBeforeValues == BeforeValues::kMaxima) {
+            wait_full_after(rows.max, v_at);  // they are there: this binds the order
+          } else if constexpr (T::kBeforeValues == BeforeValues::kFirstStep) {
+            exponentiate_step<T>(call, 0, scores, rows, scales);
+            wait_full_after(rows.sum, v_at);  // likewise
+          }
           wgmma_wait<0>();
           hold(acc);
           rescale(acc, last_factor);
@@ -736,7 +749,11 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         if constexpr (kNewSplit && !T::kMergesLate) {
           lines = find_lines();  // as part of the softmax: the products are under way
         }
-        exponentiate<T>(call, scores, rows, scales);
+        if constexpr (T::kBeforeValues == BeforeValues::kFirstStep) {
+          exponentiate_step<T>(call, T::kSteps - 1, scores, rows, scales);
+        } else {
+          exponentiate<T>(call, scores, rows, scales);
+        }
         if constexpr (T::kWaitsLast) {
           wait_full_after(rows.sum, ring);  // the next keys, or the last values
         }

@@ -25,8 +25,12 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // a lane, where a warp has all of its rows. Otherwise every thread keeps to its own two rows.
 // merges_late: whether a split that is done is merged while the next scores but one of the split
 // before it are computed. Otherwise the tensor cores have nothing of this warpgroup's meanwhile.
+// before_values: of products of two steps, what of the softmax is bound to come before the wait for
+// the first step's values. Otherwise the compiler moves all of it behind that wait.
 //
 // Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
+enum class BeforeValues { kNothing, kMaxima, kFirstStep };
+
 struct FwdShape {
   int keys, state_columns;
   bool takes_turns;
@@ -35,6 +39,7 @@ struct FwdShape {
   bool queries_through_ring = false;
   bool waits_in_lines = false;
   bool merges_late = false;
+  BeforeValues before_values = BeforeValues::kNothing;
 };
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.

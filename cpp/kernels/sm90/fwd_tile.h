@@ -19,6 +19,7 @@ struct FwdTile {
   static constexpr bool kQueriesThroughRing = Shape::value.queries_through_ring;
   static constexpr bool kWaitsInLines = Shape::value.waits_in_lines;
   static constexpr bool kMergesLate = Shape::value.merges_late;
+  static constexpr BeforeValues kBeforeValues = Shape::value.before_values;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
@@ -28,8 +29,8 @@ struct FwdTile {
   static constexpr int kSteps = kKeys / kStep;
   static constexpr int kRows = kGroupRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : kWarpgroups == 3 ? 160 : 112;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 24;
   // A CTA has the registers it is launched with, in eights for each thread of an SM's 65536: with
   // more, a warpgroup would wait for them forever.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -45,6 +46,7 @@ struct FwdTile {
   static_assert(kFarColumns > 0);
   static_assert(2 * kStateColumns >= kColumns && kSteps * kStep == kKeys);
   static_assert(kSteps == 1 || !kWaitsLast);
+  static_assert(kSteps == 2 || kBeforeValues == BeforeValues::kNothing);
 
   // Shared memory: Q, a ring of blocks of K and V, what waits of the later splits, barriers. The
   // first kRingBoxes boxes of Q come through the ring.
@@ -61,7 +63,7 @@ struct FwdTile {
                                           : kRingQueryBytes <= kBlockBytes ? 1
                                                                            : kWarpgroups;
   static_assert(!kQueriesThroughRing || (kRegisterQueries % 4 == 0 && kRingBoxes > 0));
-  static_assert(kRingQueryBlocks <= 1 || kRingBoxes * kQBoxBytes == kBlockBytes);
+  static_assert(kRingQueryBlocks <= 1 || kRingBoxes * kQBoxBytes <= kBlockBytes);
   // Whether some of Q has shared memory of its own.
   static constexpr bool kQueriesInShared = kRingBoxes < kBoxes;
   static constexpr int kStateBytes = kRows * 32 * kStateColumns;
