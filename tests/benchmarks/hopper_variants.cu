@@ -42,6 +42,17 @@ struct Before {
   static constexpr FwdShape value = with(Base::value);
 };
 
+// kReturns leaves out the clearing of the counter: this program's is 0 before the first call.
+template <typename Base, bool kLate, fad::sm90::Counting kCounting>
+struct Short {
+  static constexpr FwdShape with(FwdShape shape) {
+    shape.ends_late = kLate;
+    shape.counting = kCounting;
+    return shape;
+  }
+  static constexpr FwdShape value = with(Base::value);
+};
+
 }  // namespace shapes
 
 namespace {
@@ -51,6 +62,7 @@ using shapes::Before;
 using shapes::InLines;
 using shapes::Late;
 using shapes::Plain;
+using shapes::Short;
 
 struct Variant {
   const char* name;
@@ -77,6 +89,9 @@ constexpr Variant kVariants[] = {
     product<192>("three-k128-free"),
     variant<3, Before<ShapeOf<64, 192>, BeforeValues::kMaxima>>("three-k128-free-maxima"),
     variant<3, Before<ShapeOf<64, 192>, BeforeValues::kFirstStep>>("three-k128-free-first"),
+    variant<3, Short<ShapeOf<64, 192>, false, Counting::kFromThere>>("three-k128-free-there"),
+    variant<3, Short<ShapeOf<64, 192>, true, Counting::kFromThere>>("three-k128-free-there-ends"),
+    variant<3, Short<ShapeOf<64, 192>, true, Counting::kReturns>>("three-k128-free-returns-ends"),
     variant<4, Plain<64, 8, false, false, 0>>("four-free"),
     variant<4, Plain<64, 8, false, true, 0>>("four-free-wait"),
 #elif FAD_HEAD_DIM == 96
@@ -88,6 +103,8 @@ constexpr Variant kVariants[] = {
     product<192>("three-turns-wait-q4"),
     product<128>("two-k128-free"),
     variant<3, Late<ShapeOf<128, 192>>>("three-turns-wait-q4-late"),
+    variant<3, Short<ShapeOf<128, 192>, true, Counting::kFromThere>>("three-turns-wait-q4-ends"),
+    variant<2, Short<ShapeOf<128, 128>, true, Counting::kFromThere>>("two-k128-free-ends"),
     variant<3, Plain<64, 16, true, true, 4, true>>("three-turns-wait-q4-ring"),
 #elif FAD_HEAD_DIM == 192
     product<128>("two-free-wait-q12"),

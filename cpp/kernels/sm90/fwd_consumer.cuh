@@ -514,12 +514,92 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     }
   };
 
+  // Rows of the output are looked up where they are needed: registers are short in the loop.
+  const auto row_of_out = [&](const Work& now, int row) {
+    const int64_t first = call.cu_seqlens_q == nullptr ? now.bidb * call.out_batch_stride
+                                                       : now.q_row * call.out_row_stride;
+    return static_cast<Element*>(call.out) + first + now.bidh * call.out_head_stride +
+           row * call.out_row_stride;
+  };
+  const auto out_row = [&](const Work& now, int r) {
+    const int row = now.first_row + group * kGroupRows + row_in_group + 8 * r;
+    return row < now.seqlen_q ? row_of_out(now, row) : nullptr;
+  };
+  // The end of the rows of a tile: `acc` is normalised and packed, then stored. Four threads
+  // exchange columns, so that each stores eight of them at once.
+  using RowWords = uint32_t[2][T::kColumns];
+  const auto store_row = [&](Element* row, const uint32_t (&words)[T::kColumns]) {
+#pragma unroll
+    for (int j = 0; j < T::kColumns; j += 4) {
+      const uint4 eight = quad_transpose(words[j], words[j + 1], words[j + 2], words[j + 3]);
+      const int column = 8 * (j + lane % 4);
+      if (row != nullptr && column < call.head_dim) {
+        reinterpret_cast<uint4*>(row)[column / 8] = eight;
+      }
+    }
+  };
+  const auto pack_rows = [&](int turn, const RowState& rows, RowWords& words) {
+    const float inverse[2] = {inverse_sum(rows.sum[0]), inverse_sum(rows.sum[1])};
+#pragma unroll
+    for (int j = 0; j < T::kHeadDim / 2; ++j) {
+      acc[j] = normalised(acc[j], inverse[j / 2 % 2]);
+    }
+    if (call.residual != nullptr) {
+      const Work now = read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int j = 0; j < T::kColumns; ++j) {
+          const float* const a = acc + 4 * j + 2 * r;
+          words[r][j] = packed_residual<Element>(a[0], a[1]);
+        }
+        Element* const out = out_row(now, r);
+        store_row(out == nullptr ? nullptr
+                                 : static_cast<Element*>(call.residual) +
+                                       (out - static_cast<Element*>(call.out)),
+                  words[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int j = 0; j < T::kColumns; ++j) {
+        const float* const a = acc + 4 * j + 2 * r;
+        words[r][j] = packed<Element>(a[0], a[1]);
+      }
+    }
+  };
+  const auto end_rows = [&](int turn, const RowState& rows, const RowWords& words) {
+    const Work now = read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
+    const int64_t lse_at =
+        (call.cu_seqlens_q == nullptr ? now.bidb * call.lse_batch_stride : now.q_row) +
+        now.bidh * call.lse_head_stride + now.first_row + group * kGroupRows + row_in_group;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Element* const out = out_row(now, r);
+      if (lane % 4 == 0 && out != nullptr) {
+        call.softmax_lse[lse_at + 8 * r] =
+            log_sum_exp(rows.max[r], call.scale, rows.sum[r], INFINITY);
+      }
+      store_row(out, words[r]);
+    }
+    if (lane == 0) {
+      barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
+    }
+  };
+  // Of the tile before, if its rows end late.
+  [[maybe_unused]] RowState ended;
+  [[maybe_unused]] RowWords ended_words;
+
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     const uint32_t work_at = shared + T::kWorkAt + 32 * (turn & 1);
     barrier_wait(shared + T::kWorkFull + 8 * (turn & 1), turn >> 1 & 1);
     const Work work = read_work_by_warp(work_at);
     if (work.first_row < 0) {
+      if (T::kEndsLate && turn > 0) {
+        end_rows(turn - 1, ended, ended_words);
+      }
       return;
     }
     const int first_row = work.first_row + group * kGroupRows;
@@ -541,17 +621,6 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     RowState rows;
     Waiting<T> waiting;
     waiting.shared = shared + T::kStateAt + (group * T::kStateColumns * 128 + thread) * 16;
-    // Rows of the output are looked up where they are needed: registers are short in the loop.
-    const auto row_of_out = [&](const Work& now, int row) {
-      const int64_t first = call.cu_seqlens_q == nullptr ? now.bidb * call.out_batch_stride
-                                                         : now.q_row * call.out_row_stride;
-      return static_cast<Element*>(call.out) + first + now.bidh * call.out_head_stride +
-             row * call.out_row_stride;
-    };
-    const auto out_row = [&](const Work& now, int r) {
-      const int row = now.first_row + group * kGroupRows + row_in_group + 8 * r;
-      return row < now.seqlen_q ? row_of_out(now, row) : nullptr;
-    };
     const auto find_out = [&] {
       if constexpr (Waiting<T>::kUsesOut) {
         const Work now = read_work_by_warp(work_at);
@@ -668,6 +737,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       wgmma_fence();
       issue_scores(ring);
       wgmma_commit();
+      if (T::kEndsLate && turn > 0) {
+        end_rows(turn - 1, ended, ended_words);
+      }
       wgmma_wait<0>();
       hold(scores);
       free_block(ring);
@@ -855,6 +927,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       }
       __syncwarp();  // the rows of the output are free
     } else {
+      if (T::kEndsLate && turn > 0) {
+        end_rows(turn - 1, ended, ended_words);
+      }
       if (tile_blocks.end > tile_blocks.begin) {
         pass(T::kRingQueryBlocks + 1);
         pass_steps(tile_blocks.end - tile_blocks.begin - 1);
@@ -870,45 +945,13 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       }
     }
 
-    // The end of the rows. Four threads exchange columns, so that each stores eight of them at
-    // once.
-    const Work now = read_work_by_warp(work_at);
-    const int64_t lse_at =
-        (call.cu_seqlens_q == nullptr ? now.bidb * call.lse_batch_stride : now.q_row) +
-        now.bidh * call.lse_head_stride + now.first_row + group * kGroupRows + row_in_group;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      Element* const out = out_row(now, r);
-      const float inverse = inverse_sum(rows.sum[r]);
-      if (lane % 4 == 0 && out != nullptr) {
-        call.softmax_lse[lse_at + 8 * r] =
-            log_sum_exp(rows.max[r], call.scale, rows.sum[r], INFINITY);
-      }
-      // 16 bits an element.
-      const auto store = [&](void* row, auto pack) {
-#pragma unroll
-        for (int j = 0; j < T::kColumns; j += 4) {
-          uint32_t pairs[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* const a = acc + 4 * (j + i) + 2 * r;
-            pairs[i] = pack(normalised(a[0], inverse), normalised(a[1], inverse));
-          }
-          const uint4 eight = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3]);
-          const int column = 8 * (j + lane % 4);
-          if (out != nullptr && column < call.head_dim) {
-            static_cast<uint4*>(row)[column / 8] = eight;
-          }
-        }
-      };
-      store(out, [](float low, float high) { return packed<Element>(low, high); });
-      if (call.residual != nullptr) {
-        store(static_cast<Element*>(call.residual) + (out - static_cast<Element*>(call.out)),
-              [](float low, float high) { return packed_residual<Element>(low, high); });
-      }
-    }
-    if (lane == 0) {
-      barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
+    if constexpr (T::kEndsLate) {
+      pack_rows(turn, rows, ended_words);
+      ended = rows;
+    } else {
+      RowWords words;
+      pack_rows(turn, rows, words);
+      end_rows(turn, rows, words);
     }
   }
 }

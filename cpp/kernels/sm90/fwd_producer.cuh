@@ -47,6 +47,26 @@ __device__ __forceinline__ int dealt_tile(int turn) {
   return turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
 }
 
+// The number of a tile that no other CTA takes, at least call.tiles if there is none; taken: how
+// many this one took.
+template <typename T>
+__device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
+  if (call.tile_counter == nullptr) {
+    return dealt_tile(taken);
+  }
+  if constexpr (T::kCounting == Counting::kAll) {
+    return static_cast<int>(atomicAdd(call.tile_counter, 1u));
+  }
+  if (taken == 0) {
+    return static_cast<int>(blockIdx.x);
+  }
+  // Each CTA gets one number beyond the last: numbers are asked for as often as there are tiles.
+  const unsigned count = T::kCounting == Counting::kReturns
+                             ? atomicInc(call.tile_counter, static_cast<unsigned>(call.tiles - 1))
+                             : atomicAdd(call.tile_counter, 1u);
+  return static_cast<int>(gridDim.x + count);
+}
+
 template <typename T>
 __device__ __forceinline__ KeyRange tile_blocks(const FwdCall& call, const Work& work) {
   const int last_row = min(work.first_row + T::kRows, work.seqlen_q) - 1;
@@ -78,9 +98,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     Work work;
     int k_row = 0;
     for (;;) {
-      const int tile = call.tile_counter == nullptr
-                           ? dealt_tile(taken++)
-                           : static_cast<int>(atomicAdd(call.tile_counter, 1u));
+      const int tile = next_tile<T>(call, taken++);
       if (tile >= call.tiles) {
         work.first_row = -1;
         break;

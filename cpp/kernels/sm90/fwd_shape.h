@@ -27,9 +27,20 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // before it are computed. Otherwise the tensor cores have nothing of this warpgroup's meanwhile.
 // before_values: of products of two steps, what of the softmax is bound to come before the wait for
 // the first step's values. Otherwise the compiler moves all of it behind that wait.
+// ends_late: whether the rows of a tile are normalised and stored while the first scores of the
+// warpgroup's next tile are computed, and not before they are asked for.
+// counting: how tiles are counted where CTAs take them one by one.
 //
 // Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
 enum class BeforeValues { kNothing, kMaxima, kFirstStep };
+
+enum class Counting {
+  kAll,        // a CTA asks for its first one too
+  kFromThere,  // its first is that of its own number
+  // The same, and the counter is 0 again when all have ended: nobody needs to set it before the
+  // call, if nobody else counts with it meanwhile.
+  kReturns
+};
 
 struct FwdShape {
   int keys, state_columns;
@@ -40,6 +51,8 @@ struct FwdShape {
   bool waits_in_lines = false;
   bool merges_late = false;
   BeforeValues before_values = BeforeValues::kNothing;
+  bool ends_late = false;
+  Counting counting = Counting::kAll;
 };
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.

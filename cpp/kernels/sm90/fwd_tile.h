@@ -20,6 +20,8 @@ struct FwdTile {
   static constexpr bool kWaitsInLines = Shape::value.waits_in_lines;
   static constexpr bool kMergesLate = Shape::value.merges_late;
   static constexpr BeforeValues kBeforeValues = Shape::value.before_values;
+  static constexpr bool kEndsLate = Shape::value.ends_late;
+  static constexpr Counting kCounting = Shape::value.counting;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
