@@ -53,6 +53,17 @@ struct Short {
   static constexpr FwdShape value = with(Base::value);
 };
 
+// Other bits: docs/adr/0022.
+template <typename Base, int kStepKeys, bool kLazyMaxima>
+struct Other {
+  static constexpr FwdShape with(FwdShape shape) {
+    shape.step = kStepKeys;
+    shape.lazy = kLazyMaxima;
+    return shape;
+  }
+  static constexpr FwdShape value = with(Base::value);
+};
+
 }  // namespace shapes
 
 namespace {
@@ -61,6 +72,7 @@ using namespace fad::sm90;
 using shapes::Before;
 using shapes::InLines;
 using shapes::Late;
+using shapes::Other;
 using shapes::Plain;
 using shapes::Short;
 
@@ -83,7 +95,9 @@ constexpr Variant product(const char* name) {
 
 // The first is the product's. Names: two, three: warpgroups; k128: 128 keys to a product; turns,
 // free: with turns and without; wait: waits_last; q8: eight sixteens of Q in registers, ring: they
-// come through the ring; s24: eights of columns of what waits in shared memory.
+// come through the ring; s24: eights of columns of what waits in shared memory; lines, late,
+// maxima, first, ends: waits_in_lines, merges_late, before_values, ends_late of fwd_shape.h; there,
+// returns: its counting. other-: other bits, steps of 128 keys (step128) and lazy maxima.
 constexpr Variant kVariants[] = {
 #if FAD_HEAD_DIM == 64
     product<192>("three-k128-free"),
@@ -91,14 +105,25 @@ constexpr Variant kVariants[] = {
     variant<3, Before<ShapeOf<64, 192>, BeforeValues::kFirstStep>>("three-k128-free-first"),
     variant<3, Short<ShapeOf<64, 192>, false, Counting::kFromThere>>("three-k128-free-there"),
     variant<3, Short<ShapeOf<64, 192>, true, Counting::kFromThere>>("three-k128-free-there-ends"),
+    variant<3,
+            Short<Before<ShapeOf<64, 192>, BeforeValues::kFirstStep>, true, Counting::kFromThere>>(
+        "three-k128-free-first-there-ends"),
     variant<3, Short<ShapeOf<64, 192>, true, Counting::kReturns>>("three-k128-free-returns-ends"),
     variant<4, Plain<64, 8, false, false, 0>>("four-free"),
     variant<4, Plain<64, 8, false, true, 0>>("four-free-wait"),
+    variant<3, Other<ShapeOf<64, 192>, 64, true>>("other-three-k128-free-lazy"),
+    variant<3, Other<ShapeOf<64, 192>, 128, false>>("other-three-k128-free-step128"),
+    variant<3, Other<ShapeOf<64, 192>, 128, true>>("other-three-k128-free-step128-lazy"),
+    variant<3, Other<Plain<128, 8, false, true, 0>, 128, true>>(
+        "other-three-k128-free-wait-step128-lazy"),
 #elif FAD_HEAD_DIM == 96
     product<192>("three-turns"),
     variant<3, Plain<64, 12, true, false, 6>>("three-turns-q6"),
     variant<3, Plain<64, 12, false, false, 6>>("three-free-q6"),
     variant<3, Late<ShapeOf<96, 192>>>("three-turns-late"),
+    variant<3, Other<ShapeOf<96, 192>, 64, true>>("other-three-turns-lazy"),
+    variant<2, Other<Plain<128, 12, true, true, 6>, 128, true>>(
+        "other-two-k128-turns-wait-q6-step128-lazy"),
 #elif FAD_HEAD_DIM == 128
     product<192>("three-turns-wait-q4"),
     product<128>("two-k128-free"),
@@ -106,6 +131,11 @@ constexpr Variant kVariants[] = {
     variant<3, Short<ShapeOf<128, 192>, true, Counting::kFromThere>>("three-turns-wait-q4-ends"),
     variant<2, Short<ShapeOf<128, 128>, true, Counting::kFromThere>>("two-k128-free-ends"),
     variant<3, Plain<64, 16, true, true, 4, true>>("three-turns-wait-q4-ring"),
+    variant<3, Other<ShapeOf<128, 192>, 64, true>>("other-three-turns-wait-q4-lazy"),
+    variant<2, Other<Plain<128, 16, true, true, 8>, 128, false>>(
+        "other-two-k128-turns-wait-q8-step128"),
+    variant<2, Other<Plain<128, 16, true, true, 8>, 128, true>>(
+        "other-two-k128-turns-wait-q8-step128-lazy"),
 #elif FAD_HEAD_DIM == 192
     product<128>("two-free-wait-q12"),
     // Seven, six and five blocks in the ring; without it, five with twelve columns.
@@ -114,10 +144,14 @@ constexpr Variant kVariants[] = {
     variant<2, Plain<64, 24, false, true, 12, true>>("two-free-wait-q12-ring-s24"),
     variant<2, InLines<Plain<64, 20, false, true, 12, true>>>("two-free-wait-q12-ring-s20-lines"),
     variant<2, Late<Plain<64, 24, false, true, 12, true>>>("two-free-wait-q12-ring-s24-late"),
+    variant<2, Other<Plain<64, 24, false, true, 12, true>, 64, true>>(
+        "other-two-free-wait-q12-ring-s24-lazy"),
 #elif FAD_HEAD_DIM == 256
     product<128>("two-free-wait-q8-ring"),
     variant<2, InLines<ShapeOf<256, 128>>>("two-free-wait-q8-ring-lines"),
     variant<2, Late<InLines<ShapeOf<256, 128>>>>("two-free-wait-q8-ring-lines-late"),
+    variant<2, Other<InLines<ShapeOf<256, 128>>, 64, true>>(
+        "other-two-free-wait-q8-ring-lines-lazy"),
 #endif
 };
 

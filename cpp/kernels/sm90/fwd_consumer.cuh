@@ -39,17 +39,17 @@ struct RowState {
   float sum[2] = {0.f, 0.f};
 };
 
-// What one block does to it, for each step of 64 keys: factors of what is there already, and the
-// scaled maximum to take scores against.
+// What one block does to it, for each step of T::kStep keys: factors of what is there already, and
+// the scaled maximum to take scores against.
 template <int kSteps>
 struct StepScales {
   float factor[kSteps][2], max_scaled[kSteps][2];
 };
 
-// Step 0 is the last 64 keys of the block.
+// Step 0 is the last T::kStep keys of the block.
 template <typename T>
 __device__ __forceinline__ constexpr int first_score(int step) {
-  return (T::kSteps - 1 - step) * (kStep / 2);
+  return (T::kSteps - 1 - step) * (T::kStep / 2);
 }
 
 template <typename T>
@@ -64,11 +64,11 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
       // Two chains: a maximum has no order.
       const float* const s = scores + first_score<T>(step) + 2 * r;
       float a = fmaxf(s[0], s[1]);
-      float b = fmaxf(s[kStep / 4], s[kStep / 4 + 1]);
+      float b = fmaxf(s[T::kStep / 4], s[T::kStep / 4 + 1]);
 #pragma unroll
-      for (int j = 4; j < kStep / 4; j += 4) {
+      for (int j = 4; j < T::kStep / 4; j += 4) {
         a = fmaxf(a, fmaxf(s[j], s[j + 1]));
-        b = fmaxf(b, fmaxf(s[kStep / 4 + j], s[kStep / 4 + j + 1]));
+        b = fmaxf(b, fmaxf(s[T::kStep / 4 + j], s[T::kStep / 4 + j + 1]));
       }
       maxima[step][r] = fmaxf(a, b);
     }
@@ -85,7 +85,13 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = rows.max[r];
-      rows.max[r] = fmaxf(before, maxima[step][r]);
+      if constexpr (T::kLazy) {
+        const float growth = __fmul_rn(__fsub_rn(maxima[step][r], before), call.scale_log2);
+        // The first one counts whatever the scale's sign.
+        rows.max[r] = before == -INFINITY || growth > kLazyGrowth ? maxima[step][r] : before;
+      } else {
+        rows.max[r] = fmaxf(before, maxima[step][r]);
+      }
       const float now = rows.max[r] == -INFINITY ? 0.f : rows.max[r];
       scales.factor[step][r] = rescale_factor(before, now, call.scale_log2);
       scales.max_scaled[step][r] = scaled_max(now, call.scale_log2);
@@ -103,7 +109,7 @@ __device__ __forceinline__ void exponentiate_step(const FwdCall& call, int step,
     rows.sum[r] = rescaled_sum(rows.sum[r], scales.factor[step][r]);
   }
 #pragma unroll
-  for (int j = 0; j < kStep / 2; ++j) {
+  for (int j = 0; j < T::kStep / 2; ++j) {
     const int r = j / 2 % 2;
     float& s = scores[first_score<T>(step) + j];
     s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
@@ -499,10 +505,10 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     }
   };
   const auto issue_values = [&](const Ring& at, int step, bool accumulate) {
-    const int first = (T::kSteps - 1 - step) * kStep;
+    const int first = (T::kSteps - 1 - step) * T::kStep;
     const uint64_t v = operand(block_at(at) + first * kBoxRowBytes, T::kBoxBytes);
 #pragma unroll
-    for (int i = 0; i < kStep / 16; ++i) {
+    for (int i = 0; i < T::kStep / 16; ++i) {
       RegisterProduct<Element, T::kHeadDim>::issue(acc, weights + first / 4 + 4 * i,
                                                    v + i * kOperandRows16, i > 0 || accumulate);
     }

@@ -22,6 +22,8 @@ struct FwdTile {
   static constexpr BeforeValues kBeforeValues = Shape::value.before_values;
   static constexpr bool kEndsLate = Shape::value.ends_late;
   static constexpr Counting kCounting = Shape::value.counting;
+  static constexpr int kStep = Shape::value.step;
+  static constexpr bool kLazy = Shape::value.lazy;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
