@@ -42,7 +42,8 @@ struct Before {
   static constexpr FwdShape value = with(Base::value);
 };
 
-// kReturns leaves out the clearing of the counter: this program's is 0 before the first call.
+// kReturns leaves out the clearing of the counter: each variant has its own, 0 before the first
+// call.
 template <typename Base, bool kLate, fad::sm90::Counting kCounting>
 struct Short {
   static constexpr FwdShape with(FwdShape shape) {
@@ -121,6 +122,7 @@ constexpr Variant kVariants[] = {
     variant<3, Plain<64, 12, true, false, 6>>("three-turns-q6"),
     variant<3, Plain<64, 12, false, false, 6>>("three-free-q6"),
     variant<3, Late<ShapeOf<96, 192>>>("three-turns-late"),
+    variant<3, Short<Late<ShapeOf<96, 192>>, true, Counting::kFromThere>>("three-turns-late-ends"),
     variant<3, Other<ShapeOf<96, 192>, 64, true>>("other-three-turns-lazy"),
     variant<2, Other<Plain<128, 12, true, true, 6>, 128, true>>(
         "other-two-k128-turns-wait-q6-step128-lazy"),
@@ -131,6 +133,8 @@ constexpr Variant kVariants[] = {
     variant<3, Short<ShapeOf<128, 192>, true, Counting::kFromThere>>("three-turns-wait-q4-ends"),
     variant<2, Short<ShapeOf<128, 128>, true, Counting::kFromThere>>("two-k128-free-ends"),
     variant<3, Plain<64, 16, true, true, 4, true>>("three-turns-wait-q4-ring"),
+    variant<3, Short<Late<Plain<64, 16, true, true, 4, true>>, true, Counting::kFromThere>>(
+        "three-turns-wait-q4-ring-late-ends"),
     variant<3, Other<ShapeOf<128, 192>, 64, true>>("other-three-turns-wait-q4-lazy"),
     variant<2, Other<Plain<128, 16, true, true, 8>, 128, false>>(
         "other-two-k128-turns-wait-q8-step128"),
@@ -144,6 +148,8 @@ constexpr Variant kVariants[] = {
     variant<2, Plain<64, 24, false, true, 12, true>>("two-free-wait-q12-ring-s24"),
     variant<2, InLines<Plain<64, 20, false, true, 12, true>>>("two-free-wait-q12-ring-s20-lines"),
     variant<2, Late<Plain<64, 24, false, true, 12, true>>>("two-free-wait-q12-ring-s24-late"),
+    variant<2, Short<Late<Plain<64, 24, false, true, 12, true>>, true, Counting::kFromThere>>(
+        "two-free-wait-q12-ring-s24-late-ends"),
     variant<2, Other<Plain<64, 24, false, true, 12, true>, 64, true>>(
         "other-two-free-wait-q12-ring-s24-lazy"),
 #elif FAD_HEAD_DIM == 256
@@ -164,11 +170,12 @@ int fad_variants() { return static_cast<int>(sizeof(kVariants) / sizeof(kVariant
 const char* fad_name(int variant) { return kVariants[variant].name; }
 
 // q, out: (batch, seqlen_q, heads, head dim), k, v: (batch, seqlen_k, heads_k, head dim), bf16,
-// contiguous; softmax_lse: (batch, heads, seqlen_q), fp32; counter: 4 bytes of the device.
+// contiguous; softmax_lse: (batch, heads, seqlen_q), fp32; counters: 4 bytes of the device for each
+// variant, 0 before the first call.
 // window_left, window_right: below 0, no limit; causal is (-1, 0). Returns 0, or 1 where the
 // variant does not take the call.
 int fad_run(int variant, const void* q, const void* k, const void* v, void* out, float* softmax_lse,
-            unsigned* counter, int batch, int seqlen_q, int seqlen_k, int heads, int heads_k,
+            unsigned* counters, int batch, int seqlen_q, int seqlen_k, int heads, int heads_k,
             int window_left, int window_right, int split_tokens, int sms, void* stream) {
   const auto rows = [&](const void* data, int seqlen, int count) {
     const int64_t row = static_cast<int64_t>(count) * FAD_HEAD_DIM;
@@ -202,7 +209,7 @@ int fad_run(int variant, const void* q, const void* k, const void* v, void* out,
   const Variant& chosen = kVariants[variant];
   const int64_t tiles =
       static_cast<int64_t>(batch) * heads * ((seqlen_q + chosen.rows - 1) / chosen.rows);
-  params.tile_counter = tiles > sms ? counter : nullptr;
+  params.tile_counter = tiles > sms ? counters + variant : nullptr;
   if (!supports(params) || split_tokens % 128 != 0) {
     return 1;
   }

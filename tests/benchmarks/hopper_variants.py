@@ -64,6 +64,8 @@ def shapes() -> tuple[Shape, ...]:
         Shape("forward", 1, 32_768, 32, 8, 128, True, seqlen_q=512),
         Shape("forward", 32, 512, 16, 16, 64, True),
         Shape("forward", 64, 577, 16, 16, 64),
+        Shape("forward", 16, 1024, 16, 16, 64),
+        Shape("forward", 16, 512, 16, 16, 128, True),
     )
 
 
@@ -103,7 +105,7 @@ class Library:
         count = self._library.fad_variants()
         self.names = [self._library.fad_name(i).decode() for i in range(count)]
         self._sms = torch.cuda.get_device_properties(0).multi_processor_count
-        self._counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self._counters = torch.zeros(count, dtype=torch.int32, device="cuda")
 
     def run(
         self, variant: int, shape: Shape, qkv: tuple[torch.Tensor, ...], split_size: int
@@ -123,7 +125,7 @@ class Library:
         )
         status = self._library.fad_run(
             ctypes.c_int(variant),
-            *(ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, softmax_lse, self._counter)),
+            *(ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, softmax_lse, self._counters)),
             *map(ctypes.c_int, numbers),
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )
