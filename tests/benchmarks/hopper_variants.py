@@ -66,6 +66,8 @@ def shapes() -> tuple[Shape, ...]:
         Shape("forward", 64, 577, 16, 16, 64),
         Shape("forward", 16, 1024, 16, 16, 64),
         Shape("forward", 16, 512, 16, 16, 128, True),
+        # Splits, and warps without all of their rows.
+        *(Shape("forward", 2, 5001, 8, 8, head_dim, True) for head_dim in HEAD_DIMS),
     )
 
 
