@@ -102,7 +102,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const CUtensorMap v_map =
       map(params.v, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);
 
-  if (params.tile_counter != nullptr) {
+  if (T::kCounting != Counting::kReturns && params.tile_counter != nullptr) {
     C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));
   }
   launch<&fwd_sm90_kernel<T>>(dim3(ctas), T::kThreads, kSharedBytes, kSharedBytes, stream, q_map,

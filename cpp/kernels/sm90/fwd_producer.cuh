@@ -47,6 +47,26 @@ __device__ __forceinline__ int dealt_tile(int turn) {
   return turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
 }
 
+// The number of a tile that no other CTA takes, at least call.tiles if there is none; taken: how
+// many this one took.
+template <typename T>
+__device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
+  if (call.tile_counter == nullptr) {
+    return dealt_tile(taken);
+  }
+  if constexpr (T::kCounting == Counting::kAll) {
+    return static_cast<int>(atomicAdd(call.tile_counter, 1u));
+  }
+  if (taken == 0) {
+    return static_cast<int>(blockIdx.x);
+  }
+  // Each CTA gets one number beyond the last: numbers are asked for as often as there are tiles.
+  const unsigned count = T::kCounting == Counting::kReturns
+                             ? atomicInc(call.tile_counter, static_cast<unsigned>(call.tiles - 1))
+                             : atomicAdd(call.tile_counter, 1u);
+  return static_cast<int>(gridDim.x + count);
+}
+
 template <typename T>
 __device__ __forceinline__ KeyRange tile_blocks(const FwdCall& call, const Work& work) {
   const int last_row = min(work.first_row + T::kRows, work.seqlen_q) - 1;
@@ -78,9 +98,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     Work work;
     int k_row = 0;
     for (;;) {
-      const int tile = call.tile_counter == nullptr
-                           ? dealt_tile(taken++)
-                           : static_cast<int>(atomicAdd(call.tile_counter, 1u));
+      const int tile = next_tile<T>(call, taken++);
       if (tile >= call.tiles) {
         work.first_row = -1;
         break;
@@ -100,8 +118,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     const int behind = work.seqlen_k - (blocks.end - 1) * T::kKeys;
     const bool tail = may_have_tail && count > 0 && behind < T::kKeys;
     // V's first block comes to the ring after Q's and two blocks of K, or the only one.
-    const int tail_slot =
-        (ring.slot + (T::kQueriesThroughRing ? 1 : 0) + (count == 1 ? 1 : 2)) % call.blocks;
+    const int tail_slot = (ring.slot + T::kRingQueryBlocks + (count == 1 ? 1 : 2)) % call.blocks;
     work.tail_slot = tail ? tail_slot : -1;
     work.tail_row = behind;
 
@@ -138,16 +155,19 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
       }
       ring.advance(call.blocks);
     };
-    if constexpr (T::kQueriesThroughRing) {
-      if (count > 0) {
+    if (count > 0) {
+#pragma unroll 1
+      for (int block = 0; block < T::kRingQueryBlocks; ++block) {
         barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
         const uint32_t full = shared + T::kFull + 8 * ring.slot;
         const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
-        barrier_expect(full, T::kRingQueryBytes);
+        constexpr int kGroups = T::kWarpgroups / (T::kQueriesThroughRing ? T::kRingQueryBlocks : 1);
+        constexpr int kGroupBytes = T::kRingBoxes * T::kQBoxBytes;
+        barrier_expect(full, kGroups * kGroupBytes);
 #pragma unroll 1
-        for (int group = 0; group < T::kWarpgroups; ++group) {
-          load_query_boxes<T>(call, q_map, work, group, 0, T::kRingBoxes,
-                              to + group * T::kRingBoxes * T::kQBoxBytes, full);
+        for (int i = 0; i < kGroups; ++i) {
+          load_query_boxes<T>(call, q_map, work, block * kGroups + i, 0, T::kRingBoxes,
+                              to + i * kGroupBytes, full);
         }
         ring.advance(call.blocks);
       }
@@ -177,8 +197,9 @@ __device__ __forceinline__ void load_queries(const FwdCall& call, const CUtensor
     if (work.first_row < 0) {
       return;
     }
+    constexpr int kGroups = T::kQueriesInShared ? T::kWarpgroups : 0;
 #pragma unroll 1
-    for (int group = 0; group < T::kWarpgroups; ++group) {
+    for (int group = 0; group < kGroups; ++group) {
       const uint32_t full = shared + T::kQFull + 8 * group;
       barrier_wait(shared + T::kQEmpty + 8 * group, parity ^ 1);
       barrier_expect(full, T::kQGroupBytes);
