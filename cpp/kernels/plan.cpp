@@ -283,23 +283,19 @@ bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num
 }
 
 // Heads whose key blocks are worked on side by side where CTAs take turns: no bits depend on it.
-// With many key blocks of a head side by side these share rows in L2, which counts most where
-// sequences of uneven lengths pull them apart; with few they wait less for each other under a
-// causal mask, where each has fewer rows than the one before.
-int heads_in_flight(const BwdParams& params, const BwdKernel& kernel, int num_sms) {
-  const bool full = params.window_size_left < 0 && params.window_size_right < 0;
-  if (kernel.family == Family::kSm90) {
-    // One CTA to an SM: this many key blocks of a head side by side, or half of those that a short
-    // head has. Measured on an H100 with equal lengths, full and causal (docs/adr/0019); windows
-    // are taken to be like causal masks, as their key blocks end at different rows too.
-    const int beside = full ? 33 : 16;
-    const int blocks = num_blocks(params.seqlen_k, kernel.block_n);
-    return std::max({num_sms / beside, num_sms / std::max(2 * blocks, 1), 1});
+// Key blocks of one head start together and wait for each other, a step apart: under a causal mask,
+// where each has fewer rows than the one before, most of its time in a short sequence. With many
+// heads side by side, key blocks of one head start one after another, and do not wait. But what
+// they add to, and what they read, should stay in L2: the more heads, the less of it does.
+int heads_in_flight(const BwdParams& params, const BwdKernel& kernel, const Device& device) {
+  if (device.heads_in_flight > 0) {
+    return device.heads_in_flight;
   }
-  // The best of those tried on an H200 (docs/adr/0008).
-  const bool packed = params.cu_seqlens_k != nullptr;
-  const int beside = full || (packed && kernel.block_m <= 64) ? 8 : 4;
-  return std::max(num_sms / beside, 1);
+  // Windows are taken to be like causal masks, as their key blocks end at different rows too.
+  const bool full = params.window_size_left < 0 && params.window_size_right < 0;
+  const int64_t sums = int64_t{4} * params.seqlen_q_rounded * params.d_rounded;
+  const int64_t fit = device.l2_bytes / (full ? 6 : 3) / std::max<int64_t>(sums, 1);
+  return static_cast<int>(std::min<int64_t>(std::max<int64_t>(fit, full ? 2 : 4), device.num_sms));
 }
 
 }  // namespace
@@ -435,7 +431,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
   plan.whole_heads = deterministic && suits_whole_heads(params, *plan.kernel, device.num_sms);
   plan.in_turns = deterministic && !plan.whole_heads;
   if (plan.in_turns) {
-    plan.heads_in_flight = heads_in_flight(params, *plan.kernel, device.num_sms);
+    plan.heads_in_flight = heads_in_flight(params, *plan.kernel, device);
   }
   return plan;
 }

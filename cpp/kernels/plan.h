@@ -20,6 +20,7 @@ struct Device {
   std::optional<Path> path;      // run this one where it can run at all
   std::optional<Family> family;  // likewise
   int l2_bytes = 0;              // of the cache that all SMs share
+  int heads_in_flight = 0;       // of a backward in turns; 0: the plan's choice
 };
 
 // Scratch memory of one launch: parts beyond it are computed by several launches.

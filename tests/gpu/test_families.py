@@ -282,25 +282,25 @@ def test_gradients(
 
 
 @pytest.mark.parametrize(
-    ("sms", "seqlen", "window", "family", "heads"),
+    ("sms", "seqlen", "window", "family", "share", "least"),
     [
-        pytest.param(132, 4096, (-1, -1), "sm90", 4, id="full"),
-        pytest.param(132, 4096, (-1, 0), "sm90", 8, id="causal"),
-        pytest.param(132, 4096, (256, 0), "sm90", 8, id="window"),
-        pytest.param(132, 512, (-1, 0), "sm90", 16, id="short"),
-        pytest.param(132, 513, (-1, 0), "sm90", 13, id="one-more-key-block"),
-        pytest.param(132, 512, (-1, -1), "sm90", 16, id="short-full"),
-        pytest.param(1, 4096, (-1, -1), "sm90", 1, id="one-sm"),
-        pytest.param(132, 4096, (-1, -1), "sm80", 16, id="sm80-full"),
-        pytest.param(132, 4096, (-1, 0), "sm80", 33, id="sm80-causal"),
+        pytest.param(132, 4096, (-1, -1), "sm90", 6, 2, id="full"),
+        pytest.param(132, 4096, (-1, 0), "sm90", 3, 4, id="causal"),
+        pytest.param(132, 4096, (256, 0), "sm90", 3, 4, id="window"),
+        pytest.param(132, 512, (-1, 0), "sm90", 3, 4, id="short"),
+        pytest.param(132, 64, (-1, 0), "sm90", 3, 4, id="as-many-as-SMs"),
+        pytest.param(132, 32_768, (-1, -1), "sm90", 6, 2, id="long"),
+        pytest.param(1, 4096, (-1, -1), "sm90", 6, 2, id="one-sm"),
+        pytest.param(132, 4096, (-1, 0), "sm80", 3, 4, id="sm80-causal"),
     ],
 )
-def test_heads_whose_gradients_are_computed_side_by_side(
+def test_sums_of_heads_side_by_side_fit_into_a_share_of_l2(
     sms: int,
     seqlen: int,
     window: tuple[int, int],
     family: str,
-    heads: int,
+    share: int,
+    least: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     skip_unless_built(128, "bf16", "bwd")
@@ -309,7 +309,19 @@ def test_heads_whose_gradients_are_computed_side_by_side(
     with device_override(f"sms={sms}"):
         plan = explain(flash_attn_func, q, k, v, window_size=window, deterministic=True)
     assert plan.backward is not None
-    assert (plan.backward.in_turns, plan.backward.heads_in_flight) == (True, heads)
+    sums = 4 * -(-seqlen // 128) * 128 * 128
+    fit = torch.cuda.get_device_properties(0).L2_cache_size // share // sums
+    expected = min(max(fit, least), sms)
+    assert (plan.backward.in_turns, plan.backward.heads_in_flight) == (True, expected)
+
+
+def test_heads_side_by_side_may_be_set() -> None:
+    skip_unless_built(128, "bf16", "bwd")
+    q, k, v = make_qkv((1, 512, 6, 128))
+    with device_override("heads=7"):
+        plan = explain(flash_attn_func, q, k, v, deterministic=True)
+    assert plan.backward is not None
+    assert plan.backward.heads_in_flight == 7
 
 
 @pytest.mark.parametrize("feature", BACKWARD_FEATURES)
