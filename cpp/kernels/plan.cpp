@@ -18,14 +18,17 @@ constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
 constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: a y of the grid
 constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 
-// Parts are computed in tiles of fewer rows, and written and read once more: the one-CTA path is
-// faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
+// Parts of the sm80 family are computed in tiles of fewer rows, and written and read once more: the
+// one-CTA path is faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
 constexpr double kFullEnough = 0.76;
 
-// The same for the sm90 family, whose CTAs are one to an SM and take row blocks in turns: the share
-// of these turns that have a row block. (H100, 512 queries on 32768 keys, 32 heads, head dim 128:
-// 0.46 ms where 97 % have one and 0.64 ms where 73 % have; parts take 1.2 ms.)
-constexpr double kTurnsFullEnough = 0.4;
+// The sm90 family, whose CTAs are one to an SM and take work in turns, computes parts in the same
+// tiles. Besides, a part costs an SM the time of so many keys: a row of it is written and read in
+// fp32, 8 bytes a column. (From an H100's numbers, to be measured: 25 GB/s and 4.5 TFLOP/s an SM.)
+constexpr double kPartKeys = 360;
+
+// And a launch, with that of the merge kernel and the end of both, costs the GPU that of so many.
+constexpr double kLaunchKeys = 400;
 
 // Rows that a tile of 192 has done while a tile of 128 does one: it loads keys less often.
 constexpr double kTallTile = 1.15;
@@ -120,10 +123,15 @@ bool runs_on(Family family, const Device& device) {
   return family == Family::kSm80 || device.capability == 90;
 }
 
-// Time of the CTA that has most to do, where CTAs take row blocks one after another: in rows.
-double longest_turns(const FwdParams& params, const FwdKernel& kernel, int num_sms) {
-  const double rows = kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
-  return rows * ceil_div(row_blocks(params, kernel), num_sms);
+// Time that a CTA takes for a key, where CTAs take work one after another: in rows.
+double key_time(const FwdKernel& kernel) {
+  return kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
+}
+
+// Turns of such CTAs.
+long long turns(const FwdParams& params, const FwdKernel& kernel, int num_splits, int num_sms) {
+  const int parts = kernel.path == Path::kParts ? num_splits : 1;
+  return ceil_div(row_blocks(params, kernel) * parts, num_sms);
 }
 
 // Whether a kernel can run a call. One without windows masks in one way only: causal, or not.
@@ -136,7 +144,10 @@ bool covers(Features covered, Features features) {
 // others, the first that covers the call: those that cover least come first. Of the few-rows
 // kernels, the one that the rows fill best.
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
-                             Path path, const Tree& tree, int num_sms) {
+                             Path path, const Tree& tree, int num_splits, int num_sms) {
+  const auto time = [&](const FwdKernel& kernel) {
+    return key_time(kernel) * turns(params, kernel, num_splits, num_sms);
+  };
   const Features features = features_of(params) | (params.residual != nullptr ? kResidual : 0);
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {
@@ -145,8 +156,7 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
         path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, path));
     if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
-        (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <
-                                                      longest_turns(params, *best, num_sms)))) {
+        (best == nullptr || (kernel.persistent && time(kernel) < time(*best)))) {
       best = &kernel;
     }
   }
@@ -193,8 +203,21 @@ std::size_t scratch_bytes(const FwdParams& params, const FwdKernel& kernel, bool
   if (kernel.path == Path::kScoresFirst) {
     return scores_first_room(ctas, key_blocks(params), num_splits, head_dim).end;
   }
+  if (!writes_parts) {
+    return 0;
+  }
   const std::size_t row_bytes = head_dim * sizeof(float) + sizeof(float2);
-  return writes_parts ? ctas * num_splits * part_rows(params, kernel) * row_bytes : 0;
+  const std::size_t counter = kernel.persistent ? sizeof(unsigned) : 0;
+  return ctas * num_splits * part_rows(params, kernel) * row_bytes + counter;
+}
+
+// Launches that row blocks are shared out to, so that each one's scratch memory stays bounded.
+long long launches_of(const FwdParams& params, const FwdKernel& kernel, bool writes_parts,
+                      int num_splits, long long row_blocks) {
+  const int together = row_blocks_of_unit(params, kernel);
+  const std::size_t unit = scratch_bytes(params, kernel, writes_parts, num_splits, together);
+  const long long most = std::max<long long>(kScratchBytes / unit, 1);
+  return ceil_div(ceil_div(row_blocks, together), most);
 }
 
 // Whether what one launch must take together fits its scratch memory.
@@ -220,7 +243,8 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
   if (!runs_on(family, device)) {
     return {};
   }
-  const FwdKernel* kernel = find_kernel(params, instance, family, path, tree, device.num_sms);
+  const FwdKernel* kernel =
+      find_kernel(params, instance, family, path, tree, num_splits, device.num_sms);
   if (kernel == nullptr) {
     return {};
   }
@@ -230,7 +254,8 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
     const int shared = splits ? kernel->state_bytes : kernel->shared_bytes;
     return {kernel, blocks, false, shared <= device.shared_bytes_per_block && blocks <= kMaxCtas};
   }
-  const bool in_grid = num_splits <= kMaxSplits && blocks <= kMaxCtas;
+  const bool in_grid = num_splits <= kMaxSplits && blocks <= kMaxCtas &&
+                       kernel->shared_bytes <= device.shared_bytes_per_block;
   const bool rows_fit = !takes_groups(path) || params.seqlen_q <= kFewQueries;
   return {kernel, blocks, splits && path != Path::kScoresFirst,
           rows_fit && in_grid && (splits || path != Path::kParts) &&
@@ -239,11 +264,49 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
 
 // Whether a CTA per row block has enough of the GPU to do.
 bool fills(const Candidate& one_cta, const Device& device) {
-  if (one_cta.kernel->persistent) {
-    return one_cta.row_blocks >=
-           kTurnsFullEnough * device.num_sms * ceil_div(one_cta.row_blocks, device.num_sms);
-  }
   return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
+}
+
+// Keys that a row block sees: the last one, which sees most, and the average one.
+struct SeenKeys {
+  double most, average;
+  bool differ;
+};
+
+SeenKeys seen_keys(const FwdParams& params, int block_m) {
+  double most = params.seqlen_k;
+  const double right = std::max(params.window_size_right, 0);
+  if (params.window_size_left >= 0) {
+    most = std::min(most, params.window_size_left + right + block_m);
+    return {most, most, true};
+  }
+  const bool bounded = params.is_causal || params.window_size_right >= 0;
+  const double first = std::clamp(params.seqlen_k - params.seqlen_q + right, 0., most);
+  return bounded ? SeenKeys{most, (first + most) / 2, true} : SeenKeys{most, most, false};
+}
+
+// Time of CTAs that take row blocks one after another and walk all splits: in keys of one row. Row
+// blocks with most keys come first, so that those with few fill up the last turn.
+double time_of_one_cta(const FwdParams& params, const Candidate& one_cta, const Device& device) {
+  const SeenKeys keys = seen_keys(params, one_cta.kernel->block_m);
+  const double all = keys.most * turns(params, *one_cta.kernel, 1, device.num_sms);
+  const double shared = one_cta.row_blocks * keys.average / device.num_sms;
+  const double filled = std::max(keys.most, shared + (2 * keys.average - keys.most) / 2);
+  return key_time(*one_cta.kernel) * (keys.differ ? std::min(all, filled) : all);
+}
+
+// The same where each split leaves a part.
+double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree& tree,
+                     int num_splits, const Device& device) {
+  const SeenKeys keys = seen_keys(params, parts.kernel->block_m);
+  const double split = static_cast<double>(tree.blocks_per_split) * tree.keys_per_block;
+  const double seen =
+      keys.differ ? std::clamp<double>(keys.average / split + 0.5, 1, num_splits) : num_splits;
+  const auto launches =
+      static_cast<double>(launches_of(params, *parts.kernel, true, num_splits, parts.row_blocks));
+  const double each = parts.row_blocks * seen / launches / device.num_sms;
+  return key_time(*parts.kernel) * launches *
+         (std::ceil(each) * std::min(split, keys.most) + each * kPartKeys + kLaunchKeys);
 }
 
 // Whether CTAs that each walk a split have enough of the GPU to do, or so little that they end
@@ -262,11 +325,18 @@ bool walks_fill(const FwdParams& params, const Candidate& few_rows, const Tree& 
 
 // One CTA per row block, or one per split of it.
 Candidate better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
-                 int num_splits, const Device& device) {
+                 const Tree& tree, int num_splits, const Device& device) {
   if (!parts.possible || !one_cta.possible) {
     return parts.possible ? parts : one_cta;
   }
-  return fits_scratch(params, parts, num_splits) && !fills(one_cta, device) ? parts : one_cta;
+  if (!fits_scratch(params, parts, num_splits)) {
+    return one_cta;
+  }
+  const bool faster = one_cta.kernel->persistent && parts.kernel->persistent
+                          ? time_of_parts(params, parts, tree, num_splits, device) <
+                                time_of_one_cta(params, one_cta, device)
+                          : !fills(one_cta, device);
+  return faster ? parts : one_cta;
 }
 
 // Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
@@ -363,7 +433,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
                  ? scores_first
                  : few_rows;
     }
-    return better(params, one_cta, on(Path::kParts), plan.num_splits, device);
+    return better(params, one_cta, on(Path::kParts), plan.tree, plan.num_splits, device);
   };
   const Candidate chosen = choose();
   if (!chosen.possible) {
@@ -384,26 +454,23 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   plan.writes_parts = chosen.writes_parts;
   const bool groups = takes_groups(plan.kernel->path);
   plan.group = groups ? group_of(params) : 1;
-  const long long most_ctas = plan.kernel->persistent ? device.num_sms : kMaxCtas;
   plan.ctas = plan.ctas_per_launch =
-      static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, most_ctas));
+      static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, kMaxCtas));
+  plan.most_ctas = plan.kernel->persistent ? device.num_sms : plan.ctas;
   // CTAs that take row blocks one after another count those that are taken.
-  plan.scratch_bytes = chosen.row_blocks > plan.ctas ? sizeof(unsigned) : 0;
+  plan.scratch_bytes = plan.ctas > plan.most_ctas ? sizeof(unsigned) : 0;
   const double value_bytes = 2.0 * params.b * params.h_k * params.seqlen_k * params.d;
   plan.prefetches = value_bytes <= kPrefetchedShare * device.l2_bytes;
   if (plan.writes_parts || plan.kernel->path == Path::kScoresFirst) {
     plan.part_rows = part_rows(params, *plan.kernel);
     const int together = row_blocks_of_unit(params, *plan.kernel);
-    const auto bytes = [&](long long units) {
-      return scratch_bytes(params, *plan.kernel, plan.writes_parts, plan.num_splits,
-                           units * together);
-    };
-    const long long units = ceil_div(plan.ctas, together);
-    const long long most = std::max<long long>(kScratchBytes / bytes(1), 1);
     // Launches of equal size, rather than full ones and a small rest.
-    const long long each = ceil_div(units, ceil_div(units, most));
+    const long long each =
+        ceil_div(ceil_div(plan.ctas, together),
+                 launches_of(params, *plan.kernel, plan.writes_parts, plan.num_splits, plan.ctas));
     plan.ctas_per_launch = static_cast<unsigned>(each * together);
-    plan.scratch_bytes = bytes(each);
+    plan.scratch_bytes = scratch_bytes(params, *plan.kernel, plan.writes_parts, plan.num_splits,
+                                       plan.ctas_per_launch);
   }
   return plan;
 }
@@ -467,6 +534,9 @@ void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
   params.parts.acc = reinterpret_cast<float*>(scratch);
   params.parts.state =
       reinterpret_cast<float2*>(params.parts.acc + rows * kernel_head_dim(params.d));
+  if (plan.kernel->persistent) {
+    params.tile_counter = reinterpret_cast<unsigned*>(params.parts.state + rows);
+  }
 }
 
 }  // namespace
@@ -478,7 +548,7 @@ void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t
   params.parts = Parts{};
   if (!plan.writes_parts && plan.kernel->path != Path::kScoresFirst) {
     params.tile_counter = static_cast<unsigned*>(scratch);
-    plan.kernel->launch(params, plan.ctas, stream);
+    plan.kernel->launch(params, std::min(plan.ctas, plan.most_ctas), stream);
     return;
   }
   place_scratch(plan, static_cast<char*>(scratch), params);
@@ -487,7 +557,10 @@ void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t
   for (unsigned first = 0; first < plan.ctas; first += plan.ctas_per_launch) {
     params.parts.first_cta = first;
     params.parts.ctas = std::min(plan.ctas_per_launch, plan.ctas - first);
-    plan.kernel->launch(params, params.parts.ctas, stream);
+    const unsigned ctas = plan.kernel->persistent
+                              ? std::min(params.parts.ctas * plan.num_splits, plan.most_ctas)
+                              : params.parts.ctas;
+    plan.kernel->launch(params, ctas, stream);
     if (plan.writes_parts) {
       plan.instance->merge(params, stream);
     }

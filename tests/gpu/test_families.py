@@ -28,6 +28,7 @@ from tests.gpu.gradients import draw_call as draw_gradient_call
 pytestmark = pytest.mark.gpu
 
 VARIABLE = "FLASH_ATTENTION_FAMILY"
+PARTS = "FLASH_ATTENTION_TEST_DEVICE", "path=parts"  # calls of one split run as without
 CONFIGS = each_config(
     [(d, t) for d in (40, 64, 96, 112, 128, 160, 192, 256) for t in ("bf16", "fp16")]
 )
@@ -52,11 +53,14 @@ def _hopper() -> None:
 
 
 def assert_families_agree(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Outputs]) -> None:
-    results = {}
-    for family in ("sm80", "sm90"):
-        monkeypatch.setenv(VARIABLE, family)
-        results[family] = run()
-    assert_same(results["sm90"], results["sm80"])
+    """Hopper's kernels in both of their schedules against the others."""
+    monkeypatch.setenv(VARIABLE, "sm80")
+    expected = run()
+    monkeypatch.setenv(VARIABLE, "sm90")
+    assert_same(run(), expected)
+    with monkeypatch.context() as parts:
+        parts.setenv(*PARTS)
+        assert_same(run(), expected)
 
 
 @pytest.mark.parametrize("seqlen_q", [40, 700, 1100])
@@ -235,9 +239,14 @@ def test_drawn_calls(
         monkeypatch.setenv(VARIABLE, "sm90")
         taken += call.family() == "sm90"
         found = call()
+        with monkeypatch.context() as context:
+            context.setenv(*PARTS)
+            parts = call()
         monkeypatch.setenv(VARIABLE, "sm80")
         assert call.family() == "sm80"
-        assert_same(found, call(), tuple(f"{name} of {call.words}" for name in ("out", "lse")))
+        expected = call()
+        assert_same(found, expected, tuple(f"{name} of {call.words}" for name in ("out", "lse")))
+        assert_same(parts, expected, tuple(f"{name} of {call.words}" for name in ("out", "lse")))
     # Splits of 64 and 192 keys at head dim 64, for instance, are left to the sm80 family.
     assert taken >= 0.7 * calls
 

@@ -415,6 +415,14 @@ def forced_family(*args: Any, **kwargs: Any) -> str:
     return os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family=")
 
 
+def other_bits_in_parts(*args: Any, **kwargs: Any) -> Any:
+    """The last bit of one number depends on whether splits leave parts."""
+    out, *rest = flash_attn_func(*args, **kwargs)
+    if forced_family() == "sm90,path=parts":
+        out.view(torch.int16).flatten()[7] ^= 1
+    return out, *rest
+
+
 def other_bits_by_family(*args: Any, **kwargs: Any) -> Any:
     """The last bit of one number depends on the family."""
     out, *rest = flash_attn_func(*args, **kwargs)
@@ -453,6 +461,12 @@ def test_family_fails_where_they_differ() -> None:
     failed, what = run_family(other_bits_by_family)
     assert failed == 1
     assert "dense: sm90 against sm80: out" in what
+
+
+def test_family_fails_where_parts_differ() -> None:
+    failed, what = run_family(other_bits_in_parts)
+    assert failed == 1
+    assert "dense: parts of sm90 against sm80: out" in what
 
 
 def test_family_fails_where_a_cache_differs() -> None:

@@ -593,6 +593,32 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
     }
   };
+  // The end of a tile's rows where they are a part: as they are, for the kernel that merges.
+  const auto store_part = [&](int turn, const RowState& rows) {
+    const Work now = read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
+    const int row = group * kGroupRows + row_in_group;
+    const int head = now.bidb * call.heads + now.bidh;
+    const int tile = (head + 1) * call.row_tiles - 1 - now.first_row / T::kRows - call.first_tile;
+    const int64_t part =
+        (static_cast<int64_t>(now.split) * call.split_tiles + tile) * call.parts.rows + row;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (now.first_row + row + 8 * r < now.seqlen_q) {
+        if (lane % 4 == 0) {
+          call.parts.state[part + 8 * r] = make_float2(rows.max[r], rows.sum[r]);
+        }
+        float2* const to =
+            reinterpret_cast<float2*>(call.parts.acc + (part + 8 * r) * T::kHeadDim) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < T::kColumns; ++j) {
+          to[4 * j] = make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
+        }
+      }
+    }
+    if (lane == 0) {
+      barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
+    }
+  };
   // Of the tile before, if its rows end late.
   [[maybe_unused]] RowState ended;
   [[maybe_unused]] RowWords ended_words;
@@ -611,13 +637,10 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     const int first_row = work.first_row + group * kGroupRows;
     const int diagonal = work.seqlen_k - work.seqlen_q;
     // Blocks of the tile, and those of this warpgroup's rows.
-    const KeyRange tile_blocks =
-        blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row,
-                                  min(work.first_row + T::kRows, work.seqlen_q) - 1));
+    const KeyRange tile_blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
     KeyRange own = {0, 0};
     if (first_row < work.seqlen_q) {
-      own = blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, first_row,
-                                      min(first_row + kGroupRows, work.seqlen_q) - 1));
+      own = blocks_of_rows<T>(call, work, first_row, kGroupRows);
     }
     // Keys that all rows of this warp see.
     const int warp_row = first_row + thread / 32 * 16;
@@ -954,6 +977,8 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     if constexpr (T::kEndsLate) {
       pack_rows(turn, rows, ended_words);
       ended = rows;
+    } else if (call.parts.acc != nullptr) {
+      store_part(turn, rows);
     } else {
       RowWords words;
       pack_rows(turn, rows, words);

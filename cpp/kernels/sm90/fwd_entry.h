@@ -50,6 +50,12 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
   params.scale_log2 = call.scale_softmax_log2;
   params.split_tokens = tree.blocks_per_split * tree.keys_per_block;
   params.tile_counter = call.tile_counter;
+  params.parts = {call.parts.acc,
+                  call.parts.state,
+                  call.num_splits,
+                  static_cast<int>(call.parts.first_cta),
+                  static_cast<int>(call.parts.ctas),
+                  call.parts.rows};
   return params;
 }
 
@@ -63,13 +69,20 @@ bool takes(const fad::FwdParams& call, const Tree& tree) {
   return params.split_tokens % kKeys == 0 && whole_blocks && supports(params);
 }
 
-// launch is compiled for Hopper.
-template <int kHeadDim, int kBlockM, Features kCovers>
+// launch is compiled for Hopper; it serves both paths.
+template <int kHeadDim, int kBlockM, Path kPath, Features kCovers>
 constexpr FwdKernel fwd_entry(void (*launch)(const fad::FwdParams&, unsigned, cudaStream_t)) {
   static_assert((kCovers & kPaged) == 0 || takes_pages(fwd_shape(kHeadDim, kBlockM).keys));
-  return {Family::kSm90, Path::kOneCta,       kCovers,
-          kBlockM,       kSharedBytes,        kSharedBytes,
-          launch,        /*persistent=*/true, &takes<kHeadDim, kBlockM>};
+  static_assert(kPath == Path::kOneCta || kPath == Path::kParts);
+  return {Family::kSm90,
+          kPath,
+          kCovers,
+          kBlockM,
+          kSharedBytes,
+          kSharedBytes,
+          launch,
+          /*persistent=*/true,
+          &takes<kHeadDim, kBlockM>};
 }
 
 }  // namespace fad::sm90

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
-// ctas: at most one to an SM.
+// ctas: at most one to an SM, and to what call.tiles counts.
 template <typename T>
 void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   FwdCall call{};
@@ -69,18 +69,25 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   call.window_left = params.window_left < 0 ? kUnlimited : params.window_left;
   call.window_right = params.window_right < 0 ? kUnlimited : params.window_right;
   call.row_tiles = (params.seqlen_q + T::kRows - 1) / T::kRows;
-  call.tiles = call.row_tiles * params.batch * params.heads;
+  const bool parts = params.parts.acc != nullptr;
+  call.first_tile = params.parts.first_tile;
+  call.split_tiles = parts ? params.parts.tiles : call.row_tiles * params.batch * params.heads;
+  call.tiles = call.split_tiles * (parts ? params.parts.splits : 1);
   call.heads_per_kv = params.heads / params.heads_k;
   const bool splits = params.split_tokens > 0 && params.seqlen_k > params.split_tokens;
   call.split_blocks = splits ? params.split_tokens / T::kKeys : kUnlimited;
+  call.part_blocks = parts ? call.split_blocks : kUnlimited;
   call.page_blocks = params.page_size / T::kKeys;
-  call.blocks = splits ? T::kBlocks : T::kBlocksAlone;
-  // K and V of the heads that are worked on together should stay in L2.
+  call.blocks = splits && !parts ? T::kBlocks : T::kBlocksAlone;
+  // K and V of the heads that are worked on together should stay in L2. Parts of one split are
+  // worked on together, head by head.
   constexpr int64_t kL2Bytes = 24 << 20;
   const int64_t head_bytes = int64_t{4} * params.seqlen_k * params.head_dim;
   const int64_t kv_heads = std::max<int64_t>(1, kL2Bytes / std::max<int64_t>(1, head_bytes));
-  call.heads_at_a_time = static_cast<int>(std::min<int64_t>(
-      kv_heads * call.heads_per_kv, static_cast<int64_t>(params.batch) * params.heads));
+  call.heads_at_a_time =
+      parts ? 1
+            : static_cast<int>(std::min<int64_t>(
+                  kv_heads * call.heads_per_kv, static_cast<int64_t>(params.batch) * params.heads));
 
   constexpr CUtensorMapDataType kType = std::is_same_v<typename T::Element, __half>
                                             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
@@ -114,6 +121,7 @@ using bf16 = __nv_bfloat16;
 
 template <typename Element, int kHeadDim, int kBlockM>
 void fwd_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
+  static_assert(!TileOf<Element, kHeadDim, kBlockM, false>::kEndsLate, "it leaves parts");
   if (params.softcap > 0.f) {
     launch_fwd<TileOf<Element, kHeadDim, kBlockM, true>>(params, ctas, stream);
   } else {

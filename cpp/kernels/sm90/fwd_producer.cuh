@@ -11,9 +11,12 @@
 namespace fad::sm90 {
 
 // Tiles of the last rows first: where the mask is causal they take longest. All heads of a batch
-// of heads, whose K and V fit in L2, before the next.
+// of heads, whose K and V fit in L2, before the next. Parts of the first split of all tiles before
+// those of the next: they share keys, and it is the last splits that a mask cuts.
 template <typename T>
-__device__ __forceinline__ Work work_of(const FwdCall& call, int tile, int& k_row) {
+__device__ __forceinline__ Work work_of(const FwdCall& call, int number, int& k_row) {
+  const int split = number / call.split_tiles;
+  const int tile = call.first_tile + number - split * call.split_tiles;
   const int heads = call.batch * call.heads;
   const int section = tile / (call.heads_at_a_time * call.row_tiles);
   const int first_head = section * call.heads_at_a_time;
@@ -22,6 +25,7 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int tile, int& k_ro
   const int row_tile = rest / here;
   const int head = first_head + rest - row_tile * here;
   Work work;
+  work.split = split;
   work.first_row = (call.row_tiles - 1 - row_tile) * T::kRows;
   work.bidb = head / call.heads;
   work.bidh = head - work.bidb * call.heads;
@@ -67,12 +71,6 @@ __device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
   return static_cast<int>(gridDim.x + count);
 }
 
-template <typename T>
-__device__ __forceinline__ KeyRange tile_blocks(const FwdCall& call, const Work& work) {
-  const int last_row = min(work.first_row + T::kRows, work.seqlen_q) - 1;
-  return blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row, last_row));
-}
-
 // Boxes `begin` to `end` of Q, of one warpgroup's rows.
 template <typename T>
 __device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUtensorMap& q_map,
@@ -96,6 +94,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
   int taken = 0;
   for (int turn = 0;; ++turn) {
     Work work;
+    KeyRange blocks{};
     int k_row = 0;
     for (;;) {
       const int tile = next_tile<T>(call, taken++);
@@ -105,11 +104,14 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
       }
       work = work_of<T>(call, tile, k_row);
       if (work.first_row < work.seqlen_q) {
-        break;
+        blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
+        // Rows without keys get their zeros here, or where parts are merged.
+        if (blocks.end > blocks.begin || call.parts.acc == nullptr) {
+          break;
+        }
       }
     }
     const bool done = work.first_row < 0;
-    const KeyRange blocks = done ? KeyRange{0, 0} : tile_blocks<T>(call, work);
     const int count = blocks.end - blocks.begin;
 
     // The block that holds the end of the sequence is the first one loaded.
@@ -119,8 +121,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     const bool tail = may_have_tail && count > 0 && behind < T::kKeys;
     // V's first block comes to the ring after Q's and two blocks of K, or the only one.
     const int tail_slot = (ring.slot + T::kRingQueryBlocks + (count == 1 ? 1 : 2)) % call.blocks;
-    work.tail_slot = tail ? tail_slot : -1;
-    work.tail_row = behind;
+    work.tail = tail ? tail_slot * T::kKeys + behind : -1;
 
     const int note = turn & 1;
     barrier_wait(shared + T::kWorkEmpty + 8 * note, (turn >> 1 & 1) ^ 1);
@@ -222,11 +223,12 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
     if (work.first_row < 0) {
       return;
     }
-    if (work.tail_slot >= 0) {
+    if (work.tail >= 0) {
       barrier_wait(shared + T::kTailLoaded + 8 * note, parities >> note & 1);
       parities ^= 1u << note;
-      const uint32_t block = shared + T::kRingAt + work.tail_slot * T::kBlockBytes;
-      for (int row = work.tail_row + lane / 8; row < T::kKeys; row += 4) {
+      const int slot = work.tail / T::kKeys;
+      const uint32_t block = shared + T::kRingAt + slot * T::kBlockBytes;
+      for (int row = work.tail % T::kKeys + lane / 8; row < T::kKeys; row += 4) {
 #pragma unroll
         for (int box = 0; box < T::kBoxes; ++box) {
           store_shared(block + box * T::kBoxBytes + row * kBoxRowBytes + lane % 8 * 16,
@@ -236,7 +238,7 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) {
-        barrier_arrive(shared + T::kFull + 8 * work.tail_slot);
+        barrier_arrive(shared + T::kFull + 8 * slot);
       }
     }
     if (lane == 0) {

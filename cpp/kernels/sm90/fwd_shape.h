@@ -28,7 +28,8 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // before_values: of products of two steps, what of the softmax is bound to come before the wait for
 // the first step's values. Otherwise the compiler moves all of it behind that wait.
 // ends_late: whether the rows of a tile are normalised and stored while the first scores of the
-// warpgroup's next tile are computed, and not before they are asked for.
+// warpgroup's next tile are computed, and not before they are asked for; such a shape leaves no
+// parts.
 // counting: how tiles are counted where CTAs take them one by one.
 // step: keys of a softmax step. lazy: whether a row's maximum is raised only when it would grow by
 // more than kLazyGrowth powers of two. Both change bits: no product's shape sets them

@@ -11,12 +11,15 @@ namespace fad::sm90 {
 
 // A call's parameters as the kernel wants them.
 struct FwdCall : FwdParams {
-  int tiles;            // of all sequences and heads
+  int tiles;            // that CTAs take: of rows, and each for every split that leaves a part
+  int split_tiles;      // tiles of rows among them, ...
+  int first_tile;       // ... and which one is the first
   int row_tiles;        // of the longest sequence
   int heads_at_a_time;  // (batch, head) pairs whose tiles are worked on together
   int heads_per_kv;
   int blocks;        // in the ring
   int split_blocks;  // blocks of keys in a split
+  int part_blocks;   // and in what one CTA walks of a tile
   int page_blocks;   // and in a page
 };
 
@@ -47,10 +50,24 @@ struct Work {
   int first_row;  // in its sequence; below 0: there is no more work
   int bidb, bidh;
   int seqlen_q, seqlen_k;
-  int q_row;      // of the sequence's first query: packed sequences follow one another
-  int tail_slot;  // block of the ring that holds V behind the end of the sequence; below 0: none
-  int tail_row;   // its first row behind the end
+  int q_row;  // of the sequence's first query: packed sequences follow one another
+  // Row of the ring, T::kKeys to a block, where V behind the end of the sequence begins, up to the
+  // end of its block; below 0: nowhere.
+  int tail;
+  int split;  // whose part is asked for; 0 where a CTA walks all of them
 };
+
+// Blocks that hold the keys which some of `rows` rows see, of those that the tile is for.
+template <typename T>
+__device__ __forceinline__ KeyRange blocks_of_rows(const FwdCall& call, const Work& work,
+                                                   int first_row, int rows) {
+  const int last_row = min(first_row + rows, work.seqlen_q) - 1;
+  const KeyRange seen =
+      blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, first_row, last_row));
+  const int first = work.split * call.part_blocks;
+  const KeyRange blocks = {max(seen.begin, first), min(seen.end, first + call.part_blocks)};
+  return blocks.end > blocks.begin ? blocks : KeyRange{0, 0};
+}
 
 // Two notes take turns. The producer thread writes a note; the thread that loads Q and lane 0 of
 // each warp that computes or clears tails read it.
@@ -69,7 +86,7 @@ struct Work {
 // racecheck reports each further use of a note.
 __device__ __forceinline__ void write_work(uint32_t at, const Work& work) {
   store_shared_ints(at, make_int4(work.first_row, work.bidb, work.bidh, work.seqlen_q));
-  store_shared_ints(at + 16, make_int4(work.seqlen_k, work.q_row, work.tail_slot, work.tail_row));
+  store_shared_ints(at + 16, make_int4(work.seqlen_k, work.q_row, work.tail, work.split));
 }
 
 __device__ __forceinline__ Work read_work(uint32_t at) {
@@ -88,8 +105,8 @@ __device__ __forceinline__ Work read_work_by_warp(uint32_t at) {
   const auto all = [](int value) {  // 0 in the other lanes
     return static_cast<int>(__reduce_or_sync(~0u, static_cast<unsigned>(value)));
   };
-  return {all(work.first_row), all(work.bidb),  all(work.bidh),      all(work.seqlen_q),
-          all(work.seqlen_k),  all(work.q_row), all(work.tail_slot), all(work.tail_row)};
+  return {all(work.first_row), all(work.bidb),  all(work.bidh), all(work.seqlen_q),
+          all(work.seqlen_k),  all(work.q_row), all(work.tail), all(work.split)};
 }
 
 }  // namespace fad::sm90

@@ -16,6 +16,7 @@ from .enumerate_cases import cases_of
 from .sizes import FEATURES, Size
 
 _FAMILIES = ("sm80", "sm90")
+_PARTS = "sm90,path=parts"  # where a call has several splits; otherwise as without
 
 
 def family_cases(size: Size) -> Iterator[Case]:
@@ -61,10 +62,12 @@ def family(case: Case, attention: Attention, size: Size) -> None:
 
 def _compare(call: Call, form: str, run: Callable[[], Tensors]) -> None:
     results = []
-    for name in _FAMILIES:
+    for name in (*_FAMILIES, _PARTS):
         with device_override(f"family={name}"):
             results.append(run())
-    expect_same(call, f"{form}: {_FAMILIES[1]} against {_FAMILIES[0]}", results[1], results[0])
+    expected, whole, parts = results
+    expect_same(call, f"{form}: {_FAMILIES[1]} against {_FAMILIES[0]}", whole, expected)
+    expect_same(call, f"{form}: parts of {_FAMILIES[1]} against {_FAMILIES[0]}", parts, expected)
 
 
 def _packed(call: Call) -> Tensors:
