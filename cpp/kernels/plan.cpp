@@ -7,6 +7,7 @@
 #include <string>
 
 #include "sm80/scores_first.h"
+#include "sm90/fwd_shape.h"
 
 namespace fad {
 
@@ -81,24 +82,32 @@ int splits_by_occupancy(long long row_blocks, int key_blocks, int num_sms) {
   return 1;
 }
 
-bool takes_groups(Path path) { return path == Path::kFewRows || path == Path::kScoresFirst; }
+bool few_queries(Path path) { return path == Path::kFewRows || path == Path::kScoresFirst; }
 
-// Query heads whose rows stand in one row block, of a path that takes groups: those that share a
-// key head, or some of them.
-int group_of(const FwdParams& params) {
-  if (params.seqlen_q > kFewQueries) {
-    return 1;
-  }
-  int group = params.h_h_k_ratio;
-  while (params.h_h_k_ratio % group != 0 || params.seqlen_q * group > kMostGroupRows) {
-    --group;
+// Query heads whose rows stand in one row block: those that share a key head, or some of them.
+int group_of(const FwdParams& params, Family family, Path path) {
+  int group = 1;
+  if (path == Path::kParts && family == Family::kSm90) {
+    // The copy engine loads the rows of a warpgroup, 64, as so many heads of some queries.
+    const auto fits = [&](int heads) {
+      return params.h_h_k_ratio % heads == 0 && heads <= sm90::kGroupRows &&
+             params.seqlen_q < (1 << 29) / heads;
+    };
+    while (fits(2 * group)) {
+      group *= 2;
+    }
+  } else if (few_queries(path) && params.seqlen_q <= kFewQueries) {
+    group = params.h_h_k_ratio;
+    while (params.h_h_k_ratio % group != 0 || params.seqlen_q * group > kMostGroupRows) {
+      --group;
+    }
   }
   return group;
 }
 
 // Rows of queries that stand together.
-int rows_of(const FwdParams& params, Path path) {
-  return takes_groups(path) ? params.seqlen_q * group_of(params) : params.seqlen_q;
+int rows_of(const FwdParams& params, Family family, Path path) {
+  return params.seqlen_q * group_of(params, family, path);
 }
 
 // The lowest tile of the few-rows kernel that holds so many rows, or else the tallest.
@@ -110,13 +119,13 @@ int few_rows_tile(int rows) {
   return tile;
 }
 
-long long row_blocks(const FwdParams& params, Path path, int block_m) {
-  const int group = takes_groups(path) ? group_of(params) : 1;
+long long row_blocks(const FwdParams& params, Family family, Path path, int block_m) {
+  const int group = group_of(params, family, path);
   return ceil_div(params.seqlen_q * group, block_m) * params.b * (params.h / group);
 }
 
 long long row_blocks(const FwdParams& params, const FwdKernel& kernel) {
-  return row_blocks(params, kernel.path, kernel.block_m);
+  return row_blocks(params, kernel.family, kernel.path, kernel.block_m);
 }
 
 bool runs_on(Family family, const Device& device) {
@@ -153,7 +162,7 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];
     const bool fits =
-        path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, path));
+        path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, family, path));
     if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
         (best == nullptr || (kernel.persistent && time(kernel) < time(*best)))) {
@@ -174,8 +183,8 @@ Tree tree_of(const FwdParams& params, int split_tokens, bool deterministic, int 
   constexpr int kPartRows = 64;  // that upstream's rule counts in
   const int key_blocks = static_cast<int>(ceil_div(params.seqlen_k, tree.keys_per_block));
   const Path path = params.seqlen_q <= kFewQueries ? Path::kFewRows : Path::kParts;
-  const int splits =
-      splits_by_occupancy(row_blocks(params, path, kPartRows), std::max(key_blocks, 1), num_sms);
+  const int splits = splits_by_occupancy(row_blocks(params, Family::kSm80, path, kPartRows),
+                                         std::max(key_blocks, 1), num_sms);
   if (splits > 1) {
     tree.blocks_per_split = static_cast<int>(ceil_div(key_blocks, splits));
   }
@@ -187,13 +196,13 @@ int key_blocks(const FwdParams& params) { return num_blocks(params.seqlen_k, kKe
 // The row blocks that one launch must take together, ...
 int row_blocks_of_unit(const FwdParams& params, const FwdKernel& kernel) {
   return kernel.path == Path::kScoresFirst
-             ? std::max(num_blocks(rows_of(params, kernel.path), kScoreRows), 1)
+             ? std::max(num_blocks(rows_of(params, kernel.family, kernel.path), kScoreRows), 1)
              : 1;
 }
 
 // ... the rows of each that parts hold, ...
 int part_rows(const FwdParams& params, const FwdKernel& kernel) {
-  return std::max(std::min(kernel.block_m, rows_of(params, kernel.path)), 1);
+  return std::max(std::min(kernel.block_m, rows_of(params, kernel.family, kernel.path)), 1);
 }
 
 // ... and the scratch memory that so many take.
@@ -256,7 +265,7 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
   }
   const bool in_grid = num_splits <= kMaxSplits && blocks <= kMaxCtas &&
                        kernel->shared_bytes <= device.shared_bytes_per_block;
-  const bool rows_fit = !takes_groups(path) || params.seqlen_q <= kFewQueries;
+  const bool rows_fit = !few_queries(path) || params.seqlen_q <= kFewQueries;
   return {kernel, blocks, splits && path != Path::kScoresFirst,
           rows_fit && in_grid && (splits || path != Path::kParts) &&
               (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};
@@ -278,7 +287,7 @@ SeenKeys seen_keys(const FwdParams& params, int block_m) {
   const double right = std::max(params.window_size_right, 0);
   if (params.window_size_left >= 0) {
     most = std::min(most, params.window_size_left + right + block_m);
-    return {most, most, true};
+    return {most, most, false};
   }
   const bool bounded = params.is_causal || params.window_size_right >= 0;
   const double first = std::clamp(params.seqlen_k - params.seqlen_q + right, 0., most);
@@ -295,7 +304,8 @@ double time_of_one_cta(const FwdParams& params, const Candidate& one_cta, const 
   return key_time(*one_cta.kernel) * (keys.differ ? std::min(all, filled) : all);
 }
 
-// The same where each split leaves a part.
+// The same where each split leaves a part. Those that a left window hides count too: CTAs pass them
+// one by one.
 double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree& tree,
                      int num_splits, const Device& device) {
   const SeenKeys keys = seen_keys(params, parts.kernel->block_m);
@@ -321,6 +331,19 @@ bool walks_fill(const FwdParams& params, const Candidate& few_rows, const Tree& 
   const int longest = std::min(blocks, tree.blocks_per_split);
   return longest <= kShortWalk ||
          few_rows.row_blocks * blocks >= kSplitsFullEnough * device.num_sms * longest;
+}
+
+// Whether a few queries make more rows, of whole groups, than the lowest tile of the few-rows
+// kernel has. Its taller ones take longer; one of the sm90 family reads keys as fast with 64 rows
+// as with 1.
+bool suits_tall_tiles(const FwdParams& params, const Candidate& parts, int num_splits) {
+  if (!parts.possible || !parts.kernel->persistent || params.seqlen_q > kFewQueries ||
+      params.window_size_left >= 0) {
+    return false;
+  }
+  const int group = group_of(params, parts.kernel->family, Path::kParts);
+  return group == params.h_h_k_ratio && params.seqlen_q * group > kFewRowsTiles[0] &&
+         fits_scratch(params, parts, num_splits);
 }
 
 // One CTA per row block, or one per split of it.
@@ -423,6 +446,10 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
         one_cta.kernel->family == Family::kSm90) {
       return one_cta;
     }
+    const Candidate parts = on(Path::kParts);
+    if (suits_tall_tiles(params, parts, plan.num_splits)) {
+      return parts;
+    }
     // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it
     // fills.
     const Candidate few_rows = on(Path::kFewRows);
@@ -433,7 +460,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
                  ? scores_first
                  : few_rows;
     }
-    return better(params, one_cta, on(Path::kParts), plan.tree, plan.num_splits, device);
+    return better(params, one_cta, parts, plan.tree, plan.num_splits, device);
   };
   const Candidate chosen = choose();
   if (!chosen.possible) {
@@ -452,8 +479,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   }
   plan.kernel = chosen.kernel;
   plan.writes_parts = chosen.writes_parts;
-  const bool groups = takes_groups(plan.kernel->path);
-  plan.group = groups ? group_of(params) : 1;
+  plan.group = group_of(params, plan.kernel->family, plan.kernel->path);
   plan.ctas = plan.ctas_per_launch =
       static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, kMaxCtas));
   plan.most_ctas = plan.kernel->persistent ? device.num_sms : plan.ctas;

@@ -44,8 +44,15 @@ def test_drawn_calls(seed: int) -> None:
     ids=["one-sequence", "queries", "batch", "queries-of-a-batch", "short"],
 )
 def test_the_path_follows_from_what_fills_the_gpu(
-    batch: int, seqlen_q: int, seqlen_k: int, nheads: int, nheads_k: int, path: str
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    nheads: int,
+    nheads_k: int,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_FAMILY", "sm80")  # of Hopper: test_hopper_parts.py
     one = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
     q = one.expand(batch, seqlen_q, nheads, 64)
     k = one.expand(batch, seqlen_k, nheads_k, 64)

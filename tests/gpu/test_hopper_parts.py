@@ -257,22 +257,43 @@ def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k", "head_dim", "path"),
+    ("batch", "seqlen_q", "seqlen_k", "nheads", "head_dim", "family", "path"),
     [
-        (512, 32_768, 64, "parts"),
-        (512, 32_768, 128, "one-cta"),
-        (128, 32_768, 128, "parts"),
-        (4096, 4096, 128, "one-cta"),
+        (1, 512, 32_768, 32, 64, "sm90", "parts"),
+        (1, 512, 32_768, 32, 128, "sm90", "one-cta"),
+        (1, 128, 32_768, 32, 128, "sm90", "parts"),
+        (1, 4096, 4096, 32, 128, "sm90", "one-cta"),
+        (4, 16, 32_768, 32, 128, "sm90", "parts"),
+        (8, 5, 4096, 32, 128, "sm90", "parts"),
+        (64, 4, 4096, 32, 128, "sm80", "few-rows"),
+        (64, 5, 4096, 56, 128, "sm80", "few-rows"),
     ],
-    ids=["idle-sms", "few-idle-sms", "short-chunk", "prefill"],
+    ids=[
+        "idle-sms",
+        "few-idle-sms",
+        "short-chunk",
+        "prefill",
+        "16-queries",
+        "5-queries",
+        "4-queries",
+        "group-of-7",
+    ],
 )
-def test_parts_are_left_where_sms_would_idle(
-    seqlen_q: int, seqlen_k: int, head_dim: int, path: str, monkeypatch: pytest.MonkeyPatch
+def test_parts_are_left_where_they_pay(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    nheads: int,
+    head_dim: int,
+    family: str,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """SMs would idle, or a few queries have more rows than the lowest tile of few-rows."""
     skip_unless_built(head_dim, "bf16")
     monkeypatch.setenv(VARIABLE, "sms=132")
     one = torch.empty(1, 1, 1, head_dim, device="cuda", dtype=torch.bfloat16)
-    q = one.expand(1, seqlen_q, 32, head_dim)
-    k = one.expand(1, seqlen_k, 8, head_dim)
+    q = one.expand(batch, seqlen_q, nheads, head_dim)
+    k = one.expand(batch, seqlen_k, 8, head_dim)
     plan = explain(flash_attn_func, q, k, k, causal=True)
-    assert (plan.family, plan.path) == ("sm90", path)
+    assert (plan.family, plan.path) == (family, path)

@@ -529,7 +529,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   };
   const auto out_row = [&](const Work& now, int r) {
     const int row = now.first_row + group * kGroupRows + row_in_group + 8 * r;
-    return row < now.seqlen_q ? row_of_out(now, row) : nullptr;
+    return row < now.rows ? row_of_out(now, row) : nullptr;
   };
   // The end of the rows of a tile: `acc` is normalised and packed, then stored. Four threads
   // exchange columns, so that each stores eight of them at once.
@@ -597,13 +597,13 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   const auto store_part = [&](int turn, const RowState& rows) {
     const Work now = read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
     const int row = group * kGroupRows + row_in_group;
-    const int head = now.bidb * call.heads + now.bidh;
-    const int tile = (head + 1) * call.row_tiles - 1 - now.first_row / T::kRows - call.first_tile;
+    const int unit = now.bidb * call.units + (now.bidh >> call.group_bits);
+    const int tile = (unit + 1) * call.row_tiles - 1 - now.first_row / T::kRows - call.first_tile;
     const int64_t part =
         (static_cast<int64_t>(now.split) * call.split_tiles + tile) * call.parts.rows + row;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (now.first_row + row + 8 * r < now.seqlen_q) {
+      if (now.first_row + row + 8 * r < now.rows) {
         if (lane % 4 == 0) {
           call.parts.state[part + 8 * r] = make_float2(rows.max[r], rows.sum[r]);
         }
@@ -635,17 +635,19 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       return;
     }
     const int first_row = work.first_row + group * kGroupRows;
-    const int diagonal = work.seqlen_k - work.seqlen_q;
+    const int diagonal = work.seqlen_k - (work.rows >> call.group_bits);
     // Blocks of the tile, and those of this warpgroup's rows.
     const KeyRange tile_blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
     KeyRange own = {0, 0};
-    if (first_row < work.seqlen_q) {
+    if (first_row < work.rows) {
       own = blocks_of_rows<T>(call, work, first_row, kGroupRows);
     }
     // Keys that all rows of this warp see.
     const int warp_row = first_row + thread / 32 * 16;
-    const int seen_end = min(work.seqlen_k, warp_row + diagonal + 1 + call.window_right);
-    const int seen_begin = warp_row + 15 + diagonal - call.window_left;
+    const int first_token = warp_row >> call.group_bits;
+    const int last_token = (warp_row + 15) >> call.group_bits;
+    const int seen_end = min(work.seqlen_k, first_token + diagonal + 1 + call.window_right);
+    const int seen_begin = last_token + diagonal - call.window_left;
 
     RowState rows;
     Waiting<T> waiting;
@@ -666,7 +668,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       if constexpr (T::kWaitsInLines) {
         const Work now = read_work_by_warp(work_at);
         const int row = now.first_row + group * kGroupRows + thread / 32 * 16;
-        lines.whole = __all_sync(~0u, row + 16 <= now.seqlen_q && call.head_dim == T::kHeadDim);
+        lines.whole = __all_sync(~0u, row + 16 <= now.rows && call.head_dim == T::kHeadDim);
         lines.four_rows = 4 * static_cast<int64_t>(sizeof(Element)) * call.out_row_stride;
         lines.first = reinterpret_cast<char*>(row_of_out(now, row + lane / 8)) + lane % 8 * 16;
       }
@@ -707,12 +709,13 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       }
       const int key = block * T::kKeys;
       if (key + T::kKeys > seen_end || key < seen_begin) {
-        const int row = first_row + row_in_group + diagonal;
+        const int row = first_row + row_in_group;
         const int column = key + lane % 4 * 2;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int end = min(work.seqlen_k, row + 8 * r + 1 + call.window_right) - column;
-          const int begin = row + 8 * r - call.window_left - column;
+          const int position = ((row + 8 * r) >> call.group_bits) + diagonal;
+          const int end = min(work.seqlen_k, position + 1 + call.window_right) - column;
+          const int begin = position - call.window_left - column;
 #pragma unroll
           for (int j = 2 * r; j < T::kKeys / 2; j += 4) {
 #pragma unroll

@@ -29,6 +29,7 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
   params.total_k = call.total_k;
   params.heads = call.h;
   params.heads_k = call.h_k;
+  params.group = call.group;
   params.head_dim = call.d;
   params.cu_seqlens_q = call.cu_seqlens_q;
   if (call.is_seqlens_k_cumulative) {

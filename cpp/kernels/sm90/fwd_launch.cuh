@@ -68,7 +68,11 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   static_cast<FwdParams&>(call) = params;
   call.window_left = params.window_left < 0 ? kUnlimited : params.window_left;
   call.window_right = params.window_right < 0 ? kUnlimited : params.window_right;
-  call.row_tiles = (params.seqlen_q + T::kRows - 1) / T::kRows;
+  while (1 << call.group_bits < params.group) {
+    ++call.group_bits;
+  }
+  call.units = params.heads >> call.group_bits;
+  call.row_tiles = ((params.seqlen_q << call.group_bits) + T::kRows - 1) / T::kRows;
   const bool parts = params.parts.acc != nullptr;
   call.first_tile = params.parts.first_tile;
   call.split_tiles = parts ? params.parts.tiles : call.row_tiles * params.batch * params.heads;
@@ -84,7 +88,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   constexpr int64_t kL2Bytes = 24 << 20;
   const int64_t head_bytes = int64_t{4} * params.seqlen_k * params.head_dim;
   const int64_t kv_heads = std::max<int64_t>(1, kL2Bytes / std::max<int64_t>(1, head_bytes));
-  call.heads_at_a_time =
+  call.units_at_a_time =
       parts ? 1
             : static_cast<int>(std::min<int64_t>(
                   kv_heads * call.heads_per_kv, static_cast<int64_t>(params.batch) * params.heads));
@@ -95,14 +99,14 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const bool packed_q = params.cu_seqlens_q != nullptr;
   const bool packed_k = keys_are_packed(params);
   const auto map = [&](const Rows& rows, bool packed, int batch, int64_t count, int heads,
-                       int box_rows) {
+                       int box_rows, int box_heads = 1) {
     return tensor_map({rows.data, rows.batch_stride, rows.row_stride, rows.head_stride,
                        packed ? 1 : batch, count, heads, params.head_dim},
-                      kType, box_rows);
+                      kType, box_rows, box_heads);
   };
   const CUtensorMap q_map =
       map(params.q, packed_q, params.batch, packed_q ? params.total_q : params.seqlen_q,
-          params.heads, kGroupRows);
+          params.heads, kGroupRows >> call.group_bits, 1 << call.group_bits);
   const int64_t rows_k = key_rows(params);
   const CUtensorMap k_map =
       map(params.k, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);

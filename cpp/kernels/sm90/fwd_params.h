@@ -40,6 +40,10 @@ struct FwdParams {
   float* softmax_lse;
   int64_t lse_batch_stride, lse_head_stride;
 
+  // Query heads of one key head whose rows stand in one tile: row = token * group + head. It
+  // divides kGroupRows. 1 where a CTA walks all splits.
+  int group;
+
   int batch, kv_batch;
   int seqlen_q, seqlen_k;    // of the longest sequence; below 2^29
   int64_t total_q, total_k;  // rows of packed tensors

@@ -17,23 +17,23 @@ template <typename T>
 __device__ __forceinline__ Work work_of(const FwdCall& call, int number, int& k_row) {
   const int split = number / call.split_tiles;
   const int tile = call.first_tile + number - split * call.split_tiles;
-  const int heads = call.batch * call.heads;
-  const int section = tile / (call.heads_at_a_time * call.row_tiles);
-  const int first_head = section * call.heads_at_a_time;
-  const int here = min(call.heads_at_a_time, heads - first_head);
-  const int rest = tile - first_head * call.row_tiles;
+  const int section = tile / (call.units_at_a_time * call.row_tiles);
+  const int first_unit = section * call.units_at_a_time;
+  const int here = min(call.units_at_a_time, call.batch * call.units - first_unit);
+  const int rest = tile - first_unit * call.row_tiles;
   const int row_tile = rest / here;
-  const int head = first_head + rest - row_tile * here;
+  const int unit = first_unit + rest - row_tile * here;
   Work work;
   work.split = split;
   work.first_row = (call.row_tiles - 1 - row_tile) * T::kRows;
-  work.bidb = head / call.heads;
-  work.bidh = head - work.bidb * call.heads;
+  work.bidb = unit / call.units;
+  work.bidh = (unit - work.bidb * call.units) << call.group_bits;
   const int b = work.bidb;
   work.q_row = call.cu_seqlens_q == nullptr ? 0 : call.cu_seqlens_q[b];
-  work.seqlen_q =
+  work.rows =
       within(call.cu_seqlens_q == nullptr ? call.seqlen_q : call.cu_seqlens_q[b + 1] - work.q_row,
-             call.seqlen_q);
+             call.seqlen_q)
+      << call.group_bits;
   const int pad = call.leftpad_k == nullptr ? 0 : call.leftpad_k[b];
   const int first_k = call.cu_seqlens_k == nullptr ? 0 : call.cu_seqlens_k[b];
   int length = call.cu_seqlens_k == nullptr ? call.seqlen_k : call.cu_seqlens_k[b + 1] - first_k;
@@ -76,7 +76,7 @@ template <typename T>
 __device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUtensorMap& q_map,
                                                  const Work& work, int group, int begin, int end,
                                                  uint32_t to, uint32_t full) {
-  const int row = work.q_row + work.first_row + group * kGroupRows;
+  const int row = work.q_row + ((work.first_row + group * kGroupRows) >> call.group_bits);
   const int batch = call.cu_seqlens_q == nullptr ? work.bidb : 0;
 #pragma unroll
   for (int box = begin; box < end; ++box) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
         break;
       }
       work = work_of<T>(call, tile, k_row);
-      if (work.first_row < work.seqlen_q) {
+      if (work.first_row < work.rows) {
         blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
         // Rows without keys get their zeros here, or where parts are merged.
         if (blocks.end > blocks.begin || call.parts.acc == nullptr) {

@@ -15,7 +15,9 @@ struct FwdCall : FwdParams {
   int split_tiles;      // tiles of rows among them, ...
   int first_tile;       // ... and which one is the first
   int row_tiles;        // of the longest sequence
-  int heads_at_a_time;  // (batch, head) pairs whose tiles are worked on together
+  int units;            // groups of heads
+  int units_at_a_time;  // (batch, group) pairs whose tiles are worked on together
+  int group_bits;       // log2 of the heads in a group
   int heads_per_kv;
   int blocks;        // in the ring
   int split_blocks;  // blocks of keys in a split
@@ -27,12 +29,11 @@ struct KeyRange {
   int begin, end;
 };
 
-// Keys that some row of [first_row, last_row] sees.
-__device__ __forceinline__ KeyRange visible_keys(const FwdCall& call, int seqlen_q, int seqlen_k,
-                                                 int first_row, int last_row) {
-  const int diagonal = seqlen_k - seqlen_q;
-  const int end = min(seqlen_k, last_row + diagonal + 1 + call.window_right);
-  const int begin = max(0, first_row + diagonal - call.window_left);
+// Keys that some query of [first, last] sees.
+__device__ __forceinline__ KeyRange visible_keys(const FwdCall& call, int diagonal, int seqlen_k,
+                                                 int first, int last) {
+  const int end = min(seqlen_k, last + diagonal + 1 + call.window_right);
+  const int begin = max(0, first + diagonal - call.window_left);
   return {begin, end};
 }
 
@@ -45,11 +46,12 @@ __device__ __forceinline__ KeyRange blocks_of(KeyRange keys) {
   return {keys.begin / T::kKeys, (keys.end - 1) / T::kKeys + 1};
 }
 
-// A tile of rows of one head, as the producer notes it for the others.
+// A tile of rows of one group of heads, as the producer notes it for the others.
 struct Work {
-  int first_row;  // in its sequence; below 0: there is no more work
-  int bidb, bidh;
-  int seqlen_q, seqlen_k;
+  int first_row;   // in its sequence; below 0: there is no more work
+  int bidb, bidh;  // the first head
+  int rows;        // of the sequence: queries times heads of the group
+  int seqlen_k;
   int q_row;  // of the sequence's first query: packed sequences follow one another
   // Row of the ring, T::kKeys to a block, where V behind the end of the sequence begins, up to the
   // end of its block; below 0: nowhere.
@@ -61,9 +63,10 @@ struct Work {
 template <typename T>
 __device__ __forceinline__ KeyRange blocks_of_rows(const FwdCall& call, const Work& work,
                                                    int first_row, int rows) {
-  const int last_row = min(first_row + rows, work.seqlen_q) - 1;
+  const int last_row = min(first_row + rows, work.rows) - 1;
   const KeyRange seen =
-      blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, first_row, last_row));
+      blocks_of<T>(visible_keys(call, work.seqlen_k - (work.rows >> call.group_bits), work.seqlen_k,
+                                first_row >> call.group_bits, last_row >> call.group_bits));
   const int first = work.split * call.part_blocks;
   const KeyRange blocks = {max(seen.begin, first), min(seen.end, first + call.part_blocks)};
   return blocks.end > blocks.begin ? blocks : KeyRange{0, 0};
@@ -85,7 +88,7 @@ __device__ __forceinline__ KeyRange blocks_of_rows(const FwdCall& call, const Wo
 // itself: with a read by every lane, a __syncwarp and an arrival of lane 0, compute-sanitizer's
 // racecheck reports each further use of a note.
 __device__ __forceinline__ void write_work(uint32_t at, const Work& work) {
-  store_shared_ints(at, make_int4(work.first_row, work.bidb, work.bidh, work.seqlen_q));
+  store_shared_ints(at, make_int4(work.first_row, work.bidb, work.bidh, work.rows));
   store_shared_ints(at + 16, make_int4(work.seqlen_k, work.q_row, work.tail, work.split));
 }
 
@@ -105,7 +108,7 @@ __device__ __forceinline__ Work read_work_by_warp(uint32_t at) {
   const auto all = [](int value) {  // 0 in the other lanes
     return static_cast<int>(__reduce_or_sync(~0u, static_cast<unsigned>(value)));
   };
-  return {all(work.first_row), all(work.bidb),  all(work.bidh), all(work.seqlen_q),
+  return {all(work.first_row), all(work.bidb),  all(work.bidh), all(work.rows),
           all(work.seqlen_k),  all(work.q_row), all(work.tail), all(work.split)};
 }
 
