@@ -23,9 +23,9 @@ constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 // one-CTA path is faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
 constexpr double kFullEnough = 0.76;
 
-// The sm90 family, whose CTAs are one to an SM and take work in turns, computes parts in the same
-// tiles. Besides, a part costs an SM the time of so many keys: a row of it is written and read in
-// fp32, 8 bytes a column. (From an H100's numbers, to be measured: 25 GB/s and 4.5 TFLOP/s an SM.)
+// The sm90 family, whose CTAs take work in turns, computes parts in the same tiles. Besides, a part
+// costs an SM the time of so many keys: a row of it is written and read in fp32, 8 bytes a column.
+// (From an H100's numbers, to be measured: 25 GB/s and 4.5 TFLOP/s an SM.)
 constexpr double kPartKeys = 360;
 
 // And a launch, with that of the merge kernel and the end of both, costs the GPU that of so many.
@@ -132,12 +132,12 @@ bool runs_on(Family family, const Device& device) {
   return family == Family::kSm80 || device.capability == 90;
 }
 
-// Time that a CTA takes for a key, where CTAs take work one after another: in rows.
+// Time that an SM takes for a key, where CTAs take work one after another: in rows.
 double key_time(const FwdKernel& kernel) {
   return kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
 }
 
-// Turns of such CTAs.
+// Turns of SMs in such kernels.
 long long turns(const FwdParams& params, const FwdKernel& kernel, int num_splits, int num_sms) {
   const int parts = kernel.path == Path::kParts ? num_splits : 1;
   return ceil_div(row_blocks(params, kernel) * parts, num_sms);
@@ -149,9 +149,9 @@ bool covers(Features covered, Features features) {
   return same_mask && (features & ~covered) == 0;
 }
 
-// The kernel of a family and path for a call. Of persistent ones, the one with the best tile; of
-// others, the first that covers the call: those that cover least come first. Of the few-rows
-// kernels, the one that the rows fill best.
+// The kernel of a family and path for a call. Where CTAs take row blocks one after another, the one
+// with the best tile; of others, the first that covers the call: those that cover least come first.
+// Of the few-rows kernels, the one that the rows fill best.
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
                              Path path, const Tree& tree, int num_splits, int num_sms) {
   const auto time = [&](const FwdKernel& kernel) {
@@ -165,7 +165,7 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
         path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, family, path));
     if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
-        (best == nullptr || (kernel.persistent && time(kernel) < time(*best)))) {
+        (best == nullptr || (kernel.ctas_per_sm > 0 && time(kernel) < time(*best)))) {
       best = &kernel;
     }
   }
@@ -216,7 +216,7 @@ std::size_t scratch_bytes(const FwdParams& params, const FwdKernel& kernel, bool
     return 0;
   }
   const std::size_t row_bytes = head_dim * sizeof(float) + sizeof(float2);
-  const std::size_t counter = kernel.persistent ? sizeof(unsigned) : 0;
+  const std::size_t counter = kernel.ctas_per_sm > 0 ? sizeof(unsigned) : 0;
   return ctas * num_splits * part_rows(params, kernel) * row_bytes + counter;
 }
 
@@ -337,7 +337,7 @@ bool walks_fill(const FwdParams& params, const Candidate& few_rows, const Tree& 
 // kernel has. Its taller ones take longer; one of the sm90 family reads keys as fast with 64 rows
 // as with 1.
 bool suits_tall_tiles(const FwdParams& params, const Candidate& parts, int num_splits) {
-  if (!parts.possible || !parts.kernel->persistent || params.seqlen_q > kFewQueries ||
+  if (!parts.possible || parts.kernel->ctas_per_sm == 0 || params.seqlen_q > kFewQueries ||
       params.window_size_left >= 0) {
     return false;
   }
@@ -355,7 +355,7 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
   if (!fits_scratch(params, parts, num_splits)) {
     return one_cta;
   }
-  const bool faster = one_cta.kernel->persistent && parts.kernel->persistent
+  const bool faster = one_cta.kernel->ctas_per_sm > 0 && parts.kernel->ctas_per_sm > 0
                           ? time_of_parts(params, parts, tree, num_splits, device) <
                                 time_of_one_cta(params, one_cta, device)
                           : !fills(one_cta, device);
@@ -482,7 +482,8 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   plan.group = group_of(params, plan.kernel->family, plan.kernel->path);
   plan.ctas = plan.ctas_per_launch =
       static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, kMaxCtas));
-  plan.most_ctas = plan.kernel->persistent ? device.num_sms : plan.ctas;
+  const int ctas_per_sm = plan.kernel->ctas_per_sm;
+  plan.most_ctas = ctas_per_sm > 0 ? ctas_per_sm * device.num_sms : plan.ctas;
   // CTAs that take row blocks one after another count those that are taken.
   plan.scratch_bytes = plan.ctas > plan.most_ctas ? sizeof(unsigned) : 0;
   const double value_bytes = 2.0 * params.b * params.h_k * params.seqlen_k * params.d;
@@ -560,7 +561,7 @@ void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
   params.parts.acc = reinterpret_cast<float*>(scratch);
   params.parts.state =
       reinterpret_cast<float2*>(params.parts.acc + rows * kernel_head_dim(params.d));
-  if (plan.kernel->persistent) {
+  if (plan.kernel->ctas_per_sm > 0) {
     params.tile_counter = reinterpret_cast<unsigned*>(params.parts.state + rows);
   }
 }
@@ -583,7 +584,7 @@ void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t
   for (unsigned first = 0; first < plan.ctas; first += plan.ctas_per_launch) {
     params.parts.first_cta = first;
     params.parts.ctas = std::min(plan.ctas_per_launch, plan.ctas - first);
-    const unsigned ctas = plan.kernel->persistent
+    const unsigned ctas = plan.kernel->ctas_per_sm > 0
                               ? std::min(params.parts.ctas * plan.num_splits, plan.most_ctas)
                               : params.parts.ctas;
     plan.kernel->launch(params, ctas, stream);

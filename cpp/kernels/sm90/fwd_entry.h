@@ -73,16 +73,18 @@ bool takes(const fad::FwdParams& call, const Tree& tree) {
 // launch is compiled for Hopper; it serves both paths.
 template <int kHeadDim, int kBlockM, Path kPath, Features kCovers>
 constexpr FwdKernel fwd_entry(void (*launch)(const fad::FwdParams&, unsigned, cudaStream_t)) {
-  static_assert((kCovers & kPaged) == 0 || takes_pages(fwd_shape(kHeadDim, kBlockM).keys));
   static_assert(kPath == Path::kOneCta || kPath == Path::kParts);
+  constexpr FwdShape kShape = fwd_shape(kHeadDim, kBlockM);
+  static_assert((kCovers & kPaged) == 0 || takes_pages(kShape.keys));
+  constexpr int kShared = shared_bytes(kShape.ctas_per_sm);
   return {Family::kSm90,
           kPath,
           kCovers,
           kBlockM,
-          kSharedBytes,
-          kSharedBytes,
+          kShared,
+          kShared,
           launch,
-          /*persistent=*/true,
+          kShape.ctas_per_sm,
           &takes<kHeadDim, kBlockM>};
 }
 
