@@ -27,12 +27,10 @@ VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
 SCHEDULES = ("family=sm80,path=one_cta", "family=sm90,path=one_cta", "family=sm90,path=parts")
 CONFIGS = each_config(
     [
-        (24, "fp16"),
         (32, "bf16"),
-        (40, "bf16"),
-        (64, "fp16"),
+        (40, "fp16"),
+        (64, "bf16"),
         (96, "bf16"),
-        (128, "bf16"),
         (128, "fp16"),
         (192, "bf16"),
         (256, "fp16"),
