@@ -143,7 +143,7 @@ def living(folder: Path, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("then", "limit", "status"), [(WAIT, 3, None), ("sys.exit(5)", 60, 5), ("os.abort()", 60, -6)]
+    ("then", "limit", "status"), [(WAIT, 5, None), ("sys.exit(5)", 60, 5), ("os.abort()", 60, -6)]
 )
 def test_no_process_of_a_step_is_left(
     tmp_path: Path, then: str, limit: int, status: int | None
