@@ -147,7 +147,7 @@ def test_the_real_wheel_takes_the_whole_way(
     project.dist.mkdir()
     shutil.copy(built, project.wheel)
     shutil.copy(manifest.path_of(built), manifest.path_of(project.wheel))
-    text = manifest.read(project.wheel)
+    text = manifest.read(manifest.path_of(project.wheel))
     version = built.name.split("-")[1]
     release_samples.write_report(project.wheel, project.report_path)
     ptx = {**text, "architectures": ["80-virtual"]}
