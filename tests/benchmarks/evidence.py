@@ -146,6 +146,14 @@ def words_of(command: str, given: Mapping[str, str | None]) -> list[str]:
     return words
 
 
+def _variables(given: Mapping[str, str | None]) -> dict[str, str]:
+    # Where tests look for the wheel, scoreboard and bench for FlashAttention-3.
+    found = {"FLASH_ATTN_WHEEL": given["wheel"]}
+    if given.get("fa3") is not None:
+        found["FA3_LIBRARY"] = f"{given['fa3']}/fa3.so"
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def run_step(
     step: Step,
     given: Mapping[str, str | None],
@@ -164,7 +172,7 @@ def run_step(
     """
     words = words_of(step.command, given)
     mark = uuid.uuid4().hex
-    environ = {**os.environ, _MARK: mark}
+    environ = {**os.environ, **_variables(given), _MARK: mark}
     if gpu is not None:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
@@ -485,10 +493,6 @@ def _run(options: argparse.Namespace) -> int:
         if path is not None and not path.exists():
             raise ValueError(f"--{name}: {path} does not exist")
     paths = {name: path and str(path.resolve()) for name, path in given.items()}
-    # Steps of the scoreboard and of bench look for FlashAttention-3 there.
-    if options.fa3 is not None:
-        os.environ["FA3_LIBRARY"] = str(options.fa3.resolve() / "fa3.so")
-    os.environ["FLASH_ATTN_WHEEL"] = str(paths["wheel"])
     with _alone(out), _ended_by_signals():
         record = begin(out, {**environment(options.wheel, sys.argv), "gpus": gpus})
         outcomes = run_all(steps, {**paths, "out": str(out)}, gpus, out, record)

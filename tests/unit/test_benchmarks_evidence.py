@@ -162,9 +162,14 @@ def interrupted_soon(folder: Path, names: tuple[str, ...]) -> Iterator[None]:
         "os.kill(int(sys.argv[1]), signal.SIGINT)\n"
     )
     files = [str(folder / f"{name}.ids") for name in names]
-    with subprocess.Popen([sys.executable, "-c", code, str(os.getpid()), *files]) as sender:
-        yield
-        assert sender.wait(timeout=10) == 0
+    # A shell has what it runs in the background ignore Ctrl-C, these tests too.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with subprocess.Popen([sys.executable, "-c", code, str(os.getpid()), *files]) as sender:
+            yield
+            assert sender.wait(timeout=10) == 0
+    finally:
+        signal.signal(signal.SIGINT, ignored)
 
 
 def test_ctrl_c_ends_both_lanes_and_leaves_a_whole_record(tmp_path: Path) -> None:
