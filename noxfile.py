@@ -44,7 +44,7 @@ def test(session: nox.Session) -> None:
     session.install(str(wheel), *groups("torch"))
     session.run("flash-attn-deterministic", "info")
     session.install(*groups("test-build"))
-    arguments = session.posargs or ["tests"]
+    arguments = session.posargs or test_folders()
     session.run("pytest", *arguments, env={"FLASH_ATTN_WHEEL": str(wheel)})
 
 
@@ -278,6 +278,11 @@ def the_wheel(session: nox.Session, folder: str) -> Path:
 def groups(*names: str) -> tuple[str, ...]:
     """Requirements of dependency groups in pyproject.toml."""
     return nox.project.dependency_groups(PROJECT, *names)
+
+
+def test_folders() -> list[str]:
+    """Folders of tests, each by name: by itself pytest enters none that is called build."""
+    return sorted({str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py")})
 
 
 def sources(folder: str, suffixes: str) -> list[str]:

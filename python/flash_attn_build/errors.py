@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+from .files import exit_on_sigterm
 
 
 def exit_status(work: Callable[[], object], left: str = "") -> int:
-    """Runs what a command is for; where that fails, says why on stderr.
+    """Runs what a command is for; where that fails, or is stopped, leaves no temporary file.
 
     Args:
         work: What to run.
         left: What is said after an OSError that is no BuildError: how things were left.
 
     Returns:
-        Exit status: 0, or that of the kind of failure.
+        Exit status: 0, or that of the kind of failure, of which stderr says why.
     """
+    exit_on_sigterm()
     try:
         work()
     except BuildError as error:
@@ -25,6 +28,12 @@ def exit_status(work: Callable[[], object], left: str = "") -> int:
         print(f"error: {error}. {left}".rstrip(), file=sys.stderr)
         return StepError.exit_code
     return 0
+
+
+def first_of(names: Collection[str]) -> str:
+    """Lists names, of many the first three: "a, b, c and 2 more"."""
+    some = ", ".join(sorted(names)[:3])
+    return f"{some} and {len(names) - 3} more" if len(names) > 3 else some
 
 
 class BuildError(Exception):

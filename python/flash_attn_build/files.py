@@ -15,6 +15,8 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]  # of the source tree
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BufferedWriter]:

@@ -148,6 +148,7 @@ class Case:
             "forward": ranks_model.forward_seconds(shape, ranks, NVLINK),
             "gathered": ranks_model.gathered_seconds(shape, ranks, NVLINK),
             "chain": ranks_model.chain_seconds(shape, ranks, NVLINK),
+            "forward_bytes": ranks_model.forward_memory(shape, ranks),
             "chain_bytes": ranks_model.memory(shape, ranks, 1, True),
             "gathered_bytes": ranks_model.memory(shape, ranks, 1, False),
         }

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 from flash_attn_deterministic.distributed.passes.chain import LAG
 from flash_attn_deterministic.distributed.planning.layout import dense_tokens
 from flash_attn_deterministic.distributed.planning.plan import Mask
-from flash_attn_deterministic.distributed.planning.steps import find_steps, find_units
+from flash_attn_deterministic.distributed.planning.steps import (
+    find_steps,
+    find_units,
+    head_slices,
+    heads_of_forward,
+)
 
 CAUSAL = Mask(-1, 0)
 
@@ -31,12 +36,18 @@ class Machine:
         backward: the same of the backward.
         link: bytes per second in one direction.
         latency: seconds of one message.
+        sms: streaming multiprocessors.
     """
 
     forward: float
     backward: float
     link: float
     latency: float = 20e-6
+    sms: int = 132
+
+
+# Rows of the forward's tiles at head dim 128, and their speed, as in cpp/kernels/plan.cpp.
+TILES = ((192, 1.15), (128, 1.0))
 
 
 # One H100: the forward for Hopper, the backward of the sm80 family; NVLink, or 400 Gbit/s.
@@ -79,14 +90,41 @@ class Shape:
 Seconds = Callable[[Shape, int, Machine], float]
 
 
-def forward_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) -> float:
+def forward_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 0) -> float:
     """Keys of the next heads come while these are computed: the first ones are waited for."""
     compute = shape.products() / ranks / machine.forward
     if ranks == 1:
         return compute
-    slices = math.ceil(shape.nheads_k / heads_k)
-    one = shape.keys(heads_k) * (ranks - 1) / ranks / machine.link + machine.latency
-    return one + slices * max(compute / slices, one)
+    begin = end = 0.0
+    for span in forward_slices(shape, heads_k):
+        heads = span.stop - span.start
+        came = begin + shape.keys(heads) * (ranks - 1) / ranks / machine.link + machine.latency
+        begin = max(end, came)
+        end = begin + compute * heads / shape.nheads_k / busy(shape, ranks, machine, heads)
+    return end
+
+
+def forward_slices(shape: Shape, heads_k: int) -> list[slice]:
+    """Returns the KV heads that a forward gathers at a time; heads_k is 0 where none are given."""
+    at_once = heads_of_forward(heads_k, shape.nheads_k, int(shape.keys(1)))
+    return head_slices(shape.nheads_k, at_once)
+
+
+def busy(shape: Shape, ranks: int, machine: Machine, heads_k: int) -> float:
+    """Returns the share of its time that a forward kernel on some KV heads computes in.
+
+    SMs take tiles of rows in turns, and the last turn is rarely full: the fewer tiles, the more of
+    the time it is. Few heads may want the smaller tile, too. A kernel has one of the two parts of a
+    rank; tiles of a part take about the same time.
+    """
+    heads = shape.batch * heads_k * shape.nheads // shape.nheads_k
+    rows = shape.seqlen / (2 * ranks)
+    best = max(speed for _, speed in TILES)
+    found = min(
+        tile / speed * math.ceil(heads * math.ceil(rows / tile) / machine.sms)
+        for tile, speed in TILES
+    )
+    return heads * rows / machine.sms / best / found
 
 
 def gathered_seconds(shape: Shape, ranks: int, machine: Machine) -> float:
@@ -155,6 +193,19 @@ def bubble(shape: Shape, ranks: int, heads_k: int = 1) -> float:
     return 1.0 - chain_seconds(shape, 1, free) / ranks / chain_seconds(shape, ranks, free, heads_k)
 
 
+def forward_memory(shape: Shape, ranks: int, heads_k: int = 0) -> float:
+    """Returns the bytes of a rank in the forward, beside q, k, v, out and softmax_lse.
+
+    Keys and values of three slices: computed, sent, received; and out of a slice's rows, which is
+    copied to its place.
+    """
+    slices = forward_slices(shape, heads_k)
+    heads: int = slices[0].stop
+    rows = 2.0 * shape.batch * shape.seqlen / ranks * shape.head_dim
+    out = rows * heads * shape.nheads // shape.nheads_k
+    return min(len(slices) + 1, 3) * shape.keys(heads) + out
+
+
 def memory(shape: Shape, ranks: int, heads_k: int, chain: bool) -> float:
     """Returns the bytes of a rank in the backward, beside what it is given and what it returns."""
     group = shape.nheads // shape.nheads_k
@@ -166,21 +217,25 @@ def memory(shape: Shape, ranks: int, heads_k: int, chain: bool) -> float:
         # Of one unit: here, and on their way in and out; and of own keys, all heads of a KV head.
         sums = 8.0 * shape.batch * shape.seqlen * shape.head_dim
         at_once = 3 * shape.nheads / len(units) + (group / ranks if heads_k == 1 else 0)
-        return kept * shape.keys(heads_k) + sums * at_once
+        gradients = shape.keys(shape.nheads_k) / ranks  # dk and dv where they end
+        return kept * shape.keys(heads_k) + sums * at_once + gradients
     slice_of_rows = shape.rows() / shape.nheads_k * heads_k
-    # Two slices, and the gradients that are thrown away: dq in 32 bits of all rows of a slice.
+    # Of rows, which are more than the keys before them: three slices as in the forward, and the
+    # gradients that are thrown away: dq in 32 bits of all rows of a slice.
     unused = 6.0 * shape.batch * shape.seqlen * heads_k * group * shape.head_dim
-    return 2 * (shape.keys(heads_k) + slice_of_rows) + unused
+    return min(slices + 1, 3) * slice_of_rows + unused
 
 
 def main() -> int:
     """Prints the table."""
     print(
-        "| tokens | ranks | link | forward | gathered | chain | bubble | gathered GB | chain GB |"
+        "| tokens | ranks | link | forward | gathered | chain | bubble "
+        "| forward GB | gathered GB | chain GB |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for seqlen, ranks, name, machine in (
         (65_536, 2, "NVLink", NVLINK),
+        (65_536, 4, "NVLink", NVLINK),
         (65_536, 8, "NVLink", NVLINK),
         (262_144, 8, "NVLink", NVLINK),
         (1_048_576, 8, "NVLink", NVLINK),
@@ -197,7 +252,8 @@ def main() -> int:
             backward / ranks / chain_seconds(shape, ranks, machine),
             bubble(shape, ranks),
         ]
-        sizes = [memory(shape, ranks, 1, chain) / 1e9 for chain in (False, True)]
+        sizes = [forward_memory(shape, ranks) / 1e9]
+        sizes += [memory(shape, ranks, 1, chain) / 1e9 for chain in (False, True)]
         words = [f"{seqlen:,}", str(ranks), name, *(f"{100 * share:.0f} %" for share in shares)]
         print("| " + " | ".join([*words, *(f"{size:.1f}" for size in sizes)]) + " |")
     return 0

@@ -17,9 +17,7 @@ from flash_attn_build.compile import manifest, sources
 from flash_attn_build.release import policy as policies
 from flash_attn_build.release.gate import Verdict, decide, find_runs
 from flash_attn_build.release.policy import Policy
-from flash_attn_build.release.ptx import manifest_path
 from flash_attn_build.release.report import digest
-from flash_attn_build.release.tree import read_tree
 from flash_attn_build.wheel import check, sbom
 
 _SCHEMA_FILE = Path(__file__).resolve().parents[2] / "docs" / "verification.schema.json"
@@ -88,7 +86,7 @@ class Project:
 
     @property
     def ptx_manifest(self) -> Path:
-        return self.root / manifest_path(POLICY.unverified_architectures["sm_80"].ptx_report)
+        return self.ptx_path.with_suffix(".manifest.json")
 
     @property
     def report(self) -> dict[str, Any]:
@@ -124,8 +122,7 @@ class Project:
         self.git("tag", "--force", "v0.1.0")
 
     def decide(self) -> Verdict:
-        runs = find_runs(self.dist)
-        return decide(self.wheel, runs, self.policy, read_tree(self.root), self.root)
+        return decide(self.wheel, find_runs(self.dist), self.policy, self.root)
 
     def reasons(self) -> str:
         return "\n".join(self.decide().reasons)

@@ -260,7 +260,7 @@ def tree(tmp_path: Path) -> Path:
         (
             "peers-forward",
             "H200, torch 2.11.0, 2026-11-20. Our time over theirs, geometric mean (worst) of the "
-            "cases that they can run. Not measured: B3 L3.",
+            "cases that they can run. Not measured, for want of time: 1 cases, named in the JSON.",
         ),
         ("peers-forward-all", "| B1 L1 | 500 | 601 | 1.20 |"),
         ("peers-backward-all", "| B2 L2 | 500 | - | - |"),

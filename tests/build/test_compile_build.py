@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fake_wheel
 import pytest
-from flash_attn_build.compile import build, build_folder, toolchain, variables
+from flash_attn_build.compile import build, build_folder, toolchain
 from flash_attn_build.errors import SettingError, StepError, WheelError
 from flash_attn_build.wheel import sbom
 
@@ -59,7 +59,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sbom, "find_parts", lambda cuda: fake_wheel.PARTS)
     monkeypatch.setenv("MAX_JOBS", "3")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    for name in variables.given(os.environ):
+    for name in build_folder.influences(os.environ):
         monkeypatch.delenv(name)
 
 
@@ -145,7 +145,7 @@ def test_environment_measures_reports_and_limits(tmp_path: Path) -> None:
     assert environ["HOME"] == "/h"
     for language in ("CUDA", "CXX"):
         launcher = environ[f"CMAKE_{language}_COMPILER_LAUNCHER"].split(";")
-        assert launcher[-3:] == ["--log-dir", str(build_folder.log_dir(tmp_path)), "--"]
+        assert launcher[-3:] == ["--log-dir", str(tmp_path / build_folder.LOGS), "--"]
 
 
 def test_a_command_that_takes_long_is_asked_how_far_it_is(tmp_path: Path) -> None:
@@ -244,11 +244,12 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
     out.mkdir()
     script = (
         "import sys, tempfile, os\n"
-        "from flash_attn_build import files\n"
+        "from flash_attn_build import errors\n"
         "from flash_attn_build.compile import build\n"
-        "files.exit_on_sigterm()\n"
-        f"with tempfile.TemporaryDirectory(dir={str(out)!r}):\n"
+        "def work():\n"
+        f"  with tempfile.TemporaryDirectory(dir={str(out)!r}):\n"
         f"    build.run_group([sys.executable, '-c', {SLEEPER!r}, {str(noted)!r}], os.environ)\n"
+        "sys.exit(errors.exit_status(work))\n"
     )
     tools = str(Path(build.__file__).resolve().parents[2])
     process = subprocess.Popen(

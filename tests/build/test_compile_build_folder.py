@@ -53,6 +53,27 @@ def test_objects_that_nothing_is_known_of_go(folder: Path) -> None:
     assert left(folder) == ["lib.so", build_folder.STAMP]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CMAKE_ARGS", "CMAKE_CUDA_FLAGS", "SKBUILD_CMAKE_DEFINE", "CFLAGS", "CXXFLAGS", "CUDAFLAGS",
+        "LDFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "CUDAHOSTCXX", "CPATH",
+        "ZIG_LIB_DIR",
+    ],
+)  # fmt: skip
+def test_what_changes_a_wheel_is_told(name: str) -> None:
+    assert build_folder.influences({name: "-x", "HOME": "/h"}) == {name: "-x"}
+    assert build_folder.influences({name: " "}) == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["PATH", "CXX", "CUDACXX", "MAX_JOBS", "SOURCE_DATE_EPOCH", "CMAKE_BUILD_PARALLEL_LEVEL"],
+)
+def test_what_does_not_is_passed_over(name: str) -> None:
+    assert build_folder.influences({name: "x"}) == {}
+
+
 def test_a_new_folder(tmp_path: Path) -> None:
     build_folder.renew(tmp_path / "build" / "dev", MADE_WITH)
     assert left(tmp_path / "build" / "dev") == [build_folder.STAMP]
@@ -96,7 +117,7 @@ def test_the_units_of_a_real_build_are_found_and_earlier_ones_are_not(tmp_path: 
         pytest.skip("no cmake and ninja")
     build = tmp_path / "build"
     start = [sys.executable, "-I", "-S", launcher.__file__]
-    start += ["--log-dir", str(build_folder.log_dir(build)), "--"]
+    start += ["--log-dir", str(build / build_folder.LOGS), "--"]
     environ = {**os.environ, "PATH": path, "CMAKE_EXPORT_COMPILE_COMMANDS": "ON"}
     for name in ("x", "y"):
         (tmp_path / f"{name}.cpp").write_text("int a;\n")
@@ -106,7 +127,8 @@ def test_the_units_of_a_real_build_are_found_and_earlier_ones_are_not(tmp_path: 
         configure += [f"-DCMAKE_CXX_COMPILER_LAUNCHER={';'.join(start)}"]
         for command in (configure, ["ninja", "-C", str(build)]):
             subprocess.run(command, check=True, env=environ)
-        (unit,) = build_folder.read_units(build)
-        assert unit["output"] == f"CMakeFiles/x.dir/{name}.cpp.o"
+        ((output, unit),) = build_folder.read_units(build).items()
+        assert output == f"CMakeFiles/x.dir/{name}.cpp.o"
+        assert unit is not None
         assert unit["cpu_seconds"] > 0
     assert (build / "CMakeFiles/x.dir/x.cpp.o").exists()

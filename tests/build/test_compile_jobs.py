@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from flash_attn_build import files
 from flash_attn_build.compile import jobs
 from flash_attn_build.errors import SettingError
 
@@ -53,7 +56,7 @@ def test_a_system_that_does_not_tell_its_memory_uses_its_cores(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "files",
+    "contents",
     [
         pytest.param(
             {
@@ -78,14 +81,14 @@ def test_a_system_that_does_not_tell_its_memory_uses_its_cores(tmp_path: Path) -
     ],
 )
 def test_a_container_limit_counts_less_what_it_uses_but_for_its_cache(
-    tmp_path: Path, files: dict[str, str]
+    tmp_path: Path, contents: dict[str, str]
 ) -> None:
-    root = system(tmp_path, proc__meminfo=memory(100), **files)
+    root = system(tmp_path, proc__meminfo=memory(100), **contents)
     assert jobs.available_memory(root) == 5 * jobs.GIB
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("contents", "expected"),
     [
         pytest.param(
             {"proc__self__cgroup": "0::/a", "sys__fs__cgroup__a__cpu.max": "250000 100000"},
@@ -117,24 +120,25 @@ def test_a_container_limit_counts_less_what_it_uses_but_for_its_cache(
         ),
     ],
 )
-def test_cpu_quota_cuts_the_cores(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert jobs.usable_cores(system(tmp_path, **files)) == expected
+def test_cpu_quota_cuts_the_cores(tmp_path: Path, contents: dict[str, str], expected: int) -> None:
+    assert jobs.usable_cores(system(tmp_path, **contents)) == expected
 
 
-def test_command_prints_one_number(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MAX_JOBS", "3")
-    assert jobs.main() == 0
-    assert capsys.readouterr().out == "3\n"
+def command(given: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(files.ROOT / "python"), "MAX_JOBS": given}
+    command = [sys.executable, "-m", "flash_attn_build.compile.jobs"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
 
 
-def test_command_fails_on_a_bad_setting(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("MAX_JOBS", "many")
-    assert jobs.main() == SettingError.exit_code
-    assert "MAX_JOBS" in capsys.readouterr().err
+def test_command_prints_one_number() -> None:
+    done = command("3")
+    assert (done.returncode, done.stdout) == (0, "3\n")
+
+
+def test_command_fails_on_a_bad_setting() -> None:
+    done = command("many")
+    assert (done.returncode, done.stdout) == (SettingError.exit_code, "")
+    assert "MAX_JOBS" in done.stderr
 
 
 def test_memory_for_a_job_covers_every_build_that_was_measured() -> None:

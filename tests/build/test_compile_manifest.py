@@ -9,7 +9,7 @@ from typing import Any
 import fake_wheel
 import pytest
 from flash_attn_build import files
-from flash_attn_build.compile import build_folder, locks, manifest
+from flash_attn_build.compile import build_folder, manifest
 from flash_attn_build.errors import WheelError
 
 
@@ -72,12 +72,14 @@ def test_no_units_no_flags() -> None:
 def test_reads_the_units_of_this_configuration_only(tmp_path: Path) -> None:
     # An object of an earlier configuration (other head dims) still lies in the folder.
     for record in UNITS:
-        files.write_json(build_folder.log_dir(tmp_path) / f"{record['output']}.json", record)
+        files.write_json(tmp_path / build_folder.LOGS / f"{record['output']}.json", record)
         (tmp_path / record["output"]).write_text("")
     # As CMake writes them, whole; older ones relative.
     commands = [{"output": "c.cpp.o"}, {"output": str(tmp_path / "b.cu.o")}]
     files.write_json(tmp_path / "compile_commands.json", [*commands, {"output": "never.o"}])
-    assert build_folder.read_units(tmp_path) == [UNITS[1], UNITS[2]]
+    found = build_folder.read_units(tmp_path)
+    assert found == {"b.cu.o": UNITS[1], "c.cpp.o": UNITS[2], "never.o": None}
+    assert list(found) == sorted(found)
 
 
 def test_tool_versions_leave_out_what_is_not_installed() -> None:
@@ -103,7 +105,7 @@ def test_a_list_of_locked_tools_that_is_not_there(tmp_path: Path, text: str | No
     if text is not None:
         files.write_text(tmp_path / "locks" / "build.txt", text)
     with pytest.raises(LookupError, match=r"locks/build\.txt: (No such file|names no version)"):
-        list(locks.requirements("13.0.88", tmp_path))
+        list(manifest.locked("13.0.88", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_what_is_no_manifest(tmp_path: Path, text: str | None, expected: str) ->
     if text is not None:
         manifest.path_of(tmp_path / "a.whl").write_text(text)
     with pytest.raises(WheelError, match=expected):
-        manifest.read(tmp_path / "a.whl")
+        manifest.read(manifest.path_of(tmp_path / "a.whl"))
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(

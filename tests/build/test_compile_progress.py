@@ -4,45 +4,69 @@ import json
 from pathlib import Path
 
 import pytest
-from flash_attn_build.compile import build_folder, progress
+from flash_attn_build import files
+from flash_attn_build.compile import build_folder
 
-ROOT = Path(__file__).resolve().parents[2]
 MEASURED = {"large.o": 90.0, "small.o": 10.0}
 
 
-def test_what_is_left_follows_the_measured_costs() -> None:
-    assert progress.left(MEASURED, {}, MEASURED) == (0, 100)
-    assert progress.left(MEASURED, {"small.o": 10}, MEASURED) == (10, 90)
-    # This machine takes twice as long.
-    assert progress.left(MEASURED, {"small.o": 20}, MEASURED) == (20, 180)
-    assert progress.left(MEASURED, {"small.o": 9, "large.o": 99}, MEASURED) == (108, 0)
+@pytest.fixture
+def build(tmp_path: Path) -> Path:
+    """A build folder below a source tree, in which CMake has written its list of units."""
+    folder = tmp_path / "build"
+    files.write_json(folder / "compile_commands.json", [{"output": name} for name in MEASURED])
+    units = [{"output": name, "cpu_seconds": seconds} for name, seconds in MEASURED.items()]
+    files.write_json(tmp_path / "docs/results/build.json", {"translation_units": units})
+    return folder
 
 
-def test_units_that_were_not_measured_count_as_the_mean() -> None:
-    outputs = [*MEASURED, "new.o"]
-    assert progress.left(outputs, {}, MEASURED) == (0, 150)
-    assert progress.left(outputs, {"of another configuration.o": 7}, MEASURED) == (0, 150)
+def add(build: Path, name: str, seconds: float) -> None:
+    record = {"output": name, "cpu_seconds": seconds}
+    files.write_json(build / build_folder.LOGS / f"{name}.json", record)
 
 
-def test_the_line_counts_units_of_this_build(tmp_path: Path) -> None:
-    assert progress.line(tmp_path, 2, MEASURED, 0) == ""  # CMake has written nothing yet
-    commands = tmp_path / "compile_commands.json"
-    commands.write_text(json.dumps([{"output": str(tmp_path / name)} for name in MEASURED]))
-    logs = build_folder.log_dir(tmp_path)
-    logs.mkdir()
-    (logs / "small.o.json").write_text(json.dumps({"output": "small.o", "cpu_seconds": 20}))
-    assert progress.line(tmp_path, 2, MEASURED, 0) == (
+def minutes(build: Path) -> tuple[str, str]:
+    """CPU-minutes done and left."""
+    words = build_folder.progress(build, 2, 0, build.parent).split()
+    return words[5], words[8]
+
+
+def test_the_line_counts_units_of_this_build(build: Path) -> None:
+    add(build, "small.o", 20)
+    commands = build / "compile_commands.json"
+    assert build_folder.progress(build, 2, 0, build.parent) == (
         "1 of 2 translation units, 0.3 CPU-minutes; about 3.0 CPU-minutes left, 2 minutes on 2 "
         "cores"
     )
-    assert progress.line(tmp_path, 2, {}, 0) == ""
+    assert build_folder.progress(build, 2, 0, build) == ""  # nothing was measured
     # The list of an earlier configuration.
-    assert progress.line(tmp_path, 2, MEASURED, commands.stat().st_mtime + 1) == ""
+    later = commands.stat().st_mtime + 1
+    assert build_folder.progress(build, 2, later, build.parent) == ""
+    commands.unlink()  # CMake has written nothing yet
+    assert build_folder.progress(build, 2, 0, build.parent) == ""
 
 
-def test_measured_costs_are_those_of_the_release_build(tmp_path: Path) -> None:
-    assert progress.measured_seconds(tmp_path) == {}
-    measured = progress.measured_seconds(ROOT)
-    recorded = json.loads((ROOT / "docs" / "results" / "build.json").read_text())
-    assert sum(measured.values()) == pytest.approx(recorded["totals"]["cpu_seconds"], rel=1e-3)
-    assert max(measured, key=lambda name: measured[name]).endswith(".cu.o")
+def test_what_is_left_follows_the_measured_costs(build: Path) -> None:
+    assert minutes(build) == ("0.0", "1.7")
+    add(build, "small.o", 10)
+    assert minutes(build) == ("0.2", "1.5")
+    add(build, "small.o", 20)  # this machine takes twice as long
+    assert minutes(build) == ("0.3", "3.0")
+    add(build, "large.o", 100)
+    assert minutes(build) == ("2.0", "0.0")
+
+
+def test_units_that_were_not_measured_count_as_the_mean(build: Path) -> None:
+    names = [*MEASURED, "new.o"]
+    files.write_json(build / "compile_commands.json", [{"output": name} for name in names])
+    assert minutes(build) == ("0.0", "2.5")
+    add(build, "of another configuration.o", 70)
+    assert minutes(build) == ("0.0", "2.5")
+
+
+def test_measured_costs_are_those_of_the_release_build(build: Path) -> None:
+    recorded = json.loads((files.ROOT / "docs" / "results" / "build.json").read_text())
+    commands = [{"output": unit["output"]} for unit in recorded["translation_units"]]
+    files.write_json(build / "compile_commands.json", commands)
+    expected = f"about {recorded['totals']['cpu_seconds'] / 60:.1f} CPU-minutes left"
+    assert expected in build_folder.progress(build, 2, 0)

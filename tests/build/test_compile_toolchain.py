@@ -121,7 +121,8 @@ def test_command_prints_nothing_where_a_compiler_must_be_installed(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(packages)})
-    assert toolchain.main([]) == 0
+    monkeypatch.setattr("sys.argv", ["toolchain"])
+    assert toolchain.main() == 0
     assert capsys.readouterr().out.strip() == ""
 
 
@@ -140,8 +141,9 @@ def test_only_packages_where_the_build_is_locked(
 ) -> None:
     monkeypatch.setenv("CUDACXX", str(toolkit(tmp_path / "cuda")))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(packages)})
-    assert toolchain.main(["--packages"]) == 0
+    monkeypatch.setattr("sys.argv", ["toolchain", "--packages"])
+    assert toolchain.main() == 0
     assert capsys.readouterr().out.strip() == ""
     own = toolkit(packages / "nvidia" / "cu13")
-    assert toolchain.main(["--packages"]) == 0
+    assert toolchain.main() == 0
     assert capsys.readouterr().out.strip() == str(own)

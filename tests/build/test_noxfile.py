@@ -111,3 +111,10 @@ def test_cuda_12_is_compiled_with_debians_nvcc(sessions: ModuleType) -> None:
     session = Session()
     assert sessions.install_compilers(session, locked=True, cuda12=True) == "/packages/nvcc"
     assert session.commands[-1][:3] == ("python", "-m", "flash_attn_build.compile.debian_cuda")
+
+
+def test_every_folder_of_tests_is_run(noxfile: ModuleType) -> None:
+    folders = noxfile.test_folders()
+    assert {"tests/build", "tests/gpu", "tests/unit", "tests/wheel"} <= set(folders)
+    here = Path(__file__).relative_to(noxfile.ROOT)
+    assert str(here.parent) in folders

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tomli
-from flash_attn_build.compile import locks
+from flash_attn_build.compile import manifest
 from flash_attn_build.wheel import sbom
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_one_version_of_a_package_is_locked() -> None:
             found.setdefault(name, set()).add(version)
     assert {name: versions for name, versions in found.items() if len(versions) > 1} == {}
     for cuda in ("12.4.131", "13.0.88"):
-        locked = {each.name: str(each.specifier) for each in locks.requirements(cuda)}
+        locked = {each.name: str(each.specifier) for each in manifest.locked(cuda)}
         assert {f"=={version}" for version in found["ziglang"]} == {locked["ziglang"]}
         assert ("nvidia-cuda-nvcc" in locked) == (cuda == "13.0.88")
 

@@ -18,9 +18,9 @@ import release_samples
 from flash_attn_build import files
 from flash_attn_build.compile import manifest
 from flash_attn_build.errors import RefusedError, StepError
-from flash_attn_build.release import assets, gate, index
+from flash_attn_build.release import __main__ as release
+from flash_attn_build.release import index
 from flash_attn_build.release.report import digest
-from flash_attn_build.release.tree import read_tree
 from release_samples import Project
 
 
@@ -31,11 +31,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 @pytest.fixture
-def pages(project: Project, tmp_path: Path) -> Path:
+def pages(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of one release page, as the gate writes them."""
-    tree, runs = read_tree(project.root), gate.find_runs(project.dist)
-    verdicts = gate.judge([project.wheel], runs, project.policy, tree, project.root)
-    assets.write(verdicts, project.policy, project.root, tmp_path / "release")
+    monkeypatch.setattr(release, "POLICY", release_samples.POLICY)
+    release.release(project.dist, project.dist, tmp_path / "release", None, project.root)
     shutil.copytree(tmp_path / "release" / "assets", tmp_path / "pages" / "v0.1.0")
     return tmp_path / "pages"
 
@@ -235,7 +234,17 @@ def test_attestations_are_not_left_out_by_mistake(
 ) -> None:
     with pytest.raises(SystemExit):
         index.main(["--pages", str(pages), "--out", str(tmp_path / "index")])
-    assert "--repository: give it, or --unattested" in capsys.readouterr().err
+    assert "--repository --unattested is required" in capsys.readouterr().err
+
+
+def test_an_empty_repository_does_not_leave_attestations_out(
+    pages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a workflow's variable is not set."""
+    calls = gh(tmp_path, "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    assert write(pages, tmp_path / "index", "--repository", "") == RefusedError.exit_code
+    assert "attestation verify" in calls.read_text()
 
 
 def test_pages_come_from_all_releases(

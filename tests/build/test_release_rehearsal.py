@@ -130,6 +130,12 @@ def test_attestations_are_asked_for_before_anything_is_read(
     monkeypatch.setenv("PATH", f"{gh.parent}{os.pathsep}{os.environ['PATH']}")
     assert run(project, out, "--attested", "o/n", "c0ffee") == 0
     assert calls.read_text().count("--source-digest c0ffee") == 2
+    stray = project.dist / "verification" / "2" / "verification.json"
+    wheel = {"filename": project.wheel.name, "sha256": "1" * 64}
+    release_samples.write_report(project.wheel, stray, wheel=wheel)
+    assert run(project, out) == 0
+    assert run(project, out, "--attested", "o/n", "c0ffee") == RefusedError.exit_code
+    assert "is of no wheel of this release" in capsys.readouterr().err
     gh.write_text("#!/bin/sh\nexit 1\n")
     assert run(project, out, "--attested", "o/n", "c0ffee") == RefusedError.exit_code
     assert "has no attestation" in capsys.readouterr().err
@@ -147,7 +153,7 @@ def test_the_real_wheel_takes_the_whole_way(
     project.dist.mkdir()
     shutil.copy(built, project.wheel)
     shutil.copy(manifest.path_of(built), manifest.path_of(project.wheel))
-    text = manifest.read(project.wheel)
+    text = manifest.read(manifest.path_of(project.wheel))
     version = built.name.split("-")[1]
     release_samples.write_report(project.wheel, project.report_path)
     ptx = {**text, "architectures": ["80-virtual"]}

@@ -18,8 +18,8 @@ from flash_attn_deterministic.distributed import llama3
 from flash_attn_deterministic.distributed.messages import exchange
 from flash_attn_deterministic.distributed.messages import ranks as messages
 from flash_attn_deterministic.distributed.messages.ranks import Ranks
-from flash_attn_deterministic.distributed.passes import chain, slices
-from flash_attn_deterministic.distributed.planning import layout, plan
+from flash_attn_deterministic.distributed.passes import chain, forward, slices
+from flash_attn_deterministic.distributed.planning import layout, plan, steps
 from flash_attn_deterministic.verify.ranks import run, trial
 from flash_attn_deterministic.verify.ranks.cases import Case
 
@@ -53,6 +53,18 @@ def outcome_in_small_batches(case: Case) -> dict[str, Any]:
     """Returns what differs where each launch holds one message to a rank."""
     with _instead(messages, _AT_ONCE=1):
         return run.outcome_of(case, "cpu")
+
+
+def outcome_of_slices(case: Case, most: int) -> tuple[dict[str, Any], list[int]]:
+    """Returns what differs where keys of a slice have some bytes at most, and heads at a time."""
+    whole, found = steps.heads_of_forward, []
+
+    def noting(*args: int) -> int:
+        found.append(whole(*args))
+        return found[-1]
+
+    with _instead(forward, heads_of_forward=noting), _instead(steps, _SLICE_BYTES=most):
+        return run.outcome_of(case, "cpu"), found
 
 
 def most_sums_held(case: Case) -> int:

@@ -76,6 +76,25 @@ def test_launches_hold_some_messages_each(pool: Pool) -> None:
     assert pool.run(ranks.outcome_in_small_batches, case)[0] == {}
 
 
+SLICED = {
+    "zigzag": Case(
+        2, order="zigzag", lengths_q=(68,), lengths_k=(68,), nheads=10, nheads_k=5, head_dim=8
+    ),
+    # A rank without tokens, and sequences that lie on one rank; the bytes are those of the others.
+    "packed": Case(4, lengths_q=(3, 33, 0), lengths_k=(3, 33, 0), nheads=5, nheads_k=5, **PACKED),
+    "window": Case(3, lengths_q=(30,), lengths_k=(99,), mask="window", nheads=5, nheads_k=5),
+    "both": Case(2, heads_ranks=2, lengths_q=(40,), lengths_k=(40,), nheads=20, nheads_k=10),
+}
+
+
+@pytest.mark.parametrize("case", SLICED.values(), ids=SLICED)
+def test_slices_of_some_heads(pool: Pool, case: Case) -> None:
+    one = 4 * case.lengths_k[1 if case.packed else 0] * case.head_dim
+    for most, heads in ((1, 1), (2 * one, 2), (3 * one - 1, 2), (2**28, 3)):
+        found = pool.run(ranks.outcome_of_slices, case, most)
+        assert found == [({}, [heads] * (rank < case.size)) for rank in range(4)]
+
+
 def test_sums_of_three_waves_are_held(pool: Pool) -> None:
     tokens: dict[str, Any] = {"lengths_q": (48,), "lengths_k": (48,), "nheads": 12, "nheads_k": 1}
     # One step of each head on each rank: sums that come, that are added to, and that go.

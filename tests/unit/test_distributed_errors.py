@@ -32,6 +32,10 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "order": ({"order": "zigzag"}, "order: "),
     "mask": ({"causal": True}, "the right window: -1 on rank 0, 0 on rank 1"),
     "scale": ({"softmax_scale": 0.5}, "softmax_scale: 0.25 on rank 0, 0.5 on rank 1"),
+    "stride and none": (
+        {"heads_k_stride": 1},
+        "heads_k_stride (0: None): 0 on rank 0, 1 on rank 1",
+    ),
     "split size": ({"split_size": 64}, "split_size: 2048 on rank 0, 64 on rank 1"),
 }
 
@@ -61,6 +65,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown order": ({"order": "striped"}, "order: expected one of contiguous, zigzag"),
     "order no str": ({"order": 3}, "order: expected a str"),
     "stride": ({"heads_k_stride": 3}, "heads_k_stride: expected 1 to 2, got 3"),
+    "stride of none": ({"heads_k_stride": 0}, "heads_k_stride: expected 1 to 2, got 0"),
+    "stride below": ({"heads_k_stride": -1}, "heads_k_stride: expected 1 to 2, got -1"),
+    "stride no int": ({"heads_k_stride": 1.0}, "heads_k_stride: expected an int, got float"),
     "slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: expected None"),
     "float32": ({"dtype": torch.float32}, "q: expected dtype torch.float16 or"),
 }

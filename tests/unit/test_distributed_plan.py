@@ -20,7 +20,11 @@ from flash_attn_deterministic.distributed.planning.plan import (
     keys_under_rows,
     rows_on_keys,
 )
-from flash_attn_deterministic.distributed.planning.steps import find_steps
+from flash_attn_deterministic.distributed.planning.steps import (
+    find_steps,
+    head_slices,
+    heads_of_forward,
+)
 
 MASKS = {
     "full": Mask(-1, -1),
@@ -177,3 +181,17 @@ def test_a_route_takes_each_token_once() -> None:
     assert second.sent == ((slice(0, 2), slice(4, 5)), ())
     assert first.received == ((slice(1, 2),), (slice(2, 4), slice(4, 5)))
     assert (first.filled, second.filled) == (False, True)
+
+
+@pytest.mark.parametrize("nheads_k", [1, 2, 3, 5, 8, 9])
+@pytest.mark.parametrize("head_bytes", [0, 1, 2**25, 2**26, 2**27 + 1, 2**28, 2**28 + 1, 2**40])
+def test_heads_of_a_forward(nheads_k: int, head_bytes: int) -> None:
+    found = heads_of_forward(0, nheads_k, head_bytes)
+    assert 1 <= found <= (nheads_k + 1) // 2
+    assert found == 1 or found * head_bytes <= 2**28
+    # No more would do.
+    assert found == (nheads_k + 1) // 2 or (found + 1) * head_bytes > 2**28
+    slices = head_slices(nheads_k, found)
+    assert [h for one in slices for h in range(one.start, one.stop)] == list(range(nheads_k))
+    for given in range(1, nheads_k + 1):
+        assert heads_of_forward(given, nheads_k, head_bytes) == given

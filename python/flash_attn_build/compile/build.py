@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import files
 from ..errors import SettingError, StepError, exit_status
 from ..wheel import sbom
+from ..wheel.check import check
 from ..wheel.repair import repair
-from . import build_folder, jobs, launcher, manifest, progress, toolchain, variables
-
-ROOT = Path(__file__).resolve().parents[3]
+from . import build_folder, jobs, launcher, manifest, toolchain
 
 # Dates the files of a wheel that is built outside a git checkout.
 FIXED_EPOCH = "1764547200"
@@ -47,12 +46,11 @@ class Request:
     locked: bool = False
 
 
-def build(request: Request, root: Path = ROOT) -> Path:
+def build(request: Request) -> Path:
     """Builds one wheel.
 
     Args:
         request: What to build.
-        root: The source tree.
 
     Returns:
         The wheel in the request's out_dir; its manifest lies beside it.
@@ -60,9 +58,6 @@ def build(request: Request, root: Path = ROOT) -> Path:
     Raises:
         BuildError: A step failed. The out_dir is as it was.
     """
-    # Its libraries are installed in environments made for building only.
-    from ..wheel.check import check
-
     cuda = toolchain.find()
     job_count = jobs.count()
     host = toolchain.host_compiler()
@@ -73,21 +68,21 @@ def build(request: Request, root: Path = ROOT) -> Path:
         for name, version in tools.items()
         if name in ("nvcc", toolchain.compiler_name(host), "torch") or name.startswith("nvidia-")
     }
-    influences = variables.given(os.environ)
+    influences = build_folder.influences(os.environ)
     _say(f"preset {request.preset}, CUDA {cuda.version} ({cuda.root}), {job_count} at once")
     build_folder.renew(request.build_dir, {"tools": made_of, "environment": influences})
     request.out_dir.mkdir(parents=True, exist_ok=True)
     begin = time.time()
     # Beside its final place, so that the last step is a rename.
     with tempfile.TemporaryDirectory(dir=request.out_dir, prefix=".build-") as folder:
-        environ = environment(cuda, job_count, request.build_dir, os.environ, root)
+        environ = environment(cuda, job_count, request.build_dir, os.environ)
         environ["TMPDIR"] = folder  # compilers that are stopped leave their files there
-        made = _compile(request, root, Path(folder, "made"), environ)
+        made = _compile(request, Path(folder, "made"), environ)
         epoch = int(environ["SOURCE_DATE_EPOCH"])
         parts = sbom.find_parts(cuda)
         wheel = repair(made, Path(folder, "repaired"), parts, epoch, request.local)
         info = check(wheel)
-        units = build_folder.read_units(request.build_dir)
+        units = [unit for unit in build_folder.read_units(request.build_dir).values() if unit]
         settings = {
             "preset": request.preset,
             "defines": list(request.defines),
@@ -104,7 +99,7 @@ def build(request: Request, root: Path = ROOT) -> Path:
         }
         places = {
             str(request.build_dir): "build",
-            str(root): ".",
+            str(files.ROOT): ".",
             str(cuda.root): "<cuda>",
             sys.prefix: "<environment>",
         }
@@ -124,11 +119,7 @@ def build(request: Request, root: Path = ROOT) -> Path:
 
 
 def environment(
-    cuda: toolchain.Toolchain,
-    job_count: int,
-    build_dir: Path,
-    environ: Mapping[str, str],
-    root: Path = ROOT,
+    cuda: toolchain.Toolchain, job_count: int, build_dir: Path, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Makes the environment that CMake and Ninja run in.
 
@@ -137,14 +128,13 @@ def environment(
         job_count: Compilations at once.
         build_dir: The build folder.
         environ: The environment to start from; what the user set in it stays.
-        root: The source tree.
 
     Returns:
         The environment.
     """
     # The launcher runs as a plain file: no package to import, no site-packages to look through.
     command = [sys.executable, "-I", "-S", str(Path(launcher.__file__).resolve())]
-    command += ["--log-dir", str(build_folder.log_dir(build_dir)), "--"]
+    command += ["--log-dir", str(build_dir / build_folder.LOGS), "--"]
     return {
         "CMAKE_BUILD_PARALLEL_LEVEL": str(job_count),
         "CMAKE_CUDA_COMPILER_LAUNCHER": ";".join(command),
@@ -152,11 +142,11 @@ def environment(
         **environ,
         "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",  # says which objects are of this configuration
         "CUDACXX": str(cuda.nvcc),
-        "SOURCE_DATE_EPOCH": source_date_epoch(environ, root),
+        "SOURCE_DATE_EPOCH": source_date_epoch(environ),
     }
 
 
-def source_date_epoch(environ: Mapping[str, str], root: Path = ROOT) -> str:
+def source_date_epoch(environ: Mapping[str, str], root: Path = files.ROOT) -> str:
     """Chooses the date that files in the wheel bear.
 
     Args:
@@ -177,35 +167,32 @@ def source_date_epoch(environ: Mapping[str, str], root: Path = ROOT) -> str:
                 "Unset it to take the date of the last commit."
             )
         return given
-    if (root / ".git").exists() and (git := shutil.which("git")):
-        log = subprocess.run(
-            [git, "-C", str(root), "log", "-1", "--format=%ct"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if log.returncode == 0 and log.stdout.strip():
-            return log.stdout.strip()
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "log", "-1", "--format=%ct"]
+        with suppress(OSError, subprocess.CalledProcessError):  # no git; no commit yet
+            log = subprocess.run(command, capture_output=True, text=True, check=True)
+            return log.stdout.strip() or FIXED_EPOCH
     return FIXED_EPOCH
 
 
-def _compile(request: Request, root: Path, destination: Path, environ: Mapping[str, str]) -> Path:
+def _compile(request: Request, destination: Path, environ: Mapping[str, str]) -> Path:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
     command += ["--outdir", str(destination), f"-Cbuild-dir={request.build_dir}"]
     command += [f"-Ccmake.args=--preset={request.preset}"]
     command += [f"-Ccmake.define.{define}" for define in request.defines]
-    begin, measured = time.time(), progress.measured_seconds(root)
-    job_count = int(environ["CMAKE_BUILD_PARALLEL_LEVEL"])
+    begin, job_count = time.time(), int(environ["CMAKE_BUILD_PARALLEL_LEVEL"])
 
     def tell() -> None:
-        if text := progress.line(request.build_dir, job_count, measured, begin):
+        if text := build_folder.progress(request.build_dir, job_count, begin):
             _say(text)
 
-    status = run_group([*command, str(root)], environ, tell)
+    status = run_group([*command, str(files.ROOT)], environ, tell)
     made = list(destination.glob("*.whl"))
     if status or len(made) != 1:
         raise StepError(
             f"the build failed (exit status {status}); the first error above says why. "
             "If a compiler was killed, memory ran out: set MAX_JOBS to a smaller number "
-            f"(this build: {environ['CMAKE_BUILD_PARALLEL_LEVEL']})."
+            f"(this build: {job_count})."
         )
     return made[0]
 
@@ -244,7 +231,7 @@ def _say(text: str) -> None:
     print(f"build: {text}", flush=True)
 
 
-def request_from(arguments: Sequence[str], root: Path = ROOT) -> Request:
+def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
     """Reads the command line.
 
     Args:
@@ -294,7 +281,6 @@ def main() -> int:
     Returns:
         Exit status.
     """
-    files.exit_on_sigterm()
     request = request_from(sys.argv[1:])
     return exit_status(lambda: build(request), "Nothing was put into the folder for wheels.")
 

@@ -1,4 +1,4 @@
-"""What an earlier build left in its folder, and how much of it the next one may use."""
+"""The folder of a build: what an earlier one left there, and how much of this one is left."""
 
 from __future__ import annotations
 
@@ -12,6 +12,54 @@ from typing import Any
 from .. import files
 
 STAMP = "made_with.json"
+LOGS = "launcher"  # folder for the compiler launcher's records
+
+# Environment variables that have a say in what compilers make.
+_PREFIXES = ("CMAKE_", "NVCC_", "SKBUILD_", "ZIG_")
+_NAMES = frozenset(
+    {
+        "CCC_OVERRIDE_OPTIONS",  # clang's, which zig is
+        "CFLAGS",
+        "COMPILER_PATH",
+        "CPATH",
+        "CPLUS_INCLUDE_PATH",
+        "CUDAFLAGS",
+        "CUDAHOSTCXX",
+        "CXXFLAGS",
+        "C_INCLUDE_PATH",
+        "GCC_EXEC_PREFIX",
+        "LDFLAGS",
+        "LIBRARY_PATH",
+    }
+)
+# How fast and how loud a build is.
+_HARMLESS = frozenset(
+    {
+        "CMAKE_BUILD_PARALLEL_LEVEL",
+        "CMAKE_COLOR_DIAGNOSTICS",
+        "CMAKE_EXPORT_COMPILE_COMMANDS",
+    }
+)
+
+
+def influences(environ: Mapping[str, str]) -> dict[str, str]:
+    """Picks the variables that can change a wheel and that neither sources nor options tell of.
+
+    CUDACXX, CXX and the like are not among them: the manifest has the compilers' versions.
+
+    Args:
+        environ: The environment of a build.
+
+    Returns:
+        Those that are set to something, in the order of names.
+    """
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if value.strip()
+        and name not in _HARMLESS
+        and (name in _NAMES or name.startswith(_PREFIXES))
+    }
 
 
 def renew(build_dir: Path, made_with: Mapping[str, Any]) -> None:
@@ -37,12 +85,7 @@ def renew(build_dir: Path, made_with: Mapping[str, Any]) -> None:
     files.write_text(stamp, wanted)
 
 
-def log_dir(build_dir: Path) -> Path:
-    """Names the folder inside a build folder for the compiler launcher's records."""
-    return build_dir / "launcher"
-
-
-def read_units(build_dir: Path) -> list[dict[str, Any]]:
+def read_units(build_dir: Path) -> dict[str, dict[str, Any] | None]:
     """Reads what the compiler launcher noted of the translation units of this configuration.
 
     Args:
@@ -50,13 +93,46 @@ def read_units(build_dir: Path) -> list[dict[str, Any]]:
             earlier configuration may lie there too, and are left out.
 
     Returns:
-        One record per translation unit that was compiled, in the order of outputs.
+        Record by output, in the order of outputs; None for a unit that is not compiled yet.
     """
     commands = json.loads((build_dir / "compile_commands.json").read_text(encoding="utf-8"))
     # CMake writes whole paths there, and the compilers get them relative to the folder.
     outputs = {os.path.relpath(build_dir / command["output"], build_dir) for command in commands}
-    records = [json.loads(path.read_text()) for path in log_dir(build_dir).glob("*.json")]
-    return sorted(
-        (record for record in records if record["output"] in outputs),
-        key=lambda record: str(record["output"]),
+    records = [json.loads(path.read_text()) for path in (build_dir / LOGS).glob("*.json")]
+    found = {record["output"]: record for record in records}
+    return {output: found.get(output) for output in sorted(outputs)}
+
+
+def progress(build_dir: Path, job_count: int, begin: float, root: Path = files.ROOT) -> str:
+    """Says how far a build is, from what its units cost when they were last measured.
+
+    Ninja estimates from the units that it has finished. Ours differ a hundredfold, and the small
+    ones come first.
+
+    Args:
+        build_dir: The build folder. What an earlier build compiled there counts as done.
+        job_count: Compilations at once.
+        begin: When the build began, in seconds since 1970.
+        root: The source tree, whose docs/results has the costs of the release build.
+
+    Returns:
+        A line; "" before CMake has written the list of units, or where nothing was measured.
+    """
+    commands, manifest = build_dir / "compile_commands.json", root / "docs/results/build.json"
+    if not manifest.exists() or not commands.exists() or commands.stat().st_mtime < begin:
+        return ""
+    rows = json.loads(manifest.read_text(encoding="utf-8"))["translation_units"]
+    measured = {row["output"]: row["cpu_seconds"] for row in rows}
+    mean = sum(measured.values()) / len(measured)
+    units = read_units(build_dir)
+    # A unit that was not measured counts as the mean of all.
+    expected = {output: measured.get(output, mean) for output in units}
+    done = {output: unit["cpu_seconds"] for output, unit in units.items() if unit}
+    spent, as_measured = sum(done.values()), sum(expected[output] for output in done)
+    # At the speed of what is done: this machine is not that of the measurement.
+    left = (sum(expected.values()) - as_measured) * (spent / as_measured if as_measured else 1.0)
+    return (
+        f"{len(done)} of {len(units)} translation units, {spent / 60:.1f} CPU-minutes; about "
+        f"{left / 60:.1f} CPU-minutes left, {left / 60 / job_count:.0f} minutes on "
+        f"{job_count} cores"
     )

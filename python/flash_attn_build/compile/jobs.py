@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..errors import SettingError, exit_status
+from ..files import ROOT
 
 GIB = 1 << 30
-ROOT = Path(__file__).resolve().parents[3]
 # Compilers of another version need somewhat more or less than the one that was measured.
 _ROOM = 1.1
 
@@ -40,15 +40,12 @@ def peak_bytes(root: Path = ROOT) -> int:
     return int(max(found) * _ROOM)
 
 
-def count(
-    environ: Mapping[str, str] = os.environ, root: Path = Path("/"), peak: int | None = None
-) -> int:
+def count(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
     """Number of CUDA compilations that may run at once.
 
     Args:
         environ: Environment; MAX_JOBS in it, a whole number >= 1, decides alone.
         root: Root of the file system whose /proc and /sys are read.
-        peak: Memory that one compilation needs, in bytes; None: see `peak_bytes`.
 
     Returns:
         MAX_JOBS, or the smaller of the usable cores and the compilations that the available
@@ -66,7 +63,7 @@ def count(
             )
         return int(given)
     memory = available_memory(root)
-    by_memory = usable_cores(root) if memory is None else memory // (peak or peak_bytes())
+    by_memory = usable_cores(root) if memory is None else memory // peak_bytes()
     return max(1, min(usable_cores(root), by_memory))
 
 
@@ -149,14 +146,5 @@ def _read(path: Path) -> str:
         return ""
 
 
-def main() -> int:
-    """Prints the number of compilations, alone on a line.
-
-    Returns:
-        Exit status.
-    """
-    return exit_status(lambda: print(count()))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(lambda: print(count())))

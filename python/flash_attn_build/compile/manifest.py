@@ -8,13 +8,14 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
 from ..errors import WheelError
-from ..files import sha256_of
-from . import locks
+from ..files import ROOT, sha256_of
 from .toolchain import compiler_name
 
 SCHEMA = 3
@@ -28,19 +29,18 @@ def path_of(wheel: Path) -> Path:
     return wheel.with_name(f"{wheel.name}.manifest.json")
 
 
-def read(wheel: Path) -> dict[str, Any]:
-    """Reads the manifest beside a wheel.
+def read(path: Path) -> dict[str, Any]:
+    """Reads a manifest.
 
     Args:
-        wheel: The wheel.
+        path: The file, beside a wheel: see `path_of`.
 
     Returns:
-        The manifest; that it is of this wheel is not checked.
+        The manifest; of which wheel it is, is not checked.
 
     Raises:
         WheelError: It is missing, or no manifest of this form.
     """
-    path = path_of(wheel)
     try:
         text = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -108,29 +108,42 @@ def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict
         Target and language, such as "fad_kernels cuda", to the flags its translation units share,
         in the order of the first command, without its inputs and outputs.
     """
-    commands: dict[str, list[Sequence[str]]] = {}
+    named: dict[str, list[str]] = {}
     for unit in units:
         found = re.search(r"CMakeFiles/([^/]+)\.dir/", unit["output"])
         language = "cuda" if unit["output"].endswith(".cu.o") else "cxx"
         name = f"{found[1]} {language}" if found else language
-        commands.setdefault(name, []).append(unit["command"])
-    return {name: _common_flags(found, places) for name, found in sorted(commands.items())}
-
-
-def _common_flags(commands: Sequence[Sequence[str]], places: Mapping[str, str]) -> list[str]:
-    shared: list[str] = []
-    for position, command in enumerate(commands):
-        words = iter(command[1:])
-        kept = []
-        for word in words:
-            if word in ("-o", "-MF", "-MT", "-c"):
-                next(words, None)
-            else:
-                kept.append(word)
-        shared = kept if position == 0 else [flag for flag in shared if flag in kept]
+        words = zip(unit["command"][1:], unit["command"], strict=False)
+        # With what follows each, an input or an output.
+        kept = [word for word, before in words if not {word, before} & {"-o", "-MF", "-MT", "-c"}]
+        named[name] = [flag for flag in named.get(name, kept) if flag in kept]
     for place, name in sorted(places.items(), key=lambda item: -len(item[0])):  # longest first
-        shared = [flag.replace(place, name) for flag in shared]
-    return shared
+        named = {key: [flag.replace(place, name) for flag in each] for key, each in named.items()}
+    return dict(sorted(named.items()))
+
+
+def locked(cuda: str, root: Path = ROOT) -> Iterator[Requirement]:
+    """Reads what a build with `--locked` installs, from the hash-locked lists in locks/.
+
+    Args:
+        cuda: Version of nvcc: the compilers of CUDA 12 and 13 have lists of their own.
+        root: The source tree.
+
+    Yields:
+        A requirement with one version each.
+
+    Raises:
+        LookupError: A list is not there, or empty.
+    """
+    for name in ("build", "torch", "cuda12" if cuda.startswith("12.") else "cuda"):
+        try:
+            text = (root / "locks" / f"{name}.txt").read_text(encoding="utf-8")
+        except OSError as error:
+            raise LookupError(f"locks/{name}.txt: {error.strerror}") from error
+        found = re.findall(r"^[a-z0-9][^\\\n]*==[^\\\n]+", text, re.MULTILINE)
+        if not found:
+            raise LookupError(f"locks/{name}.txt: names no version")
+        yield from map(Requirement, found)
 
 
 def tool_versions(cuda: str, host_compiler: tuple[str, ...]) -> dict[str, str]:
@@ -153,7 +166,7 @@ def tool_versions(cuda: str, host_compiler: tuple[str, ...]) -> dict[str, str]:
         name: said.removeprefix(name).strip(),
         "python": platform.python_version(),
     }
-    for requirement in locks.requirements(cuda):
+    for requirement in locked(cuda):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[requirement.name] = importlib.metadata.version(requirement.name)
     return versions

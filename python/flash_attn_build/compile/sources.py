@@ -10,9 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from ..files import read_tree, tree_sha256
-
-ROOT = Path(__file__).resolve().parents[3]
+from ..errors import exit_status
+from ..files import ROOT, read_tree, tree_sha256
 
 # Kernels, ops, patches, and the tools that fetch and patch upstream's part of them.
 NATIVE = (
@@ -42,7 +41,4 @@ def digests(root: Path = ROOT) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    try:
-        print(json.dumps(digests()))
-    except OSError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(exit_status(lambda: print(json.dumps(digests()))))

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,12 @@ def find(environ: Mapping[str, str] = os.environ, packages: Path | None = None) 
     if not nvcc.exists():
         nvcc = found
     if packages in root.parents:
-        link_libraries(root)
+        # The two names that nvcc and CMake look for, and packages leave out.
+        runtimes = root.glob("lib/libcudart.so.*")
+        links = [(root / "lib64", "lib"), *((path.with_suffix(""), path.name) for path in runtimes)]
+        for link, target in links:
+            if not link.exists():
+                link.symlink_to(target)
     version = re.search(r"\bV(\d+\.\d+\.\d+)", _run(nvcc, "--version"))
     if version is None:
         raise ToolchainError(f"{nvcc}: `nvcc --version` names no version. Is it an nvcc?")
@@ -115,21 +120,6 @@ def compiler_name(command: tuple[str, ...]) -> str:
     return Path([word for word in command if not word.startswith("-")][-1]).name
 
 
-def link_libraries(root: Path) -> None:
-    """Gives a toolkit that came from packages the two names that nvcc and CMake look for.
-
-    Args:
-        root: Toolkit's folder inside site-packages.
-    """
-    wanted = [(root / "lib64", "lib")]
-    wanted += [
-        (library.with_suffix(""), library.name) for library in root.glob("lib/libcudart.so.*")
-    ]
-    for link, target in wanted:
-        if not link.exists():
-            link.symlink_to(target)
-
-
 def _candidates(environ: Mapping[str, str], packages: Path) -> Iterator[Path]:
     for name, tail in (("CUDACXX", ""), ("CUDA_HOME", "bin/nvcc"), ("CUDA_PATH", "bin/nvcc")):
         if value := environ.get(name, "").strip():
@@ -162,18 +152,16 @@ def _run(nvcc: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Prints the path of nvcc, or an empty line where a CUDA compiler is still to be installed.
 
-    Args:
-        arguments: `--packages`: of this Python's packages, whatever the machine has.
+    With `--packages`: of this Python's packages, whatever the machine has.
 
     Returns:
         Exit status.
     """
     packages = Path(sysconfig.get_paths()["purelib"])
-    only_packages = (sys.argv[1:] if arguments is None else arguments) == ["--packages"]
-    environ: Mapping[str, str] = {} if only_packages else os.environ
+    environ: Mapping[str, str] = {} if sys.argv[1:] == ["--packages"] else os.environ
     return exit_status(lambda: print(next(_candidates(environ, packages), "")))
 
 

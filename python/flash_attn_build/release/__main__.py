@@ -3,56 +3,124 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..compile import manifest
-from ..errors import RefusedError, exit_status
-from ..files import exit_on_sigterm
-from . import assets
-from .gate import find_runs, find_wheels, judge
+from ..errors import RefusedError, StepError, exit_status
+from ..files import ROOT, sha256_of, write_text
+from . import kernels_hub
+from .gate import Verdict, find_runs, find_wheels, judge
 from .policy import POLICY
-from .tree import read_tree
-
-ROOT = Path(__file__).resolve().parents[3]
+from .report import at
 
 
 def release(
-    dist: Path, reports: Path, out: Path, root: Path = ROOT, *, strays: bool = True
+    dist: Path, reports: Path, out: Path, attested: tuple[str, str] | None, root: Path = ROOT
 ) -> None:
-    """Asks the gate, and writes the files of the release if it is open.
+    """Asks the gate, and writes what is published if it is open.
 
     Args:
         dist: Folder for wheels.
         reports: Folder that holds the verification reports.
-        out: Folder for what is published; replaced as a whole, removed if the gate is shut.
+        out: Folder for what is published: `assets/` for the release page, `package-index/` for the
+            wheel that has no local version, `kernels-hub/` for a repository of the kernel hub,
+            notes.md and SHA256SUMS; replaced as a whole, removed if the gate is shut.
+        attested: Repository and commit whose attestations wheels and manifests must have; there
+            may be no reports of other wheels then.
         root: The source tree.
-        strays: Whether there may be reports of other wheels.
 
     Raises:
         RefusedError: The gate does not let a wheel through; the message has every reason.
     """
+    if attested:
+        check_attestations(dist, *attested, root)
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
+        made = Path(name, "made")
+        assets = made / "assets"
+        assets.mkdir(parents=True)
         # Copies, so that what is judged is what is published.
-        copies = Path(name, "dist")
-        copies.mkdir()
         for wheel in find_wheels(dist):
             for path in (wheel, manifest.path_of(wheel)):
                 if path.exists():
-                    shutil.copyfile(path, copies / path.name)
-        wheels, runs, tree = find_wheels(copies), find_runs(reports), read_tree(root)
-        verdicts = judge(wheels, runs, POLICY, tree, root, strays=strays)
-        made = Path(name, "made")
-        assets.write(verdicts, POLICY, root, made)
+                    shutil.copyfile(path, assets / path.name)
+        runs = find_runs(reports)
+        verdicts = judge(find_wheels(assets), runs, POLICY, root, strays=not attested)
+        for label, verdict in verdicts.items():
+            wheel = verdict.wheel.path
+            proofs = sorted({report.path.parent for report in verdict.verified.values()})
+            for number, folder in enumerate(proofs, start=1):
+                for path in sorted(folder.glob("verification.*")):
+                    target = f"{wheel.name}.verification-{number}{path.suffix}"
+                    shutil.copyfile(path, assets / target)
+            kernels_hub.write(wheel, made / "kernels-hub")
+            if not label:
+                (made / "package-index").mkdir()
+                shutil.copyfile(wheel, made / "package-index" / wheel.name)
+        changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
+        write_text(made / "notes.md", _notes(verdicts, changelog))
+        sums = sorted((path, sha256_of(path)) for path in made.rglob("*") if path.is_file())
+        lines = (f"{digest}  {path.relative_to(made).as_posix()}\n" for path, digest in sums)
+        write_text(made / "SHA256SUMS", "".join(lines))
         made.rename(out)
     for verdict in verdicts.values():
         print(f"{verdict.wheel.path.name}: {verdict.wheel.sha256}: the gate is open")
+
+
+def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
+    """The notes of a release, in Markdown: changes, what was verified, what was not."""
+    version = verdicts[""].wheel.version
+    # The version's part, which `## 1.2.3 (date)` opens, without that heading.
+    part = rf"^## {re.escape(version)}(?=\s|$)[^\n]*\n(.*?)(?=^## |\Z)"
+    found = re.search(part, changelog, re.M | re.S)
+    lines = [found[1].strip() if found else "", "", "## Verified", ""]
+    lines += ["| wheel | CUDA | architectures | GPU | sha256 |", "|---|---|---|---|---|"]
+    for label, verdict in verdicts.items():
+        reports = verdict.verified.values()
+        gpus = sorted({str(at(report.content, "environment", "gpu")) for report in reports})
+        lines.append(
+            f"| {version}{'+' + label if label else ', package index'} "
+            f"| {verdict.wheel.manifest['cuda_toolkit']} | {', '.join(sorted(verdict.verified))} "
+            f"| {', '.join(gpus)} | `{verdict.wheel.sha256}` |"
+        )
+    unverified = {name: why for each in verdicts.values() for name, why in each.unverified.items()}
+    lines += ["", "## Not verified", ""] if unverified else []
+    for name, why in sorted(unverified.items()):
+        allowed = POLICY.unverified_architectures[name]
+        run = f" Its PTX was run on a newer GPU ({allowed.ptx_report})." if allowed.ptx else ""
+        lines.append(f"- **{name}**: {why}{run}")
+    tools = verdicts[""].wheel.manifest["tools"]
+    made = ", ".join(f"{name} {number}" for name, number in list(tools.items())[:3])
+    lines += ["", f"Made with {made} and the packages of locks/: the same give the same bytes."]
+    return "\n".join(lines).strip() + "\n"
+
+
+def gh(root: Path, *words: str) -> str:
+    """Runs GitHub's command line tool.
+
+    Args:
+        root: The source tree, which tells it of which project.
+        words: Its arguments.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        StepError: It is not there, or failed.
+    """
+    if not shutil.which("gh"):
+        raise StepError("gh, GitHub's command line tool, is not on PATH")
+    done = subprocess.run(["gh", *words], cwd=root, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise StepError(f"`gh {' '.join(words)}` failed (exit status {done.returncode}, see above)")
+    return done.stdout
 
 
 def check_attestations(folder: Path, repository: str, commit: str, root: Path = ROOT) -> None:
@@ -62,24 +130,24 @@ def check_attestations(folder: Path, repository: str, commit: str, root: Path = 
         folder: Folder with wheels and their manifests.
         repository: Such as "owner/name".
         commit: The commit that they must be built from.
-        root: The source tree, for `gh` to run in.
+        root: The source tree.
 
     Raises:
-        RefusedError: One was not; `gh` is not there; or there is nothing to ask about.
+        RefusedError: One was not, GitHub does not tell, or there is nothing to ask about.
     """
-    paths = [*find_wheels(folder), *(manifest.path_of(wheel) for wheel in find_wheels(folder))]
-    if not paths:
-        raise RefusedError(f"{folder}: holds no wheel")
-    gh = shutil.which("gh")
-    if gh is None:
-        raise RefusedError("gh, GitHub's command line tool, is not on PATH; it checks attestations")
-    for path in paths:
-        command = [gh, "attestation", "verify", str(path), "--repo", repository]
-        command += ["--signer-workflow", f"{repository}/.github/workflows/release.yml"]
-        command += ["--deny-self-hosted-runners"]
-        command += ["--source-digest", commit] if commit else []
-        if subprocess.run(command, cwd=root, check=False).returncode:
-            raise RefusedError(f"{path.name}: has no attestation of this project's build")
+    workflow = f"{repository}/.github/workflows/release.yml"
+    options = ["--repo", repository, "--signer-workflow", workflow, "--deny-self-hosted-runners"]
+    options += ["--source-digest", commit] if commit else []
+    wheels = find_wheels(folder)
+    if not wheels:
+        raise RefusedError(f"{folder.name}: holds no wheel")
+    for path in (*wheels, *map(manifest.path_of, wheels)):
+        try:
+            gh(root, "attestation", "verify", str(path), *options)
+        except StepError as error:
+            raise RefusedError(
+                f"{path.name}: has no attestation of this project's build: {error}"
+            ) from error
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -103,15 +171,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         help="wheels and manifests must have attestations of that repository and commit",
     )  # fmt: skip
     given = parser.parse_args(arguments)
-    exit_on_sigterm()
-
-    def work() -> None:
-        if given.attested:
-            check_attestations(given.dist, given.attested[0], given.attested[1], root)
-        reports = given.reports or given.dist
-        release(given.dist, reports, given.out.resolve(), root, strays=not given.attested)
-
-    return exit_status(work, "Nothing may be published.")
+    reports, out = given.reports or given.dist, given.out.resolve()
+    return exit_status(
+        lambda: release(given.dist, reports, out, given.attested, root), "Nothing may be published."
+    )
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ import hashlib
 import json
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from ..compile import locks, manifest, sources
-from ..errors import WheelError
+from ..compile import manifest, sources
+from ..errors import WheelError, first_of
 from ..files import read_tree
 from ..wheel import check
 
@@ -51,38 +51,12 @@ class Candidate:
         )
 
 
-def read_candidate(wheel: Path, root: Path) -> Candidate:
-    """Reads a wheel and its manifest, and holds both to the source tree.
+def read_candidate(wheel: Path, root: Path | None = None) -> Candidate:
+    """Reads a wheel and its manifest, and holds one to the other, and both to the source tree.
 
     Args:
         wheel: The wheel.
-        root: The source tree that it must be built from.
-
-    Returns:
-        The wheel with its faults.
-    """
-    found = read_wheel(wheel)
-    faults = list(found.faults)
-    try:
-        faults += _manifest_faults(found.manifest, root) if found.manifest else []
-    except (AttributeError, LookupError, TypeError) as error:
-        faults.append(f"manifest: not laid out as the build does it ({error!r})")
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            info = json.loads(archive.read(check.BUILD_INFO))
-            faults += _source_faults(archive, info, root)
-        faults += instance_faults(info, root)
-    # Whatever readers of zip and JSON throw at a damaged file: it is no reason to let it out.
-    except Exception as error:
-        faults.append(f"wheel: cannot be read and held to the tree ({error!r})")
-    return replace(found, faults=tuple(faults))
-
-
-def read_wheel(wheel: Path) -> Candidate:
-    """Reads a wheel and its manifest, and holds one to the other.
-
-    Args:
-        wheel: The wheel.
+        root: The source tree that it must be built from; None: that is not asked.
 
     Returns:
         The wheel with its faults.
@@ -95,7 +69,7 @@ def read_wheel(wheel: Path) -> Candidate:
     try:
         parsed = parse_wheel_filename(wheel.name)[1]
         version, local = parsed.public, parsed.local or ""
-        text = manifest.read(wheel)
+        text = manifest.read(manifest.path_of(wheel))
     except InvalidWheelFilename as error:
         faults.append(f"wheel: {error}")
     except WheelError as error:
@@ -111,8 +85,21 @@ def read_wheel(wheel: Path) -> Candidate:
                     faults.append(f"manifest: {name} is not what the wheel says of itself")
     except WheelError as error:
         faults.append(f"wheel: {error}")
-    except Exception as error:  # as in read_candidate
+    # Whatever readers of zip and JSON throw at a damaged file: it is no reason to let it out.
+    except Exception as error:
         faults.append(f"wheel: cannot be read ({error!r})")
+    if root:
+        try:
+            faults += _manifest_faults(text, root) if text else []
+        except (AttributeError, LookupError, TypeError) as error:
+            faults.append(f"manifest: not laid out as the build does it ({error!r})")
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                info = json.loads(archive.read(check.BUILD_INFO))
+                faults += _source_faults(archive, info, root)
+            faults += instance_faults(info, root)
+        except Exception as error:  # as above
+            faults.append(f"wheel: cannot be read and held to the tree ({error!r})")
     return Candidate(wheel, version, local, digest, text, tuple(faults))
 
 
@@ -122,17 +109,14 @@ def _source_faults(archive: zipfile.ZipFile, info: Mapping[str, Any], root: Path
     held = {
         name: archive.read(name)
         for name in archive.namelist()
-        if name.startswith(f"{check.PACKAGE}/") and not name.endswith("/") and name not in made
+        if name.startswith(f"{check.PACKAGE}/") and not name.endswith("/")
     }
-    tree = read_tree(root / "python", [check.PACKAGE])
-    there = {name: data for name, data in tree.items() if name not in made}
+    there = read_tree(root / "python", [check.PACKAGE])
     native, stated = sources.digests(root), info["sources"]
-    differing = [name for name in {*held, *there} if held.get(name) != there.get(name)]
+    differing = [n for n in {*held, *there}.difference(made) if held.get(n) != there.get(n)]
     differing += [part for part in {*native, *stated} if native.get(part) != stated.get(part)]
     if differing:
-        some = ", ".join(sorted(differing)[:3])
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        yield f"wheel: built from another tree: {some}{more}"
+        yield f"wheel: built from another tree: {first_of(differing)}"
 
 
 def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
@@ -157,10 +141,8 @@ def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
     held = {(each["direction"], each["dtype"], each["head_dim"]) for each in info["instances"]}
     twice = len({json.dumps(each, sort_keys=True) for each in info["instances"]})
     if held != wanted or twice != len(info["instances"]):
-        missing = sorted(wanted.difference(held))
-        some = ", ".join(" ".join(map(str, each)) for each in missing[:3]) or "none"
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        yield f"wheel: its kernels are not those of {_INSTANCES}: missing are {some}{more}"
+        missing = [" ".join(map(str, each)) for each in wanted.difference(held)] or ["none"]
+        yield f"wheel: its kernels are not those of {_INSTANCES}: missing are {first_of(missing)}"
 
 
 def _manifest_faults(text: Mapping[str, Any], root: Path) -> Iterator[str]:
@@ -180,7 +162,7 @@ def _manifest_faults(text: Mapping[str, Any], root: Path) -> Iterator[str]:
     if build["locked"] is not True:
         yield "manifest: built with tools that locks/ does not pin (`nox -s build -- --locked`)"
     python = {"python_full_version": tools["python"]}
-    for locked in locks.requirements(text["cuda_toolkit"], root):
+    for locked in manifest.locked(text["cuda_toolkit"], root):
         wanted = locked.marker is None or locked.marker.evaluate(python)
         version = tools.get(locked.name, "").partition("+")[0]  # a local version: "+cpu"
         if (wanted or version) and version not in locked.specifier:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import RefusedError
 from . import ptx as ptx_of
@@ -14,7 +13,6 @@ from . import tree as tree_of
 from .candidate import Candidate, read_candidate
 from .policy import Policy
 from .report import Report, read_report, read_schema
-from .tree import Tree
 
 README = "README.md"
 
@@ -59,13 +57,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def judge(
-    wheels: Sequence[Path],
-    runs: Sequence[Path],
-    policy: Policy,
-    tree: Tree,
-    root: Path,
-    *,
-    strays: bool = True,
+    wheels: Sequence[Path], runs: Sequence[Path], policy: Policy, root: Path, *, strays: bool = True
 ) -> dict[str, Verdict]:
     """Asks the gate about every wheel of a release.
 
@@ -73,7 +65,6 @@ def judge(
         wheels: The wheels; their manifests lie beside them.
         runs: See `find_runs`; those of other wheels may be among them.
         policy: The release policy.
-        tree: State of the source tree.
         root: The source tree.
         strays: Whether reports of other wheels may be among the runs, as on a machine where wheels
             are built and verified again and again.
@@ -85,7 +76,7 @@ def judge(
         RefusedError: The gate does not let one through, or the wheels are not those of the
             policy; the message has every reason.
     """
-    verdicts = [decide(wheel, runs, policy, tree, root) for wheel in wheels]
+    verdicts = [decide(wheel, runs, policy, root) for wheel in wheels]
     lines = []
     for verdict in verdicts:
         if verdict.reasons:
@@ -109,37 +100,35 @@ def judge(
     return {verdict.wheel.local: verdict for verdict in verdicts}
 
 
-def decide(wheel: Path, runs: Iterable[Path], policy: Policy, tree: Tree, root: Path) -> Verdict:
+def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path) -> Verdict:
     """Decides whether a wheel may be published.
 
     Args:
         wheel: The wheel; its manifest lies beside it.
         runs: See `find_runs`; those of other wheels may be among them.
         policy: The release policy.
-        tree: State of the source tree.
         root: The source tree: pin of upstream, JSON Schema of reports, README.
 
     Returns:
         The verdict, with all reasons against it.
     """
     candidate = read_candidate(wheel, root)
-    reasons = [*tree_of.reasons(tree, candidate.version), *candidate.faults]
+    reasons = [*tree_of.reasons(root, candidate.version), *candidate.faults]
     cuda = candidate.manifest.get("cuda_toolkit")
-    if candidate.local in policy.wheels and cuda != policy.wheels[candidate.local]:
+    if cuda != (wanted := policy.wheels.get(candidate.local, cuda)):
         reasons.append(
-            f"manifest: made with CUDA {cuda}, but the release policy wants "
-            f"{policy.wheels[candidate.local]} for local version {candidate.local or 'none'}"
+            f"manifest: made with CUDA {cuda}, but the release policy wants {wanted} for local "
+            f"version {candidate.local or 'none'}"
         )
-    schema, why = read_schema(root)
-    reasons += [why] if why else []
+    schema = read_schema(root)
     reports = [read_report(path, schema) for path in sorted(runs)]
-    proven = proofs(candidate, reports, policy)
-    reasons += proven.reasons
+    verified, against = proofs(candidate, reports, policy)
+    reasons += against
     allowed = policy.unverified_architectures
     unverified = {
         name: allowed[name].reason if name in allowed else ""
         for name in candidate.architectures
-        if name not in proven.verified
+        if name not in verified
     }
     of_these_bytes = [report for report in reports if report.sha256 == candidate.sha256]
     reasons += _named(unverified, policy, of_these_bytes, root)
@@ -147,23 +136,12 @@ def decide(wheel: Path, runs: Iterable[Path], policy: Policy, tree: Tree, root: 
         if name in allowed and allowed[name].ptx:
             found = ptx_of.faults(root, schema, candidate, allowed[name], policy)
             reasons += [f"{name}: {fault}" for fault in found]
-    return Verdict(candidate, tuple(dict.fromkeys(reasons)), proven.verified, unverified)
+    return Verdict(candidate, tuple(dict.fromkeys(reasons)), verified, unverified)
 
 
-@dataclass(frozen=True)
-class Proofs:
-    """What reports say of a wheel.
-
-    Attributes:
-        verified: Architecture to the report that proves it.
-        reasons: Every reason against publishing the wheel.
-    """
-
-    verified: Mapping[str, Report]
-    reasons: tuple[str, ...]
-
-
-def proofs(wheel: Candidate, reports: Sequence[Report], policy: Policy) -> Proofs:
+def proofs(
+    wheel: Candidate, reports: Sequence[Report], policy: Policy
+) -> tuple[dict[str, Report], list[str]]:
     """Picks the reports that prove a wheel, and those that stand against it.
 
     Args:
@@ -172,7 +150,7 @@ def proofs(wheel: Candidate, reports: Sequence[Report], policy: Policy) -> Proof
         policy: The release policy.
 
     Returns:
-        What they say.
+        Architecture to the report that proves it, and every reason against publishing the wheel.
     """
     of_these_bytes = [report for report in reports if report.sha256 == wheel.sha256]
     faults = {report.path: (*reports_of.faults(report, wheel, policy),) for report in reports}
@@ -180,7 +158,7 @@ def proofs(wheel: Candidate, reports: Sequence[Report], policy: Policy) -> Proof
         name: report
         for report in of_these_bytes
         if not faults[report.path]
-        for name in report.ran
+        for name in report.names("ran")
         if name in wheel.architectures
     }
     reasons = []
@@ -198,7 +176,7 @@ def proofs(wheel: Candidate, reports: Sequence[Report], policy: Policy) -> Proof
         if missing and report in (of_these_bytes or reports):
             found = (*found, *faults[report.path])
         reasons += [f"{_where(report)}: {fault}" for fault in found]
-    return Proofs(verified, tuple(dict.fromkeys(reasons)))
+    return verified, reasons
 
 
 def _named(
@@ -215,15 +193,9 @@ def _named(
         if name not in readme:
             yield f"{name}: unverified, but {README} does not name it"
         for report in reports:
-            if name not in report.unverified:
+            if name not in report.names("unverified"):
                 yield f"{name}: unverified, but {_where(report)} does not say so"
 
 
 def _where(report: Report) -> str:
     return f"{report.path.parent.name}/{report.path.name}"
-
-
-def gpu_of(report: Report) -> str:
-    """Names the GPU of a report; "?" if it tells of none."""
-    environment: Any = report.content.get("environment")
-    return str(environment.get("gpu", "?")) if isinstance(environment, dict) else "?"

@@ -14,10 +14,8 @@ from packaging.utils import parse_wheel_filename
 
 from ..errors import WheelError
 from ..files import replacing, write_json
-from ..wheel.repair import BUILD_INFO
+from ..wheel.check import BUILD_INFO, PACKAGE
 
-# The hub wants the name of the ops' namespace, which is compiled into the library, as the id.
-ID = "flash_attn_deterministic"
 _LICENSES = re.compile(r"[^/]+\.dist-info/licenses/(.+)")
 
 
@@ -35,30 +33,33 @@ def write(wheel: Path, out: Path) -> Path:
     Raises:
         WheelError: Two files of the wheel would be one.
     """
+    hashes: dict[str, str] = {}
     with zipfile.ZipFile(wheel) as archive:
         info = json.loads(archive.read(BUILD_INFO))
-        found: dict[str, bytes] = {}
+        torch, cuda = (
+            "".join(info[key].split(".")[:2]) for key in ("torch_target", "cuda_toolkit")
+        )
+        folder = out / "build" / f"torch-stable-abi{torch}-cu{cuda}-x86_64-linux"
         for name in archive.namelist():
             target = _target(name)
-            if target in found:
+            if target in hashes:
                 raise WheelError(f"{wheel.name}: two files would be {target} in the hub's layout")
             if target:
-                found[target] = archive.read(name)
-    folder = out / "build" / _variant(info["torch_target"], info["cuda_toolkit"])
-    for name, data in sorted(found.items()):
-        with replacing(folder / name) as file:
-            file.write(data)
-    hashes = {name: _base64_sha256(data) for name, data in sorted(found.items())}
+                data = archive.read(name)
+                with replacing(folder / target) as file:
+                    file.write(data)
+                hashes[target] = base64.b64encode(hashlib.sha256(data).digest()).decode()
     write_json(
         folder / "metadata.json",
         {
-            "name": ID.replace("_", "-"),
-            "id": ID,
+            "name": PACKAGE.replace("_", "-"),
+            # The name of the ops' namespace, which is compiled into the library.
+            "id": PACKAGE,
             "version": parse_wheel_filename(wheel.name)[1].major,
             "license": "bsd-3-clause",
             "python-depends": [],
             "backend": {"type": "cuda", "archs": archs(info["architectures"])},
-            "digest": {"algorithm": "sha256", "files": hashes},
+            "digest": {"algorithm": "sha256", "files": dict(sorted(hashes.items()))},
         },
     )
     return folder
@@ -86,13 +87,4 @@ def _target(name: str) -> str:
     if licence := _LICENSES.fullmatch(name):
         return f"licenses/{licence[1]}"
     package, _, rest = name.partition("/")
-    return rest if package == ID and not name.endswith("/") else ""
-
-
-def _variant(torch_target: str, cuda_toolkit: str) -> str:
-    torch, cuda = ("".join(text.split(".")[:2]) for text in (torch_target, cuda_toolkit))
-    return f"torch-stable-abi{torch}-cu{cuda}-x86_64-linux"
-
-
-def _base64_sha256(data: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+    return rest if package == PACKAGE and not name.endswith("/") else ""

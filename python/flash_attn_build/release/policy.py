@@ -62,7 +62,7 @@ POLICY = Policy(
     ),
     required_checks=(
         "run-to-run", "batch", "chunk", "decode", "capacity", "paged", "varlen", "heads",
-        "schedule", "split-size", "backward", "dropout", "golden",
+        "schedule", "family", "split-size", "backward", "dropout", "golden",
     ),
     wheels={"": "13.0.88"},
 )  # fmt: skip

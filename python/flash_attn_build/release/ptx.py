@@ -10,6 +10,7 @@ from typing import Any
 
 from ..compile import manifest as manifests
 from ..compile import sources
+from ..errors import WheelError
 from .candidate import Candidate
 from .policy import Policy, Unverified
 from .report import Report, build_faults, read_report, run_faults, state_faults
@@ -38,51 +39,25 @@ def faults(
         Every reason.
     """
     report = read_report(root / allowed.ptx_report, schema)
-    path = manifest_path(allowed.ptx_report)
+    # Beside `<name>.json` lies `<name>.manifest.json`, of the wheel that ran.
+    path, text = Path(allowed.ptx_report).with_suffix(".manifest.json"), {}
     try:
-        text = json.loads((root / path).read_text(encoding="utf-8"))
-        text = text if isinstance(text, dict) else {}
-    except (OSError, ValueError) as error:
-        yield f"{path}: is unreadable ({error})"
-        text = {}
-    for fault in report_faults(report, text, allowed.ptx, policy):
-        yield f"{allowed.ptx_report}: {fault}"
-    if text and report.content:
-        try:
+        text = manifests.read(root / path)
+        if report.content:
             for fault in manifest_faults(text, report, wheel, allowed.ptx):
                 yield f"{path}: {fault}"
-        except (AttributeError, LookupError, TypeError) as error:
-            yield f"{path}: is not a manifest ({error!r})"
-
-
-def manifest_path(report: str) -> str:
-    """Names the manifest of the wheel that ran: `<name>.manifest.json` for `<name>.json`."""
-    return f"{report.removesuffix('.json')}.manifest.json"
-
-
-def report_faults(
-    report: Report, manifest: Mapping[str, Any], ptx: str, policy: Policy
-) -> Iterator[str]:
-    """Says why a report does not show that PTX works.
-
-    Args:
-        report: The report.
-        manifest: Of the wheel that ran.
-        ptx: Such as "compute_80".
-        policy: The release policy: the rows of the contract that must have passed.
-
-    Yields:
-        Every reason.
-    """
-    yield from run_faults(report)
-    if not report.content:
-        return
-    if ptx not in report.ran_as_ptx:
-        yield f"did not run {ptx} as PTX"
-    yield from build_faults(report.content, manifest)
-    # The golden hashes are of machine code; where they are known they must not fail here either.
-    rows = [name for name in policy.required_checks if name != "golden"]
-    yield from state_faults(report.content, SECTIONS, rows)
+    except WheelError as error:
+        yield f"{path}: {error}"
+    except (AttributeError, LookupError, TypeError) as error:
+        yield f"{path}: is not a manifest ({error!r})"
+    found = [*run_faults(report)]
+    if report.content:
+        if allowed.ptx not in report.names("ran_as_ptx"):
+            found.append(f"did not run {allowed.ptx} as PTX")
+        # The golden hashes are of machine code, and PTX has one family: these must not fail either.
+        rows = [name for name in policy.required_checks if name not in ("golden", "family")]
+        found += [*build_faults(report, text), *state_faults(report.content, SECTIONS, rows)]
+    yield from (f"{allowed.ptx_report}: {fault}" for fault in found)
 
 
 def manifest_faults(
@@ -99,9 +74,6 @@ def manifest_faults(
     Yields:
         Every reason.
     """
-    if text["schema"] != manifests.SCHEMA:
-        yield f"expected schema {manifests.SCHEMA}, got {text['schema']!r}"
-        return
     if text["wheel"]["sha256"] != report.sha256:
         yield f"is of another wheel (sha256 {text['wheel']['sha256']}) than the one that ran"
     number = ptx.removeprefix("compute_")

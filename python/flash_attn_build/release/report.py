@@ -12,6 +12,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
+from ..errors import RefusedError
 from .candidate import Candidate
 from .policy import Policy
 
@@ -40,20 +41,15 @@ class Report:
         """The sha256 of the wheel that the report is of; "" if it names none."""
         return str(at(self.content, "wheel", "sha256") or "")
 
-    @property
-    def ran(self) -> tuple[str, ...]:
-        """Architectures whose machine code ran, such as "sm_90"."""
-        return _names(self.content, "ran")
+    def names(self, kind: str) -> tuple[str, ...]:
+        """Names the architectures that it says something of.
 
-    @property
-    def ran_as_ptx(self) -> tuple[str, ...]:
-        """PTX that the driver compiled and that ran, such as "compute_80"."""
-        return _names(self.content, "ran_as_ptx")
-
-    @property
-    def unverified(self) -> tuple[str, ...]:
-        """Architectures that it says were not verified."""
-        return _names(self.content, "unverified")
+        Args:
+            kind: "ran": machine code, such as "sm_90"; "ran_as_ptx": PTX that the driver compiled,
+                such as "compute_80"; "unverified": neither.
+        """
+        found = at(self.content, "architectures", kind)
+        return tuple(str(name) for name in found) if isinstance(found, list) else ()
 
 
 def digest(content: Mapping[str, Any]) -> str:
@@ -73,20 +69,25 @@ def digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_schema(root: Path) -> tuple[dict[str, Any], str]:
+def read_schema(root: Path) -> dict[str, Any]:
     """Reads the JSON Schema of reports.
 
     Args:
         root: The source tree.
 
     Returns:
-        The schema, and "" or why there is none.
+        The schema.
+
+    Raises:
+        RefusedError: It cannot be read.
     """
     try:
-        found = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return {}, f"schema: {SCHEMA} is unreadable, so no report can be held to it ({error})"
-    return found, ""
+        raise RefusedError(
+            f"schema: {SCHEMA} is unreadable, so no report can be held to it ({error})"
+        ) from error
+    return found
 
 
 def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
@@ -97,7 +98,8 @@ def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
         schema: JSON Schema of reports.
 
     Returns:
-        The report, with what is wrong with the file.
+        The report, with what is wrong with the file, whatever wheel it is of. It has no content if
+        that is not laid out as this project's reports are.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -105,28 +107,14 @@ def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
         return Report(path, {}, (f"is unreadable ({error})",))
     if not isinstance(content, dict):
         return Report(path, {}, ("is not a report: expected a JSON object",))
-    return Report(path, content, content_faults(content, schema))
-
-
-def content_faults(content: Mapping[str, Any], schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """Says why the content of a file is not to be believed, whatever wheel it is of.
-
-    Args:
-        content: The JSON object.
-        schema: JSON Schema of reports.
-
-    Returns:
-        Every reason.
-    """
-    if content.get("schema_version") != SCHEMA_VERSION:
-        found = content.get("schema_version")
-        return (f"expected schema_version {SCHEMA_VERSION}, got {found!r}",)
+    if (found := content.get("schema_version")) != SCHEMA_VERSION:
+        return Report(path, {}, (f"expected schema_version {SCHEMA_VERSION}, got {found!r}",))
     faults = []
     if content.get("digest") != digest(content):
         faults.append("was changed after it was written: its digest is not that of its content")
     errors = sorted(Draft202012Validator(schema).iter_errors(content), key=lambda e: e.json_path)
     faults += [f"{error.json_path}: {error.message[:200]}" for error in errors[:3]]
-    return tuple(faults)
+    return Report(path, content, tuple(faults))
 
 
 def faults(report: Report, wheel: Candidate, policy: Policy) -> Iterator[str]:
@@ -142,18 +130,18 @@ def faults(report: Report, wheel: Candidate, policy: Policy) -> Iterator[str]:
     """
     yield from run_faults(report)
     content = report.content
-    if not content or content.get("schema_version") != SCHEMA_VERSION:
+    if not content:
         return
     if report.sha256 != wheel.sha256:
         yield f"is for other bytes (sha256 {report.sha256 or 'not named'})"
     if content.get("quick") is not False:
         yield "is of a quick run"
-    for name in report.ran:
+    for name in report.names("ran"):
         gpus = policy.required_architectures.get(name)
         gpu = str(at(content, "environment", "gpu"))
         if gpus and not any(word in gpu for word in gpus):
             yield f"ran {name} on {gpu!r}, which is none of {', '.join(gpus)}"
-    yield from build_faults(content, wheel.manifest)
+    yield from build_faults(report, wheel.manifest)
     yield from state_faults(content, policy.required_sections, policy.required_checks)
 
 
@@ -168,7 +156,7 @@ def run_faults(report: Report) -> Iterator[str]:
     """
     yield from report.faults
     content = report.content
-    if not content or content.get("schema_version") != SCHEMA_VERSION:
+    if not content:
         return
     if content.get("complete") is not True:
         yield "is not complete: the run was cut short"
@@ -181,7 +169,7 @@ def run_faults(report: Report) -> Iterator[str]:
     if content.get("status") != "passed":
         yield f"its status is {content.get('status')!r}, not 'passed'"
     capability = str(at(content, "environment", "compute_capability"))
-    for name in (*report.ran, *report.ran_as_ptx):
+    for name in (*report.names("ran"), *report.names("ran_as_ptx")):
         if not runs_on(name, capability):
             yield f"says that {name} ran on a GPU of compute capability {capability}"
 
@@ -206,16 +194,17 @@ def runs_on(architecture: str, capability: str) -> bool:
     return own <= there and (architecture.startswith("compute_") or own[0] == there[0])
 
 
-def build_faults(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterator[str]:
+def build_faults(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
     """Says where what a report says of the build is not what a manifest says.
 
     Args:
-        content: The report.
+        report: The report.
         manifest: The build manifest.
 
     Yields:
         Every reason.
     """
+    content = report.content
     for key in ("cuda_toolkit", "architectures", "deterministic", "bits_version"):
         if at(content, "build", key) != manifest.get(key):
             yield f"its build's {key} is not that of the manifest"
@@ -227,7 +216,7 @@ def build_faults(content: Mapping[str, Any], manifest: Mapping[str, Any]) -> Ite
     if at(content, "build", "missing_kernels"):
         yield "says that the wheel lacks kernels"
     held = {str(name) for name in manifest.get("architectures") or ()}
-    for name in (*_names(content, "ran"), *_names(content, "ran_as_ptx")):
+    for name in (*report.names("ran"), *report.names("ran_as_ptx")):
         kind, _, number = name.partition("_")
         suffix = "-real" if kind == "sm" else "-virtual"
         if not {number, number + suffix} & held:
@@ -272,11 +261,6 @@ def _states(rows: list[dict[str, Any]]) -> dict[str, str]:
         # A section that is there twice passed only if both did.
         states[name] = state if states.get(name, "passed") == "passed" else states[name]
     return states
-
-
-def _names(content: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    found = at(content, "architectures", key)
-    return tuple(str(name) for name in found) if isinstance(found, list) else ()
 
 
 def at(content: Mapping[str, Any], *keys: str) -> Any:

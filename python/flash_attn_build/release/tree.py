@@ -7,29 +7,13 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class Tree:
-    """What a checkout holds, beside what its commit says.
-
-    Attributes:
-        commit: The commit that is checked out; "" if there is none.
-        tags: The tags of that commit.
-        changes: Files that differ from the commit, or that it does not have.
-        why: Why git does not tell; "" if it does.
-    """
-
-    commit: str = ""
-    tags: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
-    why: str = ""
+from ..errors import first_of
 
 
-def read_tree(root: Path) -> Tree:
-    """Compares a source tree with its commit, file by file.
+def reasons(root: Path, version: str) -> Iterator[str]:
+    """Holds a source tree to its commit, file by file, and to the version that is to be released.
 
     `git status` believes its index, which can be told to pass over changes (assume-unchanged,
     skip-worktree, a file system monitor), to ignore new files (.git/info/exclude, or a .gitignore
@@ -39,64 +23,40 @@ def read_tree(root: Path) -> Tree:
 
     Args:
         root: The tree's folder.
-
-    Returns:
-        The state.
-    """
-    try:
-        commit = _git(root, "rev-parse", "HEAD").strip()
-        tags = _git(root, "tag", "--points-at", "HEAD").split()
-        form = _git(root, "rev-parse", "--show-object-format").strip()
-        changes = [
-            name for name, (mode, blob) in _blobs(root).items()
-            if _state(root / name, form) != (mode, blob)
-        ]  # fmt: skip
-        changes += _new_files(root)
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        words = getattr(error, "stderr", "") or str(error)
-        return Tree(why=words.strip().splitlines()[-1])
-    return Tree(commit, tuple(sorted(tags)), tuple(changes))
-
-
-def reasons(tree: Tree, version: str) -> Iterator[str]:
-    """Holds a source tree to the version that is to be released from it.
-
-    Args:
-        tree: The source tree.
         version: Version of the wheel, without a local part.
 
     Yields:
         Every reason against a release from this tree.
     """
-    if tree.why:
-        yield f"tree: git does not know what is checked out ({tree.why})"
+    try:
+        commit = _git(root, "rev-parse", "HEAD").strip()
+        tags = sorted(_git(root, "tag", "--points-at", "HEAD").split())
+        changes = [*_changes(root)]
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        words = getattr(error, "stderr", "") or str(error)
+        yield f"tree: git does not know what is checked out ({words.strip().splitlines()[-1]})"
         return
-    if f"v{version}" not in tree.tags:
-        found = f"it has {', '.join(tree.tags)}" if tree.tags else "it has no tag"
-        yield f"tree: {tree.commit[:12]} is not tagged v{version}: {found}"
-    if tree.changes:
-        some = ", ".join(tree.changes[:3])
-        more = f" and {len(tree.changes) - 3} more" if len(tree.changes) > 3 else ""
-        yield f"tree: differs from its commit: {some}{more}"
+    if f"v{version}" not in tags:
+        found = f"it has {', '.join(tags)}" if tags else "it has no tag"
+        yield f"tree: {commit[:12]} is not tagged v{version}: {found}"
+    if changes:
+        yield f"tree: differs from its commit: {first_of(changes)}"
 
 
-def _new_files(root: Path) -> list[str]:
+def _changes(root: Path) -> Iterator[str]:
+    """Files whose bytes or mode are not those in the commit, and new ones."""
+    form = _git(root, "rev-parse", "--show-object-format").strip()
+    for line in filter(None, _git(root, "ls-tree", "-r", "-z", "--full-tree", "HEAD").split("\0")):
+        about, _, name = line.partition("\t")
+        mode, _, blob = about.split()
+        if _state(root / name, form) != (mode, blob):
+            yield name
     with tempfile.NamedTemporaryFile("w", suffix=".gitignore") as rules:
         if ".gitignore" in _git(root, "ls-tree", "--name-only", "HEAD").split("\n"):
             rules.write(_git(root, "show", "HEAD:.gitignore"))
         rules.flush()
         found = _git(root, "ls-files", "--others", f"--exclude-from={rules.name}", "-z")
-    return [name for name in found.split("\0") if name]
-
-
-def _blobs(root: Path) -> dict[str, tuple[str, str]]:
-    """Mode and object name of every file in the commit."""
-    found = {}
-    for line in filter(None, _git(root, "ls-tree", "-r", "-z", "--full-tree", "HEAD").split("\0")):
-        about, _, name = line.partition("\t")
-        mode, _, blob = about.split()
-        found[name] = (mode, blob)
-    return found
+    yield from filter(None, found.split("\0"))
 
 
 def _state(path: Path, form: str) -> tuple[str, str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
-import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from typing import Any
 from elftools.elf.elffile import ELFFile
 from packaging.metadata import Metadata
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.version import Version
 from torch_abi_audit import inspect_extension
 
 from ..errors import WheelError
@@ -39,7 +38,8 @@ LICENCE_TEXTS = (
     "torch-headers-of-the-stable-ABI-LICENSE.txt",
 )
 
-_TORCH = frozenset({"libtorch_cpu.so", "libtorch_cuda.so"})
+# These come with torch, which is loaded first.
+TORCH = frozenset({"libtorch_cpu.so", "libtorch_cuda.so"})
 _SYSTEM = frozenset(
     {
         "libstdc++.so.6",
@@ -146,9 +146,9 @@ def _contents(names: list[str]) -> Iterator[str]:
 def _library(library: ELFFile) -> Iterator[str]:
     dynamic: Any = library.get_section_by_name(".dynamic")
     needed = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
-    for name in sorted(_TORCH - needed):
+    for name in sorted(TORCH - needed):
         yield f"{LIBRARY}: does not name {name}, so torch's functions would not be found"
-    for name in sorted(needed - _TORCH - _SYSTEM):
+    for name in sorted(needed - TORCH - _SYSTEM):
         yield f"{LIBRARY}: needs {name}, which the wheel cannot count on"
     for kind in ("rpath", "runpath"):
         for tag in dynamic.iter_tags(f"DT_{kind.upper()}"):
@@ -215,13 +215,10 @@ def _stable_abi(data: bytes, info: dict[str, Any]) -> Iterator[str]:
         names = ", ".join(report.torch.unknown_shim_symbols)
         yield f"{LIBRARY}: torch-abi-audit does not know the shims {names}"
     elif report.torch.min_torch_version and "torch_target" in info:
-        least = _release(report.torch.min_torch_version)
-        if least > _release(info["torch_target"]):
+        least, stated = report.torch.min_torch_version, info["torch_target"]
+        if Version(least).release[:2] > Version(stated).release[:2]:
             names = ", ".join(report.torch.version_defining_symbols)
-            yield (
-                f"{LIBRARY}: needs torch {report.torch.min_torch_version} ({names}), "
-                f"but is said to run from {info['torch_target']}"
-            )
+            yield f"{LIBRARY}: needs torch {least} ({names}), but is said to run from {stated}"
 
 
 def _gpu_code(library: ELFFile, info: dict[str, Any]) -> Iterator[str]:
@@ -247,31 +244,3 @@ def fatbin(library: ELFFile) -> bytes:
     """Takes the GPU code out of a library, as nvcc laid it out; b"" if it holds none."""
     section = library.get_section_by_name(".nv_fatbin")
     return bytes(section.data()) if section else b""
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-
-
-def main() -> int:
-    """Checks the wheels named on the command line.
-
-    Returns:
-        Exit status.
-    """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
-    status = 0
-    for wheel in parser.parse_args().wheels:
-        try:
-            check(wheel)
-        except WheelError as error:
-            print(f"error: {error}", file=sys.stderr)
-            status = error.exit_code
-        else:
-            print(f"{wheel.name}: ok")
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

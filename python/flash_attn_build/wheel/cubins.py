@@ -53,14 +53,12 @@ def containers(section: bytes) -> Iterator[list[str]]:
                 f"1), got magic {magic:#x}, version {version}, {size} bytes of entries. Has "
                 "nvcc's format changed? `cuobjdump --list-elf` of the same toolkit tells."
             )
-        yield list(_entries(section, offset + header, end))
+        entries, offset = [], offset + header
+        while offset + _ENTRY.size <= end:
+            kind, _, header, payload, sm = _ENTRY.unpack_from(section, offset)
+            if kind not in _KINDS or not header:
+                raise WheelError(f".nv_fatbin at byte {offset}: unknown kind of entry {kind}")
+            entries.append(f"{sm}-{_KINDS[kind]}")
+            offset += header + payload
+        yield entries
         offset = end
-
-
-def _entries(section: bytes, offset: int, end: int) -> Iterator[str]:
-    while offset + _ENTRY.size <= end:
-        kind, _, header, payload, sm = _ENTRY.unpack_from(section, offset)
-        if kind not in _KINDS or not header:
-            raise WheelError(f".nv_fatbin at byte {offset}: unknown kind of entry {kind}")
-        yield f"{sm}-{_KINDS[kind]}"
-        offset += header + payload

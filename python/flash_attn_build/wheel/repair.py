@@ -14,11 +14,9 @@ from pathlib import Path
 
 from ..errors import StepError, WheelError
 from . import sbom
+from .check import BUILD_INFO, LIBRARY, TORCH
 
 PLATFORM = "manylinux_2_28_x86_64"
-# These come with torch, which is loaded first.
-EXCLUDED = ("libtorch_cpu.so", "libtorch_cuda.so")
-BUILD_INFO = "flash_attn_deterministic/_build_info.json"
 
 
 def repair(
@@ -45,7 +43,7 @@ def repair(
     # No older tags that it happens to meet (torch's own wheels carry this one), and no patcher:
     # a library that would have to be copied in is an error.
     command += ["--plat", PLATFORM, "--only-plat", "--patcher", "none"]
-    for name in EXCLUDED:
+    for name in sorted(TORCH):
         command += ["--exclude", name]
     destination.mkdir(parents=True, exist_ok=True)
     # A wheel that auditwheel refuses half-way is left where it writes.
@@ -76,7 +74,7 @@ def _complete(
     with zipfile.ZipFile(wheel) as old:
         contents = {item.filename: old.read(item) for item in old.infolist() if not item.is_dir()}
     infos = {name.partition("/")[0] for name in contents if ".dist-info/" in name}
-    missing = [name for name in (BUILD_INFO, sbom.LIBRARY) if name not in contents]
+    missing = [name for name in (BUILD_INFO, LIBRARY) if name not in contents]
     if missing or len(infos) != 1:
         raise WheelError(
             f"{wheel.name} is not a wheel of this project: "
@@ -87,7 +85,7 @@ def _complete(
     full = f"{version}+{local}" if local else version
     renamed = info.replace(f"-{version}.dist-info", f"-{full}.dist-info")
     added = {f"{renamed}/licenses/{part.text_name}": part.text for part in parts}
-    build_info, library = json.loads(contents[BUILD_INFO]), contents[sbom.LIBRARY]
+    build_info, library = json.loads(contents[BUILD_INFO]), contents[LIBRARY]
     added[f"{renamed}/sboms/{sbom.FILE_NAME}"] = sbom.describe(
         full, build_info, library, parts, epoch
     )
@@ -97,8 +95,7 @@ def _complete(
     metadata = re.sub(r"(^License-File: .+\n)+", rf"\g<0>{listed}", metadata, count=1, flags=re.M)
     contents[f"{info}/METADATA"] = metadata.encode()
     moved = {
-        name.replace(f"{info}/", f"{renamed}/", 1) if name.startswith(f"{info}/") else name: data
-        for name, data in contents.items()
+        name.replace(f"{info}/", f"{renamed}/", 1): data for name, data in contents.items()
     } | added
     # auditwheel looks at the files that are recorded, and adds their hashes.
     moved[f"{renamed}/RECORD"] = "".join(f"{name},,\n" for name in moved).encode()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -78,9 +78,12 @@ def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
     Raises:
         StepError: A package that the build uses is not installed, or a file of it is missing.
     """
-    zig, torch = _package("ziglang"), _package("torch")
-    version = importlib.metadata.version("ziglang")
     try:
+        zig, torch = (
+            Path(str(importlib.metadata.distribution(name).locate_file(name)))
+            for name in ("ziglang", "torch")
+        )
+        version = importlib.metadata.version("ziglang")
         return (
             Part(
                 "CUDA Runtime (static)", _cudart_version(cuda), sha256_of(cuda.cudart), _EULA,
@@ -112,7 +115,7 @@ def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
                 "libraries of torch are not in the wheel.",
             ),
         )  # fmt: skip
-    except OSError as error:
+    except (OSError, importlib.metadata.PackageNotFoundError) as error:
         raise StepError(
             f"the wheel's bill of materials: {error}. Install the build's packages again: "
             "`nox -s build` does it."
@@ -262,17 +265,6 @@ def _tree(root: Path, *starts: str) -> str:
     return tree_sha256(read_tree(root, starts))
 
 
-def _package(name: str) -> Path:
-    """Folder of an installed package, which is not imported for it."""
-    found = importlib.util.find_spec(name)
-    if found is None or not found.submodule_search_locations:
-        raise StepError(
-            f"the wheel's bill of materials: the package {name}, code of which is in the wheel, "
-            "is not installed. `nox -s build` installs it."
-        )
-    return Path(found.submodule_search_locations[0])
-
-
 def _package_licence(name: str) -> bytes:
     """The licence file in a package's .dist-info."""
     found = [
@@ -295,10 +287,8 @@ def _cuda_licence(cuda: Toolchain) -> bytes:
             return path.read_bytes()
     major = cuda.version.partition(".")[0]
     for name in ("nvidia-cuda-runtime", f"nvidia-cuda-runtime-cu{major}"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError, FileNotFoundError):
             return _package_licence(name)
-        except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
-            continue
     raise FileNotFoundError(2, "no licence text of the CUDA runtime", str(texts[0]))
 
 

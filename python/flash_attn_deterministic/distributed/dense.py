@@ -68,9 +68,9 @@ def flash_attn_func(
         heads_group: process group over which heads are shared out; its size divides nheads_k.
         mesh: instead of groups, a DeviceMesh of one dimension (sequence) or two (sequence, heads).
         order: "contiguous" or "zigzag".
-        heads_k_stride: KV heads whose keys are gathered at a time; None: as many as suit, with at
-            most 256 MB of keys and values in the forward and one head in the backward. No bit
-            depends on it.
+        heads_k_stride: KV heads whose keys are gathered at a time, the same on all ranks; None: in
+            the forward half of them, or fewer where these have more than 256 MB of keys and values
+            on all ranks, but at least one; in the backward one. No bit depends on it.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim); with return_attn_probs the tuple of out,

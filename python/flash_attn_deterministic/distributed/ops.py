@@ -173,7 +173,7 @@ def _agreed(
         "cu_seqlens_q": starts_q,
         "cu_seqlens_k": starts_k,
         "order": ORDERS[order],
-        "heads_k_stride": numbers[0],
+        "heads_k_stride (0: None)": numbers[0],
         "gather": int(numbers[1]),
         "softmax_scale": scores.softmax_scale,
         "the left window": scores.mask.left,

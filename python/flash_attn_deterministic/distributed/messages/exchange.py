@@ -107,12 +107,14 @@ def start(ranks: Ranks, way: Route, tensors: Sequence[torch.Tensor], what: str) 
     """
     rows = _words(tensors)
     widths = [row.shape[1] for row in rows]
-    places = [place for to in way.sent for place in to]
-    parts = [torch.cat([row[place] for row in rows], dim=1) for place in places]
-    packed = torch.cat(parts) if parts else rows[0].new_empty((0, sum(widths)))
     sent, received = (
         [sum(map(_length, by_rank)) for by_rank in side] for side in (way.sent, way.received)
     )
+    # Written where it is sent from: it may be as long as all that the rank receives.
+    packed = rows[0].new_empty((sum(sent), sum(widths)))
+    places = [place for to in way.sent for place in to]
+    for place, part in zip(places, torch.split(packed, [*map(_length, places)]), strict=True):
+        torch.cat([row[place] for row in rows], dim=1, out=part)
     pending = ranks.all_to_all(packed, sent, received, what)
     return Arriving(way, pending, tensors, widths)
 

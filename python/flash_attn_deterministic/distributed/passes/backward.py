@@ -62,6 +62,7 @@ def backward(
             dq[call.rows, heads], _, _ = backward_slice(
                 own.of(call), keys[call.keys], values[call.keys], call, scores
             )
+        del keys, values
     half = keys_under_rows(parts.q, parts.k, scores.mask, ROW_BLOCK, ranks.rank)
     way = exchange.route(parts.q.layout, half.wanted, ranks.rank, half.room)
     for span, found in gathered(ranks, way, rows, nheads_k, heads_k, "rows"):
@@ -71,6 +72,7 @@ def backward(
             _, dk[place], dv[place] = backward_slice(
                 seeing.of(call), k[place], v[place], call, scores
             )
+        del found, seeing
     return gradients
 
 

@@ -63,6 +63,7 @@ def forward(
         at_once = heads_of_forward(heads_k, k.shape[1], head_bytes)
         for span, (keys, values) in gathered(ranks, way, [k, v], k.shape[1], at_once, KEYS):
             attend(half.calls, slice(span.start * group, span.stop * group), keys, values)
+            del keys, values
     attend(parts.calls, slice(None), k, v)
     return out, softmax_lse
 
@@ -90,7 +91,8 @@ def gathered(
         what: the tensors are, for messages.
 
     Yields:
-        The KV heads, and what was gathered of each tensor.
+        The KV heads, and what was gathered of each tensor. A caller lets go of it before it asks
+        for the next ones: room for those after them is made before it gets these.
     """
     spans = head_slices(nheads_k, heads_k)
     coming = [exchange.start(ranks, way, of_heads(tensors, spans[0], nheads_k), what)]
@@ -99,6 +101,7 @@ def gathered(
         if after is not None:
             coming.append(exchange.start(ranks, way, of_heads(tensors, after, nheads_k), what))
         yield span, here
+        del here
 
 
 def of_heads(tensors: Sequence[torch.Tensor], span: slice, nheads_k: int) -> list[torch.Tensor]:

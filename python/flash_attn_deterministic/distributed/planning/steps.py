@@ -125,7 +125,8 @@ def head_slices(nheads_k: int, heads_k: int) -> list[slice]:
     return [slice(h, min(h + heads_k, nheads_k)) for h in range(0, nheads_k, heads_k)]
 
 
-# What keys and values of a slice may take, in bytes, where the caller does not say how many heads.
+# What keys and values of a slice may take, in bytes, where the caller does not say how many heads;
+# one head may take more. A rank holds three slices: one computed, one sent, one received.
 _SLICE_BYTES = 256 * 2**20
 
 
@@ -133,7 +134,7 @@ def heads_of_forward(heads_k: int, nheads_k: int, head_bytes: int) -> int:
     """Returns how many KV heads a forward gathers at a time.
 
     A kernel ends with SMs idle, the more so the fewer heads it has: many at a time. But nothing is
-    computed while the first ones come: half of them at most.
+    computed while the first ones come: half of them, rounded up, at most.
 
     Args:
         heads_k: what the caller wants; 0: no number.
