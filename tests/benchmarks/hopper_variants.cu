@@ -55,11 +55,10 @@ struct Short {
 };
 
 // Other bits: docs/adr/0022.
-template <typename Base, int kStepKeys, bool kLazyMaxima>
+template <typename Base, int kStepKeys>
 struct Other {
   static constexpr FwdShape with(FwdShape shape) {
     shape.step = kStepKeys;
-    shape.lazy = kLazyMaxima;
     return shape;
   }
   static constexpr FwdShape value = with(Base::value);
@@ -98,7 +97,7 @@ constexpr Variant product(const char* name) {
 // free: with turns and without; wait: waits_last; q8: eight sixteens of Q in registers, ring: they
 // come through the ring; s24: eights of columns of what waits in shared memory; lines, late,
 // maxima, first, ends: waits_in_lines, merges_late, before_values, ends_late of fwd_shape.h; there,
-// returns: its counting. other-: other bits, steps of 128 keys (step128) and lazy maxima.
+// returns: its counting. other-: other bits, steps of 128 keys (step128).
 constexpr Variant kVariants[] = {
 #if FAD_HEAD_DIM == 64
     product<192>("three-k128-free"),
@@ -112,20 +111,15 @@ constexpr Variant kVariants[] = {
     variant<3, Short<ShapeOf<64, 192>, true, Counting::kReturns>>("three-k128-free-returns-ends"),
     variant<4, Plain<64, 8, false, false, 0>>("four-free"),
     variant<4, Plain<64, 8, false, true, 0>>("four-free-wait"),
-    variant<3, Other<ShapeOf<64, 192>, 64, true>>("other-three-k128-free-lazy"),
-    variant<3, Other<ShapeOf<64, 192>, 128, false>>("other-three-k128-free-step128"),
-    variant<3, Other<ShapeOf<64, 192>, 128, true>>("other-three-k128-free-step128-lazy"),
-    variant<3, Other<Plain<128, 8, false, true, 0>, 128, true>>(
-        "other-three-k128-free-wait-step128-lazy"),
+    variant<3, Other<ShapeOf<64, 192>, 128>>("other-three-k128-free-step128"),
+    variant<3, Other<Plain<128, 8, false, true, 0>, 128>>("other-three-k128-free-wait-step128"),
 #elif FAD_HEAD_DIM == 96
     product<192>("three-turns"),
     variant<3, Plain<64, 12, true, false, 6>>("three-turns-q6"),
     variant<3, Plain<64, 12, false, false, 6>>("three-free-q6"),
     variant<3, Late<ShapeOf<96, 192>>>("three-turns-late"),
     variant<3, Short<Late<ShapeOf<96, 192>>, true, Counting::kFromThere>>("three-turns-late-ends"),
-    variant<3, Other<ShapeOf<96, 192>, 64, true>>("other-three-turns-lazy"),
-    variant<2, Other<Plain<128, 12, true, true, 6>, 128, true>>(
-        "other-two-k128-turns-wait-q6-step128-lazy"),
+    variant<2, Other<Plain<128, 12, true, true, 6>, 128>>("other-two-k128-turns-wait-q6-step128"),
 #elif FAD_HEAD_DIM == 128
     product<192>("three-turns-wait-q4"),
     product<128>("two-k128-free"),
@@ -135,11 +129,7 @@ constexpr Variant kVariants[] = {
     variant<3, Plain<64, 16, true, true, 4, true>>("three-turns-wait-q4-ring"),
     variant<3, Short<Late<Plain<64, 16, true, true, 4, true>>, true, Counting::kFromThere>>(
         "three-turns-wait-q4-ring-late-ends"),
-    variant<3, Other<ShapeOf<128, 192>, 64, true>>("other-three-turns-wait-q4-lazy"),
-    variant<2, Other<Plain<128, 16, true, true, 8>, 128, false>>(
-        "other-two-k128-turns-wait-q8-step128"),
-    variant<2, Other<Plain<128, 16, true, true, 8>, 128, true>>(
-        "other-two-k128-turns-wait-q8-step128-lazy"),
+    variant<2, Other<Plain<128, 16, true, true, 8>, 128>>("other-two-k128-turns-wait-q8-step128"),
 #elif FAD_HEAD_DIM == 192
     product<128>("two-free-wait-q12"),
     // Seven, six and five blocks in the ring; without it, five with twelve columns.
@@ -150,14 +140,10 @@ constexpr Variant kVariants[] = {
     variant<2, Late<Plain<64, 24, false, true, 12, true>>>("two-free-wait-q12-ring-s24-late"),
     variant<2, Short<Late<Plain<64, 24, false, true, 12, true>>, true, Counting::kFromThere>>(
         "two-free-wait-q12-ring-s24-late-ends"),
-    variant<2, Other<Plain<64, 24, false, true, 12, true>, 64, true>>(
-        "other-two-free-wait-q12-ring-s24-lazy"),
 #elif FAD_HEAD_DIM == 256
     product<128>("two-free-wait-q8-ring"),
     variant<2, InLines<ShapeOf<256, 128>>>("two-free-wait-q8-ring-lines"),
     variant<2, Late<InLines<ShapeOf<256, 128>>>>("two-free-wait-q8-ring-lines-late"),
-    variant<2, Other<InLines<ShapeOf<256, 128>>, 64, true>>(
-        "other-two-free-wait-q8-ring-lines-lazy"),
 #endif
 };
 

@@ -108,6 +108,8 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   if (chance(20)) {
     params.softcap = params.scale_softmax / 5.f;
     params.scale_softmax = 5.f;
+  } else if (chance(15)) {
+    params.scale_softmax *= pick({-0.25f, 0.f});
   }
   params.scale_softmax_log2 = params.scale_softmax * 1.44269504f;
   params.window_size_left = chance(25) ? draw(0, 300) : -1;
@@ -135,7 +137,8 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   params.k_batch_stride = params.v_batch_stride =
       static_cast<int64_t>(paged ? page : capacity) * heads_k * d;
   Numbers q(static_cast<std::size_t>(total_q) * heads * d);
-  q.fill(0, total_q * heads * d, 1.f);
+  // With large ones, rows raise their maximum in many steps; with others in the first alone.
+  q.fill(0, total_q * heads * d, params.scale_softmax > 0.f ? pick({1.f, 1.f, 4.f, 30.f}) : 1.f);
   const int blocks = batch * pages;
   const std::size_t kv =
       static_cast<std::size_t>(paged ? blocks * page : batch * capacity) * heads_k * d;

@@ -11,6 +11,7 @@ from bits import bits_equal
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
 from flash_attn_deterministic.info.build_info import build_info
 from flash_attn_deterministic.reference import Formats, State, _dense, _ieee, attention, merge_state
+from flash_attn_deterministic.reference._state import raised_max
 
 INF = math.inf
 LOG2_E = math.log2(math.e)
@@ -155,7 +156,9 @@ def _scalar_row(
                 for d in range(len(q)):
                     score = score + q[d].float() * k[j, d].float()
                 scores.append(score)
-            before, row_max = row_max, torch.stack([row_max, *scores]).max()
+            before, step_max = row_max, torch.stack(scores).max()
+            if before == -INF or (step_max - before) * scale_log2 > 8:
+                row_max = torch.maximum(before, step_max)
             rescale = zero if before == -INF else exp2((before - row_max) * scale_log2)
             probs = [exp2(s * scale_log2 - row_max * scale_log2) for s in scores]
             row_sum = row_sum * rescale + tree(probs + [zero] * (block_n - len(probs)))
@@ -180,8 +183,10 @@ def _scalar_row(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("split_size", [0, 16, 32], ids=["one-split", "split-16", "split-32"])
-def test_tree_is_the_documented_one(split_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [1, 4], ids=["raised-once", "raised-again"])
+def test_tree_is_the_documented_one(size: int, split_size: int, dtype: torch.dtype) -> None:
     q, k, v = make_inputs(1, 3, 107, 1, 1, 8, dtype)
+    q = size * q
     out, softmax_lse = attention(q, k, v, causal=True, block_n=8, split_size=split_size)
     for row in range(3):
         expected_out, expected_lse = _scalar_row(
@@ -189,6 +194,41 @@ def test_tree_is_the_documented_one(split_size: int, dtype: torch.dtype) -> None
         )
         assert bits_equal(out[0, row, 0], expected_out)
         assert bits_equal(softmax_lse[0, 0, row], expected_lse)
+
+
+@pytest.mark.parametrize(
+    ("before", "step_max", "scale_log2", "after"),
+    [
+        pytest.param(-INF, 3.0, 0.5, 3.0, id="first"),
+        pytest.param(-INF, 3.0, -0.5, 3.0, id="first-negative-scale"),
+        pytest.param(-INF, 3.0, 0.0, 3.0, id="first-zero-scale"),
+        pytest.param(-INF, -INF, 0.5, -INF, id="no-key"),
+        pytest.param(-INF, -INF, -0.5, -INF, id="no-key-negative-scale"),
+        pytest.param(3.0, -INF, 0.5, 3.0, id="no-key-later"),
+        pytest.param(3.0, -INF, -0.5, 3.0, id="no-key-later-negative-scale"),
+        pytest.param(3.0, -INF, 0.0, 3.0, id="no-key-later-zero-scale"),
+        pytest.param(3.0, 1.0, 0.5, 3.0, id="smaller"),
+        pytest.param(3.0, 19.0, 0.5, 3.0, id="stays"),
+        pytest.param(3.0, 19.000002, 0.5, 19.000002, id="raised"),
+        pytest.param(3.0, 100.0, -0.5, 3.0, id="negative-scale"),
+        pytest.param(100.0, 3.0, -0.5, 100.0, id="smaller-negative-scale"),
+        pytest.param(3.0, 1e30, 0.0, 3.0, id="zero-scale"),
+    ],
+)
+def test_the_maximum_is_raised_where_it_grows_by_more_than_256_times(
+    before: float, step_max: float, scale_log2: float, after: float
+) -> None:
+    raised = raised_max(torch.tensor([before]), torch.tensor([step_max]), scale_log2)
+    assert bits_equal(raised, torch.tensor([after]))
+
+
+def test_neighbouring_rows_raise_their_maxima_alone() -> None:
+    q, k, v = make_inputs(1, 16, 300, 2, 2, 32)
+    q[:, ::2] *= 20
+    whole = attention(q, k, v, block_n=64)
+    for row in range(16):
+        alone = attention(q[:, row : row + 1], k, v, block_n=64)
+        assert _same(_rows(whole, row, row + 1), alone)
 
 
 def test_block_n_is_that_of_the_kernel() -> None:
@@ -434,6 +474,7 @@ FIELDS = ["scores", "probs", "row_max", "row_sum", "rescale", "acc", "out"]
 @pytest.mark.parametrize("field", FIELDS)
 def test_each_format_rounds_its_step(field: str) -> None:
     q, k, v = make_inputs(1, 16, 200, 1, 1, 32, torch.float32)
+    q = 4 * q  # so that the maximum is raised again
     coarse = attention(q, k, v, block_n=64, formats=Formats(**{field: torch.bfloat16}))
     exact_out, _ = softmax_attention(q, k, v)
     assert not _same(coarse, attention(q, k, v, block_n=64))

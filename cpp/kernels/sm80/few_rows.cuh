@@ -54,31 +54,34 @@ __device__ __forceinline__ void write_maxima(const FewRowsScores<Traits>& scores
   }
 }
 
-// The running maximum, with this block's.
+// A row's largest score of this block.
 template <typename Traits>
-__device__ __forceinline__ float raised_max(const float* maxima, int half, float row_max) {
+__device__ __forceinline__ float block_max(const float* maxima, int half) {
+  float most = -INFINITY;
   const int row = warp_row<Traits>() + threadIdx.x % 32 / 4 + 8 * half;
 #pragma unroll
   for (int w = 0; w < Traits::kSharers; w += 2) {
     const float2 two = *reinterpret_cast<const float2*>(maxima + row * Traits::kSharers + w);
-    row_max = fmaxf(row_max, fmaxf(two.x, two.y));
+    most = fmaxf(most, fmaxf(two.x, two.y));
   }
-  return row_max;
+  return most;
 }
 
-// Probabilities to shared memory: fp32 for the row sums, 16 bit for P V.
+// Probabilities to shared memory: fp32 for the row sums, 16 bit for P V. most: each row's largest
+// score of the block.
 template <typename Traits>
 __device__ __forceinline__ void write_probs(const FewRowsScores<Traits>& scores, float scale,
-                                            const float (&new_max)[2], FewRowsState<Traits>& state,
+                                            const float (&most)[2], FewRowsState<Traits>& state,
                                             float* probs, typename Traits::Element* probs16) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row<Traits>() + lane / 4 + 8 * half;
-    const bool empty = new_max[half] == -INFINITY;
-    state.rescale[half] = rescale_factor(state.row_max[half], empty ? 0.f : new_max[half], scale);
-    state.row_max[half] = new_max[half];
-    const float max_scaled = empty ? 0.f : scaled_max(new_max[half], scale);
+    const float new_max = raised_max(state.row_max[half], most[half], scale);
+    const bool empty = new_max == -INFINITY;
+    state.rescale[half] = rescale_factor(state.row_max[half], empty ? 0.f : new_max, scale);
+    state.row_max[half] = new_max;
+    const float max_scaled = empty ? 0.f : scaled_max(new_max, scale);
 #pragma unroll
     for (int tile = 0; tile < Traits::kWarpKeys / 8; ++tile) {
       const float first = scaled_exp2(scores[tile][2 * half], scale, max_scaled);
@@ -295,15 +298,14 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
     // before them: their slots are free.
     __syncthreads();
     // Maxima are read before copies start: both use the queue of shared memory.
-    const float new_max[2] = {raised_max<Traits>(maxima, 0, state.row_max[0]),
-                              raised_max<Traits>(maxima, 1, state.row_max[1])};
+    const float most[2] = {block_max<Traits>(maxima, 0), block_max<Traits>(maxima, 1)};
     start_copy(item + Traits::kSlots - 1, Odd{});
     cute::cp_async_fence();
     if (!Traits::kFillsApart) {
       start_copy(item + Traits::kSlots, Even{});
       cute::cp_async_fence();
     }
-    write_probs<Traits>(scores, params.scale_softmax_log2, new_max, state, probs, probs16);
+    write_probs<Traits>(scores, params.scale_softmax_log2, most, state, probs, probs16);
     cute::cp_async_wait<Traits::kSlots - 2 - Traits::kFillsApart>();
     __syncthreads();  // probabilities, values and the next keys are complete
 

@@ -1,9 +1,10 @@
 // Probabilities and P V from scores that are known, the second kernel of the path scores-first
 // (scores_first.h): a CTA takes 32 columns of one split of one or two row blocks. All maxima are
-// known, so warps compute the probabilities of several blocks of keys side by side; what goes from
-// block to block is P V in one warp and the row sums in another, in the tree's order and with the
-// tree's functions: the bits are those of the kernels that compute scores on the way. The last CTA
-// of a row block and its columns to end its split merges all of them.
+// known, so warps compute the probabilities of several blocks of keys side by side, each folding
+// the maxima of all; what goes from block to block is P V in one warp and the row sums in another,
+// in the tree's order and with the tree's functions: the bits are those of the kernels that compute
+// scores on the way. The last CTA of a row block and its columns to end its split merges all of
+// them.
 #pragma once
 
 #include <type_traits>
@@ -254,7 +255,7 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
 #pragma unroll
     for (int i = 0; i < Traits::kChunk; ++i) {
       old_max = i == of_chunk ? row_max : old_max;
-      row_max = fmaxf(row_max, now.maxima[i]);
+      row_max = raised_max(row_max, now.maxima[i], scale);
       new_max = i == of_chunk ? row_max : new_max;
     }
     if (of_chunk < blocks) {

@@ -85,13 +85,7 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = rows.max[r];
-      if constexpr (T::kLazy) {
-        const float growth = __fmul_rn(__fsub_rn(maxima[step][r], before), call.scale_log2);
-        // The first one counts whatever the scale's sign.
-        rows.max[r] = before == -INFINITY || growth > kLazyGrowth ? maxima[step][r] : before;
-      } else {
-        rows.max[r] = fmaxf(before, maxima[step][r]);
-      }
+      rows.max[r] = raised_max(before, maxima[step][r], call.scale_log2);
       const float now = rows.max[r] == -INFINITY ? 0.f : rows.max[r];
       scales.factor[step][r] = rescale_factor(before, now, call.scale_log2);
       scales.max_scaled[step][r] = scaled_max(now, call.scale_log2);

@@ -30,12 +30,9 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // ends_late: whether the rows of a tile are normalised and stored while the first scores of the
 // warpgroup's next tile are computed, and not before they are asked for.
 // counting: how tiles are counted where CTAs take them one by one.
-// step: keys of a softmax step. lazy: whether a row's maximum is raised only when it would grow by
-// more than kLazyGrowth powers of two. Both change bits: no product's shape sets them
-// (docs/adr/0022).
+// step: keys of a softmax step. It changes bits: no product's shape sets it (docs/adr/0022).
 //
 // Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
-constexpr float kLazyGrowth = 8.f;
 
 enum class BeforeValues { kNothing, kMaxima, kFirstStep };
 
@@ -59,7 +56,6 @@ struct FwdShape {
   bool ends_late = false;
   Counting counting = Counting::kAll;
   int step = kStep;
-  bool lazy = false;
 };
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.

@@ -23,7 +23,6 @@ struct FwdTile {
   static constexpr bool kEndsLate = Shape::value.ends_late;
   static constexpr Counting kCounting = Shape::value.counting;
   static constexpr int kStep = Shape::value.step;
-  static constexpr bool kLazy = Shape::value.lazy;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;

@@ -9,6 +9,22 @@
 
 namespace fad {
 
+// How far scores may rise above a row's reference point, in powers of two after scaling, before it
+// is raised (docs/adr/0022).
+constexpr float kLazyGrowth = 8.f;
+
+// The reference point of a row's exponentials after a step, from the one before it (-inf: the row
+// had no visible key) and the largest score of the step, or of both. It is raised to that score
+// only where it would grow by more than 2^kLazyGrowth; a row's first one counts whatever the sign
+// of the scale. It is called "maximum" everywhere else: exponentials are 2^kLazyGrowth at most, and
+// where it stays the factors of sums are exactly 1. Each row decides for itself, or its bits would
+// depend on its neighbours. With a scale of 0 or less it stays where the first step put it:
+// exponentials have no bound then, and are smaller than against a higher one.
+__device__ __forceinline__ float raised_max(float reference, float step_max, float scale) {
+  const float growth = __fmul_rn(__fsub_rn(step_max, reference), scale);
+  return reference == -INFINITY || growth > kLazyGrowth ? fmaxf(reference, step_max) : reference;
+}
+
 __device__ __forceinline__ float scaled_max(float row_max, float scale) {
   return __fmul_rn(row_max, scale);
 }

@@ -4,7 +4,8 @@ This is about the forward; `_backward` tells of the other direction.
 
 Keys are cut into splits of split_size tokens, counted from the sequence's own position 0, and a
 split into blocks of block_n. Blocks are visited last to first with FlashAttention-2's online
-softmax; the un-normalised states of the splits are merged last to first; one division ends it.
+softmax, whose maximum is raised only where it would grow by more than 2^8; the un-normalised states
+of the splits are merged last to first; one division ends it.
 
 A row's bits depend on that row's inputs and on nothing else. So every step is an elementwise IEEE
 operation, whose result cannot depend on vector width, tails or threads: no matmul (BLAS picks its
@@ -27,12 +28,13 @@ from ._dense import attention
 from ._formats import DEFAULT_FORMATS, Formats, Rounding
 from ._kvcache import kvcache_attention
 from ._residual import restored, with_residual
-from ._state import State, merge_state
+from ._state import LAZY_GROWTH, State, merge_state
 from ._varlen import varlen_attention
 from ._varlen_backward import finish_key_sums, varlen_attention_backward
 
 __all__ = [
     "DEFAULT_FORMATS",
+    "LAZY_GROWTH",
     "Formats",
     "Rounding",
     "State",

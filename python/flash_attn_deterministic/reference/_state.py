@@ -10,13 +10,17 @@ from . import _ieee
 from ._formats import DEFAULT_FORMATS, Formats, round_to
 
 INF = float("inf")
+# How many powers of two scores may rise above a row's maximum before it is raised: kLazyGrowth of
+# the kernels.
+LAZY_GROWTH = 8.0
 
 
 class State(NamedTuple):
     """What is known of some rows after some keys, not normalised.
 
     Args:
-        row_max: (..., rows, 1), -inf before the first visible key.
+        row_max: (..., rows, 1), what exponentials are taken against, -inf before the first visible
+            key. The row's maximum, or below it by LAZY_GROWTH powers of two at most.
         row_sum: (..., rows, 1), 0 before the first visible key.
         acc: (..., rows, head_dim).
     """
@@ -63,6 +67,16 @@ def merge_state(
             for r, p, m in zip(running, part, merged, strict=True)
         )
     )
+
+
+def raised_max(before: torch.Tensor, step_max: torch.Tensor, scale_log2: float) -> torch.Tensor:
+    """Returns a row's maximum after a step whose largest score is `step_max`.
+
+    It is raised only where it would grow by more than 2^LAZY_GROWTH. A first one counts whatever
+    the sign of the scale.
+    """
+    raises = ((step_max - before) * scale_log2 > LAZY_GROWTH) | (before == -INF)
+    return torch.where(raises, torch.maximum(before, step_max), before)
 
 
 def rescale_factor(

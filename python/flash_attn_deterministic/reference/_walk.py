@@ -17,7 +17,15 @@ from ..info.build_info import build_info
 from . import _ieee
 from ._dropout import Dropout, Place
 from ._formats import DEFAULT_FORMATS, Formats, round_to
-from ._state import INF, State, empty_state, merge_state, normalise, rescale_factor
+from ._state import (
+    INF,
+    State,
+    empty_state,
+    merge_state,
+    normalise,
+    raised_max,
+    rescale_factor,
+)
 from ._window import Window
 
 
@@ -173,8 +181,8 @@ class Walk:
         hidden = self.window.hidden(rows, keys, q.device)
         if hidden is not None:
             scores.masked_fill_(hidden, -INF)
-        row_max = torch.maximum(state.row_max, fold(scores, self.block_n, torch.maximum, -INF))
-        row_max = round_to(row_max, formats.row_max)
+        step_max = round_to(fold(scores, self.block_n, torch.maximum, -INF), formats.row_max)
+        row_max = raised_max(state.row_max, step_max, self.scale_log2)
         rescale = rescale_factor(state.row_max, row_max, self.scale_log2, formats)
 
         # Without a visible key, the subtraction below would be -inf - -inf.

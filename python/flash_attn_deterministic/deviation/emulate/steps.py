@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import ArgumentError
+from ...reference import LAZY_GROWTH
 from ..numbers.formats import NumberFormat, parse_format
 
 Round = Callable[[torch.Tensor], torch.Tensor]
@@ -95,7 +96,7 @@ PRESETS = {
         Preset("paper", "renormalised", STEP_NAMES),
         Preset("lines", "renormalised", _LINES),
         Preset("kernel", "running", _KERNEL),
-        Preset("tree", "running", _KERNEL, split_size=256),
+        Preset("tree", "running", _KERNEL, split_size=256, threshold=LAZY_GROWTH),
         Preset("fa4", "running", _KERNEL, threshold=8.0, cubic=True),
         # P of at most 1 would waste half of E4M3's range: 2^8 times P ends at 256 of 448.
         Preset("fp8", "running", _KERNEL, probs="fp8_e4m3", probs_scale=256.0),
