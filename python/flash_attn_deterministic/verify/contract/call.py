@@ -118,15 +118,17 @@ def draw(
     generator = torch.Generator(device).manual_seed(seed)
     batch, seqlen_q, nheads, head_dim = shape
 
-    def normal(seqlen: int, heads: int) -> torch.Tensor:
-        size = (batch, seqlen, heads, head_dim)
-        drawn = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
-        return drawn.to(DTYPES[dtype])
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=torch.float32)
+
+    def drawn(seqlen: int, heads: int, spread: torch.Tensor | float = 1.0) -> torch.Tensor:
+        return normal(batch, seqlen, heads, head_dim).mul_(spread).to(DTYPES[dtype])
 
     options = dict(options)
     slopes = None
-    q, k, v = normal(seqlen_q, nheads), normal(seqlen_k, nheads_k), normal(seqlen_k, nheads_k)
-    dout = normal(seqlen_q, nheads)
+    # Rows with larger scores raise their maxima again on the way, others only once.
+    q = drawn(seqlen_q, nheads, normal(batch, seqlen_q, 1, 1).exp().clamp(max=8))
+    k, v, dout = drawn(seqlen_k, nheads_k), drawn(seqlen_k, nheads_k), drawn(seqlen_q, nheads)
     if options.pop("alibi", False):
         slopes = 0.3 * torch.rand((batch, nheads), generator=generator, device=device)
     return Call(attention, q, k, v, dout, slopes, options)
