@@ -22,8 +22,8 @@ constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 // faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
 constexpr double kFullEnough = 0.76;
 
-// The same for the sm90 family, whose CTAs are one to an SM and take row blocks in turns: the share
-// of these turns that have a row block. (H100, 512 queries on 32768 keys, 32 heads, head dim 128:
+// The same for the sm90 family, whose CTAs take row blocks in turns: the share of the turns of SMs
+// that have a row block. (H100, 512 queries on 32768 keys, 32 heads, head dim 128:
 // 0.46 ms where 97 % have one and 0.64 ms where 73 % have; parts take 1.2 ms.)
 constexpr double kTurnsFullEnough = 0.4;
 
@@ -120,7 +120,7 @@ bool runs_on(Family family, const Device& device) {
   return family == Family::kSm80 || device.capability == 90;
 }
 
-// Time of the CTA that has most to do, where CTAs take row blocks one after another: in rows.
+// Time of the SM that has most to do, where CTAs take row blocks one after another: in rows.
 double longest_turns(const FwdParams& params, const FwdKernel& kernel, int num_sms) {
   const double rows = kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
   return rows * ceil_div(row_blocks(params, kernel), num_sms);
@@ -132,9 +132,9 @@ bool covers(Features covered, Features features) {
   return same_mask && (features & ~covered) == 0;
 }
 
-// The kernel of a family and path for a call. Of persistent ones, the one with the best tile; of
-// others, the first that covers the call: those that cover least come first. Of the few-rows
-// kernels, the one that the rows fill best.
+// The kernel of a family and path for a call. Where CTAs take row blocks one after another, the one
+// with the best tile; of others, the first that covers the call: those that cover least come first.
+// Of the few-rows kernels, the one that the rows fill best.
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
                              Path path, const Tree& tree, int num_sms) {
   const Features features = features_of(params) | (params.residual != nullptr ? kResidual : 0);
@@ -145,8 +145,9 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
         path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, path));
     if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
-        (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <
-                                                      longest_turns(params, *best, num_sms)))) {
+        (best == nullptr ||
+         (kernel.ctas_per_sm > 0 &&
+          longest_turns(params, kernel, num_sms) < longest_turns(params, *best, num_sms)))) {
       best = &kernel;
     }
   }
@@ -239,7 +240,7 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
 
 // Whether a CTA per row block has enough of the GPU to do.
 bool fills(const Candidate& one_cta, const Device& device) {
-  if (one_cta.kernel->persistent) {
+  if (one_cta.kernel->ctas_per_sm > 0) {
     return one_cta.row_blocks >=
            kTurnsFullEnough * device.num_sms * ceil_div(one_cta.row_blocks, device.num_sms);
   }
@@ -384,7 +385,9 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   plan.writes_parts = chosen.writes_parts;
   const bool groups = takes_groups(plan.kernel->path);
   plan.group = groups ? group_of(params) : 1;
-  const long long most_ctas = plan.kernel->persistent ? device.num_sms : kMaxCtas;
+  const int ctas_per_sm = plan.kernel->ctas_per_sm;
+  const long long most_ctas =
+      ctas_per_sm > 0 ? static_cast<long long>(ctas_per_sm) * device.num_sms : kMaxCtas;
   plan.ctas = plan.ctas_per_launch =
       static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, most_ctas));
   // CTAs that take row blocks one after another count those that are taken.

@@ -42,6 +42,16 @@ struct Before {
   static constexpr FwdShape value = with(Base::value);
 };
 
+// So many CTAs to an SM.
+template <typename Base, int kCtas>
+struct Side {
+  static constexpr FwdShape with(FwdShape shape) {
+    shape.ctas_per_sm = kCtas;
+    return shape;
+  }
+  static constexpr FwdShape value = with(Base::value);
+};
+
 // kReturns leaves out the clearing of the counter: each variant has its own, 0 before the first
 // call.
 template <typename Base, bool kLate, fad::sm90::Counting kCounting>
@@ -75,16 +85,17 @@ using shapes::Late;
 using shapes::Other;
 using shapes::Plain;
 using shapes::Short;
+using shapes::Side;
 
 struct Variant {
   const char* name;
-  int rows;
+  int rows, ctas_per_sm;
   void (*launch)(const FwdParams&, unsigned, cudaStream_t);
 };
 
 template <int kWarpgroups, typename Shape>
 constexpr Variant variant(const char* name) {
-  return {name, kWarpgroups * kGroupRows,
+  return {name, kWarpgroups * kGroupRows, Shape::value.ctas_per_sm,
           &launch_fwd<FwdTile<__nv_bfloat16, FAD_HEAD_DIM, false, kWarpgroups, Shape>>};
 }
 
@@ -93,13 +104,26 @@ constexpr Variant product(const char* name) {
   return variant<kBlockM / kGroupRows, ShapeOf<FAD_HEAD_DIM, kBlockM>>(name);
 }
 
-// The first is the product's. Names: two, three: warpgroups; k128: 128 keys to a product; turns,
-// free: with turns and without; wait: waits_last; q8: eight sixteens of Q in registers, ring: they
-// come through the ring; s24: eights of columns of what waits in shared memory; lines, late,
-// maxima, first, ends: waits_in_lines, merges_late, before_values, ends_late of fwd_shape.h; there,
-// returns: its counting. other-: other bits, steps of 128 keys (step128).
+// The first is the product's. Names: one to four: warpgroups; twice, four-times: CTAs to an SM;
+// k128: 128 keys to a product; turns, free: with turns and without; wait: waits_last; q8: eight
+// sixteens of Q in registers, ring: they come through the ring; s24: eights of columns of what
+// waits in shared memory; lines, late, maxima, first, ends: waits_in_lines, merges_late,
+// before_values, ends_late of fwd_shape.h; there, returns: its counting. other-: other bits, steps
+// of 128 keys (step128).
 constexpr Variant kVariants[] = {
-#if FAD_HEAD_DIM == 64
+#if FAD_HEAD_DIM == 32
+    product<128>("two-free-wait-q2-twice"),
+    variant<2, Side<Plain<64, 4, false, true, 0>, 2>>("two-free-wait-twice"),
+    variant<2, Side<Plain<64, 4, false, false, 2>, 2>>("two-free-q2-twice"),
+    variant<2, Short<ShapeOf<32, 128>, false, Counting::kFromThere>>(
+        "two-free-wait-q2-twice-there"),
+    variant<2, Short<ShapeOf<32, 128>, true, Counting::kFromThere>>(
+        "two-free-wait-q2-twice-there-ends"),
+    variant<1, Side<Plain<64, 4, false, true, 2>, 4>>("one-free-wait-q2-four-times"),
+    variant<3, Plain<128, 4, false, false, 0>>("three-k128-free"),
+    variant<3, Plain<128, 4, false, false, 2>>("three-k128-free-q2"),
+    variant<4, Plain<64, 4, false, true, 2>>("four-free-wait-q2"),
+#elif FAD_HEAD_DIM == 64
     product<192>("three-k128-free"),
     variant<3, Before<ShapeOf<64, 192>, BeforeValues::kMaxima>>("three-k128-free-maxima"),
     variant<3, Before<ShapeOf<64, 192>, BeforeValues::kFirstStep>>("three-k128-free-first"),
@@ -195,11 +219,12 @@ int fad_run(int variant, const void* q, const void* k, const void* v, void* out,
   const Variant& chosen = kVariants[variant];
   const int64_t tiles =
       static_cast<int64_t>(batch) * heads * ((seqlen_q + chosen.rows - 1) / chosen.rows);
-  params.tile_counter = tiles > sms ? counters + variant : nullptr;
+  const int64_t slots = int64_t{sms} * chosen.ctas_per_sm;
+  params.tile_counter = tiles > slots ? counters + variant : nullptr;
   if (!supports(params) || split_tokens % 128 != 0) {
     return 1;
   }
-  chosen.launch(params, static_cast<unsigned>(tiles < sms ? tiles : sms),
+  chosen.launch(params, static_cast<unsigned>(tiles < slots ? tiles : slots),
                 static_cast<cudaStream_t>(stream));
   return 0;
 }

@@ -34,7 +34,7 @@ from tests.gpu.attention import same_bits
 
 SOURCE = Path(__file__).with_suffix(".cu")
 CPP = Path(__file__).parents[2] / "cpp"
-HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 OTHER_BITS = "other-"  # how names of variants begin that round elsewhere
 OTHER_SPLIT_SIZE = 8192
 # As CMakeLists.txt has them: bits depend on the last line.
@@ -62,6 +62,13 @@ def shapes() -> tuple[Shape, ...]:
         Shape("forward", 4, 1024, 16, 16, 128),
         Shape("forward", 4, 4096, 16, 16, 128, True, window=1024),
         Shape("forward", 1, 32_768, 32, 8, 128, True, seqlen_q=512),
+        *(
+            Shape("forward", batch, seqlen, 16, 16, 32, causal)
+            for batch, seqlen in ((256, 128), (128, 256), (64, 512), (32, 1024))
+            for causal in (False, True)
+        ),
+        Shape("forward", 4, 4096, 32, 32, 32),
+        Shape("forward", 64, 577, 16, 16, 32),
         Shape("forward", 32, 512, 16, 16, 64, True),
         Shape("forward", 64, 577, 16, 16, 64),
         Shape("forward", 16, 1024, 16, 16, 64),

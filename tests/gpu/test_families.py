@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 VARIABLE = "FLASH_ATTENTION_FAMILY"
 CONFIGS = each_config(
-    [(d, t) for d in (40, 64, 96, 112, 128, 160, 192, 256) for t in ("bf16", "fp16")]
+    [(d, t) for d in (8, 32, 40, 64, 96, 112, 128, 160, 192, 256) for t in ("bf16", "fp16")]
 )
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -208,15 +208,16 @@ def test_pages_with_nan_behind_their_ends(
 
     monkeypatch.setenv(VARIABLE, "sm90")
     plan = explain(flash_attn_with_kvcache, q, k, v, split_size=split_size, **arguments)
-    # At head dims up to 64 products are 128 keys wide, and pages left to the other family.
-    assert (plan.family == "sm90") == (head_dim > 64 and page_size % 64 == 0)
+    # At head dims 33 to 64 products are 128 keys wide, and pages left to the other family.
+    takes_pages = head_dim <= 32 or head_dim > 64
+    assert (plan.family == "sm90") == (takes_pages and page_size % 64 == 0)
     assert_families_agree(monkeypatch, run)
     assert_families_agree(monkeypatch, packed)
 
 
 # Head dims of each kernel, those padded to it included.
-RANGES = {64: range(33, 65), 96: range(65, 97), 128: range(97, 129), 192: range(129, 193)}
-RANGES[256] = range(193, 257)
+RANGES = {32: range(1, 33), 64: range(33, 65), 96: range(65, 97), 128: range(97, 129)}
+RANGES |= {192: range(129, 193), 256: range(193, 257)}
 
 
 @pytest.mark.parametrize(

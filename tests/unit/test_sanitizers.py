@@ -77,3 +77,23 @@ def test_a_missing_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_the_calls_are_made_at_every_head_dim() -> None:
     table = json.loads((Path(__file__).parents[2] / "cpp" / "instances.json").read_text())
     assert {str(dim) for dim in sanitize.HEAD_DIMS} >= table["bwd_tiles"].keys()
+
+
+def test_controls_are_compiled_and_asked(tmp_path: Path) -> None:
+    nvcc, tool = tmp_path / "nvcc", tmp_path / "tool"
+    # nvcc -arch A -O3 -o PROGRAM SOURCE: the program names two patterns.
+    nvcc.write_text("#!/bin/sh\nprintf '#!/bin/sh\\necho one two\\n' > $4; chmod +x $4\n")
+    # tool --tool T --print-limit 2 PROGRAM NAME
+    tool.write_text(
+        '#!/bin/sh\n[ "$2-$6" = racecheck-two ] && n=4 || n=0\n'
+        'echo "RACECHECK SUMMARY: $n hazards displayed"\n'
+    )
+    for path in (nvcc, tool):
+        path.chmod(0o755)
+    arguments = ["--controls", "--sanitizer", str(tool), "--nvcc", str(nvcc), "--out"]
+    assert sanitizers.main([*arguments, str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "controls.json").read_text(encoding="utf-8"))
+    assert found == {
+        "one": {"racecheck": 0, "synccheck": 0},
+        "two": {"racecheck": 4, "synccheck": 0},
+    }

@@ -141,11 +141,16 @@ def test_a_signal_ends_the_ranks(
 
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
+    # A shell has what it runs in the background ignore Ctrl-C, these tests too.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     sender = threading.Thread(target=interrupt)
     sender.start()
-    with pytest.raises(KeyboardInterrupt):
-        cli.run_command([sys.executable, "-c", program], os.environ)
-    sender.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cli.run_command([sys.executable, "-c", program], os.environ)
+    finally:
+        sender.join()
+        signal.signal(signal.SIGINT, ignored)
     assert (tmp_path / "left").exists()
     assert signal.getsignal(signal.SIGTERM) is before
 

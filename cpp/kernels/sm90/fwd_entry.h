@@ -66,10 +66,18 @@ bool takes(const fad::FwdParams& call, const Tree& tree) {
 // launch is compiled for Hopper.
 template <int kHeadDim, int kBlockM, Features kCovers>
 constexpr FwdKernel fwd_entry(void (*launch)(const fad::FwdParams&, unsigned, cudaStream_t)) {
-  static_assert((kCovers & kPaged) == 0 || takes_pages(fwd_shape(kHeadDim, kBlockM).keys));
-  return {Family::kSm90, Path::kOneCta,       kCovers,
-          kBlockM,       kSharedBytes,        kSharedBytes,
-          launch,        /*persistent=*/true, &takes<kHeadDim, kBlockM>};
+  constexpr FwdShape kShape = fwd_shape(kHeadDim, kBlockM);
+  static_assert((kCovers & kPaged) == 0 || takes_pages(kShape.keys));
+  constexpr int kShared = shared_bytes(kShape.ctas_per_sm);
+  return {Family::kSm90,
+          Path::kOneCta,
+          kCovers,
+          kBlockM,
+          kShared,
+          kShared,
+          launch,
+          kShape.ctas_per_sm,
+          &takes<kHeadDim, kBlockM>};
 }
 
 }  // namespace fad::sm90

@@ -1,5 +1,5 @@
 // The Hopper forward for one (dtype, head dim): producer and consumer warpgroups in a persistent
-// grid of at most one CTA to an SM.
+// grid.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace fad::sm90 {
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 1)
+__global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     fwd_sm90_kernel(const __grid_constant__ CUtensorMap q_map,
                     const __grid_constant__ CUtensorMap k_map,
                     const __grid_constant__ CUtensorMap v_map,
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
-// ctas: at most one to an SM.
+// ctas: at most T::kCtasPerSm to an SM.
 template <typename T>
 void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   FwdCall call{};
@@ -105,8 +105,8 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   if (T::kCounting != Counting::kReturns && params.tile_counter != nullptr) {
     C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));
   }
-  launch<&fwd_sm90_kernel<T>>(dim3(ctas), T::kThreads, kSharedBytes, kSharedBytes, stream, q_map,
-                              k_map, v_map, call);
+  launch<&fwd_sm90_kernel<T>>(dim3(ctas), T::kThreads, T::kSharedBytes, T::kSharedBytes, stream,
+                              q_map, k_map, v_map, call);
 }
 
 using fp16 = __half;

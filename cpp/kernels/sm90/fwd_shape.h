@@ -5,9 +5,12 @@
 
 namespace fad::sm90 {
 
-constexpr int kStep = kKeysPerBlock;      // keys of one softmax step
-constexpr int kGroupRows = 64;            // rows of a consumer warpgroup: the height of wgmma
-constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0: all of it
+constexpr int kStep = kKeysPerBlock;  // keys of one softmax step
+constexpr int kGroupRows = 64;        // rows of a consumer warpgroup: the height of wgmma
+
+// Shared memory of one of so many CTAs of an SM of compute capability 9.0: all that it may have.
+// The system keeps 1 KB for each.
+constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 1024; }
 
 // keys: of one product q k^T, one or two steps.
 // state_columns: how many eights of columns of the waiting accumulator lie in shared memory; the
@@ -29,6 +32,8 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // the first step's values. Otherwise the compiler moves all of it behind that wait.
 // ends_late: whether the rows of a tile are normalised and stored while the first scores of the
 // warpgroup's next tile are computed, and not before they are asked for.
+// ctas_per_sm: that run side by side. A tile of a short sequence ends before its softmax can hide
+// what it waits for: another CTA's tile does.
 // counting: how tiles are counted where CTAs take them one by one.
 // step: keys of a softmax step. It changes bits: no product's shape sets it (docs/adr/0022).
 //
@@ -56,11 +61,18 @@ struct FwdShape {
   bool ends_late = false;
   Counting counting = Counting::kAll;
   int step = kStep;
+  int ctas_per_sm = 1;
 };
+
+constexpr FwdShape two_ctas(FwdShape shape) {
+  shape.ctas_per_sm = 2;
+  return shape;
+}
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.
 constexpr FwdShape fwd_shape(int head_dim, int block_m) {
-  return head_dim == 64                      ? FwdShape{128, 8, false}
+  return head_dim == 32                      ? two_ctas({64, 4, false, true, 2})
+         : head_dim == 64                    ? FwdShape{128, 8, false}
          : head_dim == 96                    ? FwdShape{64, 12, true}
          : head_dim == 128 && block_m == 192 ? FwdShape{64, 16, true, true, 4}
          : head_dim == 128                   ? FwdShape{128, 16, false}

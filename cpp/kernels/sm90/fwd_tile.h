@@ -23,6 +23,7 @@ struct FwdTile {
   static constexpr bool kEndsLate = Shape::value.ends_late;
   static constexpr Counting kCounting = Shape::value.counting;
   static constexpr int kStep = Shape::value.step;
+  static constexpr int kCtasPerSm = Shape::value.ctas_per_sm;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
@@ -32,13 +33,13 @@ struct FwdTile {
   static constexpr int kSteps = kKeys / kStep;
   static constexpr int kRows = kGroupRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : kWarpgroups == 3 ? 160 : 112;
-  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 24;
   // A CTA has the registers it is launched with, in eights for each thread of an SM's 65536: with
-  // more, a warpgroup would wait for them forever.
-  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
-                (kWarpgroups + 1) * kLaunchRegisters);
+  // more, a warpgroup would wait for them forever. The producer needs 24, and gets what is left.
+  static constexpr int kLaunchRegisters = 65536 / (kCtasPerSm * kThreads) / 8 * 8;
+  static constexpr int kCtaRegisters = (kWarpgroups + 1) * kLaunchRegisters;
+  static constexpr int kConsumerRegisters = (kCtaRegisters - 24) / kWarpgroups / 8 * 8;
+  static constexpr int kProducerRegisters = kCtaRegisters - kWarpgroups * kConsumerRegisters;
+  static_assert(kConsumerRegisters > kLaunchRegisters && kConsumerRegisters <= 240);
 
   static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
   // Accesses of 16 bytes that a merge has under way where state waits in lines: while the next
@@ -69,6 +70,7 @@ struct FwdTile {
   static_assert(kRingQueryBlocks <= 1 || kRingBoxes * kQBoxBytes <= kBlockBytes);
   // Whether some of Q has shared memory of its own.
   static constexpr bool kQueriesInShared = kRingBoxes < kBoxes;
+  static constexpr int kSharedBytes = shared_bytes(kCtasPerSm);
   static constexpr int kStateBytes = kRows * 32 * kStateColumns;
   static constexpr int kBarrierBytes = 512;
   static constexpr int kMaxBlocks = 12;

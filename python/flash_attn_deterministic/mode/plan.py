@@ -167,8 +167,10 @@ def _backward_plan(request: Request) -> BackwardPlan | None:
         family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
             *_shared_arguments(request), request.deterministic_bwd
         )
-    except RuntimeError:  # the GPU has too little shared memory for it
-        return None
+    except RuntimeError as error:
+        if "bytes of shared memory per block" not in str(error):
+            raise
+        return None  # the GPU has too little of it for the backward
     return BackwardPlan(FAMILIES[family], *numbers)
 
 
