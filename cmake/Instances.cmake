@@ -90,7 +90,9 @@ function(fad_fwd_kernels dtype head_dim element out sm90_out)
       if(_held)
         string(JSON _block_m GET "${_table}" fwd_kernels ${_index} block_m)
         list(APPEND _sm90_rows ${_block_m})
-        string(APPEND _rows "    sm90::fwd_entry<${head_dim}, ${_block_m}, ${_features}>("
+        fad_constant_name("${_path}" _path)
+        string(APPEND _rows "    sm90::fwd_entry<${head_dim}, ${_block_m}, Path::${_path}, "
+                            "${_features}>("
                             "&fwd_sm90_${dtype}_${head_dim}_${_block_m}),\n")
       endif()
       continue()
@@ -104,6 +106,7 @@ function(fad_fwd_kernels dtype head_dim element out sm90_out)
     string(APPEND _rows "    fwd_entry<${element}, ${head_dim}, Path::${_path}, ${FAD_BLOCK_M}, "
                         "${FAD_WARPS}, ${_features}>(),\n")
   endforeach()
+  list(REMOVE_DUPLICATES _sm90_rows) # one kernel serves both paths
   set(${out} "${_rows}" PARENT_SCOPE)
   set(${sm90_out} "${_sm90_rows}" PARENT_SCOPE)
 endfunction()

@@ -20,6 +20,7 @@ struct Device {
   std::optional<Path> path;      // run this one where it can run at all
   std::optional<Family> family;  // likewise
   int l2_bytes = 0;              // of the cache that all SMs share
+  int heads_in_flight = 0;       // of a backward in turns; 0: the plan's choice
 };
 
 // Scratch memory of one launch: parts beyond it are computed by several launches.
@@ -36,6 +37,7 @@ struct FwdPlan {
   int group;                 // query heads whose rows stand in one row block
   unsigned ctas;             // row blocks of all heads and sequences, ...
   unsigned ctas_per_launch;  // ... of which one launch takes so many
+  unsigned most_ctas;        // that a launch has, where CTAs take work one after another
   int part_rows;             // rows of a row block that parts hold
   bool prefetches;           // values into L2, for the second kernel of the path scores-first
   std::size_t scratch_bytes;

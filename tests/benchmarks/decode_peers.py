@@ -118,8 +118,17 @@ def _paged(tensor: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor
     return pages
 
 
+def _is_wanted(side: str, only: Sequence[str]) -> bool:
+    return not only or side == "ours" or side in only
+
+
 def measure(
-    case: Case, baseline: Baseline | None, with_fa3: bool, repeats: int, budget_ms: float
+    case: Case,
+    baseline: Baseline | None,
+    with_fa3: bool,
+    repeats: int,
+    budget_ms: float,
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Times one case.
 
@@ -129,6 +138,7 @@ def measure(
         with_fa3: Whether FlashAttention-3 is loaded.
         repeats: timed replays of each side, at most.
         budget_ms: milliseconds of GPU time for them; at least 5 are made.
+        only: sides to time beside ours; empty: all.
 
     Returns:
         Milliseconds of a call per side, ratios of medians, and what the plan says.
@@ -168,6 +178,7 @@ def measure(
         sides["fa3"] = lambda i: fa3.attend(q[i], *caches[i], causal=True, **paged)
     if baseline is not None and not options and case.seqlen_q == 1:
         sides["fa2"] = lambda i: baseline.forward(q[i], *dense[i], num_splits=0)[0]
+    sides = {name: step for name, step in sides.items() if _is_wanted(name, only)}
     results = {name: step(0).float() for name, step in sides.items()}
     allowed = 0.05 * float(results["ours"].abs().max())
     far = {
@@ -177,7 +188,8 @@ def measure(
     }
     if far:
         raise RuntimeError(f"the sides disagree: {far}")
-    sides["read"] = lambda i: read(kv[i])
+    if _is_wanted("read", only):
+        sides["read"] = lambda i: read(kv[i])
     graphs = {name: capture(step, sets, calls) for name, step in sides.items()}
     measured = within({n: g.replay for n, g in graphs.items()}, budget_ms, repeats)
     times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}
@@ -217,7 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=20, help="at most")
     parser.add_argument("--budget-ms", type=float, default=300, help="GPU time of a case")
     parser.add_argument("--seconds", type=float, default=600, help="no further case starts after")
-    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="parts of names: the cases to run have one of them"
+    )
+    parser.add_argument("--sides", nargs="+", default=[], help="to time beside ours; default: all")
     options = parser.parse_args(arguments)
     try:
         peer_libraries.find(options)
@@ -243,10 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = run_cases(
         options.out,
         record,
-        CASES,
+        [case for case in CASES if any(part in case.name for part in options.only)],
         built=lambda case: is_built(case.head_dim, "bf16"),
-        measure=lambda case: measure(case, baseline, with_fa3, options.repeats, options.budget_ms),
-        only=options.only,
+        measure=lambda case: measure(
+            case, baseline, with_fa3, options.repeats, options.budget_ms, options.sides
+        ),
         summarise=summarise,
         seconds=options.seconds,
     )

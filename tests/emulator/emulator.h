@@ -46,6 +46,8 @@ struct Thread {
   std::vector<char> stack;
   uint3 index{};
   bool done = false, blocked = false;
+  bool waits_for_grid = false;  // blocked until the grid before has run
+  bool waited_for_grid = false;
   int vote = 0;
   std::vector<Copy> open;                 // copies of the group that is not closed yet
   std::vector<std::vector<Copy>> groups;  // closed
@@ -140,6 +142,28 @@ inline void meet_cta() {
   }
 }
 
+// The grid launched last, which runs when the next is launched: or, where that one may start before
+// it has ended, when threads wait for it.
+inline std::function<void()> grid_before;
+
+inline void finish_grids() {
+  if (grid_before) {
+    const auto run = std::move(grid_before);
+    grid_before = nullptr;
+    run();
+  }
+}
+
+inline void wait_for_grid_before() {
+  current->waited_for_grid = true;
+  if (grid_before) {
+    current->blocked = current->waits_for_grid = true;
+    while (current->blocked) {
+      yield();
+    }
+  }
+}
+
 inline void carry_out(const Copy& copy) {
   if (copy.inside) {
     std::memcpy(copy.to, copy.from, 16);
@@ -188,9 +212,33 @@ inline dim3 gridDim, blockDim;
 
 namespace emulator {
 
-// Runs a grid, its CTAs in random order.
+constexpr int kSharedBytes = 256 * 1024;  // that there are
+
+// Runs the grid before, between two moments of the CTA at hand, and lets that one's threads go on.
+inline void run_grid_before(char* shared) {
+  const std::vector<char> memory(shared, shared + kSharedBytes);
+  Cta waiting;
+  std::swap(cta, waiting);
+  const auto its_body = body;
+  const uint3 index = blockIdx;
+  const dim3 grid = gridDim, threads = blockDim;
+  finish_grids();
+  std::memcpy(shared, memory.data(), kSharedBytes);
+  std::swap(cta, waiting);
+  body = its_body;
+  blockIdx = index;
+  gridDim = grid;
+  blockDim = threads;
+  for (Thread& thread : cta.threads) {
+    thread.blocked = thread.blocked && !thread.waits_for_grid;
+    thread.waits_for_grid = false;
+  }
+}
+
+// Runs a grid, its CTAs in random order. early: it may start before the grid launched before it has
+// ended; then no thread may end without having waited for that one.
 template <typename Kernel, typename... Arguments>
-void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, Kernel kernel,
+void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, bool early, Kernel kernel,
               const Arguments&... arguments) {
   std::vector<uint3> order;
   for (unsigned z = 0; z < grid.z; ++z) {
@@ -216,6 +264,7 @@ void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, Kernel ker
       thread.stack.resize(1 << 17);
       thread.index = uint3{static_cast<unsigned>(i), 0, 0};
       thread.done = thread.blocked = false;
+      thread.waits_for_grid = thread.waited_for_grid = false;
       thread.vote = 0;
       thread.open.clear();
       thread.groups.clear();
@@ -257,11 +306,17 @@ void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, Kernel ker
           if (thread.done) {
             --alive;
             --cta.alive;
+            if (early && !thread.waited_for_grid) {
+              std::fprintf(stderr, "a thread ended that did not wait for the grid before\n");
+              std::abort();
+            }
           }
         }
       }
       if (!progress && any_held) {
         std::fill(held.begin(), held.end(), 0);
+      } else if (!progress && grid_before) {
+        run_grid_before(shared);
       } else if (!progress) {
         std::fprintf(stderr, "threads wait for each other\n");
         std::abort();

@@ -1,4 +1,4 @@
-// Attention of a few rows (decode): one CTA takes up to 16 or 64 rows (row_group.cuh) and one
+// Attention of a few rows (decode): one CTA takes up to 16, 32 or 64 rows (row_group.cuh) and one
 // split. Upstream's body gives each warp rows of its own, most of which a decode leaves empty; here
 // the warps of 16 rows divide the keys of a block among them for q k^T, the columns of the head dim
 // for P V. A decode waits for latency and for shared memory, not for arithmetic: q k^T of the next

@@ -1,5 +1,5 @@
 // The sm80 family's forward for one (dtype, head dim): upstream's body, for one CTA per row block
-// or one per split of it; the few-rows kernel; the scores kernel; the merge kernel.
+// or one per split of it; the few-rows kernel; the merge kernel.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -9,7 +9,7 @@
 #include "fwd.h"
 #include "launch.h"
 #include "merge.cuh"
-#include "scores.cuh"
+#include "scores.h"
 #include "scores_first.h"
 #include "tree/masking.h"
 #include "values.h"
@@ -72,11 +72,7 @@ void launch_few_rows(const FwdParams& params, unsigned ctas, cudaStream_t stream
 // ctas: row blocks, all those of some (sequence, group of heads).
 template <typename Element, int kHeadDim>
 void launch_scores_first(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  using Traits = ScoresTraits<Element, kHeadDim>;
-  const unsigned units = ctas / num_blocks(params.seqlen_q * params.group, kScoreRows);
-  launch<&scores_kernel<Traits>>(units * num_blocks(params.scores.blocks, Traits::kWarps),
-                                 Traits::kThreads, Traits::kSharedBytes, Traits::kSharedBytes,
-                                 stream, params);
+  launch_scores<Element, kHeadDim>(params, ctas, stream);
   launch_values<Element>(params, ctas, stream);
 }
 

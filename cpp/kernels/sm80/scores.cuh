@@ -5,6 +5,7 @@
 
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
+#include "kernel_order.h"
 #include "row_group.cuh"
 #include "scores_first.h"
 
@@ -115,6 +116,7 @@ __global__ __launch_bounds__(Traits::kThreads) void scores_kernel(
     const __grid_constant__ FwdParams params) {
   constexpr int kSteps = Traits::kHeadDim / 16;
   extern __shared__ char smem[];
+  let_next_kernel_start();  // its first values are on their way while the last scores are computed
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const ScoresFirst& to = params.scores;

@@ -39,17 +39,17 @@ struct RowState {
   float sum[2] = {0.f, 0.f};
 };
 
-// What one block does to it, for each step of 64 keys: factors of what is there already, and the
-// scaled maximum to take scores against.
+// What one block does to it, for each step of T::kStep keys: factors of what is there already, and
+// the scaled maximum to take scores against.
 template <int kSteps>
 struct StepScales {
   float factor[kSteps][2], max_scaled[kSteps][2];
 };
 
-// Step 0 is the last 64 keys of the block.
+// Step 0 is the last T::kStep keys of the block.
 template <typename T>
 __device__ __forceinline__ constexpr int first_score(int step) {
-  return (T::kSteps - 1 - step) * (kStep / 2);
+  return (T::kSteps - 1 - step) * (T::kStep / 2);
 }
 
 template <typename T>
@@ -64,11 +64,11 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
       // Two chains: a maximum has no order.
       const float* const s = scores + first_score<T>(step) + 2 * r;
       float a = fmaxf(s[0], s[1]);
-      float b = fmaxf(s[kStep / 4], s[kStep / 4 + 1]);
+      float b = fmaxf(s[T::kStep / 4], s[T::kStep / 4 + 1]);
 #pragma unroll
-      for (int j = 4; j < kStep / 4; j += 4) {
+      for (int j = 4; j < T::kStep / 4; j += 4) {
         a = fmaxf(a, fmaxf(s[j], s[j + 1]));
-        b = fmaxf(b, fmaxf(s[kStep / 4 + j], s[kStep / 4 + j + 1]));
+        b = fmaxf(b, fmaxf(s[T::kStep / 4 + j], s[T::kStep / 4 + j + 1]));
       }
       maxima[step][r] = fmaxf(a, b);
     }
@@ -85,7 +85,13 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = rows.max[r];
-      rows.max[r] = fmaxf(before, maxima[step][r]);
+      if constexpr (T::kLazy) {
+        const float growth = __fmul_rn(__fsub_rn(maxima[step][r], before), call.scale_log2);
+        // The first one counts whatever the scale's sign.
+        rows.max[r] = before == -INFINITY || growth > kLazyGrowth ? maxima[step][r] : before;
+      } else {
+        rows.max[r] = fmaxf(before, maxima[step][r]);
+      }
       const float now = rows.max[r] == -INFINITY ? 0.f : rows.max[r];
       scales.factor[step][r] = rescale_factor(before, now, call.scale_log2);
       scales.max_scaled[step][r] = scaled_max(now, call.scale_log2);
@@ -93,23 +99,30 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
   }
 }
 
-// Scores become their exponentials, and are added to the rows' sums.
+// Scores of one step become their exponentials, and are added to the rows' sums.
+template <typename T>
+__device__ __forceinline__ void exponentiate_step(const FwdCall& call, int step,
+                                                  float (&scores)[T::kKeys / 2], RowState& rows,
+                                                  const StepScales<T::kSteps>& scales) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows.sum[r] = rescaled_sum(rows.sum[r], scales.factor[step][r]);
+  }
+#pragma unroll
+  for (int j = 0; j < T::kStep / 2; ++j) {
+    const int r = j / 2 % 2;
+    float& s = scores[first_score<T>(step) + j];
+    s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
+    rows.sum[r] = __fadd_rn(rows.sum[r], s);
+  }
+}
+
 template <typename T>
 __device__ __forceinline__ void exponentiate(const FwdCall& call, float (&scores)[T::kKeys / 2],
                                              RowState& rows, const StepScales<T::kSteps>& scales) {
 #pragma unroll
   for (int step = 0; step < T::kSteps; ++step) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      rows.sum[r] = rescaled_sum(rows.sum[r], scales.factor[step][r]);
-    }
-#pragma unroll
-    for (int j = 0; j < kStep / 2; ++j) {
-      const int r = j / 2 % 2;
-      float& s = scores[first_score<T>(step) + j];
-      s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
-      rows.sum[r] = __fadd_rn(rows.sum[r], s);
-    }
+    exponentiate_step<T>(call, step, scores, rows, scales);
   }
 }
 
@@ -146,6 +159,34 @@ __device__ __forceinline__ void store_pair_if(bool present, float* to, float2 pa
           pair.x),
       "f"(pair.y), "l"(to), "r"(static_cast<int>(present))
       : "memory");
+}
+
+// The same of four floats, 16 bytes.
+__device__ __forceinline__ float4 load_four_if(bool present, const char* from) {
+  float4 four;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, "
+      "0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n@p ld.global.v4.f32 "
+      "{%0, %1, %2, %3}, [%4];\n}\n"
+      : "=&f"(four.x), "=&f"(four.y), "=&f"(four.z), "=&f"(four.w)
+      : "l"(from), "r"(static_cast<int>(present))
+      : "memory");
+  return four;
+}
+
+__device__ __forceinline__ float4 load_four(const char* from) {
+  float4 four;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "l"(from)
+               : "memory");
+  return four;
+}
+
+__device__ __forceinline__ void store_four(char* to, float4 four) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four.x), "f"(four.y),
+               "f"(four.z), "f"(four.w)
+               : "memory");
 }
 
 // Where the state of the later splits waits while an earlier one is worked on: a thread's own part,
@@ -188,33 +229,72 @@ struct Waiting {
   }
 };
 
+// Its place in the rows of the output where a warp has all of its sixteen, as wide as the tile's:
+// nobody else touches them before they get their results, so that any place in them will do. A lane
+// keeps 16 bytes of an eight of columns, eight lanes a line of 128, the warp a line of four rows.
+// Every thread in its own two rows takes twice the accesses, and of four times as many lines.
+template <typename T>
+struct WaitingLines {
+  static constexpr int kCount = T::kColumns - T::kStateColumns;
+  static constexpr int kLinesOfRow = T::kHeadDim / 64;
+  static_assert(kCount <= 4 * kLinesOfRow);
+
+  char* first;        // of this lane
+  int64_t four_rows;  // bytes
+  bool whole;         // the same in all lanes: whether the warp has such rows
+
+  __device__ __forceinline__ char* at(int i) const {
+    return first + i / kLinesOfRow * four_rows + i % kLinesOfRow * 128;
+  }
+};
+
+// Weights of the thread's two rows.
+struct RowWeights {
+  MergeWeights upper, lower;
+};
+
+__device__ __forceinline__ float4 merged(float4 later, const float* acc,
+                                         const RowWeights& weights) {
+  const auto [upper, lower] = weights;
+  return make_float4(merge_value(later.x, upper.later, acc[0], upper.earlier),
+                     merge_value(later.y, upper.later, acc[1], upper.earlier),
+                     merge_value(later.z, lower.later, acc[2], lower.earlier),
+                     merge_value(later.w, lower.later, acc[3], lower.earlier));
+}
+
 // The split that `rows` and `acc` hold is done: what waits is merged into it. kKeep: the result
-// then waits for the next split; each column is stored as soon as it is merged, which frees its
-// registers. Loads run four eights of columns ahead.
-template <typename T, bool kKeep>
-__device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting<T>& waiting,
-                                              RowState& rows, float (&acc)[T::kHeadDim / 2]) {
+// then waits for the next split, and `acc` is not written; each column is stored as soon as it is
+// merged. Otherwise `acc` gets it. This first part is that of the maxima and sums.
+template <typename T>
+__device__ __forceinline__ RowWeights merge_rows(const FwdCall& call, const Waiting<T>& waiting,
+                                                 RowState& rows) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.sum[r] = quad_sum(rows.sum[r]);
   }
-  const auto keep = [&](int column) {
-    if constexpr (kKeep) {
-      const float* const a = acc + 4 * column;
-      waiting.store(column, make_float4(a[0], a[1], a[2], a[3]));
-    }
-  };
   if (!waiting.any) {
+    return {};
+  }
+  return {merge_state(waiting.rows.max[0], waiting.rows.sum[0], rows.max[0], rows.sum[0],
+                      call.scale_log2),
+          merge_state(waiting.rows.max[1], waiting.rows.sum[1], rows.max[1], rows.sum[1],
+                      call.scale_log2)};
+}
+
+// Loads run four eights of columns ahead.
+template <typename T, bool kKeep>
+__device__ __forceinline__ void merge_waiting(const Waiting<T>& waiting, const RowWeights& weights,
+                                              float (&acc)[T::kHeadDim / 2]) {
+  if (!waiting.any) {
+    if constexpr (kKeep) {
 #pragma unroll
-    for (int j = 0; j < T::kColumns; ++j) {
-      keep(j);
+      for (int j = 0; j < T::kColumns; ++j) {
+        const float* const a = acc + 4 * j;
+        waiting.store(j, make_float4(a[0], a[1], a[2], a[3]));
+      }
     }
     return;
   }
-  const MergeWeights upper = merge_state(waiting.rows.max[0], waiting.rows.sum[0], rows.max[0],
-                                         rows.sum[0], call.scale_log2);
-  const MergeWeights lower = merge_state(waiting.rows.max[1], waiting.rows.sum[1], rows.max[1],
-                                         rows.sum[1], call.scale_log2);
   constexpr int kAhead = 4;
   static_assert(T::kColumns % kAhead == 0);
   float4 later[kAhead];
@@ -234,12 +314,80 @@ __device__ __forceinline__ void merge_waiting(const FwdCall& call, const Waiting
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       float* const a = acc + 4 * (first + j);
-      a[0] = merge_value(later[j].x, upper.later, a[0], upper.earlier);
-      a[1] = merge_value(later[j].y, upper.later, a[1], upper.earlier);
-      a[2] = merge_value(later[j].z, lower.later, a[2], lower.earlier);
-      a[3] = merge_value(later[j].w, lower.later, a[3], lower.earlier);
-      keep(first + j);
+      const float4 value = merged(later[j], a, weights);
+      if constexpr (kKeep) {
+        waiting.store(first + j, value);
+      } else {
+        a[0] = value.x;
+        a[1] = value.y;
+        a[2] = value.z;
+        a[3] = value.w;
+      }
       later[j] = next[j];
+    }
+  }
+}
+
+// The same where part of it waits in lines. `far` holds the first of them, asked for by the caller:
+// what waits in shared memory is merged, in as many portions as `far` is filled, while they come.
+template <typename T, bool kKeep, int kFar>
+__device__ __forceinline__ void merge_lines(const Waiting<T>& waiting, const WaitingLines<T>& lines,
+                                            const RowWeights& weights, float4 (&far)[kFar],
+                                            float (&acc)[T::kHeadDim / 2]) {
+  constexpr int kCount = WaitingLines<T>::kCount;
+  constexpr int kPortions = (kCount + kFar - 1) / kFar;
+  constexpr int kNear = T::kStateColumns / kPortions;
+  static_assert(kNear * kPortions == T::kStateColumns);
+  const auto merge = [&](int column, float4 later) {
+    float* const a = acc + 4 * column;
+    const float4 value = merged(later, a, weights);
+    if constexpr (!kKeep) {
+      a[0] = value.x;
+      a[1] = value.y;
+      a[2] = value.z;
+      a[3] = value.w;
+    } else if (column < T::kStateColumns) {
+      waiting.store(column, value);
+    } else {
+      store_four(lines.at(column - T::kStateColumns), value);
+    }
+  };
+#pragma unroll
+  for (int portion = 0; portion < kPortions; ++portion) {
+    float4 next = waiting.load(portion * kNear);
+#pragma unroll
+    for (int j = 0; j < kNear; ++j) {
+      const float4 later = next;
+      if (j + 1 < kNear) {
+        next = waiting.load(portion * kNear + j + 1);
+      }
+      merge(portion * kNear + j, later);
+    }
+    __syncwarp();  // the compiler would wait for `far` first
+#pragma unroll
+    for (int j = 0; j < kFar; ++j) {
+      const int i = portion * kFar + j;
+      if (i < kCount) {
+        merge(T::kStateColumns + i, far[j]);
+        if (i + kFar < kCount) {
+          far[j] = load_four(lines.at(i + kFar));
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void keep_in_lines(const Waiting<T>& waiting,
+                                              const WaitingLines<T>& lines,
+                                              const float (&acc)[T::kHeadDim / 2]) {
+#pragma unroll
+  for (int j = 0; j < T::kColumns; ++j) {
+    const float4 value = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+    if (j < T::kStateColumns) {
+      waiting.store(j, value);
+    } else {
+      store_four(lines.at(j - T::kStateColumns), value);
     }
   }
 }
@@ -357,10 +505,10 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     }
   };
   const auto issue_values = [&](const Ring& at, int step, bool accumulate) {
-    const int first = (T::kSteps - 1 - step) * kStep;
+    const int first = (T::kSteps - 1 - step) * T::kStep;
     const uint64_t v = operand(block_at(at) + first * kBoxRowBytes, T::kBoxBytes);
 #pragma unroll
-    for (int i = 0; i < kStep / 16; ++i) {
+    for (int i = 0; i < T::kStep / 16; ++i) {
       RegisterProduct<Element, T::kHeadDim>::issue(acc, weights + first / 4 + 4 * i,
                                                    v + i * kOperandRows16, i > 0 || accumulate);
     }
@@ -372,42 +520,138 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     }
   };
 
+  // Rows of the output are looked up where they are needed: registers are short in the loop.
+  const auto row_of_out = [&](const Work& now, int row) {
+    const int64_t first = call.cu_seqlens_q == nullptr ? now.bidb * call.out_batch_stride
+                                                       : now.q_row * call.out_row_stride;
+    return static_cast<Element*>(call.out) + first + now.bidh * call.out_head_stride +
+           row * call.out_row_stride;
+  };
+  const auto out_row = [&](const Work& now, int r) {
+    const int row = now.first_row + group * kGroupRows + row_in_group + 8 * r;
+    return row < now.rows ? row_of_out(now, row) : nullptr;
+  };
+  // The end of the rows of a tile: `acc` is normalised and packed, then stored. Four threads
+  // exchange columns, so that each stores eight of them at once.
+  using RowWords = uint32_t[2][T::kColumns];
+  const auto store_row = [&](Element* row, const uint32_t (&words)[T::kColumns]) {
+#pragma unroll
+    for (int j = 0; j < T::kColumns; j += 4) {
+      const uint4 eight = quad_transpose(words[j], words[j + 1], words[j + 2], words[j + 3]);
+      const int column = 8 * (j + lane % 4);
+      if (row != nullptr && column < call.head_dim) {
+        reinterpret_cast<uint4*>(row)[column / 8] = eight;
+      }
+    }
+  };
+  const auto pack_rows = [&](int turn, const RowState& rows, RowWords& words) {
+    const float inverse[2] = {inverse_sum(rows.sum[0]), inverse_sum(rows.sum[1])};
+#pragma unroll
+    for (int j = 0; j < T::kHeadDim / 2; ++j) {
+      acc[j] = normalised(acc[j], inverse[j / 2 % 2]);
+    }
+    if (call.residual != nullptr) {
+      const Work now = read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int j = 0; j < T::kColumns; ++j) {
+          const float* const a = acc + 4 * j + 2 * r;
+          words[r][j] = packed_residual<Element>(a[0], a[1]);
+        }
+        Element* const out = out_row(now, r);
+        store_row(out == nullptr ? nullptr
+                                 : static_cast<Element*>(call.residual) +
+                                       (out - static_cast<Element*>(call.out)),
+                  words[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int j = 0; j < T::kColumns; ++j) {
+        const float* const a = acc + 4 * j + 2 * r;
+        words[r][j] = packed<Element>(a[0], a[1]);
+      }
+    }
+  };
+  const auto end_rows = [&](int turn, const RowState& rows, const RowWords& words) {
+    const Work now = read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
+    const int64_t lse_at =
+        (call.cu_seqlens_q == nullptr ? now.bidb * call.lse_batch_stride : now.q_row) +
+        now.bidh * call.lse_head_stride + now.first_row + group * kGroupRows + row_in_group;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Element* const out = out_row(now, r);
+      if (lane % 4 == 0 && out != nullptr) {
+        call.softmax_lse[lse_at + 8 * r] =
+            log_sum_exp(rows.max[r], call.scale, rows.sum[r], INFINITY);
+      }
+      store_row(out, words[r]);
+    }
+    if (lane == 0) {
+      barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
+    }
+  };
+  // The end of a tile's rows where they are a part: as they are, for the kernel that merges.
+  const auto store_part = [&](int turn, const RowState& rows) {
+    const Work now = read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
+    const int row = group * kGroupRows + row_in_group;
+    const int unit = now.bidb * call.units + (now.bidh >> call.group_bits);
+    const int tile = (unit + 1) * call.row_tiles - 1 - now.first_row / T::kRows - call.first_tile;
+    const int64_t part =
+        (static_cast<int64_t>(now.split) * call.split_tiles + tile) * call.parts.rows + row;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (now.first_row + row + 8 * r < now.rows) {
+        if (lane % 4 == 0) {
+          call.parts.state[part + 8 * r] = make_float2(rows.max[r], rows.sum[r]);
+        }
+        float2* const to =
+            reinterpret_cast<float2*>(call.parts.acc + (part + 8 * r) * T::kHeadDim) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < T::kColumns; ++j) {
+          to[4 * j] = make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
+        }
+      }
+    }
+    if (lane == 0) {
+      barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
+    }
+  };
+  // Of the tile before, if its rows end late.
+  [[maybe_unused]] RowState ended;
+  [[maybe_unused]] RowWords ended_words;
+
 #pragma unroll 1
   for (int turn = 0;; ++turn) {
     const uint32_t work_at = shared + T::kWorkAt + 32 * (turn & 1);
     barrier_wait(shared + T::kWorkFull + 8 * (turn & 1), turn >> 1 & 1);
     const Work work = read_work_by_warp(work_at);
     if (work.first_row < 0) {
+      if (T::kEndsLate && turn > 0) {
+        end_rows(turn - 1, ended, ended_words);
+      }
       return;
     }
     const int first_row = work.first_row + group * kGroupRows;
-    const int diagonal = work.seqlen_k - work.seqlen_q;
+    const int diagonal = work.seqlen_k - (work.rows >> call.group_bits);
     // Blocks of the tile, and those of this warpgroup's rows.
-    const KeyRange tile_blocks =
-        blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row,
-                                  min(work.first_row + T::kRows, work.seqlen_q) - 1));
+    const KeyRange tile_blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
     KeyRange own = {0, 0};
-    if (first_row < work.seqlen_q) {
-      own = blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, first_row,
-                                      min(first_row + kGroupRows, work.seqlen_q) - 1));
+    if (first_row < work.rows) {
+      own = blocks_of_rows<T>(call, work, first_row, kGroupRows);
     }
     // Keys that all rows of this warp see.
     const int warp_row = first_row + thread / 32 * 16;
-    const int seen_end = min(work.seqlen_k, warp_row + diagonal + 1 + call.window_right);
-    const int seen_begin = warp_row + 15 + diagonal - call.window_left;
+    const int first_token = warp_row >> call.group_bits;
+    const int last_token = (warp_row + 15) >> call.group_bits;
+    const int seen_end = min(work.seqlen_k, first_token + diagonal + 1 + call.window_right);
+    const int seen_begin = last_token + diagonal - call.window_left;
 
     RowState rows;
     Waiting<T> waiting;
     waiting.shared = shared + T::kStateAt + (group * T::kStateColumns * 128 + thread) * 16;
-    // Rows of the output are looked up where they are needed: registers are short in the loop.
-    const auto out_row = [&](const Work& now, int r) {
-      const int row = now.first_row + group * kGroupRows + row_in_group + 8 * r;
-      const int64_t first = call.cu_seqlens_q == nullptr ? now.bidb * call.out_batch_stride
-                                                         : now.q_row * call.out_row_stride;
-      return row < now.seqlen_q ? static_cast<Element*>(call.out) + first +
-                                      now.bidh * call.out_head_stride + row * call.out_row_stride
-                                : nullptr;
-    };
     const auto find_out = [&] {
       if constexpr (Waiting<T>::kUsesOut) {
         const Work now = read_work_by_warp(work_at);
@@ -419,6 +663,43 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         }
       }
     };
+    const auto find_lines = [&] {
+      WaitingLines<T> lines{};
+      if constexpr (T::kWaitsInLines) {
+        const Work now = read_work_by_warp(work_at);
+        const int row = now.first_row + group * kGroupRows + thread / 32 * 16;
+        lines.whole = __all_sync(~0u, row + 16 <= now.rows && call.head_dim == T::kHeadDim);
+        lines.four_rows = 4 * static_cast<int64_t>(sizeof(Element)) * call.out_row_stride;
+        lines.first = reinterpret_cast<char*>(row_of_out(now, row + lane / 8)) + lane % 8 * 16;
+      }
+      return lines;
+    };
+    // A split is done: what waits is merged into it, and it waits.
+    const auto keep_state = [&](const WaitingLines<T>& lines, RowState& done) {
+      const RowWeights weights = merge_rows<T>(call, waiting, done);
+      bool kept = false;
+      if constexpr (T::kWaitsInLines) {
+        if (lines.whole) {
+          if (waiting.any) {
+            float4 far[T::kFarLoads];
+#pragma unroll
+            for (int j = 0; j < T::kFarLoads; ++j) {
+              far[j] = load_four(lines.at(j));
+            }
+            merge_lines<T, true>(waiting, lines, weights, far, acc);
+          } else {
+            keep_in_lines<T>(waiting, lines, acc);
+          }
+          kept = true;
+        }
+      }
+      if (!kept) {
+        find_out();
+        merge_waiting<T, true>(waiting, weights, acc);
+      }
+      waiting.rows = done;
+      waiting.any = true;
+    };
     const auto hide_keys = [&](int block) {
       if constexpr (T::kSoftcap) {
 #pragma unroll
@@ -428,12 +709,13 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       }
       const int key = block * T::kKeys;
       if (key + T::kKeys > seen_end || key < seen_begin) {
-        const int row = first_row + row_in_group + diagonal;
+        const int row = first_row + row_in_group;
         const int column = key + lane % 4 * 2;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int end = min(work.seqlen_k, row + 8 * r + 1 + call.window_right) - column;
-          const int begin = row + 8 * r - call.window_left - column;
+          const int position = ((row + 8 * r) >> call.group_bits) + diagonal;
+          const int end = min(work.seqlen_k, position + 1 + call.window_right) - column;
+          const int begin = position - call.window_left - column;
 #pragma unroll
           for (int j = 2 * r; j < T::kKeys / 2; j += 4) {
 #pragma unroll
@@ -453,25 +735,32 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       int block = own.end - 1;
       bool empty_acc = true;
       if constexpr (T::kQueriesThroughRing) {
-        wait_full(ring);
-        load_query_words<T>(block_at(ring) + group * T::kRingBoxes * T::kQBoxBytes, thread,
-                            query_words);
+        Ring own_queries = ring;
+        int in_block = group * T::kRingBoxes * T::kQBoxBytes;
+        if constexpr (T::kRingQueryBlocks > 1) {  // one for each warpgroup
+          for (int before = 0; before < group; ++before) {
+            own_queries.advance(call.blocks);
+          }
+          in_block = 0;
+        }
+        wait_full(own_queries);
+        load_query_words<T>(block_at(own_queries) + in_block, thread, query_words);
         // Arriving at a barrier orders loads before what other threads do, not before what the copy
         // engine does: without the fence it overwrote words that were still on their way.
         fence_async_proxy();
-        __syncwarp();
-        free_block(ring);
-        ring.advance(call.blocks);
+        pass(T::kRingQueryBlocks);
       }
       if (hidden_after > 0) {
         pass(1);
         pass_steps(hidden_after - 1);
       }
-      barrier_wait(q_full, turn & 1);
+      if constexpr (T::kQueriesInShared) {
+        barrier_wait(q_full, turn & 1);
+      }
       if constexpr (T::kRegisterQueries > 0 && !T::kQueriesThroughRing) {
         load_query_words<T>(queries, thread, query_words);
       }
-      if constexpr (T::kQueriesInRegisters) {
+      if constexpr (T::kQueriesInRegisters && T::kQueriesInShared) {
         fence_async_proxy();  // as above
         free_queries();
       }
@@ -480,6 +769,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       wgmma_fence();
       issue_scores(ring);
       wgmma_commit();
+      if (T::kEndsLate && turn > 0) {
+        end_rows(turn - 1, ended, ended_words);
+      }
       wgmma_wait<0>();
       hold(scores);
       free_block(ring);
@@ -496,8 +788,11 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 
       // Scores of `block`, and the values of the block after it. is_new_split: that one was the
       // first of its split.
-      const auto step = [&](auto is_new_split) {
+      // is_second, if state is merged late: the one after that.
+      [[maybe_unused]] RowState done;  // the split before, until it is merged
+      const auto step = [&](auto is_new_split, auto is_second) {
         constexpr bool kNewSplit = decltype(is_new_split)::value;
+        constexpr bool kSecond = decltype(is_second)::value;
         const Ring k_at = ring;
         ring.advance(call.blocks);
         const Ring v_at = ring;
@@ -515,13 +810,24 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         wgmma_fence();
         issue_scores(k_at);
         wgmma_commit();
-        issue_values(v_at, 0, !empty_acc);
-        wgmma_commit();
-        end_turn();
-        wgmma_wait<1>();
-        hold(scores);
+        if constexpr (kSecond) {
+          end_turn();
+          keep_state(find_lines(), done);
+          // Products that are under way together may not have an accumulator that is read
+          // meanwhile: ptxas would serialise them (C7514).
+          wgmma_wait<0>();
+          hold(scores);
+          wgmma_fence();
+          issue_values(v_at, 0, false);
+          wgmma_commit();
+        } else {
+          issue_values(v_at, 0, !empty_acc);
+          wgmma_commit();
+          end_turn();
+          wgmma_wait<1>();
+          hold(scores);
+        }
         free_block(k_at);
-        RowState done;
         if constexpr (kNewSplit) {
           done = rows;
           rows = RowState{};
@@ -529,6 +835,12 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         hide_keys(block);
         find_maxima<T>(call, scores, rows, scales);
         if constexpr (T::kSteps == 2) {
+          if constexpr (T::kBeforeValues == BeforeValues::kMaxima) {
+            wait_full_after(rows.max, v_at);  // they are there: this binds the order
+          } else if constexpr (T::kBeforeValues == BeforeValues::kFirstStep) {
+            exponentiate_step<T>(call, 0, scores, rows, scales);
+            wait_full_after(rows.sum, v_at);  // likewise
+          }
           wgmma_wait<0>();
           hold(acc);
           rescale(acc, last_factor);
@@ -537,7 +849,15 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
           issue_values(v_at, 1, true);
           wgmma_commit();
         }
-        exponentiate<T>(call, scores, rows, scales);
+        [[maybe_unused]] WaitingLines<T> lines{};
+        if constexpr (kNewSplit && !T::kMergesLate) {
+          lines = find_lines();  // as part of the softmax: the products are under way
+        }
+        if constexpr (T::kBeforeValues == BeforeValues::kFirstStep) {
+          exponentiate_step<T>(call, T::kSteps - 1, scores, rows, scales);
+        } else {
+          exponentiate<T>(call, scores, rows, scales);
+        }
         if constexpr (T::kWaitsLast) {
           wait_full_after(rows.sum, ring);  // the next keys, or the last values
         }
@@ -547,10 +867,9 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         free_block(v_at);
         if constexpr (kNewSplit) {
           pack_weights();  // leaves the registers of the scores to the merge
-          find_out();
-          merge_waiting<T, true>(call, waiting, done, acc);
-          waiting.rows = done;
-          waiting.any = true;
+          if constexpr (!T::kMergesLate) {
+            keep_state(lines, done);
+          }
           empty_acc = true;
         } else {
           rescale(acc, scales.factor[0]);
@@ -567,13 +886,21 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
 #pragma unroll 1
         while (block > split_begin) {
           --block;
-          step(std::false_type{});
+          step(std::false_type{}, std::false_type{});
         }
         if (block == own.begin) {
           break;
         }
         --block;
-        step(std::true_type{});
+        step(std::true_type{}, std::false_type{});
+        if constexpr (T::kMergesLate) {
+          if (block > own.begin && block % call.split_blocks != 0) {
+            --block;
+            step(std::false_type{}, std::true_type{});
+          } else {
+            keep_state(find_lines(), done);
+          }
+        }
       }
       if constexpr (!T::kQueriesInRegisters) {
         free_queries();
@@ -585,12 +912,20 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         await_turn();
         end_turn();
       }
+      const WaitingLines<T> lines = find_lines();
       wait_full(ring);
       hold(acc);
       hold(weights);
       wgmma_fence();
       issue_values(ring, 0, !empty_acc);
       wgmma_commit();
+      [[maybe_unused]] float4 far[T::kLastFarLoads];  // the registers of scores and Q are free
+      if constexpr (T::kWaitsInLines) {
+#pragma unroll
+        for (int j = 0; j < T::kLastFarLoads; ++j) {
+          far[j] = load_four_if(lines.whole && waiting.any, lines.at(j));
+        }
+      }
       wgmma_wait<0>();
       hold(acc);
       if constexpr (T::kSteps == 2) {
@@ -608,62 +943,49 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         pass_steps(hidden_before - 1);
         pass(1);
       }
-      find_out();
-      merge_waiting<T, false>(call, waiting, rows, acc);
+      const RowWeights merge_weights = merge_rows<T>(call, waiting, rows);
+      if (waiting.any) {
+        bool done = false;
+        if constexpr (T::kWaitsInLines) {
+          if (lines.whole) {
+            merge_lines<T, false>(waiting, lines, merge_weights, far, acc);
+            done = true;
+          }
+        }
+        if (!done) {
+          find_out();
+          merge_waiting<T, false>(waiting, merge_weights, acc);
+        }
+      }
       __syncwarp();  // the rows of the output are free
     } else {
+      if (T::kEndsLate && turn > 0) {
+        end_rows(turn - 1, ended, ended_words);
+      }
       if (tile_blocks.end > tile_blocks.begin) {
-        pass(T::kQueriesThroughRing ? 2 : 1);
+        pass(T::kRingQueryBlocks + 1);
         pass_steps(tile_blocks.end - tile_blocks.begin - 1);
         pass(1);
       }
-      barrier_wait(q_full, turn & 1);
-      free_queries();
+      if constexpr (T::kQueriesInShared) {
+        barrier_wait(q_full, turn & 1);
+        free_queries();
+      }
 #pragma unroll
       for (int j = 0; j < T::kHeadDim / 2; ++j) {
         acc[j] = 0.f;
       }
     }
 
-    // The end of the rows. Four threads exchange columns, so that each stores eight of them at
-    // once.
-    const Work now = read_work_by_warp(work_at);
-    const int64_t lse_at =
-        (call.cu_seqlens_q == nullptr ? now.bidb * call.lse_batch_stride : now.q_row) +
-        now.bidh * call.lse_head_stride + now.first_row + group * kGroupRows + row_in_group;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      Element* const out = out_row(now, r);
-      const float inverse = inverse_sum(rows.sum[r]);
-      if (lane % 4 == 0 && out != nullptr) {
-        call.softmax_lse[lse_at + 8 * r] =
-            log_sum_exp(rows.max[r], call.scale, rows.sum[r], INFINITY);
-      }
-      // 16 bits an element.
-      const auto store = [&](void* row, auto pack) {
-#pragma unroll
-        for (int j = 0; j < T::kColumns; j += 4) {
-          uint32_t pairs[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* const a = acc + 4 * (j + i) + 2 * r;
-            pairs[i] = pack(normalised(a[0], inverse), normalised(a[1], inverse));
-          }
-          const uint4 eight = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3]);
-          const int column = 8 * (j + lane % 4);
-          if (out != nullptr && column < call.head_dim) {
-            static_cast<uint4*>(row)[column / 8] = eight;
-          }
-        }
-      };
-      store(out, [](float low, float high) { return packed<Element>(low, high); });
-      if (call.residual != nullptr) {
-        store(static_cast<Element*>(call.residual) + (out - static_cast<Element*>(call.out)),
-              [](float low, float high) { return packed_residual<Element>(low, high); });
-      }
-    }
-    if (lane == 0) {
-      barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
+    if constexpr (T::kEndsLate) {
+      pack_rows(turn, rows, ended_words);
+      ended = rows;
+    } else if (call.parts.acc != nullptr) {
+      store_part(turn, rows);
+    } else {
+      RowWords words;
+      pack_rows(turn, rows, words);
+      end_rows(turn, rows, words);
     }
   }
 }

@@ -17,6 +17,17 @@ struct Rows {
   int64_t head_stride;
 };
 
+// Where the splits of a tile of rows leave their parts, for a kernel that merges them, and which
+// tiles one launch takes: numbered by head, those of the last rows first.
+struct PartRoom {
+  // (splits, tiles, rows, head dim of the kernel), not normalised; nullptr: a CTA walks all splits
+  // of its tile, and merges them itself
+  float* acc;
+  float2* state;  // (splits, tiles, rows): maximum and sum
+  int splits, first_tile, tiles;
+  int rows;  // of a tile
+};
+
 struct FwdParams {
   Rows q;  // (batch, seqlen_q, heads, head_dim), or packed: (total_q, heads, head_dim)
   Rows k;  // (kv_batch, seqlen_k, heads_k, head_dim), or packed: (total_k, heads_k, head_dim)
@@ -28,6 +39,10 @@ struct FwdParams {
   // (batch, heads, seqlen_q), or packed: (heads, total_q); fp32. Rows without keys get +inf.
   float* softmax_lse;
   int64_t lse_batch_stride, lse_head_stride;
+
+  // Query heads of one key head whose rows stand in one tile: row = token * group + head. It
+  // divides kGroupRows. 1 where a CTA walks all splits.
+  int group;
 
   int batch, kv_batch;
   int seqlen_q, seqlen_k;    // of the longest sequence; below 2^29
@@ -52,6 +67,7 @@ struct FwdParams {
   float scale;                    // of scores in softmax_lse
   float scale_log2;               // of scores in exp2
   int split_tokens;               // a multiple of 64; 0: one split
+  PartRoom parts;
 
   // Set to 0 by the launcher, on the stream: CTAs take tiles from it one by one. nullptr: tiles are
   // dealt out beforehand.

@@ -5,9 +5,12 @@
 
 namespace fad::sm90 {
 
-constexpr int kStep = kKeysPerBlock;      // keys of one softmax step
-constexpr int kGroupRows = 64;            // rows of a consumer warpgroup: the height of wgmma
-constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0: all of it
+constexpr int kStep = kKeysPerBlock;  // keys of one softmax step
+constexpr int kGroupRows = 64;        // rows of a consumer warpgroup: the height of wgmma
+
+// Shared memory of one of so many CTAs of an SM of compute capability 9.0: all that it may have.
+// The system keeps 1 KB for each.
+constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 1024; }
 
 // keys: of one product q k^T, one or two steps.
 // state_columns: how many eights of columns of the waiting accumulator lie in shared memory; the
@@ -19,26 +22,74 @@ constexpr int kSharedBytes = 227 * 1024;  // of a CTA on compute capability 9.0:
 // register_queries: how many sixteens of columns of Q are operands in registers. A product of 64
 // keys with Q from shared memory reads as much as shared memory gives in its time, half of it Q.
 // queries_through_ring: whether these sixteens are loaded through the ring of K and V, so that
-// their shared memory is one more block of the ring.
+// their shared memory is one more block of the ring. Where they are all of Q, each warpgroup's is a
+// block.
+// waits_in_lines: whether what waits in the rows of the output lies there in whole lines, 16 bytes
+// a lane, where a warp has all of its rows. Otherwise every thread keeps to its own two rows.
+// merges_late: whether a split that is done is merged while the next scores but one of the split
+// before it are computed. Otherwise the tensor cores have nothing of this warpgroup's meanwhile.
+// before_values: of products of two steps, what of the softmax is bound to come before the wait for
+// the first step's values. Otherwise the compiler moves all of it behind that wait.
+// ends_late: whether the rows of a tile are normalised and stored while the first scores of the
+// warpgroup's next tile are computed, and not before they are asked for; such a shape leaves no
+// parts.
+// ctas_per_sm: that run side by side. A tile of a short sequence ends before its softmax can hide
+// what it waits for: another CTA's tile does.
+// counting: how tiles are counted where CTAs take them one by one.
+// step: keys of a softmax step. lazy: whether a row's maximum is raised only when it would grow by
+// more than kLazyGrowth powers of two. Both change bits: no product's shape sets them
+// (docs/adr/0022).
 //
 // Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
+constexpr float kLazyGrowth = 8.f;
+
+enum class BeforeValues { kNothing, kMaxima, kFirstStep };
+
+enum class Counting {
+  kAll,        // a CTA asks for its first one too
+  kFromThere,  // its first is that of its own number
+  // The same, and the counter is 0 again when all have ended: nobody needs to set it before the
+  // call, if nobody else counts with it meanwhile.
+  kReturns
+};
+
 struct FwdShape {
   int keys, state_columns;
   bool takes_turns;
   bool waits_last = false;
   int register_queries = 0;
   bool queries_through_ring = false;
+  bool waits_in_lines = false;
+  bool merges_late = false;
+  BeforeValues before_values = BeforeValues::kNothing;
+  bool ends_late = false;
+  Counting counting = Counting::kAll;
+  int step = kStep;
+  bool lazy = false;
+  int ctas_per_sm = 1;
 };
+
+constexpr FwdShape two_ctas(FwdShape shape) {
+  shape.ctas_per_sm = 2;
+  return shape;
+}
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.
 constexpr FwdShape fwd_shape(int head_dim, int block_m) {
-  return head_dim == 64                      ? FwdShape{128, 8, false}
+  return head_dim == 32                      ? two_ctas({64, 4, false, true, 2})
+         : head_dim == 64                    ? FwdShape{128, 8, false}
          : head_dim == 96                    ? FwdShape{64, 12, true}
          : head_dim == 128 && block_m == 192 ? FwdShape{64, 16, true, true, 4}
          : head_dim == 128                   ? FwdShape{128, 16, false}
          : head_dim == 192                   ? FwdShape{64, 12, false, true, 12}
                                              : FwdShape{64, 16, false, true, 8, true};
 }
+
+// The product's shapes as types, as a tile takes them.
+template <int kHeadDim, int kBlockM>
+struct ShapeOf {
+  static constexpr FwdShape value = fwd_shape(kHeadDim, kBlockM);
+};
 
 // Keys in pages: with 128 keys to a product the code for them spills in the loop (head dim 64 with
 // softcap, nvcc 13.0).

@@ -11,12 +11,17 @@ namespace fad::sm90 {
 
 // A call's parameters as the kernel wants them.
 struct FwdCall : FwdParams {
-  int tiles;            // of all sequences and heads
+  int tiles;            // that CTAs take: of rows, and each for every split that leaves a part
+  int split_tiles;      // tiles of rows among them, ...
+  int first_tile;       // ... and which one is the first
   int row_tiles;        // of the longest sequence
-  int heads_at_a_time;  // (batch, head) pairs whose tiles are worked on together
+  int units;            // groups of heads
+  int units_at_a_time;  // (batch, group) pairs whose tiles are worked on together
+  int group_bits;       // log2 of the heads in a group
   int heads_per_kv;
   int blocks;        // in the ring
   int split_blocks;  // blocks of keys in a split
+  int part_blocks;   // and in what one CTA walks of a tile
   int page_blocks;   // and in a page
 };
 
@@ -24,12 +29,11 @@ struct KeyRange {
   int begin, end;
 };
 
-// Keys that some row of [first_row, last_row] sees.
-__device__ __forceinline__ KeyRange visible_keys(const FwdCall& call, int seqlen_q, int seqlen_k,
-                                                 int first_row, int last_row) {
-  const int diagonal = seqlen_k - seqlen_q;
-  const int end = min(seqlen_k, last_row + diagonal + 1 + call.window_right);
-  const int begin = max(0, first_row + diagonal - call.window_left);
+// Keys that some query of [first, last] sees.
+__device__ __forceinline__ KeyRange visible_keys(const FwdCall& call, int diagonal, int seqlen_k,
+                                                 int first, int last) {
+  const int end = min(seqlen_k, last + diagonal + 1 + call.window_right);
+  const int begin = max(0, first + diagonal - call.window_left);
   return {begin, end};
 }
 
@@ -42,15 +46,31 @@ __device__ __forceinline__ KeyRange blocks_of(KeyRange keys) {
   return {keys.begin / T::kKeys, (keys.end - 1) / T::kKeys + 1};
 }
 
-// A tile of rows of one head, as the producer notes it for the others.
+// A tile of rows of one group of heads, as the producer notes it for the others.
 struct Work {
-  int first_row;  // in its sequence; below 0: there is no more work
-  int bidb, bidh;
-  int seqlen_q, seqlen_k;
-  int q_row;      // of the sequence's first query: packed sequences follow one another
-  int tail_slot;  // block of the ring that holds V behind the end of the sequence; below 0: none
-  int tail_row;   // its first row behind the end
+  int first_row;   // in its sequence; below 0: there is no more work
+  int bidb, bidh;  // the first head
+  int rows;        // of the sequence: queries times heads of the group
+  int seqlen_k;
+  int q_row;  // of the sequence's first query: packed sequences follow one another
+  // Row of the ring, T::kKeys to a block, where V behind the end of the sequence begins, up to the
+  // end of its block; below 0: nowhere.
+  int tail;
+  int split;  // whose part is asked for; 0 where a CTA walks all of them
 };
+
+// Blocks that hold the keys which some of `rows` rows see, of those that the tile is for.
+template <typename T>
+__device__ __forceinline__ KeyRange blocks_of_rows(const FwdCall& call, const Work& work,
+                                                   int first_row, int rows) {
+  const int last_row = min(first_row + rows, work.rows) - 1;
+  const KeyRange seen =
+      blocks_of<T>(visible_keys(call, work.seqlen_k - (work.rows >> call.group_bits), work.seqlen_k,
+                                first_row >> call.group_bits, last_row >> call.group_bits));
+  const int first = work.split * call.part_blocks;
+  const KeyRange blocks = {max(seen.begin, first), min(seen.end, first + call.part_blocks)};
+  return blocks.end > blocks.begin ? blocks : KeyRange{0, 0};
+}
 
 // Two notes take turns. The producer thread writes a note; the thread that loads Q and lane 0 of
 // each warp that computes or clears tails read it.
@@ -68,8 +88,8 @@ struct Work {
 // itself: with a read by every lane, a __syncwarp and an arrival of lane 0, compute-sanitizer's
 // racecheck reports each further use of a note.
 __device__ __forceinline__ void write_work(uint32_t at, const Work& work) {
-  store_shared_ints(at, make_int4(work.first_row, work.bidb, work.bidh, work.seqlen_q));
-  store_shared_ints(at + 16, make_int4(work.seqlen_k, work.q_row, work.tail_slot, work.tail_row));
+  store_shared_ints(at, make_int4(work.first_row, work.bidb, work.bidh, work.rows));
+  store_shared_ints(at + 16, make_int4(work.seqlen_k, work.q_row, work.tail, work.split));
 }
 
 __device__ __forceinline__ Work read_work(uint32_t at) {
@@ -88,8 +108,8 @@ __device__ __forceinline__ Work read_work_by_warp(uint32_t at) {
   const auto all = [](int value) {  // 0 in the other lanes
     return static_cast<int>(__reduce_or_sync(~0u, static_cast<unsigned>(value)));
   };
-  return {all(work.first_row), all(work.bidb),  all(work.bidh),      all(work.seqlen_q),
-          all(work.seqlen_k),  all(work.q_row), all(work.tail_slot), all(work.tail_row)};
+  return {all(work.first_row), all(work.bidb),  all(work.bidh), all(work.rows),
+          all(work.seqlen_k),  all(work.q_row), all(work.tail), all(work.split)};
 }
 
 }  // namespace fad::sm90

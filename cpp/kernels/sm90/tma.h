@@ -1,8 +1,9 @@
 // The copy engine (TMA): tensor maps on the host, loads of boxes on the device.
 //
-// A tensor of (batch, rows, heads, head_dim) is loaded in boxes of 64 columns of one head and some
-// rows, each row 128 bytes of shared memory, swizzled as wgmma.h reads it. Columns from head_dim on
-// and rows beyond the tensor are filled with zeros.
+// A tensor of (batch, rows, heads, head_dim) is loaded in boxes of 64 columns of some heads, mostly
+// one, and of some rows. Each row of a head takes 128 bytes of shared memory, those of one row
+// follow one another, swizzled as wgmma.h reads them. Columns from head_dim on and rows beyond the
+// tensor are filled with zeros.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -57,7 +58,8 @@ inline auto encode_tensor_map() {
   return encode;
 }
 
-inline CUtensorMap tensor_map(const MappedTensor& tensor, CUtensorMapDataType type, int box_rows) {
+inline CUtensorMap tensor_map(const MappedTensor& tensor, CUtensorMapDataType type, int box_rows,
+                              int box_heads = 1) {
   // The stride of a dimension of size 1 may be anything, but the driver checks it.
   const auto bytes = [](int64_t stride, int64_t size) {
     return static_cast<cuuint64_t>(size == 1 ? 16 : 2 * stride);
@@ -68,7 +70,8 @@ inline CUtensorMap tensor_map(const MappedTensor& tensor, CUtensorMapDataType ty
   const cuuint64_t strides[3] = {bytes(tensor.head_stride, tensor.heads),
                                  bytes(tensor.row_stride, tensor.rows),
                                  bytes(tensor.batch_stride, tensor.batch)};
-  const cuuint32_t box[4] = {kBoxColumns, 1, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t box[4] = {kBoxColumns, static_cast<cuuint32_t>(box_heads),
+                             static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =

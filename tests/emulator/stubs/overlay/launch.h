@@ -9,12 +9,26 @@ namespace fad {
 
 extern char smem[];
 
+// A kernel runs when the next one is launched (emulator::finish_grids).
 template <auto kKernel, typename... Arguments>
 void launch(dim3 grid, int threads, int shared, int, cudaStream_t, const Arguments&... arguments) {
   if (grid.x == 0) {
     return;
   }
-  emulator::run_grid(grid, threads, smem, shared, kKernel, arguments...);
+  emulator::finish_grids();
+  emulator::grid_before = [=] {
+    emulator::run_grid(grid, threads, smem, shared, /*early=*/false, kKernel, arguments...);
+  };
+}
+
+template <auto kKernel, typename... Arguments>
+void launch_early(dim3 grid, int threads, int shared, int, cudaStream_t,
+                  const Arguments&... arguments) {
+  if (grid.x == 0) {
+    return;
+  }
+  emulator::run_grid(grid, threads, smem, shared, /*early=*/true, kKernel, arguments...);
+  emulator::finish_grids();  // where no thread had to wait
 }
 
 }  // namespace fad
