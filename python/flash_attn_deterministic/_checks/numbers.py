@@ -8,7 +8,6 @@ None as a flag too; that is refused, as it is most often a softmax scale in the 
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from .._ops.arguments import Scores
 from ..errors import ArgumentError, ArgumentTypeError
 from .describe import shown, type_name
 
-_PYTHONS_OWN = frozenset((bool, int, float, type(None)))
 _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
 # The kernels take a factor as float32, in which it must be normal: with a subnormal one, which a
@@ -205,25 +203,6 @@ def check_scores(
     The lengths play no part in it: a window that covers a whole sequence stays a window, because
     otherwise the bits could depend on the length of another sequence in the batch.
     """
-    if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
-        arguments = head_dim, softmax_scale, causal, *window_size, softcap
-        if _PYTHONS_OWN.issuperset(map(type, arguments)):
-            return _known_scores(*arguments)
-    return _find_scores(head_dim, softmax_scale, causal, window_size, softcap)
-
-
-# typed: True, 1 and 1.0 are equal, and one of them may be refused where another is not.
-@functools.lru_cache(maxsize=256, typed=True)
-def _known_scores(
-    head_dim: int, softmax_scale: Any, causal: Any, left: Any, right: Any, softcap: Any
-) -> Scores:
-    """The same for what is equal only where its value is the same: no tensor, no array."""
-    return _find_scores(head_dim, softmax_scale, causal, (left, right), softcap)
-
-
-def _find_scores(
-    head_dim: int, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any
-) -> Scores:
     causal = check_flag("causal", causal)
     left, right = check_window(window_size)
     scale = check_scale(softmax_scale, head_dim)
@@ -237,8 +216,6 @@ def check_dropout(dropout_p: Any) -> float:
         ArgumentTypeError: not a number.
         ArgumentError: not in [0, 1).
     """
-    if type(dropout_p) is float and dropout_p == 0:
-        return 0.0
     probability = check_float("dropout_p", dropout_p)
     if not 0 <= probability < 1:
         raise ArgumentError(

@@ -20,7 +20,6 @@ from ..errors import UnsupportedError
 from .eager import is_followed
 from .schemas import (
     BACKWARD,
-    FORWARD,
     NAMESPACE,
     WITH_RESIDUAL,
     Gradients,
@@ -66,41 +65,34 @@ def run(name: str, arguments: tuple[Any, ...], followed: bool) -> Any:
     # lines below are in one function, so that it can't begin between them.
     if followed or torch.compiler.is_compiling():
         return op(*arguments)
-    if name in _FUNCTIONS and torch.is_grad_enabled() and _C._any_requires_grad(*arguments):
-        function, tensors = _FUNCTIONS[name]
-        return function.apply(*arguments[:tensors], arguments[tensors:])
+    if name in _FUNCTIONS and torch.is_grad_enabled():
+        function, wanting = _FUNCTIONS[name]
+        if _C._any_requires_grad(*arguments[:wanting]):
+            return function.apply(*arguments[:wanting], arguments[wanting:])
     with _C._AutoDispatchBelowAutograd():
-        return op(*arguments)
+        # _op: what the object calls, a Python function less.
+        return getattr(op, "_op", op)(*arguments)
 
 
 def _function(name: str, formula: _Formula) -> tuple[Any, int]:
     """Returns an op's autograd for calls that are not followed.
 
-    It does what torch.library.register_autograd makes of the formula. The numbers of a call are one
+    It does what torch.library.register_autograd makes of the formula. What gets no gradient is one
     argument of it, as torch looks at each argument in Python.
 
     Returns:
-        A torch.autograd.Function, and how many of the op's arguments are tensors: its first ones.
+        A torch.autograd.Function, and how many of the op's arguments get gradients: its first ones.
     """
-    tensors = FORWARD[name].split(" -> ")[0].count("Tensor")
 
     def forward(ctx: Any, *inputs: Any) -> Results:
         arguments = (*inputs[:-1], *inputs[-1])
-        op = getattr(torch.ops.flash_attn_deterministic, name)
-        output: Results
-        if torch.compiler.is_compiling():  # as in run; torch has turned gradients off here
-            output = op(*arguments)
-        else:
-            with _C._AutoDispatchBelowAutograd():
-                output = op(*arguments)
+        output: Results = run(name, arguments, followed=False)  # torch has turned gradients off
         formula.setup_context(ctx, arguments, output)
         return output
 
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        return (*formula.backward(ctx, *gradients)[:tensors], None)
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), methods), tensors
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(formula.backward)}
+    function = type(name, (torch.autograd.Function,), methods)
+    return function, 2 if "qkvpacked" in name else 3
 
 
 class _Checked:
@@ -132,7 +124,6 @@ def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
     _save(ctx, output, (q, k, v), (alibi_slopes, rng_state))
     ctx.numbers = (dropout_p, *scores, deterministic_bwd)
-    _setup(ctx, inputs, output)
 
 
 def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -141,14 +132,12 @@ def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     _save(ctx, output, (q, k, v), (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state))
     ctx.without_backward = without_backward(*without)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
-    _setup(ctx, inputs, output)
 
 
 def _setup_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, qkv, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
     _save(ctx, output, (q, qkv), (alibi_slopes, rng_state))
     ctx.numbers = (dropout_p, *scores, deterministic_bwd)
-    _setup(ctx, inputs, output)
 
 
 def _setup_varlen_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -156,18 +145,12 @@ def _setup_varlen_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) 
     *lengths_and_scores, _, _, deterministic_bwd = inputs[6:]
     _save(ctx, output, (q, qkv), starts_and_random)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
-    _setup(ctx, inputs, output)
 
 
 def _save(ctx: Any, output: Results, before: Sequence[Any], after: Sequence[Any]) -> None:
-    # The order of the backward's arguments; it takes the residual, if there is one, last.
+    # The order of the backward's arguments; it takes the residual, or None, last.
     out, softmax_lse, *residual = output
-    ctx.save_for_backward(*before, out, softmax_lse, *after, *residual)
-    ctx.residuals = len(residual)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    ctx.inputs = len(inputs)
+    ctx.save_for_backward(*before, out, softmax_lse, *after, *(residual or (None,)))
     # flash_attn drops the gradient of softmax_lse without a word.
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -203,25 +186,32 @@ def _varlen_qkvpacked_backward(
 
 
 def _run(ctx: Any, name: str, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    inputs: int = ctx.inputs
+    nothing = (None,) * len(ctx.needs_input_grad)
     if dout is None:
-        return (None,) * inputs
-    saved = ctx.saved_tensors  # once: torch.utils.checkpoint lets go of them
-    check_kernels(dout.device, dout.dtype, dout.shape[-1], "bwd")
-    *_, deterministic = ctx.numbers
-    if not deterministic:
+        return nothing
+    *saved, residual = ctx.saved_tensors  # once: torch.utils.checkpoint lets go of them
+    numbers = ctx.numbers
+    if not numbers[-1]:  # deterministic
         alert_atomics(dout.device)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
     # With create_graph=True the op's autograd kernel says that its result has no gradient.
     followed = torch.is_grad_enabled() or is_followed(dout)
-    rest = len(saved) - ctx.residuals
-    arguments = (dout, *saved[:rest], *ctx.numbers, *saved[rest:])
-    gradients: Gradients | PackedGradients = run(name, arguments, followed)
-    found: list[torch.Tensor | None] = list(gradients)
+    if followed:
+        _check_kernels(dout)
+    gradients: Gradients | PackedGradients
+    try:
+        gradients = run(name, (dout, *saved, *numbers, residual), followed)
+    except Exception:
+        _check_kernels(dout)  # the op has looked for them too, but says less
+        raise
     if saved[0] is None:  # q is in the packed tensor
-        found[0] = None
-    return (*found, *[None] * (inputs - len(found)))
+        return (None, *gradients[1:], *nothing[2:])
+    return (*gradients, *nothing[len(gradients) :])
+
+
+def _check_kernels(dout: torch.Tensor) -> None:
+    check_kernels(dout.device, dout.dtype, dout.shape[-1], "bwd")
 
 
 def _no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
