@@ -134,7 +134,7 @@ def rehearse(session: nox.Session) -> None:
     wheel = the_wheel(session, "dist")
     session.install(*groups("test-build"))
     environ = {"FLASH_ATTN_REHEARSAL": str(wheel)}
-    session.run("pytest", "tests/build/test_release_rehearsal.py", env=environ)
+    session.run("pytest", "tests/build/release/test_rehearsal.py", env=environ)
 
 
 @nox.session(requires=["build_dev"], default=False)
@@ -282,7 +282,8 @@ def groups(*names: str) -> tuple[str, ...]:
 
 def test_folders() -> list[str]:
     """Folders of tests, each by name: by itself pytest enters none that is called build."""
-    return sorted({str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py")})
+    files = (path.relative_to(ROOT) for path in ROOT.glob("tests/*/**/test_*.py"))
+    return sorted({str(Path(*file.parts[:2])) for file in files})
 
 
 def sources(folder: str, suffixes: str) -> list[str]:

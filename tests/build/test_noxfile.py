@@ -9,8 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from flash_attn_build.files import ROOT
 
 
 class Stopped(Exception):

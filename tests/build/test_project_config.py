@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import tomli
 from flash_attn_build.compile import manifest
+from flash_attn_build.files import ROOT
 from flash_attn_build.wheel import sbom
 
-ROOT = Path(__file__).resolve().parents[2]
 LOCKS = {path.stem: path.read_text() for path in (ROOT / "locks").glob("*.txt")}
 
 

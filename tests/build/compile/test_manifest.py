@@ -9,7 +9,7 @@ from typing import Any
 import fake_wheel
 import pytest
 from flash_attn_build import files
-from flash_attn_build.compile import build_folder, manifest
+from flash_attn_build.compile import manifest
 from flash_attn_build.errors import WheelError
 
 
@@ -37,14 +37,10 @@ def test_describes_the_wheel(tmp_path: Path) -> None:
         wheel, fake_wheel.INFO, UNITS, {"preset": "dev"}, {"cmake": "4"}, places
     )
     data = wheel.read_bytes()
-    assert text["wheel"] == {
-        "name": wheel.name,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
-    }
-    assert text["upstream"] == fake_wheel.INFO["upstream"]
-    assert text["instances"] == fake_wheel.INFO["instances"]
-    assert text["sources"] == fake_wheel.INFO["sources"]
+    sha256 = hashlib.sha256(data).hexdigest()
+    assert text["wheel"] == {"name": wheel.name, "sha256": sha256, "bytes": len(data)}
+    for key in ("upstream", "instances", "sources", "bits_version"):
+        assert text[key] == fake_wheel.INFO[key]
     assert text["build"] == {"preset": "dev"}
     assert [row["output"] for row in text["translation_units"]] == ["a.cu.o", "b.cu.o", "c.cpp.o"]
     assert text["totals"] == {
@@ -63,33 +59,15 @@ def test_flags_of_each_target() -> None:
         "kernels cxx": ["-O2"],
         "ops cxx": ["-fPIC"],
     }
-
-
-def test_no_units_no_flags() -> None:
     assert manifest.flags([], {}) == {}
-
-
-def test_reads_the_units_of_this_configuration_only(tmp_path: Path) -> None:
-    # An object of an earlier configuration (other head dims) still lies in the folder.
-    for record in UNITS:
-        files.write_json(tmp_path / build_folder.LOGS / f"{record['output']}.json", record)
-        (tmp_path / record["output"]).write_text("")
-    # As CMake writes them, whole; older ones relative.
-    commands = [{"output": "c.cpp.o"}, {"output": str(tmp_path / "b.cu.o")}]
-    files.write_json(tmp_path / "compile_commands.json", [*commands, {"output": "never.o"}])
-    found = build_folder.read_units(tmp_path)
-    assert found == {"b.cu.o": UNITS[1], "c.cpp.o": UNITS[2], "never.o": None}
-    assert list(found) == sorted(found)
 
 
 def test_tool_versions_leave_out_what_is_not_installed() -> None:
     versions = manifest.tool_versions("13.0.88", ("/bin/echo", "g++"))
     assert versions["nvcc"] == "13.0.88"
     assert versions["g++"] == "--version"  # said by echo, run as a launcher would be
-    assert versions["auditwheel"]
-    assert versions["torch"]
+    assert {"auditwheel", "torch", "python"} <= set(versions)
     assert "colorama" not in versions
-    assert "python" in versions
     assert all(versions.values())
 
 

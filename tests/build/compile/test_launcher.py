@@ -11,13 +11,14 @@ import pytest
 from flash_attn_build.compile import launcher
 
 MIB = 1 << 20
+START = [sys.executable, "-I", "-S", str(launcher.__file__), "--log-dir"]
 
 
 def launch(log_dir: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-I", "-S", str(launcher.__file__), "--log-dir", str(log_dir), "--"]
     return subprocess.run(
-        [*start, *command], capture_output=True, text=True, check=False, timeout=60
-    )
+        [*START, str(log_dir), "--", *command],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
 
 
 def record(log_dir: Path) -> Any:
@@ -32,25 +33,27 @@ def test_output_and_success_pass_through(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "log").iterdir()] == ["a__b.cu.o.json"]
 
 
-def test_exit_status_passes_through_and_leaves_no_record(tmp_path: Path) -> None:
-    assert launch(tmp_path / "log", "sh", "-c", "exit 42").returncode == 42
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("exit 42", 42),
+        *(
+            (f"kill -{int(number)} $$", -number)
+            for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT)
+        ),
+    ],
+)
+def test_failure_and_death_pass_through_and_leave_no_record(
+    tmp_path: Path, script: str, status: int
+) -> None:
+    assert launch(tmp_path / "log", "sh", "-c", script).returncode == status
     assert not (tmp_path / "log").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGABRT])
-def test_death_by_a_signal_passes_through(tmp_path: Path, number: signal.Signals) -> None:
-    done = launch(tmp_path / "log", "sh", "-c", f"kill -{int(number)} $$")
-    assert done.returncode == -number
 
 
 def test_signals_reach_the_command(tmp_path: Path) -> None:
     script = "trap 'echo caught; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
-    start = [sys.executable, "-I", "-S", str(launcher.__file__)]
-    with subprocess.Popen(
-        [*start, "--log-dir", str(tmp_path), "--", "sh", "-c", script],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command = [*START, str(tmp_path), "--", "sh", "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.terminate()
@@ -77,12 +80,6 @@ runpy.run_path({str(launcher.__file__)!r}, run_name="__main__")
     assert done.returncode == -signal.SIGTERM
 
 
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
-    done = launch(tmp_path, "no-such-compiler")
-    assert done.returncode == 127
-    assert "no-such-compiler" in done.stderr
-
-
 def test_counts_the_largest_descendant_and_all_cpu_time(tmp_path: Path) -> None:
     # As nvcc does: a driver that waits for its stages.
     stage = f"b = bytearray({200 * MIB}); x = sum(range(2_000_000))"
@@ -90,23 +87,20 @@ def test_counts_the_largest_descendant_and_all_cpu_time(tmp_path: Path) -> None:
         "import subprocess, sys\n"
         f"for _ in range(2): subprocess.run([sys.executable, '-S', '-c', {stage!r}], check=True)"
     )
-    done = launch(tmp_path / "log", sys.executable, "-S", "-c", driver, "-o", "x.o")
-    assert done.returncode == 0
+    assert launch(tmp_path / "log", sys.executable, "-S", "-c", driver, "-o", "x.o").returncode == 0
     row = record(tmp_path / "log")
     assert 200 * MIB <= row["peak_rss_bytes"] < 390 * MIB  # the largest, not the sum
     assert row["cpu_seconds"] > 0.02
     assert row["wall_seconds"] > 0
 
 
-def test_a_log_folder_that_cannot_be_written_does_not_fail_the_compilation(
-    tmp_path: Path,
-) -> None:
+def test_what_cannot_be_run_or_noted(tmp_path: Path) -> None:
+    done = launch(tmp_path, "no-such-compiler")
+    assert done.returncode == 127
+    assert "no-such-compiler" in done.stderr
+    # A log folder that cannot be written does not fail the compilation.
     (tmp_path / "file").write_text("")
     done = launch(tmp_path / "file", "true", "-o", "x.o")
     assert done.returncode == 0
     assert "no record of x.o" in done.stderr
-
-
-def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launcher.main(["true"]) == 2
-    assert "usage" in capsys.readouterr().err
+    assert launcher.main(["true"]) == 2  # wrong usage

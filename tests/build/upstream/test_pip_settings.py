@@ -30,7 +30,7 @@ def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_environment_wins_over_section_over_global() -> None:
     lines = (
-        ":env:.find-links='env'",
+        ":env:.find-links='env\\nmore'",
         "download.timeout='7'",
         "global.find-links='global'",
         "global.index-url='global'",
@@ -39,15 +39,10 @@ def test_environment_wins_over_section_over_global() -> None:
         "wheel.index-url='not ours'",
     )
     assert parse_config_list("\n".join(lines)) == {
-        "find-links": "env",
+        "find-links": "env\nmore",
         "index-url": "install",
         "timeout": "7",
     }
-
-
-def test_value_literals() -> None:
-    text = "global.find-links='a\\nb'\nglobal.proxy=\"it's\"\n"
-    assert parse_config_list(text) == {"find-links": "a\nb", "proxy": "it's"}
 
 
 @pytest.mark.parametrize(
@@ -62,17 +57,10 @@ def test_other_line_is_refused_without_its_value(line: str) -> None:
 
 def test_settings() -> None:
     options = {
-        "index-url": "file:///index",
-        "extra-index-url": "file:///a\nfile:///b  file:///c",
-        "find-links": "/x /y",
-        "no-index": "True",
-        "trusted-host": "one two:81",
-        "cert": "/ca",
-        "client-cert": "/me",
-        "proxy": "http://proxy",
-        "timeout": "3.5",
-        "retries": "2",
-    }
+        "index-url": "file:///index", "extra-index-url": "file:///a\nfile:///b  file:///c",
+        "find-links": "/x /y", "no-index": "True", "trusted-host": "one two:81", "cert": "/ca",
+        "client-cert": "/me", "proxy": "http://proxy", "timeout": "3.5", "retries": "2",
+    }  # fmt: skip
     assert to_settings(options, {"REQUESTS_CA_BUNDLE": "/other"}) == PipSettings(
         index_url="file:///index",
         extra_index_urls=("file:///a", "file:///b", "file:///c"),
@@ -85,9 +73,6 @@ def test_settings() -> None:
         timeout=3.5,
         retries=2,
     )
-
-
-def test_defaults_and_bundle_variable() -> None:
     assert to_settings({}, {}) == PipSettings()
     assert to_settings({}, {"CURL_CA_BUNDLE": "/ca"}).cert == "/ca"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import fake_wheel
 import pytest
-from flash_attn_build.errors import StepError
+from flash_attn_build.errors import StepError, WheelError
 from flash_attn_build.wheel import check, repair
 
 LINUX = "py3-none-linux_x86_64"
@@ -36,22 +36,18 @@ def test_two_builds_at_two_times_and_places_give_the_same_bytes(tmp_path: Path) 
     assert dates == {tuple(time.gmtime(1700000000))[:6]}
 
 
+ELSEWHERE = {"needed": ["torch_cpu", "torch_cuda", "elsewhere"]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        pytest.param(
-            {"needed": ["torch_cpu", "torch_cuda", "elsewhere"]},
-            "could not be located",
-            id="library",
-        ),
-        pytest.param(
-            {"needed": ["torch_cpu", "torch_cuda", "elsewhere"]},
-            "NotImplementedError",
-            id="library that could be copied in",
-        ),
+        (ELSEWHERE, "could not be located"),
+        (ELSEWHERE, "NotImplementedError"),
         # What start-up code of a current glibc is bound to.
-        pytest.param({"calls": ["__libc_start_main"], "needed": []}, "too-recent", id="glibc"),
+        ({"calls": ["__libc_start_main"], "needed": []}, "too-recent"),
     ],
+    ids=["library", "library that could be copied in", "glibc"],
 )
 def test_what_the_platform_does_not_allow_is_refused(
     tmp_path: Path,
@@ -68,3 +64,9 @@ def test_what_the_platform_does_not_allow_is_refused(
         repair.repair(wheel, tmp_path / "out", fake_wheel.PARTS, 0)
     assert not list(tmp_path.glob("out/*.whl"))
     assert expected in capfd.readouterr().err
+
+
+def test_a_foreign_wheel_is_refused(tmp_path: Path) -> None:
+    wheel = fake_wheel.pack(tmp_path, {"a.py": b"", "a-1.dist-info/WHEEL": b""}, LINUX)
+    with pytest.raises(WheelError, match=r"_build_info\.json and .*_C\.so is missing"):
+        repair.repair(wheel, tmp_path / "out", fake_wheel.PARTS, 0)

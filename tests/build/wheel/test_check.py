@@ -9,6 +9,8 @@ import pytest
 from flash_attn_build.errors import WheelError
 from flash_attn_build.wheel import check
 
+INFO = "flash_attn_deterministic-0.1.0.dist-info"
+
 
 @pytest.fixture(scope="module")
 def binary(tmp_path_factory: pytest.TempPathFactory) -> bytes:
@@ -37,11 +39,16 @@ def test_another_tag(tmp_path: Path, binary: bytes, tag: str) -> None:
     assert "WHEEL: expected the one tag" in text
 
 
-@pytest.mark.parametrize("name", [check.LIBRARY, check.BUILD_INFO, *check.LICENSES])
+TEXTS = [f"{INFO}/licenses/{name}" for name in check.LICENCE_TEXTS]
+
+
+@pytest.mark.parametrize("name", [check.LIBRARY, check.BUILD_INFO, *check.LICENSES, *TEXTS])
 def test_a_missing_file(tmp_path: Path, binary: bytes, name: str) -> None:
     files = fake_wheel.contents(binary)
     del files[name]
-    assert f"{name} is missing" in problems(fake_wheel.pack(tmp_path, files))
+    text = problems(fake_wheel.pack(tmp_path, files))
+    assert f"{Path(name).name if name in TEXTS else name} is missing" in text
+    assert ("License-File differs" in text) == (name in TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -60,54 +67,54 @@ def test_a_file_that_does_not_belong(tmp_path: Path, binary: bytes, name: str) -
     assert f"{name} does not belong" in problems(fake_wheel.pack(tmp_path, files))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        pytest.param({"options": []}, "not stripped", id="symbols"),
-        pytest.param(
-            {"options": ["-s", "-Wl,-rpath,/opt/cuda"]}, "search paths: /opt/cuda", id="rpath"
-        ),
-        pytest.param(
-            {"needed": ["torch_cpu"]}, "does not name libtorch_cuda.so", id="torch not named"
-        ),
-        pytest.param(
-            {"needed": ["torch_cpu", "torch_cuda", "cudart"]}, "needs libcudart.so", id="CUDA"
-        ),
-        pytest.param(
-            {"calls": [*fake_wheel.SHIMS, "_ZN3c105ErrorD1Ev"]},
-            "torch-abi-audit: not torch's stable ABI: c10::Error::~Error()",
-            id="C++ of torch",
-        ),
-        pytest.param(
-            {"calls": [*fake_wheel.SHIMS, "cuLaunchKernel"]},
-            "imports cuLaunchKernel, which no library is named for",
-            id="driver",
-        ),
-        pytest.param({"calls": []}, "no stable shim is used at all", id="not torch's"),
-        pytest.param(
-            {"calls": [*fake_wheel.SHIMS, "torch_from_the_future"]},
-            "does not know the shims torch_from_the_future",
-            id="unknown shim",
-        ),
-        pytest.param(
-            {"code": fake_wheel.fatbin([(2, 80), (2, 90)])},
-            "holds GPU code for 80-real, 90-real, but _build_info.json states "
-            "80-real, 80-virtual, 90-real",
-            id="PTX missing",
-        ),
-        pytest.param({"code": b""}, "holds GPU code for nothing", id="no GPU code"),
-    ],
-)
+SHIMS = fake_wheel.SHIMS
+LIBRARIES: dict[str, tuple[dict[str, Any], str]] = {
+    "symbols": ({"options": []}, "not stripped"),
+    "rpath": ({"options": ["-s", "-Wl,-rpath,/opt/cuda"]}, "search paths: /opt/cuda"),
+    "torch not named": ({"needed": ["torch_cpu"]}, "does not name libtorch_cuda.so"),
+    "CUDA": ({"needed": ["torch_cpu", "torch_cuda", "cudart"]}, "needs libcudart.so"),
+    "C++ of torch": (
+        {"calls": [*SHIMS, "_ZN3c105ErrorD1Ev"]},
+        "torch-abi-audit: not torch's stable ABI: c10::Error::~Error()",
+    ),
+    "driver": (
+        {"calls": [*SHIMS, "cuLaunchKernel"]},
+        "imports cuLaunchKernel, which no library is named for",
+    ),
+    "not torch's": ({"calls": []}, "no stable shim is used at all"),
+    "unknown shim": (
+        {"calls": [*SHIMS, "torch_from_the_future"]},
+        "does not know the shims torch_from_the_future",
+    ),
+    "PTX missing": (
+        {"code": fake_wheel.fatbin([(2, 80), (2, 90)])},
+        "holds GPU code for 80-real, 90-real, but _build_info.json states "
+        "80-real, 80-virtual, 90-real",
+    ),
+    "no GPU code": ({"code": b""}, "holds GPU code for nothing"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), LIBRARIES.values(), ids=LIBRARIES)
 def test_a_library_that_is_wrong(tmp_path: Path, arguments: dict[str, Any], expected: str) -> None:
     binary = fake_wheel.library(tmp_path / "library", **arguments)
     assert expected in problems(fake_wheel.pack(tmp_path, fake_wheel.contents(binary)))
 
 
-def test_a_shim_newer_than_the_torch_it_is_said_to_run_on(tmp_path: Path, binary: bytes) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("torch_target", "2.1", "but is said to run from 2.1"),
+        ("instances", [], "lists no instance"),
+        ("sources", {}, "does not say what sources the GPU code is compiled from"),
+    ],
+)
+def test_build_information_that_is_wrong(
+    tmp_path: Path, binary: bytes, name: str, value: object, expected: str
+) -> None:
     files = fake_wheel.contents(binary)
-    files[check.BUILD_INFO] = json.dumps({**fake_wheel.INFO, "torch_target": "2.1"}).encode()
-    text = problems(fake_wheel.pack(tmp_path, files))
-    assert "but is said to run from 2.1" in text
+    files[check.BUILD_INFO] = json.dumps({**fake_wheel.INFO, name: value}).encode()
+    assert expected in problems(fake_wheel.pack(tmp_path, files))
 
 
 def test_a_folder_of_the_machine_in_the_library(tmp_path: Path, binary: bytes) -> None:
@@ -142,15 +149,6 @@ def test_architectures_without_a_kind_mean_both(
         assert check.check(wheel)["architectures"] == names
 
 
-@pytest.mark.parametrize("name", check.LICENCE_TEXTS)
-def test_the_licence_of_what_is_linked_is_missing(tmp_path: Path, binary: bytes, name: str) -> None:
-    files = fake_wheel.contents(binary)
-    del files[f"flash_attn_deterministic-0.1.0.dist-info/licenses/{name}"]
-    text = problems(fake_wheel.pack(tmp_path, files))
-    assert f"the licence text {name} is missing" in text
-    assert "License-File differs" in text
-
-
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
@@ -165,5 +163,5 @@ def test_metadata_that_is_wrong(
 ) -> None:
     files = fake_wheel.contents(binary)
     changed = fake_wheel.METADATA.replace(old, new, 1)
-    files["flash_attn_deterministic-0.1.0.dist-info/METADATA"] = changed.encode()
+    files[f"{INFO}/METADATA"] = changed.encode()
     assert expected in problems(fake_wheel.pack(tmp_path, files))

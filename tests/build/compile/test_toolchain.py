@@ -38,24 +38,18 @@ def packages(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("variable", ["CUDACXX", "CUDA_HOME", "CUDA_PATH", "PATH"])
 def test_finds_nvcc_by(variable: str, tmp_path: Path, packages: Path) -> None:
-    nvcc = toolkit(tmp_path / "cuda")
+    nvcc, later = toolkit(tmp_path / "cuda"), toolkit(tmp_path / "later", "13.2.1")
     value = {"CUDACXX": nvcc, "PATH": nvcc.parent}.get(variable, tmp_path / "cuda")
-    found = toolchain.find({"PATH": "", variable: str(value)}, packages)
+    # What stands earlier in the list wins.
+    found = toolchain.find({"PATH": str(later.parent), variable: str(value)}, packages)
     assert (found.nvcc, found.root, found.version) == (nvcc, tmp_path / "cuda", "13.0.88")
     assert found.cudart == tmp_path / "cuda/lib/libcudart_static.a"
-
-
-def test_earlier_variables_win(tmp_path: Path, packages: Path) -> None:
-    first, second = toolkit(tmp_path / "first"), toolkit(tmp_path / "second", "13.2.1")
-    environ = {"CUDACXX": str(first), "PATH": str(second.parent)}
-    assert toolchain.find(environ, packages).version == "13.0.88"
 
 
 def test_looks_behind_a_wrapper_script(tmp_path: Path, packages: Path) -> None:
     nvcc = toolkit(tmp_path / "cuda")
     wrapper = script(tmp_path / "bin" / "nvcc", f'exec {nvcc} "$@"\n')
-    found = toolchain.find({"PATH": str(wrapper.parent)}, packages)
-    assert found.nvcc == nvcc
+    assert toolchain.find({"PATH": str(wrapper.parent)}, packages).nvcc == nvcc
 
 
 def test_a_toolkit_from_packages_gets_the_names_that_cmake_looks_for(packages: Path) -> None:
@@ -69,18 +63,14 @@ def test_a_toolkit_from_packages_gets_the_names_that_cmake_looks_for(packages: P
     assert (root / "lib" / "libcudart.so").readlink() == Path("libcudart.so.13")
 
 
-def test_without_one_the_message_says_how_to_get_it(packages: Path) -> None:
-    with pytest.raises(ToolchainError, match=r"cuda-toolkit\[nvcc,cccl\].*CUDA 12 has no nvcc"):
-        toolchain.find({"PATH": ""}, packages)
-
-
-@pytest.mark.parametrize("variable", ["CUDACXX", "CUDA_HOME", "CUDA_PATH"])
-def test_a_variable_that_leads_nowhere_is_an_error(
-    variable: str, tmp_path: Path, packages: Path
-) -> None:
+@pytest.mark.parametrize("variable", ["", "CUDACXX", "CUDA_HOME", "CUDA_PATH"])
+def test_no_nvcc_where_it_is_looked_for(variable: str, tmp_path: Path, packages: Path) -> None:
     toolkit(tmp_path / "cuda")  # there, but not what was asked for
     environ = {variable: "/nowhere", "PATH": str(tmp_path / "cuda" / "bin")}
-    with pytest.raises(ToolchainError, match=f"{variable}: expected .* got '/nowhere'"):
+    expected = f"{variable}: expected .* got '/nowhere'"
+    if not variable:
+        environ, expected = {"PATH": ""}, r"cuda-toolkit\[nvcc,cccl\].*CUDA 12 has no nvcc"
+    with pytest.raises(ToolchainError, match=expected):
         toolchain.find(environ, packages)
 
 
@@ -102,48 +92,41 @@ def test_something_that_is_no_nvcc(tmp_path: Path, packages: Path) -> None:
 
 
 def test_host_compiler(tmp_path: Path) -> None:
-    compiler = script(tmp_path / "g++", "")
-    assert toolchain.host_compiler({"PATH": str(tmp_path)}) == (str(compiler),)
-    other = script(tmp_path / "clang++", "")
-    assert toolchain.host_compiler({"PATH": str(tmp_path), "CXX": "clang++"}) == (str(other),)
-
-
-@pytest.mark.parametrize("environ", [{}, {"CXX": "nope++"}], ids=["none", "CXX"])
-def test_a_missing_host_compiler(environ: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ToolchainError, match=r"no C\+\+ compiler found.*Install one"):
-        toolchain.host_compiler({"PATH": str(tmp_path), **environ})
-
-
-def test_command_prints_nothing_where_a_compiler_must_be_installed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], packages: Path
-) -> None:
-    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(packages)})
-    monkeypatch.setattr("sys.argv", ["toolchain"])
-    assert toolchain.main() == 0
-    assert capsys.readouterr().out.strip() == ""
-
-
-def test_a_launcher_before_the_host_compiler(tmp_path: Path) -> None:
-    ccache = script(tmp_path / "ccache", "")
-    command = toolchain.host_compiler({"PATH": str(tmp_path), "CXX": "ccache g++ -m64"})
-    assert command == (str(ccache), "g++", "-m64")
+    for name in ("g++", "clang++", "ccache"):
+        script(tmp_path / name, "")
+    for given, expected in (
+        ("", ("g++",)), ("clang++", ("clang++",)), ("ccache g++ -m64", ("ccache", "g++", "-m64")),
+    ):  # fmt: skip
+        command = toolchain.host_compiler({"PATH": str(tmp_path), "CXX": given})
+        assert command == (str(tmp_path / expected[0]), *expected[1:])
     assert toolchain.compiler_name(command) == "g++"
 
 
-def test_only_packages_where_the_build_is_locked(
+@pytest.mark.parametrize("environ", [{}, {"CXX": "nope++"}], ids=["none", "CXX"])
+def test_no_host_compiler(environ: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ToolchainError, match=r"no C\+\+ compiler found"):
+        toolchain.host_compiler({"PATH": str(tmp_path), **environ})
+
+
+def test_command_prints_what_is_there_and_only_packages_where_the_build_is_locked(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     packages: Path,
 ) -> None:
-    monkeypatch.setenv("CUDACXX", str(toolkit(tmp_path / "cuda")))
+    def printed(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["toolchain", *options])
+        assert toolchain.main() == 0
+        return capsys.readouterr().out.strip()
+
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(packages)})
-    monkeypatch.setattr("sys.argv", ["toolchain", "--packages"])
-    assert toolchain.main() == 0
-    assert capsys.readouterr().out.strip() == ""
+    assert printed() == ""
+    nvcc = toolkit(tmp_path / "cuda")
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    assert printed() == str(nvcc)
+    assert printed("--packages") == ""
     own = toolkit(packages / "nvidia" / "cu13")
-    assert toolchain.main() == 0
-    assert capsys.readouterr().out.strip() == str(own)
+    assert printed("--packages") == str(own)

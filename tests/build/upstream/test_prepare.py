@@ -11,39 +11,30 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build import errors
+from flash_attn_build.files import ROOT
 from flash_attn_build.upstream.__main__ import main
 from flash_attn_build.upstream.pin import Pin
 from flash_attn_build.upstream.prepare import CUTLASS_LICENCE, STAMP, prepare
 from flash_attn_build.upstream.source import LICENCE
 from upstream_samples import (
     FILES,
+    FIRST,
     PATCH,
     PREPARED,
-    SDIST,
     VERSION,
-    make_archive,
     make_folder,
-    make_pin,
     sha256,
     tree_of,
 )
 
-FIRST = "0001-first.patch"
 SECOND = "0002-second.patch"
 PATCHED = b"one\none and a half\ntwo\nTHREE\nfour\n"
 PLAIN = b"one\ntwo\nthree\nfour\n"
 
 
 @pytest.fixture
-def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    archive = make_archive(tmp_path / "sdist" / SDIST)
-    monkeypatch.setenv("FLASH_ATTENTION_SOURCE", str(archive))
-    return archive
-
-
-@pytest.fixture
-def pin(tmp_path: Path, archive: Path) -> Pin:
-    return make_pin(tmp_path / "pin", archive, {FIRST: PATCH})
+def pin(patched: Pin) -> Pin:
+    return patched
 
 
 @pytest.fixture
@@ -60,7 +51,17 @@ def _write_patch(pin: Pin, name: str, text: str, status: int = 0) -> None:
     assert _run(pin, "refresh") == status
 
 
+def _list_by_hand(pin: Pin, text: str) -> None:
+    """Puts a patch in the place of the first, with its hash, but without `refresh`."""
+    (pin.patches_dir / FIRST).write_text(text)
+    record = json.loads(pin.path.read_text())
+    record["patches"][0]["sha256"] = sha256(text.encode())
+    pin.path.write_text(json.dumps(record))
+
+
 def test_tree_and_output(pin: Pin, dest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dest.mkdir(parents=True)  # an empty folder is no obstacle, and neither is a checkout around it
+    subprocess.run(["git", "init", "--quiet", str(dest.parents[1])], check=True)
     assert _run(pin, "prepare", "--dest", dest) == 0
     tree = tree_of(dest)
     assert set(tree) == PREPARED | {STAMP}
@@ -79,7 +80,6 @@ def test_tree_and_output(pin: Pin, dest: Path, capsys: pytest.CaptureFixture[str
 def test_unpatched(pin: Pin, dest: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(pin, "prepare", "--unpatched", "--dest", dest) == 0
     assert (dest / "flash_attn/src/softmax.h").read_bytes() == PLAIN
-    assert (dest / "flash_attn/src/fwd.cu").is_file()
     assert json.loads(capsys.readouterr().out)["patches"] == []
 
 
@@ -125,12 +125,13 @@ def test_tree_follows_the_patches(pin: Pin, dest: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        pytest.param(PATCH.replace("-three", "-drei"), "does not apply", id="hunk"),
-        pytest.param(PATCH.replace("softmax.h", "other.h"), "No such file", id="file"),
-        pytest.param(PATCH.replace("/flash_attn", "/../flash_attn"), "does not apply", id="parent"),
-        pytest.param(PATCH[:-3], "does not apply", id="cut off"),
-        pytest.param(PATCH.replace(VERSION, "1.0"), f"flash-attn {VERSION}", id="other-pin"),
+        (PATCH.replace("-three", "-drei"), "does not apply"),
+        (PATCH.replace("softmax.h", "other.h"), "No such file"),
+        (PATCH.replace("/flash_attn", "/../flash_attn"), "does not apply"),
+        (PATCH[:-3], "does not apply"),
+        (PATCH.replace(VERSION, "1.0"), f"flash-attn {VERSION}"),
     ],
+    ids=["hunk", "file", "parent", "cut off", "other pin"],
 )
 def test_patch_that_does_not_apply(
     pin: Pin, dest: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
@@ -142,9 +143,7 @@ def test_patch_that_does_not_apply(
     assert words in message
     assert pin.path.read_bytes() == before
     # Neither does the build take it, where someone lists it by hand.
-    record = json.loads(pin.path.read_text())
-    record["patches"][0]["sha256"] = sha256(text.encode())
-    pin.path.write_text(json.dumps(record))
+    _list_by_hand(pin, text)
     assert _run(pin, "prepare", "--dest", dest) == 18
     assert tree_of(dest.parent) == {}
 
@@ -154,20 +153,10 @@ def test_patch_that_fits_elsewhere_is_noticed(
 ) -> None:
     # git puts a hunk where its lines are, whatever its header says: the tree's hash tells.
     text = PATCH.replace("@@ -1,0 +2 @@", "@@ -2,0 +3 @@")
-    (pin.patches_dir / FIRST).write_text(text)
-    record = json.loads(pin.path.read_text())
-    record["patches"][0]["sha256"] = sha256(text.encode())
-    pin.path.write_text(json.dumps(record))
+    _list_by_hand(pin, text)
     assert _run(pin, "prepare", "--dest", dest) == 18
     assert f"expected {pin.patched_tree_sha256}, but the patches make" in capsys.readouterr().err
     assert tree_of(dest.parent) == {}
-
-
-def test_a_checkout_around_the_tree_changes_nothing(pin: Pin, dest: Path) -> None:
-    dest.parent.mkdir(parents=True)
-    subprocess.run(["git", "init", "--quiet", str(dest.parents[1])], check=True)
-    assert _run(pin, "prepare", "--dest", dest) == 0
-    assert (dest / "flash_attn/src/softmax.h").read_bytes() == PATCHED
 
 
 def test_edited_tree_is_not_replaced(
@@ -195,12 +184,8 @@ def test_foreign_destination_is_not_replaced(
     assert _run(pin, "prepare", "--dest", dest) == 21
     assert "was not made by this tool" in capsys.readouterr().err
     assert foreign.read_text() == "mine"
-
-
-def test_empty_destination_is_used(pin: Pin, dest: Path) -> None:
-    dest.mkdir(parents=True)
-    assert _run(pin, "prepare", "--dest", dest) == 0
-    assert set(tree_of(dest)) == PREPARED | {STAMP}
+    assert _run(pin, "prepare", "--dest", foreign / "x" / "upstream") == 19
+    assert "choose another destination" in capsys.readouterr().err
 
 
 def test_concurrent_calls(pin: Pin, dest: Path) -> None:
@@ -230,30 +215,14 @@ def test_full_disk_leaves_the_old_tree(
     assert tree_of(dest.parent) == {f"upstream/{name}": data for name, data in before.items()}
 
 
-def test_destination_cannot_be_made(
-    pin: Pin, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert _run(pin, "prepare", "--dest", tmp_path / "file" / "upstream") == 19
-    assert "choose another destination" in capsys.readouterr().err
-
-
-def _environment(**more: str) -> dict[str, str]:
-    drop = ("PIP_", "FLASH_ATTENTION_")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
-    package = Path(errors.__file__).resolve().parents[1]
-    return {**kept, "PYTHONPATH": str(package), "PIP_CONFIG_FILE": os.devnull, **more}
-
-
 def _module(pin: Pin, *arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    drop = ("PIP_", "FLASH_ATTENTION_")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+    environ |= {"PYTHONPATH": str(ROOT / "python"), "PIP_CONFIG_FILE": os.devnull, **more}
     command = [sys.executable, "-m", "flash_attn_build.upstream", "--pin", str(pin.path)]
+    command += map(str, arguments)
     return subprocess.run(
-        [*command, *map(str, arguments)],
-        env=_environment(**more),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+        command, env=environ, capture_output=True, text=True, check=False, timeout=60
     )
 
 
@@ -269,28 +238,26 @@ def test_fetches_through_pip_configuration(
     assert set(tree_of(dest)) == PREPARED | {STAMP}
 
 
-@pytest.mark.parametrize(
-    ("settings", "status", "words"),
-    [
-        pytest.param({"PIP_NO_INDEX": "1"}, 12, "not found in", id="not-found"),
-        pytest.param(
-            {"PIP_INDEX_URL": "http://127.0.0.1:1/simple", "PIP_RETRIES": "0"},
-            11,
-            "could not be fetched",
-            id="no-network",
-        ),
-        pytest.param({"PIP_TIMEOUT": "soon"}, 22, "timeout", id="pip-option"),
-        pytest.param({"FLASH_ATTENTION_SOURCE": "/no/such"}, 14, "neither a file", id="source"),
-        pytest.param({"FLASH_ATTENTION_CACHE": "/dev/null/x"}, 19, "cannot be written", id="cache"),
-    ],
-)
+FAILURES: dict[str, tuple[dict[str, str], int, str]] = {
+    "not found": ({"PIP_NO_INDEX": "1"}, 12, "not found in"),
+    "no network": (
+        {"PIP_INDEX_URL": "http://127.0.0.1:1/simple", "PIP_RETRIES": "0"},
+        11,
+        "could not be fetched",
+    ),
+    "pip's option": ({"PIP_TIMEOUT": "soon"}, 22, "timeout"),
+    "source": ({"FLASH_ATTENTION_SOURCE": "/no/such"}, 14, "neither a file"),
+    "cache": ({"FLASH_ATTENTION_CACHE": "/dev/null/x"}, 19, "cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("settings", "status", "words"), FAILURES.values(), ids=FAILURES)
 def test_failures_have_their_own_status(
     pin: Pin, dest: Path, tmp_path: Path, settings: dict[str, str], status: int, words: str
 ) -> None:
     cache = tmp_path / "cache"
-    run = _module(
-        pin, "prepare", "--dest", dest, **{"FLASH_ATTENTION_CACHE": str(cache), **settings}
-    )
+    settings = {"FLASH_ATTENTION_CACHE": str(cache), **settings}
+    run = _module(pin, "prepare", "--dest", dest, **settings)
     assert (run.returncode, run.stdout) == (status, "")
     assert words in run.stderr
     assert "Traceback" not in run.stderr
