@@ -75,7 +75,7 @@ def test_a_missing_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_calls_are_made_at_every_head_dim() -> None:
-    table = json.loads((Path(__file__).parents[2] / "cpp" / "instances.json").read_text())
+    table = json.loads((Path(__file__).parents[3] / "cpp" / "instances.json").read_text())
     assert {str(dim) for dim in sanitize.HEAD_DIMS} >= table["bwd_tiles"].keys()
 
 

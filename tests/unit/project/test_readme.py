@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[3] / "README.md"
 EXAMPLE = re.compile(
     r"```python\n(?P<code>.*?)```\n\n<!-- output of the example -->\n```\n(?P<output>.*?)```\n",
     re.DOTALL,

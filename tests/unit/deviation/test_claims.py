@@ -34,7 +34,7 @@ from flash_attn_deterministic.deviation.report.judging import (
     evidence_of,
 )
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results" / "deviation"
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "deviation"
 
 
 def _spread(value: float, width: float = 0.01) -> list[float]:

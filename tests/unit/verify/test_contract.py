@@ -30,7 +30,7 @@ from flash_attn_deterministic.verify.contract import (
 from flash_attn_deterministic.verify.contract.check import Mismatch, expect_numbers
 from flash_attn_deterministic.verify.contract.sizes import FEATURES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BY_ID = {check.id: check for check in CHECKS}
 ON_CPU = [check for check in CHECKS if "cpu" in check.devices]
 

@@ -15,7 +15,7 @@ SMALL = rows.Sizes("cpu", ((2, 1),), (32,), 130, (2,))
 
 
 def run_rows(name: str, seconds: float = 600) -> dict[str, dict[str, Any]]:
-    (peer,) = attention.find(f"scoreboard_peers:{name}", "cpu")
+    (peer,) = attention.find(f"verify.scoreboard_peers:{name}", "cpu")
     return trial.try_rows(peer, attention.ours().attend, SMALL, seconds, lambda row: None)
 
 
@@ -76,7 +76,7 @@ def test_time_ends_a_trial() -> None:
             "nothing", "expected sdpa-flash, .* or MODULE:FUNCTION, .* 'nothing'", id="name"
         ),
         pytest.param("no_such_module:f", "no_such_module cannot be imported", id="module"),
-        pytest.param("scoreboard_peers:no", "has no function 'no'", id="function"),
+        pytest.param("verify.scoreboard_peers:no", "has no function 'no'", id="function"),
     ],
 )
 def test_unknown_attention_is_named(name: str, message: str) -> None:
@@ -119,12 +119,12 @@ def test_the_command_writes_table_picture_and_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rows, "CPU", SMALL)
-    arguments = ["--attention", "scoreboard_peers:split_by_batch,fa3", "--device", "cpu"]
+    arguments = ["--attention", "verify.scoreboard_peers:split_by_batch,fa3", "--device", "cpu"]
     assert main(["verify", *arguments, "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "scoreboard.json").read_text())
     assert [one["name"] for one in record["attentions"]] == [
         "ours",
-        "scoreboard_peers:split_by_batch",
+        "verify.scoreboard_peers:split_by_batch",
     ]
     assert record["unavailable"] == {"fa3": "it runs on CUDA devices only"}
     assert record["times"] == {}
@@ -142,10 +142,10 @@ def test_the_command_writes_table_picture_and_record(
 def test_the_command_fails_if_ours_breaks_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (broken,) = attention.find("scoreboard_peers:split_by_batch", "cpu")
+    (broken,) = attention.find("verify.scoreboard_peers:split_by_batch", "cpu")
     monkeypatch.setattr(attention, "ours", lambda: broken)
     monkeypatch.setattr(rows, "CPU", SMALL)
-    arguments = ["verify", "--attention", "scoreboard_peers:good", "--device", "cpu"]
+    arguments = ["verify", "--attention", "verify.scoreboard_peers:good", "--device", "cpu"]
     assert main([*arguments, "--out", str(tmp_path)]) == 3
 
 

@@ -10,7 +10,7 @@ import pytest
 from flash_attn_deterministic.verify.report import canonical_digest
 from jsonschema import Draft202012Validator
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FAULTS = ROOT / "tests" / "data" / "faults"
 # Name of the file to the row that must have failed.
 ROWS = {"split-boundary": "split-size", "dq-atomics": "backward"}

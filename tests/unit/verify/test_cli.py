@@ -29,9 +29,9 @@ from flash_attn_deterministic.verify.installed import Installed
 from flash_attn_deterministic.verify.outcome import Exit
 from flash_attn_deterministic.verify.speed import seed
 from jsonschema import Draft202012Validator
-from verify_samples import ENVIRONMENT, accuracy, contract, measured
+from verify.samples import ENVIRONMENT, accuracy, contract, measured
 
-SCHEMA = Path(__file__).resolve().parents[2] / "docs" / "verification.schema.json"
+SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "verification.schema.json"
 
 Answer = Callable[[str, str], dict[str, Any]]
 

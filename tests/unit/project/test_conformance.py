@@ -11,7 +11,7 @@ import pytest
 from tests.conformance.differences import FILE, Difference, load
 from tests.conformance.drawing import count, draw
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SAMPLE = """\
 import os
 

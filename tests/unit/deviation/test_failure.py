@@ -129,7 +129,7 @@ def test_keys_behind_a_mask_and_rows_without_keys() -> None:
 
 
 def test_the_table_in_the_docs_says_what_the_committed_data_says() -> None:
-    root = Path(__file__).parents[2] / "docs"
+    root = Path(__file__).parents[3] / "docs"
     results = root / "results" / "deviation"
     whole = json.loads((results / "sinks" / "gradients.json").read_text())["whole"]
     seeds = json.loads((results / "sinks-training" / "training.json").read_text())["seeds"]

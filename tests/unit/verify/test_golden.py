@@ -26,7 +26,7 @@ from flash_attn_deterministic.verify.contract.golden import __main__ as command
 from flash_attn_deterministic.verify.contract.golden import calls, inputs, record
 from flash_attn_deterministic.verify.contract.golden.record import Entry, Golden, GoldenError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 (CHECK,) = (check for check in CHECKS if check.id == "golden")
 ON_GPU = size_of("cuda", quick=False)
 
