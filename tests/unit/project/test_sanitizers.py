@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import sanitize, sanitizers
+from tests.gpu.sanitizers import __main__ as sanitizers
+from tests.gpu.sanitizers import calls
 
-# The arguments are --tool T --error-exitcode 9 --print-limit 20 PYTHON sanitize.py D.
+# The arguments are --tool T --error-exitcode 9 --print-limit 20 PYTHON calls.py D.
 _PROGRAM = """#!/bin/sh
 tool=$2; head_dim=$9
 echo "caching off: ${PYTORCH_NO_CUDA_MEMORY_CACHING:-0}"
@@ -76,7 +77,7 @@ def test_a_missing_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_the_calls_are_made_at_every_head_dim() -> None:
     table = json.loads((Path(__file__).parents[3] / "cpp" / "instances.json").read_text())
-    assert {str(dim) for dim in sanitize.HEAD_DIMS} >= table["bwd_tiles"].keys()
+    assert {str(dim) for dim in calls.HEAD_DIMS} >= table["bwd_tiles"].keys()
 
 
 def test_controls_are_compiled_and_asked(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from flash_attn_deterministic.verify.installed import Installed
 from flash_attn_deterministic.verify.outcome import Exit
 from flash_attn_deterministic.verify.speed import seed
 from jsonschema import Draft202012Validator
+
 from verify.samples import ENVIRONMENT, accuracy, contract, measured
 
 SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "verification.schema.json"

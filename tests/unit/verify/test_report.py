@@ -19,6 +19,7 @@ from flash_attn_deterministic.verify.report import svg, tables
 from flash_attn_deterministic.verify.report.record import finite
 from flash_attn_deterministic.verify.run import Run
 from jsonschema import Draft202012Validator
+
 from verify.samples import cuda_run, times
 
 SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "verification.schema.json"

@@ -14,7 +14,7 @@ from tests.gpu.attention import DTYPES, errors, exact, make_qkv, skip_unless_bui
 
 pytestmark = pytest.mark.gpu
 
-_DEFAULT = Path(__file__).resolve().parents[2] / "build" / "baseline" / "libfa2_baseline.so"
+_DEFAULT = Path(__file__).resolve().parents[3] / "build" / "baseline" / "libfa2_baseline.so"
 LIBRARY = Path(os.environ.get("FA2_BASELINE", _DEFAULT))
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

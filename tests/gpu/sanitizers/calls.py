@@ -1,4 +1,4 @@
-"""Small calls over every path, to run under compute-sanitizer (tests/gpu/sanitizers.py does).
+"""Small calls over every path, which `python -m tests.gpu.sanitizers` runs under compute-sanitizer.
 
 Tools such as racecheck slow a kernel down a hundredfold and more, so that shapes are the smallest
 that still have several splits, blocks of rows and keys, heads of a group, and masked blocks. The

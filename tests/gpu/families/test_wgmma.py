@@ -21,7 +21,7 @@ from tests.gpu.attention import DTYPES
 pytestmark = pytest.mark.gpu
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
-CPP = Path(__file__).parents[2] / "cpp"
+CPP = Path(__file__).parents[3] / "cpp"
 COUNT = 64  # products side by side
 # By mma.sync, or by wgmma with the first operand in shared memory or in registers.
 WAYS = ("mma.sync", "shared", "registers")

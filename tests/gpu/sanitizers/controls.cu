@@ -1,7 +1,7 @@
 // Patterns of threads that meet, all of them right: which does compute-sanitizer follow? What it
 // reports here is a limit of the tool (CONTRIBUTING.md), and so is the same pattern in a kernel.
 //
-//     nvcc -arch=sm_90a -o controls tests/gpu/sanitizer_controls.cu
+//     nvcc -arch=sm_90a -o controls tests/gpu/sanitizers/controls.cu
 //     compute-sanitizer --tool synccheck controls named-barrier
 #include <cstdint>
 #include <cstdio>

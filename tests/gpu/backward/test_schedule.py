@@ -27,7 +27,7 @@ from tests.gpu.gradients import (
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HEAD_DIM = pytest.mark.parametrize("head_dim", [64, 128, 256], ids=lambda d: f"d{d}")
 CAUSAL = pytest.mark.parametrize("feature", ["full", "causal"])
 OPS = torch.ops.flash_attn_deterministic
@@ -44,7 +44,7 @@ def test_nothing_waits_forever() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.gpu.no_deadlock"],
+            [sys.executable, "-m", "tests.gpu.backward.no_deadlock"],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, skip_unless_built
-from tests.gpu.rank_threads import NAMES, on_one, over_ranks, packed_call, scores_of
+from tests.gpu.ranks.threads import NAMES, on_one, over_ranks, packed_call, scores_of
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ CUTS: dict[str, tuple[int, str, tuple[int, ...], int, int, tuple[int, int], floa
 }
 
 VARIABLE = "FLASH_ATTENTION_FAMILY"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GPUS = torch.cuda.device_count()
 several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, there are {GPUS}")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -112,7 +112,7 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     environment = {**os.environ, "TORCH_NCCL_BLOCKING_WAIT": "1"}
     begin = time.monotonic()
     done = subprocess.run(
-        [*TORCHRUN, "--nproc-per-node=2", "-m", "tests.gpu.dying_rank"],
+        [*TORCHRUN, "--nproc-per-node=2", "-m", "tests.gpu.ranks.dying_rank"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,8 +1,8 @@
 """Runs drawn calls of a few queries through every path that can take them, and compares bits.
 
-    python -m tests.gpu.decode_bits --count 10000 --out new.json
-    python -m tests.gpu.decode_bits --count 10000 --out old.json     # with another wheel
-    python -m tests.gpu.decode_bits --compare old.json new.json
+    python -m tests.gpu.decode.bits --count 10000 --out new.json
+    python -m tests.gpu.decode.bits --count 10000 --out old.json     # with another wheel
+    python -m tests.gpu.decode.bits --compare old.json new.json
 
 A file holds a hash of each call's out and softmax_lse: two wheels, or two GPUs, agree where their
 files do. The exit status is 1 where anything differs.
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from tests.gpu.attention import bits, is_built, same_bits
-from tests.gpu.decode_calls import HEAD_DIMS, DecodeCall, draw
+from tests.gpu.decode.calls import HEAD_DIMS, DecodeCall, draw
 
 _VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
 _PATHS = ("few_rows", "scores_first", "parts", "one_cta")

@@ -1,6 +1,6 @@
 """Decode has the same bits on every path: few rows, scores first, upstream's body.
 
-tests/gpu/decode_bits.py runs thousands of the same calls, and compares wheels.
+tests/gpu/decode/bits.py runs thousands of the same calls, and compares wheels.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_kvcache
 
 from tests.gpu.attention import BIT_CONFIGS, DTYPES, assert_same, each_config, is_built, make_qkv
-from tests.gpu.decode_bits import unequal_paths
-from tests.gpu.decode_calls import HEAD_DIMS, draw
+from tests.gpu.decode.bits import unequal_paths
+from tests.gpu.decode.calls import HEAD_DIMS, draw
 from tests.gpu.gradients import int32
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from tests.gpu.attention import same_bits, skip_unless_built
 
 pytestmark = pytest.mark.gpu
 
-TILES = Path(__file__).resolve().parents[2] / "cpp" / "instances.json"
+TILES = Path(__file__).resolve().parents[3] / "cpp" / "instances.json"
 HEAD_DIM = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256], ids=lambda d: f"d{d}")
 LARGE = 2.0**30
 NUM_TERMS = 8

@@ -1,10 +1,10 @@
-"""Runs tests/gpu/sanitize.py under the tools of compute-sanitizer, one after another.
+"""Runs tests/gpu/sanitizers/calls.py under the tools of compute-sanitizer, one after another.
 
 A tool runs on every head dim at once, each in a process of its own with a log of its own. It has
 passed if every process made all of its calls and found nothing within the tool's limit. Prints a
 line for each tool, and writes them to sanitizers.json.
 
-With --controls it asks racecheck and synccheck about sanitizer_controls.cu instead: patterns that
+With --controls it asks racecheck and synccheck about controls.cu instead: patterns that
 are right, and that a tool may report all the same. Writes controls.json.
 """
 
@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.gpu.sanitize import HEAD_DIMS
+from tests.gpu.sanitizers.calls import HEAD_DIMS
 
-CALLS = Path(__file__).with_name("sanitize.py")
+CALLS = Path(__file__).with_name("calls.py")
 # Seconds that a tool may take on all head dims.
 LIMITS = {"memcheck": 90, "initcheck": 90, "racecheck": 300, "synccheck": 90}
 # These look at allocations, which torch's caching would hide.
@@ -126,7 +126,7 @@ def run_controls(out: Path, sanitizer: str, nvcc: str) -> dict[str, dict[str, in
         By pattern and tool, errors or hazards that it reports; None: no summary.
     """
     program = out / "controls"
-    source = CALLS.with_name("sanitizer_controls.cu")
+    source = CALLS.with_name("controls.cu")
     subprocess.run([nvcc, "-arch=sm_90a", "-O3", "-o", str(program), str(source)], check=True)
     names = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
     found: dict[str, dict[str, int | None]] = {}
