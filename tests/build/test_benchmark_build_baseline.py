@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from flash_attn_build.compile import jobs, toolchain
 from flash_attn_build.errors import SettingError
+from flash_attn_build.files import ROOT
 
 from tests.benchmarks import build_baseline as baseline
 
-SOURCES = Path(baseline.ROOT) / "cpp" / "baseline"
 NAMES = (
     "flash_fwd_hdim64_bf16_sm80.cu",
     "flash_fwd_split_hdim128_fp16_causal_sm80.cu",
@@ -27,33 +27,15 @@ def upstream(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> Path:
-    def note(name: str, output: str, cpu: float) -> None:
-        record = {
-            "output": output,
-            "cpu_seconds": cpu,
-            "wall_seconds": 2 * cpu,
-            "peak_rss_bytes": 10,
-            "command": ["nvcc"],
-        }
-        (tmp_path / name).write_text(json.dumps(record))
-
-    note("1.json", "CMakeFiles/fa2.dir/x/flash_fwd_split_hdim64_bf16_causal_sm80.cu.o", 3.0)
-    note("2.json", "bwd_hdim128_fp16.o", 2.0)
-    note("3.json", "/somewhere/a.out", 1.0)
-    return tmp_path
-
-
 def test_short_names_stand_for_upstreams_files(upstream: Path) -> None:
     found = baseline.source_of(upstream, "fwd_split_hdim128_fp16_causal")
-    assert found.name == NAMES[1]
-    assert found.is_file()
-
-
-def test_unknown_name_lists_what_there_is(upstream: Path) -> None:
+    assert found == upstream / "flash_attn" / "src" / NAMES[1]
     with pytest.raises(SettingError, match=r"bwd_hdim64_fp16, fwd_hdim64_bf16,.*got 'fwd_hdim7'"):
         baseline.source_of(upstream, "fwd_hdim7")
+    # Our headers come before upstream's.
+    first, *rest = baseline.include_flags(upstream)
+    assert first == f"-I{ROOT / 'cpp' / 'torch_free'}"
+    assert all(flag.startswith(f"-I{upstream}") for flag in rest)
 
 
 def test_architectures_become_flags() -> None:
@@ -70,41 +52,35 @@ def test_wrong_architecture(name: str) -> None:
         baseline.architecture_flags((name,))
 
 
-def test_costs_are_read_by_short_name_without_trial_compilations(log: Path) -> None:
-    costs = baseline.read_costs(log)
-    assert [one["name"] for one in costs] == ["bwd_hdim128_fp16", "fwd_split_hdim64_bf16_causal"]
-    assert costs[1] == {
-        "name": "fwd_split_hdim64_bf16_causal",
-        "cpu_seconds": 3.0,
-        "wall_seconds": 6.0,
-        "peak_rss_bytes": 10,
-    }
-
-
-def test_our_headers_come_before_upstreams(upstream: Path) -> None:
-    first, *rest = baseline.include_flags(upstream)
-    assert first == f"-I{baseline.ROOT / 'cpp' / 'torch_free'}"
-    assert all(flag.startswith(f"-I{upstream}") for flag in rest)
+def test_costs_are_read_by_short_name_without_trial_compilations(tmp_path: Path) -> None:
+    costs = {"cpu_seconds": 3.0, "wall_seconds": 6.0, "peak_rss_bytes": 10}
+    for number, output in enumerate((
+        "CMakeFiles/fa2.dir/x/flash_fwd_split_hdim64_bf16_causal_sm80.cu.o", "bwd_hdim128_fp16.o",
+        "/somewhere/a.out",
+    )):  # fmt: skip
+        record = {"output": output, "command": ["nvcc"], **costs}
+        (tmp_path / f"{number}.json").write_text(json.dumps(record))
+    assert baseline.read_costs(tmp_path) == [
+        {"name": "bwd_hdim128_fp16", **costs},
+        {"name": "fwd_split_hdim64_bf16_causal", **costs},
+    ]
 
 
 @pytest.mark.parametrize(
-    ("cores", "memory", "expected"),
-    [(16, 24 * jobs.GIB, 4), (2, 64 * jobs.GIB, 2), (8, 3 * jobs.GIB, 1), (8, None, 8)],
-    ids=["memory-bound", "core-bound", "tiny", "unknown-memory"],
-)
+    ("given", "cores", "memory", "expected"),
+    [
+        ("", 16, 24 * jobs.GIB, 4), ("", 2, 64 * jobs.GIB, 2), ("", 8, 3 * jobs.GIB, 1),
+        ("", 8, None, 8), ("7", 8, jobs.GIB, 7),
+    ],
+    ids=["memory-bound", "core-bound", "tiny", "unknown-memory", "MAX_JOBS"],
+)  # fmt: skip
 def test_jobs_leave_room_for_upstreams_large_files(
-    monkeypatch: pytest.MonkeyPatch, cores: int, memory: int | None, expected: int
+    monkeypatch: pytest.MonkeyPatch, given: str, cores: int, memory: int | None, expected: int
 ) -> None:
-    monkeypatch.delenv("MAX_JOBS", raising=False)
-    monkeypatch.setattr(jobs, "count", lambda: cores)
+    monkeypatch.setenv("MAX_JOBS", given)
+    monkeypatch.setattr(jobs, "count", lambda: int(given or cores))
     monkeypatch.setattr(jobs, "available_memory", lambda: memory)
     assert baseline.default_jobs() == expected
-
-
-def test_max_jobs_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAX_JOBS", "7")
-    monkeypatch.setattr(jobs, "available_memory", lambda: jobs.GIB)
-    assert baseline.default_jobs() == 7
 
 
 def test_bad_name_is_an_exit_status_with_a_message(
@@ -121,10 +97,9 @@ def test_bad_name_is_an_exit_status_with_a_message(
 
 def test_python_mirrors_the_c_structs() -> None:
     """ctypes takes field names and order on trust."""
-    pytest.importorskip("torch")
     from flash_attn_deterministic.verify.speed import upstream as api
 
-    header = (SOURCES / "api.h").read_text()
+    header = (ROOT / "cpp" / "baseline" / "api.h").read_text()
     assert f"#define FA2_BASELINE_VERSION {api.VERSION}\n" in header
     for struct, name in ((api._Tensor, "fa2_tensor"), (api._Problem, "fa2_problem")):
         match = re.search(rf"typedef struct {{([^}}]*)}} {name};", header)

@@ -100,6 +100,7 @@ def test_one_action_has_one_commit() -> None:
 def test_nothing_is_permitted_but_by_job() -> None:
     for content in WORKFLOWS.values():
         assert content["permissions"] == {}
+        assert all(job["timeout-minutes"] <= 180 for job in content["jobs"].values())
     writes = {
         where: {key for key, value in job["permissions"].items() if value == "write"}
         for where, job in PRIVILEGED
@@ -140,11 +141,6 @@ def test_no_secret_is_used() -> None:
     assert with_token == ["release.gate", "release.page", "release.index"]
 
 
-def test_every_job_has_an_end() -> None:
-    for workflow, name, job in jobs():
-        assert job["timeout-minutes"] <= 180, (workflow, name)
-
-
 def needs(job: dict[str, Any]) -> list[str]:
     found = job.get("needs", [])
     return [found] if isinstance(found, str) else list(found)
@@ -159,6 +155,9 @@ def before(name: str) -> set[str]:
 @pytest.mark.parametrize("name", ["page", "index", "pages", "publish"])
 def test_nothing_leaves_before_the_gate(name: str) -> None:
     assert {"build", "attest", "verify", "gate"} <= before(name)
+    assert "page" in before("publish")  # the upload that cannot be undone is the last
+    # YAML reads the key "on" as true.
+    assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}
 
 
 def test_what_was_built_is_attested_before_the_gpu_runner_starts() -> None:
@@ -188,25 +187,13 @@ def test_the_gpu_runner_is_used_once_and_by_the_release_alone() -> None:
     assert verify["steps"][0] == {"if": "github.run_attempt != '1'", "run": "exit 1"}
     upload = verify["steps"][-1]
     assert upload["if"] == "always()"
-
-
-def test_artifacts_are_asked_for_by_name() -> None:
-    # What the GPU runner puts into the run's store must not lie among the wheels.
+    # What it puts into the run's store must not lie among the wheels.
     for where, step in steps():
         if step.get("uses", "").startswith("actions/download-artifact@"):
             assert "name" in step["with"], where
 
 
-def test_the_upload_that_cannot_be_undone_is_the_last() -> None:
-    assert {"attest", "gate", "page"} <= before("publish")
-
-
-def test_the_release_is_of_a_tag() -> None:
-    # YAML reads the key "on" as true.
-    assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}
-
-
-def test_every_pull_request_compares_the_wheels_of_two_machines() -> None:
+def test_what_every_pull_request_does() -> None:
     twice, same = (WORKFLOWS["test"]["jobs"][name] for name in ("twice", "same-bytes"))
     build = twice["steps"][1]
     assert build["run"] == ".ci/nox -s build -- --locked --preset dev"
@@ -214,8 +201,6 @@ def test_every_pull_request_compares_the_wheels_of_two_machines() -> None:
     assert len(set(twice["strategy"]["matrix"]["jobs"])) == 2
     assert same["needs"] == "twice"
     assert same["steps"][-1]["run"] == "cmp one/*.whl two/*.whl"
-
-
-def test_every_pull_request_builds_and_rehearses_a_release() -> None:
+    # And rehearses a release.
     assert "pull_request" in WORKFLOWS["test"][True]
     assert sessions_of(WORKFLOWS["test"]["jobs"]["rehearse"]) == {"build", "rehearse"}
