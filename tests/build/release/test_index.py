@@ -13,7 +13,6 @@ from pathlib import Path
 import package_server
 import pytest
 import release_samples
-from flash_attn_build.compile import manifest
 from flash_attn_build.errors import RefusedError, StepError
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
@@ -82,11 +81,6 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def add_to_wheel(pages: Path, data: bytes) -> None:
-    with the_wheel(pages).open("ab") as file:
-        file.write(data)
-
-
 def not_ours(pages: Path) -> None:
     """A foreign wheel under our name, with a manifest and a report made for it."""
     wheel = the_wheel(pages)
@@ -96,10 +90,6 @@ def not_ours(pages: Path) -> None:
     release_samples.write_report(wheel, the_report(pages))
 
 
-def edited(change: Change, *, sign: bool = True) -> Callable[[Path], object]:
-    return lambda pages: edit(the_report(pages), change, sign=sign)
-
-
 def cut_off(pages: Path) -> None:
     """A second report that cannot be read."""
     report = the_report(pages)
@@ -107,13 +97,8 @@ def cut_off(pages: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "other bytes": (lambda p: add_to_wheel(p, b"\0"), "manifest: is of another wheel"),
     "not ours": (not_ours, "evil.so does not belong into the wheel"),
-    "no manifest": (lambda p: manifest.path_of(the_wheel(p)).unlink(), "manifest.json is missing"),
     "no report": (lambda p: the_report(p).unlink(), "sm_90: no complete, passing report"),
-    "quick": (edited(lambda r: r.update(quick=True)), "is of a quick run"),
-    "failed": (edited(lambda r: r.update(status="failed")), "'failed', not 'passed'"),
-    "edited": (edited(lambda r: r.update(seconds=1.0), sign=False), "was changed after"),
     "a second report cut off": (cut_off, "is unreadable"),
     "no wheel": (lambda p: the_wheel(p).unlink(), "its release page holds no wheel"),
     "twice": (lambda p: shutil.copytree(p / "v0.1.0", p / "v0.2.0"), "two release pages"),

@@ -23,6 +23,7 @@ from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import ROOT
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
+from flash_attn_build.release.policy import POLICY
 from release_samples import OTHER_WHEEL, Project, edit
 
 NAME = "flash-attn-deterministic"
@@ -31,15 +32,15 @@ REAL = os.environ.get("FLASH_ATTN_REHEARSAL", "")
 
 
 @pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    if not REAL:
-        monkeypatch.setattr(release, "POLICY", release_samples.POLICY)
+def out(tmp_path: Path) -> Path:
     return tmp_path / "build" / "release"
 
 
 def run(project: Project, out: Path, *options: str) -> int:
     arguments = ["--dist", str(project.dist), "--out", str(out), *options]
-    return release.main(arguments, project.root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release, "POLICY", project.policy)
+        return release.main(arguments, project.root)
 
 
 def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_the_real_wheel_takes_the_whole_way(
     built = Path(REAL)
     root = tmp_path / "tree"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(root)], check=True)
-    project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name)
+    project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name, POLICY)
     project.dist.mkdir()
     shutil.copy(built, project.wheel)
     shutil.copy(manifest.path_of(built), manifest.path_of(project.wheel))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -142,28 +140,6 @@ def test_concurrent_builds_share_a_cache(pin: Pin, archive: Path, tmp_path: Path
     assert len(tree_of(tmp_path / "cache")) == 1
 
 
-def test_cache_folder_cannot_be_made(pin: Pin, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match="or set FLASH_ATTENTION_CACHE to a folder"):
-        cached_archive(pin, tmp_path / "file" / "cache", Fetcher(b""))
-
-
-def test_disk_is_really_full(pin: Pin, tmp_path: Path) -> None:
-    cache = tmp_path / "tiny"
-    cache.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(cache)]
-    with suppress(OSError):
-        subprocess.run(command, check=False, capture_output=True)
-    if not os.path.ismount(cache):
-        pytest.skip("mounting a small file system needs root")
-    try:
-        with pytest.raises(DiskError, match="free some space"):
-            cached_archive(pin, cache, Fetcher(b"x" * 1_000_000))
-        assert tree_of(cache) == {}
-    finally:
-        subprocess.run(["umount", str(cache)], check=True)
-
-
 def test_cache_dir(tmp_path: Path) -> None:
     assert cache_dir({"FLASH_ATTENTION_CACHE": str(tmp_path)}) == tmp_path
     assert cache_dir({}).name == "flash-attn-deterministic"
@@ -175,18 +151,11 @@ def test_pinned_release_is_fetched_and_placed(tmp_path: Path) -> None:
     assert {"flash_attn/src/flash_fwd_kernel.h", "cutlass/include/cute/tensor.hpp"} <= set(found)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("csrc/flash_attn/src/a.h", "flash_attn/src/a.h"),
-        ("csrc/flash_attn/src/../../../a.h", None),
-        ("csrc/flash_attn/src/a.py", None),
-        ("csrc/other/a.h", None),
-        ("LICENSE", "licenses/FlashAttention-LICENSE"),
-    ],
-)
-def test_only_what_is_used_gets_a_place(name: str, expected: str | None) -> None:
-    assert placed(name) == expected
+def test_only_what_is_used_gets_a_place() -> None:
+    assert placed("csrc/flash_attn/src/a.h") == "flash_attn/src/a.h"
+    assert placed("LICENSE") == "licenses/FlashAttention-LICENSE"
+    for name in ("flash_attn/src/../../../a.h", "flash_attn/src/a.py", "other/a.h"):
+        assert placed(f"csrc/{name}") is None
 
 
 def _cut(length: int) -> Callable[[Path], object]:
