@@ -183,7 +183,7 @@ def test_whatever_a_reader_of_the_wheel_throws(
     monkeypatch.setattr(check, "check", fail)
     assert f"wheel: cannot be read ({kind('damaged')!r})" in project.reasons()
     monkeypatch.setattr(zipfile.ZipFile, "read", fail)
-    assert f"held to the tree ({kind('damaged')!r})" in project.reasons()
+    assert f"compared with the tree ({kind('damaged')!r})" in project.reasons()
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,8 @@ def test_the_wheels_must_be_those_of_the_policy(
         project.wheel.unlink()
     assert run(project, out) == RefusedError.exit_code
     errors = capsys.readouterr().err
-    expected = "name: expected flash_attn_deterministic-" if "other" in name else "expected one whe"
-    assert expected in errors
+    foreign = "name: expected flash_attn_deterministic-"
+    assert (foreign if "other" in name else "expected one wheel of each local") in errors
 
 
 def test_attestations_are_asked_for_before_anything_is_read(
