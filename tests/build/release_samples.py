@@ -71,14 +71,7 @@ def edit(path: Path, change: Change, *, sign: bool = False) -> None:
 
 @dataclass
 class Project:
-    """Where everything lies.
-
-    Attributes:
-        root: The source tree, a git checkout.
-        dist: Folder for wheels.
-        wheel: The wheel.
-        policy: The release policy.
-    """
+    """Where everything lies: source tree (a git checkout), folder of wheels, the wheel."""
 
     root: Path
     dist: Path
@@ -176,7 +169,7 @@ def write_native(root: Path) -> None:
         files.write_text(root / name, text)
 
 
-def describe(wheel: Path, /, **changes: Any) -> dict[str, Any]:
+def describe(wheel: Path) -> None:
     """Writes the manifest beside a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         info = json.loads(archive.read(check.BUILD_INFO))
@@ -185,9 +178,8 @@ def describe(wheel: Path, /, **changes: Any) -> dict[str, Any]:
          "cpu_seconds": 1.0, "wall_seconds": 1.0, "peak_rss_bytes": 1}
         for each in info["instances"]
     ]  # fmt: skip
-    text = {**manifest.describe(wheel, info, units, SETTINGS, TOOLS, {}), **changes}
+    text = manifest.describe(wheel, info, units, SETTINGS, TOOLS, {})
     files.write_json(manifest.path_of(wheel), text)
-    return text
 
 
 def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
