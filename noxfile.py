@@ -96,7 +96,7 @@ def vllm(session: nox.Session) -> None:
     """Check the attention backend against vLLM's own classes, on the CPU (gigabytes)."""
     session.install(str(the_wheel(session, "dist/dev")), *groups("vllm"))
     # vLLM's own warnings are no errors of ours.
-    file = "tests/unit/test_integrations_vllm.py"
+    file = "tests/unit/integrations/test_vllm.py"
     session.run("pytest", "-W", "default", file, *session.posargs)
 
 
