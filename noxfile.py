@@ -282,7 +282,8 @@ def groups(*names: str) -> tuple[str, ...]:
 
 def test_folders() -> list[str]:
     """Folders of tests, by name, because pytest by itself skips folders called build."""
-    return sorted({str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py")})
+    found = (path.relative_to(ROOT) for path in ROOT.glob("tests/*/**/test_*.py"))
+    return sorted({str(Path(*path.parts[:2])) for path in found})
 
 
 def sources(folder: str, suffixes: str) -> list[str]:
