@@ -16,8 +16,8 @@ from .._checks.kernels import check_kernels
 from .._ops import autograd
 from .messages.agreement import check
 from .messages.ranks import Ranks
-from .passes import backward, chain, forward
-from .passes.slices import Rows, Scores
+from .passes import chained_backward, forward, gathered_backward
+from .passes.op_calls import Rows, Scores
 from .planning.layout import ORDERS, Tokens, dense_tokens, packed_tokens
 from .planning.plan import Mask
 from .planning.steps import find_units
@@ -112,7 +112,7 @@ def _sequence_bwd(
     heads_k = heads_k or 1
     units = find_units(q.shape[-2], k.shape[-2], heads_k, ranks.size)
     carried = len(units) >= 2 * (ranks.size - 1) and not gather
-    way = chain if carried else backward
+    way = chained_backward if carried else gathered_backward
     dq, dk, dv = way.backward(
         ranks, rows, _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k
     )
@@ -272,10 +272,10 @@ for _name, _body, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _body, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-_checked: Any = autograd._Checked(_library)
+_checked: Any = autograd.CheckedLibrary(_library)
 for _name, _formula, _context in (
     ("sequence_fwd", _backward, _setup),
-    ("sequence_bwd", autograd._no_double_backward, None),
+    ("sequence_bwd", autograd.no_double_backward, None),
     ("swap", _backward_swap, _setup_swap),
 ):
     torch.library.register_autograd(

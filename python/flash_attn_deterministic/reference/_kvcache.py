@@ -64,7 +64,7 @@ def kvcache_attention(
     Raises:
         DtypeError: as in `attention`.
         ArgumentError: as in `attention`. Lengths, rows and pages are not checked; see
-            `_checks.values`.
+            `_checks.index_values`.
     """
     walk = Walk.of(q, **options)
     batch, seqlen_q = q.shape[:2]

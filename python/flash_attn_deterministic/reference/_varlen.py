@@ -56,7 +56,7 @@ def varlen_attention(
 
     Raises:
         DtypeError: as in `attention`.
-        ArgumentError: as in `attention`. Lengths are not checked; see `_checks.values`.
+        ArgumentError: as in `attention`. Lengths are not checked; see `_checks.index_values`.
     """
     walk = Walk.of(q, **options)
     q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

@@ -147,8 +147,8 @@ READ_ONLY = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
         ),
         pytest.param(
             {"q": normal(2, 5, 4, 32), "cache_seqlens": 16}, ArgumentError,
-            "rotary_cos: expected a seqlen_ro of at least 21, because the last query is rotated as "
-            "of 20, got 20", id="rotary-more-queries",
+            "rotary_cos: expected a seqlen_ro of at least 21, because the last query has "
+            "position 20, got 20", id="rotary-more-queries",
         ),
         pytest.param(
             {"q": normal(2, 5, 4, 32), "causal": False, "window_size": (2, -1),
@@ -242,8 +242,8 @@ def test_more_queries_than_new_keys_turn_with_the_longer_table() -> None:
         ),
         pytest.param(
             {"q": normal(2, 5, 4, 32), "cache_seqlens": int32(15, 16)},
-            "rotary_cos: expected a seqlen_ro of at least 21, because the last query is rotated as "
-            "of 20 in sequence 1, got 20", id="rotary-beyond",
+            "rotary_cos: expected a seqlen_ro of at least 21, because the last query has "
+            "position 20 in sequence 1, got 20", id="rotary-beyond",
         ),
         pytest.param(
             {"cache_batch_idx": int32(0, 2)},
@@ -328,7 +328,7 @@ def test_cache_with_more_rows_than_the_batch(new: bool) -> None:
         ),
         pytest.param(
             torch.zeros(2 * 20 * 64 + 4, dtype=torch.bfloat16)[4:].view(2, 20, 2, 32),
-            r"got a first one 8 bytes after such a multiple \(storage_offset 4\)", id="address",
+            r"got a first row 8 bytes after a multiple \(storage_offset 4\)", id="address",
         ),
     ],
 )  # fmt: skip

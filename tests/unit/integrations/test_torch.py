@@ -10,7 +10,7 @@ import torch
 from bits import bits_equal
 from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
-from flash_attn_deterministic.integrations import calls
+from flash_attn_deterministic.integrations import low_level
 from flash_attn_deterministic.integrations import torch as provider_module
 from torch.nn import attention
 
@@ -221,5 +221,5 @@ def test_what_is_not_there_is_refused() -> None:
 
 
 def test_scores_say_no_window_in_any_way() -> None:
-    assert calls.Scores(1.0, False, (None, -1)).numbers() == (1.0, -1, -1, 0.0)
-    assert calls.Scores(1.0, True, (3, 2)).numbers() == (1.0, 3, 0, 0.0)
+    assert low_level.Scores(1.0, False, (None, -1)).checked(64) == (1.0, -1, -1, 0.0)
+    assert low_level.Scores(1.0, True, (3, 2)).checked(64) == (1.0, 3, 0, 0.0)

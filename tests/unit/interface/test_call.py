@@ -14,7 +14,7 @@ from flash_attn_deterministic import interface
 from flash_attn_deterministic._checks import kvcache as kvcache_checks
 from flash_attn_deterministic._checks import tensors
 from flash_attn_deterministic._checks import varlen as varlen_checks
-from flash_attn_deterministic._ops import autograd, eager
+from flash_attn_deterministic._ops import autograd, dispatch
 from flash_attn_deterministic.errors import FlashAttnError
 from flash_attn_deterministic.interface import _call, dense, kvcache, varlen
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,11 +37,11 @@ def op_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_cpu(rank: int, q: Any, *others: Any) -> bool:
         return (
             isinstance(q, torch.Tensor)
-            and not eager.is_followed(q, *others)
+            and not dispatch.needs_dispatcher(q, *others)
             and _call.op_checks(rank, q.as_subclass(Cuda))
         )
 
-    monkeypatch.setattr(_call, "is_followed", lambda *tensors: False)
+    monkeypatch.setattr(_call, "needs_dispatcher", lambda *tensors: False)
     for module in (dense, varlen, kvcache):
         monkeypatch.setattr(module, "op_checks", on_cpu)
 
@@ -51,7 +51,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Puts an op that refuses each call in the place of every op; collects the calls."""
     called = []
 
-    def run(name: str, arguments: tuple[Any, ...], followed: bool) -> NoReturn:
+    def run(name: str, arguments: tuple[Any, ...], through_dispatcher: bool) -> NoReturn:
         called.append(name)
         raise RuntimeError("refused by the op")
 
@@ -159,7 +159,7 @@ def by_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def switch() -> None:
         for module in (_call, kvcache, autograd):
-            monkeypatch.setattr(module, "is_followed", lambda *tensors: True)
+            monkeypatch.setattr(module, "needs_dispatcher", lambda *tensors: True)
 
     return switch
 
@@ -251,14 +251,14 @@ def test_subclasses_see_the_op() -> None:
 
 def test_what_counts_as_followed() -> None:
     q = torch.ones(2)
-    assert not eager.is_followed(q, torch.nn.Parameter(q), None)
-    assert eager.is_followed(q, q.as_subclass(type("Own", (torch.Tensor,), {})))
+    assert not dispatch.needs_dispatcher(q, torch.nn.Parameter(q), None)
+    assert dispatch.needs_dispatcher(q, q.as_subclass(type("Own", (torch.Tensor,), {})))
     with Counts():
-        assert eager.is_followed(q)
+        assert dispatch.needs_dispatcher(q)
     with torch.device("cpu"):
-        assert eager.is_followed(q)
+        assert dispatch.needs_dispatcher(q)
     with torch.autograd.forward_ad.dual_level():
-        assert eager.is_followed(q)
+        assert dispatch.needs_dispatcher(q)
     seen = []
-    torch.func.vmap(lambda x: seen.append(eager.is_followed(x)) or x)(q)  # type: ignore[func-returns-value]
+    torch.func.vmap(lambda x: seen.append(dispatch.needs_dispatcher(x)) or x)(q)  # type: ignore[func-returns-value]
     assert seen == [True]

@@ -19,7 +19,7 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
 )
 from flash_attn_deterministic.errors import UnsupportedError
-from flash_attn_deterministic.integrations import calls
+from flash_attn_deterministic.integrations import low_level
 from flash_attn_deterministic.reference import attention, restored, with_residual
 from torch.utils.checkpoint import checkpoint
 
@@ -202,4 +202,4 @@ def test_compiled_call_keeps_it() -> None:
 def test_framework_that_keeps_results_itself_is_told() -> None:
     (q, k, v), _ = _inputs()
     with KEPT, pytest.raises(UnsupportedError, match=r"keep_residual: expected False .*, got True"):
-        calls.forward(q, k, v, calls.Scores(0.2))
+        low_level.forward(q, k, v, low_level.Scores(0.2))

@@ -35,7 +35,7 @@ def one_split() -> Iterator[None]:
     set_deterministic_mode(split_size=0)
     yield
     set_deterministic_mode(*before)
-    assert thread_state.handed_on(KEY) is None
+    assert thread_state.get(KEY) is None
 
 
 class Recorded:
@@ -207,10 +207,10 @@ def test_other_threads_are_not_touched() -> None:
 
 @deterministic_mode(split_size=SPLIT)
 def _fail_inside() -> None:
-    assert current._handed_on() == Mode(True, SPLIT)
+    assert current._mode_of_backward() == Mode(True, SPLIT)
     with deterministic_mode(split_size=2 * SPLIT):
-        assert current._handed_on() == Mode(True, 2 * SPLIT)
-    assert current._handed_on() == Mode(True, SPLIT)
+        assert current._mode_of_backward() == Mode(True, 2 * SPLIT)
+    assert current._mode_of_backward() == Mode(True, SPLIT)
     raise ValueError("inside")
 
 
@@ -218,7 +218,7 @@ def _fail_inside() -> None:
 def test_nothing_stays_after_an_exception() -> None:
     with pytest.raises(ValueError, match="inside"):
         _fail_inside()
-    assert thread_state.handed_on(KEY) is None
+    assert thread_state.get(KEY) is None
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_block_with_a_graph_break_leaves_nothing(around: Any) -> None:
     torch._dynamo.reset()
     qkv = _qkv().detach()
     with around:
-        before = get_deterministic_mode(), thread_state.handed_on(KEY)
+        before = get_deterministic_mode(), thread_state.get(KEY)
         found = torch.compile(function, backend="aot_eager")(qkv)
-        assert (get_deterministic_mode(), thread_state.handed_on(KEY)) == before
+        assert (get_deterministic_mode(), thread_state.get(KEY)) == before
     with deterministic_mode(split_size=SPLIT):
         assert bits_equal(found, flash_attn_qkvpacked_func(qkv.sin(), causal=True))
 
@@ -245,11 +245,11 @@ def test_block_with_a_graph_break_leaves_nothing(around: Any) -> None:
 def test_handing_on() -> None:
     value = object()
     references = sys.getrefcount(value)
-    assert thread_state.handed_on("name") is None
-    thread_state.hand_on("name", None)
+    assert thread_state.get("name") is None
+    thread_state.put("name", None)
     for _ in range(3):
-        thread_state.hand_on("name", value)
-        assert thread_state.handed_on("name") is value
-        thread_state.hand_on("name", None)
-        assert thread_state.handed_on("name") is None
+        thread_state.put("name", value)
+        assert thread_state.get("name") is value
+        thread_state.put("name", None)
+        assert thread_state.get("name") is None
     assert sys.getrefcount(value) == references

@@ -161,7 +161,7 @@ def test_tasks_that_take_turns_leave_nothing() -> None:
     asyncio.run(both())
     assert seen == [128, 2048]  # the other's, while it lasts
     assert get_deterministic_mode() == Mode(True, 2048)
-    assert thread_state.handed_on(current._HANDED_ON) is None
+    assert thread_state.get(current._KEY) is None
 
 
 def test_blocks_left_in_any_order() -> None:
@@ -171,8 +171,8 @@ def test_blocks_left_in_any_order() -> None:
     for leave, then in ((128, 192), (192, 64), (64, 2048)):
         blocks[leave].__exit__()
         assert get_deterministic_mode().split_size == then
-        assert current._handed_on() in (Mode(True, then), None)
-    assert thread_state.handed_on(current._HANDED_ON) is None
+        assert current._mode_of_backward() in (Mode(True, then), None)
+    assert thread_state.get(current._KEY) is None
 
 
 def test_generators_that_take_turns_leave_nothing() -> None:
@@ -198,7 +198,7 @@ def test_generator_that_another_thread_ends() -> None:
     assert next(held) == 64
     in_thread(lambda: next(held, None))
     assert get_deterministic_mode() == Mode(True, 2048)
-    assert thread_state.handed_on(current._HANDED_ON) is None
+    assert thread_state.get(current._KEY) is None
     set_deterministic_mode(split_size=512)
     assert get_deterministic_mode() == Mode(True, 512)
 
@@ -426,9 +426,9 @@ def test_source_tree_knows_the_block_size(monkeypatch: pytest.MonkeyPatch) -> No
     def no_record() -> None:
         raise BuildInfoError("a source tree")
 
-    assert split._block_n_of_all() == 64
+    assert split._common_block_n() == 64
     monkeypatch.setattr(split, "build_info", no_record)
-    assert split._block_n_of_all() == 64
+    assert split._common_block_n() == 64
 
 
 # --- Environment --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ..messages.ranks import Ranks
 from ..planning.layout import Tokens, stored_tokens
 from ..planning.plan import Call, divided, rows_on_keys
 from ..planning.steps import head_slices, heads_of_forward
-from .slices import Scores, forward_slice
+from .op_calls import Scores, forward_call
 
 
 def forward(
@@ -49,7 +49,7 @@ def forward(
     ) -> None:
         for call in calls:
             place = (call.rows, heads)
-            out[place], softmax_lse[place] = forward_slice(
+            out[place], softmax_lse[place] = forward_call(
                 q[place], keys[call.keys], values[call.keys], call, scores
             )
 

@@ -79,7 +79,7 @@ def row_order(device: torch.device) -> RowOrder:
     return RowOrder(False, 1) if device.type == "cpu" else RowOrder(True, ROW_BLOCK)
 
 
-def forward_slice(
+def forward_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of a call.
@@ -115,14 +115,14 @@ def forward_slice(
     return out, softmax_lse.transpose(0, 1)
 
 
-def backward_slice(
+def backward_call(
     rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes dq, dk and dv of a call, rounded to the dtype of q.
 
     Args:
         rows: of the call.
-        k: as in `forward_slice`.
+        k: as in `forward_call`.
         v: like k.
         call: lengths and mask.
         scores: of the whole.
@@ -139,8 +139,8 @@ def backward_step(
     """Computes dq of a call, rounded, and goes on with the sums of dk and dv, in place.
 
     Args:
-        rows: as in `backward_slice`.
-        k: as in `backward_slice`.
+        rows: as in `backward_call`.
+        k: as in `backward_call`.
         v: like k.
         call: lengths and mask.
         scores: of the whole.

@@ -28,9 +28,9 @@ from ..messages.ranks import Message, Ranks
 from ..planning.layout import Layout, Tokens, in_blocks, stored_tokens
 from ..planning.plan import Part, call_of, divided, rows_on_keys
 from ..planning.steps import Step, Unit, find_steps, find_units
-from .backward import Gradients, whole_sequences, zeros_like
 from .forward import KEYS, gathered
-from .slices import Rows, Scores, Sums, backward_step, finish, row_order
+from .gathered_backward import Gradients, whole_sequences, zeros_like
+from .op_calls import Rows, Scores, Sums, backward_step, finish, row_order
 
 # Waves from a step to the next one of the same head: one to compute in, one to travel in.
 LAG = 2
@@ -46,7 +46,7 @@ def backward(
     scores: Scores,
     heads_k: int,
 ) -> Gradients:
-    """Computes what `backward.backward` does."""
+    """Computes what `gathered_backward.backward` does."""
     gradients = dq, dk, dv = zeros_like(rows.q, k, v)
     parts = divided(tokens_q, tokens_k, scores.mask, ranks.rank)
     whole_sequences(parts.calls, rows, k, v, scores, gradients)

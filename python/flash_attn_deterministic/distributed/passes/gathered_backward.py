@@ -17,7 +17,7 @@ from ..messages.ranks import Ranks
 from ..planning.layout import Tokens
 from ..planning.plan import ROW_BLOCK, Call, divided, keys_under_rows, rows_on_keys
 from .forward import KEYS, gathered
-from .slices import Rows, Scores, backward_slice
+from .op_calls import Rows, Scores, backward_call
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -59,7 +59,7 @@ def backward(
         heads = slice(span.start * group, span.stop * group)
         own = rows.of_heads(heads)
         for call in half.calls:
-            dq[call.rows, heads], _, _ = backward_slice(
+            dq[call.rows, heads], _, _ = backward_call(
                 own.of(call), keys[call.keys], values[call.keys], call, scores
             )
         del keys, values
@@ -69,7 +69,7 @@ def backward(
         seeing = Rows(*found)
         for call in half.calls:
             place = (call.keys, span)
-            _, dk[place], dv[place] = backward_slice(
+            _, dk[place], dv[place] = backward_call(
                 seeing.of(call), k[place], v[place], call, scores
             )
         del found, seeing
@@ -93,6 +93,6 @@ def whole_sequences(
     """Writes the gradients of the sequences that lie on this rank whole."""
     dq, dk, dv = gradients
     for call in calls:
-        dq[call.rows], dk[call.keys], dv[call.keys] = backward_slice(
+        dq[call.rows], dk[call.keys], dv[call.keys] = backward_call(
             rows.of(call), k[call.keys], v[call.keys], call, scores
         )
