@@ -388,12 +388,14 @@ def test_rows_are_checked_where_cuda_kernels_read_them(
     assert names == asked
 
 
-def test_cache_made_in_inference_mode() -> None:
-    call = kvcache_call()
+@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
+def test_cache_made_in_inference_mode(head_dim: int) -> None:
+    call = kvcache_call(head_dim)
     expected = call()
+    names = ("k_cache", "v_cache")
     with torch.inference_mode():
-        caches = {name: kvcache_call().arguments[name].clone() for name in ("k_cache", "v_cache")}
-    out = kvcache_call()(**caches)
+        caches = {name: kvcache_call(head_dim).arguments[name].clone() for name in names}
+    out = kvcache_call(head_dim)(**caches)
     assert bits_equal(out, expected)
     for name, cache in caches.items():
         assert bits_equal(cache, call.arguments[name])

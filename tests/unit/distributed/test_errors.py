@@ -259,7 +259,44 @@ def test_one_rank_keeps_a_residual(pool: Pool) -> None:
     assert "UnsupportedError: keep_residual" in first
 
 
-def test_tokens_that_do_not_divide() -> None:
-    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
-    with pytest.raises(ValueError, match="a total that divides by 2 ranks, got 7"):
-        llama3_flash_attn_prepare_cu_seqlens(starts, True, 0, 2)
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"tensor": [1.0]}, "tensor: expected a torch.Tensor, got list", id="list"),
+        pytest.param({"dim": 2}, r"dim: expected a dimension .* \(1, 4\), got 2", id="dimension"),
+        pytest.param({"dim": "1"}, "dim: expected an int, got str", id="dimension-type"),
+        pytest.param(
+            {"cu_seqlens": [0, 4]}, "cu_seqlens: expected a torch.Tensor, got list", id="lengths"
+        ),
+    ],
+)
+def test_wrong_arguments_of_shard(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(package.FlashAttnError, match=message):
+        distributed.shard(**{"tensor": torch.zeros(1, 4), **arguments})
+    if "cu_seqlens" not in arguments:
+        with pytest.raises(package.FlashAttnError, match=message):
+            distributed.unshard(**{"tensor": torch.zeros(1, 4), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("starts", "rank", "size", "message"),
+    [
+        pytest.param([0, 3, 7], 0, 2, "a total that divides by 2 ranks, got 7", id="total"),
+        pytest.param([0, 9, 4], 0, 2, "cu_seqlens: expected elements that do not", id="falling"),
+        pytest.param([1, 4], 0, 1, "cu_seqlens: expected 0 as its first element", id="first"),
+        pytest.param([0, 4], 2, 2, "rank: expected 0 to world_size - 1, got 2", id="rank"),
+        pytest.param([0, 4], -1, 2, "rank: expected 0 to world_size - 1, got -1", id="negative"),
+        pytest.param([0, 4], 0, 0, "got 0 with world_size 0", id="no-ranks"),
+        pytest.param([0, 4], 0, 1.0, "world_size: expected an int, got float", id="float"),
+    ],
+)
+def test_wrong_arguments_of_prepare(starts: list[int], rank: int, size: Any, message: str) -> None:
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    with pytest.raises(package.FlashAttnError, match=message):
+        llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, size)
+
+
+def test_lengths_in_a_list() -> None:
+    with pytest.raises(TypeError, match=r"cu_seqlens: expected a torch\.Tensor, got list"):
+        llama3_flash_attn_prepare_cu_seqlens([0, 4], True, 0, 2)  # type: ignore[arg-type]
