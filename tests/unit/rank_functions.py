@@ -1,4 +1,4 @@
-"""What tests run on every rank of a pool; all of it is called by name."""
+"""Functions that tests run on every rank of a pool, by name."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from flash_attn_deterministic.verify.ranks.cases import Case
 
 Tensors = list[torch.Tensor]
 
-# Called with lists of arguments, whose number a type checker can't see.
+# Any, because the type checker can't match unpacked arguments.
 package: Any = flash_attn_deterministic
 distributed: Any = flash_attn_deterministic.distributed
 ring: Any = llama3
 
 
 def outcomes(cases: list[Case]) -> list[dict[str, Any]]:
-    """Returns what differs on any rank, for each case."""
+    """Returns the differences on any rank, for each case."""
     return [run.outcome_of(case, "cpu") for case in cases]
 
 
 def outcome_without(case: Case, what: str) -> dict[str, Any]:
-    """Returns what differs where something is left out: a test that has to find something."""
+    """Returns the differences when a part is broken, which has to cause some."""
     module: Any = chained_backward
     broken: Any = _no_sums
     name = "_sums"
@@ -50,13 +50,13 @@ def outcome_without(case: Case, what: str) -> dict[str, Any]:
 
 
 def outcome_in_small_batches(case: Case) -> dict[str, Any]:
-    """Returns what differs where each launch holds one message to a rank."""
+    """Returns the differences with one message to each rank per launch."""
     with _instead(messages, _AT_ONCE=1):
         return run.outcome_of(case, "cpu")
 
 
 def outcome_of_slices(case: Case, most: int) -> tuple[dict[str, Any], list[int]]:
-    """Returns what differs where keys of a slice have some bytes at most, and heads at a time."""
+    """Returns the differences with a limit of bytes per slice, and the heads gathered at a time."""
     whole, found = steps.heads_of_forward, []
 
     def noting(*args: int) -> int:
@@ -68,7 +68,7 @@ def outcome_of_slices(case: Case, most: int) -> tuple[dict[str, Any], list[int]]
 
 
 def most_sums_held(case: Case) -> int:
-    """Returns how many sums of dk and dv a rank holds at once, at most, in a backward."""
+    """Returns the most sums of dk and dv that a rank holds at once in a backward."""
     make, held, most = chained_backward._room, [0], [0]
 
     def freed() -> None:
@@ -88,7 +88,7 @@ def most_sums_held(case: Case) -> int:
 
 @contextlib.contextmanager
 def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
-    """Puts other functions into a module for a while."""
+    """Replaces functions of a module for a while."""
     before = {name: getattr(module, name) for name in stand_ins}
     for name, stand_in in stand_ins.items():
         setattr(module, name, stand_in)
@@ -228,7 +228,7 @@ def on_a_mesh(sequence: int, heads: int) -> list[bool]:
 
 
 def twice_differentiated() -> str:
-    """Returns what a gradient of a gradient raises."""
+    """Returns what a double backward raises."""
     q = draw((1, 4, 2, 16), 1).requires_grad_()
     out = distributed.flash_attn_func(q, q, q)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
@@ -263,7 +263,7 @@ def packed_in_one(number: int) -> list[bool]:
 
 
 def in_context_parallel(ranks: int) -> list[bool] | None:
-    """Compares what torch's context_parallel cuts, and our function attends, with one device."""
+    """Compares our function on tensors cut by torch's context_parallel with one device."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
@@ -283,7 +283,7 @@ def in_context_parallel(ranks: int) -> list[bool] | None:
 
 
 def as_llama3(ranks: int, causal: bool) -> list[bool] | None:
-    """Compares the call shapes of ring-flash-attn with one device."""
+    """Compares the functions of ring-flash-attn with one device."""
     group = group_of(ranks)
     if not group:
         return None
@@ -314,7 +314,7 @@ def as_llama3(ranks: int, causal: bool) -> list[bool] | None:
 
 
 def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) -> str | None:
-    """Returns what a call raises on each rank, where some ranks pass something else."""
+    """Returns what a call raises on each rank if some ranks pass different arguments."""
     group = group_of(ranks)
     if not group:
         return None
@@ -333,7 +333,7 @@ def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) ->
 
 
 def unshard_raised() -> str:
-    """Returns what `unshard` raises where each rank's part has another length."""
+    """Returns what `unshard` raises if each rank's part has a different length."""
     try:
         distributed.unshard(torch.zeros(3 + dist.get_rank()), 0)
     except package.FlashAttnError as error:
@@ -528,7 +528,7 @@ def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
 
 
 def benchmarked(seqlen: int) -> dict[str, Any]:
-    """Returns what the benchmark finds of a small case."""
+    """Returns the benchmark's result of a small case."""
     from tests.benchmarks.ranks import Case as Timed
     from tests.benchmarks.ranks_model import Shape
 
@@ -536,7 +536,7 @@ def benchmarked(seqlen: int) -> dict[str, Any]:
 
 
 def verified(scale: Any, out: str, broken: bool) -> int:
-    """Runs the whole of `verify --ranks` with other cases; broken: sums are lost on the way."""
+    """Runs all of `verify --ranks` with other cases; broken: sums are lost between ranks."""
     sums = _no_sums if broken else _SUMS
     with (
         _instead(run, scale_of=lambda device, quick: scale),

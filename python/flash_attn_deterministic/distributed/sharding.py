@@ -95,12 +95,12 @@ def _dimension(tensor: Any, dim: Any) -> int:
     """Checks a tensor and its dimension of tokens, and returns the latter."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"tensor: expected a torch.Tensor, got {type_name(tensor)}")
-    dim = check_int("dim", dim)
-    if not -tensor.dim() <= dim < tensor.dim():
+    found = check_int("dim", dim)
+    if not -tensor.dim() <= found < tensor.dim():
         raise ArgumentError(
-            f"dim: expected a dimension of the tensor, of shape {tuple(tensor.shape)}, got {dim}"
+            f"dim: expected a dimension of the tensor, of shape {tuple(tensor.shape)}, got {found}"
         )
-    return dim
+    return found
 
 
 def _order(

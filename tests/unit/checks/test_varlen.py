@@ -149,7 +149,7 @@ def test_packed_arguments_have_the_callers_names() -> None:
         call(max_seqlen=5.0)
 
 
-# --- Values, which the CPU can read -------------------------------------------------------------
+# --- Values of lengths and indices --------------------------------------------------------------
 
 ZEROS = int32(0, 0, 0, 0)
 
@@ -269,14 +269,14 @@ def test_rows_of_no_sequence() -> None:
 
 
 @pytest.mark.parametrize("longer", [0, 1, 1000])
-def test_longest_sequence_or_more(longer: int) -> None:
+def test_max_seqlen_may_be_longer(longer: int) -> None:
     lengths = {"max_seqlen_q": 5 + longer, "max_seqlen_k": 9 + longer}
     assert bits_equal(varlen_call()(**lengths), varlen_call()())
-    # Only the keys that count do.
+    # max_seqlen_k limits the keys in use only.
     cut = {"seqused_k": int32(4, 2, 7), "leftpad_k": int32(0, 0, 2)}
     assert bits_equal(varlen_call()(**cut, max_seqlen_k=5 + longer), varlen_call()(**cut))
 
 
-def test_pages_have_the_lengths_of_seqused_alone() -> None:
+def test_seqused_replaces_the_lengths_of_pages() -> None:
     used = {"seqused_k": int32(5, 2, 9)}
     assert bits_equal(paged_call()(**used, cu_seqlens_k=ZEROS), paged_call()())

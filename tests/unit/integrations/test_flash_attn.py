@@ -11,7 +11,7 @@ from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, FlashAttnError
 from flash_attn_deterministic.integrations.flash_attn import flash_attn_interface
 
-# The type checker can't follow arguments that stand for many.
+# Any, because the type checker can't match unpacked arguments.
 interface: Any = flash_attn_interface
 SCALE = 0.1
 EMPTY = inspect.Parameter.empty
@@ -306,8 +306,8 @@ def test_deterministic_false_follows_the_mode(
     assert seen == [enabled or given is True]
 
 
-def test_code_of_ring_attention_finds_the_parameters_it_fills_in() -> None:
-    # It asks for the names of the parameters, and passes those it knows by keyword.
+def test_ring_attention_finds_the_parameters_that_it_passes() -> None:
+    # It inspects the names of the parameters, and passes those that it knows by keyword.
     spec = inspect.getfullargspec(interface._flash_attn_forward)
     known: dict[str, Any] = {
         "q": draw(1, 4, 1, 32),

@@ -1,4 +1,4 @@
-"""What a call runs, and who checks it. A stand-in refuses calls as the CUDA ops do."""
+"""Checks before or after the op, and the way to the op. A fake op refuses calls as CUDA ops do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ names = pytest.mark.parametrize("name", CALLS)
 
 @pytest.fixture
 def op_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes CPU tensors for those of a CUDA device."""
+    """Treats CPU tensors as those of a CUDA device."""
 
     class Cuda(torch.Tensor):
         is_cuda = True
@@ -48,7 +48,7 @@ def op_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Puts an op that refuses each call in the place of every op; collects the calls."""
+    """Makes every op refuse its calls; collects their names."""
     called = []
 
     def run(name: str, arguments: tuple[Any, ...], through_dispatcher: bool) -> NoReturn:
@@ -100,7 +100,7 @@ def error_of(call: Callable[[], Any]) -> FlashAttnError:
 
 
 @pytest.mark.parametrize(("name", "changes"), WRONG.values(), ids=WRONG)
-def test_refusal_reads_as_if_it_had_been_checked_before(
+def test_refusal_has_the_message_of_our_checks(
     name: str, changes: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     call = CALLS[name]()
@@ -114,7 +114,7 @@ def test_refusal_reads_as_if_it_had_been_checked_before(
 
 @names
 @pytest.mark.usefixtures("op_checks")
-def test_error_of_the_op_where_nothing_is_found_wrong(name: str, refused: list[str]) -> None:
+def test_error_of_the_op_if_our_checks_find_nothing(name: str, refused: list[str]) -> None:
     with pytest.raises(RuntimeError, match="refused by the op"):
         CALLS[name]()()
     assert len(refused) == 1
@@ -122,9 +122,7 @@ def test_error_of_the_op_where_nothing_is_found_wrong(name: str, refused: list[s
 
 @names
 @pytest.mark.usefixtures("op_checks")
-def test_what_the_op_checks_is_not_checked_before(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_valid_call_skips_our_checks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = CALLS[name]()()
     for module, check in (
         (tensors, "check_dense"),
@@ -137,20 +135,20 @@ def test_what_the_op_checks_is_not_checked_before(
 
 
 @pytest.mark.usefixtures("op_checks")
-def test_wrong_call_with_dropout_draws_nothing() -> None:
+def test_wrong_call_with_dropout_draws_no_seed() -> None:
     state = torch.get_rng_state()
     error_of(lambda: qkv_call()(v=normal(2, 8, 2, 32), dropout_p=0.5))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_call_of_a_gpu_alone_leaves_the_checks_to_the_op() -> None:
+def test_checks_are_left_to_cuda_ops_only() -> None:
     q, k, v = make_inputs(2, 5, 9, 4, 2, 32, torch.bfloat16)
     assert not _call.op_checks(4, q, k, v)
     assert not _call.op_checks(4, q.to("meta"), k, v)
     assert not _call.op_checks(4, None, k, v)
 
 
-# --- the way to the op --------------------------------------------------------------------------
+# --- The way to the op --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -166,7 +164,7 @@ def by_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.mark.parametrize("head_dim", [32, 20])
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
-def test_gradients_are_those_of_the_registered_formula(
+def test_gradients_equal_those_of_the_dispatcher(
     name: str, head_dim: int, by_dispatcher: Callable[[], None]
 ) -> None:
     def gradients() -> tuple[torch.Tensor, ...]:
@@ -185,9 +183,7 @@ def test_gradients_are_those_of_the_registered_formula(
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @names
-def test_nothing_is_recorded_where_no_gradient_is_wanted(
-    name: str, mode: Callable[[], Any]
-) -> None:
+def test_no_graph_is_recorded_without_gradients(name: str, mode: Callable[[], Any]) -> None:
     call = CALLS[name]()
     for tensor in "qkv":
         if call.arguments.get(tensor) is not None and name != "flash_attn_with_kvcache":
@@ -198,7 +194,7 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted(
     assert not out.requires_grad
 
 
-def test_saved_tensor_that_was_written_to_is_noticed() -> None:
+def test_write_to_a_saved_tensor_raises() -> None:
     call = qkv_call()
     q = call.arguments["q"].requires_grad_()
     out = call()
@@ -249,7 +245,7 @@ def test_subclasses_see_the_op() -> None:
     assert any("flash_attn_deterministic.fwd" in name for name in seen)
 
 
-def test_what_counts_as_followed() -> None:
+def test_needs_dispatcher() -> None:
     q = torch.ones(2)
     assert not dispatch.needs_dispatcher(q, torch.nn.Parameter(q), None)
     assert dispatch.needs_dispatcher(q, q.as_subclass(type("Own", (torch.Tensor,), {})))
