@@ -2,7 +2,7 @@
 
 The others skip the autograd kernel that torch.library.register_autograd makes of an op's formula.
 It is a Python function that torch runs in every call, even without gradients, and takes the host
-longer than the rest of the call (docs/adr/0021-the-short-way-to-an-op.md).
+longer than the rest of the call (docs/adr/0021-less-host-time.md).
 """
 
 from __future__ import annotations
