@@ -131,44 +131,42 @@ class CheckedLibrary:
 
 def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
-    _save(ctx, output, (q, k, v), (alibi_slopes, rng_state))
+    _save(ctx, inputs, output, (q, k, v), (alibi_slopes, rng_state))
     ctx.numbers = (dropout_p, *scores, deterministic_bwd)
-    _setup(ctx, inputs, output)
 
 
 def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *without, alibi_slopes, rng_state = inputs[:10]
     *lengths_and_scores, _, _, deterministic_bwd = inputs[10:]
-    _save(ctx, output, (q, k, v), (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state))
+    _save(ctx, inputs, output, (q, k, v), (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state))
     ctx.without_backward = without_backward(*without)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
-    _setup(ctx, inputs, output)
 
 
 def _setup_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, qkv, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
-    _save(ctx, output, (q, qkv), (alibi_slopes, rng_state))
+    _save(ctx, inputs, output, (q, qkv), (alibi_slopes, rng_state))
     ctx.numbers = (dropout_p, *scores, deterministic_bwd)
-    _setup(ctx, inputs, output)
 
 
 def _setup_varlen_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, qkv, *starts_and_random = inputs[:6]
     *lengths_and_scores, _, _, deterministic_bwd = inputs[6:]
-    _save(ctx, output, (q, qkv), starts_and_random)
+    _save(ctx, inputs, output, (q, qkv), starts_and_random)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
-    _setup(ctx, inputs, output)
 
 
-def _save(ctx: Any, output: Results, before: Sequence[Any], after: Sequence[Any]) -> None:
+def _save(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Results,
+    before: Sequence[Any],
+    after: Sequence[Any],
+) -> None:
     # In the order of the backward's arguments; a residual comes last.
     out, softmax_lse, *residual = output
     ctx.save_for_backward(*before, out, softmax_lse, *after, *residual)
-    ctx.residuals = len(residual)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    ctx.inputs = len(inputs)
+    ctx.residuals, ctx.inputs = len(residual), len(inputs)
     # flash_attn ignores a gradient of softmax_lse; here softmax_lse does not require one.
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
