@@ -214,7 +214,7 @@ def test_documented_probability_of_keeping(dropout_p: float) -> None:
     assert flash_attn_func.__doc__ is not None
     document = " ".join(flash_attn_func.__doc__.split())
     assert "keep = float32(1 - dropout_p)" in document
-    assert "probability of keeping is really (floor(255 * keep) + 1) / 256" in document
+    assert "actual probability of keeping is (floor(255 * keep) + 1) / 256" in document
     keep = np.float32(1 - dropout_p)
     assert largest_kept_byte(dropout_p) == np.floor(255 * np.float64(keep))
     q = normal(1, 64, 2, 32)
