@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flash_attn_deterministic.distributed.passes.chain import LAG
+from flash_attn_deterministic.distributed.passes.chained_backward import LAG
 from flash_attn_deterministic.distributed.planning.layout import dense_tokens
 from flash_attn_deterministic.distributed.planning.plan import Mask
 from flash_attn_deterministic.distributed.planning.steps import (

@@ -12,7 +12,7 @@ import pytest
 import rank_functions as ranks
 import torch
 from flash_attn_deterministic.distributed.messages.ranks import Pending, Ranks
-from flash_attn_deterministic.distributed.passes import backward, forward, slices
+from flash_attn_deterministic.distributed.passes import forward, gathered_backward, op_calls
 from flash_attn_deterministic.distributed.planning.layout import dense_tokens
 from flash_attn_deterministic.distributed.planning.steps import find_units
 from rank_pool import pool_of
@@ -137,12 +137,12 @@ class Held(TorchDispatchMode):
         weakref.finalize(storage, freed)
 
 
-def _forward_slice(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_call(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-def _backward_slice(
-    rows: slices.Rows, k: torch.Tensor, v: torch.Tensor, *_: Any
+def _backward_call(
+    rows: op_calls.Rows, k: torch.Tensor, v: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, ...]:
     sums = rows.q.new_empty(rows.q.shape, dtype=torch.float32)
     dq = torch.empty_like(rows.q)
@@ -155,11 +155,11 @@ def _backward_slice(
 def test_memory_is_that_of_the_model(
     monkeypatch: pytest.MonkeyPatch, count: int, nheads: int, nheads_k: int
 ) -> None:
-    monkeypatch.setattr(forward, "forward_slice", _forward_slice)
-    monkeypatch.setattr(backward, "backward_slice", _backward_slice)
+    monkeypatch.setattr(forward, "forward_call", _forward_call)
+    monkeypatch.setattr(gathered_backward, "backward_call", _backward_call)
     shape = model.Shape(2048, 1, nheads, nheads_k, 64)
     tokens = dense_tokens(1, shape.seqlen // count, count, "zigzag")
-    scores = slices.Scores(1.0, model.CAUSAL, 0.0, 0, True, True)
+    scores = op_calls.Scores(1.0, model.CAUSAL, 0.0, 0, True, True)
 
     def most_of(run: Callable[..., Sequence[torch.Tensor]], heads_k: int, is_forward: bool) -> int:
         """Returns the bytes at the peak of the rank that has most."""
@@ -169,7 +169,7 @@ def test_memory_is_that_of_the_model(
                 torch.empty(shape.seqlen // count, heads, shape.head_dim, dtype=torch.bfloat16)
                 for heads in (nheads, nheads_k, nheads_k)
             )
-            rows = slices.Rows(q, q, q, torch.empty(q.shape[:2]))
+            rows = op_calls.Rows(q, q, q, torch.empty(q.shape[:2]))
             given = (k, v, tokens, tokens, scores, heads_k)
             with Held(*rows, k, v) as held:
                 results = run(Alone(rank, count), q if is_forward else rows, *given)
@@ -181,4 +181,4 @@ def test_memory_is_that_of_the_model(
         expected = model.forward_memory(shape, count, heads_k)
         assert 0.6 * expected <= most_of(forward.forward, heads_k, True) <= expected
     expected = model.memory(shape, count, 1, False)
-    assert 0.6 * expected <= most_of(backward.backward, 1, False) <= 1.05 * expected
+    assert 0.6 * expected <= most_of(gathered_backward.backward, 1, False) <= 1.05 * expected

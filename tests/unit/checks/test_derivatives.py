@@ -1,4 +1,4 @@
-"""Derivatives that there is no formula for."""
+"""Derivatives without a formula are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from calls import CALLS, Call, fresh
 from flash_attn_deterministic.errors import UnsupportedError
 from torch.autograd import forward_ad
 
-# torch's own, where it first differentiates forward.
+# A warning of torch when it first uses forward mode.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 DIFFERENTIABLE = [name for name in CALLS if name != "flash_attn_with_kvcache"]
@@ -63,7 +63,7 @@ def test_forward_mode_is_refused(
 
 @pytest.mark.parametrize("transform", [jacfwd, jvp_of_grad])
 @names
-def test_forward_mode_inside_or_around_others_is_refused(
+def test_nested_forward_mode_is_refused(
     name: str, transform: Callable[[Function, torch.Tensor], Any]
 ) -> None:
     with pytest.raises(UnsupportedError, match=r"use backward\(\)"):
@@ -89,7 +89,7 @@ def test_forward_mode_is_refused_in_a_compiled_cache_call() -> None:
     function, x = of_one_tensor(CALLS["flash_attn_with_kvcache"](32))
     with pytest.raises(UnsupportedError, match=r"forward-mode AD: .* carries a tangent"):
         dual_level(torch.compile(function, backend="aot_eager"), x)
-    # Where it may not leave the graph, torch.compile puts an exception of its own around ours.
+    # With fullgraph=True torch.compile raises its own exception, caused by ours.
     with pytest.raises(Exception, match="forward-mode AD: "):
         dual_level(torch.compile(function, fullgraph=True, backend="aot_eager"), x)
 
@@ -106,7 +106,7 @@ def test_call_without_tangents_inside_a_level(name: str, compiles: bool) -> None
 
 
 @every_name
-def test_call_that_forward_mode_does_not_follow(name: str) -> None:
+def test_call_without_dual_inputs_inside_forward_mode(name: str) -> None:
     function, x = of_one_tensor(CALLS[name](32))
     expected = function(x)
     found, tangent = jvp(lambda y: (y.sum(), function(x)), x)
@@ -140,7 +140,7 @@ def test_transforms_of_torch_func_are_refused(
 
 
 @names
-def test_call_that_a_transform_does_not_follow(name: str) -> None:
+def test_call_on_other_tensors_inside_a_transform(name: str) -> None:
     function, x = of_one_tensor(CALLS[name](32))
     expected = function(x)
     assert grad(lambda y: y.sum() * function(x).float(), x).shape == x.shape
@@ -154,6 +154,6 @@ def test_call_that_a_transform_does_not_follow(name: str) -> None:
     assert grad(without, x).shape == x.shape
 
 
-def test_cache_call_has_no_gradient_there_either() -> None:
+def test_cache_call_has_no_gradient_inside_a_transform() -> None:
     function, x = of_one_tensor(CALLS["flash_attn_with_kvcache"](32))
     assert not grad(function, x).any()

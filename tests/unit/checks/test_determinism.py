@@ -1,4 +1,4 @@
-"""What a call promises about its backward, and what torch was told to accept."""
+"""The argument deterministic, and torch.use_deterministic_algorithms."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NAMES = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 @pytest.fixture
 def only_deterministic() -> Iterator[None]:
     """torch.use_deterministic_algorithms(True) for one test."""
-    yield from _told(warn_only=False)
+    yield from _deterministic_only(warn_only=False)
 
 
 @pytest.fixture
 def warn_only() -> Iterator[None]:
     """The same with warn_only=True."""
-    yield from _told(warn_only=True)
+    yield from _deterministic_only(warn_only=True)
 
 
-def _told(warn_only: bool) -> Iterator[None]:
+def _deterministic_only(warn_only: bool) -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     yield
     torch.use_deterministic_algorithms(False)
@@ -44,7 +44,7 @@ def _told(warn_only: bool) -> Iterator[None]:
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the check believe that the backward runs on a GPU."""
+    """Makes the check run as for a GPU."""
     monkeypatch.setattr(autograd, "alert_atomics", lambda device: alert_atomics(CUDA))
 
 
@@ -57,14 +57,18 @@ def test_none_follows_the_mode(enabled: bool) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("value", [False, 0, np.bool_(False), torch.tensor(False)])
-def test_false_asks_for_nothing(value: object, enabled: bool) -> None:
-    """It is flash_attn's default, and transformers passes it on in every call."""
+@pytest.mark.parametrize(
+    "value",
+    [False, 0, np.bool_(False), torch.tensor(False)],
+    ids=["bool", "int", "numpy", "tensor"],
+)
+def test_false_follows_the_mode(value: object, enabled: bool) -> None:
+    """False is flash_attn's default, which transformers passes in every call."""
     assert resolve_deterministic(value, Mode(enabled, 0)) is enabled
 
 
-@pytest.mark.parametrize("value", ["True", 0.5, "x" * 1000])
-def test_it_is_a_flag(value: object) -> None:
+@pytest.mark.parametrize("value", ["True", 0.5, "x" * 1000], ids=["str", "float", "long"])
+def test_deterministic_is_a_flag(value: object) -> None:
     with pytest.raises(ArgumentTypeError, match=r"deterministic: expected a bool.*, got") as caught:
         resolve_deterministic(value, Mode(True, 0))
     assert len(str(caught.value)) < 200
@@ -81,7 +85,7 @@ def test_wheel_without_deterministic_kernels(name: str, monkeypatch: pytest.Monk
         CALLS[name](32)()
 
 
-def test_torch_accepts_all_unless_told() -> None:
+def test_torch_allows_atomics_by_default() -> None:
     alert_atomics(CUDA)
 
 
@@ -102,11 +106,11 @@ def test_torch_warns_of_atomics() -> None:
 
 @pytest.mark.usefixtures("only_deterministic", "as_on_cuda")
 @pytest.mark.parametrize("name", NAMES)
-def test_backward_asks(name: str) -> None:
+def test_backward_checks_the_setting_of_torch(name: str) -> None:
     call = CALLS[name](32)
     leaf_name = "qkv" if "qkv" in call.arguments else "q"
     leaf = call.arguments[leaf_name].clone().requires_grad_()
-    # No forward adds atomically.
+    # Forwards never add atomically.
     out = call(**{leaf_name: leaf}, deterministic="never")
     with pytest.raises(NotDeterministicError):
         out.sum().backward()
@@ -118,7 +122,7 @@ def test_backward_asks(name: str) -> None:
 
 
 @pytest.mark.usefixtures("only_deterministic", "as_on_cuda")
-def test_compiled_backward_asks() -> None:
+def test_compiled_backward_checks_the_setting_of_torch() -> None:
     torch._dynamo.reset()
     call = qkv_call()
     compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""What this wheel and this machine hold."""
+"""Whether the wheel holds a kernel for a call and code for the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pretend = Callable[..., None]
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
-    """Pretends a wheel's contents and one GPU."""
+    """Fakes the contents of a wheel and one GPU."""
 
     def change(
         capability: tuple[int, int] = (9, 0),
@@ -65,7 +65,7 @@ def test_call_that_the_wheel_can_run(head_dim: int, pretend: Pretend) -> None:
         ),
     ],
 )  # fmt: skip
-def test_missing_instance_names_what_the_wheel_holds(
+def test_missing_instance_lists_the_held_ones(
     dtype: torch.dtype, head_dim: int, message: str, pretend: Pretend
 ) -> None:
     pretend()
@@ -79,7 +79,7 @@ def test_instances_of_another_direction_do_not_count(pretend: Pretend) -> None:
         kernels.check_kernels(CUDA, torch.bfloat16, 64)
 
 
-def test_backward_wants_an_instance_of_its_own(pretend: Pretend) -> None:
+def test_backward_needs_its_own_instance(pretend: Pretend) -> None:
     pretend()
     kernels.check_kernels(CUDA, torch.bfloat16, 64)
     with pytest.raises(MissingInstanceError, match=r"no backward kernel for bf16 .* holds: none"):
@@ -89,8 +89,8 @@ def test_backward_wants_an_instance_of_its_own(pretend: Pretend) -> None:
     kernels.check_kernels(CUDA, torch.bfloat16, 64, "bwd")
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (10, 0)])
-def test_other_gpu_is_named_with_what_the_wheel_holds(
+@pytest.mark.parametrize("capability", [(7, 5), (10, 0)], ids=["7.5", "10.0"])
+def test_unsupported_gpu_is_named_with_the_held_architectures(
     capability: tuple[int, int], pretend: Pretend
 ) -> None:
     pretend(capability=capability)
@@ -102,7 +102,7 @@ def test_other_gpu_is_named_with_what_the_wheel_holds(
         kernels.check_kernels(CUDA, torch.bfloat16, 64)
 
 
-def test_a_device_is_looked_at_once(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_queried_once(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend()
     kernels.check_kernels(CUDA, torch.bfloat16, 64)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: pytest.fail("again"))

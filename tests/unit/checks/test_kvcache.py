@@ -1,4 +1,4 @@
-"""Arguments of a cache, and of what is appended to it."""
+"""Arguments of a cache, and of keys and values to append."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ READ_ONLY = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
         ),
         pytest.param(
             {"q": normal(2, 5, 4, 32), "cache_seqlens": 16}, ArgumentError,
-            "rotary_cos: expected a seqlen_ro of at least 21, because the last query is rotated as "
-            "of 20, got 20", id="rotary-more-queries",
+            "rotary_cos: expected a seqlen_ro of at least 21, because the last query has "
+            "position 20, got 20", id="rotary-more-queries",
         ),
         pytest.param(
             {"q": normal(2, 5, 4, 32), "causal": False, "window_size": (2, -1),
@@ -190,7 +190,7 @@ def test_wrong_arguments(
 def test_rotary_tables_as_long_as_the_cache_and_more_queries_than_new_keys(
     masked: dict[str, Any], lengths: Any, leftpad: torch.Tensor | None
 ) -> None:
-    """No row beyond them is read: the last query is at 19."""
+    """The last query is at position 19, so no row beyond the tables is read."""
     arguments = {**masked, "q": normal(2, 5, 4, 32), "cache_seqlens": lengths}
     arguments["cache_leftpad"] = leftpad
     out = kvcache_call()(**arguments)
@@ -200,27 +200,27 @@ def test_rotary_tables_as_long_as_the_cache_and_more_queries_than_new_keys(
     assert bits_equal(out, kvcache_call()(**arguments, **longer))
 
 
-def test_cache_may_be_full_where_nothing_is_appended() -> None:
+def test_full_cache_without_new_keys() -> None:
     out = kvcache_call()(**READ_ONLY, cache_seqlens=20)
     assert bits_equal(out, kvcache_call()(**{**READ_ONLY, "cache_seqlens": None}))
 
 
-def test_last_place_of_the_cache_can_be_taken() -> None:
+def test_new_key_at_the_last_place_of_the_cache() -> None:
     call = kvcache_call()
     call(cache_seqlens=17)
     assert bits_equal(call.arguments["v_cache"][:, 17:], call.arguments["v"])
 
 
-def test_more_queries_than_new_keys_turn_with_the_longer_table() -> None:
+def test_more_queries_than_new_keys_with_a_longer_table() -> None:
     q = normal(2, 5, 4, 32)
     table = {"rotary_cos": normal(22, 8, seed=5), "rotary_sin": normal(22, 8, seed=6)}
     full = {"q": q, "cache_seqlens": 17}
     assert kvcache_call()(**full, **table).shape == q.shape
-    # Without causal or a window all queries stand at cache_seqlens.
+    # Without causal or a window all queries have position cache_seqlens.
     assert kvcache_call()(**full, causal=False).shape == q.shape
 
 
-# --- Values, which the CPU can read -------------------------------------------------------------
+# --- Values of lengths and indices --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
@@ -242,8 +242,8 @@ def test_more_queries_than_new_keys_turn_with_the_longer_table() -> None:
         ),
         pytest.param(
             {"q": normal(2, 5, 4, 32), "cache_seqlens": int32(15, 16)},
-            "rotary_cos: expected a seqlen_ro of at least 21, because the last query is rotated as "
-            "of 20 in sequence 1, got 20", id="rotary-beyond",
+            "rotary_cos: expected a seqlen_ro of at least 21, because the last query has "
+            "position 20 in sequence 1, got 20", id="rotary-beyond",
         ),
         pytest.param(
             {"cache_batch_idx": int32(0, 2)},
@@ -287,7 +287,7 @@ def test_wrong_values(changes: dict[str, Any], message: str, compiles: bool) -> 
         assert bits_equal(arguments[name], cache)
 
 
-def test_pages_that_are_not_used_may_be_anything() -> None:
+def test_unused_pages_are_not_checked() -> None:
     table = int32(0, -1, 2, 99).reshape(2, 2)
     lengths = {"cache_seqlens": int32(9, 13)}
     out = kvcache_call()(**{**PAGES, **lengths, "block_table": table})
@@ -311,7 +311,7 @@ def test_cache_with_more_rows_than_the_batch(new: bool) -> None:
         assert bits_equal(cache[2:], rest[name])
 
 
-# --- What CUDA kernels need ---------------------------------------------------------------------
+# --- Alignment for CUDA kernels -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -328,16 +328,16 @@ def test_cache_with_more_rows_than_the_batch(new: bool) -> None:
         ),
         pytest.param(
             torch.zeros(2 * 20 * 64 + 4, dtype=torch.bfloat16)[4:].view(2, 20, 2, 32),
-            r"got a first one 8 bytes after such a multiple \(storage_offset 4\)", id="address",
+            r"got a first row 8 bytes after a multiple \(storage_offset 4\)", id="address",
         ),
     ],
 )  # fmt: skip
-def test_rows_that_cuda_kernels_cannot_load(cache: torch.Tensor, message: str) -> None:
+def test_misaligned_rows(cache: torch.Tensor, message: str) -> None:
     with pytest.raises(
         ArgumentError, match=f"k_cache: expected rows that start at multiples of 16 .*{message}"
     ):
         check_rows_aligned("k_cache", cache)
-    # The CPU reads anything.
+    # The CPU has no such restriction.
     call = kvcache_call()
     contiguous = call(k_cache=cache.clone(memory_format=torch.contiguous_format))
     assert bits_equal(kvcache_call()(k_cache=cache), contiguous)
@@ -352,7 +352,7 @@ def test_rows_that_cuda_kernels_cannot_load(cache: torch.Tensor, message: str) -
         pytest.param(normal(2, 20, 2, 36).to("meta")[..., :32], id="meta-checked-by-the-op"),
     ],
 )
-def test_rows_that_they_can(cache: torch.Tensor) -> None:
+def test_aligned_rows(cache: torch.Tensor) -> None:
     if cache.device.type == "meta":
         cache = torch._subclasses.FakeTensorMode().from_tensor(cache)
     check_rows_aligned("k_cache", cache)
@@ -366,7 +366,7 @@ def test_rows_that_they_can(cache: torch.Tensor) -> None:
         pytest.param(32, "cpu", [], id="cpu"),
     ],
 )
-def test_rows_are_checked_where_cuda_kernels_read_them(
+def test_alignment_is_checked_for_cuda_kernels_only(
     head_dim: int, device: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = []
@@ -388,12 +388,14 @@ def test_rows_are_checked_where_cuda_kernels_read_them(
     assert names == asked
 
 
-def test_cache_made_in_inference_mode() -> None:
-    call = kvcache_call()
+@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
+def test_cache_made_in_inference_mode(head_dim: int) -> None:
+    call = kvcache_call(head_dim)
     expected = call()
+    names = ("k_cache", "v_cache")
     with torch.inference_mode():
-        caches = {name: kvcache_call().arguments[name].clone() for name in ("k_cache", "v_cache")}
-    out = kvcache_call()(**caches)
+        caches = {name: kvcache_call(head_dim).arguments[name].clone() for name in names}
+    out = kvcache_call(head_dim)(**caches)
     assert bits_equal(out, expected)
     for name, cache in caches.items():
         assert bits_equal(cache, call.arguments[name])

@@ -1,4 +1,4 @@
-"""Arguments that are plain numbers and flags."""
+"""Arguments that are numbers or flags."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ DIFFERENTIABLE = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 GOOD = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
 
 
-# What the kernels' float32 would turn into 0, into a subnormal number, or times log2(e) infinity.
+# In the kernels' float32 these would be 0, subnormal, or infinite after the factor log2(e).
 TOO_SMALL, TOO_LARGE = 2.0**-126 * (1 - 2.0**-50), 2.0**127 * (1 + 2.0**-50)
 
 
 @pytest.mark.parametrize(
     "softmax_scale",
     [math.nan, math.inf, -math.inf, 0, 0.0, -1.5, 1e-60, TOO_SMALL, TOO_LARGE, 1e300, 10**400],
+    ids=lambda scale: f"{scale}"[:20],
 )
 def test_softmax_scale_is_positive_and_finite(softmax_scale: float) -> None:
     got = re.escape(shown(softmax_scale))
@@ -105,8 +106,8 @@ def test_positive_scales_are_accepted(softmax_scale: float) -> None:
 
 
 @pytest.mark.parametrize("value", [0.125, 1.0, "yes", None, torch.tensor(0.125)], ids=repr)
-def test_flags_are_flags(value: Any) -> None:
-    """One rule for all of them: a bool or an integer."""
+def test_all_flags_follow_one_rule(value: Any) -> None:
+    """All flags accept a bool or an integer."""
     with pytest.raises(ArgumentTypeError, match=r"causal: expected a bool, got"):
         flash_attn_func(GOOD, GOOD, GOOD, causal=value)
     if value is not None:
@@ -120,7 +121,7 @@ def test_flags_are_flags(value: Any) -> None:
     ids=["bool", "1", "2", "-1", "numpy", "tensor", "int-tensor", "array"],
 )
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_kinds_of_flags(name: str, yes: Any) -> None:
+def test_types_of_flags(name: str, yes: Any) -> None:
     call = CALLS[name](32)
     out, lse, _ = call(causal=yes, deterministic=yes, return_attn_probs=yes)
     expected = call(causal=True, return_attn_probs=True)
@@ -146,7 +147,7 @@ NUMBERS: list[Any] = [
 
 @pytest.mark.parametrize(("real", "whole"), NUMBERS)
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_kinds_of_numbers(name: str, real: Any, whole: Any) -> None:
+def test_types_of_numbers(name: str, real: Any, whole: Any) -> None:
     call = CALLS[name](32)
     options = {"softmax_scale": 0.25, "softcap": 4.0, "dropout_p": 0.5}
     lengths = {n: x for n, x in call.arguments.items() if n.startswith("max_seqlen")}
@@ -163,7 +164,7 @@ def test_kinds_of_numbers(name: str, real: Any, whole: Any) -> None:
 
 
 @pytest.mark.parametrize(("real", "whole"), NUMBERS)
-def test_kinds_of_numbers_of_the_cache(real: Any, whole: Any) -> None:
+def test_types_of_numbers_of_the_cache(real: Any, whole: Any) -> None:
     expected = kvcache_call()(cache_seqlens=9, softmax_scale=0.25, softcap=4.0, num_splits=3)
     length = np.int32(9)  # a tensor is one length for each sequence
     options = {"softmax_scale": real(0.25), "softcap": real(4.0), "num_splits": whole(3)}
@@ -185,7 +186,7 @@ def test_kinds_of_numbers_of_the_cache(real: Any, whole: Any) -> None:
     ids=["list", "tensor", "tensor-32", "array", "size", "range", "sequence"],
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_kinds_of_windows(name: str, window: Any) -> None:
+def test_types_of_windows(name: str, window: Any) -> None:
     assert bits_equal(CALLS[name](32)(window_size=window), CALLS[name](32)(window_size=(3, 0)))
 
 
@@ -197,7 +198,7 @@ def test_kinds_of_windows(name: str, window: Any) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_window(window: Any) -> None:
+def test_wrong_windows(window: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="window_size: expected a pair") as caught:
         flash_attn_func(GOOD, GOOD, GOOD, window_size=window)
     assert len(str(caught.value)) < 200
@@ -213,7 +214,7 @@ def test_what_is_no_window(window: Any) -> None:
     ],
     ids=["tensor-in-dict", "array-in-list", "array", "int-in-dict"],
 )
-def test_tensors_and_arrays_appear_without_values(window: Any, message: str) -> None:
+def test_messages_show_no_values_of_tensors_and_arrays(window: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"got {re.escape(message)}$"):
         flash_attn_func(GOOD, GOOD, GOOD, window_size=window)
 
@@ -239,7 +240,7 @@ def test_negative_softcap_is_none(name: str, softcap: float) -> None:
 @pytest.mark.parametrize(
     "argument", ["softmax_scale", "softcap", "split_size", "dropout_p", "window_size"]
 )
-def test_numbers_that_python_does_not_print(argument: str, size: int) -> None:
+def test_numbers_too_long_to_print(argument: str, size: int) -> None:
     value: Any = 10**size
     if argument == "window_size":  # no limit
         assert bits_equal(
@@ -349,6 +350,6 @@ def test_flags_of_the_cache() -> None:
             kvcache_call()(**{name: "yes"})
 
 
-def test_types_that_share_a_name_with_a_built_in_one_have_their_module() -> None:
+def test_type_names_have_their_module_unless_built_in() -> None:
     with pytest.raises(ArgumentTypeError, match=r"causal: expected a bool, got numpy\.float32$"):
         flash_attn_func(GOOD, GOOD, GOOD, causal=np.float32(1))

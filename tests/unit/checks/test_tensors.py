@@ -193,7 +193,7 @@ def test_other_layouts_are_refused_everywhere(
 
 
 class _Elsewhere:
-    """Stands for a tensor on a device that this machine does not have."""
+    """A tensor on a device that this machine does not have."""
 
     dtype = torch.bfloat16
     device = torch.device("mps", 0)
@@ -205,7 +205,7 @@ def test_other_device_types_are_refused() -> None:
         check_alike(tensor, ())  # type: ignore[arg-type]
 
 
-def test_errors_are_the_built_in_ones_too() -> None:
+def test_errors_are_built_in_errors_too() -> None:
     assert issubclass(ArgumentError, ValueError)
     assert issubclass(DtypeError, TypeError)
     assert issubclass(UnsupportedDeviceError, RuntimeError)
@@ -216,7 +216,7 @@ def test_errors_are_the_built_in_ones_too() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=["nheads", "batch-nheads"])
-def test_alibi_slopes_that_are_right(shape: tuple[int, ...]) -> None:
+def test_valid_alibi_slopes(shape: tuple[int, ...]) -> None:
     assert qkv_call()(alibi_slopes=torch.ones(shape)).shape == (2, 5, 4, 32)
 
 

@@ -149,7 +149,7 @@ def test_packed_arguments_have_the_callers_names() -> None:
         call(max_seqlen=5.0)
 
 
-# --- Values, which the CPU can read -------------------------------------------------------------
+# --- Values of lengths and indices --------------------------------------------------------------
 
 ZEROS = int32(0, 0, 0, 0)
 
@@ -169,7 +169,8 @@ ZEROS = int32(0, 0, 0, 0)
         ),
         pytest.param(
             varlen_call, {"cu_seqlens_q": int32(0, 3, 4, 9)},
-            "cu_seqlens_q: expected at most the 8 tokens .* last element, got 9", id="q-beyond",
+            "cu_seqlens_q: expected a last element of at most 8, the number of tokens, got 9",
+            id="q-beyond",
         ),
         pytest.param(
             varlen_call, {"cu_seqlens_k": int32(-1, 5, 7, 16)},
@@ -181,7 +182,8 @@ ZEROS = int32(0, 0, 0, 0)
         ),
         pytest.param(
             varlen_call, {"cu_seqlens_k": int32(0, 5, 7, 17)},
-            "cu_seqlens_k: expected at most the 16 tokens .* last element, got 17", id="k-beyond",
+            "cu_seqlens_k: expected a last element of at most 16, the number of tokens, got 17",
+            id="k-beyond",
         ),
         pytest.param(
             varlen_call, {"max_seqlen_q": 4},
@@ -194,7 +196,7 @@ ZEROS = int32(0, 0, 0, 0)
             id="max-k",
         ),
         pytest.param(
-            varlen_qkvpacked_call, {"max_seqlen": 4}, "max_seqlen_q: expected at least 5",
+            varlen_qkvpacked_call, {"max_seqlen": 4}, "^max_seqlen: expected at least 5",
             id="max-packed",
         ),
         pytest.param(
@@ -267,14 +269,14 @@ def test_rows_of_no_sequence() -> None:
 
 
 @pytest.mark.parametrize("longer", [0, 1, 1000])
-def test_longest_sequence_or_more(longer: int) -> None:
+def test_max_seqlen_may_be_longer(longer: int) -> None:
     lengths = {"max_seqlen_q": 5 + longer, "max_seqlen_k": 9 + longer}
     assert bits_equal(varlen_call()(**lengths), varlen_call()())
-    # Only the keys that count do.
+    # max_seqlen_k limits the keys in use only.
     cut = {"seqused_k": int32(4, 2, 7), "leftpad_k": int32(0, 0, 2)}
     assert bits_equal(varlen_call()(**cut, max_seqlen_k=5 + longer), varlen_call()(**cut))
 
 
-def test_pages_have_the_lengths_of_seqused_alone() -> None:
+def test_seqused_replaces_the_lengths_of_pages() -> None:
     used = {"seqused_k": int32(5, 2, 9)}
     assert bits_equal(paged_call()(**used, cu_seqlens_k=ZEROS), paged_call()())

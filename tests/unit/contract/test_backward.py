@@ -1,4 +1,4 @@
-"""The contract of the backward: what the bits of dq, dk and dv don't depend on."""
+"""The contract of the backward: the bits of dq, dk and dv depend on their own inputs only."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_packed_is_dense(feature: str, order: str) -> None:
         assert same_gradients((packed[0][rows], packed[1][keys], packed[2][keys]), expected)
 
 
-def test_what_no_sequence_owns_is_zero() -> None:
+def test_gradients_of_tokens_of_no_sequence_are_zero() -> None:
     calls = ragged_backwards("causal")
     packed, starts_q, starts_k = packed_backward(calls, spare=3)
     expected, _, _ = packed_backward(calls)
@@ -174,7 +174,7 @@ RNG: dict[str, Any] = {"dropout_p": 0.3, "rng_state": torch.tensor([11, 12])}
 
 
 @pytest.mark.parametrize("feature", ["causal", "everything"])
-def test_dropout_repeats_and_does_not_know_its_mates(feature: str) -> None:
+def test_dropout_repeats_in_every_batch(feature: str) -> None:
     call = BackwardCall.of(make_call(feature, 3, 20, 37), **RNG)
     result = call()
     assert same_gradients(result, call())
@@ -200,8 +200,8 @@ def _matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Non
     total += left @ right
 
 
-def test_a_matmul_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of sums in a matmul follows from the shape; so the tests above see it."""
+def test_a_matmul_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of sums in a matmul depends on the shape, which the tests above detect."""
     monkeypatch.setattr(_backward, "add_products", _matmul)
     q, k, v = make_inputs(1, 300, 300, 1, 1, 64, torch.float32)
     call = BackwardCall.of(Call(q, k, v))

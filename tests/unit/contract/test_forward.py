@@ -163,7 +163,7 @@ def test_decode_is_prefill(feature: str, length: int) -> None:
 
 
 @causal_features
-def test_a_mask_that_hides_nothing_is_no_mask(feature: str) -> None:
+def test_a_mask_that_hides_nothing_equals_no_mask(feature: str) -> None:
     call = make_call(feature, 2, 67, 67).rows(66, 67)
     left, _ = call.options.get("window", (-1, -1))
     other = replace(call, options={**call.options, "causal": False, "window": (left, -1)})
@@ -218,7 +218,7 @@ def test_slopes_per_head_are_slopes_per_batch_and_head(feature: str) -> None:
 def test_tiles(
     feature: str, length: int, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A row takes a walk of its own each: only the last ones.
+    # Each row is a walk of its own here, which takes long: only the last rows.
     call = make_call(feature, 1, length, length)
     call = replace(call, q=call.q[:, -20:])
     usual = call()
@@ -251,15 +251,15 @@ def normalise_and_keep_the_sign_of_zero(
 
 
 @pytest.mark.parametrize("split_size", [0, 4, 8, 16], ids=lambda size: f"split{size}")
-def test_hidden_blocks_leave_no_trace_in_zeros(
+def test_hidden_blocks_do_not_change_the_sign_of_zero(
     split_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An accumulator of -0 becomes +0 in a hidden block, which a lone row does not visit."""
+    """An accumulator of -0 becomes +0 in a hidden block, which a single row does not visit."""
     q = torch.ones(1, 12, 1, 8, dtype=torch.float16)
     k = torch.zeros_like(q)
     v = torch.full_like(q, -1.0)
     v[:, :4] = 1.0
-    # Next to this key's score all others vanish, and it brings -0.
+    # This key's score makes all others vanish, and its value gives -0.
     k[:, 5], v[:, 5] = 1000.0, -0.0
     call = Call(q, k, v, options={"window": (4, 0), "block_n": 4, "split_size": split_size})
     row = slice(8, 9)

@@ -148,7 +148,7 @@ def test_appending_to_pages(feature: str, page: int) -> None:
         [call.v[b, :n] for b, n in enumerate(used)],
         page,
     )
-    # A page of its own for what may not fit the last one.
+    # One more page, for tokens that may not fit into the last one.
     extra = torch.arange(2) + len(k_pages)
     for b, n in enumerate(used):
         table[b, -(-n // page)] = extra[b]

@@ -71,7 +71,7 @@ def test_cases_equal_one_device(pool: Pool) -> None:
         assert dict(zip(CASES, found, strict=True)) == {name: {} for name in CASES}
 
 
-def test_launches_hold_some_messages_each(pool: Pool) -> None:
+def test_messages_are_split_into_launches(pool: Pool) -> None:
     case = CASES["batch-of-3"]
     assert pool.run(ranks.outcome_in_small_batches, case)[0] == {}
 
@@ -80,7 +80,7 @@ SLICED = {
     "zigzag": Case(
         2, order="zigzag", lengths_q=(68,), lengths_k=(68,), nheads=10, nheads_k=5, head_dim=8
     ),
-    # A rank without tokens, and sequences that lie on one rank; the bytes are those of the others.
+    # A rank without tokens, and sequences entirely on one rank; head_bytes counts the others only.
     "packed": Case(4, lengths_q=(3, 33, 0), lengths_k=(3, 33, 0), nheads=5, nheads_k=5, **PACKED),
     "window": Case(3, lengths_q=(30,), lengths_k=(99,), mask="window", nheads=5, nheads_k=5),
     "both": Case(2, heads_ranks=2, lengths_q=(40,), lengths_k=(40,), nheads=20, nheads_k=10),
@@ -95,12 +95,12 @@ def test_slices_of_some_heads(pool: Pool, case: Case) -> None:
         assert found == [({}, [heads] * (rank < case.size)) for rank in range(4)]
 
 
-def test_sums_of_three_waves_are_held(pool: Pool) -> None:
+def test_at_most_three_waves_of_sums_are_held(pool: Pool) -> None:
     tokens: dict[str, Any] = {"lengths_q": (48,), "lengths_k": (48,), "nheads": 12, "nheads_k": 1}
-    # One step of each head on each rank: sums that come, that are added to, and that go.
+    # One step of each head on each rank: sums received, added to, and sent.
     in_order = Case(3, mask="full", head_dim=8, **tokens)
     assert pool.run(ranks.most_sums_held, in_order)[:3] == [2, 3, 2]
-    # The first rank has the first and the last step: none come for one, none go of the other.
+    # The first rank has the first step, which receives none, and the last, which sends none.
     zigzag = Case(2, order="zigzag", head_dim=8, **tokens)
     assert pool.run(ranks.most_sums_held, zigzag)[:2] == [4, 3]
 
@@ -139,7 +139,7 @@ def test_a_chain_of_blocks_last_to_first(pool: Pool, case: Case) -> None:
         assert found == {"dq": True, "dk": True, "dv": True}
 
 
-def test_only_keys_of_a_window_travel(pool: Pool) -> None:
+def test_only_keys_in_the_window_are_sent(pool: Pool) -> None:
     got = pool.run(ranks.bytes_sent, 4, (5, 0))
     assert got == [0, 5, 5, 5]
     assert pool.run(ranks.bytes_sent, 4, (-1, -1)) == [192] * 4
@@ -150,7 +150,7 @@ def test_only_keys_of_a_window_travel(pool: Pool) -> None:
     [ranks.checkpointed, ranks.compiled, ranks.with_dtensors, ranks.in_context_parallel],
     ids=lambda function: function.__name__,
 )
-def test_what_torch_has_around_it(pool: Pool, function: Any) -> None:
+def test_with_features_of_torch(pool: Pool, function: Any) -> None:
     for found in pool.run(function, 2)[:2]:
         assert found
         assert all(found), found
@@ -164,12 +164,12 @@ def test_q_k_and_v_in_one_tensor(pool: Pool) -> None:
     assert pool.run(ranks.packed_in_one, 1) == [[True] * 4] * 4
 
 
-def test_no_gradient_of_a_gradient(pool: Pool) -> None:
+def test_double_backward_raises(pool: Pool) -> None:
     for message in pool.run(ranks.twice_differentiated):
         assert message.startswith("UnsupportedError: double backward")
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_call_shapes_of_ring_flash_attn(pool: Pool, causal: bool) -> None:
+def test_functions_of_ring_flash_attn(pool: Pool, causal: bool) -> None:
     for found in pool.run(ranks.as_llama3, 3, causal)[:3]:
         assert found == [True] * 4

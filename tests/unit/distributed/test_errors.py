@@ -1,4 +1,4 @@
-"""Bad input over several ranks: each rank says what is wrong, and none waits for ever."""
+"""Bad input over several ranks: each rank raises, and none waits forever."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_one_rank_with_a_wrong_argument(pool: Pool) -> None:
     assert "UnsupportedError: dropout_p" in first
 
 
-def test_parts_of_unlike_lengths(pool: Pool) -> None:
+def test_parts_of_different_lengths(pool: Pool) -> None:
     for message in pool.run(ranks.unshard_raised):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")
         assert "tensor.shape[0]: 3 on rank 0, 4 on rank 1" in message
@@ -82,11 +82,20 @@ def test_wrong_on_all_ranks(pool: Pool, options: dict[str, Any], part: str) -> N
 @pytest.mark.parametrize(
     ("starts", "order", "part"),
     [
-        ([0, 9, 4], "contiguous", "numbers that don't decrease, got [0, 9, 4]"),
-        ([1, 16], "contiguous", "expected a 0, then"),
-        ([0, 17], "contiguous", "expected at most 16 tokens, 8 on each of 2 ranks, got 17"),
-        ([0, 6, 16], "zigzag", "lengths that divide by 2 * 2 ranks"),
-        ([0, 12], "zigzag", "expected 16 tokens"),
+        pytest.param(
+            [0, 9, 4], "contiguous", "numbers that don't decrease, got [0, 9, 4]", id="falling"
+        ),
+        pytest.param([1, 16], "contiguous", "expected a 0, then", id="first"),
+        pytest.param(
+            [0, 17],
+            "contiguous",
+            "expected at most 16 tokens, 8 on each of 2 ranks, got 17",
+            id="beyond",
+        ),
+        pytest.param(
+            [0, 6, 16], "zigzag", "lengths that divide by 2 * 2 ranks", id="zigzag-length"
+        ),
+        pytest.param([0, 12], "zigzag", "expected 16 tokens", id="zigzag-total"),
     ],
 )
 def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> None:
@@ -95,7 +104,7 @@ def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> 
         assert part in message
 
 
-def test_ranks_with_other_lengths(pool: Pool) -> None:
+def test_ranks_with_different_lengths(pool: Pool) -> None:
     found = pool.run(ranks.packed_raised, {0: [0, 8, 16], 1: [0, 4, 16]}, "contiguous")
     assert "cu_seqlens_q: (0, 8, 16) here, another value on rank [1]" in found[0]
     assert "cu_seqlens_q: (0, 4, 16) here, another value on rank [0]" in found[1]
@@ -166,7 +175,7 @@ def test_a_rank_that_dies() -> None:
         assert time.monotonic() - begin < 40
 
 
-def test_a_rank_that_does_not_come() -> None:
+def test_a_rank_that_is_late() -> None:
     with pool_of(2, timeout=5) as two:
         two.start(ranks.end_on, 1, "late")
         (_, message), (_, late) = two.results()
@@ -182,7 +191,7 @@ def test_no_process_group() -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """One rank of two; messages go nowhere."""
+    """One rank of two, with a backend that drops messages."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store = FakeStore()
@@ -192,7 +201,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_backend_that_cannot_do_it() -> None:
+def test_unsupported_backends() -> None:
     with pytest.raises(NotImplementedError, match=r"expected the backend gloo .* got fake"):
         Ranks(torch.distributed.group.WORLD).check(torch.device("cpu"))
     with pytest.raises(NotImplementedError, match=r"expected the backend nccl .* got fake"):
@@ -200,7 +209,7 @@ def test_a_backend_that_cannot_do_it() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_arguments_that_name_no_ranks() -> None:
+def test_wrong_groups_and_meshes() -> None:
     with pytest.raises(TypeError, match=r"group: expected a torch.distributed.ProcessGroup"):
         groups.find_groups(3, None, None)
     with pytest.raises(TypeError, match="mesh: expected a DeviceMesh or None, got int"):
@@ -234,7 +243,7 @@ def test_heads_that_do_not_divide() -> None:
 
 @pytest.mark.parametrize("leaf", [0, 1, 2], ids=["q", "k", "v"])
 def test_residual_for_a_backward(leaf: int) -> None:
-    """The backward over ranks could not use it; without a backward none is kept anyway."""
+    """The backward over ranks has no argument for it; without a backward none is kept."""
     inputs = [torch.ones(1, 4, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
     inputs[leaf].requires_grad_()
     ranks = groups.Groups(Ranks(None), Ranks(None))
@@ -259,7 +268,44 @@ def test_one_rank_keeps_a_residual(pool: Pool) -> None:
     assert "UnsupportedError: keep_residual" in first
 
 
-def test_tokens_that_do_not_divide() -> None:
-    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
-    with pytest.raises(ValueError, match="a total that divides by 2 ranks, got 7"):
-        llama3_flash_attn_prepare_cu_seqlens(starts, True, 0, 2)
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"tensor": [1.0]}, "tensor: expected a torch.Tensor, got list", id="list"),
+        pytest.param({"dim": 2}, r"dim: expected a dimension .* \(1, 4\), got 2", id="dimension"),
+        pytest.param({"dim": "1"}, "dim: expected an int, got str", id="dimension-type"),
+        pytest.param(
+            {"cu_seqlens": [0, 4]}, "cu_seqlens: expected a torch.Tensor, got list", id="lengths"
+        ),
+    ],
+)
+def test_wrong_arguments_of_shard(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(package.FlashAttnError, match=message):
+        distributed.shard(**{"tensor": torch.zeros(1, 4), **arguments})
+    if "cu_seqlens" not in arguments:
+        with pytest.raises(package.FlashAttnError, match=message):
+            distributed.unshard(**{"tensor": torch.zeros(1, 4), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("starts", "rank", "size", "message"),
+    [
+        pytest.param([0, 3, 7], 0, 2, "a total that divides by 2 ranks, got 7", id="total"),
+        pytest.param([0, 9, 4], 0, 2, "cu_seqlens: expected elements that do not", id="falling"),
+        pytest.param([1, 4], 0, 1, "cu_seqlens: expected 0 as its first element", id="first"),
+        pytest.param([0, 4], 2, 2, "rank: expected 0 to world_size - 1, got 2", id="rank"),
+        pytest.param([0, 4], -1, 2, "rank: expected 0 to world_size - 1, got -1", id="negative"),
+        pytest.param([0, 4], 0, 0, "got 0 with world_size 0", id="no-ranks"),
+        pytest.param([0, 4], 0, 1.0, "world_size: expected an int, got float", id="float"),
+    ],
+)
+def test_wrong_arguments_of_prepare(starts: list[int], rank: int, size: Any, message: str) -> None:
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    with pytest.raises(package.FlashAttnError, match=message):
+        llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, size)
+
+
+def test_lengths_in_a_list() -> None:
+    with pytest.raises(TypeError, match=r"cu_seqlens: expected a torch\.Tensor, got list"):
+        llama3_flash_attn_prepare_cu_seqlens([0, 4], True, 0, 2)  # type: ignore[arg-type]

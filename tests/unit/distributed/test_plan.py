@@ -1,4 +1,4 @@
-"""Where tokens lie, what a rank needs of the others, and what it calls: against masks drawn out."""
+"""Layouts, gathered tokens and calls of ranks, compared with explicit masks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _seen(q: Tokens, k: Tokens, mask: Mask) -> Seen:
 
 
 def _call_sees(call: Call) -> dict[int, set[int]]:
-    """Maps rows of a tensor to the keys of a tensor that a call shows them."""
+    """Maps rows of a tensor to the keys of a tensor that they see in a call."""
     seen = {}
     for (q_begin, q_end), (k_begin, k_end) in zip(
         itertools.pairwise(call.starts_q), itertools.pairwise(call.starts_k), strict=True
@@ -93,14 +93,14 @@ def test_rows_see_their_keys(tokens: tuple[Tokens, Tokens], mask: Mask, align: i
     for rank in range(len(tokens[0].layout)):
         whole = divided(*tokens, mask, rank)
         half = rows_on_keys(whole.q, whole.k, mask, align, rank)
-        # Rows that see nothing may be in no call.
+        # Rows that see nothing need no call.
         own_tokens = _holds(tokens[0].layout[rank]).values()
         found: dict[tuple[int, int], set[tuple[int, int]]] = {token: set() for token in own_tokens}
         for calls, keys in ((half.calls, half.wanted[rank]), (whole.calls, tokens[1].layout[rank])):
             key_at, row_at = _holds(keys), _holds(tokens[0].layout[rank])
             for call in calls:
                 for row, places in _call_sees(call).items():
-                    # Only what was gathered: a place without a token must stay unseen.
+                    # Only gathered tokens: rows must not see a gap.
                     found[row_at[row]] = {key_at[place] for place in places}
         own = {token: {(token[0], key) for key in seen[token]} for token in row_at.values()}
         assert found == own
@@ -128,7 +128,7 @@ def test_keys_are_seen_by_their_rows(tokens: tuple[Tokens, Tokens], mask: Mask, 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("tokens", LAYOUTS.values(), ids=LAYOUTS)
-def test_sums_pass_all_rows_in_order(tokens: tuple[Tokens, Tokens], mask: Mask) -> None:
+def test_sums_visit_all_rows_in_order(tokens: tuple[Tokens, Tokens], mask: Mask) -> None:
     seen = _seen(*tokens, mask)
     whole = divided(*tokens, mask, 0)
     steps = find_steps(whole.q, whole.k, mask)
@@ -173,7 +173,7 @@ def test_layouts() -> None:
     )
 
 
-def test_a_route_takes_each_token_once() -> None:
+def test_a_route_sends_each_token_once() -> None:
     have: Layout = ((Piece(0, 0, 3, 0),), (Piece(0, 3, 6, 0), Piece(1, 0, 2, 3)))
     want: Layout = ((Piece(0, 2, 5, 1), Piece(1, 1, 2, 4)), ())
     first, second = route(have, want, 0, 6), route(have, want, 1, 0)
@@ -189,7 +189,7 @@ def test_heads_of_a_forward(nheads_k: int, head_bytes: int) -> None:
     found = heads_of_forward(0, nheads_k, head_bytes)
     assert 1 <= found <= (nheads_k + 1) // 2
     assert found == 1 or found * head_bytes <= 2**28
-    # No more would do.
+    # One more would exceed the limit.
     assert found == (nheads_k + 1) // 2 or (found + 1) * head_bytes > 2**28
     slices = head_slices(nheads_k, found)
     assert [h for one in slices for h in range(one.start, one.stop)] == list(range(nheads_k))

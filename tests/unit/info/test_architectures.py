@@ -35,6 +35,7 @@ def test_unknown_form_is_refused(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True), ((10, 0), True)],
+    ids=["7.5", "8.0", "8.9", "9.0", "10.0"],
 )
 def test_release_wheel(capability: tuple[int, int], expected: bool) -> None:
     assert any_runs_on(["80-real", "90-real", "90-virtual"], capability) is expected

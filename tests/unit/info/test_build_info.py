@@ -44,7 +44,7 @@ def test_parse_types_every_field() -> None:
     assert info.bits_version == 3
 
 
-def test_a_record_from_before_versions_of_bits_has_none() -> None:
+def test_old_record_without_a_bits_version() -> None:
     assert parse({n: v for n, v in RECORD.items() if n != "bits_version"}).bits_version == 0
 
 
@@ -82,13 +82,13 @@ def test_field_of_a_wrong_type_is_an_error() -> None:
         parse(record)
 
 
-@pytest.mark.parametrize("sources", [None, "cc", ["cpp"]])
+@pytest.mark.parametrize("sources", [None, "cc", ["cpp"]], ids=["none", "str", "list"])
 def test_sources_of_a_wrong_type_are_an_error(sources: object) -> None:
     with pytest.raises(BuildInfoError, match="missing or wrong field"):
         parse({**RECORD, "sources": sources})
 
 
-def test_source_tree_says_how_to_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_PATH", tmp_path / "_build_info.json")
     with pytest.raises(BuildInfoError, match="not an installed wheel; run `nox -s build`"):
         build_info.__wrapped__()

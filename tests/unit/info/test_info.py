@@ -69,7 +69,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_devices_say_whether_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_report_whether_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "kernels_missing", "")
     good, old = info.collect().devices
     assert (good.name, good.capability, good.runs, good.reason) == ("GPU 0", "9.0", True, "")
@@ -88,7 +88,7 @@ def test_devices_cannot_run_without_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     }
 
 
-def test_kernels_of_another_family_are_listed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_another_family_are_listed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     instances = (
         Instance("fwd", "bf16", 64),
         Instance("fwd", "bf16", 64, "sm90"),
@@ -107,7 +107,7 @@ def test_kernels_of_another_family_are_listed_apart(monkeypatch: pytest.MonkeyPa
         pytest.param(("80-real", "90-real", "90a-real"), False, id="with-90a"),
     ],
 )
-def test_a_hopper_gpu_without_its_kernels_is_pointed_out(
+def test_note_for_a_hopper_gpu_without_its_kernels(
     architectures: tuple[str, ...], slower: bool
 ) -> None:
     collected = replace(info.collect(), architectures=architectures)
@@ -155,7 +155,9 @@ def test_command_reports_a_source_tree(
     assert "nox -s build" in captured.err
 
 
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["info", "--yaml"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["unknown"], ["info", "--yaml"]], ids=["nothing", "command", "option"]
+)
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -166,7 +168,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
 def _interrupted(
     command: list[str], tmp_path: Path, then: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command that gets the signal of Ctrl-C while it imports torch."""
+    """Runs a command, and interrupts it while it imports torch."""
     torch = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)"
     (tmp_path / "torch.py").write_text(f"{torch}\n{then}")
     if command[0] not in ("-m", "-c"):
@@ -184,7 +186,7 @@ def _run(command: list[str], environ: dict[str, str]) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         env=environ,
-        # A shell that runs the tests in the background has its children ignore SIGINT.
+        # The tests may run in the background of a shell, whose children ignore SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
@@ -204,7 +206,7 @@ def test_command_interrupted_during_the_import(command: list[str], tmp_path: Pat
 
 
 def test_background_command_is_not_interrupted(tmp_path: Path) -> None:
-    """A shell lets what it starts in the background ignore Ctrl-C."""
+    """Background processes of a shell ignore Ctrl-C."""
     command = [
         "-c",
         "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
@@ -224,7 +226,7 @@ def test_command_interrupted_between_import_and_main() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_command_takes_its_handler_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_restores_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.signal(signal.SIGINT, flash_attn_deterministic._leave)
     try:
         monkeypatch.setattr(info, "collect", lambda: signal.raise_signal(signal.SIGINT))
@@ -245,8 +247,12 @@ def test_command_interrupted_later(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("command", [["-c", "import flash_attn_deterministic"], ["-m", "other"]])
-def test_import_that_is_interrupted_elsewhere(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [["-c", "import flash_attn_deterministic"], ["-m", "other"]],
+    ids=["script", "module"],
+)
+def test_import_interrupted_in_another_program(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "__init__.py").write_text("import flash_attn_deterministic")
     done = _interrupted(command, tmp_path)

@@ -39,7 +39,7 @@ def is_flash_attn(name: str) -> bool:
 
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A package flash_attn that is installed and imported before the alias comes."""
+    """Another package flash_attn, installed and imported before the alias."""
     folder = tmp_path / "flash_attn"
     (folder / "layers").mkdir(parents=True)
     (folder / "__init__.py").write_text("flash_attn_func = 'the other one'\n")
@@ -62,7 +62,7 @@ def test_the_alias_has_the_public_functions_with_their_signatures(name: str) -> 
     assert getattr(interface, name) is getattr(alias, name)
 
 
-def test_submodules_are_imported_in_every_way() -> None:
+def test_every_form_of_import() -> None:
     code = """
         from flash_attn_deterministic import as_flash_attn
         as_flash_attn()
@@ -79,7 +79,7 @@ def test_submodules_are_imported_in_every_way() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 
 
-def test_it_does_not_pretend_to_be_the_distribution() -> None:
+def test_alias_is_no_distribution() -> None:
     with as_flash_attn():
         version = importlib.import_module("flash_attn").__version__
         with pytest.raises(importlib.metadata.PackageNotFoundError):
@@ -87,7 +87,7 @@ def test_it_does_not_pretend_to_be_the_distribution() -> None:
     assert version.endswith("+deterministic")
 
 
-def test_undo_takes_it_away() -> None:
+def test_undo_removes_the_alias() -> None:
     alias = as_flash_attn()
     assert importlib.util.find_spec("flash_attn") is not None
     alias.undo()
@@ -95,13 +95,13 @@ def test_undo_takes_it_away() -> None:
     alias.undo()  # once more does nothing
 
 
-def test_an_exception_in_the_block_takes_it_away() -> None:
+def test_exception_in_the_block_removes_the_alias() -> None:
     with pytest.raises(KeyError), as_flash_attn():
         raise KeyError
     assert "flash_attn" not in sys.modules
 
 
-def test_another_flash_attn_is_hidden_and_comes_back(other: ModuleType) -> None:
+def test_another_flash_attn_is_hidden_and_restored(other: ModuleType) -> None:
     with as_flash_attn():
         alias = importlib.import_module("flash_attn")
         assert alias.flash_attn_func != "the other one"

@@ -22,7 +22,7 @@ def states(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=["bool", "int"])
 @pytest.mark.parametrize("shape", [(3, 4, 5), (3, 4, 2, 3)], ids=["hidden", "heads"])
-def test_padding_goes_and_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_unpad_and_pad_again(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     hidden = states(*shape)
     packed, indices, cu_seqlens, longest, seqused = unpad_input(hidden, MASK.to(dtype))
     assert indices.tolist() == [0, 1, 9, 11]
@@ -58,7 +58,7 @@ def test_several_sequences_in_a_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_rows_are_taken_and_put(dtype: torch.dtype) -> None:
+def test_rows_are_selected_and_scattered(dtype: torch.dtype) -> None:
     rows, indices = states(4, 2, 3), torch.tensor([3, 1], dtype=dtype)
     taken, whole = index_first_axis_residual(rows, indices)
     assert whole is rows

@@ -8,10 +8,10 @@ import pytest
 import torch
 from bits import bits_equal
 from flash_attn_deterministic import deterministic_mode
-from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
+from flash_attn_deterministic.errors import ArgumentError, FlashAttnError
 from flash_attn_deterministic.integrations.flash_attn import flash_attn_interface
 
-# The type checker can't follow arguments that stand for many.
+# Any, because the type checker can't match unpacked arguments.
 interface: Any = flash_attn_interface
 SCALE = 0.1
 EMPTY = inspect.Parameter.empty
@@ -179,17 +179,90 @@ def test_a_wrong_buffer_is_refused_before_anything_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("changes", "message"),
     [
-        pytest.param((0.0, SCALE, False, -1, -1, 0.0, None, True), "return_softmax", id="probs"),
-        pytest.param((0.0, -1.0, False, -1, -1, 0.0, None, False), "softmax_scale", id="scale"),
-        pytest.param((1.0, SCALE, False, -1, -1, 0.0, None, False), "dropout_p", id="dropout"),
+        pytest.param({"return_softmax": True}, "return_softmax: expected False", id="probs"),
+        pytest.param({"softmax_scale": -1.0}, "softmax_scale: expected a positive", id="scale"),
+        pytest.param({"dropout_p": 1.0}, "dropout_p: expected a probability", id="dropout"),
+        pytest.param({"q": None}, "q: expected a torch.Tensor, got NoneType", id="q"),
+        pytest.param(
+            {"alibi_slopes": torch.ones(3)},
+            r"alibi_slopes: expected shape .* got \(3,\)",
+            id="slopes",
+        ),
     ],
 )
-def test_wrong_arguments_are_named(settings: tuple[Any, ...], message: str) -> None:
+def test_wrong_arguments_of_a_dense_forward(changes: dict[str, Any], message: str) -> None:
     q, k, v, _ = (t.detach() for t in dense_inputs())
-    with pytest.raises((ArgumentError, UnsupportedError), match=message):
-        interface._flash_attn_forward(q, k, v, *settings)
+    names = UPSTREAM["_flash_attn_forward"]
+    arguments = dict(
+        zip(names, (q, k, v, 0.0, SCALE, False, -1, -1, 0.0, None, False), strict=True)
+    )
+    with pytest.raises(FlashAttnError, match=f"^{message}"):
+        interface._flash_attn_forward(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"cu_seqlens_q": STARTS_Q.long()}, "cu_seqlens_q: expected dtype", id="dtype"),
+        pytest.param({"cu_seqlens_k": int32(0, 80)}, "cu_seqlens_k: expected shape", id="batch"),
+        pytest.param({"cu_seqlens_q": None}, "cu_seqlens_q: expected a torch.Tensor", id="none"),
+        pytest.param({"max_seqlen_q": "13"}, "max_seqlen_q: expected an int, got str", id="str"),
+        pytest.param(
+            {"max_seqlen_k": 70.5}, "max_seqlen_k: expected an int, got float", id="float"
+        ),
+        pytest.param({"v": draw(79, 2, 32)}, r"v: expected shape \(80, 2, 32\)", id="v"),
+        pytest.param({"k": draw(80, 3, 32)}, "k: expected a number of heads", id="heads"),
+        pytest.param({"block_table": int32(1)}, "k: expected 4 dimensions", id="pages"),
+    ],
+)
+def test_wrong_arguments_of_a_packed_forward(changes: dict[str, Any], message: str) -> None:
+    q, k, v, _ = (t.detach() for t in packed_inputs())
+    names = UPSTREAM["_flash_attn_varlen_forward"]
+    values = (q, k, v, STARTS_Q, STARTS_K, *LONGEST, 0.0, SCALE, False)
+    arguments = dict(zip(names, values, strict=False))
+    with pytest.raises(FlashAttnError, match=f"^{message}"):
+        interface._flash_attn_varlen_forward(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"dout": None}, "dout: expected a torch.Tensor, got NoneType", id="dout"),
+        pytest.param({"dout": draw(2, 8, 4, 32)}, "dout: expected a tensor like q", id="rows"),
+        pytest.param({"out": draw(2, 9, 4, 32).float()}, "out: expected a tensor like q", id="out"),
+        pytest.param(
+            {"softmax_lse": torch.ones(2, 4, 8)},
+            r"softmax_lse: expected torch.float32 \(2, 4, 9\) .* \(2, 4, 8\)",
+            id="lse",
+        ),
+        pytest.param({"dropout_p": 1.5}, "dropout_p: expected a probability", id="probability"),
+        pytest.param({"dropout_p": 0.5}, "rng_state: expected the tensor", id="no-seed"),
+        pytest.param(
+            {"dropout_p": 0.5, "rng_state": torch.ones(2)},
+            r"rng_state: expected torch.int64 \(2,\)",
+            id="seed",
+        ),
+        pytest.param({"dq": [1.0]}, "dq: expected a torch.Tensor, got list", id="dq"),
+        pytest.param({"deterministic": "yes"}, "deterministic: expected a bool", id="flag"),
+        pytest.param({"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape", id="slopes"),
+    ],
+)
+def test_wrong_arguments_of_a_backward(changes: dict[str, Any], message: str) -> None:
+    q, k, v, dout = (t.detach() for t in dense_inputs())
+    settings = (0.0, SCALE, False, -1, -1, 0.0, None)
+    out, lse, *_ = interface._flash_attn_forward(q, k, v, *settings, False)
+    values = (dout, q, k, v, out, lse, None, None, None, *settings, False, None)
+    arguments = dict(zip(UPSTREAM["_flash_attn_backward"], values, strict=True))
+    with pytest.raises(FlashAttnError, match=f"^{message}"):
+        interface._flash_attn_backward(**{**arguments, **changes})
+
+
+def test_default_scale() -> None:
+    q, k, v, _ = (t.detach() for t in dense_inputs())
+    out, *_ = interface._flash_attn_forward(q, k, v, 0.0, None, False, -1, -1, 0.0, None, False)
+    assert bits_equal(out, package.flash_attn_func(q, k, v))
 
 
 def test_a_head_dim_that_no_kernel_takes_is_refused() -> None:
@@ -200,7 +273,7 @@ def test_a_head_dim_that_no_kernel_takes_is_refused() -> None:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Collects what the backward of each public call will be told."""
+    """Collects `deterministic_bwd`, the last argument of each op."""
     seen: list[bool] = []
     ops = torch.ops.flash_attn_deterministic
 
@@ -233,8 +306,8 @@ def test_deterministic_false_follows_the_mode(
     assert seen == [enabled or given is True]
 
 
-def test_code_of_ring_attention_finds_the_parameters_it_fills_in() -> None:
-    # It asks for the names of the parameters, and passes those it knows by keyword.
+def test_ring_attention_finds_the_parameters_that_it_passes() -> None:
+    # It inspects the names of the parameters, and passes those that it knows by keyword.
     spec = inspect.getfullargspec(interface._flash_attn_forward)
     known: dict[str, Any] = {
         "q": draw(1, 4, 1, 32),

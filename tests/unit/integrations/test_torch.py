@@ -10,16 +10,14 @@ import torch
 from bits import bits_equal
 from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
-from flash_attn_deterministic.integrations import calls
+from flash_attn_deterministic.integrations import low_level
 from flash_attn_deterministic.integrations import torch as provider_module
 from torch.nn import attention
 
-# The type checker can't follow arguments that stand for many.
+# Any, because the type checker can't match unpacked arguments.
 provider: Any = provider_module
 dense_func: Any = package.flash_attn_func
 varlen_func: Any = package.flash_attn_varlen_func
-
-ASKED_FOR = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -47,7 +45,7 @@ def test_the_provider_is_listed() -> None:
     assert "flash_attn_deterministic" in attention.list_flash_attention_impls()
 
 
-def test_the_handle_puts_the_kernels_in_and_takes_them_out() -> None:
+def test_handle_registers_and_removes_the_kernels() -> None:
     if torch.version.cuda is not None:
         pytest.skip("torch has kernels of its own for CUDA")
     names = list(provider._OVERRIDES)
@@ -65,7 +63,7 @@ def test_torch_activates_and_restores_it() -> None:
     attention.activate_flash_attention_impl("flash_attn_deterministic")
     try:
         assert attention.current_flash_attention_impl() == "flash_attn_deterministic"
-        assert has_kernel(ASKED_FOR[0], "CUDA")
+        assert has_kernel("_scaled_dot_product_flash_attention", "CUDA")
     finally:
         attention.restore_flash_attention_impl()
     assert attention.current_flash_attention_impl() is None
@@ -117,7 +115,7 @@ def test_sdpa_has_the_bits_of_the_public_function(layout: str, causal: bool) -> 
     torch.autograd.backward(expected, dout.transpose(1, 2))
     assert bits_equal(out, expected.transpose(1, 2))
     assert bits_equal(lse, expected_lse)
-    # What torch.compile was promised by torch's own shape function.
+    # The strides of torch's own shape function, which torch.compile relies on.
     assert out.stride() == torch.empty_like(leaves[0]).stride()
     for leaf, own in zip(leaves, ours, strict=True):
         assert leaf.grad is not None
@@ -164,7 +162,7 @@ def test_packed_sequences_have_the_bits_of_the_public_function() -> None:
         assert bits_equal(theirs.grad, ours.grad)
 
 
-def test_pages_need_no_starts_of_keys() -> None:
+def test_pages_without_cum_seq_k() -> None:
     q, pages = draw(6, 2, 32), draw(4, 16, 1, 32, seed=1)
     table, used = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32), int32(18, 30)
     starts = int32(0, 2, 6)
@@ -183,9 +181,9 @@ def test_pages_need_no_starts_of_keys() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["mode-on", "mode-off"])
-@pytest.mark.parametrize("torch_asks", [True, False], ids=["asked", "not-asked"])
-def test_the_backward_is_deterministic_where_mode_or_torch_say_so(
-    enabled: bool, torch_asks: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("torch_setting", [True, False], ids=["deterministic-only", "any"])
+def test_backward_is_deterministic_by_mode_or_setting_of_torch(
+    enabled: bool, torch_setting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
     original = torch.ops.flash_attn_deterministic.bwd
@@ -200,13 +198,13 @@ def test_the_backward_is_deterministic_where_mode_or_torch_say_so(
         provider.sdpa_forward(q, q, q)[:2] + (torch.zeros(2, dtype=torch.uint64),) * 2
     )
     monkeypatch.setattr(torch.ops, "flash_attn_deterministic", Ops())
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: torch_asks)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: torch_setting)
     with deterministic_mode(enabled):
         provider.sdpa_backward(out, q, q, q, out, lse, None, None, 2, 2, 0.0, False, *random)
-    assert seen == [enabled or torch_asks]
+    assert seen == [enabled or torch_setting]
 
 
-def test_what_is_not_there_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     q = draw(1, 4, 2, 32)
     with pytest.raises(UnsupportedError, match="return_debug_mask"):
         provider.sdpa_forward(q, q, q, return_debug_mask=True)
@@ -220,6 +218,6 @@ def test_what_is_not_there_is_refused() -> None:
     assert provider.forward(*arguments, sinks=None)[0].shape == q.shape
 
 
-def test_scores_say_no_window_in_any_way() -> None:
-    assert calls.Scores(1.0, False, (None, -1)).numbers() == (1.0, -1, -1, 0.0)
-    assert calls.Scores(1.0, True, (3, 2)).numbers() == (1.0, 3, 0, 0.0)
+def test_scores_without_a_window() -> None:
+    assert low_level.Scores(1.0, False, (None, -1)).checked(64) == (1.0, -1, -1, 0.0)
+    assert low_level.Scores(1.0, True, (3, 2)).checked(64) == (1.0, 3, 0, 0.0)

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from flash_attn_deterministic.integrations import transformers as integration  # noqa: E402
 
-# The type checker can't follow arguments that stand for many.
+# Any, because the type checker can't match unpacked arguments.
 ours: Any = integration
 attention_func: Any = package.flash_attn_func
 
@@ -63,7 +63,7 @@ def padding(side: str) -> torch.Tensor:
 
 
 def compare_with_eager(model: Any, run: Any) -> None:
-    """Compares with the eager attention of transformers, and looks that ours has run at all."""
+    """Compares with the eager attention of transformers, and checks that ours has run."""
     results = run(model)
     model.set_attn_implementation("eager")
     expected = run(model)
@@ -108,7 +108,7 @@ def test_generate_with_caches_gives_one_text(family: str) -> None:
 
 @torch.no_grad()
 def test_a_static_cache_without_a_mask_sees_its_tokens_only() -> None:
-    # With "flash_attention_2" the queries see the free places of the cache too.
+    # With "flash_attention_2" the queries also see the free places of the cache.
     model, ids = make_model("Llama"), tokens(2, 12)
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
     first = model(ids[:, :8], past_key_values=cache, use_cache=True).logits
@@ -131,7 +131,7 @@ def test_gradients_agree_with_eager(family: str) -> None:
 
 
 def layer(**options: Any) -> Any:
-    """What the attention function looks at in a layer of a model."""
+    """The attributes of a layer that the attention function reads."""
     config = SimpleNamespace(_attn_implementation=NAME)
     return SimpleNamespace(config=config, is_causal=True, layer_idx=0, **options)
 
@@ -173,7 +173,7 @@ def test_a_row_has_the_same_bits_padded_packed_and_alone(sliding_window: int | N
 
 @pytest.mark.parametrize("variable", ["0", "1"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["mode-on", "mode-off"])
-def test_the_mode_decides_on_the_backward(
+def test_backward_follows_the_mode(
     variable: str, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
@@ -191,7 +191,7 @@ def test_the_mode_decides_on_the_backward(
     assert seen == [enabled]
 
 
-def test_what_is_not_there_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     q = draw(1, 2, 4, 16, seed=0)
     with pytest.raises(UnsupportedError, match="s_aux"):
         ours.attention(layer(), q, q, q, None, s_aux=torch.zeros(2))
@@ -201,13 +201,13 @@ def test_what_is_not_there_is_refused() -> None:
         ours.attention(layer(), q, q, q, torch.ones(1, 1, 4, 4))
 
 
-def test_a_model_in_float32_is_told_which_dtypes_there_are() -> None:
+def test_error_of_a_model_in_float32() -> None:
     model = make_model("Llama").float()
     with pytest.raises(DtypeError, match=r"torch.float16 or torch.bfloat16, got torch.float32"):
         model(tokens(1, 4))
 
 
-def test_other_names_are_looked_for_where_transformers_does() -> None:
+def test_other_names_are_left_to_transformers() -> None:
     with pytest.raises(ValueError, match="Could not find"):
         transformers.modeling_flash_attention_utils._lazy_imports("flash_no_such")
 
@@ -220,7 +220,7 @@ def test_other_names_are_looked_for_where_transformers_does() -> None:
         pytest.param(torch.tensor(5), 3, 32, 8, id="free-places"),
     ],
 )
-def test_the_mask_tells_how_much_of_a_cache_is_filled(
+def test_width_of_the_mask_is_the_filled_part_of_a_cache(
     seen: int | torch.Tensor, new: int, places: int, width: int | None
 ) -> None:
     mask = ours.mask(2, new, places, q_offset=seen)

@@ -1,4 +1,4 @@
-"""The backend against vLLM's own base classes, on the CPU: `nox -s vllm` installs it."""
+"""The backend with vLLM's own base classes, on the CPU; `nox -s vllm` installs vLLM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_entry_point_registers_the_backend() -> None:
         pytest.param("AttentionImpl", "DeterministicImpl", id="impl"),
     ],
 )
-def test_nothing_abstract_is_left_and_parameters_are_those_of_vllm(name: str, own: str) -> None:
+def test_no_abstract_methods_and_the_parameters_of_vllm(name: str, own: str) -> None:
     theirs, mine = getattr(base, name), getattr(ours, own)
     assert not inspect.isabstract(mine)
     for method in theirs.__abstractmethods__:
@@ -160,7 +160,7 @@ def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, 
     assert bits_equal(whole, expected[0])
 
 
-def test_the_mode_of_the_process_plays_no_part() -> None:
+def test_mode_of_the_process_has_no_effect() -> None:
     with package.deterministic_mode(False):
         found = Engine().step((0, 0, 40))
     assert bits_equal(found, Engine().step((0, 0, 40)))
@@ -173,7 +173,7 @@ def test_a_layer_that_shares_a_cache_does_not_write() -> None:
     assert not engine.cache.any()
 
 
-def test_what_is_not_there_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="attn_type"):
         Engine(attn_type="encoder_only")
     with pytest.raises(UnsupportedError, match="sinks"):

@@ -1,4 +1,4 @@
-"""What a call runs, and who checks it. A stand-in refuses calls as the CUDA ops do."""
+"""Checks before or after the op, and the way to the op. A fake op refuses calls as CUDA ops do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flash_attn_deterministic import interface
 from flash_attn_deterministic._checks import kvcache as kvcache_checks
 from flash_attn_deterministic._checks import tensors
 from flash_attn_deterministic._checks import varlen as varlen_checks
-from flash_attn_deterministic._ops import autograd, eager
+from flash_attn_deterministic._ops import autograd, dispatch
 from flash_attn_deterministic.errors import FlashAttnError
 from flash_attn_deterministic.interface import _call, dense, kvcache, varlen
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,7 @@ names = pytest.mark.parametrize("name", CALLS)
 
 @pytest.fixture
 def op_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes CPU tensors for those of a CUDA device."""
+    """Treats CPU tensors as those of a CUDA device."""
 
     class Cuda(torch.Tensor):
         is_cuda = True
@@ -37,21 +37,21 @@ def op_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_cpu(rank: int, q: Any, *others: Any) -> bool:
         return (
             isinstance(q, torch.Tensor)
-            and not eager.is_followed(q, *others)
+            and not dispatch.needs_dispatcher(q, *others)
             and _call.op_checks(rank, q.as_subclass(Cuda))
         )
 
-    monkeypatch.setattr(_call, "is_followed", lambda *tensors: False)
+    monkeypatch.setattr(_call, "needs_dispatcher", lambda *tensors: False)
     for module in (dense, varlen, kvcache):
         monkeypatch.setattr(module, "op_checks", on_cpu)
 
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Puts an op that refuses each call in the place of every op; collects the calls."""
+    """Makes every op refuse its calls; collects their names."""
     called = []
 
-    def run(name: str, arguments: tuple[Any, ...], followed: bool) -> NoReturn:
+    def run(name: str, arguments: tuple[Any, ...], through_dispatcher: bool) -> NoReturn:
         called.append(name)
         raise RuntimeError("refused by the op")
 
@@ -100,7 +100,7 @@ def error_of(call: Callable[[], Any]) -> FlashAttnError:
 
 
 @pytest.mark.parametrize(("name", "changes"), WRONG.values(), ids=WRONG)
-def test_refusal_reads_as_if_it_had_been_checked_before(
+def test_refusal_has_the_message_of_our_checks(
     name: str, changes: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     call = CALLS[name]()
@@ -114,7 +114,7 @@ def test_refusal_reads_as_if_it_had_been_checked_before(
 
 @names
 @pytest.mark.usefixtures("op_checks")
-def test_error_of_the_op_where_nothing_is_found_wrong(name: str, refused: list[str]) -> None:
+def test_error_of_the_op_if_our_checks_find_nothing(name: str, refused: list[str]) -> None:
     with pytest.raises(RuntimeError, match="refused by the op"):
         CALLS[name]()()
     assert len(refused) == 1
@@ -122,9 +122,7 @@ def test_error_of_the_op_where_nothing_is_found_wrong(name: str, refused: list[s
 
 @names
 @pytest.mark.usefixtures("op_checks")
-def test_what_the_op_checks_is_not_checked_before(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_valid_call_skips_our_checks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = CALLS[name]()()
     for module, check in (
         (tensors, "check_dense"),
@@ -137,20 +135,20 @@ def test_what_the_op_checks_is_not_checked_before(
 
 
 @pytest.mark.usefixtures("op_checks")
-def test_wrong_call_with_dropout_draws_nothing() -> None:
+def test_wrong_call_with_dropout_draws_no_seed() -> None:
     state = torch.get_rng_state()
     error_of(lambda: qkv_call()(v=normal(2, 8, 2, 32), dropout_p=0.5))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_call_of_a_gpu_alone_leaves_the_checks_to_the_op() -> None:
+def test_checks_are_left_to_cuda_ops_only() -> None:
     q, k, v = make_inputs(2, 5, 9, 4, 2, 32, torch.bfloat16)
     assert not _call.op_checks(4, q, k, v)
     assert not _call.op_checks(4, q.to("meta"), k, v)
     assert not _call.op_checks(4, None, k, v)
 
 
-# --- the way to the op --------------------------------------------------------------------------
+# --- The way to the op --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -159,14 +157,14 @@ def by_dispatcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def switch() -> None:
         for module in (_call, kvcache, autograd):
-            monkeypatch.setattr(module, "is_followed", lambda *tensors: True)
+            monkeypatch.setattr(module, "needs_dispatcher", lambda *tensors: True)
 
     return switch
 
 
 @pytest.mark.parametrize("head_dim", [32, 20])
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
-def test_gradients_are_those_of_the_registered_formula(
+def test_gradients_equal_those_of_the_dispatcher(
     name: str, head_dim: int, by_dispatcher: Callable[[], None]
 ) -> None:
     def gradients() -> tuple[torch.Tensor, ...]:
@@ -185,9 +183,7 @@ def test_gradients_are_those_of_the_registered_formula(
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @names
-def test_nothing_is_recorded_where_no_gradient_is_wanted(
-    name: str, mode: Callable[[], Any]
-) -> None:
+def test_no_graph_is_recorded_without_gradients(name: str, mode: Callable[[], Any]) -> None:
     call = CALLS[name]()
     for tensor in "qkv":
         if call.arguments.get(tensor) is not None and name != "flash_attn_with_kvcache":
@@ -198,7 +194,7 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted(
     assert not out.requires_grad
 
 
-def test_saved_tensor_that_was_written_to_is_noticed() -> None:
+def test_write_to_a_saved_tensor_raises() -> None:
     call = qkv_call()
     q = call.arguments["q"].requires_grad_()
     out = call()
@@ -249,16 +245,16 @@ def test_subclasses_see_the_op() -> None:
     assert any("flash_attn_deterministic.fwd" in name for name in seen)
 
 
-def test_what_counts_as_followed() -> None:
+def test_needs_dispatcher() -> None:
     q = torch.ones(2)
-    assert not eager.is_followed(q, torch.nn.Parameter(q), None)
-    assert eager.is_followed(q, q.as_subclass(type("Own", (torch.Tensor,), {})))
+    assert not dispatch.needs_dispatcher(q, torch.nn.Parameter(q), None)
+    assert dispatch.needs_dispatcher(q, q.as_subclass(type("Own", (torch.Tensor,), {})))
     with Counts():
-        assert eager.is_followed(q)
+        assert dispatch.needs_dispatcher(q)
     with torch.device("cpu"):
-        assert eager.is_followed(q)
+        assert dispatch.needs_dispatcher(q)
     with torch.autograd.forward_ad.dual_level():
-        assert eager.is_followed(q)
+        assert dispatch.needs_dispatcher(q)
     seen = []
-    torch.func.vmap(lambda x: seen.append(eager.is_followed(x)) or x)(q)  # type: ignore[func-returns-value]
+    torch.func.vmap(lambda x: seen.append(dispatch.needs_dispatcher(x)) or x)(q)  # type: ignore[func-returns-value]
     assert seen == [True]

@@ -141,7 +141,7 @@ def test_cpu_is_the_reference(head_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [1, 20, 100])
-def test_head_dim_is_padded_after_the_scale_is_taken(head_dim: int) -> None:
+def test_default_scale_is_that_of_the_unpadded_head_dim(head_dim: int) -> None:
     q, k, v = make_inputs(1, 3, 140, 2, 1, head_dim)
     out = flash_attn_func(q, k, v)
     assert out.shape == q.shape
@@ -158,7 +158,7 @@ def test_strided_last_dimension() -> None:
     assert bits_equal(flash_attn_func(expanded, k, v), flash_attn_func(expanded.clone(), k, v))
 
 
-def test_inputs_are_left_as_they_are() -> None:
+def test_inputs_are_not_changed() -> None:
     inputs = make_inputs(2, 5, 9, head_dim=20)
     before = [x.clone() for x in inputs]
     flash_attn_func(*inputs, causal=True)
@@ -206,7 +206,7 @@ def _assert_same(left: Any, right: Any) -> None:
 
 
 def _unpacked(call: Call) -> Call:
-    """The same call, of the function that takes q, k and v."""
+    """The same call of the function with separate q, k and v."""
     arguments = dict(call.arguments)
     varlen = "varlen" in call.function.__name__
     dim = 1 if varlen else 2
@@ -283,7 +283,7 @@ def test_paged_is_contiguous() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
-def test_cache_is_attention_over_what_it_then_holds(head_dim: int) -> None:
+def test_cache_equals_attention_over_its_tokens(head_dim: int) -> None:
     call = kvcache_call(head_dim)
     arguments = call.arguments
     old = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
@@ -312,7 +312,7 @@ def test_num_splits_changes_no_bit(num_splits: int) -> None:
     assert bits_equal(kvcache_call()(num_splits=num_splits), kvcache_call()())
 
 
-def test_cache_knows_that_it_was_written_to() -> None:
+def test_write_to_the_cache_changes_its_version() -> None:
     call = kvcache_call()
     call()
     assert call.arguments["k_cache"]._version > 0
@@ -333,7 +333,7 @@ def test_cache_call_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_windows_and_causal_that_mean_the_same(name: str) -> None:
-    # With a window, a rotary embedding moves on from query to query.
+    # With a window, the rotary position advances from query to query.
     rotary = {"rotary_cos": None, "rotary_sin": None} if "kvcache" in name else {}
 
     def call(causal: bool, left: int, right: int) -> torch.Tensor:
@@ -378,7 +378,7 @@ def test_compiles_without_a_graph_break(backend: str, requires_grad: bool, head_
 def test_compiles_once_for_all_lengths_and_batches() -> None:
     counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
     compiled = _compile(fullgraph=True, backend=counter, dynamic=True)
-    # No two sizes of the first call are equal: torch.compile would take them for one.
+    # All sizes of the first call differ: torch.compile would treat equal ones as one size.
     counts = []
     for batch, seqlen_q, seqlen_k in ((3, 5, 9), (7, 6, 70), (11, 130, 131)):
         q, k, v = make_inputs(batch, seqlen_q, seqlen_k, 4, 2, 64)

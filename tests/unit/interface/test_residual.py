@@ -1,4 +1,4 @@
-"""keep_residual: the forward keeps what rounding takes from out, and the backward adds it."""
+"""keep_residual: the forward keeps the rounding error of out, and the backward adds it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
 )
 from flash_attn_deterministic.errors import UnsupportedError
-from flash_attn_deterministic.integrations import calls
+from flash_attn_deterministic.integrations import low_level
 from flash_attn_deterministic.reference import attention, restored, with_residual
 from torch.utils.checkpoint import checkpoint
 
@@ -83,7 +83,7 @@ def test_error_of_dq_on_uniform_inputs(dtype: torch.dtype, without: float, most:
 
 
 @DTYPES
-def test_out_and_dv_stay(dtype: torch.dtype) -> None:
+def test_out_and_dv_keep_their_bits(dtype: torch.dtype) -> None:
     inputs, dout = _inputs(dtype)
     with PLAIN:
         plain = _run(_causal, inputs, dout)
@@ -93,7 +93,7 @@ def test_out_and_dv_stay(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_out_with_its_residual_is_out_to_more_bits(dtype: torch.dtype) -> None:
+def test_residual_makes_out_more_exact(dtype: torch.dtype) -> None:
     (q, k, v), _ = _inputs(dtype)
     out, softmax_lse, residual = with_residual(attention, q, k, v, split_size=64)
     expected = attention(q, k, v, split_size=64)
@@ -134,7 +134,7 @@ def test_sequence_alone_has_the_bits_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
-def test_float64_has_nothing_to_keep(dropout_p: float) -> None:
+def test_residual_of_float64_is_zero(dropout_p: float) -> None:
     scores = (0.2, -1, 0, 0.0)
     q, k, v = (normal(1, 9, 2, 32, dtype=torch.float64, seed=seed) for seed in range(3))
     random = (None, torch.tensor([5, 7]), dropout_p)
@@ -142,7 +142,7 @@ def test_float64_has_nothing_to_keep(dropout_p: float) -> None:
     assert not residual.any()
 
 
-def test_rows_without_keys_have_none() -> None:
+def test_residual_of_rows_without_keys_is_zero() -> None:
     q, k = normal(1, 5, 2, 32), normal(1, 0, 2, 32)
     out, _, residual = OPS.fwd_with_residual(
         q, k, k, None, None, 0.0, 0.2, -1, -1, 0.0, 0, True, True
@@ -151,7 +151,7 @@ def test_rows_without_keys_have_none() -> None:
     assert not residual.any()
 
 
-# --- where it is kept ---------------------------------------------------------------------------
+# --- Where it is kept ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "kvcache" not in name])
@@ -168,7 +168,7 @@ def test_explain_shows_it(name: str) -> None:
     assert explain(name, **arguments).residual_bytes == 0
 
 
-def test_backward_does_not_ask_the_mode() -> None:
+def test_backward_does_not_depend_on_the_mode() -> None:
     inputs, dout = _inputs()
     with KEPT:
         expected = _run(_causal, inputs, dout)
@@ -179,7 +179,7 @@ def test_backward_does_not_ask_the_mode() -> None:
     assert _differ(expected, (out.detach(), *gradients)) == []
 
 
-def test_checkpoint_runs_again_with_it() -> None:
+def test_checkpoint_recomputes_it() -> None:
     inputs, dout = _inputs()
     with KEPT:
         expected = _run(_causal, inputs, dout)
@@ -199,7 +199,7 @@ def test_compiled_call_keeps_it() -> None:
             assert _differ(_run(compiled, inputs, dout), _run(_causal, inputs, dout)) == []
 
 
-def test_framework_that_keeps_results_itself_is_told() -> None:
+def test_low_level_forward_refuses_it() -> None:
     (q, k, v), _ = _inputs()
     with KEPT, pytest.raises(UnsupportedError, match=r"keep_residual: expected False .*, got True"):
-        calls.forward(q, k, v, calls.Scores(0.2))
+        low_level.forward(q, k, v, low_level.Scores(0.2))

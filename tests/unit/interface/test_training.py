@@ -1,4 +1,4 @@
-"""Training with these functions: the same losses, weights and gradients each time."""
+"""Training repeats: the same losses, weights and gradients each time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = NHEADS * HEAD_DIM
 
 
 class Model(torch.nn.Module):
-    """One layer of a transformer that guesses the next token."""
+    """One layer of a transformer that predicts the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Model(torch.nn.Module):
         return qkv.reshape(-1, 3, NHEADS, HEAD_DIM)
 
     def loss(self, attended: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Maps what (length,) tokens attended to, (length, nheads, head_dim), to a loss."""
+        """Maps the attention of (length,) tokens, (length, nheads, head_dim), to a loss."""
         scores = self.head(self.embedding(tokens) + attended.reshape(-1, WIDTH))
         return torch.nn.functional.cross_entropy(scores[:-1].float(), tokens[1:])
 
@@ -89,7 +89,7 @@ def _gradients(micro_batch: int, packed: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("micro_batch", [2, 4])
-def test_gradients_of_a_sequence_do_not_know_the_micro_batch(
+def test_gradients_of_a_sequence_do_not_depend_on_the_micro_batch(
     micro_batch: int, packed: bool
 ) -> None:
     alone = _gradients(1, packed=False)

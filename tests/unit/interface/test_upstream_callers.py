@@ -1,4 +1,4 @@
-"""Calls as code that was written for flash_attn makes them."""
+"""Calls as in code written for flash_attn."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_length_of_a_cache_that_a_graph_computes() -> None:
 
 
 class Module(torch.nn.Module):
-    """A function, as torch.export takes it."""
+    """A function as a module, for torch.export."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_lengths_that_an_exported_program_computes(function: Any, strict: bool) 
 # --- Errors -------------------------------------------------------------------------------------
 
 
-def test_what_upstream_raises_can_be_caught() -> None:
+def test_errors_are_runtime_errors_as_upstream() -> None:
     """flash_attn's own checks raise RuntimeError, and callers fall back on it."""
     q = normal(1, 4, 2, 32)
     with pytest.raises(RuntimeError) as dtype:
@@ -172,7 +172,7 @@ def test_heads_before_tokens_in_one_tensor(other: str) -> None:
         flash_attn_func(**tensors)
 
 
-def test_heads_that_only_do_not_divide() -> None:
+def test_heads_that_do_not_divide_but_are_not_transposed() -> None:
     with pytest.raises(ArgumentError, match="number of heads") as caught:
         flash_attn_func(normal(1, 5, 4, 32), normal(1, 7, 3, 32), normal(1, 7, 3, 32))
     assert "transposed" not in str(caught.value)
@@ -214,7 +214,7 @@ def test_documented_probability_of_keeping(dropout_p: float) -> None:
     assert flash_attn_func.__doc__ is not None
     document = " ".join(flash_attn_func.__doc__.split())
     assert "keep = float32(1 - dropout_p)" in document
-    assert "probability of keeping is really (floor(255 * keep) + 1) / 256" in document
+    assert "actual probability of keeping is (floor(255 * keep) + 1) / 256" in document
     keep = np.float32(1 - dropout_p)
     assert largest_kept_byte(dropout_p) == np.floor(255 * np.float64(keep))
     q = normal(1, 64, 2, 32)
@@ -228,7 +228,7 @@ def test_documented_probability_of_keeping(dropout_p: float) -> None:
 
 @pytest.fixture
 def in_transformers(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of an attention of transformers: its flash attention on this package."""
+    """The name of transformers' flash attention, run on this package."""
     transformers = pytest.importorskip("transformers")
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations.flash_attention import flash_attention_forward
@@ -246,8 +246,8 @@ def in_transformers(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """The backward ops that ran, and what they were told about determinism."""
+def backward_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The backward ops that ran, with their argument deterministic."""
     ops = torch.ops.flash_attn_deterministic
     calls: list[tuple[str, bool]] = []
 
@@ -287,7 +287,7 @@ BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_transformers_trains_in_the_mode(
-    batch: str, enabled: bool, in_transformers: str, told: list[tuple[str, bool]]
+    batch: str, enabled: bool, in_transformers: str, backward_calls: list[tuple[str, bool]]
 ) -> None:
     """It passes deterministic=False in every call, and max_seqlen of packed ones as tensors."""
     model = _model(in_transformers)
@@ -296,18 +296,18 @@ def test_transformers_trains_in_the_mode(
     with deterministic_mode(enabled):
         loss = model(ids, labels=ids, **options, use_cache=False).loss
     loss.backward()
-    assert told == [(op, enabled)]
+    assert backward_calls == [(op, enabled)]
 
 
-def test_transformers_can_ask_for_it(
-    in_transformers: str, told: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+def test_transformers_can_request_determinism(
+    in_transformers: str, backward_calls: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
     ids = torch.arange(16)[None]
     with deterministic_mode(False):
         model = _model(in_transformers)
         model(ids, labels=ids, use_cache=False).loss.backward()
-    assert told == [("bwd", True)]
+    assert backward_calls == [("bwd", True)]
 
 
 def test_kvcache_takes_lengths_of_numpy() -> None:

@@ -1,4 +1,4 @@
-"""The mode of what runs again in the backward."""
+"""The mode of functions that are recomputed in the backward."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ KEY = "flash_attn_deterministic.mode"
 
 @pytest.fixture(autouse=True)
 def one_split() -> Iterator[None]:
-    """A process mode that the tests below depart from."""
+    """A process mode that differs from those of the tests."""
     before = get_deterministic_mode()
     set_deterministic_mode(split_size=0)
     yield
     set_deterministic_mode(*before)
-    assert thread_state.handed_on(KEY) is None
+    assert thread_state.get(KEY) is None
 
 
 class Recorded:
-    """Attention that notes the mode and the thread of each run."""
+    """Attention that records the mode and the thread of each run."""
 
     def __init__(self) -> None:
         self.modes: list[Mode] = []
@@ -65,7 +65,7 @@ def _gradient(run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     return qkv.grad
 
 
-def test_the_two_modes_have_other_bits() -> None:
+def test_the_two_modes_give_different_bits() -> None:
     with deterministic_mode(split_size=SPLIT):
         split = _gradient(Recorded())
     assert not bits_equal(split, _gradient(Recorded()))
@@ -73,7 +73,7 @@ def test_the_two_modes_have_other_bits() -> None:
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward-inside", "backward-outside"])
 @pytest.mark.parametrize("mode", [(True, SPLIT), (False, None)], ids=["splits", "disabled"])
-def test_context_fn_brings_the_first_mode_back(mode: tuple[bool, int | None], inside: bool) -> None:
+def test_context_fn_restores_the_first_mode(mode: tuple[bool, int | None], inside: bool) -> None:
     with deterministic_mode(*mode):
         expected = _gradient(Recorded())
         function, qkv = Recorded(), _qkv()
@@ -140,7 +140,7 @@ def test_decorated_function_keeps_its_mode(use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-def test_dropout_runs_again_with_the_same_mask(use_reentrant: bool) -> None:
+def test_dropout_is_recomputed_with_the_same_mask(use_reentrant: bool) -> None:
     def attention(qkv: torch.Tensor) -> torch.Tensor:
         return flash_attn_qkvpacked_func(qkv, 0.3, causal=True).sin()
 
@@ -171,7 +171,7 @@ def _deep_backward(block: Any) -> Recorded:
     with block:
         qkv = normal(1, 3, 3, 1, 16).requires_grad_()
         _deep(function, 70)(qkv).sum().backward()
-    # Without this the test would say nothing.
+    # Without this the test would prove nothing.
     assert len(function.threads) > 1
     assert len(function.modes) > 1
     return function
@@ -179,24 +179,24 @@ def _deep_backward(block: Any) -> Recorded:
 
 @pytest.mark.skipif(not thread_state._AVAILABLE, reason="this torch hands nothing on")
 @pytest.mark.parametrize("mode", [Mode(True, SPLIT), Mode(False, 0)], ids=["splits", "disabled"])
-def test_engine_threads_have_the_mode_of_who_called_backward(mode: Mode) -> None:
+def test_engine_threads_have_the_mode_of_the_caller_of_backward(mode: Mode) -> None:
     function = _deep_backward(deterministic_mode(mode.enabled, mode.split_size))
     assert set(function.modes) == {mode}
 
 
-def test_engine_threads_forget_it_again() -> None:
+def test_engine_threads_do_not_keep_the_mode() -> None:
     _deep_backward(deterministic_mode(split_size=SPLIT))
     assert set(_deep_backward(nullcontext()).modes) == {Mode(True, 0)}
 
 
-def test_torch_that_hands_nothing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_shared_thread_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_state, "_AVAILABLE", False)
     function = _deep_backward(deterministic_mode(split_size=SPLIT))
     assert function.modes[0] == Mode(True, SPLIT)
     assert Mode(True, 0) in function.modes
 
 
-def test_other_threads_are_not_touched() -> None:
+def test_other_threads_keep_their_mode() -> None:
     modes = []
     with deterministic_mode(split_size=SPLIT):
         thread = threading.Thread(target=lambda: modes.append(get_deterministic_mode()))
@@ -207,10 +207,10 @@ def test_other_threads_are_not_touched() -> None:
 
 @deterministic_mode(split_size=SPLIT)
 def _fail_inside() -> None:
-    assert current._handed_on() == Mode(True, SPLIT)
+    assert current._mode_of_backward() == Mode(True, SPLIT)
     with deterministic_mode(split_size=2 * SPLIT):
-        assert current._handed_on() == Mode(True, 2 * SPLIT)
-    assert current._handed_on() == Mode(True, SPLIT)
+        assert current._mode_of_backward() == Mode(True, 2 * SPLIT)
+    assert current._mode_of_backward() == Mode(True, SPLIT)
     raise ValueError("inside")
 
 
@@ -218,13 +218,13 @@ def _fail_inside() -> None:
 def test_nothing_stays_after_an_exception() -> None:
     with pytest.raises(ValueError, match="inside"):
         _fail_inside()
-    assert thread_state.handed_on(KEY) is None
+    assert thread_state.get(KEY) is None
 
 
 @pytest.mark.parametrize(
     "around", [nullcontext(), deterministic_mode(split_size=2 * SPLIT)], ids=["alone", "nested"]
 )
-def test_block_with_a_graph_break_leaves_nothing(around: Any) -> None:
+def test_block_with_a_graph_break_restores_the_mode(around: Any) -> None:
     def function(qkv: torch.Tensor) -> torch.Tensor:
         with deterministic_mode(split_size=SPLIT):
             first = qkv.sin()
@@ -234,22 +234,22 @@ def test_block_with_a_graph_break_leaves_nothing(around: Any) -> None:
     torch._dynamo.reset()
     qkv = _qkv().detach()
     with around:
-        before = get_deterministic_mode(), thread_state.handed_on(KEY)
+        before = get_deterministic_mode(), thread_state.get(KEY)
         found = torch.compile(function, backend="aot_eager")(qkv)
-        assert (get_deterministic_mode(), thread_state.handed_on(KEY)) == before
+        assert (get_deterministic_mode(), thread_state.get(KEY)) == before
     with deterministic_mode(split_size=SPLIT):
         assert bits_equal(found, flash_attn_qkvpacked_func(qkv.sin(), causal=True))
 
 
 @pytest.mark.skipif(not thread_state._AVAILABLE, reason="this torch hands nothing on")
-def test_handing_on() -> None:
+def test_thread_state() -> None:
     value = object()
     references = sys.getrefcount(value)
-    assert thread_state.handed_on("name") is None
-    thread_state.hand_on("name", None)
+    assert thread_state.get("name") is None
+    thread_state.put("name", None)
     for _ in range(3):
-        thread_state.hand_on("name", value)
-        assert thread_state.handed_on("name") is value
-        thread_state.hand_on("name", None)
-        assert thread_state.handed_on("name") is None
+        thread_state.put("name", value)
+        assert thread_state.get("name") is value
+        thread_state.put("name", None)
+        assert thread_state.get("name") is None
     assert sys.getrefcount(value) == references

@@ -75,7 +75,7 @@ def test_plan_is_immutable() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "kvcache" not in name])
-def test_dropout_draws_nothing_and_changes_no_plan_on_the_cpu(name: str) -> None:
+def test_dropout_draws_no_seed_and_has_the_same_plan_on_the_cpu(name: str) -> None:
     call = CALLS[name](20)
     before = torch.get_rng_state()
     dropping = explain(name, **call.arguments, dropout_p=0.3, return_attn_probs=True)
@@ -102,7 +102,7 @@ def test_split_size_of_the_call_and_of_the_mode() -> None:
 @pytest.mark.parametrize(
     ("table", "tokens"), [pytest.param(None, 20, id="contiguous"), pytest.param(6, 96, id="paged")]
 )
-def test_cache_counts_as_long_as_it_may_get(table: int | None, tokens: int) -> None:
+def test_cache_counts_its_capacity(table: int | None, tokens: int) -> None:
     arguments = kvcache_call().arguments
     for name in ("rotary_cos", "rotary_sin"):
         del arguments[name]
@@ -167,8 +167,8 @@ def explain_changed(call: Call, changes: dict[str, Any]) -> Plan:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_what_the_call_accepts_is_explained() -> None:
-    """There is no backward with leftpad_k, but a forward."""
+def test_call_without_a_backward_is_explained() -> None:
+    """leftpad_k has a forward, but no backward."""
     leaf = varlen_call().arguments["q"].clone().requires_grad_()
     changes = {"q": leaf, "leftpad_k": int32(1, 0, 3)}
     varlen_call()(**changes)

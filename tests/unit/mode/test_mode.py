@@ -38,7 +38,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 @pytest.fixture(autouse=True)
 def default_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test starts with the default, and leaves this thread without a mode of its own."""
+    """Each test starts with the default mode, and has to leave all its blocks."""
     monkeypatch.setattr(current, "_process_mode", Mode(True, 2048))
     yield
     assert current._thread.box.mode is None
@@ -56,13 +56,13 @@ def in_thread(function: Any) -> Any:
 # --- Process and threads ------------------------------------------------------------------------
 
 
-def test_set_counts_for_all_threads() -> None:
+def test_set_applies_to_all_threads() -> None:
     set_deterministic_mode(split_size=512)
     assert get_deterministic_mode() == Mode(enabled=True, split_size=512)
     assert in_thread(get_deterministic_mode) == Mode(enabled=True, split_size=512)
 
 
-def test_what_is_not_set_stays() -> None:
+def test_arguments_that_are_not_given_keep_their_value() -> None:
     set_deterministic_mode(split_size=512)
     set_deterministic_mode(False)
     assert get_deterministic_mode() == Mode(enabled=False, split_size=512)
@@ -75,7 +75,7 @@ def test_mode_is_immutable() -> None:
         get_deterministic_mode().split_size = 64  # type: ignore[misc]
 
 
-def test_block_counts_for_its_thread_alone() -> None:
+def test_block_applies_to_its_thread_only() -> None:
     with deterministic_mode(split_size=512):
         assert get_deterministic_mode().split_size == 512
         assert in_thread(get_deterministic_mode).split_size == 2048
@@ -105,7 +105,7 @@ def test_block_is_left_by_an_exception() -> None:
     assert get_deterministic_mode().split_size == 2048
 
 
-def test_set_inside_a_block_counts_after_it() -> None:
+def test_set_inside_a_block_applies_after_it() -> None:
     with deterministic_mode(split_size=512):
         set_deterministic_mode(split_size=64)
         assert get_deterministic_mode().split_size == 512
@@ -125,7 +125,7 @@ def test_decorator() -> None:
     assert get_deterministic_mode().split_size == 2048
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_threads_are_independent() -> None:
     barrier = threading.Barrier(8)
     wrong: list[int] = []
 
@@ -145,8 +145,8 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert wrong == []
 
 
-def test_tasks_that_take_turns_leave_nothing() -> None:
-    """A block must not span an await; where it does, no wrong mode stays for good."""
+def test_interleaved_tasks_restore_the_mode() -> None:
+    """A block must not span an await; if it does, the mode is still restored."""
     seen: list[int] = []
 
     async def task(split_size: int, turns: int) -> None:
@@ -161,7 +161,7 @@ def test_tasks_that_take_turns_leave_nothing() -> None:
     asyncio.run(both())
     assert seen == [128, 2048]  # the other's, while it lasts
     assert get_deterministic_mode() == Mode(True, 2048)
-    assert thread_state.handed_on(current._HANDED_ON) is None
+    assert thread_state.get(current._KEY) is None
 
 
 def test_blocks_left_in_any_order() -> None:
@@ -171,11 +171,11 @@ def test_blocks_left_in_any_order() -> None:
     for leave, then in ((128, 192), (192, 64), (64, 2048)):
         blocks[leave].__exit__()
         assert get_deterministic_mode().split_size == then
-        assert current._handed_on() in (Mode(True, then), None)
-    assert thread_state.handed_on(current._HANDED_ON) is None
+        assert current._mode_of_backward() in (Mode(True, then), None)
+    assert thread_state.get(current._KEY) is None
 
 
-def test_generators_that_take_turns_leave_nothing() -> None:
+def test_interleaved_generators_restore_the_mode() -> None:
     def generator(split_size: int) -> Iterator[int]:
         with deterministic_mode(split_size=split_size):
             yield get_deterministic_mode().split_size
@@ -193,17 +193,17 @@ def _holder(split_size: int) -> Iterator[int]:
         yield get_deterministic_mode().split_size
 
 
-def test_generator_that_another_thread_ends() -> None:
+def test_generator_closed_by_another_thread() -> None:
     held = _holder(64)
     assert next(held) == 64
     in_thread(lambda: next(held, None))
     assert get_deterministic_mode() == Mode(True, 2048)
-    assert thread_state.handed_on(current._HANDED_ON) is None
+    assert thread_state.get(current._KEY) is None
     set_deterministic_mode(split_size=512)
     assert get_deterministic_mode() == Mode(True, 512)
 
 
-def test_generator_that_another_thread_collects() -> None:
+def test_generator_collected_by_another_thread() -> None:
     def hold() -> None:
         held = _holder(64)
         assert next(held) == 64
@@ -253,8 +253,8 @@ def test_one_object_in_two_threads() -> None:
     assert get_deterministic_mode() == Mode(True, 2048)
 
 
-def test_blocks_that_threads_leave_for_each_other_at_once() -> None:
-    """Many threads end blocks of one thread, which enters and leaves its own meanwhile."""
+def test_many_threads_end_blocks_of_another_one() -> None:
+    """The other thread enters and leaves its own blocks at the same time."""
     held = [_holder(64 * (i + 2)) for i in range(400)]
     for each in held:
         next(each)
@@ -355,7 +355,7 @@ def test_functions_that_cannot_be_decorated(function: Any, kind: str) -> None:
         pytest.param(lambda: _coroutine(), "coroutine", id="coroutine"),
     ],
 )
-def test_functions_that_turn_out_to_run_later(function: Any, kind: str) -> None:
+def test_functions_that_return_a_coroutine_or_generator(function: Any, kind: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"got one that returned a {kind}, whose body"):
         deterministic_mode(split_size=512)(function)()
     assert get_deterministic_mode() == Mode(True, 2048)
@@ -426,9 +426,9 @@ def test_source_tree_knows_the_block_size(monkeypatch: pytest.MonkeyPatch) -> No
     def no_record() -> None:
         raise BuildInfoError("a source tree")
 
-    assert split._block_n_of_all() == 64
+    assert split._common_block_n() == 64
     monkeypatch.setattr(split, "build_info", no_record)
-    assert split._block_n_of_all() == 64
+    assert split._common_block_n() == 64
 
 
 # --- Environment --------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def run_python(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env={**clean, **environ})
 
 
-def test_environment_is_read_at_import_and_not_again() -> None:
+def test_environment_is_read_at_import_only() -> None:
     script = (
         "import os, flash_attn_deterministic as f; os.environ['FA2_SPLIT_SIZE'] = '64';"
         "print(f.get_deterministic_mode())"
@@ -542,7 +542,7 @@ print(f.get_deterministic_mode())
 
 
 @pytest.mark.parametrize("value", ["100", "1" * 5000], ids=["no-multiple", "5000-digits"])
-def test_wrong_environment_leaves_help_and_info(value: str) -> None:
+def test_help_and_info_work_in_a_wrong_environment(value: str) -> None:
     script = (
         "import sys; from flash_attn_deterministic.__main__ import main;"
         "sys.exit(main(sys.argv[1:] or {}))"
@@ -555,11 +555,11 @@ def test_wrong_environment_leaves_help_and_info(value: str) -> None:
     assert "mode           FA2_SPLIT_SIZE: expected" in result.stdout
 
 
-# --- What the mode does to a call ---------------------------------------------------------------
+# --- The mode of a call -------------------------------------------------------------------------
 
 
 def long_call() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys enough that each split size gives other bits."""
+    """Enough keys that each split size gives different bits."""
     return normal(1, 40, 1, 32), normal(1, 400, 1, 32, seed=1), normal(1, 400, 1, 32, seed=2)
 
 
@@ -567,7 +567,7 @@ def expected(split_size: int) -> torch.Tensor:
     return reference.attention(*long_call(), split_size=split_size)[0]
 
 
-def test_split_sizes_differ_or_these_tests_would_show_nothing() -> None:
+def test_split_sizes_give_different_bits() -> None:
     sizes = (0, 64, 128, 192)
     outs = [expected(size) for size in sizes]
     same = [
@@ -586,7 +586,7 @@ def test_call_follows_the_mode() -> None:
         assert bits_equal(flash_attn_func(*long_call()), expected(128))
 
 
-def test_split_size_of_the_call_comes_first() -> None:
+def test_split_size_of_the_call_overrides_the_mode() -> None:
     with deterministic_mode(split_size=64):
         assert bits_equal(flash_attn_func(*long_call(), split_size=128), expected(128))
         assert bits_equal(flash_attn_func(*long_call(), split_size=0), expected(0))
@@ -601,7 +601,7 @@ def test_split_size_has_no_effect_where_the_mode_is_off() -> None:
 
 
 class Counted:
-    """A function compiled without graph breaks, and how often it was."""
+    """A function compiled without graph breaks, which counts its compilations."""
 
     def __init__(self, function: Any) -> None:
         torch._dynamo.reset()
@@ -609,7 +609,7 @@ class Counted:
         self.compiled: Any = torch.compile(function, fullgraph=True, backend=self.backend)
 
     def check(self, split_size: int, compilations: int) -> None:
-        """Runs it: the bits of a split size, after so many compilations."""
+        """Checks the bits of a call, and the number of compilations so far."""
         assert bits_equal(self.compiled(*long_call()), expected(split_size))
         assert self.backend.frame_count == compilations
 
@@ -678,7 +678,7 @@ def test_decorated_function_compiles() -> None:
 
 
 def test_compiled_function_that_is_decorated() -> None:
-    """torch knows a compiled function by attributes that functools.wraps copies."""
+    """functools.wraps copies the attributes by which torch recognises a compiled function."""
     torch._dynamo.reset()
     compiled: Any = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
     decorated = deterministic_mode(split_size=128)(compiled)

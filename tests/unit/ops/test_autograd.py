@@ -29,14 +29,14 @@ TENSORS = ("q", "k", "v", "qkv", "kv")
 
 
 def leaves_of(call: Call) -> dict[str, torch.Tensor]:
-    """The call's q, k and v, or what holds them."""
+    """The call's q, k and v, or the packed tensors."""
     return {name: call.arguments[name] for name in TENSORS if name in call.arguments}
 
 
 def gradients(
     call: Call, function: Callable[..., Any] | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Gradients of a call's inputs, with numbers in the place of dout that differ everywhere."""
+    """Gradients of a call's inputs for a random dout."""
     leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
     torch.manual_seed(0)
     result = (function or call.function)(**{**call.arguments, **leaves, **options})
@@ -118,10 +118,10 @@ def test_packed_tensors_get_the_gradients_of_their_parts(
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "packed" in name])
-def test_packed_tensors_get_what_the_backward_wrote(
+def test_gradient_of_a_packed_tensor_is_not_copied(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No copy stands between the tensor that the op fills and the packed tensor's gradient."""
+    """The packed tensor's gradient is the tensor that the op fills."""
     ops = torch.ops.flash_attn_deterministic
     op = "varlen_qkvpacked_bwd" if "varlen" in name else "qkvpacked_bwd"
     backward = getattr(ops, op)
@@ -203,7 +203,7 @@ def test_dropped_elements_are_those_of_the_forward() -> None:
     torch.testing.assert_close(dv.double(), expected, rtol=0, atol=5e-3)
 
 
-# --- What has no gradient -----------------------------------------------------------------------
+# --- No gradient --------------------------------------------------------------------------------
 
 
 @names
@@ -236,7 +236,7 @@ def test_alibi_slopes_have_no_gradient(name: str, form: str) -> None:
 
 
 @names
-def test_double_backward_says_that_there_is_none(name: str) -> None:
+def test_double_backward_raises(name: str) -> None:
     call = CALLS[name](32)
     leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
     first, *_ = torch.autograd.grad(
@@ -276,7 +276,7 @@ def test_gradient_where_there_is_no_backward(
         assert bits_equal(call(**options, **{which: leaf}), expected)
 
 
-def test_op_without_a_backward_says_so_when_it_runs() -> None:
+def test_backward_of_an_op_without_one_raises() -> None:
     call = varlen_call().arguments
     leaf = call["q"].clone().requires_grad_()
     out, _ = torch.ops.flash_attn_deterministic.varlen_fwd(
@@ -291,8 +291,8 @@ def test_op_without_a_backward_says_so_when_it_runs() -> None:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What the backward ops were told about determinism, call by call."""
+def deterministic_arguments(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The argument deterministic of each call of a backward op."""
     ops = torch.ops.flash_attn_deterministic
     calls = []
 
@@ -311,8 +311,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.mark.parametrize("deterministic", [None, True, False, "never"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 @names
-def test_backward_is_told_what_the_forward_resolved(
-    name: str, enabled: bool, deterministic: bool | str | None, told: list[bool]
+def test_backward_gets_what_the_forward_resolved(
+    name: str, enabled: bool, deterministic: bool | str | None, deterministic_arguments: list[bool]
 ) -> None:
     call = CALLS[name](32)
     leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
@@ -320,12 +320,12 @@ def test_backward_is_told_what_the_forward_resolved(
         out = call(**leaves, deterministic=deterministic)
     with deterministic_mode(not enabled):
         out.sum().backward()
-    # False asks for nothing: frameworks pass it on because it is flash_attn's default.
-    assert told == [{True: True, "never": False}.get(deterministic, enabled)]
+    # False follows the mode: it is flash_attn's default, which frameworks pass on.
+    assert deterministic_arguments == [{True: True, "never": False}.get(deterministic, enabled)]
 
 
 @names
-def test_backward_looks_for_its_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_checks_for_its_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(autograd, "check_kernels", lambda *arguments: asked.append(arguments))
     gradients(CALLS[name](20))

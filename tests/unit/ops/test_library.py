@@ -12,7 +12,7 @@ import torch
 from calls import CALLS
 from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD
 
-# Modules and rooms that the import of the package leaves out, whoever else imports them later.
+# Modules and subpackages that the import of the package must not import.
 LATER = (
     *("bench", "deviation", "integrations", "reference", "verify", "__main__"),
     *("info.architectures", "info.cli", "info.collect", "mode.explain", "mode.plan"),
@@ -34,7 +34,7 @@ def test_import_stays_light() -> None:
 
 
 def test_import_is_short(tmp_path: Path) -> None:
-    """20 ms on top of torch; CPU time, and half as much again for slow machines."""
+    """20 ms of CPU time on top of torch, plus half as much for slow machines."""
     script = """
 import os, time, torch
 for _ in range(8):
@@ -63,7 +63,7 @@ def test_import_in_a_program_that_embeds_python(argv: str) -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_names_that_are_imported_later() -> None:
+def test_lazy_names() -> None:
     script = (
         "import flash_attn_deterministic as f; assert 'explain' not in vars(f);"
         "assert {'explain', 'Plan', 'as_flash_attn'} <= set(dir(f));"
@@ -104,8 +104,8 @@ def test_all_functions_are_public() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_docstring_tells_errors_and_source(name: str) -> None:
-    """Said once: the others refer to flash_attn_func."""
+def test_docstring_lists_errors_and_source(name: str) -> None:
+    """flash_attn_func has the list; the others refer to it."""
     own = getattr(package, name).__doc__
     assert "flash_attn 2.8.3" in own
     refers = "As `flash_attn_func`" in own

@@ -1,4 +1,4 @@
-"""The ops themselves, called past the public functions."""
+"""The ops, called directly."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def qkvpacked_fwd(
 def varlen_qkvpacked_fwd(
     scores: Arguments = CAUSAL, dropout_p: float = 0.0, with_q: bool = False
 ) -> Arguments:
-    """The same of packed sequences; the last tokens belong to none."""
+    """The same for packed sequences; the last tokens belong to none."""
     packed = (normal(8, 4, 32), normal(16, 2, 2, 32, seed=1)) if with_q else (None, QKV_PACKED[0])
     starts = (int32(0, 3, 3, 7), int32(0, 5, 7, 15)) if with_q else (int32(0, 3, 6),) * 2
     random = (SLOPES, RNG if dropout_p else None)
@@ -237,7 +237,7 @@ def test_op_passes_opcheck(name: str, arguments: Arguments) -> None:
         ),
     ],
 )
-def test_op_passes_opcheck_where_a_gradient_is_wanted(name: str, arguments: Arguments) -> None:
+def test_op_passes_opcheck_with_gradients(name: str, arguments: Arguments) -> None:
     count = 2 if "qkvpacked" in name else 3
     wanted = (None if x is None else x.clone().requires_grad_() for x in arguments[:count])
     torch.library.opcheck(op(name), (*wanted, *arguments[count:]))
@@ -333,7 +333,7 @@ def test_names_of_arguments(name: str) -> None:
     assert argument_names(name) == tuple(argument.name for argument in op(name)._schema.arguments)
 
 
-def test_schema_of_the_op_that_writes() -> None:
+def test_schema_of_the_op_that_writes_to_arguments() -> None:
     assert str(op("kvcache_fwd")._schema) == (
         "flash_attn_deterministic::kvcache_fwd(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, "
         "Tensor? k, Tensor? v, Tensor? cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, "
@@ -390,14 +390,14 @@ def test_op_checks_the_split_size(name: str, arguments: Arguments) -> None:
 
 @pytest.mark.skipif(library.kernels_missing == "", reason="the CUDA kernels are loaded")
 @pytest.mark.parametrize(("name", "arguments"), ALL_CASES)
-def test_cuda_call_without_kernels_says_why(name: str, arguments: Arguments) -> None:
+def test_error_of_a_cuda_call_without_kernels(name: str, arguments: Arguments) -> None:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with pytest.raises(MissingInstanceError, match=r"no CUDA kernels: .*; install the release"):
         op(name).redispatch(keys, *arguments)
 
 
 class _Library:
-    """Stands for a torch.library.Library, and notes what is registered."""
+    """Records what is registered in a torch.library.Library."""
 
     def __init__(self) -> None:
         self.functions: dict[str, Any] = {}
@@ -407,7 +407,7 @@ class _Library:
         self.functions[name] = function
 
 
-def test_op_that_the_loaded_library_lacks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_an_op_that_the_library_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "has_kernel", lambda name: name == "fwd")
     library = _Library()
     cuda.register_missing(library, "")
@@ -424,7 +424,7 @@ def test_cpu_torch_loads_no_binary(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "built without CUDA" in cuda.load(Path(__file__))
 
 
-def test_wheel_without_kernels_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_of_a_wheel_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "the wheel holds no kernels" in cuda.load(tmp_path / "_C.so")
 
@@ -438,7 +438,7 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_compiler_does_not_trace_the_reference() -> None:
-    """torch.compile gives up a call under a dispatch mode, and what the op runs is then next."""
+    """Under a dispatch mode torch.compile skips the call of the op, and would trace into the op."""
     from torch.utils.flop_counter import FlopCounterMode
 
     graphs = []

@@ -1,4 +1,4 @@
-"""The backward of the reference, against derivatives found in other ways."""
+"""The backward of the reference, against gradcheck and autograd."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 features = pytest.mark.parametrize("feature", FEATURES)
 heads = pytest.mark.parametrize("nheads_k", [4, 2, 1], ids=["mha", "gqa", "mqa"])
-# Keys that no row sees, and rows that see no key, among them.
+# Some have keys that no row sees, or rows that see no key.
 shapes = pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"), [(9, 9), (5, 12), (12, 5), (1, 7), (3, 0)], ids=str
 )
@@ -186,7 +186,7 @@ def test_packed_sequences_are_the_definition() -> None:
 # --- Rows and keys without each other -----------------------------------------------------------
 
 
-def test_rows_without_a_key_give_nothing() -> None:
+def test_rows_without_a_key_contribute_nothing() -> None:
     call = make_backward("causal", 2, 9, 4)
     dq, dk, dv = call()
     assert dq[:, :5].abs().max() == 0
@@ -195,7 +195,7 @@ def test_rows_without_a_key_give_nothing() -> None:
     assert same_gradients(call(), (dq, dk, dv))
 
 
-def test_keys_that_no_row_sees_get_nothing() -> None:
+def test_keys_that_no_row_sees_have_zero_gradients() -> None:
     call = BackwardCall.of(make_call("window", 1, 3, 65))
     _, dk, dv = call()
     for tensor in (dk, dv):
@@ -226,13 +226,13 @@ def test_formats_count(step: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0.1)
 
 
-def test_probs_and_dscores_are_in_the_input_dtype_unless_told() -> None:
+def test_probs_and_dscores_default_to_the_input_dtype() -> None:
     inputs = make_inputs(1, 9, 17)
     dout = normal_like(inputs[0])
     out = attention(*inputs)
-    told = Formats(probs=torch.bfloat16, dscores=torch.bfloat16)
+    given = Formats(probs=torch.bfloat16, dscores=torch.bfloat16)
     usual = attention_backward(dout, *inputs, *out)
-    assert same_gradients(usual, attention_backward(dout, *inputs, *out, formats=told))
+    assert same_gradients(usual, attention_backward(dout, *inputs, *out, formats=given))
     other = Formats(dscores=torch.float32)
     assert not same_gradients(usual, attention_backward(dout, *inputs, *out, formats=other))
 

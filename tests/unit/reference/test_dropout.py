@@ -85,7 +85,11 @@ def test_mask_knows_nothing_else() -> None:
     assert torch.equal(whole[2:, 1::2, 7:20, 33:64], part)
 
 
-@pytest.mark.parametrize(("rows", "keys"), [((0, 0), (0, 5)), ((3, 3), (0, 5)), ((0, 5), (0, 0))])
+@pytest.mark.parametrize(
+    ("rows", "keys"),
+    [((0, 0), (0, 5)), ((3, 3), (0, 5)), ((0, 5), (0, 0))],
+    ids=["rows", "rows-inside", "keys"],
+)
 def test_empty_mask(rows: tuple[int, int], keys: tuple[int, int]) -> None:
     shape = (1, 1, rows[1] - rows[0], keys[1] - keys[0])
     assert _mask(rows=rows, keys=keys).shape == shape
@@ -196,7 +200,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(40, 70), (70, 40)], ids=str)
-def test_s_dmask_tells_what_out_is_made_of(feature: str, seqlen_q: int, seqlen_k: int) -> None:
+def test_out_follows_from_s_dmask(feature: str, seqlen_q: int, seqlen_k: int) -> None:
     q, k, v = make_inputs(2, seqlen_q, seqlen_k, 4, 2, 32, torch.float16)
     options = FEATURES[feature]
     out, _, s_dmask = flash_attn_func(q, k, v, 0.25, return_attn_probs=True, **options)
@@ -275,7 +279,7 @@ def test_s_dmask_where_keys_are_cut_or_in_pages() -> None:
         assert bits_equal(a, b)
 
 
-# --- What surrounds a call ----------------------------------------------------------------------
+# --- Settings of torch --------------------------------------------------------------------------
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
@@ -285,7 +289,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_s_dmask_depends_on_nothing_around(around: str, feature: str) -> None:
+def test_s_dmask_does_not_depend_on_torch_settings(around: str, feature: str) -> None:
     q, k, v = make_inputs(2, 17, 33, 4, 2, 64, torch.float16)
     arguments = {"q": q, "k": k, "v": v, "dropout_p": 0.3, **FEATURES[feature]}
     arguments["return_attn_probs"] = True
@@ -298,7 +302,7 @@ def test_s_dmask_depends_on_nothing_around(around: str, feature: str) -> None:
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", CALLS)
-def test_call_depends_on_nothing_around(name: str, around: str) -> None:
+def test_call_does_not_depend_on_torch_settings(name: str, around: str) -> None:
     options = {"dropout_p": 0.3} if name in DROPOUT else {}
     call, inside = CALLS[name](32), CALLS[name](32)
     expected = _seeded(call, **options, **call.lse())
@@ -309,7 +313,7 @@ def test_call_depends_on_nothing_around(name: str, around: str) -> None:
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_backward_depends_on_nothing_around(around: str) -> None:
+def test_backward_does_not_depend_on_torch_settings(around: str) -> None:
     q, k, v = make_inputs(1, 9, 17, 2, 2, 32)
     leaf = q.clone().requires_grad_()
     expected = _seeded(flash_attn_func, q=leaf, k=k, v=v, dropout_p=0.3, causal=True)
@@ -333,7 +337,7 @@ def test_s_dmask_of_tensors_without_data(name: str) -> None:
 
 
 @pytest.mark.parametrize("split_size", [0, 16], ids=["one-split", "splits"])
-def test_reference_drops_what_the_mask_says(split_size: int) -> None:
+def test_reference_applies_the_mask(split_size: int) -> None:
     q, k, v = make_inputs(2, 33, 70, 4, 2, 16, torch.float64)
     rng_state = torch.tensor([99, 2**61])
     options: dict[str, Any] = {"split_size": split_size, "block_n": 16, "causal": True}

@@ -207,7 +207,7 @@ def test_split_size_changes_bits() -> None:
     assert not bits_equal(results[1], results[2])
 
 
-def test_one_split_that_holds_all_keys_is_no_split() -> None:
+def test_one_split_of_all_keys_equals_no_split() -> None:
     q, k, v = make_inputs(1, 8, 250, 2, 2, 64)
     assert _same(attention(q, k, v), attention(q, k, v, split_size=256))
 
@@ -412,7 +412,7 @@ def test_merging_keeps_a_nan_sum(nan_first: bool) -> None:
     assert merged.acc.isnan().all()
 
 
-def test_merge_weighs_each_side_by_its_maximum() -> None:
+def test_merge_weights_each_side_by_its_maximum() -> None:
     merged = merge_state(_state(2.0, 1.0, 4.0), _state(5.0, 3.0, 8.0), 1.0)
     assert _states_equal(merged, _state(5.0, 3.0 + 0.125, 8.0 + 0.5))
 

@@ -1,8 +1,8 @@
-"""Calls of ops that nothing but autograd follows.
+"""Which calls of an op have to go through torch's dispatcher.
 
-They need not go through the kernel that torch.library.register_autograd makes of an op's formula.
-That is a function of Python, which torch runs at every call, also where no gradient is wanted; it
-takes the host longer than the rest of a call (docs/adr/0021-less-host-time.md).
+The others skip the autograd kernel that torch.library.register_autograd makes of an op's formula.
+It is a Python function that torch runs in every call, even without gradients, and takes the host
+longer than the rest of the call (docs/adr/0021-less-host-time.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMES = (
     "_len_torch_dispatch_stack",
     "_len_torch_function_stack",
 )
-# Not public: with a torch that lacks one of them every call counts as followed.
+# Not public: with a torch that lacks one of them every call goes through the dispatcher.
 _AVAILABLE = (
     all(hasattr(_C, name) for name in _NAMES)
     and hasattr(getattr(_C, "_functorch", None), "maybe_current_level")
@@ -28,12 +28,11 @@ _AVAILABLE = (
 )
 
 
-def is_followed(*tensors: Any) -> bool:
-    """Returns whether anything but autograd follows a call.
+def needs_dispatcher(*tensors: Any) -> bool:
+    """Returns whether torch has to see a call of an op for more than its gradient.
 
-    That is torch.compile, a mode of torch (of fake tensors, for instance), a transform of
-    torch.func, a forward derivative, or a tensor of a class of its own. Such a call has to go
-    through torch.ops, where all of them look.
+    That is so under torch.compile, a mode (such as that of fake tensors), a transform of torch.func
+    or forward-mode AD, and with tensors of a subclass.
 
     Args:
         tensors: of the call, or None.

@@ -1,7 +1,8 @@
-"""Values of lengths and indices, which only the CPU can read without waiting for a GPU.
+"""Checks of the values in tensors of lengths and indices, for CPU tensors.
 
-A wrong one would be a slice of something else, or of nothing. On a GPU it is the caller's promise
-that they are right. The CPU ops check them, since a compiled graph brings other values each time.
+A wrong value would select other tokens, or none. On a GPU the caller has to ensure that they are
+right: reading them makes the host wait. The CPU ops run these checks, since a compiled graph gets
+new values in each run.
 """
 
 from __future__ import annotations
@@ -15,30 +16,34 @@ import torch
 from .._ops.arguments import Lengths, Scores
 from ..errors import ArgumentError
 from .kvcache import check_rotated_queries, rotated_positions
+from .varlen import NAMES, Names
 
 
-def check_values(name: str, arguments: dict[str, Any]) -> None:
-    """Checks what an op finds in tensors of lengths and indices.
+def check_values(name: str, arguments: dict[str, Any], names: Names = NAMES) -> None:
+    """Checks the values in an op's tensors of lengths and indices.
 
     Args:
         name: of the op.
         arguments: of the op, by name; shapes and dtypes have been checked.
+        names: of the caller's arguments.
 
     Raises:
-        ArgumentError: one of them holds what can't be.
+        ArgumentError: a value is out of range.
     """
     if name == "varlen_fwd":
         lengths = Lengths(*(arguments[field] for field in Lengths._fields))
-        check_varlen_values(arguments["q"], arguments["k"], lengths)
+        check_varlen_values(arguments["q"], arguments["k"], lengths, names)
     elif name == "kvcache_fwd":
         check_cache_values(arguments)
     elif name in ("varlen_bwd", "varlen_bwd_accumulate"):
-        for end in ("q", "k"):
-            starts = f"cu_seqlens_{end}"
-            check_starts(starts, arguments[starts].tolist(), arguments[end].shape[0])
+        for tensor in ("q", "k"):
+            starts = f"cu_seqlens_{tensor}"
+            check_starts(starts, arguments[starts].tolist(), arguments[tensor].shape[0])
 
 
-def check_varlen_values(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> None:
+def check_varlen_values(
+    q: torch.Tensor, k: torch.Tensor, lengths: Lengths, names: Names = NAMES
+) -> None:
     """Checks where packed sequences begin and end.
 
     Args:
@@ -46,10 +51,11 @@ def check_varlen_values(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> N
         k: (total_k, nheads_k, head_dim); with a block table (num_blocks, page_block_size, nheads_k,
             head_dim).
         lengths: of the call; shapes and dtypes have been checked.
+        names: of the caller's arguments.
 
     Raises:
-        ArgumentError: a start, a length or a page that can't be, or a sequence longer than
-            max_seqlen_q or max_seqlen_k says.
+        ArgumentError: a start, length or page is out of range, or a sequence is longer than
+            max_seqlen_q or max_seqlen_k.
     """
     table = lengths.block_table
     q_starts, k_starts = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist()
@@ -57,32 +63,32 @@ def check_varlen_values(q: torch.Tensor, k: torch.Tensor, lengths: Lengths) -> N
     batch = len(seqlens_q)
     skipped = [0] * batch if lengths.leftpad_k is None else lengths.leftpad_k.tolist()
     ends = rooms if lengths.seqused_k is None else lengths.seqused_k.tolist()
-    check_starts("cu_seqlens_q", q_starts, q.shape[0])
+    check_starts(names.cu_seqlens_q, q_starts, q.shape[0])
     if table is None:
-        check_starts("cu_seqlens_k", k_starts, k.shape[0])
+        check_starts(names.cu_seqlens_k, k_starts, k.shape[0])
         check_each("seqused_k", ends, rooms, "the keys that cu_seqlens_k has room for")
         check_each("leftpad_k", skipped, ends, "the length")
     else:
         if lengths.seqused_k is None:
-            check_starts("cu_seqlens_k", k_starts)
+            check_starts(names.cu_seqlens_k, k_starts)
         else:
             capacity = table.shape[1] * k.shape[1]
             check_each("seqused_k", ends, [capacity] * batch, "the tokens of its pages")
         check_pages(table, k.shape[1], k.shape[0], ends)
-    check_longest("max_seqlen_q", lengths.max_seqlen_q, seqlens_q)
+    check_longest(names.max_seqlen_q, lengths.max_seqlen_q, seqlens_q)
     seqlens_k = [end - begin for begin, end in zip(skipped, ends, strict=True)]
-    check_longest("max_seqlen_k", lengths.max_seqlen_k, seqlens_k)
+    check_longest(names.max_seqlen_k, lengths.max_seqlen_k, seqlens_k)
 
 
 def check_cache_values(arguments: dict[str, Any]) -> None:
-    """Checks what a cache holds, and has to take up.
+    """Checks lengths, rows and pages of a cache.
 
     Args:
         arguments: of the op kvcache_fwd, by name.
 
     Raises:
-        ArgumentError: a length, a row or a page that can't be, more tokens than the cache has room
-            for, or a query beyond the rotary tables.
+        ArgumentError: a length, row or page is out of range, the new tokens do not fit into the
+            cache, or a query lies beyond the rotary tables.
     """
     q, k_cache, k = (arguments[name] for name in ("q", "k_cache", "k"))
     cache_seqlens, cache_leftpad = arguments["cache_seqlens"], arguments["cache_leftpad"]
@@ -116,12 +122,12 @@ def _differences(starts: Sequence[int]) -> list[int]:
 
 
 def check_starts(name: str, starts: Sequence[int], total: int | None = None) -> None:
-    """Checks where packed sequences begin: from 0 on, and none before the last one's end.
+    """Checks cumulative lengths: they start with 0, do not decrease, and end within the tokens.
 
     Args:
         name: of the argument.
         starts: (batch + 1,).
-        total: tokens that there are; None: not known.
+        total: number of tokens; None: any.
 
     Raises:
         ArgumentError: they don't.
@@ -136,22 +142,22 @@ def check_starts(name: str, starts: Sequence[int], total: int | None = None) -> 
             )
     if total is not None and starts[-1] > total:
         raise ArgumentError(
-            f"{name}: expected at most the {total} tokens that there are as its last element, got "
+            f"{name}: expected a last element of at most {total}, the number of tokens, got "
             f"{starts[-1]}"
         )
 
 
 def check_each(name: str, values: Sequence[int], limits: Sequence[int], what: str) -> None:
-    """Checks a number of each sequence.
+    """Checks one number per sequence.
 
     Args:
         name: of the argument.
-        values: (batch,), from 0 on.
-        limits: (batch,), the largest that are right.
-        what: the limit is, for the message.
+        values: (batch,).
+        limits: (batch,), the largest valid values.
+        what: meaning of the limit, for the message.
 
     Raises:
-        ArgumentError: one is negative or above its limit.
+        ArgumentError: a value is negative or above its limit.
     """
     for sequence, (value, limit) in enumerate(zip(values, limits, strict=True)):
         if not 0 <= value <= limit:
@@ -161,7 +167,7 @@ def check_each(name: str, values: Sequence[int], limits: Sequence[int], what: st
 
 
 def check_longest(name: str, longest: int, lengths: Sequence[int]) -> None:
-    """Checks that no sequence is longer than the caller says.
+    """Checks that no sequence is longer than `longest`.
 
     Raises:
         ArgumentError: one is.
@@ -176,16 +182,16 @@ def check_longest(name: str, longest: int, lengths: Sequence[int]) -> None:
 def check_pages(
     block_table: torch.Tensor, page_size: int, num_pages: int, ends: Sequence[int]
 ) -> None:
-    """Checks the part of a block table that is used.
+    """Checks the used part of a block table.
 
     Args:
         block_table: (batch, pages of a sequence).
         page_size: tokens per page.
-        num_pages: that there are.
+        num_pages: number of pages.
         ends: (batch,), tokens of each sequence.
 
     Raises:
-        ArgumentError: too short for a sequence, or no such page.
+        ArgumentError: too short for a sequence, or a page out of range.
     """
     for sequence, (row, end) in enumerate(zip(block_table.tolist(), ends, strict=True)):
         used = -(-end // page_size)

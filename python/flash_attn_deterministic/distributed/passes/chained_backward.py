@@ -1,20 +1,20 @@
-"""The backward as one device adds it up: sums of dk and dv that travel along the rows.
+"""The backward that passes running sums of dk and dv from rank to rank.
 
 dk and dv of a key are a sum over the rows that see it, in one order. So the sums of a query head
-start on the rank with the rows that come first in that order, go from rank to rank with the rows,
-and end on the rank with the last of them: unrounded, one float32 sum for each key and query head.
-Heads are independent: while the sums of one head are at the second rank, the first rank works on
-the next head. Only what rows on both sides of a border see crosses it.
+start on the rank with the first rows in that order, go from rank to rank with the rows, and end on
+the rank with the last ones: unrounded, one float32 sum for each key and query head. Heads are
+independent: while the sums of one head are at the second rank, the first rank works on the next
+head. A rank sends only the sums of keys that later rows see too.
 
-Where a backend adds rows by blocks, a border within a block moves to its end: the rows of the block
-go to the rank that has the first of them, and their dq comes back.
+Where a device adds rows in blocks, a border between ranks inside a block moves to its end: the rows
+of the block go to the rank that has the first of them, and their dq comes back.
 
-Every rank walks the same waves. In a wave it computes a step of one head, receives the sums for the
-next wave, and sends those of the wave before: messages travel while kernels run, so a step comes
-two waves after the step before it of the same head. All that a rank sends and receives in a wave is
-one batch in the group's own order of launches, in which the gathering of keys for the wave stands
-just before it, on every rank. A batch needs nothing but earlier waves and the other ranks' batches
-of the same wave, so no rank waits in a circle; and sums of three waves are all that is held.
+All ranks go through the same waves. In a wave a rank computes a step of one head, receives the sums
+for the next wave, and sends those of the wave before. Messages travel while kernels run, so a step
+comes two waves after the step before it of the same head. All that a rank sends and receives in a
+wave is one batch in the group's order of launches; on every rank the gathering of keys for the wave
+comes right before it. A batch waits only for earlier waves and the other ranks' batches of the same
+wave, so there is no deadlock, and a rank holds the sums of at most three waves.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from ..messages.ranks import Message, Ranks
 from ..planning.layout import Layout, Tokens, in_blocks, stored_tokens
 from ..planning.plan import Part, call_of, divided, rows_on_keys
 from ..planning.steps import Step, Unit, find_steps, find_units
-from .backward import Gradients, whole_sequences, zeros_like
 from .forward import KEYS, gathered
-from .slices import Rows, Scores, Sums, backward_step, finish, row_order
+from .gathered_backward import Gradients, whole_sequences, zeros_like
+from .op_calls import Rows, Scores, Sums, backward_step, finish, row_order
 
-# Waves from a step to the next one of the same head: one to compute in, one to travel in.
-LAG = 2
+LAG = 2  # waves from a step to the next one of the same head: one computes, one sends
 
 
 def backward(
@@ -46,7 +45,7 @@ def backward(
     scores: Scores,
     heads_k: int,
 ) -> Gradients:
-    """Computes what `backward.backward` does."""
+    """Computes what `gathered_backward.backward` does."""
     gradients = dq, dk, dv = zeros_like(rows.q, k, v)
     parts = divided(tokens_q, tokens_k, scores.mask, ranks.rank)
     whole_sequences(parts.calls, rows, k, v, scores, gradients)
@@ -69,7 +68,7 @@ def backward(
     arriving = gathered(ranks, way, [k, v], k.shape[1], heads_k, KEYS)
 
     def take(step: Step, unit: Unit, arrived: torch.Tensor | None) -> list[Message]:
-        """Does a step, and returns the sums that the next one needs."""
+        """Computes a step, and returns messages with the sums that the next one needs."""
         part, heads = half.parts[step.piece], unit.heads
         sums = _sums(arrived, part, own_rows.q[:, heads])
         call = call_of(part)
@@ -99,7 +98,7 @@ def backward(
         travelling, going = ranks.exchange(going, awaited, SUMS), []
         for step, unit in _at(wave, mine, units):
             going += take(step, unit, came.pop(step, None))
-        # No later wave of this rank is at earlier heads than its latest step in the next one.
+        # Later waves of this rank need no keys of earlier heads than its latest step in the next.
         oldest = units[max(0, min(wave + 1 - LAG * latest, len(units) - 1))].number
         keys = {number: one for number, one in keys.items() if number >= oldest}
     travelling.wait()
@@ -109,12 +108,11 @@ def backward(
     return gradients
 
 
-# For messages.
-SUMS = "sums of dk and dv"
+SUMS = "sums of dk and dv"  # for errors
 
 
 def _at(wave: int, steps: Sequence[Step], units: Sequence[Unit]) -> Iterator[tuple[Step, Unit]]:
-    """Yields the steps of a wave, and the heads that each of them is at."""
+    """Yields the steps of a wave with their heads."""
     for step in steps:
         if 0 <= wave - LAG * step.number < len(units):
             yield step, units[wave - LAG * step.number]
@@ -123,8 +121,8 @@ def _at(wave: int, steps: Sequence[Step], units: Sequence[Unit]) -> Iterator[tup
 class Totals:
     """dk and dv of the keys whose sums end on this rank.
 
-    Holds the sums of the query heads of a unit's KV heads until the last of them is there: heads
-    are added first to last, and rounded once.
+    Query heads that share KV heads are added first to last and rounded once, so their sums are held
+    until the last of them arrives.
 
     Args:
         keys: how many.
@@ -139,7 +137,7 @@ class Totals:
         self._sums: torch.Tensor | None = None
 
     def add(self, place: slice, unit: Unit, sums: Sums) -> None:
-        """Takes the sums (keys, heads of the unit, head_dim) of some keys."""
+        """Adds the sums (keys, heads of the unit, head_dim) of some keys."""
         if not (unit.first and unit.last):  # of one KV head
             if self._sums is None:
                 keys, _, head_dim = self.results[0].shape
@@ -159,7 +157,7 @@ class Totals:
 def _moved(
     ranks: Ranks, here: Tokens, there: Tokens, tensors: Sequence[torch.Tensor], what: str
 ) -> list[torch.Tensor]:
-    """Returns what this rank has of tensors when their tokens lie elsewhere."""
+    """Returns this rank's parts of tensors in another layout."""
     room = stored_tokens(there.layout[ranks.rank])
     way = exchange.route(here.layout, there.layout, ranks.rank, room)
     return exchange.start(ranks, way, tensors, what).wait()
@@ -173,7 +171,7 @@ def _bring(
     results: Sequence[torch.Tensor],
     what: str,
 ) -> None:
-    """Writes tensors into results, where their tokens lie elsewhere."""
+    """Writes tensors into results that have another layout."""
     way = exchange.route(here, there, ranks.rank, results[0].shape[0])
     arrived = exchange.start(ranks, way, tensors, what).wait()
     for result, found in zip(results, arrived, strict=True):
@@ -184,7 +182,7 @@ def _bring(
 def _room(
     part: Part, q: torch.Tensor, arriving: tuple[int, int]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Makes room for the sums of dk and dv, (2, keys of the part, *q.shape[1:]).
+    """Allocates the sums of dk and dv, (2, keys of the part, *q.shape[1:]).
 
     Args:
         part: with the keys.
@@ -192,7 +190,7 @@ def _room(
         arriving: the keys [begin, end) whose sums will be received; those of others are 0.
 
     Returns:
-        The room, and where in it sums of dk and of dv belong.
+        The tensor, and the views of it that receive the sums of dk and of dv.
     """
     count = part.keys.end - part.keys.begin
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -204,7 +202,7 @@ def _room(
 
 
 def _sums(arrived: torch.Tensor | None, part: Part, q: torch.Tensor) -> Sums:
-    """Returns the sums that a step goes on with: what arrived, or 0."""
+    """Returns the sums that a step adds to: those that arrived, or 0."""
     if arrived is None:
         arrived, _ = _room(part, q, (part.keys.begin, part.keys.begin))
     return arrived[0], arrived[1]

@@ -1,9 +1,9 @@
-"""The backward without sums that travel: each side gathers the other.
+"""The backward that gathers keys for dq, and rows for dk and dv.
 
-dq of own rows comes of gathered keys, as in the forward. dk and dv of own keys come of gathered
-rows: all rows that see them, in one call, which adds them up as one device does. A call computes
-all three gradients, of which dq or dk and dv are thrown away: twice the work of one device.
-`chain` does without that, where the backend can go on from sums.
+dq of this rank's rows is computed from gathered keys, as in the forward; dk and dv of its keys from
+gathered rows: all rows that see them, in one call, which adds them in the order of one device. Each
+call computes all three gradients and half of them are dropped, so it is twice the work of one
+device. `chained_backward` avoids that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..messages.ranks import Ranks
 from ..planning.layout import Tokens
 from ..planning.plan import ROW_BLOCK, Call, divided, keys_under_rows, rows_on_keys
 from .forward import KEYS, gathered
-from .slices import Rows, Scores, backward_slice
+from .op_calls import Rows, Scores, backward_call
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -35,7 +35,7 @@ def backward(
     """Computes the gradients of this rank's q, k and v.
 
     Args:
-        ranks: over which the sequences lie.
+        ranks: over which the sequences are distributed.
         rows: of this rank, with their results.
         k: as in `forward`; v and the others too.
         v: see k.
@@ -59,7 +59,7 @@ def backward(
         heads = slice(span.start * group, span.stop * group)
         own = rows.of_heads(heads)
         for call in half.calls:
-            dq[call.rows, heads], _, _ = backward_slice(
+            dq[call.rows, heads], _, _ = backward_call(
                 own.of(call), keys[call.keys], values[call.keys], call, scores
             )
         del keys, values
@@ -69,7 +69,7 @@ def backward(
         seeing = Rows(*found)
         for call in half.calls:
             place = (call.keys, span)
-            _, dk[place], dv[place] = backward_slice(
+            _, dk[place], dv[place] = backward_call(
                 seeing.of(call), k[place], v[place], call, scores
             )
         del found, seeing
@@ -90,9 +90,9 @@ def whole_sequences(
     scores: Scores,
     gradients: Gradients,
 ) -> None:
-    """Writes the gradients of the sequences that lie on this rank whole."""
+    """Writes the gradients of the sequences that are entirely on this rank."""
     dq, dk, dv = gradients
     for call in calls:
-        dq[call.rows], dk[call.keys], dv[call.keys] = backward_slice(
+        dq[call.rows], dk[call.keys], dv[call.keys] = backward_call(
             rows.of(call), k[call.keys], v[call.keys], call, scores
         )

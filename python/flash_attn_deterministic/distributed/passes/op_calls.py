@@ -1,4 +1,4 @@
-"""Attention of one call on one rank: the only place that knows what ops and backends can do."""
+"""The calls of attention ops on one rank, with the order in which each device adds rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from ..._ops import library as library
 from ..planning.plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
 
-# Sums over rows that go on where another rank has ended: (keys, nheads, head_dim) of dk without
-# softmax_scale, and of dv, a sum for each query head, in float32 (float64 for float64 inputs).
+# Running sums of dk, without softmax_scale, and of dv, which another rank continues: (keys, nheads,
+# head_dim), one sum for each query head, in float32 (float64 for float64 inputs).
 Sums = tuple[torch.Tensor, torch.Tensor]
 
 
 class Scores(NamedTuple):
-    """What holds for the whole of a distributed call.
+    """The numbers of a distributed call.
 
     Args:
         softmax_scale: factor of q k^T.
@@ -60,11 +60,11 @@ class Rows(NamedTuple):
 
 
 class RowOrder(NamedTuple):
-    """In which order a backend adds rows to dk and dv.
+    """The order in which a device adds rows to dk and dv.
 
     Args:
-        last_first: whether blocks of rows go last to first; rows of a block go as one.
-        block: rows that are added as one, counted from the beginning of the sequence.
+        last_first: whether blocks of rows are added last to first.
+        block: rows that are added together, counted from the beginning of the sequence.
     """
 
     last_first: bool
@@ -72,14 +72,14 @@ class RowOrder(NamedTuple):
 
 
 def row_order(device: torch.device) -> RowOrder:
-    """Returns the order of a device, which a chain over ranks has to follow.
+    """Returns the order of a device, which the chained backward has to keep.
 
-    The reference adds row by row. The kernels walk blocks of 64 or 128 rows, last to first.
+    The reference adds row after row. The kernels go over blocks of 64 or 128 rows, last to first.
     """
     return RowOrder(False, 1) if device.type == "cpu" else RowOrder(True, ROW_BLOCK)
 
 
-def forward_slice(
+def forward_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of a call.
@@ -115,14 +115,14 @@ def forward_slice(
     return out, softmax_lse.transpose(0, 1)
 
 
-def backward_slice(
+def backward_call(
     rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Computes dq, dk and dv of a call, rounded to the dtype of q.
 
     Args:
         rows: of the call.
-        k: as in `forward_slice`.
+        k: as in `forward_call`.
         v: like k.
         call: lengths and mask.
         scores: of the whole.
@@ -136,11 +136,11 @@ def backward_slice(
 def backward_step(
     rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores, sums: Sums
 ) -> torch.Tensor:
-    """Computes dq of a call, rounded, and goes on with the sums of dk and dv, in place.
+    """Computes dq of a call, rounded, and adds its rows to the sums of dk and dv, in place.
 
     Args:
-        rows: as in `backward_slice`.
-        k: as in `backward_slice`.
+        rows: as in `backward_call`.
+        k: as in `backward_call`.
         v: like k.
         call: lengths and mask.
         scores: of the whole.
@@ -153,7 +153,7 @@ def backward_step(
 
 
 def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dk and dv, rounded, from the sums of all rows: heads of a group one after another.
+    """Returns dk and dv, rounded, from the sums of all rows; adds the heads of a group in order.
 
     Args:
         sums: (keys, nheads, head_dim) each, contiguous.
@@ -167,13 +167,13 @@ def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, t
 
 
 def _of_rows(rows: Rows, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The arguments with which both ops of the backward begin."""
+    """Returns the leading arguments of both backward ops."""
     dout, q, out, softmax_lse = rows
     return dout, q, k, v, out, softmax_lse.transpose(0, 1).contiguous()
 
 
 def _of_call(call: Call, scores: Scores, device: torch.device) -> tuple[Any, ...]:
-    """The arguments with which both end."""
+    """Returns the trailing arguments of both backward ops."""
     return (
         *_starts(call, device),
         None,
@@ -192,8 +192,8 @@ def _starts(call: Call, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
     return _on_device(call.starts_q, device, stream), _on_device(call.starts_k, device, stream)
 
 
-# Kept, as each copy to a GPU makes the host wait for the kernels before it. One for each stream:
-# the allocator hands memory on to the stream that it was made on.
+# Cached, as each copy to a GPU makes the host wait for earlier kernels. One tensor for each stream:
+# the allocator reuses memory in the order of the stream that allocated it.
 @functools.lru_cache(maxsize=256)
 def _on_device(starts: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
     return torch.tensor(starts, dtype=torch.int32, device=device)
