@@ -468,7 +468,7 @@ def _run(options: argparse.Namespace) -> int:
     import torch
 
     _want_installed(options.wheel)
-    from tests.benchmarks.common import environment  # which wants the package
+    from tests.benchmarks.shared.record import environment  # which wants the package
 
     gpus = torch.cuda.device_count()
     if gpus == 0:

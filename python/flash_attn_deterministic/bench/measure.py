@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..verify.speed.measure import peak_memory, summary, within
+from ..verify.speed.measure import peak_memory, rotations, summary, within
 from .compare import compare
 from .peers import OURS, Call, Peer, Result, Unavailable
 from .problem import Problem, Shape
@@ -165,10 +165,8 @@ def _reason(error: BaseException) -> str:
 
 def _cpu(calls: Mapping[str, _Isolated], repeats: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(repeats):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+    for _, order in rotations(calls, repeats):
+        for name in order:
             begin = time.perf_counter()
             calls[name]()
             times[name].append(1e3 * (time.perf_counter() - begin))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks import common, evidence
+from tests.benchmarks import evidence
 from tests.benchmarks.evidence import (
     LANES,
     RECORD,
@@ -30,6 +30,7 @@ from tests.benchmarks.evidence import (
     run_step,
     words_of,
 )
+from tests.benchmarks.shared import record
 
 GIVEN = {"wheel": "/w.whl", "out": "/out", "fa3": None, "fa4": None, "baseline": None}
 SOURCES = {"cpp": "a", "cmake": "b"}
@@ -304,7 +305,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "one.whl"
     path.write_bytes(b"")
     monkeypatch.setattr(evidence, "_want_installed", lambda _: None)
-    monkeypatch.setattr(common, "environment", lambda *_: {**BEGUN})
+    monkeypatch.setattr(record, "environment", lambda *_: {**BEGUN})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return path
 
