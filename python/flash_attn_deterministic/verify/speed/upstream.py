@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -148,15 +149,15 @@ class Baseline:
             )
         tensor, problem = POINTER(_Tensor), POINTER(_Problem)
         library.fa2_baseline_error.restype = c_char_p
-        for name, arguments in {
-            "holds": [c_int32],
-            "num_splits": [c_int32],
-            "forward": [*[tensor] * 4, c_void_p, c_int32, c_void_p, c_void_p],
-            "backward": [
-                *[*[tensor] * 5, c_void_p, *[tensor] * 3],
-                *[c_void_p, c_void_p, c_int32, c_int64],
-            ],
-        }.items():
+        signatures: dict[str, tuple[Any, ...]] = {
+            "holds": (c_int32,),
+            "num_splits": (c_int32,),
+            "forward": (*[tensor] * 4, c_void_p, c_int32, c_void_p, c_void_p),
+            "backward": (
+                *[tensor] * 5, c_void_p, *[tensor] * 3, c_void_p, c_void_p, c_int32, c_int64
+            ),
+        }  # fmt: skip
+        for name, arguments in signatures.items():
             function = getattr(library, f"fa2_baseline_{name}")
             function.argtypes, function.restype = [problem, *arguments], c_int32
         self._library = library
