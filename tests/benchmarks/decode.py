@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import geometric_mean
 from typing import Any
 
@@ -20,6 +20,7 @@ from flash_attn_deterministic.verify.speed.decode import Step, rotation, time_gr
 from flash_attn_deterministic.verify.speed.measure import interleaved
 from flash_attn_deterministic.verify.speed.upstream import Baseline
 
+from tests.benchmarks.shared.decode_cases import Case, read
 from tests.benchmarks.shared.run import (
     add_baseline,
     begin_record,
@@ -34,50 +35,20 @@ from tests.gpu.attention import is_built
 _PAGE_BLOCK_SIZE = 16  # serving engines' usual one
 
 
-@dataclass(frozen=True)
-class Case:
-    """One query for each sequence, bf16."""
-
-    batch: int
-    seqlen: int
-    nheads: int
-    nheads_k: int
-    head_dim: int
-
-    @property
-    def name(self) -> str:
-        """Returns e.g. "B8 L4096 H32/8 D128"."""
-        return f"B{self.batch} L{self.seqlen} H{self.nheads}/{self.nheads_k} D{self.head_dim}"
-
-    @property
-    def kv_bytes(self) -> int:
-        """Returns the size of keys and values."""
-        return 4 * self.batch * self.seqlen * self.nheads_k * self.head_dim
-
-
 CASES = (
-    Case(1, 4096, 32, 8, 128),
-    Case(8, 4096, 32, 8, 128),
-    Case(64, 4096, 32, 8, 128),
-    Case(1, 32_768, 32, 8, 128),
-    Case(8, 32_768, 32, 8, 128),
-    Case(64, 16_384, 32, 8, 128),
-    Case(1, 131_072, 32, 8, 128),
-    Case(256, 2048, 32, 8, 128),
-    Case(8, 8192, 32, 1, 128),
-    Case(64, 8192, 32, 1, 128),
-    Case(8, 8192, 32, 8, 64),
-    Case(64, 4096, 32, 8, 64),
+    Case(1, 1, 4096, 32, 8, 128),
+    Case(8, 1, 4096, 32, 8, 128),
+    Case(64, 1, 4096, 32, 8, 128),
+    Case(1, 1, 32_768, 32, 8, 128),
+    Case(8, 1, 32_768, 32, 8, 128),
+    Case(64, 1, 16_384, 32, 8, 128),
+    Case(1, 1, 131_072, 32, 8, 128),
+    Case(256, 1, 2048, 32, 8, 128),
+    Case(8, 1, 8192, 32, 1, 128),
+    Case(64, 1, 8192, 32, 1, 128),
+    Case(8, 1, 8192, 32, 8, 64),
+    Case(64, 1, 4096, 32, 8, 64),
 )
-
-
-def read(kv: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of 16-bit numbers taken two by two for float32: all is read, little written.
-
-    Args:
-        kv: (2, batch, seqlen, nheads_k, head_dim), contiguous.
-    """
-    return kv.view(torch.float32).sum()
 
 
 def shuffled_pages(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +113,7 @@ def measure(
     times = time_graphs(steps, sets, calls, timer)
     floor = times["read"]["median"]
     result: dict[str, Any] = {
-        "name": case.name,
+        "name": case.name.removeprefix("q1 "),
         **asdict(case),
         "dtype": "bf16",
         "kv_bytes": case.kv_bytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from flash_attn_deterministic.verify.speed.measure import within
 from flash_attn_deterministic.verify.speed.upstream import Baseline
 
 from tests.benchmarks import peer_libraries
-from tests.benchmarks.decode import read
+from tests.benchmarks.shared.decode_cases import Case, read
 from tests.benchmarks.shared.run import (
     add_baseline,
     begin_record,
@@ -39,39 +39,6 @@ _FORCED = ("few_rows", "scores_first")
 _DEVICE = "cuda"
 
 Step = Callable[[int], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A decode step, bf16, causal; page_block_size 0: keys and values in one piece."""
-
-    batch: int
-    seqlen_q: int
-    seqlen: int
-    nheads: int
-    nheads_k: int
-    head_dim: int
-    page_block_size: int = 0
-
-    @property
-    def name(self) -> str:
-        """Returns e.g. "q5 B8 L4096 H32/8 D128 pages of 16"."""
-        pages = f" pages of {self.page_block_size}" if self.page_block_size else ""
-        return (
-            f"q{self.seqlen_q} B{self.batch} L{self.seqlen} H{self.nheads}/{self.nheads_k} "
-            f"D{self.head_dim}{pages}"
-        )
-
-    @property
-    def group(self) -> str:
-        """Returns what the means are taken over."""
-        queries = "one query" if self.seqlen_q == 1 else "several queries"
-        return "pages" if self.page_block_size else queries
-
-    @property
-    def kv_bytes(self) -> int:
-        """Returns the size of keys and values."""
-        return 4 * self.batch * self.seqlen * self.nheads_k * self.head_dim
 
 
 CASES = (

@@ -40,14 +40,7 @@ class TableError(BuildError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line.
-
-    Args:
-        arguments: Those of the command line, if None.
-
-    Returns:
-        Exit status: 1 if --check finds a stale table.
-    """
+    """Command line; the exit status is 1 if --check finds a stale table."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, report stale tables")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
@@ -110,15 +103,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def fill(page: str, results: Results, where: str) -> str:
-    """Fills the tables of one page.
-
-    Args:
-        page: Markdown.
-        results: What was measured.
-        where: Name of the page, for messages.
-
-    Returns:
-        The page with its tables.
+    """Fills the tables of a page of Markdown; `where` is its name in messages.
 
     Raises:
         TableError: An unknown table, a region without an end, or results that lack a field.

@@ -28,44 +28,28 @@ _COUNTS = re.compile(r"\b(\d+) (passed|failed|skipped|deselected|errors?)\b")
 
 @dataclass(frozen=True)
 class Step:
-    """One command.
+    """One command."""
 
-    Args:
-        name: of its log, and of its JSON file or folder of results, if it has one.
-        lane: "times" (alone on its GPU), "tests" (equality, not time) or "together" (all GPUs).
-        limit: seconds after which it is killed.
-        command: Python's arguments. {wheel}, {out} (the folder of all results), {fa3}, {fa4} and
-            {baseline} stand for options of the command line; without one, the word and the option
-            before it are left out.
-        result: what of {out} belongs into docs/results, if anything.
-    """
-
-    name: str
-    lane: str
-    limit: int
+    name: str  # of its log, and of its JSON file or folder of results, if it has one
+    lane: str  # "times" (alone on its GPU), "tests" (equality, not time) or "together" (all GPUs)
+    limit: int  # seconds after which it is killed
+    # Python's arguments. {wheel}, {out} (the folder of all results), {fa3}, {fa4} and {baseline}
+    # stand for options of the command line; without one, the word and the option before it are left
+    # out.
     command: str
-    result: str = ""
+    result: str = ""  # what of {out} belongs into docs/results, if anything
 
 
 @dataclass
 class Outcome:
-    """How a step ended.
+    """How a step ended."""
 
-    Args:
-        name: of the step.
-        command: as it was run, folders left out.
-        status: exit status; None: it was killed, at its limit or after Ctrl-C.
-        seconds: that it took.
-        counts: of pytest's summary, if it has one.
-        last: the last line that it printed.
-    """
-
-    name: str
-    command: str
-    status: int | None
-    seconds: float
-    counts: dict[str, int]
-    last: str
+    name: str  # of the step
+    command: str  # as it was run, folders left out
+    status: int | None  # exit status; None: it was killed, at its limit or after Ctrl-C
+    seconds: float  # that it took
+    counts: dict[str, int]  # of pytest's summary, if it has one
+    last: str  # the last line that it printed
 
 
 def words_of(command: str, given: Given) -> list[str]:

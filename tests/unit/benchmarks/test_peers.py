@@ -21,6 +21,7 @@ from flash_attn_deterministic.verify.scoreboard import fa3
 from flash_attn_deterministic.verify.speed import decode
 
 from tests.benchmarks import decode_peers, host_time, peer_libraries, peers
+from tests.benchmarks.shared.decode_cases import Case as DecodeCase
 from tests.benchmarks.shared.peer_cases import BACKWARD, FORWARD, HEAD_DIMS, Case
 from tests.benchmarks.shared.run import lines
 
@@ -261,13 +262,13 @@ class Graph:
 @pytest.mark.parametrize(
     "case",
     [
-        decode_peers.Case(2, 1, 40, 4, 2, 64),
-        decode_peers.Case(2, 3, 40, 4, 2, 64),
-        decode_peers.Case(2, 1, 40, 4, 2, 64, 16),
+        DecodeCase(2, 1, 40, 4, 2, 64),
+        DecodeCase(2, 3, 40, 4, 2, 64),
+        DecodeCase(2, 1, 40, 4, 2, 64, 16),
     ],
     ids=lambda case: str(case.name),
 )
-def test_a_decode_case(case: decode_peers.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_case(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     peer_samples.install_fa3(monkeypatch)
     monkeypatch.setattr(decode_peers, "_DEVICE", "cpu")
     monkeypatch.setattr(decode, "_ROTATED_BYTES", 1)

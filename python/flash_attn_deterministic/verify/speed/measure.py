@@ -38,7 +38,7 @@ def rotations(names: Iterable[str], rounds: int) -> Iterator[tuple[int, list[str
 def interleaved(
     calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 3, flushes: int = 1
 ) -> dict[str, list[float]]:
-    """Times calls in turns, so that a drifting clock meets all of them alike.
+    """Times calls in turns, so that changes of the clock rate affect all equally.
 
     The L2 cache is overwritten before each call. This also gives the GPU work while the host
     prepares the call: 0.1 ms on an H100 each time, so that slow host code needs several.
