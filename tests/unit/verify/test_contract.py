@@ -231,6 +231,27 @@ def atomics_in_dq(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return flash_attn_func(drift(q), *args, **kwargs)
 
 
+class ByShape(torch.autograd.Function):
+    """The gradient changes with the number of sequences, or of heads."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, most: int) -> torch.Tensor:
+        ctx.changed = tensor.shape[dim] > most
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (lowest_bit(gradient) if ctx.changed else gradient), None, None
+
+
+def gradients_by_batch(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(ByShape.apply(q, 0, 1), *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def gradients_by_heads(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(ByShape.apply(q, 2, 4), *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def packed_gradients_off(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     Drift.calls = 1
     return flash_attn_varlen_func(drift(q), *args, **kwargs)
@@ -262,6 +283,8 @@ FAULTS = [
     ("split-size", "boundary-off-by-a-block", lambda: broken(late_boundary)),
     ("split-size", "no-splits", lambda: broken(without_splits)),
     ("backward", "atomics-in-dq", lambda: broken(atomics_in_dq)),
+    ("backward", "dq-by-batch", lambda: broken(gradients_by_batch)),
+    ("backward", "dq-by-heads", lambda: broken(gradients_by_heads)),
     ("backward", "packed-differs", lambda: broken(varlen=packed_gradients_off)),
     ("dropout", "seed-without-effect", lambda: broken(seedless)),
     ("dropout", "mask-that-never-changes", lambda: broken(always_the_same_mask)),
