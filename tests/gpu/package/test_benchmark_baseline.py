@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic.verify.speed.upstream import HEAD_DIMS, Baseline, Packed, Scores
 
-from tests.benchmarks.baseline import HEAD_DIMS, Baseline, Packed, Scores
 from tests.gpu.attention import DTYPES, errors, exact, make_qkv, skip_unless_built, torch_flash
 
 pytestmark = pytest.mark.gpu
@@ -124,11 +124,11 @@ def test_packed_sequences(
     q, k, v = (t[0] for t in make_qkv(shape, nheads_k=nheads_k, dtype=DTYPES[dtype]))
     dout = make_qkv(shape, dtype=DTYPES[dtype], seed=1)[0][0]
     packed = Packed.of(LENGTHS)
-    out, lse = baseline.varlen_forward(q, k, v, packed, causal=causal)
+    out, lse = baseline.forward(q, k, v, causal=causal, packed=packed)
     eps = torch.finfo(DTYPES[dtype]).eps
     for deterministic in (False, True):
-        gradients = baseline.varlen_backward(
-            dout, q, k, v, out, lse, packed, causal=causal, deterministic=deterministic
+        gradients = baseline.backward(
+            dout, q, k, v, out, lse, causal=causal, deterministic=deterministic, packed=packed
         )
         begin = 0
         for length in LENGTHS:

@@ -114,12 +114,16 @@ def test_unknown_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--peers: no xformers; known: ours, sdpa-flash" in capsys.readouterr().err
 
 
+def test_too_few_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(tmp_path, "--repeats", "1") == 2
+    assert "--repeats: expected 2 or more, got 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--repeats", "1"], "--repeats: expected a whole number of 2 or more, got '1'"),
-        (["--repeats", "abc"], "--repeats: expected a whole number of 2 or more, got 'abc'"),
-        (["--repeats", "2.5"], "--repeats: expected a whole number of 2 or more, got '2.5'"),
+        (["--repeats", "abc"], "--repeats: invalid int value: 'abc'"),
+        (["--repeats", "2.5"], "--repeats: invalid int value: '2.5'"),
         (["--kinds", "training"], "invalid choice: 'training'"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
         (["--fast"], "unrecognized arguments: --fast"),
@@ -159,7 +163,7 @@ def source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--device", "cpu"], 6, "this is the source tree, not an installed wheel"),
         (["--device", "cpu", "--peers", "nope"], 2, "--peers: no nope"),
-        (["--device", "cuda"], 6, "finds no CUDA device"),
+        (["--device", "cuda"], 6, "use a machine with an NVIDIA GPU"),
     ],
 )
 @pytest.mark.usefixtures("source_tree")

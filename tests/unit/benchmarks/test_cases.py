@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from flash_attn_deterministic.verify.speed import measure
 
-from tests.benchmarks import cases
-from tests.benchmarks.cases import DENSE, PACKED, Case, means, timed
+from tests.benchmarks.shared import cases
+from tests.benchmarks.shared.cases import DENSE, PACKED, Case, means_to, timed
 
 
 def visible(case: Case) -> int:
@@ -85,16 +85,21 @@ def test_slow_calls_are_repeated_less(
 
 
 def test_means_are_by_head_dim_and_by_feature() -> None:
-    def result(head_dim: int, ratio: float, feature: str = "") -> dict[str, Any]:
-        return {"head_dim": head_dim, "feature": feature, "ratio_to_fa2": ratio}
+    def result(name: str, head_dim: int, ratio: float, feature: str = "") -> dict[str, Any]:
+        own = {"name": name, "head_dim": head_dim, "feature": feature}
+        return {**own, "ratio_to_fa2": ratio}
 
-    results = [result(64, 0.5), result(64, 2.0), result(128, 1.0), result(64, 3.0, "alibi")]
+    def mean(mean: float, worst: float, case: str, cases: int) -> dict[str, Any]:
+        return {"mean": mean, "worst": worst, "worst_case": case, "cases": cases}
+
+    results = [result("a", 64, 0.5), result("b", 64, 2.0), result("c", 128, 1.0)]
+    results.append(result("d", 64, 3.0, "alibi"))
     results.append({"head_dim": 128, "feature": ""})  # without the other side
-    assert means(results, ("fa2", "sdpa")) == {
+    assert means_to(results, "fa2", "sdpa")["geometric_means"] == {
         "fa2": {
-            "all": {"mean": 1.0, "worst": 2.0, "cases": 3},
-            "D64": {"mean": 1.0, "worst": 2.0, "cases": 2},
-            "D128": {"mean": 1.0, "worst": 1.0, "cases": 1},
-            "alibi": {"mean": 3.0, "worst": 3.0, "cases": 1},
+            "all": mean(1.0, 2.0, "b", 3),
+            "D64": mean(1.0, 2.0, "b", 2),
+            "D128": mean(1.0, 1.0, "c", 1),
+            "alibi": mean(3.0, 3.0, "d", 1),
         }
     }

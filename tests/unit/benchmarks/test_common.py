@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.common import open_baseline, run_cases
+from tests.benchmarks.shared.run import open_baseline, run_cases
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,9 @@ def result(case: Case) -> dict[str, Any]:
     return {"name": case.name, "ms": {"ours": {"median": 1.5}}}
 
 
-def run(out: Path, record: dict[str, Any], **options: Any) -> int:
+def run(out: Path, record: dict[str, Any], only: str = "", **options: Any) -> int:
     return run_cases(
-        out,
+        argparse.Namespace(out=out, only=only, seconds=math.inf),
         record,
         CASES,
         built=lambda case: "absent" not in case.name,
@@ -72,10 +74,11 @@ def test_a_part_of_the_names_picks_cases(tmp_path: Path) -> None:
 def test_what_was_measured_before_a_cut_is_on_disk(tmp_path: Path) -> None:
     seen = []
 
-    def cut() -> None:
+    def cut(results: list[dict[str, Any]]) -> dict[str, Any]:
         seen.append((tmp_path / "out.json").exists())
         if len(seen) == 2:
             raise KeyboardInterrupt
+        return {"count": len(results)}
 
     record: dict[str, Any] = {"cases": [], "failed": []}
     with pytest.raises(KeyboardInterrupt):
@@ -83,6 +86,7 @@ def test_what_was_measured_before_a_cut_is_on_disk(tmp_path: Path) -> None:
     assert seen == [False, True]
     written = json.loads((tmp_path / "out.json").read_text())
     assert [case["name"] for case in written["cases"]] == ["B1 good"]
+    assert written["count"] == 1
 
 
 def test_a_baseline_that_does_not_load_is_a_failure_of_its_own(tmp_path: Path) -> None:

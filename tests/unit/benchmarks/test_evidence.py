@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.benchmarks import common, evidence
-from tests.benchmarks.evidence import (
-    LANES,
+from tests.benchmarks import evidence
+from tests.benchmarks.evidence import STEPS
+from tests.benchmarks.shared import record as records
+from tests.benchmarks.shared import steps as running
+from tests.benchmarks.shared.results import (
     RECORD,
-    STEPS,
-    Outcome,
-    Step,
+    RESULTS,
     begin,
     install,
     left_behind,
-    run_all,
-    run_step,
-    words_of,
+    write_outcomes,
 )
+from tests.benchmarks.shared.steps import LANES, ROOT, Outcome, Step, run_step, words_of
 
 GIVEN = {"wheel": "/w.whl", "out": "/out", "fa3": None, "fa4": None, "baseline": None}
 SOURCES = {"cpp": "a", "cmake": "b"}
@@ -52,10 +52,16 @@ def test_every_step_names_something_that_exists(step: Step) -> None:
     modules = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "-m"]
     for module in modules:
         if module.startswith("tests."):
-            path = evidence.ROOT / module.replace(".", "/")
+            path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
     if not modules:
-        assert (evidence.ROOT / words[place]).exists()
+        assert (ROOT / words[place]).exists()
+
+
+def run_all(
+    steps: Sequence[Step], gpus: int, out: Path, begun: dict[str, Any] = BEGUN
+) -> list[Outcome]:
+    return running.run_all(steps, GIVEN, gpus, out, functools.partial(write_outcomes, out, begun))
 
 
 def started(out: Path) -> Path:
@@ -77,7 +83,7 @@ def test_steps_run_and_fail_alone(tmp_path: Path, gpus: int) -> None:
         python("long", "tests", "import time; time.sleep(60)", limit=1),
         python("both", "together", "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"),
     )
-    found = {one.name: one for one in run_all(steps, GIVEN, gpus, out, BEGUN)}
+    found = {one.name: one for one in run_all(steps, gpus, out)}
     assert set(found) == {"good", "bad", "long"} | ({"both"} if gpus == 2 else set())
     assert found["good"].counts == {"passed": 3, "skipped": 2}
     assert [found[name].status for name in ("good", "bad", "long")] == [0, 4, None]
@@ -89,7 +95,7 @@ def test_steps_run_and_fail_alone(tmp_path: Path, gpus: int) -> None:
 def test_results_of_other_kernels_are_not_installed(tmp_path: Path) -> None:
     out = started(tmp_path / "out")
     with pytest.raises(ValueError, match="cpp differ"):
-        install(out, tmp_path, {**SOURCES, "cpp": "other"})
+        install(out, tmp_path, {**SOURCES, "cpp": "other"}, STEPS)
 
 
 def test_what_ended_is_installed(tmp_path: Path) -> None:
@@ -107,7 +113,7 @@ def test_what_ended_is_installed(tmp_path: Path) -> None:
         (out / name).write_text("{}")
     (out / "bench").mkdir()
     (out / "bench" / "bench.json").write_text("{}")
-    assert install(out, results, SOURCES) == ["forward.json", "bench"]
+    assert install(out, results, SOURCES, STEPS) == ["forward.json", "bench"]
     assert sorted(path.name for path in results.iterdir()) == ["bench", "forward.json", RECORD]
     assert (results / "bench" / "bench.json").exists()
 
@@ -182,7 +188,7 @@ def test_ctrl_c_ends_both_lanes_and_leaves_a_whole_record(tmp_path: Path) -> Non
     )
     begun = time.monotonic()
     with interrupted_soon(tmp_path, ("a", "b")), pytest.raises(KeyboardInterrupt):
-        run_all(steps, GIVEN, 2, out, BEGUN)
+        run_all(steps, 2, out)
     assert time.monotonic() - begun < 60
     assert living(tmp_path, "a") == living(tmp_path, "b") == []
     recorded = {
@@ -191,15 +197,12 @@ def test_ctrl_c_ends_both_lanes_and_leaves_a_whole_record(tmp_path: Path) -> Non
     assert recorded == {"quick": 0, "a": None, "b": None}
 
 
-def test_an_error_of_the_command_itself_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_command_itself_is_not_lost(tmp_path: Path) -> None:
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(evidence, "_write", full)
     with pytest.raises(OSError, match="no space"):
-        run_all([python("one", "tests", "")], GIVEN, 2, tmp_path, BEGUN)
+        running.run_all([python("one", "times", "")], GIVEN, 2, tmp_path, full)
 
 
 def test_a_lane_sees_one_of_the_gpus_that_the_command_sees(
@@ -226,9 +229,9 @@ def test_what_an_earlier_run_left_is_not_taken_for_this_one(tmp_path: Path) -> N
 
 def test_a_second_run_into_a_folder_keeps_the_other_steps(tmp_path: Path) -> None:
     first = begin(tmp_path, BEGUN)
-    run_all([python("a", "times", ""), python("b", "times", "")], GIVEN, 1, tmp_path, first)
+    run_all([python("a", "times", ""), python("b", "times", "")], 1, tmp_path, first)
     again = begin(tmp_path, BEGUN)
-    run_all([python("b", "times", "import sys; sys.exit(3)")], GIVEN, 1, tmp_path, again)
+    run_all([python("b", "times", "import sys; sys.exit(3)")], 1, tmp_path, again)
     steps = json.loads((tmp_path / RECORD).read_text())["steps"]
     assert {one["name"]: one["status"] for one in steps} == {"a": 0, "b": 3}
 
@@ -252,7 +255,7 @@ def test_a_run_into_the_folder_of_something_else_is_refused(
     assert (tmp_path / RECORD).read_text() == text
     if "wheel" not in message:
         with pytest.raises(ValueError, match=message):
-            install(tmp_path, tmp_path / "results", SOURCES)
+            install(tmp_path, tmp_path / "results", SOURCES, STEPS)
 
 
 def test_a_folder_in_which_nothing_ended_is_not_installed(tmp_path: Path) -> None:
@@ -261,9 +264,9 @@ def test_a_folder_in_which_nothing_ended_is_not_installed(tmp_path: Path) -> Non
     (results / RECORD).write_text("before")
     out = started(tmp_path / "out")
     with pytest.raises(ValueError, match="no step"):
-        install(out, results, SOURCES)
+        install(out, results, SOURCES, STEPS)
     with pytest.raises(OSError, match=RECORD):
-        install(tmp_path / "nowhere", results, SOURCES)
+        install(tmp_path / "nowhere", results, SOURCES, STEPS)
     assert (results / RECORD).read_text() == "before"
 
 
@@ -281,7 +284,7 @@ def test_each_result_is_looked_at_before_one_is_copied(
     (out / "forward.json").write_text(json.dumps({"sources": SOURCES}))
     (out / "backward.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        install(out, results, SOURCES)
+        install(out, results, SOURCES, STEPS)
     assert list(results.iterdir()) == []
 
 
@@ -292,7 +295,7 @@ def test_steps_of_the_same_wheel_stay_in_the_installed_record(tmp_path: Path) ->
         steps = [{"name": name, "status": 0}]
         (folder / RECORD).write_text(json.dumps({**BEGUN, "steps": steps}))
     (results / "backward.json").write_text(json.dumps({"sources": {**SOURCES, "cpp": "x"}}))
-    install(out, results, SOURCES)
+    install(out, results, SOURCES, STEPS)
     steps = json.loads((results / RECORD).read_text())["steps"]
     assert [one["name"] for one in steps] == ["backward", "forward"]
     assert left_behind(results, SOURCES) == ["backward.json"]
@@ -304,7 +307,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "one.whl"
     path.write_bytes(b"")
     monkeypatch.setattr(evidence, "_want_installed", lambda _: None)
-    monkeypatch.setattr(common, "environment", lambda *_: {**BEGUN})
+    monkeypatch.setattr(records, "environment", lambda *_: {**BEGUN})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return path
 
@@ -325,7 +328,7 @@ def test_what_cannot_begin_is_said_in_a_line(
     assert "no step to run" in error_of(capsys, *run, out, "--only", "ranks")  # one GPU
     assert "invalid choice" in error_of(capsys, *run, out, "--only", "nothing")
     assert "does not exist" in error_of(capsys, *run, out, "--baseline", str(tmp_path / "no.so"))
-    assert "name another folder" in error_of(capsys, *run, str(evidence.RESULTS / "x"))
+    assert "name another folder" in error_of(capsys, *run, str(RESULTS / "x"))
     assert "exists" in error_of(capsys, *run, str(wheel))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert "no GPU" in error_of(capsys, *run, out)

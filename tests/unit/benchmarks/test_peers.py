@@ -18,9 +18,12 @@ from flash_attn_deterministic.bench import measure as measuring
 from flash_attn_deterministic.bench.peers import OURS, Peer
 from flash_attn_deterministic.bench.problem import Shape
 from flash_attn_deterministic.verify.scoreboard import fa3
+from flash_attn_deterministic.verify.speed import decode
 
 from tests.benchmarks import decode_peers, host_time, peer_libraries, peers
-from tests.benchmarks.peer_cases import BACKWARD, FORWARD, HEAD_DIMS, Case
+from tests.benchmarks.shared.decode_cases import Case as DecodeCase
+from tests.benchmarks.shared.peer_cases import BACKWARD, FORWARD, HEAD_DIMS, Case
+from tests.benchmarks.shared.run import lines
 
 
 def shapes(cases: tuple[Case, ...], group: str) -> list[Shape]:
@@ -107,7 +110,7 @@ def test_a_summary_has_means_and_worst_cases() -> None:
     assert found["dense"]["fa4"] == found["all"]["fa4"] == found["D64"]["fa4"] == one
     assert found["dense"]["best"]["cases"] == 1
     assert "GQA" not in found
-    assert any("worst 2.000 (b), 2 cases" in line for line in peers.lines(found))
+    assert any("worst 2.000 (b), 2 cases" in line for line in lines(found))
 
 
 # --- End to end, on the CPU ---------------------------------------------------------------------
@@ -234,7 +237,8 @@ def test_folders_of_libraries_are_found(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "fa3.so").touch()
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    peer_libraries.find(argparse.Namespace(fa3=tmp_path, fa4=tmp_path))
+    folders = argparse.Namespace(fa3=tmp_path, fa4=tmp_path)
+    peer_libraries.find(folders, argparse.ArgumentParser())
     assert os.environ[fa3.VARIABLE] == str(tmp_path / "fa3.so")
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "cache")
     assert sys.path[0] == str(tmp_path)
@@ -258,17 +262,17 @@ class Graph:
 @pytest.mark.parametrize(
     "case",
     [
-        decode_peers.Case(2, 1, 40, 4, 2, 64),
-        decode_peers.Case(2, 3, 40, 4, 2, 64),
-        decode_peers.Case(2, 1, 40, 4, 2, 64, 16),
+        DecodeCase(2, 1, 40, 4, 2, 64),
+        DecodeCase(2, 3, 40, 4, 2, 64),
+        DecodeCase(2, 1, 40, 4, 2, 64, 16),
     ],
     ids=lambda case: str(case.name),
 )
-def test_a_decode_case(case: decode_peers.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_case(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     peer_samples.install_fa3(monkeypatch)
     monkeypatch.setattr(decode_peers, "_DEVICE", "cpu")
-    monkeypatch.setattr(decode_peers, "_ROTATED_BYTES", 1)
-    monkeypatch.setattr(decode_peers, "capture", lambda step, sets, calls: Graph(step, calls))
+    monkeypatch.setattr(decode, "_ROTATED_BYTES", 1)
+    monkeypatch.setattr(decode, "capture", lambda step, sets, calls: Graph(step, calls))
     monkeypatch.setattr(
         decode_peers,
         "within",

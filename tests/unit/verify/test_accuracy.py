@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_deterministic.verify import accuracy, exact
+from flash_attn_deterministic.verify import accuracy, exact, limits
 from flash_attn_deterministic.verify.contract import Attention
 
 OURS = Attention.installed()
@@ -28,6 +28,12 @@ def test_ours_passes() -> None:
     rows = measure()
     assert {row["tensor"] for row in rows} == {"out", "dq", "dk", "dv"}
     assert all(row["passed"] for row in rows)
+
+
+def test_errors_above_the_limit_fail() -> None:
+    rows = measure(lambda *args, **options: OURS.dense(*args, **options) * 1.05)
+    assert not any(row["passed"] for row in rows)
+    assert all(row["ratio"] > limits.ACCURACY_RATIO for row in rows)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

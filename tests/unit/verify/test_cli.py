@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 import torch
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.info import build_info as record
-from flash_attn_deterministic.verify import cli, environment, installed, outcome, progress, tasks
+from flash_attn_deterministic.verify import environment, installed, outcome, progress, tasks
 from flash_attn_deterministic.verify import run as runs
 from flash_attn_deterministic.verify import supervisor as supervisors
 from flash_attn_deterministic.verify.contract import CHECKS, Attention
@@ -243,7 +242,7 @@ def test_a_page_that_cannot_be_made(
         return {**found, "status": "failed"} if section == failed else found
 
     stand_in.answer = staticmethod(answer)
-    monkeypatch.setattr("flash_attn_deterministic.verify.report.texts.markdown", broken)
+    monkeypatch.setattr("flash_attn_deterministic.verify.report.record.markdown", broken)
     assert verify(tmp_path) == status
     assert read(tmp_path)["complete"] is True
     error = capsys.readouterr().err.splitlines()[-1]
@@ -313,7 +312,7 @@ def test_no_baseline(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "_check_device", lambda device: None)
+    monkeypatch.setattr(environment, "check_device", lambda device: None)
     arguments = ["--device", device, "--baseline", str(tmp_path / "fa2.so")]
     assert main(["verify", "--out", str(tmp_path / "out"), *arguments]) == Exit.USAGE
     assert words in capsys.readouterr().err
@@ -475,34 +474,33 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_on_a_terminal_tells_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    listed = [tasks.Task("contract", "batch", 30.0), tasks.Task("decode", "decode", 70.0)]
+def test_progress_on_a_terminal() -> None:
+    first, second = tasks.Task("contract", "batch"), tasks.Task("decode", "decode")
     stream = Terminal()
-    bar = progress.Progress(listed, stream)
-    bar.show(listed[0])
-    assert "1:40 left  contract: batch" in stream.getvalue()
-    now[0] = 60.0
-    bar.finish(listed[0], "failed")
-    assert "contract: batch: failed" in stream.getvalue()
-    bar.show(listed[1], 0.5, "3/6")
-    # 65 % in 60 seconds.
-    assert " 65% 0:32 left  decode 3/6" in stream.getvalue()
+    bar = progress.Progress(2, stream)
+    bar.show(first)
+    assert stream.getvalue().startswith("\r[1/2] contract: batch ")
+    bar.finish(first, "failed")
+    assert "\rcontract: batch: failed" in stream.getvalue()
+    bar.show(second)
+    bar.show(second, "3/6")  # too soon after the last
+    assert "3/6" not in stream.getvalue()
+    bar._drawn = 0.0
+    bar.show(second, "4/6")
+    bar.finish(second, "passed")
+    bar.close()
+    assert "[2/2] decode 4/6" in stream.getvalue()
+    assert "passed" not in stream.getvalue()
+    assert stream.getvalue().endswith(" \r")
 
 
-def test_time_left_counts_down_between_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    listed = [tasks.Task("contract", "batch", 50.0), tasks.Task("decode", "decode", 50.0)]
-    bar = progress.Progress(listed, Terminal())
-    now[0] = 60.0
-    assert bar.left(0.5) == "1:00"
-    now[0] = 80.0  # nothing new
-    assert bar.left(0.5) == "0:40"
-    now[0] = 200.0  # longer than expected: no time is made up
-    assert bar.left(0.5) == "?:??"
-    assert bar.left(0.75) == "1:06"
+def test_progress_in_a_file() -> None:
+    stream = io.StringIO()
+    bar = progress.Progress(1, stream)
+    bar.show(tasks.Task("contract", "batch"), "3/6")
+    bar.finish(tasks.Task("contract", "batch"), "passed")
+    bar.close()
+    assert stream.getvalue() == "1/1  contract: batch: passed\n"
 
 
 def test_tasks_cover_each_section() -> None:

@@ -231,6 +231,27 @@ def atomics_in_dq(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return flash_attn_func(drift(q), *args, **kwargs)
 
 
+class ByShape(torch.autograd.Function):
+    """The gradient changes with the number of sequences, or of heads."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, most: int) -> torch.Tensor:
+        ctx.changed = tensor.shape[dim] > most
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (lowest_bit(gradient) if ctx.changed else gradient), None, None
+
+
+def gradients_by_batch(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(ByShape.apply(q, 0, 1), *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def gradients_by_heads(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(ByShape.apply(q, 2, 4), *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def packed_gradients_off(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     Drift.calls = 1
     return flash_attn_varlen_func(drift(q), *args, **kwargs)
@@ -262,6 +283,8 @@ FAULTS = [
     ("split-size", "boundary-off-by-a-block", lambda: broken(late_boundary)),
     ("split-size", "no-splits", lambda: broken(without_splits)),
     ("backward", "atomics-in-dq", lambda: broken(atomics_in_dq)),
+    ("backward", "dq-by-batch", lambda: broken(gradients_by_batch)),
+    ("backward", "dq-by-heads", lambda: broken(gradients_by_heads)),
     ("backward", "packed-differs", lambda: broken(varlen=packed_gradients_off)),
     ("dropout", "seed-without-effect", lambda: broken(seedless)),
     ("dropout", "mask-that-never-changes", lambda: broken(always_the_same_mask)),
@@ -279,9 +302,9 @@ def test_a_planted_fault_is_caught(
     assert outcome.failed > 0
     found = outcome.counter_example
     assert found is not None
-    assert found.check == check_id
-    assert found.shapes["q"][-1] == found.head_dim == 64
-    assert found.tensor
+    assert found["check"] == check_id
+    assert found["shapes"]["q"][-1] == found["head_dim"] == 64
+    assert found["tensor"]
 
 
 def test_every_check_has_a_planted_fault() -> None:
@@ -292,15 +315,15 @@ def test_every_check_has_a_planted_fault() -> None:
 def test_a_counter_example_says_it_in_full(small: Size) -> None:
     found = run_check(BY_ID["batch"], small, broken(by_batch)).counter_example
     assert found is not None
-    assert found.what.startswith("place ")
-    assert found.index is not None
-    assert found.left is not None
-    assert found.right is not None
-    assert found.left.bits != found.right.bits
-    assert len(found.index) == (4 if found.tensor == "out" else 3)
-    assert 0 < found.differing <= found.elements
-    assert found.options["split_size"] == 64
-    assert set(found.shapes) == {"q", "k", "v"}
+    assert found["what"].startswith("place ")
+    assert found["index"] is not None
+    assert found["left"] is not None
+    assert found["right"] is not None
+    assert found["left"]["bits"] != found["right"]["bits"]
+    assert len(found["index"]) == (4 if found["tensor"] == "out" else 3)
+    assert 0 < found["differing"] <= found["elements"]
+    assert found["options"]["split_size"] == 64
+    assert set(found["shapes"]) == {"q", "k", "v"}
 
 
 def test_an_exception_counts_as_a_failure_and_the_next_case_runs(small: Size) -> None:
@@ -313,7 +336,7 @@ def test_an_exception_counts_as_a_failure_and_the_next_case_runs(small: Size) ->
     outcome = run_check(BY_ID["batch"], small, broken(raising))
     assert outcome.failed == outcome.cases == len(calls) > 1
     assert outcome.counter_example is not None
-    assert outcome.counter_example.what == "RuntimeError: no kernel image"
+    assert outcome.counter_example["what"] == "RuntimeError: no kernel image"
 
 
 def test_what_is_not_there_at_all_is_asked_for_once(small: Size) -> None:
@@ -343,8 +366,8 @@ def test_equal_bits_of_what_is_no_number(row: str, value: float, small: Size) ->
     outcome = run_check(BY_ID[row], small, broken(not_a_number(value)))
     assert outcome.failed == outcome.cases > 0
     assert outcome.counter_example is not None
-    assert "NaN or infinite" in outcome.counter_example.what
-    assert outcome.counter_example.tensor in ("out", "dq", "dk", "dv")
+    assert "NaN or infinite" in outcome.counter_example["what"]
+    assert outcome.counter_example["tensor"] in ("out", "dq", "dk", "dv")
 
 
 def test_an_lse_may_be_infinite_and_not_a_nan() -> None:
@@ -385,7 +408,7 @@ def run_schedule(
     )
     outcome = run_check(check, size, broken(dense, path=path))
     found = outcome.counter_example
-    return outcome.failed, "" if found is None else found.what
+    return outcome.failed, "" if found is None else str(found["what"])
 
 
 def by_rows(q: torch.Tensor, *args: Any, **kwargs: Any) -> str:
@@ -442,7 +465,7 @@ def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) 
     outcome = run_check(check, size, broken(dense, **{"family": forced_family, **functions}))
     assert "FLASH_ATTENTION_TEST_DEVICE" not in os.environ
     found = outcome.counter_example
-    return outcome.failed, "" if found is None else found.what
+    return outcome.failed, "" if found is None else str(found["what"])
 
 
 def test_family_passes_where_both_agree() -> None:

@@ -135,6 +135,10 @@ def test_the_command_writes_table_picture_and_record(
     words = [element.text for element in picture.iter() if element.text]
     assert "0/1" in words
     assert "ours" in words
+    settings = [{**one, "setting": "use_deterministic_algorithms"} for one in record["attentions"]]
+    drawn = drawing.svg({**record, "attentions": settings})
+    assert ">use_<" in drawn
+    assert ">deterministic_<" in drawn
     assert "Quick run" not in table
     assert drawing.markdown({**record, "quick": True}).splitlines()[2].startswith("Quick run,")
 
@@ -152,12 +156,3 @@ def test_the_command_fails_if_ours_breaks_a_row(
 def test_the_command_says_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--attention", "nothing", "--device", "cpu"]) == 2
     assert "error: --attention: expected sdpa-flash" in capsys.readouterr().err
-
-
-def test_names_of_settings_are_broken_to_fit() -> None:
-    assert drawing._broken("use_deterministic_algorithms", 15) == [
-        "use_",
-        "deterministic_",
-        "algorithms",
-    ]
-    assert drawing._broken("default", 15) == ["default"]

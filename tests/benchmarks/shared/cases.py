@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from flash_attn_deterministic.bench.problem import Shape
 from flash_attn_deterministic.verify.speed.measure import summary, within
+from flash_attn_deterministic.verify.speed.upstream import Scores
 
-from tests.benchmarks.baseline import Scores
-from tests.benchmarks.common import geometric_mean
-from tests.benchmarks.lengths import ragged
+from tests.benchmarks.shared.run import Means, means
 
 # Upstream has kernels for each of them alone. A window has no causal mask besides.
 FEATURES: Mapping[str, dict[str, Any]] = {
@@ -38,15 +39,15 @@ class Case:
     feature: str = ""
 
     @property
+    def _shape(self) -> Shape:
+        sizes = (self.batch, self.seqlen, self.nheads, self.nheads_k, self.head_dim)
+        return Shape("forward", *sizes, self.causal, self.dtype, lengths=self.lengths)
+
+    @property
     def name(self) -> str:
         """Returns e.g. "B8 L4096 H32/8 D128 causal softcap bf16"."""
-        length = f"L{min(self.lengths)}..{self.seqlen}" if self.lengths else f"L{self.seqlen}"
-        heads = f"H{self.nheads}"
-        if self.nheads != self.nheads_k:
-            heads += f"/{self.nheads_k}"
-        words = [f"B{self.batch} {length} {heads} D{self.head_dim}"]
-        words += ["causal"] * self.causal + [self.feature] * bool(self.feature) + [self.dtype]
-        return " ".join(words)
+        words = self._shape.name.split()[1:]
+        return " ".join([*words[:-1], *[self.feature] * bool(self.feature), words[-1]])
 
     @property
     def window(self) -> tuple[int, int]:
@@ -58,13 +59,7 @@ class Case:
     def forward_flops(self) -> int:
         """Returns the floating-point operations of both matrix products on visible keys."""
         left, right = self.window
-        pairs = 0
-        for length in self.lengths or [self.seqlen] * self.batch:
-            before = length - 1 if left < 0 else min(left, length - 1)
-            after = length - 1 if right < 0 else min(right, length - 1)
-            # Rows see themselves, and as many keys on a side as there are, up to the limit.
-            pairs += length + _seen(length, before) + _seen(length, after)
-        return 4 * self.nheads * self.head_dim * pairs
+        return replace(self._shape, causal=right == 0, window=left).flops
 
     @property
     def backward_flops(self) -> int:
@@ -88,9 +83,10 @@ class Case:
         )
 
 
-def _seen(length: int, limit: int) -> int:
-    """Returns the sum over all rows of the keys on one side of them, at most `limit` each."""
-    return limit * (limit + 1) // 2 + (length - 1 - limit) * limit
+def ragged(batch: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Draws the lengths of packed sequences, the same ones each time."""
+    numbers = random.Random(0)
+    return tuple(numbers.randint(shortest, longest) for _ in range(batch))
 
 
 _MASKS = (False, True)
@@ -154,33 +150,26 @@ def timed(
     return {name: {**summary(ms), "repeats": len(ms)} for name, ms in found.items()}
 
 
-def means(cases: Iterable[Mapping[str, Any]], others: Iterable[str]) -> dict[str, Any]:
-    """Returns geometric mean and worst of the ratios to other sides.
+def timed_result(
+    case: Case, flops: int, times: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """Returns what the results of forward, backward and varlen begin with."""
+    tflops = round(flops / times["ours"]["median"] / 1e9, 1)
+    return {"name": case.name, **asdict(case), "ms": times, "tflops": tflops}
 
-    Args:
-        cases: results.
-        others: the sides; a result has ratio_to_SIDE, or not.
 
-    Returns:
-        By side, then "all" and each head dim (of cases without a feature) and each feature:
-        "mean", "worst" and the number of "cases".
-    """
-    found: dict[str, Any] = {}
-    for other in others:
-        groups: dict[str, list[float]] = {}
-        for case in cases:
-            ratio = case.get(f"ratio_to_{other}")
-            if ratio is not None:
-                keys = [case["feature"]] if case["feature"] else ["all", f"D{case['head_dim']}"]
-                for key in keys:
-                    groups.setdefault(key, []).append(ratio)
-        if groups:
-            found[other] = {
-                key: {
-                    "mean": round(geometric_mean(ratios), 4),
-                    "worst": max(ratios),
-                    "cases": len(ratios),
-                }
-                for key, ratios in groups.items()
-            }
-    return found
+def means_to(results: Iterable[Mapping[str, Any]], *others: str) -> dict[str, Means]:
+    """Returns "geometric_means" for a record: by other side, then by head dim or feature."""
+    return {
+        "geometric_means": means(
+            (other, key, result["name"], result[f"ratio_to_{other}"])
+            for other in others
+            for result in results
+            if f"ratio_to_{other}" in result
+            for key in _groups(result)
+        )
+    }
+
+
+def _groups(result: Mapping[str, Any]) -> list[str]:
+    return [result["feature"]] if result["feature"] else ["all", f"D{result['head_dim']}"]

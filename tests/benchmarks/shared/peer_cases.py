@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flash_attn_deterministic.bench.problem import Shape
 
-from tests.benchmarks.lengths import ragged
+from tests.benchmarks.shared.cases import ragged
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 SIXTEEN = ragged(16, 256, 8192)  # 587 to 8184
