@@ -2,7 +2,7 @@
 
 They need not go through the kernel that torch.library.register_autograd makes of an op's formula.
 That is a function of Python, which torch runs at every call, also where no gradient is wanted; it
-takes the host longer than the rest of a call (docs/adr/0021-the-short-way-to-an-op.md).
+takes the host longer than the rest of a call (docs/adr/0021-less-host-time.md).
 """
 
 from __future__ import annotations
