@@ -1,4 +1,4 @@
-"""The studies of `deviation all`, in small on a CPU: each runs, and goes on."""
+"""The studies of `deviation all`, in small on a CPU: each runs, and runs again."""
 
 from __future__ import annotations
 

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.deviation.attentions.registry import find_attention
 from flash_attn_deterministic.deviation.emulate.gradients import kept_output
 from flash_attn_deterministic.deviation.instrument import gradients
 from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
-from flash_attn_deterministic.deviation.instrument.target import load_target
+from flash_attn_deterministic.deviation.instrument.target import Target, load_target
 from flash_attn_deterministic.deviation.numbers.formats import parse_format
 from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.errors import ArgumentError
@@ -47,9 +51,10 @@ def _batches() -> Any:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> str:
     found = types.ModuleType("my_model")
-    for name, value in (("model", _Model), ("batches", _batches), ("biased", _biased),
-                        ("blind", lambda: nn.Linear(16, 1))):  # fmt: skip
-        setattr(found, name, value)
+    found.__dict__.update(
+        model=_Model, batches=_batches, biased=_biased, blind=lambda: nn.Linear(16, 1),
+        nothing=lambda: None,
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "my_model", found)
     return "my_model"
 
@@ -101,8 +106,11 @@ def test_it_resumes_batch_by_batch(
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["gradients.json"]
     assert run_gradients(plan, target, tmp_path / "parts")["whole"].keys() == {"explicit"}
     assert done == 4
-    with pytest.raises(ArgumentError, match="holds another comparison"):
+    with pytest.raises(ArgumentError, match=r"holds another comparison \(other model\)"):
         run_gradients(GradientPlan("other", ("explicit",)), target, tmp_path / "parts")
+    target.batches[0] = {name: 2 * value for name, value in target.batches[0].items()}
+    with pytest.raises(ArgumentError, match=r"\(other weights or batches\)"):
+        run_gradients(plan, target, tmp_path / "parts")
 
 
 def test_statistics_of_known_errors() -> None:
@@ -118,6 +126,64 @@ def test_statistics_of_known_errors() -> None:
     assert found["systematic"][0] < 0.5 < found["systematic"][2] + 0.02
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_intervals_cover_planted_errors(share: float) -> None:
+    """Noise as well: its spread between batches is not smaller because a batch was drawn twice."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (8, 200)
+    hits = dict.fromkeys(("error", "noise", "systematic"), 0)
+    true = {"error": 0.1 / 2**0.5, "noise": 0.1, "systematic": share}
+    common = torch.zeros(200, dtype=torch.float64)
+    common[0] = share**0.5
+    for _ in range(100):
+        drawn = torch.randn(2, *shape, generator=generator, dtype=torch.float64) / 200**0.5
+        error = 0.1 * (common + (1 - share) ** 0.5 * drawn[0])
+        exact = drawn[1] + torch.eye(200, dtype=torch.float64)[1]
+        (found,) = gradients._of_grams((error @ error.T)[None], exact @ exact.T)
+        for name, (low, _, high) in found.items():
+            hits[name] += low <= true[name] <= high
+    assert min(hits.values()) >= 87, hits
+
+
+def test_a_sample_of_a_large_tensor_counts_for_all_of_it() -> None:
+    ones = {"large": torch.ones(2), "small": torch.ones(2)}
+    wrong = {"large": 1.1 * ones["large"], "small": ones["small"]}
+    samples = [{"gradients": {"exact": ones, "a": wrong}, "outputs": {}}] * 3
+    whole = gradients._statistics(samples, ["a"], {"large": 6, "small": 2})["whole"]["a"]
+    assert whole["error"][1] == pytest.approx((6 * 0.01 / 8) ** 0.5)
+
+
+def test_a_weight_that_a_batch_does_not_use_has_no_gradient_there(tmp_path: Path) -> None:
+    class Experts(_Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert = nn.Linear(16, 16)
+            self.idle = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = super().forward(self.expert(x) if x.sum() > 0 else x, target)
+            return loss
+
+    batches = list(itertools.islice(_batches(), 6))
+    signs = {bool(batch["x"].sum() > 0) for batch in batches}
+    assert signs == {True, False}
+    target = Target(Experts(), batches, None)
+    value = run_gradients(GradientPlan("m", ("explicit",)), target, tmp_path)
+    assert set(value["layers"]) == {"qkv.weight", "qkv.bias", "expert.weight", "expert.bias"}
+
+
+def test_rows_without_a_key_are_zero() -> None:
+    q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(4, 4, dtype=torch.bool).tril(-1)  # the first row sees nothing
+    for name in ("exact", "explicit", "explicit:p24", "kernel", "torch-lines"):
+        leaf = q.clone().requires_grad_()
+        out = find_attention(name)(leaf, leaf, leaf, attn_mask=mask)
+        assert not out[..., 0, :].any(), name
+        (gradient,) = torch.autograd.grad(out.sum(), leaf)
+        assert gradient.isfinite().all(), name
+        assert torch.allclose(out, functional.scaled_dot_product_attention(q, q, q, mask))
+
+
 @pytest.mark.parametrize(
     ("model", "batches", "count", "message"),
     [
@@ -126,6 +192,10 @@ def test_statistics_of_known_errors() -> None:
         pytest.param("my_model:model", "my_model:batches", 1, "count: expected", id="count"),
         pytest.param("my_model:model", "none.pt", 3, "batches: expected a list", id="file"),
         pytest.param("builtins:list", "", 3, "model: expected builtins:list", id="no-model"),
+        pytest.param("my_model:nothing", "", 3, "got NoneType", id="none"),
+        pytest.param("my_model:biased", "", 3, "without arguments: missing", id="arguments"),
+        pytest.param("none.py:model", "", 3, "there is no file none.py", id="no-file"),
+        pytest.param("my_model:model", "my_model:nothing", 3, "iterator .* NoneType", id="no-list"),
     ],
 )
 def test_bad_targets_are_refused(
@@ -140,6 +210,12 @@ def test_checkpoints_are_loaded_or_refused(module: str, tmp_path: Path) -> None:
     torch.save({"model": other.state_dict()}, tmp_path / "a.pt")
     target = load_target(f"{module}:model", f"{module}:batches", 2, "cpu", tmp_path / "a.pt")
     assert torch.equal(target.model.qkv.weight, other.qkv.weight)  # type: ignore[union-attr, arg-type]
+    weights = other.state_dict()
+    torch.save({**weights, "qkv.bias": weights["qkv.bias"] * math.nan}, tmp_path / "nan.pt")
+    with pytest.raises(ArgumentError, match=r"finite weights, got NaN .* in .*nan.pt: qkv.bias"):
+        load_target(f"{module}:model", f"{module}:batches", 2, "cpu", tmp_path / "nan.pt")
+    with pytest.raises(ArgumentError, match=r"none.pt: expected weights .*, got .*No such file"):
+        load_target(f"{module}:model", f"{module}:batches", 2, "cpu", tmp_path / "none.pt")
     torch.save({"other": torch.ones(2)}, tmp_path / "b.pt")
     with pytest.raises(ArgumentError, match="checkpoint: expected weights of"):
         load_target(f"{module}:model", f"{module}:batches", 2, "cpu", tmp_path / "b.pt")
@@ -150,6 +226,42 @@ def test_a_model_without_attention_is_an_error(module: str, tmp_path: Path) -> N
     target = load_target(f"{module}:blind", str(tmp_path / "batches.pt"), 2, "cpu")
     with pytest.raises(ArgumentError, match="model: expected calls"):
         run_gradients(GradientPlan("m", ("explicit",)), target, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda model: model.requires_grad_(False), "require a gradient", id="frozen"),
+        pytest.param(
+            lambda model: nn.init.constant_(model.qkv.bias, math.nan), "expected finite gradients",
+            id="nan",
+        ),
+    ],
+)  # fmt: skip
+def test_models_without_a_gradient_are_refused(
+    change: Callable[[Any], None], message: str, tmp_path: Path
+) -> None:
+    model = _Model()
+    change(model)
+    target = Target(model, list(itertools.islice(_batches(), 3)), None)
+    with pytest.raises(ArgumentError, match=message):
+        run_gradients(GradientPlan("m", ("explicit",)), target, tmp_path)
+    with pytest.raises(ArgumentError, match="attention: expected at least one name"):
+        run_gradients(GradientPlan("m", ()), target, tmp_path)
+
+
+def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its path, or as a module of the working directory."""
+    (tmp_path / "of_mine.py").write_text(
+        "import torch\nmodel = lambda: torch.nn.Linear(2, 2)\nbatches = lambda: [1, 2]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [part for part in sys.path if part not in ("", ".")])
+    for name in (f"{tmp_path}/of_mine.py", "of_mine.py", "of_mine"):
+        target = load_target(f"{name}:model", f"{name}:batches", 2, "cpu")
+        assert target.batches == [1, 2]
+        assert isinstance(target.model, nn.Linear)
+    monkeypatch.delitem(sys.modules, "of_mine")
 
 
 def test_the_residual_gives_back_what_rounding_took() -> None:
