@@ -8,7 +8,6 @@ often a softmax scale in the place of `causal`.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from .._ops.arguments import Scores
 from ..errors import ArgumentError, ArgumentTypeError
 from .describe import shown, type_name
 
-_PYTHON_TYPES = frozenset((bool, int, float, type(None)))
 _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
 # The kernels take a factor as float32, where it must be a normal number: a GPU may flush a
@@ -203,25 +201,6 @@ def check_scores(
     They do not depend on lengths: a window that covers a whole sequence stays a window, since
     otherwise the bits could depend on the length of another sequence in the batch.
     """
-    if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
-        arguments = head_dim, softmax_scale, causal, *window_size, softcap
-        if _PYTHON_TYPES.issuperset(map(type, arguments)):
-            return _cached_scores(*arguments)
-    return _find_scores(head_dim, softmax_scale, causal, window_size, softcap)
-
-
-# typed: True == 1 == 1.0, but not each of them is a valid value of each argument.
-@functools.lru_cache(maxsize=256, typed=True)
-def _cached_scores(
-    head_dim: int, softmax_scale: Any, causal: Any, left: Any, right: Any, softcap: Any
-) -> Scores:
-    """Calls `_find_scores` with Python numbers, which can be keys of a cache."""
-    return _find_scores(head_dim, softmax_scale, causal, (left, right), softcap)
-
-
-def _find_scores(
-    head_dim: int, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any
-) -> Scores:
     causal = check_flag("causal", causal)
     left, right = check_window(window_size)
     scale = check_scale(softmax_scale, head_dim)
@@ -235,8 +214,6 @@ def check_dropout(dropout_p: Any) -> float:
         ArgumentTypeError: not a number.
         ArgumentError: not in [0, 1).
     """
-    if type(dropout_p) is float and dropout_p == 0:
-        return 0.0
     probability = check_float("dropout_p", dropout_p)
     if not 0 <= probability < 1:
         raise ArgumentError(

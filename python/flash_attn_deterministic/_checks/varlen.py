@@ -129,10 +129,11 @@ def with_ints(lengths: Lengths, names: Names = NAMES) -> Lengths:
         ArgumentTypeError: max_seqlen_q or max_seqlen_k is no int.
         ArgumentError: one of them is out of range.
     """
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others = lengths
-    max_seqlen_q = check_length(names.max_seqlen_q, max_seqlen_q)
-    max_seqlen_k = check_length(names.max_seqlen_k, max_seqlen_k)
-    return Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others)
+    max_seqlen_q = check_length(names.max_seqlen_q, lengths.max_seqlen_q)
+    max_seqlen_k = check_length(names.max_seqlen_k, lengths.max_seqlen_k)
+    if max_seqlen_q is lengths.max_seqlen_q and max_seqlen_k is lengths.max_seqlen_k:
+        return lengths
+    return lengths._replace(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
 def check_no_gradient(inputs: tuple[torch.Tensor, ...], lengths: Lengths) -> None:

@@ -21,7 +21,6 @@ from ..errors import UnsupportedError
 from .dispatch import needs_dispatcher
 from .schemas import (
     BACKWARD,
-    FORWARD,
     NAMESPACE,
     WITH_RESIDUAL,
     Gradients,
@@ -67,41 +66,36 @@ def run(name: str, arguments: tuple[Any, ...], through_dispatcher: bool) -> Any:
     # are in one function, so that it can't start between them.
     if through_dispatcher or torch.compiler.is_compiling():
         return op(*arguments)
-    if name in _FUNCTIONS and torch.is_grad_enabled() and _C._any_requires_grad(*arguments):
-        function, tensors = _FUNCTIONS[name]
-        return function.apply(*arguments[:tensors], arguments[tensors:])
+    if name in _FUNCTIONS and torch.is_grad_enabled():
+        function, wanting = _FUNCTIONS[name]
+        if _C._any_requires_grad(*arguments[:wanting]):
+            return function.apply(*arguments[:wanting], arguments[wanting:])
     with _C._AutoDispatchBelowAutograd():
-        return op(*arguments)
+        # _op is what the object calls: one Python function less.
+        return getattr(op, "_op", op)(*arguments)
 
 
 def _function(name: str, formula: _Formula) -> tuple[Any, int]:
     """Returns an op's autograd function for calls that skip the dispatcher.
 
     It does the same as the kernel of torch.library.register_autograd. It takes all arguments that
-    are no tensors as one, since torch processes each argument in Python.
+    get no gradient as one, since torch processes each argument in Python.
 
     Returns:
-        A torch.autograd.Function, and the number of tensors, which are the op's first arguments.
+        A torch.autograd.Function, and the number of arguments that get gradients: the op's first.
     """
-    tensors = FORWARD[name].split(" -> ")[0].count("Tensor")
 
     def forward(ctx: Any, *inputs: Any) -> Results:
         arguments = (*inputs[:-1], *inputs[-1])
-        op = getattr(torch.ops.flash_attn_deterministic, name)
-        output: Results
-        if torch.compiler.is_compiling():  # as in run; torch has turned gradients off here
-            output = op(*arguments)
-        else:
-            with _C._AutoDispatchBelowAutograd():
-                output = op(*arguments)
+        output: Results = run(
+            name, arguments, through_dispatcher=False
+        )  # torch has turned gradients off
         formula.setup_context(ctx, arguments, output)
         return output
 
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor | None, ...]:
-        return (*formula.backward(ctx, *gradients)[:tensors], None)
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), methods), tensors
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(formula.backward)}
+    function = type(name, (torch.autograd.Function,), methods)
+    return function, 2 if "qkvpacked" in name else 3
 
 
 class CheckedLibrary:
@@ -131,42 +125,35 @@ class CheckedLibrary:
 
 def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
-    _save(ctx, inputs, output, (q, k, v), (alibi_slopes, rng_state))
+    _save(ctx, output, (q, k, v), (alibi_slopes, rng_state))
     ctx.numbers = (dropout_p, *scores, deterministic_bwd)
 
 
 def _setup_varlen(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, *without, alibi_slopes, rng_state = inputs[:10]
     *lengths_and_scores, _, _, deterministic_bwd = inputs[10:]
-    _save(ctx, inputs, output, (q, k, v), (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state))
+    _save(ctx, output, (q, k, v), (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state))
     ctx.without_backward = without_backward(*without)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
 
 
 def _setup_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, qkv, alibi_slopes, rng_state, dropout_p, *scores, _, _, deterministic_bwd = inputs
-    _save(ctx, inputs, output, (q, qkv), (alibi_slopes, rng_state))
+    _save(ctx, output, (q, qkv), (alibi_slopes, rng_state))
     ctx.numbers = (dropout_p, *scores, deterministic_bwd)
 
 
 def _setup_varlen_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, qkv, *starts_and_random = inputs[:6]
     *lengths_and_scores, _, _, deterministic_bwd = inputs[6:]
-    _save(ctx, inputs, output, (q, qkv), starts_and_random)
+    _save(ctx, output, (q, qkv), starts_and_random)
     ctx.numbers = (*lengths_and_scores, deterministic_bwd)
 
 
-def _save(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: Results,
-    before: Sequence[Any],
-    after: Sequence[Any],
-) -> None:
-    # In the order of the backward's arguments; a residual comes last.
+def _save(ctx: Any, output: Results, before: Sequence[Any], after: Sequence[Any]) -> None:
+    # In the order of the backward's arguments; the residual, or None, comes last.
     out, softmax_lse, *residual = output
-    ctx.save_for_backward(*before, out, softmax_lse, *after, *residual)
-    ctx.residuals, ctx.inputs = len(residual), len(inputs)
+    ctx.save_for_backward(*before, out, softmax_lse, *after, *(residual or (None,)))
     # flash_attn ignores a gradient of softmax_lse; here softmax_lse does not require one.
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -180,25 +167,32 @@ def _backward(
             f"{ctx.without_backward}: there is no backward with it; pass packed sequences without "
             "it, or detach q, k and v"
         )
-    inputs: int = ctx.inputs
+    nothing = (None,) * len(ctx.needs_input_grad)
     if dout is None:
-        return (None,) * inputs
-    saved = ctx.saved_tensors  # read once: torch.utils.checkpoint frees them when they are read
-    check_kernels(dout.device, dout.dtype, dout.shape[-1], "bwd")
-    *_, deterministic = ctx.numbers
-    if not deterministic:
+        return nothing
+    *saved, residual = ctx.saved_tensors  # read once: torch.utils.checkpoint frees them then
+    numbers = ctx.numbers
+    if not numbers[-1]:  # deterministic
         alert_atomics(dout.device)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
     # With create_graph=True the op's autograd kernel has to run, to refuse a double backward.
     through_dispatcher = torch.is_grad_enabled() or needs_dispatcher(dout)
-    rest = len(saved) - ctx.residuals
-    arguments = (dout, *saved[:rest], *ctx.numbers, *saved[rest:])
-    gradients: Gradients | PackedGradients = run(name, arguments, through_dispatcher)
-    found: list[torch.Tensor | None] = list(gradients)
+    if through_dispatcher:
+        _check_kernels(dout)
+    gradients: Gradients | PackedGradients
+    try:
+        gradients = run(name, (dout, *saved, *numbers, residual), through_dispatcher)
+    except Exception:
+        _check_kernels(dout)  # a missing kernel: its message says more than the op's
+        raise
     if saved[0] is None:  # q is in the packed tensor
-        found[0] = None
-    return (*found, *[None] * (inputs - len(found)))
+        return (None, *gradients[1:], *nothing[2:])
+    return (*gradients, *nothing[len(gradients) :])
+
+
+def _check_kernels(dout: torch.Tensor) -> None:
+    check_kernels(dout.device, dout.dtype, dout.shape[-1], "bwd")
 
 
 def no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:

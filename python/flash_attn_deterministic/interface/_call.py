@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, Protocol, cast, overload
 
@@ -15,7 +16,7 @@ from .._ops.arguments import Lengths, Options
 from .._ops.autograd import run
 from .._ops.dispatch import needs_dispatcher
 from .._ops.schemas import WITH_RESIDUAL
-from ..mode.current import resolve
+from ..mode.current import Mode, get_deterministic_mode, resolve
 
 # Defines the ops.
 from .._ops import library as library  # isort: skip
@@ -25,6 +26,7 @@ WithLse = tuple[torch.Tensor, torch.Tensor]
 # (None, qkv) or (q, kv).
 Packed = tuple[torch.Tensor | None, torch.Tensor]
 Arguments = ParamSpec("Arguments")
+_PYTHON_TYPES = frozenset((bool, int, float, str, type(None)))
 
 
 class Attention(Protocol[Arguments]):
@@ -69,9 +71,35 @@ def resolve_options(
         ArgumentTypeError: a wrong type.
         MissingInstanceError: deterministic is True, and the wheel holds no deterministic kernels.
     """
+    plain = head_dim, dropout_p, softmax_scale, causal, softcap, split_size, deterministic
+    if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
+        arguments = *window_size, *plain
+        if _PYTHON_TYPES.issuperset(map(type, arguments)):
+            return _known_options(get_deterministic_mode(), *arguments)
+    return _find_options(get_deterministic_mode(), window_size, *plain)
+
+
+# typed: True == 1 == 1.0, but not each of them is a valid value of each argument.
+@functools.lru_cache(maxsize=256, typed=True)
+def _known_options(mode: Mode, left: Any, right: Any, *plain: Any) -> Options:
+    """Calls `_find_options` with Python numbers and strings, which can be keys of a cache."""
+    return _find_options(mode, (left, right), *plain)
+
+
+def _find_options(
+    mode: Mode,
+    window_size: Any,
+    head_dim: int,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    softcap: Any,
+    split_size: Any,
+    deterministic: Any,
+) -> Options:
     dropout_p = numbers.check_dropout(dropout_p)
     scores = numbers.check_scores(head_dim, softmax_scale, causal, window_size, softcap)
-    mode = resolve(check_split_size(split_size, head_dim))
+    mode = resolve(mode, check_split_size(split_size, head_dim))
     backward = resolve_deterministic(deterministic, mode)
     return Options(dropout_p, scores, mode.split_size, mode.enabled, backward, mode.keep_residual)
 
@@ -107,13 +135,13 @@ def attend(
         As `flash_attn_func`.
     """
     with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
-    nheads, head_dim = q.shape[-2:]
+    head_dim = q.shape[-1]
 
     def check_rest() -> None:
         if check is not None:
             check()
         batch = q.shape[0] if lengths is None else lengths.cu_seqlens_q.shape[0] - 1
-        tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
+        tensors.check_alibi(alibi_slopes, batch, q.shape[-2], q.device)
         kernels.check_kernels(q.device, q.dtype, head_dim)
         kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
 
@@ -122,7 +150,7 @@ def attend(
     if not op_checks_first:
         check_rest()
     slopes = slopes_for_op(alibi_slopes)
-    rng_state = draw_rng_state(options.dropout_p, q.device)
+    rng_state = draw_rng_state(options.dropout_p, q.device) if options.dropout_p else None
     qkv: tuple[torch.Tensor | None, ...] = packed or (q, k, v)
     if head_dim % 8:
         qkv = tuple(map(padded, qkv))
@@ -176,15 +204,16 @@ def op_checks(rank: int, q: Any, *others: Any) -> bool:
         q: the argument.
         others: other tensors of the call.
     """
-    return (
-        isinstance(q, torch.Tensor)
-        and not needs_dispatcher(q, *others)
-        and q.is_cuda
-        and not q.is_nested
-        and q.dim() == rank
-        and q.shape[-1] > 0
-        and q.shape[-1] % 8 == 0  # otherwise the op would check padded copies
-    )
+    if (
+        not isinstance(q, torch.Tensor)
+        or needs_dispatcher(q, *others)
+        or not q.is_cuda
+        or q.is_nested
+    ):
+        return False
+    shape = q.shape
+    # Other head dims are padded first: the op would check the copies.
+    return len(shape) == rank and shape[-1] > 0 and shape[-1] % 8 == 0
 
 
 def run_then_check(name: str, arguments: tuple[Any, ...], check: Callable[[], object]) -> Any:
@@ -247,4 +276,6 @@ def slopes_for_op(alibi_slopes: torch.Tensor | None) -> torch.Tensor | None:
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Copies a small tensor of lengths or indices unless it is contiguous."""
-    return tensor.contiguous() if isinstance(tensor, torch.Tensor) else tensor
+    if tensor is None or not isinstance(tensor, torch.Tensor):
+        return tensor
+    return tensor.contiguous()

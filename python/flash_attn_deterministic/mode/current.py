@@ -323,16 +323,16 @@ class deterministic_mode:
         return inside  # type: ignore[return-value]
 
 
-def resolve(split_size: int | None) -> Mode:
+def resolve(mode: Mode, split_size: int | None) -> Mode:
     """Returns the mode of one call.
 
     Args:
+        mode: around the call.
         split_size: the call's own, checked; None: the mode's.
 
     Returns:
         A mode with split_size 0 where it has no effect.
     """
-    mode = get_deterministic_mode()
     if not mode.enabled:
         split_size = 0
     return mode if split_size is None else mode._replace(split_size=split_size)

@@ -253,7 +253,7 @@ def backward_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
     def spy(name: str, op: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            calls.append((name, arguments[-1]))
+            calls.append((name, arguments[-2]))  # the residual comes last
             return op(*arguments)
 
         return run

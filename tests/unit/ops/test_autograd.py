@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -298,7 +298,7 @@ def deterministic_arguments(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def spy(op: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            calls.append(arguments[-1])
+            calls.append(arguments[-2])  # the residual comes last
             return op(*arguments)
 
         return run
@@ -325,10 +325,17 @@ def test_backward_gets_what_the_forward_resolved(
 
 
 @names
-def test_backward_checks_for_its_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_backward_checks_for_its_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
+
+    def refuse(*arguments: Any) -> NoReturn:
+        raise RuntimeError("refused by the op")
+
+    for op in BACKWARD:
+        monkeypatch.setattr(torch.ops.flash_attn_deterministic, op, refuse)
     monkeypatch.setattr(autograd, "check_kernels", lambda *arguments: asked.append(arguments))
-    gradients(CALLS[name](20))
+    with pytest.raises(RuntimeError, match="refused by the op"):
+        gradients(CALLS[name](20))
     assert asked == [(torch.device("cpu"), torch.bfloat16, 24, "bwd")]
 
 
