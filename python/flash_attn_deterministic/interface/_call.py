@@ -15,7 +15,7 @@ from .._checks.varlen import without_backward
 from .._ops.arguments import Lengths, Options
 from .._ops.autograd import run
 from .._ops.dispatch import needs_dispatcher
-from .._ops.schemas import WITH_RESIDUAL
+from .._ops.schemas import WITH_RESIDUAL, parts_of
 from ..mode.current import Mode, get_deterministic_mode, resolve
 
 # Defines the ops.
@@ -23,8 +23,8 @@ from .._ops import library as library  # isort: skip
 
 WithProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WithLse = tuple[torch.Tensor, torch.Tensor]
-# (None, qkv) or (q, kv).
-Packed = tuple[torch.Tensor | None, torch.Tensor]
+# (q, k, v), (None, qkv) or (q, kv).
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[torch.Tensor | None, torch.Tensor]
 Arguments = ParamSpec("Arguments")
 _PYTHON_TYPES = frozenset((bool, int, float, str, type(None)))
 
@@ -105,28 +105,22 @@ def _find_options(
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    inputs: Inputs,
     alibi_slopes: torch.Tensor | None,
     options: Options,
     return_attn_probs: Any,
     lengths: Lengths | None = None,
-    packed: Packed | None = None,
     check: Callable[[], object] | None = None,
 ) -> torch.Tensor | WithProbs:
     """Runs a dense or a packed call.
 
     Args:
-        q: checked, unless `check` is given; k, v and lengths too.
-        k: see q.
-        v: see q.
+        inputs: the tensors that get gradients; checked, unless `check` is given; lengths too.
         alibi_slopes: unchecked; return_attn_probs too.
         options: of the call; checked.
         return_attn_probs: see alibi_slopes.
         lengths: of packed sequences; None: dense.
-        packed: the tensors that q, k and v are parts of, which get the gradients; None: q, k and v.
-        check: raises if q, k, v or lengths are wrong; for calls of which `op_checks` is True.
+        check: raises if inputs or lengths are wrong; for calls of which `op_checks` is True.
 
     Returns:
         What `flash_attn_func` or `flash_attn_varlen_func` returns.
@@ -135,6 +129,8 @@ def attend(
         As `flash_attn_func`.
     """
     with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
+    q: torch.Tensor = inputs[1] if inputs[0] is None else inputs[0]
+    packed = len(inputs) == 2
     head_dim = q.shape[-1]
 
     def check_rest() -> None:
@@ -151,7 +147,7 @@ def attend(
         check_rest()
     slopes = slopes_for_op(alibi_slopes)
     rng_state = draw_rng_state(options.dropout_p, q.device) if options.dropout_p else None
-    qkv: tuple[torch.Tensor | None, ...] = packed or (q, k, v)
+    qkv: tuple[torch.Tensor | None, ...] = inputs
     if head_dim % 8:
         qkv = tuple(map(padded, qkv))
     dropout_p, scores, *tree, keep_residual = options
@@ -178,6 +174,7 @@ def attend(
     # Imported here, to keep the import of the package short.
     from ..reference._probs import signed_probs
 
+    q, k, _ = parts_of(*inputs) if len(inputs) == 2 else inputs
     return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, slopes, rng_state, options)
 
 

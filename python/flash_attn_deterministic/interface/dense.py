@@ -125,9 +125,9 @@ def flash_attn_func(
         check = functools.partial(tensors.check_dense, q, k, v)
     else:
         tensors.check_dense(q, k, v)
-    scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, check=check)
+    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    options = resolve_options(q.shape[-1], *numbers)
+    return attend((q, k, v), alibi_slopes, options, return_attn_probs, check=check)
 
 
 @typed
@@ -160,12 +160,19 @@ def flash_attn_qkvpacked_func(
     Source:
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
-    tensors.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
-    q, k, v = qkv.unbind(2)
-    tensors.check_dense(q, k, v, _QKV)
-    scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, packed=(None, qkv))
+
+    def check() -> None:
+        tensors.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
+        q, k, v = qkv.unbind(2)
+        tensors.check_dense(q, k, v, _QKV)
+
+    op_checks_first = op_checks(5, qkv)
+    if not op_checks_first:
+        check()
+    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    options = resolve_options(qkv.shape[-1], *numbers)
+    later = check if op_checks_first else None
+    return attend((None, qkv), alibi_slopes, options, return_attn_probs, check=later)
 
 
 @typed
@@ -200,9 +207,16 @@ def flash_attn_kvpacked_func(
     Source:
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
-    tensors.check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
-    k, v = kv.unbind(2)
-    tensors.check_dense(q, k, v, _KV)
-    scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, packed=(q, kv))
+
+    def check() -> None:
+        tensors.check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
+        k, v = kv.unbind(2)
+        tensors.check_dense(q, k, v, _KV)
+
+    op_checks_first = op_checks(4, q, kv)
+    if not op_checks_first:
+        check()
+    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    options = resolve_options(q.shape[-1], *numbers)
+    later = check if op_checks_first else None
+    return attend((q, kv), alibi_slopes, options, return_attn_probs, check=later)

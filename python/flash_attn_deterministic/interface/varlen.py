@@ -102,9 +102,9 @@ def flash_attn_varlen_func(
     else:
         lengths = checks.check_varlen(q, k, v, lengths)
         checks.check_no_gradient((q, k, v), lengths)
-    scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths, check=check)
+    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    options = resolve_options(q.shape[-1], *numbers)
+    return attend((q, k, v), alibi_slopes, options, return_attn_probs, lengths, check)
 
 
 @typed
@@ -142,13 +142,19 @@ def flash_attn_varlen_qkvpacked_func(
     Source:
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
-    tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
-    q, k, v = qkv.unbind(1)
     lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    lengths = checks.check_varlen(q, k, v, lengths, checks.NAMES_QKV)
-    scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths, (None, qkv))
+
+    def check() -> Lengths:
+        tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
+        q, k, v = qkv.unbind(1)
+        return checks.check_varlen(q, k, v, lengths, checks.NAMES_QKV)
+
+    op_checks_first = op_checks(4, qkv)
+    found = checks.with_ints(lengths, checks.NAMES_QKV) if op_checks_first else check()
+    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    options = resolve_options(qkv.shape[-1], *numbers)
+    later = check if op_checks_first else None
+    return attend((None, qkv), alibi_slopes, options, return_attn_probs, found, later)
 
 
 @typed
@@ -192,10 +198,16 @@ def flash_attn_varlen_kvpacked_func(
     Source:
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
-    tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
-    k, v = kv.unbind(1)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    lengths = checks.check_varlen(q, k, v, lengths, _KV)
-    scores = softmax_scale, causal, window_size, softcap
-    options = resolve_options(q.shape[-1], dropout_p, *scores, split_size, deterministic)
-    return attend(q, k, v, alibi_slopes, options, return_attn_probs, lengths, (q, kv))
+
+    def check() -> Lengths:
+        tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
+        k, v = kv.unbind(1)
+        return checks.check_varlen(q, k, v, lengths, _KV)
+
+    op_checks_first = op_checks(3, q, kv)
+    found = checks.with_ints(lengths, _KV) if op_checks_first else check()
+    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    options = resolve_options(q.shape[-1], *numbers)
+    later = check if op_checks_first else None
+    return attend((q, kv), alibi_slopes, options, return_attn_probs, found, later)

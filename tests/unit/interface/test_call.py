@@ -9,7 +9,18 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from bits import bits_equal
-from calls import Call, int32, kvcache_call, normal, qkv_call, varlen_call
+from calls import (
+    Call,
+    int32,
+    kvcache_call,
+    kvpacked_call,
+    normal,
+    qkv_call,
+    qkvpacked_call,
+    varlen_call,
+    varlen_kvpacked_call,
+    varlen_qkvpacked_call,
+)
 from flash_attn_deterministic import interface
 from flash_attn_deterministic._checks import kvcache as kvcache_checks
 from flash_attn_deterministic._checks import tensors
@@ -21,7 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CALLS: dict[str, Callable[[], Call]] = {
     "flash_attn_func": qkv_call,
+    "flash_attn_qkvpacked_func": qkvpacked_call,
+    "flash_attn_kvpacked_func": kvpacked_call,
     "flash_attn_varlen_func": varlen_call,
+    "flash_attn_varlen_qkvpacked_func": varlen_qkvpacked_call,
+    "flash_attn_varlen_kvpacked_func": varlen_kvpacked_call,
     "flash_attn_with_kvcache": kvcache_call,
 }
 names = pytest.mark.parametrize("name", CALLS)
@@ -80,6 +95,16 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "slopes-dropout": ("flash_attn_func", other(alibi_slopes=1.0, dropout_p=0.5)),
     "causal-scale": ("flash_attn_func", other(causal=0.125)),
     "window-floats": ("flash_attn_func", other(window_size=(1.0, 2.0))),
+    "qkv-none": ("flash_attn_qkvpacked_func", other(qkv=None)),
+    "qkv-rank": ("flash_attn_qkvpacked_func", other(qkv=normal(7, 3, 4, 32))),
+    "qkv-parts": ("flash_attn_qkvpacked_func", other(qkv=normal(2, 7, 2, 4, 32))),
+    "qkv-slopes": ("flash_attn_qkvpacked_func", other(alibi_slopes=torch.ones(3))),
+    "kv-parts": ("flash_attn_kvpacked_func", other(kv=normal(2, 9, 3, 2, 32))),
+    "kv-heads": ("flash_attn_kvpacked_func", other(kv=normal(2, 9, 2, 3, 32))),
+    "kv-list": ("flash_attn_kvpacked_func", other(kv=[[1.0]])),
+    "starts-of-qkv": ("flash_attn_varlen_qkvpacked_func", other(cu_seqlens=[0, 3, 8])),
+    "longest-of-qkv": ("flash_attn_varlen_qkvpacked_func", other(max_seqlen=5.0)),
+    "parts-of-kv": ("flash_attn_varlen_kvpacked_func", other(kv=normal(16, 3, 2, 32))),
     "starts-list": ("flash_attn_varlen_func", other(cu_seqlens_q=[0, 3, 3, 8])),
     "starts-dtype": ("flash_attn_varlen_func", other(cu_seqlens_k=torch.tensor([0, 5, 7, 16]))),
     "longest-float": ("flash_attn_varlen_func", other(max_seqlen_q=5.0)),
@@ -126,6 +151,7 @@ def test_valid_call_skips_our_checks(name: str, monkeypatch: pytest.MonkeyPatch)
     expected = CALLS[name]()()
     for module, check in (
         (tensors, "check_dense"),
+        (tensors, "check_packed"),
         (tensors, "check_alibi"),
         (varlen_checks, "check_varlen"),
         (kvcache_checks, "check_cache"),
