@@ -17,6 +17,7 @@ from flash_attn_deterministic.errors import (
     MissingInstanceError,
     NotDeterministicError,
 )
+from flash_attn_deterministic.interface import _call
 from flash_attn_deterministic.mode import current
 from flash_attn_deterministic.mode.current import Mode
 
@@ -77,6 +78,7 @@ def test_deterministic_is_a_flag(value: object) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_wheel_without_deterministic_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "_WHEEL_DETERMINISTIC", False)
+    _call._known_options.cache_clear()  # those found for a wheel that has them
     message = "deterministic: this wheel .*=OFF .* or pass deterministic=False"
     with pytest.raises(MissingInstanceError, match=message):
         CALLS[name](32)(deterministic=True)
