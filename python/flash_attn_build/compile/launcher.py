@@ -12,9 +12,8 @@ import os
 import signal
 import sys
 import time
-from types import FrameType
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WAITED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # all but the first go on
 
 
 def main(arguments: list[str]) -> int:
@@ -31,27 +30,28 @@ def main(arguments: list[str]) -> int:
         return 2
     log_dir, command = arguments[1], arguments[3:]
     begin = time.monotonic()
-    # A signal that arrives before the handlers are set stays pending and then reaches the command.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    # Blocked signals stay pending until sigwait takes them. With handlers, one that arrives just
+    # before a blocking wait would not end that wait, and so would not reach the command.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
     try:
         child = os.posix_spawnp(command[0], command, os.environ, setsigmask=mask)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        os.kill(child, number)
-
-    for forwarded in _FORWARDED:
-        signal.signal(forwarded, forward)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    # Counts every descendant that its parent waited for: all stages of nvcc.
-    _, status, usage = os.wait4(child, 0)
+    ended = 0
+    while not ended:
+        number = signal.sigwait(_WAITED)
+        if number == signal.SIGCHLD:
+            # Counts every descendant that its parent waited for: all stages of nvcc.
+            ended, status, usage = os.wait4(child, os.WNOHANG)
+        else:
+            os.kill(child, number)
     wall = time.monotonic() - begin
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:  # its action cannot be set
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         os.kill(os.getpid(), number)
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
