@@ -5,6 +5,9 @@
 
 #include "sm80/fwd.cuh"
 #ifndef OLD_TREE
+#if __has_include("sm80/scores.cu")
+#include "sm80/scores.cu"
+#endif
 #include "sm80/values.cu"
 #endif
 
@@ -19,7 +22,7 @@
 
 namespace fad {
 
-alignas(1024) char smem[256 * 1024];
+alignas(1024) char smem[emulator::kSharedBytes];
 
 #ifdef OLD_TREE  // a newer plan.cpp has it
 int kernel_head_dim(int head_dim) {
@@ -41,6 +44,8 @@ const FwdKernel kKernels[] = {
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 16, kFewWarps, kMost | kCacheIndex>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 16, kFewWarps, kMost | kPaged>(),
 #ifndef OLD_TREE
+    fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 32, 8, kMost | kCacheIndex>(),
+    fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 32, 8, kMost | kPaged>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 64, 8, kMost | kCacheIndex>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kFewRows, 64, 8, kMost | kPaged>(),
     fwd_entry<ELEMENT, HEAD_DIM, Path::kScoresFirst, 8, HEAD_DIM == 256 ? 3 : 4,
@@ -195,6 +200,7 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   void* aligned =
       reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 511) & ~511ull);
   fad::run_plan(plan, params, aligned, nullptr);
+  emulator::finish_grids();
   write(file, out.data);
   write(file, lse);
 #ifndef OLD_TREE

@@ -1,13 +1,15 @@
 """Runs the kernels for a few queries on the CPU, and compares the bits of their paths.
 
     python -m tests.emulator.run --upstream build/dev/upstream --head-dims 64 128 --count 40
+    python -m tests.emulator.run --upstream build/dev/upstream --before TREE
     python -m tests.emulator.run --upstream build/dev/upstream --old TREE
 
-TREE is a source tree that has no path but few-rows: its bits are then the ones to meet.
+The bits to meet are those of few-rows, or of TREE: the repository in an earlier state, all of whose
+paths then run too, or (--old) a source tree that has no path but few-rows.
 
 Needs g++ and the CUDA runtime (headers and libcudart_static.a), but no GPU. Drawn calls go through
-each path twice: with asynchronous copies at their earliest and at their latest moment. See
-emulator.h for what this shows.
+each path twice: with asynchronous copies at their earliest and at their latest moment. A kernel
+that may start before the one before it has ended does so. See emulator.h for what this shows.
 """
 
 from __future__ import annotations
@@ -50,6 +52,9 @@ def build(
     copies.write_text(
         "\n".join(line for line in lines if "prefetch.global" not in line), encoding="utf-8"
     )
+    (sources / "instances.h").write_text(
+        f"#define FAD_FWD_INSTANCES(X) X({dtype}, {head_dim})\n", encoding="utf-8"
+    )
     headers = folder / "upstream"
     headers.mkdir()
     for name in ("flash.h", "block_info.h", "namespace_config.h"):
@@ -77,11 +82,12 @@ def results(program: Path, first: int, count: int, path: str, late: bool) -> byt
     return out.read_bytes()
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Command line; the exit status is 1 where bits differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upstream", type=Path, required=True)
-    parser.add_argument("--old", type=Path, help="a source tree to compare with")
+    parser.add_argument("--before", type=Path, help="an earlier state to compare with")
+    parser.add_argument("--old", type=Path, help="a source tree without scores-first, likewise")
     parser.add_argument(
         "--cuda", type=Path, default=Path("/usr/local/cuda/targets/x86_64-linux"), metavar="FOLDER"
     )
@@ -89,7 +95,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=ELEMENTS, default=list(ELEMENTS))
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--count", type=int, default=40)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     failed = False
     for head_dim in options.head_dims:
         for dtype in options.dtypes:
@@ -97,17 +103,24 @@ def main() -> int:
                 folder = Path(name)
                 kernel = (options.upstream, options.cuda)
                 new = build(ROOT, *kernel, folder / "new", head_dim, dtype, old=False)
-                runs = {
-                    f"{path}, copies {'late' if late else 'early'}": results(
-                        new, options.first, options.count, path, late
-                    )
-                    for path in ("few_rows", "scores_first")
-                    for late in (False, True)
-                }
+                runs: dict[str, bytes] = {}
+                trees = {"": new}
+                if options.before:
+                    trees = {
+                        "before, ": build(
+                            options.before, *kernel, folder / "before", head_dim, dtype, old=False
+                        ),
+                        **trees,
+                    }
+                for tree, program in trees.items():
+                    for path in ("few_rows", "scores_first"):
+                        for late in (False, True):
+                            run = f"{tree}{path}, copies {'late' if late else 'early'}"
+                            runs[run] = results(program, options.first, options.count, path, late)
                 if options.old:
                     old = build(options.old, *kernel, folder / "old", head_dim, dtype, old=True)
                     runs["old"] = results(old, options.first, options.count, "few_rows", False)
-            expected = runs["old" if options.old else "few_rows, copies early"]
+            expected = runs["old"] if options.old else next(iter(runs.values()))
             different = [name for name, run in runs.items() if run != expected]
             failed = failed or bool(different)
             print(
