@@ -2,7 +2,7 @@
 # requires-python = ">=3.10"
 # dependencies = ["nox>=2025.10.16"]
 # ///
-"""The ways into this project: `nox -s build` makes the wheel, `nox -s test` tests it."""
+"""Commands of this project: `nox -s build` makes the wheel, `nox -s test` tests it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def build_dev(session: nox.Session) -> None:
-    """Build the small wheel that `test` tests into dist/dev/."""
+    """Build the small (dev) wheel into dist/dev/."""
     run_build(session, "--preset", "dev")
 
 
@@ -40,7 +40,7 @@ def build_dev(session: nox.Session) -> None:
 def test(session: nox.Session) -> None:
     """Test the small wheel, installed in a clean environment (-- ARGS: pytest's)."""
     wheel = the_wheel(session, "dist/dev")
-    # With nothing but its own requirements first: it must not live on what the tests bring.
+    # First with its own requirements only: it must not depend on packages of the tests.
     session.install(str(wheel), *groups("torch"))
     session.run("flash-attn-deterministic", "info")
     session.install(*groups("test-build"))
@@ -50,14 +50,14 @@ def test(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS, default=False)
 def test_python(session: nox.Session) -> None:
-    """Test the small wheel that lies in dist/dev under another Python, without a build."""
+    """Test the small wheel in dist/dev under another Python, without a build."""
     session.install(str(the_wheel(session, "dist/dev")), *groups("torch", "test"))
     session.run("pytest", *(session.posargs or ["tests/unit"]))
 
 
 @nox.session(default=False)
 def quick(session: nox.Session) -> None:
-    """Test the Python sources as they are, with the library of dist/dev: no build."""
+    """Test the present Python sources with the library of dist/dev, without a build."""
     wheel = the_wheel(session, "dist/dev")
     session.install(str(wheel), *groups("torch", "test-build"))
     where = session.run(
@@ -96,13 +96,13 @@ def vllm(session: nox.Session) -> None:
     """Check the attention backend against vLLM's own classes, on the CPU (gigabytes)."""
     session.install(str(the_wheel(session, "dist/dev")), *groups("vllm"))
     # vLLM's own warnings are no errors of ours.
-    file = "tests/unit/test_integrations_vllm.py"
+    file = "tests/unit/integrations/test_vllm.py"
     session.run("pytest", "-W", "default", file, *session.posargs)
 
 
 @nox.session(default=False)
 def gate(session: nox.Session) -> None:
-    """Ask the gate; write what is published into build/release (-- --locked: by hash)."""
+    """Run the release gate; write the release into build/release (-- --locked: tools by hash)."""
     arguments = list(session.posargs)
     if locked := "--locked" in arguments:
         arguments.remove("--locked")
@@ -112,7 +112,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(requires=["gate"], default=False)
 def publish(session: nox.Session) -> None:
-    """Upload the wheel that the gate let through (-- ARGS: twine's)."""
+    """Run the gate, then upload the wheel (-- ARGS: twine's)."""
     wheel = the_wheel(session, "build/release/package-index")
     session.install(*groups("publish"))
     session.run("twine", "upload", "--non-interactive", *session.posargs, str(wheel))
@@ -120,7 +120,7 @@ def publish(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def index(session: nox.Session) -> None:
-    """Write the static package index of all releases into build/index (-- --locked: by hash)."""
+    """Write the static package index of all releases into build/index (-- --locked)."""
     arguments = list(session.posargs)
     if locked := "--locked" in arguments:
         arguments.remove("--locked")
@@ -130,16 +130,16 @@ def index(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def rehearse(session: nox.Session) -> None:
-    """Take the wheel in dist/ through gate, upload and index, as a release would: no tokens."""
+    """Rehearse a release of the wheel in dist/: gate, upload and index on this machine."""
     wheel = the_wheel(session, "dist")
     session.install(*groups("test-build"))
     environ = {"FLASH_ATTN_REHEARSAL": str(wheel)}
-    session.run("pytest", "tests/build/test_release_rehearsal.py", env=environ)
+    session.run("pytest", "tests/build/release/test_rehearsal.py", env=environ)
 
 
 @nox.session(requires=["build_dev"], default=False)
 def deviation(session: nox.Session) -> None:
-    """Run quick deviation studies and their report into build/deviation (-- ARGS: instead)."""
+    """Run quick deviation studies into build/deviation (-- ARGS: other arguments)."""
     session.install(f"{the_wheel(session, 'dist/dev')}[deviation]", *groups("torch"))
     arguments = session.posargs or ["report", "--quick", "--out", "build/deviation"]
     session.run("flash-attn-deterministic", "deviation", *arguments)
@@ -166,7 +166,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def lock(session: nox.Session) -> None:
-    """Write the hash-locked lists in locks/, of what builds and gates, from pyproject.toml."""
+    """Update locks/, the versions and hashes of build and release tools, from pyproject.toml."""
     session.install("uv==0.13.9")
     compile_ = ["uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes"]
     compile_ += ["--python-version", ".".join(map(str, BUILD_PYTHON))]
@@ -196,7 +196,7 @@ def matrix(session: nox.Session, toolkit: str, torch: str) -> None:
 
 @nox.session(default=False)
 def baseline(session: nox.Session) -> None:
-    """Build upstream's own kernels, for comparisons; never part of the wheel."""
+    """Build upstream's own kernels, for comparisons; they are not part of the wheel."""
     install_compilers(session)
     session.run("python", "-m", "tests.benchmarks.build_baseline", *session.posargs, env=TOOLS)
 
@@ -211,10 +211,10 @@ def run_build(session: nox.Session, *arguments: str) -> None:
 
 
 def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
-    """Installs a wheel, with nothing but its requirements, and lets it verify itself."""
+    """Installs a wheel with its requirements only, and verifies it."""
     session.install(str(wheel), *groups("torch"))
     runs = wheel.parent / "verification"
-    # Each run has a folder of its own: one that failed counts, and must not be overwritten.
+    # Each run has its own folder: a failed report blocks a release, and must not be overwritten.
     numbers = [int(path.name) for path in runs.glob("*") if path.name.isdecimal()]
     out = runs / str(max(numbers, default=0) + 1)
     out.mkdir(parents=True)
@@ -244,7 +244,7 @@ def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: boo
 
 
 def install(session: nox.Session, group: str, *options: str, locked: bool = False) -> None:
-    """Installs a group of what builds or gates; locked: what locks/ has of it, by hash."""
+    """Installs a dependency group of build or gate; locked: the versions and hashes in locks/."""
     if sys.version_info < BUILD_PYTHON:
         floor = ".".join(map(str, BUILD_PYTHON))
         session.error(f"building needs Python {floor} or newer; the wheel runs on 3.10 too")
@@ -265,7 +265,7 @@ def run_tool(
 
 
 def the_wheel(session: nox.Session, folder: str) -> Path:
-    """Finds the one wheel in a folder (in dist/dev the newest), or says what to do."""
+    """Finds the only wheel in a folder (in dist/dev the newest), or fails with advice."""
     wheels = sorted((ROOT / folder).glob("*.whl"), key=lambda path: path.stat().st_mtime)
     if folder == "dist/dev":
         wheels = wheels[-1:]  # after a change of the version, the last one's is there too
@@ -281,8 +281,9 @@ def groups(*names: str) -> tuple[str, ...]:
 
 
 def test_folders() -> list[str]:
-    """Folders of tests, each by name: by itself pytest enters none that is called build."""
-    return sorted({str(path.parent.relative_to(ROOT)) for path in ROOT.glob("tests/*/test_*.py")})
+    """Folders of tests, by name, because pytest by itself skips folders called build."""
+    found = (path.relative_to(ROOT) for path in ROOT.glob("tests/*/**/test_*.py"))
+    return sorted({str(Path(*path.parts[:2])) for path in found})
 
 
 def sources(folder: str, suffixes: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Trains a small model with its sequence cut over ranks: the losses and weights of one device.
+"""Trains a small model with its sequence split over ranks: the losses and weights of one device.
 
     torchrun --nproc-per-node 2 examples/train_over_ranks.py                 # GPUs, NCCL
     torchrun --nproc-per-node 2 examples/train_over_ranks.py --device cpu    # gloo
@@ -6,17 +6,17 @@
 Each rank trains the same model alone as well, on the whole sequence, and compares: the loss of each
 step, and all weights after the last, bit for bit. The exit status is 1 if they differ.
 
-Attention is what this package keeps equal. Three other things in a model change bits as soon as a
-rank has fewer rows than one device, and are kept out here:
+This package keeps the bits of attention equal. Three other things in a model have other bits when a
+rank has fewer rows than one device. The example avoids them:
 
-- Matrix products choose their kernel by the number of rows. Every layer runs on blocks of a fixed
-  number of rows, so that one kernel does all of them, as in whole_model.py. So do norms.
+- The kernel of a matrix product depends on the number of rows. Every product and norm runs on
+  blocks of a fixed number of rows, so that one kernel does all of them, as in whole_model.py.
 - The gradient of a weight is a sum over all rows, and an all-reduce adds the ranks' parts in an
   order of its own. Here the parts of all blocks are gathered, and added in the order of the blocks.
-  That needs room for a gradient per block: it shows the point, and is no way to train large models.
-- The loss is a sum over rows as well, and is added up like that.
+  That needs memory for one gradient per block, too much for large models.
+- The loss is a sum over rows as well, and is added in the same way.
 
-Who leaves these as they are has equal attention, but weights that drift apart over many steps.
+Without this, attention is still equal, but weights differ more and more over many steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WIDTH = NHEADS * HEAD_DIM
 
 
 class Place:
-    """Where a sequence is: whole on this process (group None), or cut over a group of ranks."""
+    """Where a sequence is: whole on this process (group None), or split over a group of ranks."""
 
     def __init__(self, group: Any = None) -> None:
         self.options = {"group": group, "order": "zigzag"}
@@ -50,7 +50,7 @@ class Place:
     def add_blocks(self, parts: torch.Tensor) -> torch.Tensor:
         """Adds the parts (blocks of this rank, ...) of all blocks, in their order."""
         if self.is_cut:
-            # A token of each block stands for it: blocks lie over the ranks as tokens do.
+            # Blocks are in the order of their tokens, so that unshard treats a block as a token.
             parts = over_ranks.unshard(parts, 0, **self.options)
         total = torch.zeros_like(parts[0])
         for part in parts:
@@ -96,7 +96,7 @@ def norm(rows: torch.Tensor) -> torch.Tensor:
 
 
 class Model(torch.nn.Module):
-    """A transformer without positions, which the causal mask gives to some extent."""
+    """A transformer without position embeddings; the causal mask gives some order."""
 
     def __init__(self) -> None:
         super().__init__()

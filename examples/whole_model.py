@@ -1,10 +1,9 @@
 """A whole model whose logits do not depend on batch, chunks or decode.
 
-Attention of flash_attn_deterministic keeps its bits whatever the batch. The rest of a Llama keeps
-them too if each token is computed alone: norms, activations and rotary embeddings are, but matrix
-products are not, since their kernel is chosen by the number of rows. Here every product and every
-norm runs over blocks of a fixed number of rows, padded with zeros, so that one kernel does all of
-them. That is the simplest way, and not a fast one: the cost is printed.
+Attention of flash_attn_deterministic has the same bits in every batch. Activations and rotary
+embeddings of a Llama treat each token alone. Matrix products and norms do not: their kernel depends
+on the number of rows. Here they run over blocks of a fixed number of rows, padded with zeros, so
+that one kernel does all of them. That is simple, but slow: the time is printed.
 
     python -m pip install transformers
     python examples/whole_model.py            # on the GPU if there is one

@@ -1,4 +1,4 @@
-"""What can go wrong in a build or a release: one class, and one exit code, per kind of failure."""
+"""Errors of builds and releases: one class and one exit code for each kind of failure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .files import exit_on_sigterm
 
 
 def exit_status(work: Callable[[], object], left: str = "") -> int:
-    """Runs what a command is for; where that fails, or is stopped, leaves no temporary file.
+    """Runs the work of a command. No temporary file is left if it fails or is terminated.
 
     Args:
         work: What to run.
-        left: What is said after an OSError that is no BuildError: how things were left.
+        left: Printed after an OSError: the state of what the command writes.
 
     Returns:
-        Exit status: 0, or that of the kind of failure, of which stderr says why.
+        Exit status: 0, or that of the kind of failure; stderr has the reason.
     """
     exit_on_sigterm()
     try:
@@ -43,7 +43,7 @@ class BuildError(Exception):
 
 
 class SettingError(BuildError):
-    """An option or an environment variable has a value that makes no sense."""
+    """An option or an environment variable has an invalid value."""
 
     exit_code = 2
 

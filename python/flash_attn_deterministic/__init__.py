@@ -1,6 +1,6 @@
 """FlashAttention-2 with the same bits every time: deterministic, batch-invariant attention."""
 
-# ruff: noqa: E402 -- what Ctrl-C does is set before the imports that take long
+# ruff: noqa: E402 -- the handler of Ctrl-C is set before the slow imports
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def _leave(*_: Any) -> None:
     os._exit(130)
 
 
-# A program that embeds Python may leave sys.argv empty, or away.
+# sys.argv may be empty or missing where a program embeds Python.
 _program = str(next(iter(getattr(sys, "argv", ())), ""))
 if os.path.basename(_program) == "flash-attn-deterministic" or (
     _program == "-m" and __name__ in sys.orig_argv
 ):
-    # The command. Importing torch takes seconds; an exception of Ctrl-C in its C++ code would abort
-    # the process, and one before main() would print a traceback. main() takes this back.
+    # The process runs our command. Importing torch takes seconds, in which Ctrl-C would abort the
+    # process in C++ code or print a traceback. main() restores Python's handler.
     import signal
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -69,17 +69,17 @@ __all__ = [
 ]
 
 
-# Imported when they are first used, to keep the import of the package short.
-_LATER = {"Plan": "mode.plan", "as_flash_attn": "integrations.alias", "explain": "mode.explain"}
+# Imported at first use, to keep the import of the package short.
+_LAZY = {"Plan": "mode.plan", "as_flash_attn": "integrations.alias", "explain": "mode.explain"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        module = importlib.import_module(f".{_LATER[name]}", __name__)
+    if name in _LAZY:
+        module = importlib.import_module(f".{_LAZY[name]}", __name__)
         globals()[name] = getattr(module, name)
         return globals()[name]
     if name == "__version__":
-        # Looked up on demand: importlib.metadata costs more than the rest of this import.
+        # On demand: importlib.metadata takes longer to import than the rest of the package.
         from importlib.metadata import PackageNotFoundError, version
 
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from . import _leave
 from .errors import FlashAttnError
 
-# Modules with add_command, which imports nothing costly.
+# Modules with a function add_command; they import quickly.
 _COMMANDS = ("info.cli", "verify.cli", "bench.cli", "deviation.cli")
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        # The commands that have something to save catch it themselves.
+        # Commands that save partial results catch it themselves.
         print("interrupted", file=sys.stderr)
         return 130
 

@@ -7,7 +7,7 @@ class FlashAttnError(Exception):
     """Base of every exception that this package raises on purpose."""
 
 
-# Arguments are RuntimeErrors too, because that is what flash_attn's own checks raise.
+# Argument errors are RuntimeErrors too, as flash_attn's own checks raise.
 
 
 class ArgumentError(FlashAttnError, ValueError, RuntimeError):
@@ -27,7 +27,7 @@ class UnsupportedError(FlashAttnError, NotImplementedError):
 
 
 class UnsupportedDeviceError(FlashAttnError, RuntimeError):
-    """The tensors are on a device that this wheel can't run on."""
+    """This wheel can't run on the device of the tensors."""
 
 
 class NotDeterministicError(FlashAttnError, RuntimeError):

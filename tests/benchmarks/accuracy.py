@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.common import environment, fail, write_json
+from tests.benchmarks.shared.record import environment, write_json
+from tests.benchmarks.shared.run import fail, file_parser
 from tests.gpu.attention import (
     ACCURACY_CASES,
     DTYPES,
@@ -52,26 +52,20 @@ def measure(head_dim: int, dtype: str, causal: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Command line; the exit status is 1 if a measurement failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    options = parser.parse_args()
-
+    options = file_parser(__doc__).parse_args()
     record: dict[str, Any] = {**environment(options.wheel, sys.argv), "rows": [], "failed": []}
-    for head_dim in HEAD_DIMS:
-        for dtype in DTYPES:
-            for causal in (False, True):
-                name = f"D{head_dim} {dtype}{' causal' if causal else ''}"
-                if not is_built(head_dim, dtype):
-                    record["failed"].append({"name": name, "error": "not in this wheel"})
-                    continue
-                try:
-                    row = measure(head_dim, dtype, causal)
-                except Exception as error:
-                    record["failed"].append({"name": name, "error": fail(error)})
-                else:
-                    record["rows"].append(row)
-                    print(f"{name:20} {row['worst_ratio']}", flush=True)
+    for head_dim, dtype, causal in itertools.product(HEAD_DIMS, DTYPES, (False, True)):
+        name = f"D{head_dim} {dtype}{' causal' if causal else ''}"
+        if not is_built(head_dim, dtype):
+            record["failed"].append({"name": name, "error": "not in this wheel"})
+            continue
+        try:
+            row = measure(head_dim, dtype, causal)
+        except Exception as error:
+            record["failed"].append({"name": name, "error": fail(error)})
+        else:
+            record["rows"].append(row)
+            print(f"{name:20} {row['worst_ratio']}", flush=True)
         write_json(options.out, record)
     return 1 if record["failed"] else 0
 

@@ -1,30 +1,38 @@
 """Times the backward against upstream's own kernels, in both modes, and torch's flash backend.
 
-All sides run in one process, in turns, on the same inputs. Writes JSON after every case, so that an
-interrupted run leaves what it had.
+All sides run in one process, in turns, on the same inputs.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
+from flash_attn_deterministic.verify.speed.upstream import Baseline, Packed
 
-from tests.benchmarks.baseline import Baseline, Packed
-from tests.benchmarks.cases import DENSE, FEATURES, PACKED, Case, means, timed
-from tests.benchmarks.common import (
-    environment,
+from tests.benchmarks.shared.cases import (
+    DENSE,
+    FEATURES,
+    PACKED,
+    Case,
+    means_to,
+    timed,
+    timed_result,
+)
+from tests.benchmarks.shared.run import (
+    add_baseline,
+    begin_record,
+    expect_close,
     fail,
+    lines,
     open_baseline,
     peak_memory,
-    print_means,
+    ratios_to,
     run_cases,
+    timing_parser,
 )
 from tests.gpu.attention import DTYPES, is_built, make_qkv, same_bits
 
@@ -118,9 +126,10 @@ def packed_sides(case: Case, baseline: Baseline | None) -> dict[str, Backward]:
     if baseline is not None:
 
         def fa2(deterministic: bool) -> Gradients:
-            return baseline.varlen_backward(
-                dout, q, k, v, out, lse, packed, causal=case.causal, deterministic=deterministic
-            )
+            return baseline.backward(
+                dout, q, k, v, out, lse, causal=case.causal, deterministic=deterministic,
+                packed=packed,
+            )  # fmt: skip
 
         sides["fa2"] = lambda: fa2(False)
         sides["fa2_deterministic"] = lambda: fa2(True)
@@ -138,12 +147,6 @@ def measure(
 ) -> dict[str, Any]:
     """Times one case.
 
-    Args:
-        case: The shape.
-        baseline: Upstream's own kernels, if there.
-        repeats: timed calls of each side, at most.
-        budget_ms: milliseconds for all of them.
-
     Returns:
         Milliseconds and memory per side, and ratios of medians.
 
@@ -156,64 +159,37 @@ def measure(
     # With dropout the other sides have other masks.
     compared = ["ours_atomics"] if case.feature == "dropout" else [n for n in sides if n != "ours"]
     differences = {name: difference(first, sides[name]()) for name in compared}
-    if not all(d <= 0.02 for d in differences.values()):
-        raise RuntimeError(f"the sides disagree: {differences}")
+    expect_close(differences, 0.02)
     if not all(map(same_bits, first, sides["ours"]())):
         raise RuntimeError("the same call gave other bits")
     del first
     memory = {name: peak_memory(run) for name, run in sides.items()}
     times = timed(sides, budget_ms, repeats)
-    result: dict[str, Any] = {
-        "name": case.name,
-        **asdict(case),
-        "ms": times,
-        "tflops": round(case.backward_flops / times["ours"]["median"] / 1e9, 1),
+    return {
+        **timed_result(case, case.backward_flops, times),
         "peak_bytes_with_results": memory,
         "scratch_bytes": {name: peak - results_bytes for name, peak in memory.items()},
         "relative_difference_to_ours": differences,
+        **{f"ratio_to_{other}": ratio for other, ratio in ratios_to(times).items()},
     }
-    for other in times:
-        if other != "ours":
-            ratio = times["ours"]["median"] / times[other]["median"]
-            result[f"ratio_to_{other}"] = round(ratio, 4)
-    return result
 
 
 def main() -> int:
     """Command line; the exit status is 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=20, help="at most")
-    parser.add_argument("--budget-ms", type=float, default=600, help="GPU time of a case")
-    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser = timing_parser(__doc__, repeats=20, budget_ms=600)
+    add_baseline(parser)
     options = parser.parse_args()
-
-    record: dict[str, Any] = {
-        **environment(options.wheel, sys.argv),
-        "repeats": options.repeats,
-        "budget_ms": options.budget_ms,
-        "baseline": None,
-        "geometric_means": {},
-        "cases": [],
-        "failed": [],
-    }
+    record = begin_record(options, geometric_means={})
     baseline = open_baseline(options.baseline, record)
-
-    def summarise() -> None:
-        record["geometric_means"] = means(record["cases"], ("fa2", "fa2_deterministic", "sdpa"))
-
     status = run_cases(
-        options.out,
+        options,
         record,
         (*DENSE, *PACKED),
         built=lambda case: is_built(case.head_dim, case.dtype, "bwd"),
         measure=lambda case: measure(case, baseline, options.repeats, options.budget_ms),
-        only=options.only,
-        summarise=summarise,
+        summarise=lambda results: means_to(results, "fa2", "fa2_deterministic", "sdpa"),
     )
-    print_means(record["geometric_means"])
+    print("\n".join(lines(record["geometric_means"])))
     return status
 
 

@@ -99,7 +99,7 @@ def build(out: Path, compilations: int, defines: Sequence[str] = ()) -> Path:
 
 
 def cost(out: Path, tus: Sequence[str]) -> dict[str, Any]:
-    """Compiles some of upstream's own files, nothing switched off, and says what each took.
+    """Compiles some of upstream's own files, nothing switched off, and records the cost of each.
 
     Args:
         out: Folder for the sources and the objects.
@@ -136,13 +136,7 @@ def cost(out: Path, tus: Sequence[str]) -> dict[str, Any]:
 
 
 def prepare(dest: Path) -> dict[str, Any]:
-    """Has upstream's unpatched sources put into a folder.
-
-    Args:
-        dest: The folder.
-
-    Returns:
-        What `flash_attn_build.upstream prepare` says about them: version, sha256, dest.
+    """Puts upstream's unpatched sources into a folder; returns their version, sha256 and dest.
 
     Raises:
         StepError: It failed; its own message is on stderr.
@@ -154,14 +148,7 @@ def prepare(dest: Path) -> dict[str, Any]:
 
 
 def source_of(upstream: Path, tu: str) -> Path:
-    """Finds the file of upstream's that a short name stands for.
-
-    Args:
-        upstream: Folder of prepared sources.
-        tu: Such as "fwd_hdim64_bf16".
-
-    Returns:
-        The file.
+    """Finds upstream's file of a short name such as "fwd_hdim64_bf16".
 
     Raises:
         SettingError: Upstream has none of that name.
@@ -219,8 +206,7 @@ def default_jobs() -> int:
 
 
 def _run(command: Sequence[str], *, cwd: Path | None = None, capture: bool = False) -> str:
-    package_path = str(Path(__file__).resolve().parents[2] / "python")
-    paths = [package_path, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -235,26 +221,14 @@ def _run(command: Sequence[str], *, cwd: Path | None = None, capture: bool = Fal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line.
-
-    Args:
-        arguments: Those of the command line, if None.
-
-    Returns:
-        Exit status.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.build_baseline", description=__doc__
-    )
+    """Command line; returns its exit status."""
+    name = "python -m tests.benchmarks.build_baseline"
+    parser = argparse.ArgumentParser(prog=name, description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "baseline")
     parser.add_argument("--jobs", type=int, help="CUDA compilations at once")
+    words = "an option of cpp/baseline/CMakeLists.txt, such as 'FA2_HEAD_DIMS=64;128'"
     parser.add_argument(
-        "-D",
-        "--define",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of cpp/baseline/CMakeLists.txt, such as 'FA2_HEAD_DIMS=64;128'",
+        "-D", "--define", action="append", default=[], metavar="NAME=VALUE", help=words
     )
     parser.add_argument("--cost", action="store_true", help="measure upstream's own files instead")
     parser.add_argument("--tus", nargs="+", default=list(COST_TUS), help="which, with --cost")

@@ -7,83 +7,48 @@ would fit in the L2 cache.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
+from statistics import geometric_mean
 from typing import Any
 
 import torch
-from flash_attn_deterministic import (
-    flash_attn_func,
-    flash_attn_with_kvcache,
-    get_deterministic_mode,
-)
-from flash_attn_deterministic.verify.speed.decode import capture
-from flash_attn_deterministic.verify.speed.measure import interleaved, summary
+from flash_attn_deterministic import flash_attn_func, flash_attn_with_kvcache
+from flash_attn_deterministic.verify.speed.decode import Step, rotation, time_graphs
+from flash_attn_deterministic.verify.speed.measure import interleaved
+from flash_attn_deterministic.verify.speed.upstream import Baseline
 
-from tests.benchmarks.baseline import Baseline
-from tests.benchmarks.common import (
-    environment,
-    geometric_mean,
+from tests.benchmarks.shared.decode_cases import Case, read
+from tests.benchmarks.shared.run import (
+    add_baseline,
+    begin_record,
+    expect_close,
     open_baseline,
     peak_memory,
     run_cases,
+    timing_parser,
 )
 from tests.gpu.attention import is_built
 
-_ROTATED_BYTES = 512 * 2**20  # several times the largest L2 cache
-_CALLS = 8  # of a graph, at least
 _PAGE_BLOCK_SIZE = 16  # serving engines' usual one
-
-Step = Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One query for each sequence, bf16."""
-
-    batch: int
-    seqlen: int
-    nheads: int
-    nheads_k: int
-    head_dim: int
-
-    @property
-    def name(self) -> str:
-        """Returns e.g. "B8 L4096 H32/8 D128"."""
-        return f"B{self.batch} L{self.seqlen} H{self.nheads}/{self.nheads_k} D{self.head_dim}"
-
-    @property
-    def kv_bytes(self) -> int:
-        """Returns the size of keys and values."""
-        return 4 * self.batch * self.seqlen * self.nheads_k * self.head_dim
 
 
 CASES = (
-    Case(1, 4096, 32, 8, 128),
-    Case(8, 4096, 32, 8, 128),
-    Case(64, 4096, 32, 8, 128),
-    Case(1, 32_768, 32, 8, 128),
-    Case(8, 32_768, 32, 8, 128),
-    Case(64, 16_384, 32, 8, 128),
-    Case(1, 131_072, 32, 8, 128),
-    Case(256, 2048, 32, 8, 128),
-    Case(8, 8192, 32, 1, 128),
-    Case(64, 8192, 32, 1, 128),
-    Case(8, 8192, 32, 8, 64),
-    Case(64, 4096, 32, 8, 64),
+    Case(1, 1, 4096, 32, 8, 128),
+    Case(8, 1, 4096, 32, 8, 128),
+    Case(64, 1, 4096, 32, 8, 128),
+    Case(1, 1, 32_768, 32, 8, 128),
+    Case(8, 1, 32_768, 32, 8, 128),
+    Case(64, 1, 16_384, 32, 8, 128),
+    Case(1, 1, 131_072, 32, 8, 128),
+    Case(256, 1, 2048, 32, 8, 128),
+    Case(8, 1, 8192, 32, 1, 128),
+    Case(64, 1, 8192, 32, 1, 128),
+    Case(8, 1, 8192, 32, 8, 64),
+    Case(64, 1, 4096, 32, 8, 64),
 )
-
-
-def read(kv: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of 16-bit numbers taken two by two for float32: all is read, little written.
-
-    Args:
-        kv: (2, batch, seqlen, nheads_k, head_dim), contiguous.
-    """
-    return kv.view(torch.float32).sum()
 
 
 def shuffled_pages(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,19 +71,12 @@ def shuffled_pages(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def measure(
     case: Case, baseline: Baseline | None, splits: Sequence[int], repeats: int
 ) -> dict[str, Any]:
-    """Times one case.
-
-    Args:
-        case: The shape.
-        baseline: Upstream's own kernels, if there.
-        splits: split sizes.
-        repeats: timed replays of each side.
+    """Times one case at several split sizes.
 
     Returns:
         Milliseconds of a call and memory per side, and ratios of medians.
     """
-    sets = max(1, -(-_ROTATED_BYTES // case.kv_bytes))
-    calls = sets * max(1, -(-_CALLS // sets))
+    sets, calls = rotation(case.kv_bytes)
     row = (case.head_dim,)
     bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     q = [torch.randn((case.batch, 1, case.nheads, *row), **bf16) for _ in range(sets)]
@@ -142,8 +100,7 @@ def measure(
     expected = results["fa2" if baseline is not None else f"ours_{splits[0]}"]
     allowed = 0.05 * float(expected.abs().max())
     differences = {n: float((one - expected).abs().max()) for n, one in results.items()}
-    if not all(difference <= allowed for difference in differences.values()):
-        raise RuntimeError(f"the sides disagree: {differences}")
+    expect_close(differences, allowed)
     del results, expected
 
     result_bytes = q[0].nbytes + 4 * case.batch * case.nheads
@@ -152,12 +109,11 @@ def measure(
         scratch[name] = max(0, peak_memory(lambda step=step: step(0)) - result_bytes)  # type: ignore[misc]
 
     steps: dict[str, Step] = {**sides, "read": lambda i: read(kv[i])}
-    graphs = {name: capture(step, sets, calls) for name, step in steps.items()}
-    measured = interleaved({n: g.replay for n, g in graphs.items()}, repeats=repeats)
-    times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}
+    timer = functools.partial(interleaved, repeats=repeats)
+    times = time_graphs(steps, sets, calls, timer)
     floor = times["read"]["median"]
     result: dict[str, Any] = {
-        "name": case.name,
+        "name": case.name.removeprefix("q1 "),
         **asdict(case),
         "dtype": "bf16",
         "kv_bytes": case.kv_bytes,
@@ -190,38 +146,19 @@ def geometric_means(cases: Sequence[dict[str, Any]]) -> dict[str, dict[str, floa
 
 def main() -> int:
     """Command line; the exit status is 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser = timing_parser(__doc__, repeats=20)
+    add_baseline(parser)
     parser.add_argument("--splits", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     options = parser.parse_args()
-
-    record: dict[str, Any] = {
-        **environment(options.wheel, sys.argv),
-        "repeats": options.repeats,
-        "split_size": get_deterministic_mode().split_size,
-        "splits": options.splits,
-        "baseline": None,
-        "cases": [],
-        "geometric_means": {},
-        "failed": [],
-    }
+    record = begin_record(options, geometric_means={})
     baseline = open_baseline(options.baseline, record)
-
-    def summarise() -> None:
-        record["geometric_means"] = geometric_means(record["cases"])
-
     status = run_cases(
-        options.out,
+        options,
         record,
         CASES,
         built=lambda case: is_built(case.head_dim, "bf16"),
         measure=lambda case: measure(case, baseline, options.splits, options.repeats),
-        only=options.only,
-        summarise=summarise,
+        summarise=lambda results: {"geometric_means": geometric_means(results)},
     )
     print(record["geometric_means"])
     return status

@@ -6,70 +6,39 @@ Where FlashAttention-3 comes from: peer_libraries.py.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from flash_attn_deterministic import (
-    explain,
-    flash_attn_func,
-    flash_attn_with_kvcache,
-    get_deterministic_mode,
-)
+from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_kvcache
 from flash_attn_deterministic.verify.contract.device_override import device_override
 from flash_attn_deterministic.verify.scoreboard import fa3
-from flash_attn_deterministic.verify.speed.decode import capture
-from flash_attn_deterministic.verify.speed.measure import summary, within
+from flash_attn_deterministic.verify.speed.decode import rotation, time_graphs
+from flash_attn_deterministic.verify.speed.measure import within
+from flash_attn_deterministic.verify.speed.upstream import Baseline
 
 from tests.benchmarks import peer_libraries
-from tests.benchmarks.baseline import Baseline
-from tests.benchmarks.common import environment, geometric_mean, open_baseline, run_cases
-from tests.benchmarks.decode import read
+from tests.benchmarks.shared.decode_cases import Case, read
+from tests.benchmarks.shared.run import (
+    add_baseline,
+    begin_record,
+    expect_close,
+    lines,
+    means,
+    open_baseline,
+    ratios_to,
+    run_cases,
+    timing_parser,
+)
 from tests.gpu.attention import is_built
 
-_ROTATED_BYTES = 512 * 2**20  # several times the largest L2 cache
-_CALLS = 8  # of a graph, at least
 _FORCED = ("few_rows", "scores_first")
 _DEVICE = "cuda"
 
 Step = Callable[[int], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A decode step, bf16, causal; page_block_size 0: keys and values in one piece."""
-
-    batch: int
-    seqlen_q: int
-    seqlen: int
-    nheads: int
-    nheads_k: int
-    head_dim: int
-    page_block_size: int = 0
-
-    @property
-    def name(self) -> str:
-        """Returns e.g. "q5 B8 L4096 H32/8 D128 pages of 16"."""
-        pages = f" pages of {self.page_block_size}" if self.page_block_size else ""
-        return (
-            f"q{self.seqlen_q} B{self.batch} L{self.seqlen} H{self.nheads}/{self.nheads_k} "
-            f"D{self.head_dim}{pages}"
-        )
-
-    @property
-    def group(self) -> str:
-        """Returns what the means are taken over."""
-        queries = "one query" if self.seqlen_q == 1 else "several queries"
-        return "pages" if self.page_block_size else queries
-
-    @property
-    def kv_bytes(self) -> int:
-        """Returns the size of keys and values."""
-        return 4 * self.batch * self.seqlen * self.nheads_k * self.head_dim
 
 
 CASES = (
@@ -133,9 +102,9 @@ def measure(
     """Times one case.
 
     Args:
-        case: The shape.
-        baseline: Upstream's own kernels, if there.
-        with_fa3: Whether FlashAttention-3 is loaded.
+        case: shape.
+        baseline: upstream's own kernels, if there.
+        with_fa3: whether FlashAttention-3 is loaded.
         repeats: timed replays of each side, at most.
         budget_ms: milliseconds of GPU time for them; at least 5 are made.
         only: sides to time beside ours; empty: all.
@@ -143,8 +112,7 @@ def measure(
     Returns:
         Milliseconds of a call per side, ratios of medians, and what the plan says.
     """
-    sets = max(1, -(-_ROTATED_BYTES // case.kv_bytes))
-    calls = sets * max(1, -(-_CALLS // sets))
+    sets, calls = rotation(case.kv_bytes)
     bf16: dict[str, Any] = {"device": _DEVICE, "dtype": torch.bfloat16}
     q = [torch.randn(case.batch, case.seqlen_q, case.nheads, case.head_dim, **bf16)] * sets
     shape = (case.batch, case.seqlen, case.nheads_k, case.head_dim)
@@ -180,93 +148,55 @@ def measure(
         sides["fa2"] = lambda i: baseline.forward(q[i], *dense[i], num_splits=0)[0]
     sides = {name: step for name, step in sides.items() if _is_wanted(name, only)}
     results = {name: step(0).float() for name, step in sides.items()}
-    allowed = 0.05 * float(results["ours"].abs().max())
-    far = {
-        name: float((one - results["ours"]).abs().max())
-        for name, one in results.items()
-        if not float((one - results["ours"]).abs().max()) <= allowed
-    }
-    if far:
-        raise RuntimeError(f"the sides disagree: {far}")
+    expected = results["ours"]
+    differences = {name: float((one - expected).abs().max()) for name, one in results.items()}
+    expect_close(differences, 0.05 * float(expected.abs().max()))
     if _is_wanted("read", only):
         sides["read"] = lambda i: read(kv[i])
-    graphs = {name: capture(step, sets, calls) for name, step in sides.items()}
-    measured = within({n: g.replay for n, g in graphs.items()}, budget_ms, repeats)
-    times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}
-    ours = times["ours"]["median"]
+    timer = functools.partial(within, budget_ms=budget_ms, most=repeats)
+    times = time_graphs(sides, sets, calls, timer)
     return {
         "name": case.name,
         **asdict(case),
         "group": case.group,
         "plan": asdict(plan),
         "ms": times,
-        "ours_over": {n: round(ours / t["median"], 4) for n, t in times.items() if n != "ours"},
+        "ours_over": ratios_to(times),
     }
 
 
-def means(cases: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns geometric means and worst cases of our time over others', by side and group."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for case in cases:
-        for side, ratio in case["ours_over"].items():
-            found.setdefault(side, {}).setdefault(case["group"], []).append(ratio)
-    return {
-        side: {
-            group: {"mean": round(geometric_mean(ratios), 4), "worst": max(ratios)}
-            for group, ratios in groups.items()
-        }
-        for side, groups in found.items()
-    }
+def summarise(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns means of our time over others', by side and group."""
+    ratios = (
+        (side, result["group"], result["name"], ratio)
+        for result in results
+        for side, ratio in result["ours_over"].items()
+    )
+    return {"means": means(ratios)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; the exit status is 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
+    parser = timing_parser(__doc__, repeats=20, budget_ms=300, seconds=600)
+    add_baseline(parser)
     peer_libraries.add_arguments(parser, with_fa4=False)
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=20, help="at most")
-    parser.add_argument("--budget-ms", type=float, default=300, help="GPU time of a case")
-    parser.add_argument("--seconds", type=float, default=600, help="no further case starts after")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="parts of names: the cases to run have one of them"
-    )
     parser.add_argument("--sides", nargs="+", default=[], help="to time beside ours; default: all")
     options = parser.parse_args(arguments)
-    try:
-        peer_libraries.find(options)
-    except FileNotFoundError as error:
-        parser.error(str(error))
-    record: dict[str, Any] = {
-        **environment(options.wheel, sys.argv),
-        "peers": peer_libraries.versions(),
-        "repeats": options.repeats,
-        "budget_ms": options.budget_ms,
-        "split_size": get_deterministic_mode().split_size,
-        "baseline": None,
-        "cases": [],
-        "means": {},
-        "failed": [],
-    }
+    peer_libraries.find(options, parser)
+    record = begin_record(options, peers=peer_libraries.versions(), means={})
     baseline = open_baseline(options.baseline, record)
     with_fa3 = record["peers"]["fa3"] is not None
-
-    def summarise() -> None:
-        record["means"] = means(record["cases"])
-
     status = run_cases(
-        options.out,
+        options,
         record,
-        [case for case in CASES if any(part in case.name for part in options.only)],
+        CASES,
         built=lambda case: is_built(case.head_dim, "bf16"),
         measure=lambda case: measure(
             case, baseline, with_fa3, options.repeats, options.budget_ms, options.sides
         ),
         summarise=summarise,
-        seconds=options.seconds,
     )
-    print(record["means"])
+    print("\n".join(lines(record["means"])))
     return status
 
 

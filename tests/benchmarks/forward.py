@@ -1,30 +1,30 @@
 """Times the forward against upstream's own kernels and torch's flash backend.
 
-All sides run in one process, in turns, on the same inputs. Writes JSON after every case, so that an
-interrupted run leaves what it had.
+All sides run in one process, in turns, on the same inputs.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
+from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic.verify.speed.upstream import Baseline
 
-from tests.benchmarks.baseline import Baseline
-from tests.benchmarks.cases import DENSE, FEATURES, Case, means, timed
-from tests.benchmarks.common import (
-    environment,
+from tests.benchmarks.shared.cases import DENSE, FEATURES, Case, means_to, timed, timed_result
+from tests.benchmarks.shared.run import (
+    add_baseline,
+    begin_record,
+    expect_close,
     fail,
+    lines,
     open_baseline,
     peak_memory,
-    print_means,
+    ratios_to,
     run_cases,
+    timing_parser,
 )
 from tests.gpu.attention import DTYPES, is_built, make_qkv
 
@@ -43,14 +43,7 @@ def measure(
     budget_ms: float,
     splits: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Times one case.
-
-    Args:
-        case: The shape.
-        baseline: Upstream's own kernels, if there.
-        repeats: timed calls of each side, at most.
-        budget_ms: milliseconds for all of them.
-        splits: split sizes to time besides the mode's, where the case has several.
+    """Times one case, at `splits` too where the case has several splits.
 
     Returns:
         Milliseconds and memory per side, and ratios of medians; those of `splits` apart.
@@ -92,27 +85,21 @@ def measure(
     differences = _differences(case, sides)
     memory = {name: peak_memory(run) for name, run in sides.items()}
     times = timed(sides, budget_ms, repeats)
-    named = [name for name in sides if not name.startswith("ours_")]
-    result: dict[str, Any] = {
-        "name": case.name,
-        **asdict(case),
-        "ms": {name: times[name] for name in named},
-        "tflops": round(case.forward_flops / times["ours"]["median"] / 1e9, 1),
+    named = {name: one for name, one in times.items() if not name.startswith("ours_")}
+    result = {
+        **timed_result(case, case.forward_flops, named),
         "peak_bytes_with_results": {name: memory[name] for name in named},
         "largest_difference_to_ours": differences,
+        **{f"ratio_to_{other}": ratio for other, ratio in ratios_to(named).items()},
         "splits": {},
     }
-    others = [name for name in named if name != "ours"]
-    for other in others:
-        ratio = times["ours"]["median"] / times[other]["median"]
-        result[f"ratio_to_{other}"] = round(ratio, 4)
-    for name, own in times.items():
-        if name not in named:
-            result["splits"][name.removeprefix("ours_")] = {
-                "ms": own,
-                "peak_bytes_with_results": memory[name],
-                **{f"ratio_to_{o}": round(own["median"] / times[o]["median"], 4) for o in others},
-            }
+    for name in (name for name in times if name not in named):
+        ratios = ratios_to({**named, "ours": times[name]})
+        result["splits"][name.removeprefix("ours_")] = {
+            "ms": times[name],
+            "peak_bytes_with_results": memory[name],
+            **{f"ratio_to_{other}": ratio for other, ratio in ratios.items()},
+        }
     return result
 
 
@@ -130,52 +117,31 @@ def _differences(case: Case, sides: Mapping[str, Contender]) -> dict[str, float]
     differences = {
         name: float((run() - expected).abs().max()) for name, run in sides.items() if name != "ours"
     }
-    if not all(d <= 0.1 for d in differences.values()):
-        raise RuntimeError(f"the sides disagree: {differences}")
+    expect_close(differences, 0.1)
     return differences
 
 
 def main() -> int:
     """Command line; the exit status is 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--baseline", type=Path, help="libfa2_baseline.so")
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=30, help="at most")
-    parser.add_argument("--budget-ms", type=float, default=400, help="GPU time of a case")
-    parser.add_argument("--only", default="", help="part of the names of the cases to run")
+    parser = timing_parser(__doc__, repeats=30, budget_ms=400)
+    add_baseline(parser)
     parser.add_argument(
         "--splits", type=int, nargs="*", default=[1024, 4096, 0], help="besides the mode's"
     )
     options = parser.parse_args()
-
-    record: dict[str, Any] = {
-        **environment(options.wheel, sys.argv),
-        "repeats": options.repeats,
-        "budget_ms": options.budget_ms,
-        "split_size": get_deterministic_mode().split_size,
-        "baseline": None,
-        "geometric_means": {},
-        "cases": [],
-        "failed": [],
-    }
+    record = begin_record(options, geometric_means={})
     baseline = open_baseline(options.baseline, record)
-
-    def summarise() -> None:
-        record["geometric_means"] = means(record["cases"], ("fa2", "sdpa"))
-
     status = run_cases(
-        options.out,
+        options,
         record,
         DENSE,
         built=lambda case: is_built(case.head_dim, case.dtype),
         measure=lambda case: measure(
             case, baseline, options.repeats, options.budget_ms, options.splits
         ),
-        only=options.only,
-        summarise=summarise,
+        summarise=lambda results: means_to(results, "fa2", "sdpa"),
     )
-    print_means(record["geometric_means"])
+    print("\n".join(lines(record["geometric_means"])))
     return status
 
 

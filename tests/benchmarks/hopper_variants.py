@@ -5,13 +5,12 @@
 
 The variants are those of hopper_variants.cu, at the mode's split size and with one split, beside
 the installed wheel; peers.py times that beside others. A variant with other bits than the wheel's
-sm80 kernels is a failure, unless it is named so (other-): such ones are timed with splits of 8192
-too, and their largest difference from those kernels is noted. JSON is written after each case.
+sm80 kernels is a failure, unless its name begins with other-: those round elsewhere on purpose, are
+timed with splits of 8192 too, and their largest difference from the sm80 kernels is written.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import os
@@ -28,14 +27,14 @@ from flash_attn_deterministic import flash_attn_func, get_deterministic_mode
 from flash_attn_deterministic.bench.problem import Problem, Shape
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
-from tests.benchmarks.cases import timed
-from tests.benchmarks.common import environment, run_cases
+from tests.benchmarks.shared.cases import timed
+from tests.benchmarks.shared.run import begin_record, run_cases, timing_parser
 from tests.gpu.attention import same_bits
 
 SOURCE = Path(__file__).with_suffix(".cu")
 CPP = Path(__file__).parents[2] / "cpp"
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
-OTHER_BITS = "other-"  # how names of variants begin that round elsewhere
+OTHER_BITS = "other-"  # names of variants that round elsewhere begin so
 OTHER_SPLIT_SIZE = 8192
 # As CMakeLists.txt has them: bits depend on the last line.
 FLAGS = (
@@ -89,12 +88,8 @@ def compile_variants(folder: Path, head_dims: list[int]) -> None:
     running = []
     for head_dim in head_dims:
         command = [nvcc, *FLAGS, f"-I{CPP / 'kernels'}", f"-I{CPP / 'torch_free'}"]
-        command += [
-            f"-DFAD_HEAD_DIM={head_dim}",
-            "-o",
-            str(folder / f"d{head_dim}.so"),
-            str(SOURCE),
-        ]
+        library = folder / f"d{head_dim}.so"
+        command += [f"-DFAD_HEAD_DIM={head_dim}", "-o", str(library), str(SOURCE)]
         log = (folder / f"d{head_dim}.log").open("wb")
         running.append((head_dim, subprocess.Popen(command, stdout=log, stderr=log)))
     for head_dim, process in running:
@@ -151,8 +146,8 @@ def measure(shape: Shape, library: Library, repeats: int, budget_ms: float) -> d
     """Times one case.
 
     Returns:
-        Milliseconds and TFLOP/s by side; which variants have other bits; how far those are off that
-        are meant to.
+        Milliseconds and TFLOP/s by side; which variants have other bits; the largest difference of
+        those that are meant to have them.
     """
     problem = Problem.draw(shape, "cuda")
     qkv = (problem.q, problem.k, problem.v)
@@ -165,20 +160,20 @@ def measure(shape: Shape, library: Library, repeats: int, budget_ms: float) -> d
 
     sides: dict[str, Callable[[], torch.Tensor]] = {"wheel": wheel}
     different = []
-    furthest = {}
+    largest = {}
     for split_size in (default, OTHER_SPLIT_SIZE, 0):
         with device_override("family=sm80"):
             out, softmax_lse, _ = flash_attn_func(
                 *qkv, **options, split_size=split_size, return_attn_probs=True
             )
         for variant, name in enumerate(library.names):
-            means_other = name.startswith(OTHER_BITS)
-            if split_size == OTHER_SPLIT_SIZE and not means_other:
+            other_bits = name.startswith(OTHER_BITS)
+            if split_size == OTHER_SPLIT_SIZE and not other_bits:
                 continue
             found = library.run(variant, shape, qkv, split_size)
             title = f"{name}/{split_size}"
-            if means_other:
-                furthest[title] = float((found[0].float() - out.float()).abs().max())
+            if other_bits:
+                largest[title] = float((found[0].float() - out.float()).abs().max())
             elif not (same_bits(found[0], out) and same_bits(found[1], softmax_lse)):
                 different.append(title)
             run = functools.partial(library.run, variant, shape, qkv, split_size)
@@ -192,50 +187,37 @@ def measure(shape: Shape, library: Library, repeats: int, budget_ms: float) -> d
             side: round(shape.flops / own["median"] / 1e9, 1) for side, own in times.items()
         },
         "other_bits_than_sm80": different,
-        "largest_difference": furthest,
+        "largest_difference": largest,
     }
 
 
 def main() -> int:
     """Command line; the exit status is 1 if a case failed, or a variant has other bits."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    out = Path("hopper_variants.json")
+    parser = timing_parser(__doc__, repeats=20, budget_ms=600, out=out)
     parser.add_argument("--compile", type=Path, help="folder to compile the variants into; no more")
     parser.add_argument("--libraries", type=Path, help="folder that --compile wrote")
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
-    parser.add_argument("--out", type=Path, default=Path("hopper_variants.json"), help="to write")
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=20, help="at most")
-    parser.add_argument("--budget-ms", type=float, default=600, help="GPU time of a case")
-    parser.add_argument("--only", default="", help="part of the names of the cases to run")
     options = parser.parse_args()
     if options.compile is not None:
         compile_variants(options.compile, list(options.head_dims))
         return 0
     if options.libraries is None:
         parser.error("expected --compile or --libraries")
-    libraries: dict[int, Library] = {}
 
+    @functools.cache
     def library(head_dim: int) -> Library:
-        if head_dim not in libraries:
-            libraries[head_dim] = Library(options.libraries / f"d{head_dim}.so")
-        return libraries[head_dim]
+        return Library(options.libraries / f"d{head_dim}.so")
 
-    record: dict[str, Any] = {
-        **environment(options.wheel, sys.argv),
-        "repeats": options.repeats,
-        "budget_ms": options.budget_ms,
-        "cases": [],
-        "failed": [],
-    }
+    record = begin_record(options)
     status = run_cases(
-        options.out,
+        options,
         record,
         [shape for shape in shapes() if shape.head_dim in options.head_dims],
         built=lambda shape: True,
         measure=lambda shape: measure(
             shape, library(shape.head_dim), options.repeats, options.budget_ms
         ),
-        only=options.only,
     )
     other = {case["name"]: case["other_bits_than_sm80"] for case in record["cases"]}
     other = {name: variants for name, variants in other.items() if variants}

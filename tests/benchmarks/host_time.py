@@ -7,12 +7,10 @@ process, in turns.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +19,11 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_deterministic.verify.speed.measure import rotations
 
 from tests.benchmarks import peer_libraries
-from tests.benchmarks.common import environment, write_json
+from tests.benchmarks.shared.record import environment, write_json
+from tests.benchmarks.shared.run import file_parser
 
 _CALLS = 100  # of a loop: few enough that the queue of the GPU never fills
 _DEVICE = "cuda"
@@ -38,11 +38,9 @@ def microseconds(
     Returns:
         Median and 10th percentile of the microseconds of a call, by name.
     """
-    names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(loops + 2):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn, order in rotations(calls, loops + 2):
+        for name in order:
             call = calls[name]
             torch.cuda.synchronize()
             begin = time.perf_counter()
@@ -109,16 +107,11 @@ def calls_to_time(with_fa3: bool) -> dict[str, Callable[[], object]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = file_parser(__doc__)
     peer_libraries.add_arguments(parser, with_fa4=False)
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
     parser.add_argument("--loops", type=int, default=40)
     options = parser.parse_args(arguments)
-    try:
-        peer_libraries.find(options)
-    except FileNotFoundError as error:
-        parser.error(str(error))
+    peer_libraries.find(options, parser)
     peers = peer_libraries.versions()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         times = microseconds(calls_to_time(peers["fa3"] is not None), options.loops)

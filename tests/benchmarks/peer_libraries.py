@@ -27,8 +27,8 @@ import torch
 from flash_attn_deterministic.bench.problem import Shape
 from flash_attn_deterministic.verify.scoreboard import fa3
 
-from tests.benchmarks.common import fail
-from tests.benchmarks.peer_cases import BACKWARD, FORWARD
+from tests.benchmarks.shared.peer_cases import BACKWARD, FORWARD
+from tests.benchmarks.shared.run import fail
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, with_fa4: bool = True) -> None:
@@ -38,29 +38,27 @@ def add_arguments(parser: argparse.ArgumentParser, *, with_fa4: bool = True) -> 
         parser.add_argument("--fa4", type=Path, metavar="FOLDER", help="of FlashAttention-4")
 
 
-def find(options: argparse.Namespace) -> None:
-    """Lets the peers be found where the command line says.
+def find(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Puts the folders of the command line where the peers are looked for.
 
     Raises:
-        FileNotFoundError: there is no fa3.so, or no package.
+        SystemExit: there is no fa3.so, or no package; the parser reports it.
     """
-    folder = getattr(options, "fa3", None)
-    if folder is not None:
-        os.environ[fa3.VARIABLE] = str(_existing(folder.resolve() / "fa3.so"))
-    folder = getattr(options, "fa4", None)
-    if folder is not None:
-        folder = folder.resolve()
-        _existing(folder / "flash_attn" / "cute")
+
+    def existing(folder: Path, part: str) -> Path:
+        path = folder.resolve() / part
+        if not path.exists():
+            parser.error(f"expected {path}, found no such file")
+        return path
+
+    if getattr(options, "fa3", None) is not None:
+        os.environ[fa3.VARIABLE] = str(existing(options.fa3, "fa3.so"))
+    if getattr(options, "fa4", None) is not None:
+        folder = existing(options.fa4, "flash_attn/cute").parents[1]
         sys.path[:0] = [str(folder), str(folder / "nvidia_cutlass_dsl" / "dsl_packages")]
-        # Read when it is imported.
+        # The package reads them when it is imported.
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "cache"))
-
-
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise FileNotFoundError(f"expected {path}, found no such file")
-    return path
 
 
 def versions() -> dict[str, str | None]:
@@ -138,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{"FLASH_ATTENTION_ARCH": "sm_90a", "CUTE_DSL_ARCH": "sm_90a"},
         "FLASH_ATTENTION_NUM_SMS": "132",
     }
-    find(options)
+    find(options, parser)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.cuda.current_device = lambda: 0

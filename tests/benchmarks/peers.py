@@ -1,8 +1,7 @@
 """Times prefill or backward beside the fastest kernels for Hopper: FlashAttention-4 and -3, cuDNN.
 
-All sides run in one process, in turns, on the same inputs. JSON is written after each case, so that
-a cut leaves what there was; after --seconds no further case starts. Where FlashAttention-3 and -4
-come from: peer_libraries.py.
+All sides run in one process, in turns, on the same inputs. Where FlashAttention-3 and -4 come from:
+peer_libraries.py.
 """
 
 from __future__ import annotations
@@ -10,22 +9,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from flash_attn_deterministic import get_deterministic_mode
 from flash_attn_deterministic.bench.measure import measure
 from flash_attn_deterministic.bench.peers import OURS, PEERS, VARIANTS, Peer
 
 from tests.benchmarks import peer_libraries
-from tests.benchmarks.common import environment, geometric_mean, run_cases
-from tests.benchmarks.peer_cases import BACKWARD, FORWARD, Case
+from tests.benchmarks.shared.peer_cases import BACKWARD, FORWARD, Case
+from tests.benchmarks.shared.run import (
+    Means,
+    begin_record,
+    lines,
+    means,
+    ratios_to,
+    run_cases,
+    timing_parser,
+)
 from tests.gpu.attention import is_built
 
 CASES = {"forward": FORWARD, "backward": BACKWARD}
 _TORCH = ("sdpa-cudnn", "sdpa-flash")
-# A forward of FlashAttention-3 goes over the keys in one split, unless it is told otherwise; with
-# few queries on many keys its heuristic may be faster.
+# FlashAttention-3's forward is timed with one split; with few queries on many keys its own choice
+# may be faster.
 SIDES = {
     "forward": ("fa4", "fa3-one-split", *_TORCH),
     "chunk": ("fa4", "fa3-one-split", "fa3", *_TORCH),
@@ -36,7 +41,6 @@ RIVALS = {
     "forward": ("fa4", "fa3-one-split", "fa3", "sdpa-cudnn"),
     "backward": ("fa4-deterministic", "fa3-deterministic", "sdpa-cudnn"),
 }
-ALL = "all"
 
 
 def sides(kind: str, case: Case) -> list[Peer]:
@@ -47,13 +51,7 @@ def sides(kind: str, case: Case) -> list[Peer]:
 
 
 def measure_case(kind: str, case: Case, repeats: int, budget_ms: float) -> dict[str, Any]:
-    """Times one case.
-
-    Args:
-        kind: "forward" or "backward".
-        case: the shape.
-        repeats: timed rounds, at most.
-        budget_ms: milliseconds of GPU time for them.
+    """Times one case of a kind, "forward" or "backward".
 
     Returns:
         Milliseconds by side, TFLOP/s, our time over theirs, and why the others could not run.
@@ -66,9 +64,7 @@ def measure_case(kind: str, case: Case, repeats: int, budget_ms: float) -> dict[
     times = found["ms"]
     if OURS.name not in times:
         raise RuntimeError(found["failed"].get(OURS.name, "ours was not timed"))
-    ours = times[OURS.name]["median"]
-    over = {name: round(ours / one["median"], 4) for name, one in times.items()}
-    del over[OURS.name]
+    over = ratios_to(times, OURS.name)
     rivals = [over[name] for name in RIVALS[kind] if name in over]
     if rivals:
         over["best"] = max(rivals)
@@ -83,55 +79,20 @@ def measure_case(kind: str, case: Case, repeats: int, budget_ms: float) -> dict[
     }
 
 
-def summarise(cases: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Sums up our time over others'.
-
-    Args:
-        cases: results of measure_case.
-
-    Returns:
-        By group, by head dim ("D128") and for all: by side the geometric "mean", the "worst" ratio
-        and its case, and the number of "cases".
-    """
-    found: dict[str, dict[str, list[tuple[float, str]]]] = {}
-    for case in cases:
-        for group in (ALL, case["group"], f"D{case['head_dim']}"):
-            for side, ratio in case["ours_over"].items():
-                found.setdefault(group, {}).setdefault(side, []).append((ratio, case["name"]))
-    return {
-        group: {
-            side: {
-                "mean": round(geometric_mean([ratio for ratio, _ in ratios]), 4),
-                "worst": max(ratios)[0],
-                "worst_case": max(ratios)[1],
-                "cases": len(ratios),
-            }
-            for side, ratios in of_sides.items()
-        }
-        for group, of_sides in found.items()
-    }
-
-
-def lines(summary: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """Returns a summary for a terminal: our time over others', mean and worst."""
-    return [
-        f"{group:20} {side:18} mean {one['mean']:.3f}, worst {one['worst']:.3f} "
-        f"({one['worst_case']}), {one['cases']} cases"
-        for group, of_sides in summary.items()
-        for side, one in of_sides.items()
-    ]
+def summarise(results: Sequence[Mapping[str, Any]]) -> Means:
+    """Returns means of our time over others': by group, by head dim ("D128") and of "all"."""
+    return means(
+        (group, side, result["name"], ratio)
+        for result in results
+        for group in ("all", result["group"], f"D{result['head_dim']}")
+        for side, ratio in result["ours_over"].items()
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line's parser."""
-    found = argparse.ArgumentParser(description=__doc__)
+    found = timing_parser(__doc__, repeats=20, budget_ms=150, seconds=600)
     found.add_argument("--kind", choices=tuple(CASES), required=True)
-    found.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    found.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    found.add_argument("--repeats", type=int, default=20, help="at most")
-    found.add_argument("--budget-ms", type=float, default=150, help="GPU time of a case")
-    found.add_argument("--seconds", type=float, default=600, help="no further case starts after")
-    found.add_argument("--only", default="", help="part of the names of the cases to run")
     found.add_argument("--groups", nargs="+", metavar="GROUP", help="groups to run (default: all)")
     found.add_argument("--list", action="store_true", help="print groups and names, run nothing")
     peer_libraries.add_arguments(found)
@@ -152,7 +113,8 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     return [
         case
         for case in cases
-        if options.only in case.name and (not options.groups or case.group in options.groups)
+        if any(part in case.name for part in options.only)
+        and (not options.groups or case.group in options.groups)
     ]
 
 
@@ -162,36 +124,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command.parse_args(arguments)
     try:
         cases = chosen(options)
-        peer_libraries.find(options)
-    except (ValueError, FileNotFoundError) as error:
+    except ValueError as error:
         command.error(str(error))
+    peer_libraries.find(options, command)
     if options.list:
         print("\n".join(f"{case.group}: {case.name}" for case in cases))
         return 0
-    record: dict[str, Any] = {
-        **environment(options.wheel, sys.argv),
-        "kind": options.kind,
-        "peers": peer_libraries.versions(),
-        "repeats": options.repeats,
-        "budget_ms": options.budget_ms,
-        "split_size": get_deterministic_mode().split_size,
-        "summary": {},
-        "cases": [],
-        "failed": [],
-    }
+    versions = peer_libraries.versions()
+    record = begin_record(options, kind=options.kind, peers=versions, summary={})
     direction = "fwd" if options.kind == "forward" else "bwd"
-
-    def bring_up_to_date() -> None:
-        record["summary"] = summarise(record["cases"])
-
     status = run_cases(
-        options.out,
+        options,
         record,
         cases,
         built=lambda case: is_built(case.shape.head_dim, "bf16", direction),
         measure=lambda case: measure_case(options.kind, case, options.repeats, options.budget_ms),
-        summarise=bring_up_to_date,
-        seconds=options.seconds,
+        summarise=lambda results: {"summary": summarise(results)},
     )
     print("\n".join(lines(record["summary"])))
     return status

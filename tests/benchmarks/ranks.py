@@ -16,7 +16,6 @@ efficiency ("efficiency"), and at most 1.10 times the time of torch's context pa
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -25,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,8 +34,9 @@ from flash_attn_deterministic.distributed.planning import steps
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.benchmarks import ranks_model
-from tests.benchmarks.common import environment, write_json
 from tests.benchmarks.ranks_model import NVLINK, Shape
+from tests.benchmarks.shared.record import environment, write_json
+from tests.benchmarks.shared.run import file_parser
 
 ONE_GPU_UP_TO = 262_144
 Attend = Callable[..., torch.Tensor]
@@ -47,8 +46,7 @@ CUT: dict[str, Any] = {"order": "zigzag"}
 
 def main(argv: list[str] | None = None) -> int:
     """Runs all cases; rank 0 writes after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser = file_parser(__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65_536])
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "HK"))
@@ -57,7 +55,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--unit-heads", type=int, nargs="+", default=[1, 2, 4], help="of a step: each"
     )
-    parser.add_argument("--wheel", type=Path)
     arguments = parser.parse_args(argv)
     options: dict[str, Any] = {}
     if arguments.device == "cuda":

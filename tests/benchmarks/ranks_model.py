@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flash_attn_deterministic.distributed.passes.chain import LAG
+from flash_attn_deterministic.distributed.passes.chained_backward import LAG
 from flash_attn_deterministic.distributed.planning.layout import dense_tokens
 from flash_attn_deterministic.distributed.planning.plan import Mask
 from flash_attn_deterministic.distributed.planning.steps import (
@@ -29,21 +29,13 @@ CAUSAL = Mask(-1, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank computes with, and sends through.
+    """What a rank computes with, and sends through."""
 
-    Args:
-        forward: 2 * multiply-adds per second of the forward.
-        backward: the same of the backward.
-        link: bytes per second in one direction.
-        latency: seconds of one message.
-        sms: streaming multiprocessors.
-    """
-
-    forward: float
-    backward: float
-    link: float
-    latency: float = 20e-6
-    sms: int = 132
+    forward: float  # 2 * multiply-adds per second of the forward
+    backward: float  # the same of the backward
+    link: float  # bytes per second in one direction
+    latency: float = 20e-6  # seconds of one message
+    sms: int = 132  # streaming multiprocessors
 
 
 # Rows of the forward's tiles at head dim 128, and their speed, as in cpp/kernels/plan.cpp.
@@ -57,21 +49,13 @@ NETWORK = Machine(590e12, 320e12, 45e9)
 
 @dataclass(frozen=True)
 class Shape:
-    """A causal call in the zigzag order.
+    """A causal call in the zigzag order."""
 
-    Args:
-        seqlen: tokens of the whole sequence.
-        batch: sequences.
-        nheads: query heads.
-        nheads_k: KV heads.
-        head_dim: of q, k and v, in 16 bits.
-    """
-
-    seqlen: int
-    batch: int = 1
-    nheads: int = 32
-    nheads_k: int = 8
-    head_dim: int = 128
+    seqlen: int  # tokens of the whole sequence
+    batch: int = 1  # sequences
+    nheads: int = 32  # query heads
+    nheads_k: int = 8  # KV heads
+    head_dim: int = 128  # of q, k and v, in 16 bits
 
     def products(self) -> float:
         """Returns 2 * multiply-adds of the forward."""

@@ -6,16 +6,15 @@ kernel run; a second call with the same arguments says how much of it comes back
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from flash_attn_deterministic.verify.speed.measure import summary
 
-from tests.benchmarks.common import environment, fail, write_json
+from tests.benchmarks.shared.record import environment, write_json
+from tests.benchmarks.shared.run import fail, file_parser
 
 _PROCESS = """
 import json, sys, time
@@ -41,9 +40,7 @@ print(json.dumps(times))
 
 def main() -> int:
     """Command line; the exit status is 1 if a process failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
+    parser = file_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
@@ -53,24 +50,15 @@ def main() -> int:
     record: dict[str, Any] = {
         **environment(options.wheel, sys.argv),
         "repeats": options.repeats,
-        "call": {
-            "head_dim": options.head_dim,
-            "dtype": options.dtype,
-            "causal": options.causal,
-        },
+        "call": {name: getattr(options, name) for name in ("head_dim", "dtype", "causal")},
         "failed": [],
     }
     call = [str(options.head_dim), options.dtype, "causal" if options.causal else "full"]
     times: dict[str, list[float]] = {}
     for _ in range(options.repeats):
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", _PROCESS, *call],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=120,
-            )
+            command = [sys.executable, "-c", _PROCESS, *call]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
             for name, value in json.loads(done.stdout.splitlines()[-1]).items():
                 times.setdefault(name, []).append(value)
         except subprocess.CalledProcessError as error:

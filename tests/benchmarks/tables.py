@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from flash_attn_build import files
@@ -22,7 +23,6 @@ from flash_attn_build.errors import BuildError
 ROOT = Path(__file__).resolve().parents[2]
 NOT_MEASURED = "Not measured yet."
 KERNEL_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # others run on the next of these
-_DECODE_RATIOS = ("ratio_to_fa2", "ratio_to_floor")
 
 # Name of a file in docs/results/, without .json, to its content; also that of FOLDER/FOLDER.json.
 Results = Mapping[str, Any]
@@ -40,14 +40,7 @@ class TableError(BuildError):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line.
-
-    Args:
-        arguments: Those of the command line, if None.
-
-    Returns:
-        Exit status: 1 if --check finds a stale table.
-    """
+    """Command line; the exit status is 1 if --check finds a stale table."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.tables", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, report stale tables")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
@@ -110,15 +103,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def fill(page: str, results: Results, where: str) -> str:
-    """Fills the tables of one page.
-
-    Args:
-        page: Markdown.
-        results: What was measured.
-        where: Name of the page, for messages.
-
-    Returns:
-        The page with its tables.
+    """Fills the tables of a page of Markdown; `where` is its name in messages.
 
     Raises:
         TableError: An unknown table, a region without an end, or results that lack a field.
@@ -153,111 +138,63 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _forward_table(results: Results, dtypes: Sequence[str]) -> str:
+def table(
+    record: Mapping[str, Any], header: Sequence[str], rows: Iterable[Sequence[str]], words: str = ""
+) -> str:
+    """Lays out a table, and a line under it: GPU, torch and date, then words."""
+    gpu = record.get("hardware", {}).get("gpu", "no GPU")
+    source = f"{gpu}, torch {record['versions']['torch']}, {record['date']}. {words}"
+    return f"{markdown(header, rows)}\n\n{source.rstrip()}"
+
+
+# --- Cells: "-" where nothing was measured --------------------------------------------------------
+
+
+def _spread(times: Mapping[str, float] | None) -> str:
+    if times is None:
+        return "-"
+    return f"{times['median']:.3g} ({times['p10']:.3g} to {times['p90']:.3g})"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _pair(one: Mapping[str, float] | None) -> str:
+    return "-" if one is None else f"{one['mean']:.2f} ({one['worst']:.2f})"
+
+
+def _whole(number: float | None) -> str:
+    return "-" if number is None else f"{number:.0f}"
+
+
+def _megabytes(count: float | None, digits: int = 1) -> str:
+    return "-" if count is None else f"{count / 1e6:.{digits}f}"
+
+
+def _mean_and_worst(ratios: Sequence[float]) -> tuple[str, str]:
+    if not ratios:
+        return "-", "-"
+    return f"{geometric_mean(ratios):.2f}", f"{max(ratios):.2f}"
+
+
+# --- Times of forward, backward and packed sequences ----------------------------------------------
+
+
+def _forward(results: Results, *, dtypes: Sequence[str]) -> str:
     record = results["forward"]
-    rows = []
-    for case in record["cases"]:
-        if case["dtype"] not in dtypes:
-            continue
-        times = case["ms"]
-        rows.append(
-            [
-                case["name"],
-                _spread(times["ours"]),
-                _spread(times["fa2"]) if "fa2" in times else "-",
-                _spread(times["sdpa"]) if "sdpa" in times else "-",
-                _ratio(case.get("ratio_to_fa2")),
-                _ratio(case.get("ratio_to_sdpa")),
-                f"{case['tflops']:.0f}",
-            ]
-        )
-    header = ["shape", "ours, ms", "FA2, ms", "SDPA, ms", "to FA2", "to SDPA", "TFLOP/s"]
-    return f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile)."
-
-
-def _forward(results: Results) -> str:
-    return _forward_table(results, ["bf16"])
-
-
-def _forward_all(results: Results) -> str:
-    return _forward_table(results, ["bf16", "fp16"])
-
-
-def _decode(results: Results) -> str:
-    record = results["decode"]
-    splits = record["splits"]
-    default = f"ours_{record['split_size']}"
-    rows = []
-    for case in record["cases"]:
-        times, to_fa2 = case["ms"], case.get("ratio_to_fa2", {})
-        rows.append(
-            [
-                case["name"],
-                _spread(times[default]),
-                _spread(times["fa2"]) if "fa2" in times else "-",
-                f"{case['floor_ms']:.3g}",
-                *(_ratio(to_fa2.get(f"ours_{size}")) for size in splits),
-                _ratio(case["ratio_to_floor"][default]),
-                _ratio(case["ratio_to_floor"].get("ours_paged")),
-                f"{case['scratch_bytes'][default] / 1e6:.2f}",
-            ]
-        )
-    means = record["geometric_means"]
-    to_fa2 = means.get("ratio_to_fa2", {})
-    rows.append(
+    rows = [
         [
-            "geometric mean",
-            *[""] * 3,
-            *(_ratio(to_fa2.get(f"ours_{size}")) for size in splits),
-            _ratio(means["ratio_to_floor"][default]),
-            _ratio(means["ratio_to_floor"].get("ours_paged")),
-            "",
+            case["name"],
+            *(_spread(case["ms"].get(side)) for side in ("ours", "fa2", "sdpa")),
+            *(_ratio(case.get(f"ratio_to_{side}")) for side in ("fa2", "sdpa")),
+            _whole(case["tflops"]),
         ]
-    )
-    header = ["shape", "ours, ms", "FA2, ms", "floor, ms"]
-    header += [*(f"{size} to FA2" for size in splits), "to floor", "pages to floor", "scratch, MB"]
-    return (
-        f"{markdown(header, rows)}\n\n{_source(record)} bf16, through CUDA graphs; median (10th to "
-        f"90th percentile). Ours, floor and scratch: splits of {record['split_size']} tokens, the "
-        f"default. FA2: upstream's heuristic. Floor: {_decode_floor(record)}. "
-        "Pages: ours from pages of 16 tokens in any order, with cache_seqlens."
-    )
-
-
-def _decode_floor(record: Mapping[str, Any]) -> str:
-    if all("read" in case["ms"] for case in record["cases"]):
-        return "a kernel that only reads the keys and values"
-    return "reading keys and values as fast as a copy"  # results of before that kernel
-
-
-def _splits(results: Results) -> str:
-    record = results["forward"]
-    default = record.get("split_size")
-    prefill: dict[int, list[float]] = {}
-    timed = [case for case in record["cases"] if case.get("splits") and "ratio_to_fa2" in case]
-    for case in timed:
-        for size, one in case["splits"].items():
-            prefill.setdefault(int(size), []).append(one["ratio_to_fa2"])
-        if default is not None:
-            prefill.setdefault(default, []).append(case["ratio_to_fa2"])
-    if not prefill:
-        return NOT_MEASURED
-    cases = results["decode"]["cases"] if "decode" in results else []
-    sizes = {*prefill, *(results["decode"]["splits"] if cases else ())}
-    rows = []
-    for size in sorted(sizes, key=lambda size: size or math.inf):
-        name = f"ours_{size}"
-        columns = [
-            prefill.get(size, []),
-            *([c[key][name] for c in cases if name in c.get(key, {})] for key in _DECODE_RATIOS),
-        ]
-        cells = [cell for ratios in columns for cell in _mean_and_worst(ratios)]
-        note = " (default)" if size == default else ""
-        rows.append([f"{size}{note}" if size else "none", *cells])
-    header = ["tokens per split"]
-    for what in ("prefill to FA2", "decode to FA2", "decode to floor"):
-        header += [what, "worst"]
-    return f"{markdown(header, rows)}\n\n{_source(record)} Geometric mean and worst of all shapes."
+        for case in record["cases"]
+        if case["dtype"] in dtypes
+    ]
+    header = ["shape", "ours, ms", "FA2, ms", "SDPA, ms", "to FA2", "to SDPA", "TFLOP/s"]
+    return table(record, header, rows, "Median (10th to 90th percentile).")
 
 
 # Sides of the backward benchmark: key in the record, column.
@@ -272,35 +209,36 @@ _BACKWARD_SIDES = {
 
 def _backward(results: Results) -> str:
     record = results["backward"]
-    rows = []
-    for case in record["cases"]:
-        times, scratch = case["ms"], case["scratch_bytes"]
-        rows.append(
-            [
-                case["name"],
-                *(_spread(times[side]) if side in times else "-" for side in _BACKWARD_SIDES),
-                *(_ratio(case.get(f"ratio_to_{side}")) for side in ("fa2", "fa2_deterministic")),
-                *(
-                    f"{scratch[side] / 1e6:.1f}" if side in scratch else "-"
-                    for side in ("ours", "fa2", "fa2_deterministic")
-                ),
-                f"{case['tflops']:.0f}",
-            ]
-        )
-    header = [
-        "shape",
-        *(f"{name}, ms" for name in _BACKWARD_SIDES.values()),
-        "to FA2",
-        "to FA2 det.",
-        "scratch, MB",
-        "of FA2",
-        "of FA2 det.",
-        "TFLOP/s",
+    theirs = ("fa2", "fa2_deterministic")
+    rows = [
+        [
+            case["name"],
+            *(_spread(case["ms"].get(side)) for side in _BACKWARD_SIDES),
+            *(_ratio(case.get(f"ratio_to_{side}")) for side in theirs),
+            *(_megabytes(case["scratch_bytes"].get(side)) for side in ("ours", *theirs)),
+            _whole(case["tflops"]),
+        ]
+        for case in record["cases"]
     ]
-    return (
-        f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile). "
-        "FA2 det.: upstream's deterministic mode."
-    )
+    header = ["shape", *(f"{name}, ms" for name in _BACKWARD_SIDES.values()), "to FA2"]
+    header += ["to FA2 det.", "scratch, MB", "of FA2", "of FA2 det.", "TFLOP/s"]
+    words = "Median (10th to 90th percentile). FA2 det.: upstream's deterministic mode."
+    return table(record, header, rows, words)
+
+
+def _varlen(results: Results) -> str:
+    record = results["varlen"]
+    rows = [
+        [
+            case["name"],
+            *(_spread(case["ms"][side]) for side in ("ours", "fa2")),
+            _ratio(case["ratio_to_fa2"]),
+            _whole(case["tflops"]),
+        ]
+        for case in record["cases"]
+    ]
+    words = "Median (10th to 90th percentile). L: the shortest and the longest sequence."
+    return table(record, ["shape", "ours, ms", "FA2, ms", "to FA2", "TFLOP/s"], rows, words)
 
 
 def _by_head_dim(results: Results) -> str:
@@ -322,11 +260,144 @@ def _by_head_dim(results: Results) -> str:
         for group in order
     ]
     header = ["", "forward", "worst", "backward", "worst", "to FA2 det.", "worst"]
-    return (
-        f"{markdown(header, rows)}\n\n{_source(results['forward'])} Geometric mean and worst of "
-        "the ratios to FA2; features at head dims 64 and 128."
-    )
+    words = "Geometric mean and worst of the ratios to FA2; features at head dims 64 and 128."
+    return table(results["forward"], header, rows, words)
 
+
+def _summary(results: Results) -> str:
+    """What users ask first: how much slower than upstream, in one line for each use."""
+    prefill: dict[bool, list[float]] = {False: [], True: []}
+    for case in results["forward"]["cases"]:
+        if "ratio_to_fa2" in case:
+            prefill[bool(case.get("feature"))].append(case["ratio_to_fa2"])
+    rows = [["prefill", "FA2", *_mean_and_worst(prefill[False]), "none"]]
+    if prefill[True]:
+        features = "prefill: window, softcap, ALiBi, dropout"
+        rows.append([features, "FA2", *_mean_and_worst(prefill[True]), "none"])
+    if "varlen" in results:
+        packed = [case["ratio_to_fa2"] for case in results["varlen"]["cases"]]
+        rows.append(["prefill, packed sequences", "FA2", *_mean_and_worst(packed), "none"])
+    if "decode" in results:
+        cases, side = results["decode"]["cases"], f"ours_{results['decode']['split_size']}"
+        decode = [case["ratio_to_fa2"][side] for case in cases if "ratio_to_fa2" in case]
+        scratch = _megabytes(max(case["scratch_bytes"][side] for case in cases), 0)
+        rows.append(["decode", "FA2", *_mean_and_worst(decode), f"at most {scratch} MB"])
+    if "backward" in results:
+        cases = results["backward"]["cases"]
+        for side, name in (("fa2", "FA2, atomics"), ("fa2_deterministic", "FA2, deterministic")):
+            ratios = [c[f"ratio_to_{side}"] for c in cases if f"ratio_to_{side}" in c]
+            scratches = [c["scratch_bytes"] for c in cases if side in c["scratch_bytes"]]
+            least = max(one["ours"] / one[side] for one in scratches)
+            rows.append(["backward", name, *_mean_and_worst(ratios), f"at most {least:.2f} x"])
+    header = ["deterministic", "against", "time, mean", "worst", "scratch memory"]
+    words = (
+        "Ratios of medians in one process, geometric mean of all shapes in `docs/benchmarks.md`; "
+        "at the default split size."
+    )
+    return table(results["forward"], header, rows, words)
+
+
+# --- Decode and split sizes -----------------------------------------------------------------------
+
+
+def _decode(results: Results) -> str:
+    record = results["decode"]
+    splits, means = record["splits"], record["geometric_means"]
+    default = f"ours_{record['split_size']}"
+
+    def ratios(one: Mapping[str, Any]) -> list[str]:
+        to_fa2, to_floor = one.get("ratio_to_fa2", {}), one["ratio_to_floor"]
+        cells = [_ratio(to_fa2.get(f"ours_{size}")) for size in splits]
+        return [*cells, _ratio(to_floor[default]), _ratio(to_floor.get("ours_paged"))]
+
+    rows = [
+        [
+            case["name"],
+            _spread(case["ms"][default]),
+            _spread(case["ms"].get("fa2")),
+            f"{case['floor_ms']:.3g}",
+            *ratios(case),
+            _megabytes(case["scratch_bytes"][default], 2),
+        ]
+        for case in record["cases"]
+    ]
+    rows.append(["geometric mean", *[""] * 3, *ratios(means), ""])
+    header = ["shape", "ours, ms", "FA2, ms", "floor, ms"]
+    header += [*(f"{size} to FA2" for size in splits), "to floor", "pages to floor", "scratch, MB"]
+    floor = "reading keys and values as fast as a copy"  # results of before the kernel "read"
+    if all("read" in case["ms"] for case in record["cases"]):
+        floor = "a kernel that only reads the keys and values"
+    words = (
+        "bf16, through CUDA graphs; median (10th to 90th percentile). Ours, floor and scratch: "
+        f"splits of {record['split_size']} tokens, the default. FA2: upstream's heuristic. Floor: "
+        f"{floor}. Pages: ours from pages of 16 tokens in any order, with cache_seqlens."
+    )
+    return table(record, header, rows, words)
+
+
+def _splits(results: Results) -> str:
+    record = results["forward"]
+    default = record.get("split_size")
+    prefill: dict[int, list[float]] = {}
+    timed = [case for case in record["cases"] if case.get("splits") and "ratio_to_fa2" in case]
+    for case in timed:
+        for size, one in case["splits"].items():
+            prefill.setdefault(int(size), []).append(one["ratio_to_fa2"])
+        if default is not None:
+            prefill.setdefault(default, []).append(case["ratio_to_fa2"])
+    if not prefill:
+        return NOT_MEASURED
+    cases = results["decode"]["cases"] if "decode" in results else []
+    rows = []
+    for size in sorted({*prefill, *(results["decode"]["splits"] if cases else ())},
+                       key=lambda size: size or math.inf):  # fmt: skip
+        name = f"ours_{size}"
+        columns = [prefill.get(size, [])]
+        for key in ("ratio_to_fa2", "ratio_to_floor"):
+            columns.append([case[key][name] for case in cases if name in case.get(key, {})])
+        cells = [cell for ratios in columns for cell in _mean_and_worst(ratios)]
+        note = " (default)" if size == default else ""
+        rows.append([f"{size}{note}" if size else "none", *cells])
+    header = ["tokens per split"]
+    for what in ("prefill to FA2", "decode to FA2", "decode to floor"):
+        header += [what, "worst"]
+    return table(record, header, rows, "Geometric mean and worst of all shapes.")
+
+
+_DECODE_SIDES = {"contiguous": "contiguous", "fa3": "FA3", "fa2": "FA2", "read": "reading"}
+
+
+def _decode_peers(results: Results) -> str:
+    record = results["decode_peers"]
+    found = {side for case in record["cases"] for side in case["ms"]}
+    sides = [side for side in _DECODE_SIDES if side in found]
+
+    def microseconds(times: Mapping[str, float] | None) -> str:
+        return "-" if times is None else f"{1e3 * times['median']:.1f}"
+
+    rows = [
+        [
+            case["name"],
+            case["plan"]["path"],
+            *(microseconds(case["ms"].get(side)) for side in ("ours", *sides)),
+            *(_ratio(case["ours_over"].get(side)) for side in sides),
+        ]
+        for case in record["cases"]
+    ]
+    for group in dict.fromkeys(case["group"] for case in record["cases"]):
+        cells = [_pair(record["means"].get(side, {}).get(group)) for side in sides]
+        rows.append([f"{group}: mean (worst)", *[""] * (2 + len(sides)), *cells])
+    header = ["shape", "path", "ours, us", *(f"{_DECODE_SIDES[side]}, us" for side in sides)]
+    header += [f"to {_DECODE_SIDES[side]}" for side in sides]
+    words = (
+        f"bf16, causal, through CUDA graphs, splits of {record['split_size']} tokens; medians. FA3 "
+        "and FA2 split by their heuristics. Reading: a kernel that only reads the keys and values."
+        f"{_left_out(record)}"
+    )
+    return table(record, header, rows, words)
+
+
+# --- Peers ----------------------------------------------------------------------------------------
 
 # Sides of the comparisons with others: key in the record, column.
 _PEERS = {
@@ -347,22 +418,12 @@ def _peers(results: Results, *, name: str) -> str:
     record = results[name]
     summary = record["summary"]
     sides = [side for side in _PEERS if any(side in group for group in summary.values())]
-    rows = [
-        [
-            group,
-            *(
-                f"{group_sides[side]['mean']:.2f} ({group_sides[side]['worst']:.2f})"
-                if side in group_sides
-                else "-"
-                for side in sides
-            ),
-        ]
-        for group, group_sides in summary.items()
-    ]
-    return (
-        f"{markdown(['', *(_PEERS[side] for side in sides)], rows)}\n\n{_source(record)} Our time "
-        f"over theirs, geometric mean (worst) of the cases that they can run.{_left_out(record)}"
+    rows = [[group, *(_pair(own.get(side)) for side in sides)] for group, own in summary.items()]
+    words = (
+        "Our time over theirs, geometric mean (worst) of the cases that they can run."
+        f"{_left_out(record)}"
     )
+    return table(record, ["", *(_PEERS[side] for side in sides)], rows, words)
 
 
 def _peers_all(results: Results, *, name: str) -> str:
@@ -373,58 +434,21 @@ def _peers_all(results: Results, *, name: str) -> str:
     rows = [
         [
             case["name"],
-            *(
-                f"{case['tflops'][side]:.0f}" if side in case["tflops"] else "-"
-                for side in ("ours", *sides)
-            ),
+            *(_whole(case["tflops"].get(side)) for side in ("ours", *sides)),
             _ratio(case["ours_over"].get("best")),
         ]
         for case in record["cases"]
     ]
     header = ["TFLOP/s", "ours", *(_PEERS[side] for side in sides), "time to best"]
-    return f"{markdown(header, rows)}\n\n{_source(record)} Medians.{_left_out(record)}"
+    return table(record, header, rows, f"Medians.{_left_out(record)}")
 
 
 def _left_out(record: Mapping[str, Any]) -> str:
-    names = [*record["left_out"], *(one["name"] for one in record["failed"])]
-    return (
-        f" Not measured, for want of time: {len(names)} cases, named in the JSON." if names else ""
-    )
+    count = len(record["left_out"]) + len(record["failed"])
+    return f" Not measured, for want of time: {count} cases, named in the JSON." if count else ""
 
 
-def _decode_peers(results: Results) -> str:
-    record = results["decode_peers"]
-    found = {side for case in record["cases"] for side in case["ms"]}
-    sides = [side for side in _DECODE_SIDES if side in found]
-    rows = [
-        [
-            case["name"],
-            case["plan"]["path"],
-            *(_microseconds(case["ms"].get(side)) for side in ("ours", *sides)),
-            *(_ratio(case["ours_over"].get(side)) for side in sides),
-        ]
-        for case in record["cases"]
-    ]
-    for group in dict.fromkeys(case["group"] for case in record["cases"]):
-        means = {side: record["means"].get(side, {}).get(group) for side in sides}
-        cells = [
-            f"{one['mean']:.2f} ({one['worst']:.2f})" if one else "-" for one in means.values()
-        ]
-        rows.append([f"{group}: mean (worst)", *[""] * (2 + len(sides)), *cells])
-    header = ["shape", "path", "ours, us", *(f"{_DECODE_SIDES[side]}, us" for side in sides)]
-    header += [f"to {_DECODE_SIDES[side]}" for side in sides]
-    return (
-        f"{markdown(header, rows)}\n\n{_source(record)} bf16, causal, through CUDA graphs, splits "
-        f"of {record['split_size']} tokens; medians. FA3 and FA2 split by their heuristics. "
-        f"Reading: a kernel that only reads the keys and values.{_left_out(record)}"
-    )
-
-
-_DECODE_SIDES = {"contiguous": "contiguous", "fa3": "FA3", "fa2": "FA2", "read": "reading"}
-
-
-def _microseconds(times: Mapping[str, float] | None) -> str:
-    return "-" if times is None else f"{1e3 * times['median']:.1f}"
+# --- Host time, start, accuracy -------------------------------------------------------------------
 
 
 def _host_time(results: Results) -> str:
@@ -432,123 +456,8 @@ def _host_time(results: Results) -> str:
     rows = [
         [name, f"{one['median']:.1f}", f"{one['p10']:.1f}"] for name, one in record["us"].items()
     ]
-    return (
-        f"{markdown(['call', 'us', '10th percentile'], rows)}\n\n{_source(record)} Median of "
-        "eager loops, on the host."
-    )
-
-
-def _varlen(results: Results) -> str:
-    record = results["varlen"]
-    rows = [
-        [
-            case["name"],
-            *(_spread(case["ms"][side]) for side in ("ours", "fa2")),
-            _ratio(case["ratio_to_fa2"]),
-            f"{case['tflops']:.0f}",
-        ]
-        for case in record["cases"]
-    ]
-    header = ["shape", "ours, ms", "FA2, ms", "to FA2", "TFLOP/s"]
-    return (
-        f"{markdown(header, rows)}\n\n{_source(record)} Median (10th to 90th percentile). L: the "
-        "shortest and the longest sequence."
-    )
-
-
-def _summary(results: Results) -> str:
-    """What users ask first: how much slower than upstream, in one line for each use."""
-    prefill: dict[bool, list[float]] = {False: [], True: []}
-    for case in results["forward"]["cases"]:
-        if "ratio_to_fa2" in case:
-            prefill[bool(case.get("feature"))].append(case["ratio_to_fa2"])
-    rows = [["prefill", "FA2", *_mean_and_worst(prefill[False]), "none"]]
-    if prefill[True]:
-        features = "prefill: window, softcap, ALiBi, dropout"
-        rows.append([features, "FA2", *_mean_and_worst(prefill[True]), "none"])
-    if "varlen" in results:
-        packed = [case["ratio_to_fa2"] for case in results["varlen"]["cases"]]
-        rows.append(["prefill, packed sequences", "FA2", *_mean_and_worst(packed), "none"])
-    if "decode" in results:
-        cases, side = results["decode"]["cases"], f"ours_{results['decode']['split_size']}"
-        decode = [case["ratio_to_fa2"][side] for case in cases if "ratio_to_fa2" in case]
-        scratch = max(case["scratch_bytes"][side] for case in cases) / 1e6
-        rows.append(["decode", "FA2", *_mean_and_worst(decode), f"at most {scratch:.0f} MB"])
-    if "backward" in results:
-        cases = results["backward"]["cases"]
-        for side, name in (("fa2", "FA2, atomics"), ("fa2_deterministic", "FA2, deterministic")):
-            ratios = [c[f"ratio_to_{side}"] for c in cases if f"ratio_to_{side}" in c]
-            least = max(
-                c["scratch_bytes"]["ours"] / c["scratch_bytes"][side]
-                for c in cases
-                if side in c["scratch_bytes"]
-            )
-            rows.append(["backward", name, *_mean_and_worst(ratios), f"at most {least:.2f} x"])
-    header = ["deterministic", "against", "time, mean", "worst", "scratch memory"]
-    return (
-        f"{markdown(header, rows)}\n\n{_source(results['forward'])} Ratios of medians in one "
-        "process, geometric mean of all shapes in `docs/benchmarks.md`; at the default split size."
-    )
-
-
-def _mean_and_worst(ratios: Sequence[float]) -> tuple[str, str]:
-    if not ratios:
-        return "-", "-"
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"{mean:.2f}", f"{max(ratios):.2f}"
-
-
-def _ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
-
-
-def _accuracy(results: Results) -> str:
-    """Worst errors of the verified wheel, forward and backward."""
-    record = results["verification"]
-    section = next(section for section in record["sections"] if section["id"] == "accuracy")
-    largest: dict[tuple[int, str, str], float] = {}
-    spread: dict[str, float] = {}  # root mean squares
-    for row in section["data"]["rows"]:
-        key, direction = (row["head_dim"], row["dtype"], row["direction"]), row["direction"]
-        largest[key] = max(largest.get(key, 0.0), row["ratio"])
-        floor = _EPS[row["dtype"]] / 64  # below it an error says nothing of an algorithm
-        rmse = max(row["ours"]["rmse"], floor) / max(row["against"]["rmse"], floor)
-        spread[direction] = max(spread.get(direction, 0.0), rmse)
-    columns = [(dtype, way) for dtype in _EPS for way in ("forward", "backward")]
-    rows = [
-        [str(head_dim), *(_ratio(largest.get((head_dim, *column))) for column in columns)]
-        for head_dim in KERNEL_HEAD_DIMS
-    ]
-    header = ["head dim", *(" ".join(column) for column in columns)]
-    environment = record["environment"]
-    return (
-        f"{markdown(header, rows)}\n\n{environment['gpu']}, torch {environment['torch']}, "
-        f"{record['started'][:10]}. Our largest error over that of torch's flash attention, the "
-        "worst of all shapes; backward: of dq, dk and dv. Root mean square, the worst: "
-        f"{spread['forward']:.2f} forward, {spread['backward']:.2f} backward."
-    )
-
-
-_EPS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
-
-
-def _accuracy_all(results: Results) -> str:
-    record = results["accuracy"]
-    columns = [(dtype, causal) for dtype in ("bf16", "fp16") for causal in (False, True)]
-    found = {(row["head_dim"], row["dtype"], row["causal"]): row for row in record["rows"]}
-    rows = []
-    for head_dim in sorted({row["head_dim"] for row in record["rows"]}):
-        cells = []
-        for dtype, causal in columns:
-            row = found.get((head_dim, dtype, causal))
-            worst = row["worst_ratio"] if row else None
-            cells.append(f"{worst['largest']:.2f} / {worst['rmse']:.2f}" if worst else "-")
-        rows.append([str(head_dim), *cells])
-    header = ["head dim", *(f"{dtype}{' causal' if causal else ''}" for dtype, causal in columns)]
-    return (
-        f"{markdown(header, rows)}\n\n{_source(record)} Our error over that of torch's flash "
-        "attention, the worst of all shapes: largest error / root mean square."
-    )
+    words = "Median of eager loops, on the host."
+    return table(record, ["call", "us", "10th percentile"], rows, words)
 
 
 def _startup(results: Results) -> str:
@@ -560,7 +469,64 @@ def _startup(results: Results) -> str:
     }
     times = record["times"]
     rows = [[text, _spread(times[name])] for name, text in names.items() if name in times]
-    return f"{markdown(['', 'ms'], rows)}\n\n{_source(record)}"
+    return table(record, ["", "ms"], rows)
+
+
+def _accuracy(results: Results) -> str:
+    """Worst errors of the verified wheel, forward and backward."""
+    record = results["verification"]
+    section = next(section for section in record["sections"] if section["id"] == "accuracy")
+    largest: dict[tuple[int, str, str], float] = {}
+    spread: dict[str, float] = {}  # root mean squares
+    for row in section["data"]["rows"]:
+        key, direction = (row["head_dim"], row["dtype"], row["direction"]), row["direction"]
+        largest[key] = max(largest.get(key, 0.0), row["ratio"])
+        floor = _EPS[row["dtype"]] / 64  # smaller errors are chance
+        rmse = max(row["ours"]["rmse"], floor) / max(row["against"]["rmse"], floor)
+        spread[direction] = max(spread.get(direction, 0.0), rmse)
+    columns = [(dtype, way) for dtype in _EPS for way in ("forward", "backward")]
+    rows = [
+        [str(head_dim), *(_ratio(largest.get((head_dim, *column))) for column in columns)]
+        for head_dim in KERNEL_HEAD_DIMS
+    ]
+    environment = record["environment"]
+    source = {
+        "hardware": environment, "versions": environment, "date": record["started"][:10]
+    }  # fmt: skip
+    words = (
+        "Our largest error over that of torch's flash attention, the worst of all shapes; backward"
+        f": of dq, dk and dv. Root mean square, the worst: {spread['forward']:.2f} forward, "
+        f"{spread['backward']:.2f} backward."
+    )
+    return table(source, ["head dim", *(" ".join(column) for column in columns)], rows, words)
+
+
+_EPS = {"bf16": 2.0**-7, "fp16": 2.0**-10}
+
+
+def _accuracy_all(results: Results) -> str:
+    record = results["accuracy"]
+    columns = [(dtype, causal) for dtype in _EPS for causal in (False, True)]
+    found = {
+        (row["head_dim"], row["dtype"], row["causal"]): row["worst_ratio"] for row in record["rows"]
+    }
+
+    def cell(worst: Mapping[str, float] | None) -> str:
+        return f"{worst['largest']:.2f} / {worst['rmse']:.2f}" if worst else "-"
+
+    rows = [
+        [str(head_dim), *(cell(found.get((head_dim, *column))) for column in columns)]
+        for head_dim in sorted({head_dim for head_dim, _, _ in found})
+    ]
+    header = ["head dim", *(f"{dtype}{' causal' if causal else ''}" for dtype, causal in columns)]
+    words = (
+        "Our error over that of torch's flash attention, the worst of all shapes: largest error / "
+        "root mean square."
+    )
+    return table(record, header, rows, words)
+
+
+# --- The build ------------------------------------------------------------------------------------
 
 
 def _build(results: Results) -> str:
@@ -652,16 +618,6 @@ def _unit_name(output: str) -> str:
     return Path(output).name.removesuffix(".o").removesuffix(".cu").removesuffix(".cpp")
 
 
-def _spread(times: Mapping[str, float]) -> str:
-    return f"{times['median']:.3g} ({times['p10']:.3g} to {times['p90']:.3g})"
-
-
-def _source(record: Mapping[str, Any]) -> str:
-    versions = record["versions"]
-    where = record.get("hardware", {}).get("gpu", "no GPU")
-    return f"{where}, torch {versions['torch']}, {record['date']}."
-
-
 # Name of a table: the result it can't do without, and what makes it.
 TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "accuracy": ("verification", _accuracy),
@@ -673,8 +629,8 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "by-head-dim": ("forward", _by_head_dim),
     "decode": ("decode", _decode),
     "decode-peers": ("decode_peers", _decode_peers),
-    "forward": ("forward", _forward),
-    "forward-all": ("forward", _forward_all),
+    "forward": ("forward", partial(_forward, dtypes=["bf16"])),
+    "forward-all": ("forward", partial(_forward, dtypes=["bf16", "fp16"])),
     "host-time": ("host_time", _host_time),
     "matrix": ("matrix", _matrix),
     "peers-backward": ("peers_backward", partial(_peers, name="peers_backward")),

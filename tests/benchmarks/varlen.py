@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from flash_attn_deterministic import flash_attn_varlen_func, get_deterministic_mode
+from flash_attn_deterministic import flash_attn_varlen_func
+from flash_attn_deterministic.verify.speed.upstream import Baseline, Packed
 
-from tests.benchmarks.baseline import Baseline, Packed
-from tests.benchmarks.cases import Case, means, timed
-from tests.benchmarks.common import (
-    environment,
+from tests.benchmarks.shared.cases import Case, means_to, ragged, timed, timed_result
+from tests.benchmarks.shared.run import (
+    add_baseline,
+    begin_record,
+    expect_close,
+    lines,
     open_baseline,
     peak_memory,
-    print_means,
+    ratios_to,
     run_cases,
+    timing_parser,
 )
-from tests.benchmarks.lengths import ragged
 from tests.gpu.attention import DTYPES, is_built, make_qkv
 
 RAGGED = ragged(64, 1, 8192)
@@ -47,72 +47,43 @@ def measure(case: Case, baseline: Baseline, repeats: int, budget_ms: float) -> d
     q, k, v = (t[0] for t in make_qkv(shape, nheads_k=case.nheads_k, dtype=DTYPES[case.dtype]))
 
     def ours() -> torch.Tensor:
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_k,
-            packed.max_seqlen_q,
-            packed.max_seqlen_k,
-            causal=case.causal,
-        )
+        where = (packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_seqlen_q, packed.max_seqlen_k)
+        return flash_attn_varlen_func(q, k, v, *where, causal=case.causal)
 
     def fa2() -> torch.Tensor:
-        return baseline.varlen_forward(q, k, v, packed, causal=case.causal)[0]
+        return baseline.forward(q, k, v, causal=case.causal, packed=packed)[0]
 
     difference = float((ours().float() - fa2().float()).abs().max())
-    if not difference <= 0.1:
-        raise RuntimeError(f"the sides disagree by {difference}")
+    expect_close({"fa2": difference}, 0.1)
     sides = {"ours": ours, "fa2": fa2}
     memory = {name: peak_memory(run) for name, run in sides.items()}
     times = timed(sides, budget_ms, repeats)
     return {
-        "name": case.name,
-        **asdict(case),
-        "ms": times,
-        "tflops": round(case.forward_flops / times["ours"]["median"] / 1e9, 1),
+        **timed_result(case, case.forward_flops, times),
         "peak_bytes_with_results": memory,
         "largest_difference": difference,
-        "ratio_to_fa2": round(times["ours"]["median"] / times["fa2"]["median"], 4),
+        "ratio_to_fa2": ratios_to(times)["fa2"],
     }
 
 
 def main() -> int:
     """Command line; the exit status is 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--baseline", type=Path, required=True, help="libfa2_baseline.so")
-    parser.add_argument("--wheel", type=Path, help="the installed wheel's file, for its sha256")
-    parser.add_argument("--repeats", type=int, default=30, help="at most")
-    parser.add_argument("--budget-ms", type=float, default=1000, help="GPU time of a case")
+    parser = timing_parser(__doc__, repeats=30, budget_ms=1000)
+    add_baseline(parser, required=True)
     options = parser.parse_args()
-
-    record: dict[str, Any] = {
-        **environment(options.wheel, sys.argv),
-        "repeats": options.repeats,
-        "budget_ms": options.budget_ms,
-        "split_size": get_deterministic_mode().split_size,
-        "geometric_means": {},
-        "cases": [],
-        "failed": [],
-    }
+    record = begin_record(options, geometric_means={})
     baseline = open_baseline(options.baseline, record)
     if baseline is None:
         return 1
-
-    def summarise() -> None:
-        record["geometric_means"] = means(record["cases"], ("fa2",))
-
     status = run_cases(
-        options.out,
+        options,
         record,
         CASES,
         built=lambda case: is_built(case.head_dim, case.dtype),
         measure=lambda case: measure(case, baseline, options.repeats, options.budget_ms),
-        summarise=summarise,
+        summarise=lambda results: means_to(results, "fa2"),
     )
-    print_means(record["geometric_means"])
+    print("\n".join(lines(record["geometric_means"])))
     return status
 
 

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 import urllib.error
 import urllib.request
@@ -64,13 +63,6 @@ def clean_environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def lend_packages(python: Path) -> None:
-    """Lets an environment find this one's packages (torch is large), after its own."""
-    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
-    folder = subprocess.check_output(ask, text=True).strip()
-    Path(folder, "lent.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-
-
 def pip_install(python: Path, index: str, *requirements: str) -> str:
     """Installs from one index and nowhere else, whatever pip's settings are; returns the output.
 
@@ -79,20 +71,8 @@ def pip_install(python: Path, index: str, *requirements: str) -> str:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHONPATH"))}
     environ["PIP_CONFIG_FILE"] = os.devnull
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps"]
-    command += [
-        "--disable-pip-version-check",
-        "--no-cache-dir",
-        "--ignore-installed",
-        "--index-url",
-        index,
-        *requirements,
-    ]
+    command += ["--disable-pip-version-check", "--no-cache-dir", "--ignore-installed"]
+    command += ["--index-url", index, *requirements]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def run_clean(python: Path, program: str, folder: Path) -> str:
-    """Runs a program in an environment, away from the source tree; returns what it prints."""
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    return subprocess.check_output([str(python), "-c", program], env=environ, cwd=folder, text=True)

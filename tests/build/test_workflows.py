@@ -6,13 +6,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from flash_attn_build.files import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FILES}
 RELEASE = WORKFLOWS["release"]["jobs"]
@@ -84,12 +83,9 @@ def test_the_script_and_the_workflow_run_the_same() -> None:
     assert set(re.findall(r"`(\w+)`", line)) == run
 
 
-@pytest.mark.parametrize(("where", "uses"), USES, ids=[f"{w}: {u}" for w, u in USES])
-def test_every_action_is_pinned_by_commit(where: str, uses: str) -> None:
-    assert re.fullmatch(r"(actions|pypa)/[\w-]+@[0-9a-f]{40}", uses), where
-
-
-def test_one_action_has_one_commit() -> None:
+def test_every_action_is_pinned_by_one_commit() -> None:
+    for where, uses in USES:
+        assert re.fullmatch(r"(actions|pypa)/[\w-]+@[0-9a-f]{40}", uses), where
     pins: dict[str, set[str]] = {}
     for path in FILES:
         for name, pin in re.findall(r"uses: ([\w/-]+)@(\S+ # v[\d.]+)$", path.read_text(), re.M):
@@ -101,6 +97,7 @@ def test_one_action_has_one_commit() -> None:
 def test_nothing_is_permitted_but_by_job() -> None:
     for content in WORKFLOWS.values():
         assert content["permissions"] == {}
+        assert all(job["timeout-minutes"] <= 180 for job in content["jobs"].values())
     writes = {
         where: {key for key, value in job["permissions"].items() if value == "write"}
         for where, job in PRIVILEGED
@@ -113,10 +110,9 @@ def test_nothing_is_permitted_but_by_job() -> None:
     }
 
 
-@pytest.mark.parametrize(("where", "job"), PRIVILEGED, ids=[where for where, _ in PRIVILEGED])
-def test_a_job_with_privileges_runs_no_code_of_packages(where: str, job: dict[str, Any]) -> None:
+def test_a_job_with_privileges_runs_no_code_of_packages() -> None:
     """Pinned actions, and programs of the runner's image; not even this repository's code."""
-    for step in job["steps"]:
+    for where, step in ((where, step) for where, job in PRIVILEGED for step in job["steps"]):
         if "run" in step:
             assert step["run"] == SUMS or step["run"].startswith("gh release create "), where
         else:
@@ -141,11 +137,6 @@ def test_no_secret_is_used() -> None:
     assert with_token == ["release.gate", "release.page", "release.index"]
 
 
-def test_every_job_has_an_end() -> None:
-    for workflow, name, job in jobs():
-        assert job["timeout-minutes"] <= 180, (workflow, name)
-
-
 def needs(job: dict[str, Any]) -> list[str]:
     found = job.get("needs", [])
     return [found] if isinstance(found, str) else list(found)
@@ -160,6 +151,9 @@ def before(name: str) -> set[str]:
 @pytest.mark.parametrize("name", ["page", "index", "pages", "publish"])
 def test_nothing_leaves_before_the_gate(name: str) -> None:
     assert {"build", "attest", "verify", "gate"} <= before(name)
+    assert "page" in before("publish")  # the upload that cannot be undone is the last
+    # YAML reads the key "on" as true.
+    assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}
 
 
 def test_what_was_built_is_attested_before_the_gpu_runner_starts() -> None:
@@ -189,25 +183,13 @@ def test_the_gpu_runner_is_used_once_and_by_the_release_alone() -> None:
     assert verify["steps"][0] == {"if": "github.run_attempt != '1'", "run": "exit 1"}
     upload = verify["steps"][-1]
     assert upload["if"] == "always()"
-
-
-def test_artifacts_are_asked_for_by_name() -> None:
-    # What the GPU runner puts into the run's store must not lie among the wheels.
+    # What it puts into the run's store must not lie among the wheels.
     for where, step in steps():
         if step.get("uses", "").startswith("actions/download-artifact@"):
             assert "name" in step["with"], where
 
 
-def test_the_upload_that_cannot_be_undone_is_the_last() -> None:
-    assert {"attest", "gate", "page"} <= before("publish")
-
-
-def test_the_release_is_of_a_tag() -> None:
-    # YAML reads the key "on" as true.
-    assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}
-
-
-def test_every_pull_request_compares_the_wheels_of_two_machines() -> None:
+def test_what_every_pull_request_does() -> None:
     twice, same = (WORKFLOWS["test"]["jobs"][name] for name in ("twice", "same-bytes"))
     build = twice["steps"][1]
     assert build["run"] == ".ci/nox -s build -- --locked --preset dev"
@@ -215,8 +197,6 @@ def test_every_pull_request_compares_the_wheels_of_two_machines() -> None:
     assert len(set(twice["strategy"]["matrix"]["jobs"])) == 2
     assert same["needs"] == "twice"
     assert same["steps"][-1]["run"] == "cmp one/*.whl two/*.whl"
-
-
-def test_every_pull_request_builds_and_rehearses_a_release() -> None:
+    # And rehearses a release.
     assert "pull_request" in WORKFLOWS["test"][True]
     assert sessions_of(WORKFLOWS["test"]["jobs"]["rehearse"]) == {"build", "rehearse"}

@@ -23,6 +23,7 @@ NAME = "flash-attn"
 VERSION = "9.8.7.post6"
 ROOT = f"flash_attn-{VERSION}"
 SDIST = f"{ROOT}.tar.gz"
+FIRST = "0001-first.patch"
 
 HEADER = """/****
  * Copyright (c) 2001 The Sample Authors. All rights reserved.
@@ -76,70 +77,27 @@ Why: to show how it is done.
 
 
 def sha256(data: bytes) -> str:
-    """Hash bytes.
-
-    Args:
-        data: The bytes.
-
-    Returns:
-        Hexadecimal sha256.
-    """
     return hashlib.sha256(data).hexdigest()
 
 
-def make_member(name: str, content: bytes = b"", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
-    """Make an archive member.
-
-    Args:
-        name: Path in the archive.
-        content: Bytes of a file.
-        fields: Further attributes of the TarInfo.
-
-    Returns:
-        The member and its content.
-    """
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    for field, value in fields.items():
-        setattr(member, field, value)
-    return member, content
-
-
-def make_archive(
-    path: Path,
-    files: Mapping[str, str] = FILES,
-    extra: tuple[tuple[tarfile.TarInfo, bytes], ...] = (),
-) -> Path:
-    """Write a source distribution.
-
-    Args:
-        path: The archive.
-        files: Content by path below the top folder.
-        extra: Further members.
-
-    Returns:
-        `path`.
-    """
+def make_archive(path: Path, files: Mapping[str, str] = FILES, **extra: Any) -> Path:
+    """Writes a source distribution; `extra`: fields of one more member, that of fwd.cu again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz") as tar:
         for name, text in files.items():
-            member, content = make_member(f"{ROOT}/{name}", text.encode())
-            tar.addfile(member, io.BytesIO(content))
-        for member, content in extra:
-            tar.addfile(member, io.BytesIO(content))
+            member = tarfile.TarInfo(f"{ROOT}/{name}")
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+        if extra:
+            member = tarfile.TarInfo(f"{ROOT}/csrc/flash_attn/src/fwd.cu")
+            for field, value in extra.items():
+                setattr(member, field, value)
+            tar.addfile(member)
     return path
 
 
 def make_folder(path: Path, files: Mapping[str, str] = FILES) -> Path:
-    """Write an unpacked source distribution.
-
-    Args:
-        path: The folder.
-        files: Content by path below the folder.
-
-    Returns:
-        `path`.
-    """
+    """Writes an unpacked source distribution."""
     for name, text in files.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(text)
@@ -147,16 +105,7 @@ def make_folder(path: Path, files: Mapping[str, str] = FILES) -> Path:
 
 
 def make_pin(folder: Path, archive: Path, patches: Mapping[str, str] | None = None) -> Pin:
-    """Write a data file and its patches.
-
-    Args:
-        folder: Receives upstream.json and patches/.
-        archive: What to pin.
-        patches: Content by file name.
-
-    Returns:
-        The pin, as loaded.
-    """
+    """Writes upstream.json and patches/ for an archive; returns the pin, as loaded."""
     data = {
         "schema": 2,
         "name": NAME,
@@ -164,10 +113,7 @@ def make_pin(folder: Path, archive: Path, patches: Mapping[str, str] | None = No
         "sdist": {"sha256": sha256(archive.read_bytes()), "size": archive.stat().st_size},
         "tree_sha256": tree_sha256(read_archive(archive)),
         "patched_tree_sha256": "0" * 64,
-        "patches": [
-            {"name": name, "sha256": sha256(text.encode())}
-            for name, text in sorted((patches or {}).items())
-        ],
+        "patches": [],
     }
     (folder / "patches").mkdir(parents=True)
     for name, text in (patches or {}).items():
@@ -178,19 +124,9 @@ def make_pin(folder: Path, archive: Path, patches: Mapping[str, str] | None = No
 
 
 def tree_of(folder: Path) -> dict[str, bytes]:
-    """Read all files below a folder.
-
-    Args:
-        folder: The folder.
-
-    Returns:
-        Bytes by POSIX path relative to it.
-    """
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    """Bytes of all files below a folder, by POSIX path relative to it."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -205,15 +141,7 @@ class _Refusing(_Quiet):
 
 @contextmanager
 def serve(folder: Path, refuse: bool = False) -> Iterator[str]:
-    """Serve a folder over loopback HTTP.
-
-    Args:
-        folder: The folder; index pages are index.html files.
-        refuse: Answer every request with status 503.
-
-    Returns:
-        URL of the folder, without a slash at its end.
-    """
+    """Serves a folder over loopback HTTP, or answers all with status 503; yields its URL."""
     handler = partial(_Refusing if refuse else _Quiet, directory=str(folder))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -227,16 +155,7 @@ def serve(folder: Path, refuse: bool = False) -> Iterator[str]:
 
 
 def make_index(folder: Path, archive: Path, announced: str | None = None) -> Path:
-    """Write a simple index with one file.
-
-    Args:
-        folder: Root of the index.
-        archive: The file; copied into the index.
-        announced: sha256 that the page states.
-
-    Returns:
-        `folder`.
-    """
+    """Writes a simple index of one file, whose sha256 the page announces or not."""
     page = folder / "flash-attn"
     page.mkdir(parents=True)
     (page / SDIST).write_bytes(archive.read_bytes())

@@ -82,7 +82,7 @@ def results(program: Path, first: int, count: int, path: str, late: bool) -> byt
     return out.read_bytes()
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Command line; the exit status is 1 where bits differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upstream", type=Path, required=True)
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=ELEMENTS, default=list(ELEMENTS))
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--count", type=int, default=40)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     failed = False
     for head_dim in options.head_dims:
         for dtype in options.dtypes:

@@ -16,7 +16,7 @@ PAGE = 16
 
 @dataclass
 class Call:
-    """One call: what is called, and with what."""
+    """A function with its arguments."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
@@ -26,7 +26,7 @@ class Call:
         return self.function(**{**self.arguments, **changes})
 
     def lse(self) -> dict[str, bool]:
-        """The argument that asks for softmax_lse."""
+        """The name of the argument that returns softmax_lse."""
         name = "return_softmax_lse" if "k_cache" in self.arguments else "return_attn_probs"
         return {name: True}
 

@@ -1,4 +1,4 @@
-"""Calls that provoke what could make bits depend on more than the row, for the contract tests."""
+"""Calls of the contract tests, in which bits could easily depend on more than the row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flash_attn_deterministic.reference import attention, kvcache_attention, var
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
-# Small, to have several blocks and splits in little time.
+# Small, for several blocks and splits in short tests.
 BLOCK_N = 16
 SPLIT = 64
 
@@ -88,7 +88,7 @@ class Call:
         return replace(self, q=self.q[:, begin:end], k=self.k[:, :end], v=self.v[:, :end])
 
     def keyword_arguments(self) -> dict[str, Any]:
-        """Arguments that varlen_attention and kvcache_attention have too."""
+        """Arguments shared with varlen_attention and kvcache_attention."""
         return {"alibi_slopes": self.slopes, **self.options}
 
 
@@ -207,7 +207,7 @@ def packed_call(calls: list[Call], **changes: Any) -> Result:
 
 
 def decode(call: Call, **changes: Any) -> Result:
-    """The call over a cache that holds just its keys."""
+    """The call over a cache that holds only its keys."""
     arguments: dict[str, Any] = {
         "q": call.q,
         "k_cache": call.k.clone(),

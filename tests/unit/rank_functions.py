@@ -1,4 +1,4 @@
-"""What tests run on every rank of a pool; all of it is called by name."""
+"""Functions that tests run on every rank of a pool, by name."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from flash_attn_deterministic.distributed import llama3
 from flash_attn_deterministic.distributed.messages import exchange
 from flash_attn_deterministic.distributed.messages import ranks as messages
 from flash_attn_deterministic.distributed.messages.ranks import Ranks
-from flash_attn_deterministic.distributed.passes import chain, forward, slices
+from flash_attn_deterministic.distributed.passes import chained_backward, forward, op_calls
 from flash_attn_deterministic.distributed.planning import layout, plan, steps
 from flash_attn_deterministic.verify.ranks import run, trial
 from flash_attn_deterministic.verify.ranks.cases import Case
 
 Tensors = list[torch.Tensor]
 
-# Called with lists of arguments, whose number a type checker can't see.
+# Any, because the type checker can't match unpacked arguments.
 package: Any = flash_attn_deterministic
 distributed: Any = flash_attn_deterministic.distributed
 ring: Any = llama3
 
 
 def outcomes(cases: list[Case]) -> list[dict[str, Any]]:
-    """Returns what differs on any rank, for each case."""
+    """Returns the differences on any rank, for each case."""
     return [run.outcome_of(case, "cpu") for case in cases]
 
 
 def outcome_without(case: Case, what: str) -> dict[str, Any]:
-    """Returns what differs where something is left out: a test that has to find something."""
-    module: Any = chain
+    """Returns the differences when a part is broken, which has to cause some."""
+    module: Any = chained_backward
     broken: Any = _no_sums
     name = "_sums"
     if what == "rounded sums":
         broken = _rounded_sums
     elif what == "alignment":
-        module, name, broken = slices.Scores, "key_align", property(lambda scores: 1)
+        module, name, broken = op_calls.Scores, "key_align", property(lambda scores: 1)
     with _instead(module, **{name: broken}):
         return run.outcome_of(case, "cpu")
 
 
 def outcome_in_small_batches(case: Case) -> dict[str, Any]:
-    """Returns what differs where each launch holds one message to a rank."""
+    """Returns the differences with one message to each rank per launch."""
     with _instead(messages, _AT_ONCE=1):
         return run.outcome_of(case, "cpu")
 
 
 def outcome_of_slices(case: Case, most: int) -> tuple[dict[str, Any], list[int]]:
-    """Returns what differs where keys of a slice have some bytes at most, and heads at a time."""
+    """Returns the differences with a limit of bytes per slice, and the heads gathered at a time."""
     whole, found = steps.heads_of_forward, []
 
     def noting(*args: int) -> int:
@@ -68,8 +68,8 @@ def outcome_of_slices(case: Case, most: int) -> tuple[dict[str, Any], list[int]]
 
 
 def most_sums_held(case: Case) -> int:
-    """Returns how many sums of dk and dv a rank holds at once, at most, in a backward."""
-    make, held, most = chain._room, [0], [0]
+    """Returns the most sums of dk and dv that a rank holds at once in a backward."""
+    make, held, most = chained_backward._room, [0], [0]
 
     def freed() -> None:
         held[0] -= 1
@@ -81,14 +81,14 @@ def most_sums_held(case: Case) -> int:
         weakref.finalize(room.untyped_storage(), freed)
         return room, places
 
-    with _instead(chain, _room=counting):
+    with _instead(chained_backward, _room=counting):
         assert run.outcome_of(case, "cpu") == {}
     return most[0]
 
 
 @contextlib.contextmanager
 def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
-    """Puts other functions into a module for a while."""
+    """Replaces functions of a module for a while."""
     before = {name: getattr(module, name) for name in stand_ins}
     for name, stand_in in stand_ins.items():
         setattr(module, name, stand_in)
@@ -99,17 +99,17 @@ def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
             setattr(module, name, one)
 
 
-def _no_sums(arrived: torch.Tensor | None, *others: Any) -> slices.Sums:
+def _no_sums(arrived: torch.Tensor | None, *others: Any) -> op_calls.Sums:
     dk, dv = _SUMS(arrived, *others)
     return dk.zero_(), dv.zero_()
 
 
-def _rounded_sums(arrived: torch.Tensor | None, *others: Any) -> slices.Sums:
+def _rounded_sums(arrived: torch.Tensor | None, *others: Any) -> op_calls.Sums:
     dk, dv = (one.bfloat16().float() for one in _SUMS(arrived, *others))
     return dk, dv
 
 
-_SUMS = chain._sums
+_SUMS = chained_backward._sums
 
 
 def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -228,7 +228,7 @@ def on_a_mesh(sequence: int, heads: int) -> list[bool]:
 
 
 def twice_differentiated() -> str:
-    """Returns what a gradient of a gradient raises."""
+    """Returns what a double backward raises."""
     q = draw((1, 4, 2, 16), 1).requires_grad_()
     out = distributed.flash_attn_func(q, q, q)
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
@@ -263,7 +263,7 @@ def packed_in_one(number: int) -> list[bool]:
 
 
 def in_context_parallel(ranks: int) -> list[bool] | None:
-    """Compares what torch's context_parallel cuts, and our function attends, with one device."""
+    """Compares our function on tensors cut by torch's context_parallel with one device."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
@@ -283,7 +283,7 @@ def in_context_parallel(ranks: int) -> list[bool] | None:
 
 
 def as_llama3(ranks: int, causal: bool) -> list[bool] | None:
-    """Compares the call shapes of ring-flash-attn with one device."""
+    """Compares the functions of ring-flash-attn with one device."""
     group = group_of(ranks)
     if not group:
         return None
@@ -314,7 +314,7 @@ def as_llama3(ranks: int, causal: bool) -> list[bool] | None:
 
 
 def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) -> str | None:
-    """Returns what a call raises on each rank, where some ranks pass something else."""
+    """Returns what a call raises on each rank if some ranks pass different arguments."""
     group = group_of(ranks)
     if not group:
         return None
@@ -333,7 +333,7 @@ def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) ->
 
 
 def unshard_raised() -> str:
-    """Returns what `unshard` raises where each rank's part has another length."""
+    """Returns what `unshard` raises if each rank's part has a different length."""
     try:
         distributed.unshard(torch.zeros(3 + dist.get_rank()), 0)
     except package.FlashAttnError as error:
@@ -426,7 +426,7 @@ def last_rows_first(case: Case, block: int) -> dict[str, bool] | None:
     if not groups:
         return None
     mask = plan.Mask(-1, 0) if case.mask == "causal" else plan.Mask(20, 9)
-    scores = slices.Scores(0.25, mask, 0.0, 64, True, True)
+    scores = op_calls.Scores(0.25, mask, 0.0, 64, True, True)
     starts_q, starts_k = (
         (0, *itertools.accumulate(lengths)) for lengths in (case.lengths_q, case.lengths_k)
     )
@@ -434,19 +434,19 @@ def last_rows_first(case: Case, block: int) -> dict[str, bool] | None:
     q, dout = (draw((starts_q[-1], nheads, 8), number) for number in (1, 2))
     k, v = (draw((starts_k[-1], nheads_k, 8), number) for number in (3, 4))
     whole = plan.Call(slice(None), slice(None), starts_q, starts_k, mask)
-    out, softmax_lse = slices.forward_slice(q, k, v, whole, scores)
-    rows = slices.Rows(dout, q, out, softmax_lse)
+    out, softmax_lse = op_calls.forward_call(q, k, v, whole, scores)
+    rows = op_calls.Rows(dout, q, out, softmax_lse)
     sums = (torch.zeros(k.shape[0], nheads, 8), torch.zeros(k.shape[0], nheads, 8))
     dq = _blocks_last_first(rows, k, v, whole, scores, sums, block)
-    expected = [dq, *slices.finish(sums, k, scores)]
+    expected = [dq, *op_calls.finish(sums, k, scores)]
 
     def step(
-        rows: slices.Rows,
+        rows: op_calls.Rows,
         k: torch.Tensor,
         v: torch.Tensor,
         call: plan.Call,
-        scores: slices.Scores,
-        sums: slices.Sums,
+        scores: op_calls.Scores,
+        sums: op_calls.Sums,
     ) -> torch.Tensor:
         return _blocks_last_first(rows, k, v, call, scores, sums, block)
 
@@ -454,17 +454,17 @@ def last_rows_first(case: Case, block: int) -> dict[str, bool] | None:
     order = [case.order, "of a test"]
     tokens_q = layout.packed_tokens(starts_q, starts_q[-1] // case.ranks, case.ranks, *order)
     tokens_k = layout.packed_tokens(starts_k, starts_k[-1] // case.ranks, case.ranks, *order)
-    blocks = slices.RowOrder(True, block)
+    blocks = op_calls.RowOrder(True, block)
     cut = {**groups, "order": case.order}
 
     def shard(tensor: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
         cu_seqlens = torch.tensor(starts, dtype=torch.int32)
         return cast(torch.Tensor, distributed.shard(tensor, 0, cu_seqlens=cu_seqlens, **cut))
 
-    with _instead(chain, backward_step=step, row_order=lambda device: blocks):
-        found = chain.backward(
+    with _instead(chained_backward, backward_step=step, row_order=lambda device: blocks):
+        found = chained_backward.backward(
             ranks,
-            slices.Rows(*(shard(tensor, starts_q) for tensor in rows)),
+            op_calls.Rows(*(shard(tensor, starts_q) for tensor in rows)),
             shard(k, starts_k),
             shard(v, starts_k),
             tokens_q,
@@ -481,12 +481,12 @@ def last_rows_first(case: Case, block: int) -> dict[str, bool] | None:
 
 
 def _blocks_last_first(
-    rows: slices.Rows,
+    rows: op_calls.Rows,
     k: torch.Tensor,
     v: torch.Tensor,
     call: plan.Call,
-    scores: slices.Scores,
-    sums: slices.Sums,
+    scores: op_calls.Scores,
+    sums: op_calls.Sums,
     block: int,
 ) -> torch.Tensor:
     dq = torch.zeros_like(rows.q)
@@ -503,8 +503,8 @@ def _blocks_last_first(
                 moved = plan.Mask(-1 if moved.left < 0 else moved.left + moved.right, 0)
             one = plan.Call(slice(None), keys, (0, end - begin), (0, keys.stop - keys.start), moved)
             part = (sums[0][keys], sums[1][keys])
-            here = slices.Rows(*(tensor[begin:end] for tensor in rows))
-            dq[begin:end] = slices.backward_step(here, k[keys], v[keys], one, scores, part)
+            here = op_calls.Rows(*(tensor[begin:end] for tensor in rows))
+            dq[begin:end] = op_calls.backward_step(here, k[keys], v[keys], one, scores, part)
     return dq
 
 
@@ -528,7 +528,7 @@ def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
 
 
 def benchmarked(seqlen: int) -> dict[str, Any]:
-    """Returns what the benchmark finds of a small case."""
+    """Returns the benchmark's result of a small case."""
     from tests.benchmarks.ranks import Case as Timed
     from tests.benchmarks.ranks_model import Shape
 
@@ -536,10 +536,10 @@ def benchmarked(seqlen: int) -> dict[str, Any]:
 
 
 def verified(scale: Any, out: str, broken: bool) -> int:
-    """Runs the whole of `verify --ranks` with other cases; broken: sums are lost on the way."""
+    """Runs all of `verify --ranks` with other cases; broken: sums are lost between ranks."""
     sums = _no_sums if broken else _SUMS
     with (
         _instead(run, scale_of=lambda device, quick: scale),
-        _instead(chain, _sums=sums),
+        _instead(chained_backward, _sums=sums),
     ):
         return run.run("cpu", True, Path(out))

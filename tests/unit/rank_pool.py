@@ -1,4 +1,4 @@
-"""Ranks for tests: processes of this machine that stay, and run functions together over gloo."""
+"""Ranks for tests: processes on this machine that run functions together over gloo."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _serve(
         except Exception as error:
             result = False, (type(error).__name__, str(error), traceback.format_exc())
         pipe.send(result)
-    # Without taking leave of ranks that may be gone.
+    # Without the group's shutdown, which would wait for ranks that have ended.
     os._exit(0)
 
 
 class Pool:
-    """Ranks 0 to size - 1, each a process.
+    """Ranks 0 to size - 1, one process each.
 
     Args:
         size: how many.
@@ -85,7 +85,7 @@ class Pool:
             self.processes.append(process)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Starts a module's function on every rank; args are those of all."""
+        """Starts a module's function on every rank, with the same arguments."""
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, args))
 
@@ -129,7 +129,7 @@ def group_of(size: int) -> Any:
 
 @contextlib.contextmanager
 def pool_of(size: int, timeout: float = TIMEOUT) -> Iterator[Pool]:
-    """Gives a pool, and ends it."""
+    """Yields a pool, and stops it."""
     pool = Pool(size, timeout)
     try:
         yield pool

@@ -1,4 +1,4 @@
-"""Builds the wheel: compile, repair, check, describe. dist/ changes only when all went well."""
+"""Builds the wheel: compile, repair, check, describe. dist/ changes only if all of it succeeds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def build(request: Request) -> Path:
     # Beside its final place, so that the last step is a rename.
     with tempfile.TemporaryDirectory(dir=request.out_dir, prefix=".build-") as folder:
         environ = environment(cuda, job_count, request.build_dir, os.environ)
-        environ["TMPDIR"] = folder  # compilers that are stopped leave their files there
+        environ["TMPDIR"] = folder  # where compilers that are killed leave their files
         made = _compile(request, Path(folder, "made"), environ)
         epoch = int(environ["SOURCE_DATE_EPOCH"])
         parts = sbom.find_parts(cuda)
@@ -92,7 +92,7 @@ def build(request: Request) -> Path:
             "locked": request.locked,
             "jobs": job_count,
             "wall_seconds": round(time.time() - begin, 1),
-            # Fewer than all where the build folder held objects of an earlier run.
+            # Fewer than all if the build folder held objects of an earlier run.
             "compiled_in_this_run": sum(
                 (request.build_dir / unit["output"]).stat().st_mtime >= begin for unit in units
             ),
@@ -203,12 +203,12 @@ def run_group(
     tell: Callable[[], None] = lambda: None,
     interval: float = 30.0,
 ) -> int:
-    """Runs a command whose children end with it: ninja and compilers, when a build is stopped.
+    """Runs a command; if it is interrupted, ends its children too (ninja, compilers).
 
     Args:
         command: The command.
         environ: Its environment.
-        tell: Called again and again until the command ends.
+        tell: Called at intervals until the command ends.
         interval: Seconds between two of those calls.
 
     Returns:
@@ -263,7 +263,7 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
             parser.error(f"-D: expected NAME=VALUE, got {define!r}")
     if given.local and not (given.local.isascii() and given.local.isalnum()):
         parser.error(f"--local: expected letters and digits, got {given.local!r}")
-    # A small wheel must not take the place of the full one, whose name it shares.
+    # A small wheel has the name of the full one, and must not replace it.
     dist = root / "dist" if given.preset == "release" else root / "dist" / given.preset
     return Request(
         preset=given.preset,

@@ -14,7 +14,7 @@ from .. import files
 STAMP = "made_with.json"
 LOGS = "launcher"  # folder for the compiler launcher's records
 
-# Environment variables that have a say in what compilers make.
+# Environment variables that change what compilers make.
 _PREFIXES = ("CMAKE_", "NVCC_", "SKBUILD_", "ZIG_")
 _NAMES = frozenset(
     {
@@ -32,7 +32,7 @@ _NAMES = frozenset(
         "LIBRARY_PATH",
     }
 )
-# How fast and how loud a build is.
+# These change only how fast a build is and what it prints.
 _HARMLESS = frozenset(
     {
         "CMAKE_BUILD_PARALLEL_LEVEL",
@@ -43,7 +43,7 @@ _HARMLESS = frozenset(
 
 
 def influences(environ: Mapping[str, str]) -> dict[str, str]:
-    """Picks the variables that can change a wheel and that neither sources nor options tell of.
+    """Picks the variables that can change a wheel, and that sources and options do not show.
 
     CUDACXX, CXX and the like are not among them: the manifest has the compilers' versions.
 
@@ -63,12 +63,12 @@ def influences(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def renew(build_dir: Path, made_with: Mapping[str, Any]) -> None:
-    """Forgets what CMake remembers of earlier builds; keeps objects that are still good.
+    """Removes what CMake stored in earlier builds; keeps objects that are still valid.
 
-    CMake keeps an option until another value is given, so a build without options would go on with
-    those of the last one. `cmake --fresh` is no way out: it takes the objects as well. Ninja sees
-    when a command or a file has changed, but neither a compiler that was replaced in its place nor
-    an environment variable: where those differ, objects go too.
+    CMake keeps an option until another value is given, so a build without options would use those
+    of the last one. `cmake --fresh` would remove the objects as well. Ninja notices a changed
+    command or file, but not a compiler that was replaced under the same path, nor an environment
+    variable: where those differ, objects are removed too.
 
     Args:
         build_dir: The build folder; it need not exist.
@@ -78,7 +78,7 @@ def renew(build_dir: Path, made_with: Mapping[str, Any]) -> None:
     wanted = json.dumps(made_with, indent=2, sort_keys=True) + "\n"
     (build_dir / "CMakeCache.txt").unlink(missing_ok=True)
     same = stamp.exists() and stamp.read_text(encoding="utf-8") == wanted
-    # Named by CMake's version: what it found out about compilers.
+    # Folders named by CMake's version hold what it detected of the compilers.
     for folder in state.glob("[0-9]*") if same else [state]:
         if folder.exists():
             shutil.rmtree(folder)
@@ -104,10 +104,10 @@ def read_units(build_dir: Path) -> dict[str, dict[str, Any] | None]:
 
 
 def progress(build_dir: Path, job_count: int, begin: float, root: Path = files.ROOT) -> str:
-    """Says how far a build is, from what its units cost when they were last measured.
+    """Estimates how much of a build is left, from the last measured cost of each unit.
 
-    Ninja estimates from the units that it has finished. Ours differ a hundredfold, and the small
-    ones come first.
+    Ninja estimates from the units that it has finished. Their costs differ a hundredfold here, and
+    the small ones come first.
 
     Args:
         build_dir: The build folder. What an earlier build compiled there counts as done.
@@ -129,7 +129,7 @@ def progress(build_dir: Path, job_count: int, begin: float, root: Path = files.R
     expected = {output: measured.get(output, mean) for output in units}
     done = {output: unit["cpu_seconds"] for output, unit in units.items() if unit}
     spent, as_measured = sum(done.values()), sum(expected[output] for output in done)
-    # At the speed of what is done: this machine is not that of the measurement.
+    # Scaled by the speed so far: the costs were measured on another machine.
     left = (sum(expected.values()) - as_measured) * (spent / as_measured if as_measured else 1.0)
     return (
         f"{len(done)} of {len(units)} translation units, {spent / 60:.1f} CPU-minutes; about "

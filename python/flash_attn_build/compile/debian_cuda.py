@@ -56,8 +56,8 @@ def assemble(dest: Path, packages: Path, package: Path | None = None) -> Path:
         Path of nvcc.
 
     Raises:
-        ToolchainError: A part is missing, or apt does not bring it.
-        HashMismatchError: Debian's package is another than the pinned one.
+        ToolchainError: A part is missing, or apt cannot fetch it.
+        HashMismatchError: Debian's package is not the pinned one.
     """
     nvcc = dest / "bin" / "nvcc"
     if nvcc.exists():
@@ -87,7 +87,7 @@ def assemble(dest: Path, packages: Path, package: Path | None = None) -> Path:
         for library in ("libcudart_static.a", "libcudart.so.12"):
             shutil.copy(packages / "nvidia/cuda_runtime/lib" / library, root / "lib64")
         (root / "lib64" / "libcudart.so").symlink_to("libcudart.so.12")
-        # nvcc names it at every link; no kernel here launches kernels, which is all it is for.
+        # nvcc names it at every link. It serves kernels that launch kernels; there are none here.
         (root / "lib64" / "libcudadevrt.a").write_bytes(b"!<arch>\n")
         root.rename(dest)
     return nvcc

@@ -1,4 +1,4 @@
-"""How many CUDA compilations may run at once: `python -m flash_attn_build.compile.jobs` says it."""
+"""How many CUDA compilations run at once: `python -m flash_attn_build.compile.jobs` prints it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOM = 1.1
 
 
 def peak_bytes(root: Path = ROOT) -> int:
-    """Memory to reckon with for one CUDA compilation.
+    """Memory that one CUDA compilation may need.
 
     Args:
         root: The source tree, whose docs/results holds the manifests of measured builds.
@@ -44,7 +44,7 @@ def count(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> in
     """Number of CUDA compilations that may run at once.
 
     Args:
-        environ: Environment; MAX_JOBS in it, a whole number >= 1, decides alone.
+        environ: Environment; MAX_JOBS in it, a whole number >= 1, is taken as it is.
         root: Root of the file system whose /proc and /sys are read.
 
     Returns:
@@ -94,8 +94,8 @@ def available_memory(root: Path = Path("/")) -> int | None:
         root: Root of the file system whose /proc and /sys are read.
 
     Returns:
-        The system's MemAvailable, cut to what each enclosing control group leaves; None where
-        the system does not tell.
+        The system's MemAvailable, cut to what each enclosing control group leaves; None if
+        the system does not report it.
     """
     left = []
     meminfo = _table(root / "proc/meminfo")
@@ -108,7 +108,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
         ):
             limit, usage = _words(group / limit_name), _words(group / usage_name)
             if limit and usage and limit[0].isdigit():
-                # Cached file pages count as used, but are given up when memory is wanted.
+                # Cached file pages count as used, but the kernel frees them when memory is needed.
                 stat = _table(group / "memory.stat")
                 cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
                 left.append(max(0, int(limit[0]) - int(usage[0]) + cached))

@@ -1,4 +1,4 @@
-"""Compiler launcher: runs one compilation and notes what it cost.
+"""Compiler launcher: runs one compilation and records what it cost.
 
 `launcher.py --log-dir DIR -- COMMAND...` behaves as COMMAND does (output, exit status, death by a
 signal) and leaves DIR/<output name>.json. It runs once per translation unit, so it imports
@@ -12,9 +12,8 @@ import os
 import signal
 import sys
 import time
-from types import FrameType
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WAITED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # all but the first go on
 
 
 def main(arguments: list[str]) -> int:
@@ -24,34 +23,35 @@ def main(arguments: list[str]) -> int:
         arguments: `--log-dir DIR -- COMMAND...`.
 
     Returns:
-        The command's exit status; 127 or 126, as a shell says it, where it cannot be run.
+        The command's exit status; 127 or 126, as in a shell, if it cannot be run.
     """
     if len(arguments) < 4 or arguments[0] != "--log-dir" or arguments[2] != "--":
         print("usage: launcher.py --log-dir DIR -- COMMAND...", file=sys.stderr)
         return 2
     log_dir, command = arguments[1], arguments[3:]
     begin = time.monotonic()
-    # A signal that comes before it can be passed on waits: it must not leave the command behind.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    # Blocked signals stay pending until sigwait takes them. With handlers, one that arrives just
+    # before a blocking wait would not end that wait, and so would not reach the command.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
     try:
         child = os.posix_spawnp(command[0], command, os.environ, setsigmask=mask)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        os.kill(child, number)
-
-    for forwarded in _FORWARDED:
-        signal.signal(forwarded, forward)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    # Counts every descendant that its parent waited for: all stages of nvcc.
-    _, status, usage = os.wait4(child, 0)
+    ended = 0
+    while not ended:
+        number = signal.sigwait(_WAITED)
+        if number == signal.SIGCHLD:
+            # Counts every descendant that its parent waited for: all stages of nvcc.
+            ended, status, usage = os.wait4(child, os.WNOHANG)
+        else:
+            os.kill(child, number)
     wall = time.monotonic() - begin
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:  # whose action cannot be set
+        if number != signal.SIGKILL:  # its action cannot be set
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         os.kill(os.getpid(), number)
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
@@ -75,7 +75,7 @@ def _note(log_dir: str, command: list[str], cpu: float, wall: float, peak: int) 
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(record, file)
         os.replace(temporary, path)
-    except OSError as error:  # a compilation that worked stays one that worked
+    except OSError as error:  # the compilation has succeeded all the same
         print(f"launcher.py: no record of {output}: {error}", file=sys.stderr)
 
 

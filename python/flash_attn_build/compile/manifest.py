@@ -1,4 +1,4 @@
-"""The build manifest: what a wheel was made of, with what, and what that cost."""
+"""The build manifest: sources, tools and options of a wheel, and what compiling it cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..files import ROOT, sha256_of
 from .toolchain import compiler_name
 
 SCHEMA = 3
-# What the wheel says of itself (_build_info.json), and the manifest repeats.
+# Fields of the wheel's _build_info.json that the manifest repeats.
 FROM_WHEEL = ("upstream", "cuda_toolkit", "architectures", "deterministic", "torch_target",
               "instances", "sources", "bits_version")  # fmt: skip
 
@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
         path: The file, beside a wheel: see `path_of`.
 
     Returns:
-        The manifest; of which wheel it is, is not checked.
+        The manifest. It is not checked which wheel it is of.
 
     Raises:
         WheelError: It is missing, or no manifest of this form.
@@ -65,10 +65,10 @@ def describe(
     Args:
         wheel: The wheel.
         info: The build information it carries.
-        units: What the compiler launcher noted of each translation unit.
+        units: The compiler launcher's record of each translation unit.
         settings: How the build was asked for and run.
         tools: Name and version of each tool.
-        places: Folders of this machine, and what to write in their stead.
+        places: Folders of this machine, and what to write instead of each.
 
     Returns:
         The manifest.
@@ -101,8 +101,8 @@ def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict
     """Picks the compiler flags of each of CMake's targets.
 
     Args:
-        units: What the compiler launcher noted of each translation unit.
-        places: Folders of this machine, and what to write in their stead.
+        units: The compiler launcher's record of each translation unit.
+        places: Folders of this machine, and what to write instead of each.
 
     Returns:
         Target and language, such as "fad_kernels cuda", to the flags its translation units share,
@@ -114,7 +114,7 @@ def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict
         language = "cuda" if unit["output"].endswith(".cu.o") else "cxx"
         name = f"{found[1]} {language}" if found else language
         words = zip(unit["command"][1:], unit["command"], strict=False)
-        # With what follows each, an input or an output.
+        # Each of these options is followed by an input or an output.
         kept = [word for word, before in words if not {word, before} & {"-o", "-MF", "-MT", "-c"}]
         named[name] = [flag for flag in named.get(name, kept) if flag in kept]
     for place, name in sorted(places.items(), key=lambda item: -len(item[0])):  # longest first
@@ -155,7 +155,7 @@ def tool_versions(cuda: str, host_compiler: tuple[str, ...]) -> dict[str, str]:
 
     Returns:
         Name to version: the compilers, and every installed package that locks/ names. That of the
-        host compiler is in its own words, which tell a distribution's build from another's.
+        host compiler is the line it prints, which names the distribution that built it.
     """
     said = subprocess.run(
         [*host_compiler, "--version"], capture_output=True, text=True, check=False
@@ -176,7 +176,7 @@ def machine(environ: Mapping[str, str]) -> dict[str, str]:
     """Names the system that a build runs on.
 
     Args:
-        environ: Environment: GitHub's runners say there which image they were started from.
+        environ: Environment: on GitHub's runners it names the image.
 
     Returns:
         `system`, such as "Debian GNU/Linux 12 (bookworm)", and `image`, or "".

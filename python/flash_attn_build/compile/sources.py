@@ -1,7 +1,7 @@
 """What the machine code of a wheel is compiled from, as hashes of the source tree's files.
 
-The build puts them into the wheel (cmake/BuildInfo.cmake), and the gate holds them to the tree
-that is released: a commit and a clean tree say nothing of what lay there when the wheel was built.
+The build puts them into the wheel (cmake/BuildInfo.cmake), and the gate compares them with
+the tree that is released: a clean tree today does not show what was there when the wheel was built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARTS = (*NATIVE, "pyproject.toml")
 
 
 def digests(root: Path = ROOT) -> dict[str, str]:
-    """Hashes each part of a source tree that decides on machine code.
+    """Hashes each part of a source tree that the machine code is made from.
 
     Args:
         root: The source tree.

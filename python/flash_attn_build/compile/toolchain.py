@@ -155,7 +155,7 @@ def _run(nvcc: Path, *arguments: str) -> str:
 def main() -> int:
     """Prints the path of nvcc, or an empty line where a CUDA compiler is still to be installed.
 
-    With `--packages`: of this Python's packages, whatever the machine has.
+    With `--packages`: only that of this Python's packages.
 
     Returns:
         Exit status.

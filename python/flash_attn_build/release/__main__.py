@@ -1,4 +1,4 @@
-"""Asks the gate about the wheels in dist/, and writes what is published into build/release."""
+"""Passes the wheels in dist/ through the gate, and writes what is published into build/release."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from .report import at
 def release(
     dist: Path, reports: Path, out: Path, attested: tuple[str, str] | None, root: Path = ROOT
 ) -> None:
-    """Asks the gate, and writes what is published if it is open.
+    """Passes wheels through the gate, and writes what is published.
 
     Args:
         dist: Folder for wheels.
         reports: Folder that holds the verification reports.
         out: Folder for what is published: `assets/` for the release page, `package-index/` for the
             wheel that has no local version, `kernels-hub/` for a repository of the kernel hub,
-            notes.md and SHA256SUMS; replaced as a whole, removed if the gate is shut.
+            notes.md and SHA256SUMS; replaced as a whole, removed if the gate refuses.
         attested: Repository and commit whose attestations wheels and manifests must have; there
             may be no reports of other wheels then.
         root: The source tree.
 
     Raises:
-        RefusedError: The gate does not let a wheel through; the message has every reason.
+        RefusedError: The gate refuses a wheel; the message has every reason.
     """
     if attested:
         check_attestations(dist, *attested, root)
@@ -106,7 +106,7 @@ def gh(root: Path, *words: str) -> str:
     """Runs GitHub's command line tool.
 
     Args:
-        root: The source tree, which tells it of which project.
+        root: The source tree, from which it knows the project.
         words: Its arguments.
 
     Returns:
@@ -124,7 +124,7 @@ def gh(root: Path, *words: str) -> str:
 
 
 def check_attestations(folder: Path, repository: str, commit: str, root: Path = ROOT) -> None:
-    """Asks GitHub whether wheels and manifests were made by this project's build workflow.
+    """Checks with GitHub that this project's build workflow made the wheels and manifests.
 
     Args:
         folder: Folder with wheels and their manifests.
@@ -133,7 +133,7 @@ def check_attestations(folder: Path, repository: str, commit: str, root: Path = 
         root: The source tree.
 
     Raises:
-        RefusedError: One was not, GitHub does not tell, or there is nothing to ask about.
+        RefusedError: It did not make one of them, GitHub cannot be asked, or there is no wheel.
     """
     workflow = f"{repository}/.github/workflows/release.yml"
     options = ["--repo", repository, "--signer-workflow", workflow, "--deny-self-hosted-runners"]

@@ -23,7 +23,7 @@ _INSTANCES = "cpp/instances.json"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A wheel and what is known of it.
+    """A wheel, its manifest and its faults.
 
     Attributes:
         path: The wheel.
@@ -52,11 +52,11 @@ class Candidate:
 
 
 def read_candidate(wheel: Path, root: Path | None = None) -> Candidate:
-    """Reads a wheel and its manifest, and holds one to the other, and both to the source tree.
+    """Reads a wheel and its manifest, and compares them with each other and with the source tree.
 
     Args:
         wheel: The wheel.
-        root: The source tree that it must be built from; None: that is not asked.
+        root: The source tree that it must be built from; None: that is not checked.
 
     Returns:
         The wheel with its faults.
@@ -85,7 +85,7 @@ def read_candidate(wheel: Path, root: Path | None = None) -> Candidate:
                     faults.append(f"manifest: {name} is not what the wheel says of itself")
     except WheelError as error:
         faults.append(f"wheel: {error}")
-    # Whatever readers of zip and JSON throw at a damaged file: it is no reason to let it out.
+    # Readers of zip and JSON raise many kinds of errors for a damaged file; each is a fault.
     except Exception as error:
         faults.append(f"wheel: cannot be read ({error!r})")
     if root:
@@ -99,7 +99,7 @@ def read_candidate(wheel: Path, root: Path | None = None) -> Candidate:
                 faults += _source_faults(archive, info, root)
             faults += instance_faults(info, root)
         except Exception as error:  # as above
-            faults.append(f"wheel: cannot be read and held to the tree ({error!r})")
+            faults.append(f"wheel: cannot be compared with the tree ({error!r})")
     return Candidate(wheel, version, local, digest, text, tuple(faults))
 
 
@@ -120,10 +120,10 @@ def _source_faults(archive: zipfile.ZipFile, info: Mapping[str, Any], root: Path
 
 
 def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
-    """Says where a wheel lacks kernels that a tree has tiles for, or has others.
+    """Compares the kernels of a wheel with those that a tree has tiles for.
 
     Args:
-        info: What the wheel says of itself.
+        info: The wheel's build information.
         root: The source tree.
 
     Yields:
@@ -137,16 +137,16 @@ def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
         for dtype in table["dtypes"]
         for head_dim in head_dims
     }
-    # A kernel may be there in several families; the same one twice may not.
+    # A kernel may exist in several families, but in each only once.
     held = {(each["direction"], each["dtype"], each["head_dim"]) for each in info["instances"]}
-    twice = len({json.dumps(each, sort_keys=True) for each in info["instances"]})
-    if held != wanted or twice != len(info["instances"]):
+    distinct = len({json.dumps(each, sort_keys=True) for each in info["instances"]})
+    if held != wanted or distinct != len(info["instances"]):
         missing = [" ".join(map(str, each)) for each in wanted.difference(held)] or ["none"]
         yield f"wheel: its kernels are not those of {_INSTANCES}: missing are {first_of(missing)}"
 
 
 def _manifest_faults(text: Mapping[str, Any], root: Path) -> Iterator[str]:
-    """What the build says of itself, field by field."""
+    """Compares what the manifest states of the build with what a release demands."""
     if text["deterministic"] is not True:
         yield "manifest: built with FLASH_ATTENTION_DETERMINISTIC=OFF"
     build, tools = text["build"], text["tools"]

@@ -1,4 +1,4 @@
-"""Puts wheel, reports, policy and tree together: may this wheel be published?"""
+"""Decides from wheel, reports, policy and tree whether a wheel may be published."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate says of a wheel.
+    """The gate's decision on a wheel.
 
     Attributes:
         wheel: The wheel.
@@ -46,8 +46,8 @@ def find_runs(folder: Path) -> list[Path]:
         folder: The folder.
 
     Returns:
-        Every `verification.json`, there or not: a folder that has a number for its name is that of
-        a run, and one that left no report is a reason against publishing.
+        Every `verification.json`, and for each run without one the path where it is missing: a
+        folder named by a number is that of a run, and a run without a report blocks the release.
     """
     found = set(folder.rglob("verification.json"))
     for run in folder.rglob("*"):
@@ -59,7 +59,7 @@ def find_runs(folder: Path) -> list[Path]:
 def judge(
     wheels: Sequence[Path], runs: Sequence[Path], policy: Policy, root: Path, *, strays: bool = True
 ) -> dict[str, Verdict]:
-    """Asks the gate about every wheel of a release.
+    """Decides on every wheel of a release.
 
     Args:
         wheels: The wheels; their manifests lie beside them.
@@ -73,8 +73,8 @@ def judge(
         Verdict by local version.
 
     Raises:
-        RefusedError: The gate does not let one through, or the wheels are not those of the
-            policy; the message has every reason.
+        RefusedError: One of them may not be published, or they are not those of the policy; the
+            message has every reason.
     """
     verdicts = [decide(wheel, runs, policy, root) for wheel in wheels]
     lines = []
@@ -85,7 +85,7 @@ def judge(
     found = sorted(verdict.wheel.local for verdict in verdicts)
     if found != sorted(policy.wheels):
         there = ", ".join(wheel.name for wheel in wheels) or "no wheel"
-        wanted = ", ".join(f"{label or 'none'}" for label in policy.wheels)
+        wanted = ", ".join(label or "none" for label in policy.wheels)
         lines.append(f"expected one wheel of each local version ({wanted}), found {there}")
     if not strays:
         known = {verdict.wheel.sha256 for verdict in verdicts}
@@ -142,7 +142,7 @@ def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path) -> Ver
 def proofs(
     wheel: Candidate, reports: Sequence[Report], policy: Policy
 ) -> tuple[dict[str, Report], list[str]]:
-    """Picks the reports that prove a wheel, and those that stand against it.
+    """Picks the reports that prove a wheel, and those that forbid its release.
 
     Args:
         wheel: The wheel.
@@ -169,8 +169,8 @@ def proofs(
         reasons.append(f"{name}: no complete, passing report for sha256 {wheel.sha256}")
     for report in reports:
         found: Iterable[str] = ()
-        # One that was changed, or cannot be read, may have been of these bytes; and whatever failed
-        # stands, whatever others say. A quick run that passed is no proof, but blocks nothing.
+        # A report that was changed or cannot be read may have been of these bytes. A failure counts
+        # even if another report passed. A quick run that passed is no proof, but does not block.
         if report.sha256 == wheel.sha256 or report.faults:
             found = (*reports_of.run_faults(report), *reports_of.state_faults(report.content))
         if missing and report in (of_these_bytes or reports):
@@ -182,11 +182,11 @@ def proofs(
 def _named(
     unverified: Mapping[str, str], policy: Policy, reports: Iterable[Report], root: Path
 ) -> Iterator[str]:
-    """What was not verified must be allowed to be so, and be said wherever someone reads of it."""
+    """What was not verified must be allowed by the policy, and named in README and reports."""
     readme = (root / README).read_text(encoding="utf-8")
     for name, reason in unverified.items():
         if name in policy.required_architectures:
-            continue  # told already
+            continue  # `proofs` has named it
         if not reason:
             yield f"{name}: unverified, and the release policy does not allow for that"
             continue

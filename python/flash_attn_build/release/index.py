@@ -1,8 +1,8 @@
 """Writes a static package index (PEP 503) of all releases: `nox -s index`.
 
-It takes wheels, manifests and reports from the release pages, but believes none of them: each wheel
-must have the attestation of this project's build, pass the checks of wheels, and be proven by its
-reports; the newest by all that the policy demands, earlier ones by what they were asked then.
+Wheels, manifests and reports come from the release pages and are all checked again. Each wheel must
+have the attestation of this project's build, pass the checks of wheels, and have reports that prove
+it. The newest is judged by the whole policy, earlier ones without demands that were added later.
 dumb-pypi writes the pages.
 """
 
@@ -39,10 +39,10 @@ def write_index(pages: Sequence[Path], out: Path, repository: str | None) -> Non
     Args:
         pages: A folder per release page, with its files.
         out: Folder for the index; it is replaced as a whole.
-        repository: Whose attestations the wheels must have; None: none are asked for.
+        repository: Whose attestations the wheels must have; None: they are not checked.
 
     Raises:
-        RefusedError: A wheel is not one of ours, or lacks its proof.
+        RefusedError: A wheel is not this project's, or no report proves it.
         StepError: The pages could not be written.
     """
     schema = read_schema(ROOT)
@@ -72,14 +72,14 @@ def write_index(pages: Sequence[Path], out: Path, repository: str | None) -> Non
 
 
 def _earlier(policy: Policy, wheel: Candidate) -> Policy:
-    """What an earlier release is held to: not what has been demanded only since."""
+    """The policy for an earlier release, without demands that were added later."""
     known = policy.required_architectures.items()
     held = {name: gpus for name, gpus in known if name in wheel.architectures}
     return replace(policy, required_architectures=held, required_sections=(), required_checks=())
 
 
 def _judge(wheel: Candidate, policy: Policy, schema: Mapping[str, Any]) -> None:
-    """Holds a wheel to its manifest and its reports."""
+    """Refuses a wheel with a fault, or without a report that proves it."""
     places = sorted(wheel.path.parent.glob(f"{wheel.path.name}.verification-*.json"))
     verified, against = proofs(wheel, [read_report(path, schema) for path in places], policy)
     reasons = [*wheel.faults, *against]
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> None:
         with tempfile.TemporaryDirectory(prefix="pages-") as folder:
             pages = sorted(given.pages.iterdir()) if given.pages else download_pages(Path(folder))
-            # None with --unattested alone: an empty name asks, and is refused.
+            # None with --unattested alone: an empty name is checked like any other, and refused.
             write_index(pages, given.out.resolve(), given.repository)
         print(f"index: {given.out}")
 

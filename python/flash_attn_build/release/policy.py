@@ -11,7 +11,7 @@ class Unverified:
     """An architecture whose machine code no GPU at hand could run.
 
     Attributes:
-        reason: Why; it stands in the release notes.
+        reason: Why; the release notes repeat it.
         ptx: The PTX that was run instead, of a wheel that holds nothing else, such as
             "compute_80"; "" if the policy does not ask for that.
         ptx_report: The report of that run, relative to the source tree.

@@ -1,4 +1,4 @@
-"""The run of PTX that stands in for machine code which no GPU at hand can run."""
+"""The run of PTX that a release accepts where no GPU at hand can run the machine code."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .candidate import Candidate
 from .policy import Policy, Unverified
 from .report import Report, build_faults, read_report, run_faults, state_faults
 
-# Not those that take times: how fast PTX is does not matter here.
+# Without those that take times: the speed of PTX does not matter here.
 SECTIONS = ("contract", "accuracy")
 
 
 def faults(
     root: Path, schema: Mapping[str, Any], wheel: Candidate, allowed: Unverified, policy: Policy
 ) -> Iterator[str]:
-    """Says why no run of PTX stands in for an architecture's machine code.
+    """Says why a run of PTX cannot be taken for one of an architecture's machine code.
 
-    The wheel that ran is another than the one to be published: PTX runs by itself only in a wheel
-    that holds no machine code for the GPU. Its report and manifest lie in the tree. But for the
-    architecture, it must have been built as the wheel to be published was.
+    The wheel that ran is not the one to be published: the driver compiles PTX only if the wheel
+    holds no machine code for the GPU. Its report and manifest are in the tree. It must have been
+    built as the wheel to be published, except for the architecture.
 
     Args:
         root: The source tree.
@@ -63,7 +63,7 @@ def faults(
 def manifest_faults(
     text: Mapping[str, Any], report: Report, wheel: Candidate, ptx: str
 ) -> Iterator[str]:
-    """Says where the wheel that ran was built otherwise than the one that is to be published.
+    """Says where the build of the wheel that ran differs from that of the wheel to be published.
 
     Args:
         text: The manifest of the wheel that ran.
@@ -100,7 +100,7 @@ def manifest_faults(
 
 
 def _family(instance: Mapping[str, Any]) -> int:
-    """The architecture that a kernel's family is for: 90 of "sm90"; 0 where it tells of none."""
+    """The architecture that a kernel's family is for: 90 for "sm90"; 0 if it names none."""
     found = re.fullmatch(r"sm_?(\d+)[a-z]?", str(instance.get("family", "")))
     return int(found[1]) if found else 0
 

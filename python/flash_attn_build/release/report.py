@@ -29,7 +29,7 @@ class Report:
     Attributes:
         path: The file.
         content: The JSON object; empty if it could not be read.
-        faults: Why the file itself is not to be believed.
+        faults: What is wrong with the file itself.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Report:
         return str(at(self.content, "wheel", "sha256") or "")
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names the architectures that it says something of.
+        """Names the architectures of one kind in it.
 
         Args:
             kind: "ran": machine code, such as "sm_90"; "ran_as_ptx": PTX that the driver compiled,
@@ -55,8 +55,8 @@ class Report:
 def digest(content: Mapping[str, Any]) -> str:
     """Computes the digest that a report carries.
 
-    It tells of slips and casual edits. Whoever edits on purpose can compute it anew: against that
-    stands the provenance of the build, which binds the wheel's sha256 to the workflow that ran.
+    It shows accidental changes. A deliberate edit can include a new digest; the attestation of the
+    build, which binds the wheel's sha256 to the workflow that ran, protects against that.
 
     Args:
         content: The report; its own "digest" is left out.
@@ -85,7 +85,7 @@ def read_schema(root: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RefusedError(
-            f"schema: {SCHEMA} is unreadable, so no report can be held to it ({error})"
+            f"schema: {SCHEMA} is unreadable, so no report can be checked ({error})"
         ) from error
     return found
 
@@ -98,8 +98,8 @@ def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
         schema: JSON Schema of reports.
 
     Returns:
-        The report, with what is wrong with the file, whatever wheel it is of. It has no content if
-        that is not laid out as this project's reports are.
+        The report, with what is wrong with the file. Its content is empty if it is not laid out as
+        a report of this project.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -146,7 +146,7 @@ def faults(report: Report, wheel: Candidate, policy: Policy) -> Iterator[str]:
 
 
 def run_faults(report: Report) -> Iterator[str]:
-    """Says why a report is not that of a complete run of an installed wheel on a GPU, that passed.
+    """Says why a report is not one of a complete, passing run of an installed wheel on a GPU.
 
     Args:
         report: The report.
@@ -195,7 +195,7 @@ def runs_on(architecture: str, capability: str) -> bool:
 
 
 def build_faults(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Says where what a report says of the build is not what a manifest says.
+    """Compares what a report states of the build with a manifest.
 
     Args:
         report: The report.
@@ -258,7 +258,7 @@ def _states(rows: list[dict[str, Any]]) -> dict[str, str]:
     states: dict[str, str] = {}
     for row in rows:
         name, state = str(row.get("id")), str(row.get("status"))
-        # A section that is there twice passed only if both did.
+        # A section that occurs twice has passed only if both have.
         states[name] = state if states.get(name, "passed") == "passed" else states[name]
     return states
 

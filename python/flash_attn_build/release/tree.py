@@ -13,13 +13,13 @@ from ..errors import first_of
 
 
 def reasons(root: Path, version: str) -> Iterator[str]:
-    """Holds a source tree to its commit, file by file, and to the version that is to be released.
+    """Compares a source tree with its commit, file by file, and its tag with the version.
 
-    `git status` believes its index, which can be told to pass over changes (assume-unchanged,
-    skip-worktree, a file system monitor), to ignore new files (.git/info/exclude, or a .gitignore
-    that ignores itself) and to look into another folder (core.worktree). So the bytes of every file
-    are hashed here, and compared with the commit's blobs; new files are those that the .gitignore
-    at the commit's root does not name.
+    `git status` can be configured to skip changes (assume-unchanged, skip-worktree, a file system
+    monitor), to ignore new files (.git/info/exclude, or a .gitignore that ignores itself) and to
+    look into another folder (core.worktree). So the bytes of every file are hashed here and
+    compared with the commit's blobs. New files are those that the .gitignore at the commit's root
+    does not name.
 
     Args:
         root: The tree's folder.

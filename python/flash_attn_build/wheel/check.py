@@ -1,4 +1,4 @@
-"""Opens a finished wheel and holds it to what this project promises of its wheels."""
+"""Checks a finished wheel: name, contents, licences, stable ABI, GPU code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGE = "flash_attn_deterministic"
 TAG = "py3-none-manylinux_2_28_x86_64"
 LIBRARY = f"{PACKAGE}/_C.so"
 BUILD_INFO = f"{PACKAGE}/_build_info.json"
-# What the contract's golden results are held to.
+# The contract's golden results are compared with it.
 GOLDEN = f"{PACKAGE}/verify/contract/golden/golden.json"
 LICENSES = (
     f"{PACKAGE}/licenses/FlashAttention-LICENSE",
@@ -38,7 +38,7 @@ LICENCE_TEXTS = (
     "torch-headers-of-the-stable-ABI-LICENSE.txt",
 )
 
-# These come with torch, which is loaded first.
+# These come with torch, which Python loads first.
 TORCH = frozenset({"libtorch_cpu.so", "libtorch_cuda.so"})
 _SYSTEM = frozenset(
     {
@@ -181,7 +181,7 @@ def unbound(library: ELFFile) -> set[str]:
 
 
 def _folders(data: bytes) -> Iterator[str]:
-    # What __FILE__ says in a header; another machine's build would differ.
+    # __FILE__ in a header leaves such a path; the build of another machine would differ.
     found = {path.decode() for path in re.findall(rb"[\w./+-]*/site-packages/[\w./+-]+", data)}
     if found:
         yield (

@@ -1,4 +1,4 @@
-"""Makes the wheel that compiling left fit for others: platform tag, licences, bill of materials."""
+"""Completes the compiled wheel: platform tag, licences, bill of materials."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def repair(
     for name in sorted(TORCH):
         command += ["--exclude", name]
     destination.mkdir(parents=True, exist_ok=True)
-    # A wheel that auditwheel refuses half-way is left where it writes.
+    # auditwheel may leave an unfinished wheel in the folder it writes to.
     with tempfile.TemporaryDirectory(dir=destination, prefix=".repair-") as folder:
         plain = _complete(wheel, Path(folder, "plain"), parts, epoch, local)
         command += ["--wheel-dir", folder, str(plain)]

@@ -67,7 +67,7 @@ class Part:
 
 
 def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
-    """Looks at what the linker and the compiler of this machine put into the library.
+    """Finds what the linker and the compiler of this machine put into the library.
 
     Args:
         cuda: The CUDA toolkit.
@@ -196,7 +196,7 @@ def describe(
 
 
 def problems(data: bytes, info: Mapping[str, Any], library: bytes) -> Iterator[str]:
-    """Holds a wheel's bill of materials to the wheel.
+    """Compares a wheel's bill of materials with the wheel.
 
     Args:
         data: The bill of materials.

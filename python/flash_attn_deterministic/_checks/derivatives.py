@@ -1,4 +1,4 @@
-"""Refuses derivatives that there is no formula for, where torch would give zero or a riddle."""
+"""Refuses derivatives without a formula, for which torch would return zero or raise obscurely."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..errors import UnsupportedError
 
 
 def check_no_tangent(values: Iterable[Any]) -> None:
-    """Refuses forward-mode automatic differentiation, which torch would give a zero for.
+    """Refuses forward-mode automatic differentiation, for which torch would return zero.
 
     Args:
-        values: arguments of an op; what is no tensor is passed over.
+        values: arguments of an op; only tensors are checked.
 
     Raises:
         UnsupportedError: one of them carries a tangent, of torch.func.jvp for instance, or
-            torch.compile traces this where tangents may exist.
+            torch.compile traces this inside a forward-mode level.
     """
-    # A private name; but asking each tensor instead takes microseconds of every call.
+    # Private, but unpacking each tensor instead costs microseconds in every call.
     if getattr(forward_ad, "_current_level", 0) < 0:
         return
     if torch.compiler.is_dynamo_compiling():
-        # What torch.compile traces shows no tangents. If it can go on without a graph of this, it
-        # runs this again as it stands.
+        # Tangents are invisible in tracing. Without fullgraph, torch.compile then runs this again
+        # untraced.
         raise _no_forward_mode("the call is compiled where they are computed")
     for value in values:
         if not isinstance(value, torch.Tensor):
@@ -37,20 +37,20 @@ def check_no_tangent(values: Iterable[Any]) -> None:
 
 
 def check_no_function_transform(values: Iterable[Any]) -> None:
-    """Refuses torch.func.grad and its kin, which need another form of the backward.
+    """Refuses torch.func.grad and similar transforms, which need another form of the backward.
 
     Args:
-        values: arguments of an op at the level of its autograd; see `check_no_tangent`.
+        values: arguments of an op's autograd kernel; only tensors are checked.
 
     Raises:
-        UnsupportedError: a gradient of one of them is wanted by a transform of torch.func.
+        UnsupportedError: a transform of torch.func computes the gradient of one of them.
     """
     if not torch.is_grad_enabled():
         return
     for value in values:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             continue
-        # A transform puts a tensor of its own around each that it follows.
+        # A transform wraps each tensor that it differentiates.
         if torch.func.debug_unwrap(value, recurse=False) is not value:
             raise UnsupportedError(
                 "torch.func: flash_attn_deterministic has no gradient for grad, vjp, jacrev and "

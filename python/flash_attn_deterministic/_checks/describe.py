@@ -1,4 +1,4 @@
-"""How messages call what they were given."""
+"""How error messages show the arguments of a call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shown(value: Any) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Goes into tuples, lists, dicts and the like, to some depth."""
+    """A repr of limited length and depth, which shows tensors and arrays by dtype and shape."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a call promises about its backward, and what torch was told to accept."""
+"""Whether the backward of a call is deterministic, and torch.use_deterministic_algorithms."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from ..mode.current import Mode, require_deterministic_kernels
 from .describe import shown
 from .numbers import check_flag
 
-# Means it, whatever the mode: the gradients are added atomically.
-NEVER = "never"
+NEVER = "never"  # gradients are added atomically, whatever the mode
 Deterministic = bool | Literal["never"] | None
 
 
 def resolve_deterministic(deterministic: Any, mode: Mode) -> bool:
     """Returns whether the backward of a call is to be deterministic.
 
-    False is flash_attn's default, which frameworks pass on without having been asked for it: it
-    asks for nothing, and the mode decides.
+    False is flash_attn's default, which frameworks pass even where their user chose nothing. So it
+    means the same as None: the mode decides.
 
     Args:
-        deterministic: the call's argument; None or False: as the mode says; "never": it is not.
-        mode: that of the call.
+        deterministic: the call's argument; None or False: as in the mode; "never": it is not.
+        mode: of the call.
 
     Raises:
         ArgumentTypeError: neither a bool, None nor "never".
@@ -46,24 +45,24 @@ def resolve_deterministic(deterministic: Any, mode: Mode) -> bool:
 
 
 def alert_atomics(device: torch.device) -> None:
-    """Does what torch.use_deterministic_algorithms asks for before a backward that adds atomically.
+    """Applies torch.use_deterministic_algorithms to a backward that adds atomically.
 
     Args:
-        device: where it runs; on the CPU nothing is added atomically.
+        device: of the tensors; on the CPU nothing is added atomically.
 
     Raises:
-        NotDeterministicError: torch is to use deterministic algorithms only. If it is to warn only,
-            this warns.
+        NotDeterministicError: torch may use deterministic algorithms only. With warn_only=True
+            this warns instead.
     """
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         return
-    asked = "but you set 'torch.use_deterministic_algorithms(True"
-    told = (
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    options = "True, warn_only=True" if warn_only else "True"
+    message = (
         "the backward of flash_attn_deterministic does not have a deterministic implementation "
-        "with deterministic='never', or outside of the deterministic mode, "
+        "with deterministic='never', or outside of the deterministic mode, but you set "
+        f"'torch.use_deterministic_algorithms({options})'; pass deterministic=True to the call"
     )
-    advice = "pass deterministic=True to the call"
-    if torch.is_deterministic_algorithms_warn_only_enabled():
-        warnings.warn(f"{told}{asked}, warn_only=True)'; {advice}", stacklevel=2)
-    else:
-        raise NotDeterministicError(f"{told}{asked})'; {advice}")
+    if not warn_only:
+        raise NotDeterministicError(message)
+    warnings.warn(message, stacklevel=2)

@@ -1,4 +1,4 @@
-"""Checks of what this wheel and this machine hold."""
+"""Checks that this wheel holds a kernel for a call, and code for the GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from ..errors import MissingInstanceError, UnsupportedDeviceError, UnsupportedEr
 from ..info.build_info import build_info
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
 _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -20,11 +18,10 @@ def check_kernels(
 ) -> None:
     """Checks that this wheel has a kernel for a call on CUDA tensors.
 
-    Under torch.compile this is left to the op itself, which repeats it when it runs: what the
-    wheel and the machine hold can't be traced.
+    Skipped while torch.compile traces, which can't trace files and devices: the op checks again.
 
     Args:
-        device: where the tensors are; only CUDA devices need kernels.
+        device: of the tensors; only CUDA devices need kernels.
         dtype: float16 or bfloat16.
         head_dim: 1 to 256.
         direction: "fwd" or "bwd".
@@ -44,10 +41,10 @@ def check_kernels(
 
 
 def check_combination(device: torch.device, softcap: float, dropout_p: float) -> None:
-    """Checks what no kernel computes together, here as in upstream.
+    """Refuses softcap with dropout, which no kernel computes, here as in upstream.
 
     Args:
-        device: where the tensors are; the CPU computes all of it.
+        device: of the tensors; the CPU computes it.
         softcap: 0.0 for none.
         dropout_p: 0.0 for none.
 
@@ -80,7 +77,7 @@ def instance_problem(dtype: torch.dtype, head_dim: int, direction: str) -> str:
 def device_problem(index: int) -> str:
     """Returns "" if this wheel runs on CUDA device number `index`, otherwise why not."""
     if not torch.cuda.is_available():
-        return ""  # only fake tensors get here, and those launch nothing
+        return ""  # the tensors are fake: nothing is launched
     from ..info.architectures import any_runs_on  # here, to keep the package's import short
 
     capability = torch.cuda.get_device_capability(index)

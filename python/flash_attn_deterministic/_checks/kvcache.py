@@ -1,4 +1,4 @@
-"""Checks of a cache of keys and values, and of what is appended to it."""
+"""Checks of a cache of keys and values, and of keys and values to append."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_cache(
         )
     check_shape("v_cache", v_cache, tuple(k_cache.shape), "the shape of k_cache")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        # It is written in place: a copy would not do.
+        # No copy is made: the cache is written in place.
         if cache.stride(3) != 1:
             raise ArgumentError(
                 f"{name}: expected a contiguous last dimension, got strides {cache.stride()}"
@@ -92,9 +92,9 @@ def check_cache(
 
 
 def check_rows_aligned(name: str, cache: torch.Tensor) -> None:
-    """Checks what CUDA kernels, which load 16 bytes at a time, need of a cache.
+    """Checks that rows start at multiples of 16 bytes: CUDA kernels load 16 bytes at a time.
 
-    What torch.compile traces, and tensors without data, are left to the op itself.
+    Skipped while torch.compile traces and for tensors without data: the op checks again.
 
     Args:
         name: of the argument.
@@ -106,7 +106,7 @@ def check_rows_aligned(name: str, cache: torch.Tensor) -> None:
     if torch.compiler.is_compiling() or type(cache) not in (torch.Tensor, torch.nn.Parameter):
         return
     rule = "expected rows that start at multiples of 16 bytes on a CUDA device"
-    # A dimension of size 1 is never stepped along.
+    # The stride of a dimension of size 1 is never used.
     for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True):
         if size != 1 and stride % _ROW_MULTIPLE:
             raise ArgumentError(
@@ -115,7 +115,7 @@ def check_rows_aligned(name: str, cache: torch.Tensor) -> None:
             )
     if cache.data_ptr() % _ROW_BYTES:
         raise ArgumentError(
-            f"{name}: {rule}, got a first one {cache.data_ptr() % _ROW_BYTES} bytes after such a "
+            f"{name}: {rule}, got a first row {cache.data_ptr() % _ROW_BYTES} bytes after a "
             f"multiple (storage_offset {cache.storage_offset()})"
         )
 
@@ -135,7 +135,7 @@ def check_new(
         k_cache: as in `check_cache`.
         k: (batch, seqlen_new, nheads_k, head_dim), like q, or None.
         v: like k.
-        cache_seqlens: where to put them.
+        cache_seqlens: of the call; required with k and v.
         capacity: tokens that the cache can hold for one sequence.
 
     Returns:
@@ -227,11 +227,11 @@ def check_rotary(
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim).
-        k: keys to append; there is no rotation without.
+        k: keys to append; required for a rotation.
         rotary_cos: (seqlen_ro, rotary_dim / 2), like q, or None.
         rotary_sin: like rotary_cos.
-        cache_seqlens: of the call, and checked.
-        capacity: tokens that the cache can hold for one sequence; seqlen_ro is no less.
+        cache_seqlens: of the call, checked.
+        capacity: tokens that the cache can hold for one sequence, at most seqlen_ro.
         scores: of the call.
 
     Raises:
@@ -270,7 +270,7 @@ def check_rotary(
 
 
 def rotated_positions(q: torch.Tensor, scores: Scores) -> int:
-    """Returns how many positions the queries of a sequence are rotated as of.
+    """Returns how many rotary positions the queries of a sequence have.
 
     Query i is at cache_seqlens + i with causal or a window, otherwise all are at cache_seqlens.
     """
@@ -279,9 +279,9 @@ def rotated_positions(q: torch.Tensor, scores: Scores) -> int:
 
 
 def check_rotated_queries(end: int, seqlen_ro: int, where: str = "") -> None:
-    """Checks that the queries of a sequence, which end before position `end`, are in the tables.
+    """Checks that the rotary tables reach to position `end`, where the queries of a sequence end.
 
-    They may lie beyond the capacity of the cache where there are more of them than new keys.
+    With more queries than new keys that may be beyond the capacity of the cache.
 
     Raises:
         ArgumentError: they are not.
@@ -290,6 +290,6 @@ def check_rotated_queries(end: int, seqlen_ro: int, where: str = "") -> None:
         end <= seqlen_ro,
         lambda: (
             f"rotary_cos: expected a seqlen_ro of at least {end}, because the last query "
-            f"is rotated as of {end - 1}{where}, got {seqlen_ro}"
+            f"has position {end - 1}{where}, got {seqlen_ro}"
         ),
     )

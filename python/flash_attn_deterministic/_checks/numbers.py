@@ -1,9 +1,9 @@
-"""Plain numbers and flags: what is taken for one, and in which range.
+"""Checks of numbers and flags: accepted types and ranges.
 
-A number may be one of Python or NumPy, or a tensor or array of one element, as the arguments of a
-custom op in torch. Python's own rule holds for bools: a flag may be any integer, of which all but 0
-are true, and a bool counts as 0 or 1 where a number is expected. Upstream's op takes a float or
-None as a flag too; that is refused, as it is most often a softmax scale in the place of `causal`.
+A number may be one of Python or NumPy, or a tensor or array of one element, as for torch's custom
+ops. As in Python, a flag may be an integer, where all but 0 are true, and a bool counts as the
+number 0 or 1. Upstream's op also takes a float or None as a flag; that is refused, as it is most
+often a softmax scale in the place of `causal`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from .describe import shown, type_name
 
 _INTS = (int, torch.SymInt)
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
-# The kernels take a factor as float32, in which it must be normal: with a subnormal one, which a
-# GPU may flush to 0, masked keys would become visible. The largest leaves room for log2(e).
+# The kernels take a factor as float32, where it must be a normal number: a GPU may flush a
+# subnormal one to 0, and masked keys would become visible. The largest leaves room for log2(e).
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 _FACTOR = "from 2**-126 to 2**127 (1.2e-38 to 1.7e38; the kernels take it as float32)"
-# Lengths and positions are numbers of 32 bits in the kernels, with room for sums of two.
-_MAX_LENGTH = 2**30 - 1
-_UNLIMITED = 2**29  # a window so wide has no limit
+_MAX_LENGTH = 2**30 - 1  # the sum of two lengths has to fit 32 bits
+_UNLIMITED = 2**29  # a window of this width has no limit
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -72,15 +71,14 @@ def check_float(name: str, value: Any, expected: str = "a float") -> float:
 def _scalar(value: Any) -> Any:
     """Returns the Python number that a value stands for, or the value."""
     if isinstance(value, (*_NUMBERS, bool, torch.SymBool, str)) or value is None:
-        # float64 of NumPy is a float too, but no constant to torch.compile.
+        # numpy.float64 is a float, but torch.compile does not treat it as a constant.
         is_numpy = type(value).__module__ == "numpy"
         return float(value) if is_numpy and isinstance(value, float) else value
     if isinstance(value, torch.Tensor) and value.is_nested:
-        return value  # it has no shape
+        return value  # it has no shape to read below
     if hasattr(value, "item") and all(size == 1 for size in getattr(value, "shape", (0,))):
-        # One on the meta device has no value.
         is_meta = isinstance(value, torch.Tensor) and value.is_meta
-        return value if is_meta else value.item()
+        return value if is_meta else value.item()  # a meta tensor has no value
     try:
         return operator.index(value)
     except TypeError:
@@ -96,12 +94,12 @@ def _described(value: Any) -> str:
 
 
 def require(condition: Any, message: Callable[[], str]) -> None:
-    """Checks a condition on numbers that torch.compile and torch.export may not know yet.
+    """Checks a condition on numbers that may be symbolic in torch.compile and torch.export.
 
-    They then check it when the graph runs.
+    These check it when the graph runs.
 
     Raises:
-        ArgumentError: it is false, with the message.
+        ArgumentError: it is false; with the message.
     """
     if torch.compiler.is_compiling():
         torch._check(condition)  # type: ignore[no-untyped-call, unused-ignore]
@@ -110,14 +108,14 @@ def require(condition: Any, message: Callable[[], str]) -> None:
 
 
 def check_scale(softmax_scale: Any, head_dim: int) -> float:
-    """Returns the softmax scale, a positive number that the kernels can work with.
+    """Returns the softmax scale, a positive number in the range of the kernels.
 
     The kernels scale scores after masking, as flash_attn's do: -inf times a scale of 0 or less
     would make a masked key visible, or NaN.
 
     Args:
         softmax_scale: the argument; None: head_dim ** -0.5.
-        head_dim: of q, before padding; only counts where softmax_scale is None.
+        head_dim: of q, before padding; for the default scale.
 
     Raises:
         ArgumentTypeError: not a number.
@@ -126,7 +124,7 @@ def check_scale(softmax_scale: Any, head_dim: int) -> float:
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
     scale = check_float("softmax_scale", softmax_scale, "a float or None")
-    # Comparisons instead of math.isfinite, which torch.compile can't put a symbolic number into.
+    # Not math.isfinite: torch.compile can't call it with a symbolic number.
     if not _SMALLEST <= scale <= _LARGEST:
         raise ArgumentError(
             f"softmax_scale: expected a positive, finite number {_FACTOR}, got {shown(scale)}; for "
@@ -139,7 +137,7 @@ def check_window(window_size: Any) -> tuple[int, int]:
     """Returns a window as the ops take it: -1 for no limit, at most 2^29.
 
     Args:
-        window_size: left and right, in anything that has a length and an order.
+        window_size: left and right, as any sequence, array or tensor.
 
     Raises:
         ArgumentTypeError: not a pair of ints.
@@ -168,11 +166,11 @@ def _clamped(side: int) -> int:
 
 
 def check_softcap(softcap: Any, softmax_scale: float) -> float:
-    """Returns softcap: 0.0, for none, or a positive number that the kernels can work with.
+    """Returns softcap: 0.0, for none, or a positive number in the range of the kernels.
 
     Args:
         softcap: the argument; negative: none, as in flash_attn.
-        softmax_scale: of the same call, and checked; the kernels use softmax_scale / softcap too.
+        softmax_scale: of the same call, checked; the kernels use softmax_scale / softcap too.
 
     Raises:
         ArgumentTypeError: not a number.
@@ -198,9 +196,9 @@ def check_softcap(softcap: Any, softmax_scale: float) -> float:
 def check_scores(
     head_dim: int, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any
 ) -> Scores:
-    """Returns what the score of a key follows from; see the functions above.
+    """Returns the checked numbers that define scores and mask; see the functions above.
 
-    The lengths play no part in it: a window that covers a whole sequence stays a window, because
+    They do not depend on lengths: a window that covers a whole sequence stays a window, since
     otherwise the bits could depend on the length of another sequence in the batch.
     """
     causal = check_flag("causal", causal)
@@ -225,11 +223,11 @@ def check_dropout(dropout_p: Any) -> float:
 
 
 def check_length(name: str, value: Any) -> int:
-    """Returns a number of tokens that the host has to know; a tensor on a GPU is waited for.
+    """Returns a number of tokens as an int of the host; it waits for a tensor on a GPU.
 
     Raises:
         ArgumentTypeError: not an int.
-        ArgumentError: negative, or 2^30 and more.
+        ArgumentError: negative, or 2^30 or more.
     """
     if type(value) is int and not torch.compiler.is_compiling() and 0 <= value <= _MAX_LENGTH:
         return value

@@ -12,30 +12,30 @@ from ..info.build_info import build_info
 from .describe import shown
 from .numbers import check_int
 
-_MAX_SPLIT_SIZE = 2**29  # from here on the kernels' numbers of keys could leave 32 bits
+_MAX_SPLIT_SIZE = 2**29  # beyond, counts of keys in the kernels could overflow 32 bits
 
 
-def _block_n_of_all() -> int:
-    """The number that the keys per block of every head dim divide."""
+def _common_block_n() -> int:
+    """Returns the least common multiple of the keys per block of all head dims."""
     try:
         tiles = build_info().tiles
     except BuildInfoError:
-        return 64  # a source tree: what all kernels have so far
+        return 64  # a source tree: the value of all kernels
     return math.lcm(*(tile.block_n for tile in tiles.values()))
 
 
-# Once, at import: torch.compile can't trace the reading of a file.
-_BLOCK_N_OF_ALL = _block_n_of_all()
+# Read at import: torch.compile can't trace reading a file.
+_COMMON_BLOCK_N = _common_block_n()
 
 
 def check_split_size(split_size: Any, head_dim: int) -> int | None:
     """Returns the split size of one call.
 
-    Under torch.compile the block size is left to the op itself, which repeats the check when it
-    runs: what the wheel holds can't be traced.
+    The block size is not checked while torch.compile traces, which can't read the wheel's record:
+    the op checks it.
 
     Args:
-        split_size: None: the mode's, which has been checked.
+        split_size: the argument; None: the mode's, already checked.
         head_dim: 1 to 256.
 
     Raises:
@@ -52,9 +52,9 @@ def check_split_size(split_size: Any, head_dim: int) -> int | None:
 
 
 def check_mode_split_size(split_size: Any, name: str = "split_size") -> int:
-    """Returns a split size that has to serve every head dim; see `check_split_size`."""
+    """Returns a split size that is valid for every head dim; see `check_split_size`."""
     tokens = _check_number(split_size, name)
-    check_multiple(tokens, _BLOCK_N_OF_ALL, name)
+    check_multiple(tokens, _COMMON_BLOCK_N, name)
     return tokens
 
 

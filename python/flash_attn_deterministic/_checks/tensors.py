@@ -1,4 +1,4 @@
-"""Checks of q, k and v, and of what goes with them in every layout."""
+"""Checks of q, k and v, and of other tensors by dtype, shape and device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGED = "(num_blocks, page_block_size, nheads_k, head_dim)"
 
 
 class Names(NamedTuple):
-    """The caller's names of q, k and v, which may be parts of one tensor."""
+    """The names of q, k and v in messages; parts of one tensor share its name."""
 
     q: str = "q"
     k: str = "k"
@@ -82,7 +82,7 @@ def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Names 
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16.
         k: (batch, seqlen_k, nheads_k, head_dim), like q.
         v: like k.
-        names: what to call them.
+        names: of the arguments.
 
     Raises:
         ArgumentTypeError: not a tensor.
@@ -111,9 +111,9 @@ def check_alike(
     """Checks dtypes and devices.
 
     Args:
-        q: decides on both.
+        q: sets the dtype and the device.
         others: names and tensors.
-        name_q: what to call q.
+        name_q: name of q.
 
     Raises:
         DtypeError: q is neither float16 nor bfloat16, or another tensor's dtype differs.
@@ -140,7 +140,7 @@ def check_alike(
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device, name_q: str = "q") -> None:
-    """Checks that a tensor is where q is.
+    """Checks that a tensor is on q's device.
 
     Raises:
         ArgumentError: it is elsewhere.
@@ -186,7 +186,7 @@ def check_heads(q: torch.Tensor, k: torch.Tensor, names: Names = QKV) -> None:
 
 
 def _transposed(q: torch.Tensor, k: torch.Tensor, names: Names) -> str:
-    """What to say where heads and tokens seem to have changed places, as in torch's attention."""
+    """Returns advice for q and k with heads before tokens, as in torch's attention; else ""."""
     heads, heads_k = q.shape[-3], k.shape[-3]
     if q.dim() != k.dim() or heads_k == 0:
         return ""
@@ -217,7 +217,7 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], what: s
         name: of the argument.
         tensor: the argument.
         shape: expected.
-        what: what that shape is, for the message.
+        what: origin of that shape, for the message.
 
     Raises:
         ArgumentError: the tensor has another shape.
@@ -231,16 +231,16 @@ def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], what: s
 
 
 def check_int32(
-    name: str, tensor: Any, shape: tuple[int, ...], layout: str, device: torch.device
+    name: str, tensor: Any, shape: tuple[int, ...], layout: str, device: torch.device | None
 ) -> None:
     """Checks a tensor of lengths or indices.
 
     Args:
         name: of the argument.
         tensor: the argument.
-        shape: expected; -1 where any size will do.
+        shape: expected; -1: any size.
         layout: names of its dimensions, such as "(batch,)".
-        device: of q.
+        device: of q; None: any.
 
     Raises:
         ArgumentTypeError: not a tensor; DtypeError: not torch.int32.
@@ -261,7 +261,8 @@ def check_int32(
         raise ArgumentError(
             f"{name}: expected shape {layout} = ({sizes}{comma}), got {tuple(tensor.shape)}"
         )
-    check_device(name, tensor, device)
+    if device is not None:
+        check_device(name, tensor, device)
 
 
 def check_alibi(alibi_slopes: Any, batch: int, nheads: int, device: torch.device) -> None:

@@ -24,7 +24,7 @@ from .tensors import Names as TensorNames
 
 
 class Names(NamedTuple):
-    """The caller's names of arguments, of which several may be one."""
+    """The names of the arguments in messages; packed ones share a name."""
 
     q: str = "q"
     k: str = "k"
@@ -36,6 +36,7 @@ class Names(NamedTuple):
 
 
 NAMES = Names()
+NAMES_QKV = Names("qkv", "qkv", "qkv", "cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen")
 
 
 def check_varlen(
@@ -45,7 +46,7 @@ def check_varlen(
     lengths: Lengths,
     names: Names = NAMES,
 ) -> Lengths:
-    """Checks q, k and v, and what says where sequences begin and end.
+    """Checks q, k and v, and where sequences begin and end.
 
     Args:
         q: (total_q, nheads, head_dim), float16 or bfloat16.
@@ -53,10 +54,10 @@ def check_varlen(
             head_dim).
         v: like k.
         lengths: the arguments.
-        names: what to call them.
+        names: of the arguments.
 
     Returns:
-        The lengths, with ints of Python.
+        The lengths, with Python ints.
 
     Raises:
         ArgumentTypeError: a wrong type.
@@ -87,15 +88,15 @@ def check_varlen(
 
 
 def check_cu_seqlens(
-    name: str, cu_seqlens: torch.Tensor, batch: int | None, device: torch.device
+    name: str, cu_seqlens: torch.Tensor, batch: int | None, device: torch.device | None
 ) -> None:
     """Checks cumulative lengths: int32, (batch + 1,).
 
     Args:
         name: of the argument.
         cu_seqlens: the argument.
-        batch: number of sequences; None: this argument decides, at least 1.
-        device: of q.
+        batch: number of sequences; None: any, at least 1.
+        device: of q; None: any.
 
     Raises:
         ArgumentTypeError: not a tensor; DtypeError: not torch.int32.
@@ -122,7 +123,7 @@ def _check_lengths(lengths: Lengths, device: torch.device, names: Names) -> Leng
 
 
 def with_ints(lengths: Lengths, names: Names = NAMES) -> Lengths:
-    """Returns lengths with ints of Python, and checks nothing else.
+    """Returns lengths with Python ints; checks nothing else.
 
     Raises:
         ArgumentTypeError: max_seqlen_q or max_seqlen_k is no int.
@@ -136,13 +137,13 @@ def with_ints(lengths: Lengths, names: Names = NAMES) -> Lengths:
 
 
 def check_no_gradient(inputs: tuple[torch.Tensor, ...], lengths: Lengths) -> None:
-    """Refuses a call that has no backward where torch.compile would trace the backward with it.
+    """Refuses to compile a call without a backward whose inputs require a gradient.
 
-    Without torch.compile the backward itself says so, and no call fails that nobody asks for a
-    gradient of.
+    torch.compile traces the backward together with the call. Otherwise the backward raises, and the
+    forward alone works.
 
     Raises:
-        UnsupportedError: an input requires a gradient, and there is none with the lengths given.
+        UnsupportedError: an input requires a gradient, and these lengths have no backward.
     """
     if not torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
@@ -159,7 +160,7 @@ def without_backward(
     leftpad_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> str:
-    """Returns the name of an argument that has no backward, "" if none of those is given."""
+    """Returns the name of a given argument that has no backward; "" if there is none."""
     given = {"seqused_k": seqused_k, "leftpad_k": leftpad_k, "block_table": block_table}
     for name, tensor in given.items():
         if tensor is not None:

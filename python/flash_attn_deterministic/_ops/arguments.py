@@ -1,4 +1,4 @@
-"""What the ops are called with, as values: checked, and with nothing left open."""
+"""Checked arguments of the ops, with all defaults filled in."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 class Scores(NamedTuple):
-    """What the score of a key follows from, in the order of the ops' arguments.
+    """The numbers that define scores and mask, in the order of the ops' arguments.
 
     Args:
         softmax_scale: factor of q k^T.
-        window_left: keys before its own position that a query sees; -1: no limit.
-        window_right: the same after it; 0 where causal.
+        window_left: how many keys before its own position a query sees; -1: no limit.
+        window_right: the same after it; 0 for causal.
         softcap: 0.0: none.
     """
 
@@ -28,12 +28,11 @@ class Options(NamedTuple):
 
     Args:
         dropout_p: 0.0: none.
-        scores: see there.
+        scores: see `Scores`.
         split_size: tokens per split; 0: one split.
         deterministic: whether the forward is.
         deterministic_bwd: whether the backward is.
-        keep_residual: whether the mode keeps what rounding takes from out, of calls with a
-            backward.
+        keep_residual: whether a call with a backward keeps the rounding error of out.
     """
 
     dropout_p: float

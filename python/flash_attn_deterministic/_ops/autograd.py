@@ -1,12 +1,13 @@
 """Gradients of the ops.
 
 `kvcache_fwd` has none: it writes to its arguments, and torch.library.register_autograd takes only
-ops that do not. The backward ops have none either, but are registered, to say so. Nor are there
-formulas for forward mode and for torch.func, which is said before an op runs.
+ops that do not. The backward ops have a formula that raises. Forward-mode AD and torch.func have no
+formula: `CheckedLibrary` raises before the op runs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +18,7 @@ from .._checks.determinism import alert_atomics
 from .._checks.kernels import check_kernels
 from .._checks.varlen import without_backward
 from ..errors import UnsupportedError
-from .eager import is_followed
+from .dispatch import needs_dispatcher
 from .schemas import (
     BACKWARD,
     NAMESPACE,
@@ -30,7 +31,7 @@ from .schemas import (
 
 Results = Outputs | OutputsWithResidual
 
-_C: Any = torch._C  # what is used of it beyond torch's public functions, `eager` has looked for
+_C: Any = torch._C  # `dispatch` has checked that the private names used here exist
 
 
 class _Formula(NamedTuple):
@@ -40,7 +41,7 @@ class _Formula(NamedTuple):
 
 def register(library: Any) -> None:
     """Registers the backward of each op that has one."""
-    checked: Any = _Checked(library)
+    checked: Any = CheckedLibrary(library)
     for name, formula in _FORMULAS.items():
         torch.library.register_autograd(
             f"{NAMESPACE}::{name}",
@@ -49,44 +50,46 @@ def register(library: Any) -> None:
             lib=checked,
         )
     for name in BACKWARD:
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", _no_double_backward, lib=checked)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", no_double_backward, lib=checked)
 
 
-def run(name: str, arguments: tuple[Any, ...], followed: bool) -> Any:
+def run(name: str, arguments: tuple[Any, ...], through_dispatcher: bool) -> Any:
     """Runs an op.
 
     Args:
         name: of the op.
         arguments: of the op.
-        followed: what `is_followed` says of the call.
+        through_dispatcher: the result of `needs_dispatcher` for the call.
     """
     op = getattr(torch.ops.flash_attn_deterministic, name)
-    # torch.compile may begin with this function, where it could not compile what calls it. The
-    # lines below are in one function, so that it can't begin between them.
-    if followed or torch.compiler.is_compiling():
+    # Where torch.compile could not compile the caller, it may start tracing here. All lines below
+    # are in one function, so that it can't start between them.
+    if through_dispatcher or torch.compiler.is_compiling():
         return op(*arguments)
     if name in _FUNCTIONS and torch.is_grad_enabled():
         function, wanting = _FUNCTIONS[name]
         if _C._any_requires_grad(*arguments[:wanting]):
             return function.apply(*arguments[:wanting], arguments[wanting:])
     with _C._AutoDispatchBelowAutograd():
-        # _op: what the object calls, a Python function less.
+        # _op is what the object calls: one Python function less.
         return getattr(op, "_op", op)(*arguments)
 
 
 def _function(name: str, formula: _Formula) -> tuple[Any, int]:
-    """Returns an op's autograd for calls that are not followed.
+    """Returns an op's autograd function for calls that skip the dispatcher.
 
-    It does what torch.library.register_autograd makes of the formula. What gets no gradient is one
-    argument of it, as torch looks at each argument in Python.
+    It does the same as the kernel of torch.library.register_autograd. It takes all arguments that
+    get no gradient as one, since torch processes each argument in Python.
 
     Returns:
-        A torch.autograd.Function, and how many of the op's arguments get gradients: its first ones.
+        A torch.autograd.Function, and the number of arguments that get gradients: the op's first.
     """
 
     def forward(ctx: Any, *inputs: Any) -> Results:
         arguments = (*inputs[:-1], *inputs[-1])
-        output: Results = run(name, arguments, followed=False)  # torch has turned gradients off
+        output: Results = run(
+            name, arguments, through_dispatcher=False
+        )  # torch has turned gradients off
         formula.setup_context(ctx, arguments, output)
         return output
 
@@ -95,11 +98,11 @@ def _function(name: str, formula: _Formula) -> tuple[Any, int]:
     return function, 2 if "qkvpacked" in name else 3
 
 
-class _Checked:
-    """Stands for a library, and puts a check in front of the autograd kernel registered in it.
+class CheckedLibrary:
+    """Wraps a library, and checks the arguments of each autograd kernel registered in it.
 
-    There, rather than before the op is called: torch runs that kernel at each level of a nest of
-    transforms, and a compiled graph runs it with the tensors that torch.compile traced without.
+    A check before the call of the op would miss cases: torch runs the kernel at each level of
+    nested transforms, and in a compiled graph with the actual tensors.
     """
 
     def __init__(self, library: Any) -> None:
@@ -116,8 +119,8 @@ class _Checked:
         self._library.impl(name, checked, key, **options)
 
 
-# What a call was told is kept in the context, the mode included: the backward may run in another
-# thread, or in another mode.
+# The context keeps the arguments of a call and what its mode resolved to: the backward may run in
+# another thread, or in another mode.
 
 
 def _setup_fwd(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -148,62 +151,40 @@ def _setup_varlen_qkvpacked(ctx: Any, inputs: tuple[Any, ...], output: Results) 
 
 
 def _save(ctx: Any, output: Results, before: Sequence[Any], after: Sequence[Any]) -> None:
-    # The order of the backward's arguments; it takes the residual, or None, last.
+    # In the order of the backward's arguments; the residual, or None, comes last.
     out, softmax_lse, *residual = output
     ctx.save_for_backward(*before, out, softmax_lse, *after, *(residual or (None,)))
-    # flash_attn drops the gradient of softmax_lse without a word.
+    # flash_attn ignores a gradient of softmax_lse; here softmax_lse does not require one.
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any, dout: torch.Tensor | None, *others: None
+    name: str, ctx: Any, dout: torch.Tensor | None, *others: None
 ) -> tuple[torch.Tensor | None, ...]:
-    return _run(ctx, "bwd", dout)
-
-
-def _varlen_backward(
-    ctx: Any, dout: torch.Tensor | None, *others: None
-) -> tuple[torch.Tensor | None, ...]:
-    if ctx.without_backward:
+    if name == "varlen_bwd" and ctx.without_backward:
         raise UnsupportedError(
             f"{ctx.without_backward}: there is no backward with it; pass packed sequences without "
             "it, or detach q, k and v"
         )
-    return _run(ctx, "varlen_bwd", dout)
-
-
-def _qkvpacked_backward(
-    ctx: Any, dout: torch.Tensor | None, *others: None
-) -> tuple[torch.Tensor | None, ...]:
-    return _run(ctx, "qkvpacked_bwd", dout)
-
-
-def _varlen_qkvpacked_backward(
-    ctx: Any, dout: torch.Tensor | None, *others: None
-) -> tuple[torch.Tensor | None, ...]:
-    return _run(ctx, "varlen_qkvpacked_bwd", dout)
-
-
-def _run(ctx: Any, name: str, dout: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     nothing = (None,) * len(ctx.needs_input_grad)
     if dout is None:
         return nothing
-    *saved, residual = ctx.saved_tensors  # once: torch.utils.checkpoint lets go of them
+    *saved, residual = ctx.saved_tensors  # read once: torch.utils.checkpoint frees them then
     numbers = ctx.numbers
     if not numbers[-1]:  # deterministic
         alert_atomics(dout.device)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
-    # With create_graph=True the op's autograd kernel says that its result has no gradient.
-    followed = torch.is_grad_enabled() or is_followed(dout)
-    if followed:
+    # With create_graph=True the op's autograd kernel has to run, to refuse a double backward.
+    through_dispatcher = torch.is_grad_enabled() or needs_dispatcher(dout)
+    if through_dispatcher:
         _check_kernels(dout)
     gradients: Gradients | PackedGradients
     try:
-        gradients = run(name, (dout, *saved, *numbers, residual), followed)
+        gradients = run(name, (dout, *saved, *numbers, residual), through_dispatcher)
     except Exception:
-        _check_kernels(dout)  # the op has looked for them too, but says less
+        _check_kernels(dout)  # a missing kernel: its message says more than the op's
         raise
     if saved[0] is None:  # q is in the packed tensor
         return (None, *gradients[1:], *nothing[2:])
@@ -214,7 +195,12 @@ def _check_kernels(dout: torch.Tensor) -> None:
     check_kernels(dout.device, dout.dtype, dout.shape[-1], "bwd")
 
 
-def _no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
+def no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
+    """The formula of an op without a gradient.
+
+    Raises:
+        UnsupportedError: always.
+    """
     raise UnsupportedError(
         "double backward: the gradients of flash_attn_deterministic have no gradient of their own; "
         "call backward() or torch.autograd.grad() without create_graph=True"
@@ -222,12 +208,12 @@ def _no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
 
 
 _FORMULAS = {
-    name + suffix: formula
-    for name, formula in {
-        "fwd": _Formula(_setup_fwd, _backward),
-        "varlen_fwd": _Formula(_setup_varlen, _varlen_backward),
-        "qkvpacked_fwd": _Formula(_setup_qkvpacked, _qkvpacked_backward),
-        "varlen_qkvpacked_fwd": _Formula(_setup_varlen_qkvpacked, _varlen_qkvpacked_backward),
+    name + suffix: _Formula(setup, functools.partial(_backward, name.replace("fwd", "bwd")))
+    for name, setup in {
+        "fwd": _setup_fwd,
+        "varlen_fwd": _setup_varlen,
+        "qkvpacked_fwd": _setup_qkvpacked,
+        "varlen_qkvpacked_fwd": _setup_varlen_qkvpacked,
     }.items()
     for suffix in ("", WITH_RESIDUAL)
 }

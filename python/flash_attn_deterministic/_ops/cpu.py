@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .._checks.values import check_values
+from .._checks.index_values import check_values
+from .._checks.varlen import NAMES, NAMES_QKV
 from ..errors import UnsupportedError
 from .schemas import (
     BACKWARD,
@@ -20,8 +21,7 @@ from .schemas import (
     unpacked,
 )
 
-# Of the reference; the functions take what the ops take, by the same names. Tensors that hold q, k
-# and v are taken apart.
+# The reference's function of each op, with the same argument names. Packed tensors are split first.
 _FUNCTIONS = {
     "fwd": "attention",
     "varlen_fwd": "varlen_attention",
@@ -43,13 +43,13 @@ def _implementation(name: str) -> Callable[..., Any]:
         # Imported here, to keep the package's import short.
         from .. import reference
 
-        # torch leaves out arguments at the end that have their default.
+        # torch omits trailing arguments that have their default value.
         given = dict(zip(argument_names(name), values, strict=False))
         plain, arguments = unpacked(name, given)
-        check_values(plain, arguments)
+        check_values(plain, arguments, NAMES_QKV if given["q"] is None else NAMES)
         arguments["window"] = (arguments.pop("window_left"), arguments.pop("window_right"))
-        # The reference has one order for every backward, and no other for a forward than the split
-        # tree: without `deterministic` it runs the tree of one split.
+        # The reference has one order of additions in the backward, and only the split tree in the
+        # forward: without `deterministic` it has one split.
         arguments.pop("deterministic_bwd", None)
         if not arguments.pop("deterministic") and "split_size" in arguments:
             arguments["split_size"] = 0
@@ -73,8 +73,8 @@ def _untraced(compute: Callable[..., Any]) -> Callable[..., Any]:
     def run(*values: Any) -> Any:
         if "torch._dynamo" not in sys.modules:  # its import takes seconds
             return compute(*values)
-        # torch.compile runs an op untraced, but traces its Python where it could not compile the
-        # call of the op. Compiled code rounds otherwise than the reference.
+        # torch.compile does not trace into an op, but does trace this function where it could not
+        # compile the call of the op. Compiled code would round differently.
         disable: Any = torch.compiler.disable
         return disable(compute)(*values)
 

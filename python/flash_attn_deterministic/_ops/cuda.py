@@ -19,10 +19,10 @@ def load(path: Path) -> str:
         path: the shared library.
 
     Returns:
-        "" when loaded, otherwise why there are none.
+        "" when loaded, otherwise the reason why not.
 
     Raises:
-        LibraryError: the library is there but does not load.
+        LibraryError: the library exists but does not load.
     """
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
@@ -42,7 +42,7 @@ def register_missing(library: Any, reason: str) -> None:
 
     Args:
         library: where the ops are defined.
-        reason: why nothing was loaded; empty: the loaded library lacks the op.
+        reason: why no library was loaded; "": the loaded library lacks the op.
     """
     for name in (*FORWARD, *BACKWARD, *ACCUMULATE):
         if not has_kernel(name):

@@ -1,4 +1,4 @@
-"""Shapes, dtypes and strides of what the ops return, for tensors without data."""
+"""Shapes, dtypes and strides of the ops' results, for tensors without data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .schemas import (
 
 def register(library: Any) -> None:
     """Registers the fake implementations."""
-    # As kernels of meta tensors, which fake tensors run too: torch.library.register_fake reads
-    # source files for its messages, and takes milliseconds of the package's import.
+    # As kernels of meta tensors, which fake tensors use too: torch.library.register_fake reads
+    # source files for its messages, which adds milliseconds to the import of the package.
     for name, forward in {
         "fwd": _dense,
         "varlen_fwd": _varlen_fwd,

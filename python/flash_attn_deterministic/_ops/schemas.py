@@ -13,29 +13,29 @@ import torch
 
 NAMESPACE = "flash_attn_deterministic"
 
-# What the score of a visible key is, and the tree that reduces the keys. causal is window_right 0;
-# a negative window has no limit. deterministic False: split_size has no effect. What is an int and
-# no SymInt is compiled in: torch.compile starts again for another value.
+# Scores and mask, and the tree that reduces the keys. causal is window_right 0; a negative window
+# has no limit. Without deterministic, split_size has no effect. torch.compile takes an int (not a
+# SymInt) as a constant, and compiles again for another value.
 _SCORES = "float softmax_scale, int window_left, int window_right, float softcap"
 _TREE = "int split_size, bool deterministic"
 # rng_state is (2,), int64: seed and offset of the dropout mask. They are drawn on the device
 # before the op, so that a replayed CUDA graph draws new ones.
 _SLOPES_AND_RNG = "Tensor? alibi_slopes, Tensor? rng_state"
-# Of packed sequences.
+# For packed sequences.
 _STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _OUTPUTS = "(Tensor out, Tensor softmax_lse)"
-# What rounding took from out, like it, bfloat16: a third output of the forward ops whose names end
-# so. A backward that is given it forms rowsum(dout * (out + residual)).
+# Forward ops with this suffix have a third output: the rounding error of out, like it, in bfloat16.
+# With it, a backward computes rowsum(dout * (out + residual)).
 WITH_RESIDUAL = "_with_residual"
 _BACKWARD_MODE = "bool deterministic, Tensor? residual=None"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
-# q, k and v in one tensor and no q, or k and v in one tensor beside q. Their gradient is one tensor
+# q, k and v in one tensor and no q, or k and v in one tensor beside q. The gradient is one tensor
 # too; without q, dq has shape (0).
 _QKV_PACKED = "Tensor? q, Tensor qkv"
 _PACKED_GRADIENTS = "(Tensor dq, Tensor dqkv)"
 
-# deterministic_bwd is what the backward will be told; the forward makes nothing of it.
+# deterministic_bwd does not affect the forward; autograd passes it to the backward.
 FORWARD = {
     "fwd": f"(Tensor q, Tensor k, Tensor v, {_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, "
     f"{_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
@@ -68,11 +68,12 @@ BACKWARD = {
     f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) "
     f"-> {_PACKED_GRADIENTS}",
 }
-# dq of a part of the rows of q. dk_sums and dv_sums, float32, (batch, seqlen_k, nheads, head_dim)
-# or packed (total_k, nheads, head_dim), hold the sums of each query head over the rows behind those
-# of q, not scaled, and get those of q added. finish_key_sums makes dk and dv of the sums of all
-# rows, shaped like them but with the heads of k. Apart from the backward, as autograd formulas are
-# registered for ops alone that write to no argument. The dense one is for CUDA devices alone.
+# The *_accumulate ops compute dq for a part of the rows, and add what these rows contribute to
+# dk_sums and dv_sums: float32, unscaled, a sum per query head, (batch, seqlen_k, nheads, head_dim)
+# or packed (total_k, nheads, head_dim), which already hold the rows after them. finish_key_sums
+# turns the sums of all rows into dk and dv, with the heads of k. They are not in BACKWARD because
+# torch registers autograd formulas only for ops that write to no argument. The dense one runs on
+# CUDA devices only.
 ACCUMULATE = {
     **{
         f"{name}_accumulate": schema.replace(
@@ -96,7 +97,7 @@ PLAN = {
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
     "bool has_dropout, bool packed, bool deterministic) -> (int, int, int, bool, bool, int)",
 }
-# What the plan's numbers stand for, in the order of cpp/kernels/fwd.h.
+# Names of the plan's numbers, in the order of cpp/kernels/fwd.h.
 FAMILIES = ("sm80", "sm90")
 PATHS = ("one-cta", "parts", "few-rows", "scores-first")
 
@@ -109,7 +110,7 @@ OutputsWithResidual = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def parts_of(
     q: torch.Tensor | None, qkv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns q, k and v, as views, of what the ops on packed tensors take.
+    """Returns q, k and v as views of the arguments of an op on packed tensors.
 
     Args:
         q: (..., seqlen_q, nheads, head_dim); None: in qkv.
@@ -123,9 +124,9 @@ def parts_of(
 
 
 def unpacked(name: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the name and the arguments of the op on q, k and v that makes the same call.
+    """Returns name and arguments of the op on q, k and v that makes the same call.
 
-    The name is that of the op without a residual.
+    The name is without the suffix of a residual.
 
     Args:
         name: of an op.

@@ -1,4 +1,4 @@
-"""Times this package beside what a user would take instead, on the user's own machine.
+"""Times this package and its alternatives on the user's machine.
 
 Run as `flash-attn-deterministic bench`.
 """

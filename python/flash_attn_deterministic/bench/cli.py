@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
         "--peers", nargs="+", metavar="NAME", help="which to time besides ours (default: all)"
     )
     parser.add_argument(
-        "--repeats", type=_repeats, default=20, metavar="N", help="timed calls (default: 20)"
+        "--repeats", type=int, default=20, metavar="N", help="timed calls, 2 or more (default: 20)"
     )
     parser.add_argument(
         "--out",
@@ -46,17 +46,6 @@ def add_command(commands: Any) -> None:
         help="folder of bench.json, .md and .svg (default: bench)",
     )
     parser.set_defaults(run=run)
-
-
-def _repeats(text: str) -> int:
-    words = f"expected a whole number of 2 or more, got {text!r}"
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(words) from None
-    if number < 2:
-        raise argparse.ArgumentTypeError(words)
-    return number
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,11 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    from ..errors import ArgumentError
+    from ..verify.environment import check_device
     from .peers import OURS
 
-    # What was asked for comes first: the rest takes its time, or needs a GPU.
+    # The command line is checked first: the rest takes time, or needs a GPU.
+    if arguments.repeats < 2:
+        raise ArgumentError(f"--repeats: expected 2 or more, got {arguments.repeats}")
     peers = _peers(arguments)
-    _check_device(arguments.device)
+    check_device(arguments.device)
     record = _begin(arguments)
 
     from ..verify.outcome import Exit
@@ -109,7 +102,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _peers(arguments: argparse.Namespace) -> list[Peer]:
-    """Returns ours, then the peers asked for; all that run on the device, if none were.
+    """Returns ours, then the peers of --peers; without it, all that run on the device.
 
     Raises:
         ArgumentError: there is no such peer.
@@ -127,18 +120,6 @@ def _peers(arguments: argparse.Namespace) -> list[Peer]:
     else:
         chosen = [peer for peer in PEERS if arguments.device in peer.devices]
     return [OURS, *(peer for peer in chosen if peer is not OURS)]
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    from ..verify.installed import NotInstalledError
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise NotInstalledError(
-            f"--device cuda: torch {torch.__version__} finds no CUDA device; use a machine with an "
-            "NVIDIA GPU, or --device cpu"
-        )
 
 
 def _begin(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Looks whether two implementations compute the same function."""
+"""Checks that two implementations compute the same function."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-# Far above what the roundings of 16-bit numbers come to, far below what another mask would.
+# Far above the roundings of 16-bit numbers, far below the effect of another mask.
 _TOLERANCE = 0.05
 
 
 def compare(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     """Compares results of a peer with ours.
 
-    Both the largest and the root mean square difference count: the largest alone would not show
-    what is wrong in rows of small numbers, as the later ones of a causal mask are.
+    Both the largest and the root mean square difference count: the largest alone would miss errors
+    in rows of small numbers, such as the later ones of a causal mask.
 
     Raises:
         ValueError: they differ by more than roundings.

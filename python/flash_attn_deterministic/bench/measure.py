@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..verify.speed.measure import peak_memory, summary, within
+from ..verify.speed.measure import peak_memory, rotations, summary, within
 from .compare import compare
 from .peers import OURS, Call, Peer, Result, Unavailable
 from .problem import Problem, Shape
@@ -62,7 +62,7 @@ def measure(
                 if peer is OURS:
                     expected = result
             timed = within(calls, budget_ms, repeats) if device == "cuda" else _cpu(calls, repeats)
-    except Exception as error:  # no room for the tensors, or a GPU that one of the calls broke
+    except Exception as error:  # out of memory, or a call broke the GPU
         timed = {}
         failed = {peer.name: failed.get(peer.name, _reason(error)) for peer in peers}
     for name, one in calls.items():
@@ -86,7 +86,7 @@ def measure(
 def _prepare(
     peer: Peer, problem: Problem, expected: Result | None, device: str
 ) -> tuple[Callable[[], object], Result, int | None]:
-    """Makes a peer ready to be timed, and looks that it computes what ours does.
+    """Makes a peer ready to be timed, and compares its result with ours.
 
     Returns:
         What to time, its result, and its peak memory on CUDA.
@@ -97,7 +97,7 @@ def _prepare(
     cuda, kind = device == "cuda", problem.shape.kind
     before = torch.cuda.memory_allocated() if cuda else 0
     call = peer.call(problem)
-    # A workspace that a peer keeps is memory that it needs. What autograd saved is another's count.
+    # A workspace that a peer keeps counts; what autograd saved for a backward does not.
     kept = torch.cuda.memory_allocated() - before if cuda and kind != "backward" else 0
     result = _detached(call())
     if expected is not None:
@@ -152,9 +152,9 @@ class _Isolated:
 
 
 def _reason(error: BaseException) -> str:
-    """Sums up an exception, or its cause, because a compiler's own says little: one sentence.
+    """Sums up an exception in one sentence; its cause, if it has one, as compilers wrap theirs.
 
-    Folders of this machine are left out: they say nothing to who reads the report elsewhere.
+    Folders of this machine are left out: they are of no use to readers elsewhere.
     """
     while error.__cause__ is not None and not isinstance(error, Unavailable):
         error = error.__cause__
@@ -165,10 +165,8 @@ def _reason(error: BaseException) -> str:
 
 def _cpu(calls: Mapping[str, _Isolated], repeats: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(repeats):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+    for _, order in rotations(calls, repeats):
+        for name in order:
             begin = time.perf_counter()
             calls[name]()
             times[name].append(1e3 * (time.perf_counter() - begin))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,21 +26,14 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation.
+    """An implementation."""
 
-    Args:
-        name: for --peers and the tables.
-        title: for people.
-        forward: returns a call that computes out, (batch, seqlen_q, nheads, head_dim).
-        devices: where it runs.
-        backward: whether it has gradients.
-    """
-
-    name: str
-    title: str
+    name: str  # for --peers and the tables
+    title: str  # for people
+    # returns a call that computes out, (batch, seqlen_q, nheads, head_dim)
     forward: Callable[[Problem], Forward]
-    devices: tuple[str, ...] = ("cuda",)
-    backward: bool = True
+    devices: tuple[str, ...] = ("cuda",)  # where it runs
+    backward: bool = True  # whether it has gradients
 
     def call(self, problem: Problem) -> Call:
         """Returns what to time: it computes out, or for a backward or a step dq, dk and dv.
@@ -79,7 +72,7 @@ def _ours(problem: Problem, deterministic: Literal["never"] | None = None) -> Fo
 
 
 def _check_plain(shape: Shape) -> None:
-    """Refuses what a peer is not called for, though it may have it."""
+    """Raises for shapes that are not timed on this peer, though it may support them."""
     if shape.lengths or shape.window >= 0 or (shape.seqlen_q and shape.seqlen_q != shape.seqlen):
         raise Unavailable("is timed without packed sequences, windows and cross attention only")
 
@@ -100,7 +93,7 @@ def _sdpa(problem: Problem, backend: SDPBackend | None = None) -> Forward:
         mask = causal_lower_right(shape.queries, shape.seqlen)
 
     def call() -> torch.Tensor:
-        with _only(backend):
+        with nullcontext() if backend is None else sdpa_kernel(backend):
             out = functional.scaled_dot_product_attention(
                 q,
                 k,
@@ -112,15 +105,6 @@ def _sdpa(problem: Problem, backend: SDPBackend | None = None) -> Forward:
         return out.transpose(1, 2)
 
     return call
-
-
-@contextmanager
-def _only(backend: SDPBackend | None) -> Iterator[None]:
-    if backend is None:
-        yield
-        return
-    with sdpa_kernel(backend):
-        yield
 
 
 def _compiled_flex() -> Callable[..., Any]:
@@ -176,6 +160,17 @@ def _flash_attn(problem: Problem) -> Forward:
     return lambda: module.flash_attn_func(q, k, v, causal=causal)
 
 
+def _packing(problem: Problem) -> dict[str, Any]:
+    """Returns FlashAttention-3's and -4's arguments for packed sequences."""
+    starts, longest = problem.cu_seqlens, problem.shape.seqlen
+    if starts is None:
+        return {}
+    return {
+        **{"cu_seqlens_q": starts, "cu_seqlens_k": starts},
+        **{"max_seqlen_q": longest, "max_seqlen_k": longest},
+    }
+
+
 def _fa3(problem: Problem, num_splits: int = 0, deterministic: bool = False) -> Forward:
     from ..verify.scoreboard import fa3
 
@@ -183,13 +178,11 @@ def _fa3(problem: Problem, num_splits: int = 0, deterministic: bool = False) -> 
         fa3.load()
     except ImportError as error:
         raise Unavailable(str(error)) from error
-    shape, starts, q, k, v = problem.shape, problem.cu_seqlens, problem.q, problem.k, problem.v
+    shape, q, k, v = problem.shape, problem.q, problem.k, problem.v
     options: dict[str, Any] = {"num_splits": num_splits, "deterministic": deterministic}
+    options |= _packing(problem)
     if shape.window >= 0:
         options |= {"window_size_left": shape.window, "window_size_right": 0}
-    if starts is not None:
-        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-        options |= {"max_seqlen_q": shape.seqlen, "max_seqlen_k": shape.seqlen}
     return lambda: fa3.attend(q, k, v, causal=shape.causal, **options)
 
 
@@ -197,11 +190,9 @@ def _fa4(problem: Problem, deterministic: bool = False) -> Forward:
     module = _installed("flash_attn.cute")
     shape, starts, q, k, v = problem.shape, problem.cu_seqlens, problem.q, problem.k, problem.v
     options: dict[str, Any] = {"causal": shape.causal, "deterministic": deterministic}
+    options |= _packing(problem)
     if shape.window >= 0:
         options["window_size"] = (shape.window, 0)
-    if starts is not None:
-        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-        options |= {"max_seqlen_q": shape.seqlen, "max_seqlen_k": shape.seqlen}
     function = module.flash_attn_func if starts is None else module.flash_attn_varlen_func
 
     def call() -> torch.Tensor:
@@ -249,19 +240,13 @@ def _flashinfer(problem: Problem) -> Forward:
     return lambda: prefill.run(q, k, v).view(problem.q.shape)
 
 
+_partial = functools.partial
+_FLASH, _CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 OURS = Peer("ours", "flash-attn-deterministic", _ours, ("cuda", "cpu"))
 PEERS = (
     OURS,
-    Peer(
-        "sdpa-flash",
-        "torch SDPA, flash",
-        functools.partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION),
-    ),
-    Peer(
-        "sdpa-cudnn",
-        "torch SDPA, cuDNN",
-        functools.partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
-    ),
+    Peer("sdpa-flash", "torch SDPA, flash", _partial(_sdpa, backend=_FLASH)),
+    Peer("sdpa-cudnn", "torch SDPA, cuDNN", _partial(_sdpa, backend=_CUDNN)),
     Peer("sdpa", "torch SDPA, default", _sdpa, ("cpu",)),
     Peer("flex", "torch FlexAttention, compiled", _flex, ("cuda", "cpu")),
     Peer("flash_attn", "flash_attn", _flash_attn),
@@ -269,22 +254,13 @@ PEERS = (
     Peer("fa4", "FlashAttention-4", _fa4),
     Peer("flashinfer", "FlashInfer", _flashinfer, backward=False),
 )
-# The same libraries in other settings, which run where they are asked for by name.
+_ATOMICS = "flash-attn-deterministic, atomics in the backward"
+_FA3_DETERMINISTIC = _partial(_fa3, num_splits=1, deterministic=True)
+_FA4_DETERMINISTIC = _partial(_fa4, deterministic=True)
+# The same libraries in other settings, which run only if they are named.
 VARIANTS = (
-    Peer(
-        "ours-atomics",
-        "flash-attn-deterministic, atomics in the backward",
-        functools.partial(_ours, deterministic="never"),
-    ),
-    Peer("fa3-one-split", "FlashAttention-3, num_splits=1", functools.partial(_fa3, num_splits=1)),
-    Peer(
-        "fa3-deterministic",
-        "FlashAttention-3, deterministic",
-        functools.partial(_fa3, num_splits=1, deterministic=True),
-    ),
-    Peer(
-        "fa4-deterministic",
-        "FlashAttention-4, deterministic",
-        functools.partial(_fa4, deterministic=True),
-    ),
+    Peer("ours-atomics", _ATOMICS, _partial(_ours, deterministic="never")),
+    Peer("fa3-one-split", "FlashAttention-3, num_splits=1", _partial(_fa3, num_splits=1)),
+    Peer("fa3-deterministic", "FlashAttention-3, deterministic", _FA3_DETERMINISTIC),
+    Peer("fa4-deterministic", "FlashAttention-4, deterministic", _FA4_DETERMINISTIC),
 )

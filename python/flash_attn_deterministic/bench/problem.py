@@ -12,33 +12,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Shape:
-    """One thing to time.
+    """One thing to time."""
 
-    Args:
-        kind: "forward", "backward", "decode", or "step": a forward and its backward.
-        batch: sequences.
-        seqlen: keys of a sequence; of packed sequences the longest.
-        nheads: query heads.
-        nheads_k: key heads.
-        head_dim: theirs.
-        causal: whether the mask is causal, aligned to the bottom right corner.
-        dtype: "bf16" or "fp16".
-        seqlen_q: queries of a sequence; 0: as many as keys, in a decode one.
-        window: keys before its own that a query sees, in a causal shape; -1: all.
-        lengths: of packed sequences; empty: dense.
-    """
-
-    kind: str
-    batch: int
-    seqlen: int
-    nheads: int
-    nheads_k: int
+    kind: str  # "forward", "backward", "decode", or "step": a forward and its backward
+    batch: int  # sequences
+    seqlen: int  # keys of a sequence; of packed sequences the longest
+    nheads: int  # query heads
+    nheads_k: int  # key heads
     head_dim: int
-    causal: bool = False
-    dtype: str = "bf16"
-    seqlen_q: int = 0
-    window: int = -1
-    lengths: tuple[int, ...] = ()
+    causal: bool = False  # whether the mask is causal, aligned to the bottom right corner
+    dtype: str = "bf16"  # "bf16" or "fp16"
+    seqlen_q: int = 0  # queries of a sequence; 0: as many as keys, in a decode one
+    window: int = -1  # keys before its own that a query sees, in a causal shape; -1: all
+    lengths: tuple[int, ...] = ()  # of packed sequences; empty: dense
 
     @property
     def name(self) -> str:
@@ -102,22 +88,16 @@ def shapes(device: str, kinds: tuple[str, ...]) -> list[Shape]:
 
 @dataclass(frozen=True)
 class Problem:
-    """A shape with random tensors.
+    """A shape with random tensors."""
 
-    Args:
-        shape: what to time.
-        q: (batch, queries, nheads, head_dim), or packed (total_q, nheads, head_dim).
-        k: (batch, seqlen, nheads_k, head_dim), or packed (total_k, nheads_k, head_dim).
-        v: like k.
-        dout: like q.
-        cu_seqlens: (batch + 1,), int32: where packed sequences begin; None: dense.
-    """
-
-    shape: Shape
+    shape: Shape  # what to time
+    # (batch, queries, nheads, head_dim), or packed (total_q, nheads, head_dim)
     q: torch.Tensor = field(repr=False)
+    # (batch, seqlen, nheads_k, head_dim), or packed (total_k, nheads_k, head_dim)
     k: torch.Tensor = field(repr=False)
-    v: torch.Tensor = field(repr=False)
-    dout: torch.Tensor = field(repr=False)
+    v: torch.Tensor = field(repr=False)  # like k
+    dout: torch.Tensor = field(repr=False)  # like q
+    # (batch + 1,), int32: where packed sequences begin; None: dense
     cu_seqlens: torch.Tensor | None = field(default=None, repr=False)
 
     @staticmethod

@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..verify.report.markdown import table_lines
 from ..verify.report.numbers import milliseconds, ratio, short, size
 from ..verify.report.svg import Bar, bars_file
+from ..verify.report.tables import Table
 from .peers import PEERS, VARIANTS
 
 _TITLES = {peer.name: peer.title for peer in (*PEERS, *VARIANTS)}
 
 
-def rows(record: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
+def rows(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Returns shape, peer, milliseconds, ratio to ours and memory; a reason where it failed."""
-    found = []
+    found: list[tuple[str, ...]] = []
     for case in record["cases"]:
         for name, time in case["ms"].items():
-            peak = case["peak_bytes"].get(name)
-            found.append(
-                (
-                    case["name"],
-                    _TITLES[name],
-                    milliseconds(time),
-                    ratio(case["ratio"][name]) if name in case["ratio"] else "",
-                    "" if peak is None else size(peak),
-                )
-            )
+            relative = ratio(case["ratio"][name]) if name in case["ratio"] else ""
+            memory = size(case["peak_bytes"][name]) if name in case["peak_bytes"] else ""
+            found.append((case["name"], _TITLES[name], milliseconds(time), relative, memory))
         for name, reason in case["failed"].items():
             found.append((case["name"], _TITLES[name], f"- {reason}", "", ""))
     return found
@@ -37,10 +32,8 @@ HEADER = ("shape", "implementation", "ms", "of ours", "peak memory")
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Returns the results as Markdown."""
-    lines = ["# Benchmark", "", *_notice(record), _machine(record), ""]
-    lines += ["| " + " | ".join(HEADER) + " |", "|---|---|---:|---:|---:|"]
-    lines += ["| " + " | ".join(w.replace("|", "\\|") for w in row) + " |" for row in rows(record)]
-    return "\n".join(lines) + "\n"
+    table = table_lines(Table(HEADER, tuple(rows(record)), 2))
+    return "\n".join(["# Benchmark", "", *_notice(record), _machine(record), "", *table]) + "\n"
 
 
 def text(record: Mapping[str, Any]) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,12 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in _names(text))
+    try:
+        return tuple(int(part) for part in _names(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers with commas, got {text!r}"
+        ) from error
 
 
 def _target(arguments: argparse.Namespace) -> Any:
@@ -147,13 +151,12 @@ def _target(arguments: argparse.Namespace) -> Any:
     )
 
 
-def _intervals(found: Mapping[str, Iterable[float | None] | None]) -> str:
+def _intervals(found: Mapping[str, Sequence[float | None] | None]) -> str:
     """Numbers with their intervals, as results have them: [low, middle, high]."""
     from .numbers.intervals import Interval
 
-    there = {name: interval for name, interval in found.items() if interval is not None}
-    values = {n: [math.nan if x is None else x for x in there[n]] for n in there}
-    return ", ".join(f"{name} {Interval(*value)}" for name, value in values.items())
+    there = {name: numbers for name, numbers in found.items() if numbers is not None}
+    return ", ".join(f"{name} {Interval.read(numbers)}" for name, numbers in there.items())
 
 
 def _gradients(arguments: argparse.Namespace) -> None:
@@ -170,7 +173,9 @@ def _gradients(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     value = run_gradients(plan, target, arguments.out, arguments.force, arguments.seconds)
     if value["done"] < len(target.batches):
-        print(f"{value['done']} of {len(target.batches)} batches; the same command goes on")
+        print(
+            f"{value['done']} of {len(target.batches)} batches; run the same command for the rest"
+        )
     for name, found in value["whole"].items():
         print(f"{name}: {_intervals(found)}")
     for name, reason in value["missing"].items():
@@ -205,6 +210,10 @@ def _weights(arguments: argparse.Namespace) -> None:
         for name, ratios in value["over"][checkpoint].items():
             text = _intervals(ratios) or "the reference is equal to A"
             print(f"{checkpoint} B over {name}: {text}")
+    for name, lacking in value["without"].items():
+        if lacking:
+            print(f"{name} lacks {', '.join(lacking)}")
+    print("Intervals are over the weight matrices of these runs, not over seeds.")
 
 
 def _forward(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What the dense and the packed functions have in common."""
+"""The steps that the dense and the packed functions share."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _Result = TypeVar("_Result")
 
 
 class Settings(NamedTuple):
-    """What a distributed call has beside one on one device.
+    """The options that only a distributed call has.
 
     Args:
         groups: of ranks.
         order: index in ORDERS.
-        heads_k: KV heads to gather at a time; 0: as many as suit.
+        heads_k: KV heads to gather at a time; 0: chosen from the sizes.
         with_lse: whether softmax_lse is returned.
     """
 
@@ -40,20 +40,19 @@ class Settings(NamedTuple):
 
 
 def checked(groups: Groups, given: Sequence[Any], prepare: Callable[[], _Result]) -> _Result:
-    """Runs the checks of a call; where they fail, the other ranks hear of it.
+    """Runs the checks of a call, and reports an error to the other ranks.
 
     Args:
         groups: of ranks.
-        given: arguments, unchecked; the first tensor has the device of the messages.
-        prepare: raises what is wrong with the arguments.
+        given: unchecked arguments; messages go over the device of the first tensor.
+        prepare: raises if the arguments are wrong.
     """
     if torch.compiler.is_compiling():
         return prepare()
     try:
         return prepare()
     except FlashAttnError as error:
-        found = (one.device for one in given if isinstance(one, torch.Tensor))
-        device = next(found, None)
+        device = next((one.device for one in given if isinstance(one, torch.Tensor)), None)
         for ranks in (groups.heads, groups.sequence):
             if ranks.size > 1 and device is not None and device.type in ("cpu", "cuda"):
                 agreement.report(ranks, error, device)
@@ -63,12 +62,12 @@ def checked(groups: Groups, given: Sequence[Any], prepare: Callable[[], _Result]
 def check_packed(
     name: str, tensor: torch.Tensor, count: int, layout: str, options: Mapping[str, Any]
 ) -> None:
-    """Checks q, k and v in one tensor, as `_checks.tensors.check_packed` does.
+    """Checks a packed tensor as `_checks.tensors.check_packed` does; reports as `checked`.
 
     Args:
         name: of the argument.
         tensor: the argument.
-        count: tensors in one.
+        count: of tensors in it.
         layout: expected.
         options: keyword arguments of the call, with the groups.
     """
@@ -111,12 +110,12 @@ def resolve(
     if found.dropout_p > 0:
         raise UnsupportedError(
             f"dropout_p: expected 0.0 on several ranks, got {found.dropout_p}: the mask of a "
-            "sequence depends on its place in the call, which is another one on each rank"
+            "sequence depends on its index in the call, which differs between ranks"
         )
     if alibi_slopes is not None:
         raise UnsupportedError(
             "alibi_slopes: expected None on several ranks: the ops measure distances from the last "
-            "row that they are given"
+            "row of their own tensor"
         )
     if found.keep_residual and has_backward((q, k, v), None):
         raise UnsupportedError(
@@ -133,7 +132,7 @@ def resolve(
     if nheads_k % size:
         raise ArgumentError(
             f"k: expected a number of heads that divides by the {size} ranks of the heads' group, "
-            f"got {nheads_k}; of {nheads} query heads, those that share keys stay together"
+            f"got {nheads_k} (for {nheads} query heads)"
         )
     heads_k = 0
     if heads_k_stride is not None:

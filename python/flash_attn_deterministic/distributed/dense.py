@@ -1,4 +1,4 @@
-"""Attention over sequences of one length, cut over several ranks."""
+"""Attention over sequences of one length that are distributed over several ranks."""
 
 from __future__ import annotations
 
@@ -36,54 +36,55 @@ def flash_attn_func(
     order: str = CONTIGUOUS,
     heads_k_stride: int | None = None,
 ) -> Any:
-    """Computes `flash_attn_deterministic.flash_attn_func` of sequences that lie on several ranks.
+    """Computes `flash_attn_deterministic.flash_attn_func` of sequences on several ranks.
 
-    Each rank passes its tokens, and gets its rows of the result: those of one device, bit for bit,
-    whatever the number of ranks; so are dq, dk and dv. All ranks of the groups have to make the
-    same calls in the same order, backward included.
+    Each rank passes its tokens and gets its rows of the result. For any number of ranks these, and
+    dq, dk and dv, have the bits of one device. All ranks of the groups have to make the same calls
+    in the same order, backward included.
 
-    How tokens lie over the P ranks of `group`, for P = 2 and a sequence of 8 tokens:
+    The tokens on the P ranks of `group`, for P = 2 and a sequence of 8 tokens:
 
         order="contiguous"   rank 0: 0 1 2 3   rank 1: 4 5 6 7
         order="zigzag"       rank 0: 0 1 6 7   rank 1: 2 3 4 5
 
-    Under a causal mask, ranks have equally much to do in the zigzag order only. `shard` cuts a
-    tensor into either order.
+    Under a causal mask, the zigzag order gives all ranks the same work. `shard` cuts a tensor in
+    either order.
 
     With `heads_group`, an all-to-all before attention gives each of its ranks all their tokens for
-    some of the heads, and another one after it undoes that. With both groups, the ranks of
+    some of the heads, and another one after it reverses that. With both groups, the ranks of
     heads_group together hold the tokens of one rank of `group`, one after another.
 
     Args:
-        q: (batch, seqlen_q, nheads, head_dim), the tokens of this rank; as many on each rank.
-            seqlen_q of the whole sequence, which masks are aligned to, is that of all ranks.
+        q: (batch, seqlen_q, nheads, head_dim), the tokens of this rank; equally many on each rank.
+            Masks are aligned to the whole sequence.
         k: (batch, seqlen_k, nheads_k, head_dim), likewise.
         v: like k.
         dropout_p: has to be 0.0.
-        softmax_scale: as on one device; so are the arguments after it, if not named here.
+        softmax_scale: as on one device; so are the arguments after it that are not listed here.
         alibi_slopes: has to be None.
         return_attn_probs: whether to return softmax_lse as well.
-        group: process group over which each sequence lies; None: all ranks, or, if heads_group is
-            given, this rank alone. Backend gloo for tensors on the CPU, NCCL for CUDA devices.
-        heads_group: process group over which heads are shared out; its size divides nheads_k.
+        group: process group over which each sequence is distributed; None: all ranks, or, if
+            heads_group is given, this rank alone. Its backend is gloo for tensors on the CPU, NCCL
+            for CUDA devices.
+        heads_group: process group over which heads are distributed; its size divides nheads_k.
         mesh: instead of groups, a DeviceMesh of one dimension (sequence) or two (sequence, heads).
         order: "contiguous" or "zigzag".
-        heads_k_stride: KV heads whose keys are gathered at a time, the same on all ranks; None: in
-            the forward half of them, or fewer where these have more than 256 MB of keys and values
-            on all ranks, but at least one; in the backward one. No bit depends on it.
+        heads_k_stride: KV heads whose keys are gathered at a time, the same on all ranks; None: one
+            in the backward; in the forward half of them, or fewer if these have more than 256 MB of
+            keys and values on all ranks, but at least one. No bit depends on it.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim); with return_attn_probs the tuple of out,
         softmax_lse (batch, nheads, seqlen_q) in float32 and an empty tensor (0,).
 
-        Where q, k and v are DTensors, out is one too, placed like q. Tokens (dimension 1) may be
-        sharded over one dimension of their mesh, which is `group` then; batch and heads over
-        others.
+        If q, k and v are DTensors, out is one too, placed like q. Tokens (dimension 1) have to be
+        sharded over one dimension of their mesh, which then is `group`; batch and heads may be
+        sharded over others.
 
     Raises:
-        As on one device; besides:
-        ArgumentError: ranks that disagree about an argument or a shape, heads or tokens that don't
-            divide, no process group.
+        As on one device, and:
+        ArgumentError: an argument or a shape differs between ranks, heads or tokens don't divide by
+            the ranks, or there is no process group.
         UnsupportedError: dropout, ALiBi, a mode with keep_residual where an input requires a
             gradient, or a group with another backend.
         RankError: a RuntimeError; another rank has ended, failed, or not answered within the
@@ -113,7 +114,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> A
 
     Args:
         qkv: (batch, seqlen, 3, nheads, head_dim), the tokens of this rank.
-        args: as of `flash_attn_func` after v.
+        args: those of `flash_attn_func` after v.
         kwargs: likewise.
 
     Returns:
@@ -132,7 +133,7 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kw
     Args:
         q: (batch, seqlen_q, nheads, head_dim), the tokens of this rank.
         kv: (batch, seqlen_k, 2, nheads_k, head_dim), likewise.
-        args: as of `flash_attn_func` after v.
+        args: those of `flash_attn_func` after v.
         kwargs: likewise.
 
     Returns:

@@ -10,16 +10,16 @@ from typing import Any
 from ..errors import ArgumentError
 from .messages.groups import group_of_dimension
 
-_TOKENS = 1  # the dimension of (batch, seqlen, nheads, head_dim) that is cut
-_WITHOUT_MESSAGES = (0, 2)  # batch and heads
+_TOKENS = 1  # the dimension of (batch, seqlen, nheads, head_dim) that needs messages
+_INDEPENDENT = (0, 2)  # batch and heads
 
 
 def with_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a dense function take DTensors, whose placements say how tokens lie."""
+    """Lets a dense function take DTensors, whose placements give the group."""
 
     @functools.wraps(function)
     def wrapped(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch imports its DTensors only where somebody uses them, as that takes a second.
+        # Not imported here, as that takes a second: no tensor is a DTensor before the import.
         module = sys.modules.get("torch.distributed.tensor")
         DTensor: Any = getattr(module, "DTensor", ())
         if not any(isinstance(tensor, DTensor) for tensor in (q, k, v)):
@@ -39,7 +39,7 @@ def with_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
 def _sequence_group(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any]:
     for name in ("group", "heads_group", "mesh"):
         if options.get(name) is not None:
-            raise ArgumentError(f"{name}: expected None with DTensors, whose own mesh counts")
+            raise ArgumentError(f"{name}: expected None with DTensors, whose mesh is used")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.device_mesh != q.device_mesh or tensor.placements != q.placements:
             raise ArgumentError(
@@ -50,7 +50,7 @@ def _sequence_group(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[An
     for number, placement in enumerate(q.placements):
         if placement.is_shard(_TOKENS):
             found.append(number)
-        elif not placement.is_replicate() and not any(map(placement.is_shard, _WITHOUT_MESSAGES)):
+        elif not placement.is_replicate() and not any(map(placement.is_shard, _INDEPENDENT)):
             raise ArgumentError(
                 f"q: expected the placements Shard(0), Shard(1), Shard(2) and Replicate(), got "
                 f"{placement}"

@@ -1,10 +1,10 @@
-"""The call shapes of ring-flash-attn's llama3_flash_attn_varlen functions, with our bits.
+"""Functions with the signatures of ring-flash-attn's llama3_flash_attn_varlen functions.
 
     from flash_attn_deterministic.distributed.llama3 import (
         llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_func)
 
-Packed tokens lie in the contiguous order. The functions take what a rank knows of its own part, as
-ring-flash-attn's do; the ranks tell each other in each call, and so find the whole.
+Packed tokens are in the contiguous order. As in ring-flash-attn, each rank passes the lengths of
+its own part; in each call the ranks exchange these to find the whole sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from .._checks.determinism import Deterministic
-from .._checks.numbers import check_flag
+from .._checks.index_values import check_starts
+from .._checks.numbers import check_flag, check_int
 from .._checks.tensors import VARLEN, check_rank
 from .._checks.varlen import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
@@ -34,19 +35,27 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     Args:
         cu_seqlens: (batch + 1,), int32: tokens of all ranks before each sequence, and their total.
-        causal: whether the causal mask is applied: a rank then needs no keys after its own tokens.
+        causal: whether the mask is causal: a rank then needs no keys after its own tokens.
         rank: in the group.
-        world_size: ranks of the group.
+        world_size: number of ranks of the group.
 
     Returns:
-        cu_seqlens_q and cu_seqlens_k of the sequences that have tokens on this rank, the longest of
-        both, and the slice of all tokens in which its keys lie.
+        cu_seqlens_q and cu_seqlens_k of the sequences that have tokens on this rank, the longest
+        lengths of both, and the slice of all tokens that holds its keys.
 
     Raises:
-        ArgumentError: tokens that don't divide by the ranks, or wrong cu_seqlens.
+        ArgumentError: tokens that don't divide by the ranks, wrong cu_seqlens, or no such rank.
+        ArgumentTypeError: a wrong type; DtypeError: cu_seqlens is not torch.int32.
     """
-    check_cu_seqlens("cu_seqlens", cu_seqlens, None, cu_seqlens.device)
+    check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
+    causal = check_flag("causal", causal)
+    rank, world_size = check_int("rank", rank), check_int("world_size", world_size)
+    if not 0 <= rank < world_size:
+        raise ArgumentError(
+            f"rank: expected 0 to world_size - 1, got {rank} with world_size {world_size}"
+        )
     starts = cu_seqlens.tolist()
+    check_starts("cu_seqlens", starts)
     if starts[-1] % world_size:
         raise ArgumentError(
             f"cu_seqlens: expected a total that divides by {world_size} ranks, got {starts[-1]}"
@@ -64,7 +73,7 @@ def _part(
 ) -> tuple[list[int], list[int], slice]:
     each = starts[-1] // world_size
     begin, end = rank * each, (rank + 1) * each
-    # An empty sequence has tokens on no rank.
+    # Without empty sequences, which have tokens on no rank.
     own = [(a, b) for a, b in itertools.pairwise(starts) if max(a, begin) < min(b, end)]
     if not own:
         return [0], [0], slice(begin, begin)
@@ -99,7 +108,7 @@ def llama3_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: Any = None,
 ) -> Any:
-    """Computes attention over packed sequences that cross the borders of ranks.
+    """Computes attention over packed sequences that are distributed over several ranks.
 
     Args:
         q: (total_q, nheads, head_dim), the tokens of this rank.
@@ -118,7 +127,8 @@ def llama3_flash_attn_varlen_func(
         out (total_q, nheads, head_dim); with return_attn_probs out, softmax_lse and None.
 
     Raises:
-        As `flash_attn_varlen_func`; ArgumentError too where the parts of the ranks make no whole.
+        As `flash_attn_varlen_func`; ArgumentError also if the parts of the ranks don't fit
+        together.
 
     Source:
         llama3_flash_attn_varlen_func of ring-flash-attention.
@@ -140,7 +150,7 @@ def llama3_flash_attn_varlen_func(
     if ranks.size > 1:
         check(ranks, {"the tokens of q": q.shape[0], "causal": int(causal)}, q.device)
     own = [local_k_slice.start + start for start in cu_seqlens_k.tolist()[:-1]]
-    # At most a start for each token, and one that a rank shares with the rank before.
+    # At most one start for each token, and that of a sequence that began on an earlier rank.
     row = torch.full((q.shape[0] + 1,), -1, dtype=torch.int64, device=q.device)
     row[: len(own)] = torch.tensor(own[: len(row)], dtype=torch.int64)
     every = ranks.all_gather(row, "where sequences begin").flatten().tolist()

@@ -1,7 +1,7 @@
-"""The ops `sequence_fwd`, `sequence_bwd` and `swap`: what torch.compile and autograd see.
+"""The ops `sequence_fwd`, `sequence_bwd` and `swap`, for torch.compile and autograd.
 
-A process group is passed by its name, as torch's own functional collectives do, and what happens
-inside is hidden from the compiler: lengths may lie on the device, and are read.
+As in torch's functional collectives, a process group is passed by its name. The compiler does not
+trace into the ops, which read lengths from the device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .._checks.kernels import check_kernels
 from .._ops import autograd
 from .messages.agreement import check
 from .messages.ranks import Ranks
-from .passes import backward, chain, forward
-from .passes.slices import Rows, Scores
+from .passes import chained_backward, forward, gathered_backward
+from .passes.op_calls import Rows, Scores
 from .planning.layout import ORDERS, Tokens, dense_tokens, packed_tokens
 from .planning.plan import Mask
 from .planning.steps import find_units
@@ -25,7 +25,7 @@ from .planning.steps import find_units
 NAMESPACE = "flash_attn_deterministic"
 
 # q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
-# ranks' tokens. `order` is an index in ORDERS. `gather` forbids the chain.
+# ranks' tokens. `order` is an index in ORDERS. `gather` selects the gathered backward.
 _CALL = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, str heads_group, int order, "
     "int heads_k, bool gather, float softmax_scale, int window_left, int window_right, "
@@ -35,13 +35,13 @@ _SCHEMAS = {
     "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor softmax_lse)",
     "sequence_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
     f"{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    # Cuts dimension `scatter` for the ranks, and joins what comes along dimension `gather`. All
-    # ranks have to give the same `agreed`: the shapes of q and k, and whether softmax_lse is
-    # returned; empty: not asked. The ranks of `then` hear of an error.
+    # An all-to-all: cuts dimension `scatter`, and joins the received parts along `gather`. `agreed`
+    # (the shapes of q and k, and whether softmax_lse is returned) has to be the same on all ranks;
+    # empty: not checked. An error is reported to the ranks of `then`.
     "swap": "(Tensor tensor, int scatter, int gather, str group, SymInt[] agreed, str then) "
     "-> Tensor",
 }
-# Makes every backward take the gathering way, for tests and comparisons.
+# Makes every backward the gathered one, for tests and comparisons.
 GATHER = False
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -105,15 +105,15 @@ def _sequence_bwd(
     tokens_q, tokens_k = _agreed(
         ranks, Ranks(None), q, k, cu_seqlens_q, cu_seqlens_k, order, (heads_k, gather), scores
     )
-    # A chain leaves ranks waiting for as long as up to 2 (ranks - 1) units take, and gathering
-    # doubles the work. Both have the same bits.
+    # In the chained backward, ranks wait for up to 2 (ranks - 1) units; the gathered one doubles
+    # the work. Both have the same bits.
     lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
     rows = Rows(_packed(dout), _packed(q), _packed(out), lse)
     heads_k = heads_k or 1
     units = find_units(q.shape[-2], k.shape[-2], heads_k, ranks.size)
-    carried = len(units) >= 2 * (ranks.size - 1) and not gather
-    way = chain if carried else backward
-    dq, dk, dv = way.backward(
+    chained = len(units) >= 2 * (ranks.size - 1) and not gather
+    module = chained_backward if chained else gathered_backward
+    dq, dk, dv = module.backward(
         ranks, rows, _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k
     )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
@@ -160,7 +160,7 @@ def _agreed(
     numbers: tuple[int, bool],
     scores: Scores,
 ) -> tuple[Tokens, Tokens]:
-    """Returns where the tokens lie, once all ranks have shown that they agree on it."""
+    """Checks that all ranks make the same call, and returns where the tokens of q and k are."""
     starts_q, starts_k = (
         None if starts is None else tuple(starts.tolist())
         for starts in (cu_seqlens_q, cu_seqlens_k)
@@ -242,7 +242,7 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors
     if dout is None:
-        # The other ranks may have a gradient here, and wait.
+        # The other ranks may have a gradient, and wait for this one.
         dout = torch.zeros_like(saved[3])
     gradients = torch.ops.flash_attn_deterministic.sequence_bwd(
         dout.contiguous(), *saved, *ctx.call
@@ -272,10 +272,10 @@ for _name, _body, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _body, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-_checked: Any = autograd._Checked(_library)
+_checked: Any = autograd.CheckedLibrary(_library)
 for _name, _formula, _context in (
     ("sequence_fwd", _backward, _setup),
-    ("sequence_bwd", autograd._no_double_backward, None),
+    ("sequence_bwd", autograd.no_double_backward, None),
     ("swap", _backward_swap, _setup_swap),
 ):
     torch.library.register_autograd(

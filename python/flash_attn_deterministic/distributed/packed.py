@@ -1,4 +1,4 @@
-"""Attention over packed sequences, cut over several ranks."""
+"""Attention over packed sequences that are distributed over several ranks."""
 
 from __future__ import annotations
 
@@ -43,24 +43,23 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Computes `flash_attn_deterministic.flash_attn_varlen_func` of tokens on several ranks.
 
-    cu_seqlens tell of the tokens of all ranks together. In the contiguous order rank r holds the
-    r-th of P parts of them, and a sequence may begin on one rank and end on another. In the zigzag
-    order each sequence is cut by itself, as `dense.flash_attn_func` shows, and its length divides
-    by 2 P.
+    cu_seqlens are those of the tokens of all ranks. In the contiguous order rank r holds the r-th
+    of P parts of these, and a sequence may begin on one rank and end on another. In the zigzag
+    order each sequence is cut as `dense.flash_attn_func` shows, and its length divides by 2 P.
 
-    What cu_seqlens hold is read on the host, on a CUDA device too.
+    The host reads cu_seqlens, and waits for those on a CUDA device.
 
     Args:
-        q: (total_q, nheads, head_dim), the tokens of this rank; as many on each rank.
+        q: (total_q, nheads, head_dim), the tokens of this rank; equally many on each rank.
         k: (total_k, nheads_k, head_dim), likewise.
         v: like k.
         cu_seqlens_q: (batch + 1,), int32: tokens of all ranks before each sequence, and their
             total; in the contiguous order the total may be less than that of all ranks.
         cu_seqlens_k: (batch + 1,), int32, the same for k.
-        max_seqlen_q: without effect; lengths are known.
-        max_seqlen_k: the same.
+        max_seqlen_q: no effect: the host reads the lengths.
+        max_seqlen_k: no effect.
         dropout_p: has to be 0.0.
-        softmax_scale: as on one device; so are the arguments after it, if not named here.
+        softmax_scale: as on one device; so are the arguments after it that are not listed here.
         alibi_slopes: has to be None.
         return_attn_probs: whether to return softmax_lse as well.
         block_table: has to be None.
@@ -102,8 +101,8 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: (total, 3, nheads, head_dim), the tokens of this rank.
         cu_seqlens: (batch + 1,), int32, of all ranks.
-        max_seqlen: without effect.
-        args: as of `flash_attn_varlen_func` after max_seqlen_k.
+        max_seqlen: no effect.
+        args: those of `flash_attn_varlen_func` after max_seqlen_k.
         kwargs: likewise.
 
     Returns:
@@ -127,7 +126,7 @@ def flash_attn_varlen_kvpacked_func(
     Args:
         q: (total_q, nheads, head_dim), the tokens of this rank.
         kv: (total_k, 2, nheads_k, head_dim), likewise.
-        args: as of `flash_attn_varlen_func` after v.
+        args: those of `flash_attn_varlen_func` after v.
         kwargs: likewise.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Whole tensors cut over ranks, and put together again."""
+"""Cuts tensors into the parts of ranks, and joins the parts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from .._checks.describe import type_name
+from .._checks.numbers import check_int
 from .._checks.varlen import check_cu_seqlens
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from .messages import agreement
 from .messages.groups import Groups, find_groups
 from .planning.layout import CONTIGUOUS, ORDERS, Layout, dense_tokens, packed_tokens
@@ -23,10 +25,10 @@ def shard(
     order: str = CONTIGUOUS,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns this rank's part of a tensor that every rank has whole. Sends nothing.
+    """Returns this rank's part of a tensor that every rank has whole, without messages.
 
     Args:
-        tensor: any, with the tokens of all ranks in one dimension.
+        tensor: of any dtype, with the tokens of all ranks in one dimension.
         dim: that dimension.
         group: as in `flash_attn_func`; heads_group, mesh and order too.
         heads_group: see group.
@@ -36,14 +38,16 @@ def shard(
             sequence.
 
     Returns:
-        Its tokens of this rank, as a tensor of their own. Gradients pass through.
+        A copy of this rank's tokens. Gradients pass through.
 
     Raises:
-        ArgumentError: the tokens don't divide by the ranks (by twice as many in the zigzag order).
+        ArgumentError: the tokens don't divide by the ranks (by twice as many in the zigzag order),
+            or there is no such dimension.
+        ArgumentTypeError: a wrong type; DtypeError: cu_seqlens is not torch.int32.
     """
     groups = find_groups(group, heads_group, mesh)
-    tokens = tensor.shape[dim]
-    index = _order(tokens, groups, order, cu_seqlens)
+    dim = _dimension(tensor, dim)
+    index = _order(tensor.shape[dim], groups, order, cu_seqlens)
     size = groups.heads.size
     part = index[groups.sequence.rank].chunk(size)[groups.heads.rank]
     return tensor.index_select(dim, part.to(tensor.device))
@@ -59,7 +63,7 @@ def unshard(
     order: str = CONTIGUOUS,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the tensor that `shard` with the same arguments cuts into the ranks' parts.
+    """Returns the whole tensor of the parts that `shard` makes with the same arguments.
 
     Args:
         tensor: this rank's part.
@@ -70,12 +74,14 @@ def unshard(
 
     Raises:
         ArgumentError: as `shard`; the ranks' parts differ in shape or dtype.
+        ArgumentTypeError: as `shard`.
         RankError: another rank has ended, or does not answer.
     """
     groups = find_groups(group, heads_group, mesh)
+    dim = _dimension(tensor, dim)
     part = tensor.detach()
     for ranks in (groups.heads, groups.sequence):
-        if ranks.size > 1:  # gloo ends the process where sizes differ
+        if ranks.size > 1:  # gloo would abort the process if sizes differ
             facts: dict[str, Any] = {"tensor.dtype": part.dtype}
             facts.update((f"tensor.shape[{at}]", size) for at, size in enumerate(part.shape))
             agreement.check(ranks, facts, part.device)
@@ -83,6 +89,18 @@ def unshard(
         part = torch.cat(list(parts), dim)
     order_of_all = torch.cat(_order(part.shape[dim], groups, order, cu_seqlens))
     return part.index_select(dim, order_of_all.argsort().to(part.device))
+
+
+def _dimension(tensor: Any, dim: Any) -> int:
+    """Checks a tensor and its dimension of tokens, and returns the latter."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(f"tensor: expected a torch.Tensor, got {type_name(tensor)}")
+    found = check_int("dim", dim)
+    if not -tensor.dim() <= found < tensor.dim():
+        raise ArgumentError(
+            f"dim: expected a dimension of the tensor, of shape {tuple(tensor.shape)}, got {found}"
+        )
+    return found
 
 
 def _order(
@@ -101,7 +119,7 @@ def _order(
         starts = (0, tokens)
         layout: Layout = dense_tokens(1, tokens // ranks, ranks, order).layout
     else:
-        check_cu_seqlens("cu_seqlens", cu_seqlens, None, cu_seqlens.device)
+        check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
         starts = tuple(cu_seqlens.tolist())
         layout = packed_tokens(starts, tokens // ranks, ranks, order, "cu_seqlens").layout
     found = []

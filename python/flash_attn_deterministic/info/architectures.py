@@ -1,4 +1,4 @@
-"""Which GPUs run the machine code and PTX that a wheel holds."""
+"""Whether a GPU runs the machine code or PTX of a wheel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Architecture:
     Args:
         capability: the compute capability that it is built for, (major, minor).
         name: without a prefix, such as "90a".
-        exact: whether a letter ties it to exactly that capability.
+        exact: whether it runs on exactly that capability, as the letter of "90a" says.
         real: whether it is machine code.
         virtual: whether it is PTX.
     """
@@ -28,21 +28,21 @@ class Architecture:
     virtual: bool
 
     def real_runs_on(self, capability: tuple[int, int]) -> bool:
-        """Tells whether its machine code, if any, runs on a GPU."""
+        """Returns whether its machine code, if any, runs on a GPU."""
         if self.exact:
             return self.real and capability == self.capability
         same_major = capability[0] == self.capability[0]
         return self.real and same_major and capability >= self.capability
 
     def virtual_runs_on(self, capability: tuple[int, int]) -> bool:
-        """Tells whether a driver can compile its PTX, if any, for a GPU."""
+        """Returns whether a driver can compile its PTX, if any, for a GPU."""
         if self.exact:
             return self.virtual and capability == self.capability
         return self.virtual and capability >= self.capability
 
 
 def parse(architecture: str) -> Architecture:
-    """Takes an entry of CMAKE_CUDA_ARCHITECTURES apart.
+    """Parses an entry of CMAKE_CUDA_ARCHITECTURES.
 
     Args:
         architecture: such as "80-real" or "90-virtual".
@@ -63,11 +63,11 @@ def parse(architecture: str) -> Architecture:
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Tells whether one entry of CMAKE_CUDA_ARCHITECTURES runs on a GPU.
+    """Returns whether one entry of CMAKE_CUDA_ARCHITECTURES runs on a GPU.
 
     Machine code (real) runs on its own major compute capability from its minor one up. PTX
     (virtual) is compiled by the driver for any capability from its own up. No suffix means both.
-    A letter ("90a") ties either to exactly that capability.
+    With a letter ("90a"), either runs on exactly that capability.
 
     Args:
         architecture: such as "80-real" or "90-virtual".
@@ -84,5 +84,5 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
 
 def any_runs_on(architectures: Iterable[str], capability: tuple[int, int]) -> bool:
-    """Tells whether one of several architectures runs on a GPU; see `runs_on`."""
+    """Returns whether one of several architectures runs on a GPU; see `runs_on`."""
     return any(runs_on(architecture, capability) for architecture in architectures)

@@ -1,4 +1,4 @@
-"""What this wheel was built from and what it holds, as the build recorded it."""
+"""The build's record of this wheel: its sources, architectures and kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Upstream:
 
 @dataclass(frozen=True)
 class Tile:
-    """The rows and keys that one thread block of the kernel works on at a time."""
+    """The rows and keys that one thread block of a kernel processes at a time."""
 
     block_m: int
     block_n: int
@@ -42,13 +42,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Instance:
-    """The kernels of one family for one head dim, the largest that they take.
+    """The kernels of one direction, dtype and family for one head dim.
 
     Args:
         direction: "fwd" or "bwd".
         dtype: "fp16" or "bf16".
-        head_dim: of the kernels; smaller ones are padded.
-        family: "sm80", for every supported GPU, or "sm90", for compute capability 9.0 alone.
+        head_dim: the largest that the kernels take; smaller ones are padded.
+        family: "sm80", for every supported GPU, or "sm90", for compute capability 9.0 only.
     """
 
     direction: str
@@ -68,7 +68,7 @@ class BuildInfo:
     instances: tuple[Instance, ...]
     # sha256 by part of the source tree that the machine code is compiled from.
     sources: Mapping[str, str]
-    # Equal numbers promise equal bits on one compute capability; 0: built before they were counted.
+    # Wheels with equal numbers give equal bits on one compute capability; 0: an old wheel without.
     bits_version: int
 
     def kernel_head_dim(self, head_dim: int) -> int:
@@ -84,13 +84,13 @@ class BuildInfo:
 
 
 def parse(record: Mapping[str, Any]) -> BuildInfo:
-    """Checks a parsed `_build_info.json` and gives it types.
+    """Converts a parsed `_build_info.json`.
 
     Args:
         record: the JSON object.
 
     Returns:
-        The same facts; tiles in rising order of head dim.
+        The record; tiles in rising order of head dim.
 
     Raises:
         BuildInfoError: another schema, or a missing or wrong field.

@@ -16,7 +16,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what `collect` found.
+    """Prints the result of `collect`.
 
     Raises:
         BuildInfoError: the wheel's own record is missing (a source tree) or unreadable.

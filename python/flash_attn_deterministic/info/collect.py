@@ -22,7 +22,7 @@ _DRIVER_FLOORS = {11: 450, 12: 525, 13: 580}
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device of this machine; `reason` says why it can't run the wheel, or is empty."""
+    """A CUDA device of this machine; `reason` is why it can't run the wheel, or empty."""
 
     index: int
     name: str
@@ -48,9 +48,9 @@ class Info:
         torch_floor: lowest torch that the wheel runs with.
         torch_version: the torch found.
         torch_cuda: CUDA version of the torch found; None: built without CUDA.
-        mode: that calls run in; None: none.
-        mode_problem: why there is none, from the environment; empty when there is one.
-        kernels_missing: why no kernels are loaded; empty when they are.
+        mode: of calls; None: the environment variables are wrong.
+        mode_problem: what is wrong with them; or empty.
+        kernels_missing: why no kernels are loaded; or empty.
         devices: CUDA devices of this machine.
     """
 
@@ -141,7 +141,7 @@ def driver_floor(cuda_toolkit: str) -> int | None:
 
 
 def collect() -> Info:
-    """Looks at the installed wheel and at this machine.
+    """Inspects the installed wheel and this machine.
 
     Raises:
         BuildInfoError: the wheel's own record is missing (a source tree) or unreadable.

@@ -1,5 +1,5 @@
-"""Ways into other packages: each module here is imported by name, and needs that package.
+"""Integrations: each module is imported by name, and requires the package of that name.
 
-`as_flash_attn` puts this package in the place of flash_attn in a running process. `torch` offers
-the kernels to scaled_dot_product_attention, `transformers` to its models, `vllm` to its engine.
+`alias` makes `import flash_attn` give this package. `torch` registers the kernels with
+scaled_dot_product_attention, `transformers` with its models, `vllm` with its engine.
 """

@@ -1,4 +1,4 @@
-"""Puts this package in the place of flash_attn, in a running process and on request."""
+"""Replaces flash_attn by this package in a running process, on request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 _NAME = "flash_attn"
 _lock = threading.Lock()
 _active: list[as_flash_attn] = []
-# What `import flash_attn` and its submodules gave before; restored after the last undo.
+# The modules of another flash_attn; the last undo restores them.
 _before: dict[str, ModuleType] = {}
 
 
@@ -19,15 +19,14 @@ class as_flash_attn:
     The alias holds flash_attn (the public functions), flash_attn.flash_attn_interface (with
     _flash_attn_forward, _flash_attn_backward, their varlen and _wrapped_ forms) and
     flash_attn.bert_padding; see `flash_attn_deterministic.integrations.flash_attn`. Another
-    flash_attn, installed or even imported already, is hidden meanwhile; nothing of it is mixed in.
-    A module that has imported names from either keeps them: call this before importing what uses
-    flash_attn.
+    flash_attn, even if it is imported already, is hidden meanwhile. A module that has imported
+    names from either keeps them: call this before importing code that uses flash_attn.
 
-    The alias is no distribution: importlib.metadata does not find flash-attn, and libraries that
-    ask there (transformers among them) see none. `flash_attn.__version__` is 2.8.3+deterministic.
+    The alias is no distribution: importlib.metadata does not find flash-attn, nor do libraries that
+    look there, such as transformers. `flash_attn.__version__` is 2.8.3+deterministic.
 
     Use it as a function, whose result has `undo`, or in a `with` block. It holds for all threads.
-    Several may overlap; the last undo takes the alias away.
+    Several may overlap; the last undo removes the alias.
 
     Source:
         The modules of flash_attn 2.8.3.
@@ -46,7 +45,7 @@ class as_flash_attn:
             _active.append(self)
 
     def undo(self) -> None:
-        """Takes the alias away, unless another `as_flash_attn` still holds it; once is enough."""
+        """Removes the alias, unless another `as_flash_attn` is active. May be called again."""
         with _lock:
             if self not in _active:
                 return
@@ -80,7 +79,7 @@ def _loaded() -> dict[str, ModuleType]:
 
 
 def _install() -> None:
-    modules = _modules()  # first: nothing is hidden if this fails
+    modules = _modules()  # first, so that a failure hides nothing
     _before.update(_loaded())
     _replace(modules)
 

@@ -1,9 +1,9 @@
-"""Offers this package to torch as an implementation of flash attention, when imported.
+"""Registers this package with torch as an implementation of flash attention, when imported.
 
 After `torch.nn.attention.activate_flash_attention_impl("flash_attn_deterministic")` the flash
-backend of scaled_dot_product_attention runs these kernels on CUDA devices, forward and backward,
-and with it all that builds on it: torch.nn.attention.varlen, nested tensors, models. torch keeps
-choosing among its backends; to be sure of this one, put calls into `sdpa_kernel`:
+backend of scaled_dot_product_attention runs these kernels on CUDA devices, forward and backward;
+torch.nn.attention.varlen, nested tensors and models use it too. torch still chooses among its
+backends; to be sure of this one, put calls into `sdpa_kernel`:
 
     import flash_attn_deterministic.integrations.torch
     from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
@@ -13,7 +13,7 @@ choosing among its backends; to be sure of this one, put calls into `sdpa_kernel
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 The order of additions is that of the mode, in the backward too. `restore_flash_attention_impl()`,
-in torch >= 2.11, gives torch its own kernels back.
+in torch >= 2.11, restores torch's own kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.attention import register_flash_attention_impl
 
 from .._ops.arguments import Lengths
 from ..errors import ArgumentError, UnsupportedError
-from . import calls
+from . import low_level
 
 NAME = "flash_attn_deterministic"
 
@@ -34,24 +34,24 @@ _Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 class Handle:
-    """What holds the kernels in torch's dispatcher.
+    """Overrides torch's flash attention kernels until it is removed.
 
     Args:
-        dispatch_key: of which device.
+        dispatch_key: of the device.
     """
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         library: Any = torch.library.Library
         self._library: Any = library("aten", "IMPL", dispatch_key)
         with warnings.catch_warnings():
-            # It is what was asked for.
+            # torch warns of each override.
             warnings.filterwarnings("ignore", "(?s).*verriding a previously registered kernel")
             for name, function in _OVERRIDES.items():
-                if hasattr(torch.ops.aten, name):  # the in-place form is younger than torch 2.10
+                if hasattr(torch.ops.aten, name):  # torch 2.10 lacks the in-place form
                     self._library.impl(name, function, dispatch_key)
 
     def remove(self) -> None:
-        """Gives torch its own kernels back."""
+        """Restores torch's own kernels."""
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -95,28 +95,28 @@ def forward(
         scale: factor of the scores; None: head_dim ** -0.5.
         window_size_left: how many keys before its own position a query sees; None or -1: no limit.
         window_size_right: the same for keys after it.
-        seqused_k: (batch,), int32: how many keys of each sequence count; packed calls only.
+        seqused_k: (batch,), int32: how many keys of each sequence are in use; packed calls only.
         alibi_slopes: (nheads,) or (batch, nheads), float32.
         block_table: (batch, pages), int32: which pages hold a sequence; packed calls only.
-        num_splits: without effect: it changes no bit.
-        unknown: what a newer torch may pass; only None.
+        num_splits: no effect.
+        unknown: arguments of a newer torch; only None.
 
     Returns:
         Output like query; log-sum-exp (batch, nheads, seqlen_q) or (nheads, total_q), float32; seed
-        and offset of the dropout mask (2,), uint64; two tensors without meaning.
+        and offset of the dropout mask (2,), uint64; two unused tensors.
 
     Raises:
         UnsupportedError: a NotImplementedError; return_debug_mask, or an argument of a newer torch.
-        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
+        ArgumentError: a ValueError; a wrong value, shape or device. More as `low_level.forward`.
 
     Source:
         aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
     """
     lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
     window = (window_size_left, window_size_right)
-    scores = _scores(query, scale, is_causal, window, alibi_slopes)
+    scores = low_level.Scores(scale, is_causal, window, 0.0, alibi_slopes)
     _check_unsupported(return_debug_mask, unknown)
-    result = calls.forward(query, key, value, scores, dropout_p, lengths)
+    result = low_level.forward(query, key, value, scores, dropout_p, lengths)
     rng_state = result.rng_state
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
@@ -135,8 +135,8 @@ def forward_no_dropout_inplace(
     """Computes aten::_flash_attention_forward_no_dropout_inplace.
 
     Args:
-        out: like query: written.
-        query: as in `forward`, and so are all others.
+        out: like query; the output is written to it.
+        query: as in `forward`; all others too.
 
     Returns:
         The log-sum-exp, as `forward`.
@@ -147,11 +147,7 @@ def forward_no_dropout_inplace(
     Source:
         aten/src/ATen/native/native_functions.yaml of torch 2.13.
     """
-    if (out.shape, out.dtype, out.device) != (query.shape, query.dtype, query.device):
-        raise ArgumentError(
-            f"out: expected a tensor like query, {query.dtype} {tuple(query.shape)} on "
-            f"{query.device}, got {out.dtype} {tuple(out.shape)} on {out.device}"
-        )
+    low_level.check_like("out", out, "query", query)
     result, softmax_lse, *_ = forward(query, *arguments, **options)
     out.copy_(result)
     return softmax_lse
@@ -177,18 +173,18 @@ def backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     **unknown: Any,
-) -> calls.Gradients:
+) -> low_level.Gradients:
     """Computes aten::_flash_attention_backward.
 
-    Gradients are deterministic where the mode is, or where torch is to use such algorithms only.
-    Other arguments, and what is raised, as in `forward`.
+    Gradients are deterministic where the mode is enabled, or torch may use deterministic algorithms
+    only. Other arguments, and what is raised, as in `forward`.
 
     Args:
-        grad_out: like out; the gradient that comes in.
-        out: what `forward` returned.
-        logsumexp: what `forward` returned.
-        rng_state: what `forward` returned third.
-        unused: what `forward` returned fourth.
+        grad_out: the gradient of out, like it.
+        out: as `forward` returned it.
+        logsumexp: as `forward` returned it.
+        rng_state: the third result of `forward`.
+        unused: the fourth result of `forward`.
 
     Returns:
         Gradients of query, key and value, with their strides.
@@ -198,14 +194,14 @@ def backward(
     """
     _check_unsupported(False, unknown)
     lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, None, None)
-    scores = _scores(query, scale, is_causal, (window_size_left, window_size_right), None)
+    scores = low_level.Scores(scale, is_causal, (window_size_left, window_size_right))
     seed = rng_state.view(torch.int64) if dropout_p > 0 else None
-    dq, dk, dv = calls.backward(
+    dq, dk, dv = low_level.backward(
         grad_out,
         query,
         key,
         value,
-        calls.Forward(out, logsumexp, seed),
+        low_level.Forward(out, logsumexp, seed),
         scores,
         dropout_p,
         lengths,
@@ -235,7 +231,7 @@ def sdpa_forward(
 
     Returns:
         Output like query; log-sum-exp (batch, nheads, seqlen_q), float32; None twice; seqlen_q and
-        seqlen_k; seed and offset of the dropout mask (2,), uint64; two tensors without meaning.
+        seqlen_k; seed and offset of the dropout mask (2,), uint64; two unused tensors.
 
     Source:
         aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
@@ -266,16 +262,16 @@ def sdpa_backward(
     philox_offset: torch.Tensor,
     *,
     scale: float | None = None,
-) -> calls.Gradients:
+) -> low_level.Gradients:
     """Computes aten::_scaled_dot_product_flash_attention_backward.
 
     Other arguments, what is returned and what is raised, as in `backward`.
 
     Args:
-        query: as in `sdpa_forward`, and so are key and value; grad_out and out are like query.
+        query: as in `sdpa_forward`; key and value too. grad_out and out are like query.
         cum_seq_q: None, and so is cum_seq_k: the sequences are not packed.
         philox_seed: seed and offset, as `sdpa_forward` returned them.
-        philox_offset: without meaning.
+        philox_offset: unused.
 
     Source:
         aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
@@ -293,17 +289,6 @@ _OVERRIDES = {
     "_scaled_dot_product_flash_attention": sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": sdpa_backward,
 }
-
-
-def _scores(
-    query: torch.Tensor,
-    scale: float | None,
-    is_causal: bool,
-    window: tuple[int | None, int | None],
-    alibi_slopes: torch.Tensor | None,
-) -> calls.Scores:
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return calls.Scores(scale, is_causal, window, 0.0, alibi_slopes)
 
 
 def _lengths(
@@ -326,7 +311,7 @@ def _lengths(
             raise ArgumentError(
                 "cum_seq_k: expected a tensor, or seqused_k and block_table, got None"
             )
-        # Lengths are those of seqused_k; the op wants starts all the same.
+        # The lengths are those of seqused_k, but the op requires starts too.
         lengths = seqused_k.cumsum(0, dtype=torch.int32)
         cum_seq_k = torch.nn.functional.pad(lengths, (1, 0))
     return Lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, None, block_table)

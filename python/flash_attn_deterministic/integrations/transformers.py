@@ -1,4 +1,4 @@
-"""Offers this package to the models of transformers, when imported.
+"""Registers this package as an attention implementation of transformers, when imported.
 
 After it a model takes `attn_implementation="flash_attn_deterministic"`:
 
@@ -10,9 +10,9 @@ After it a model takes `attn_implementation="flash_attn_deterministic"`:
     )
 
 Padded and packed batches, sliding windows, softcap, static and dynamic caches work as with
-"flash_attention_2": transformers itself packs what is padded and finds the sequences in
-position_ids. The order of additions is that of the mode of this package; transformers' own
-variable FLASH_ATTENTION_DETERMINISTIC is without effect.
+"flash_attention_2": transformers itself packs padded batches and finds the sequences in
+position_ids. The order of additions is that of this package's mode; transformers' variable
+FLASH_ATTENTION_DETERMINISTIC has no effect.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def attention(
         (batch, seqlen_q, nheads, head_dim) in query's dtype, and None for the weights.
 
     Raises:
-        UnsupportedError: a NotImplementedError; attention sinks, a position bias, or a mask that is
-            more than padding.
+        UnsupportedError: a NotImplementedError; attention sinks, a position bias, or a mask of
+            other than two dimensions.
 
     Source:
         flash_attention_forward of transformers 5.17 (integrations/flash_attention.py).
@@ -64,7 +64,7 @@ def attention(
     for name in ("s_aux", "position_bias"):
         if options.get(name) is not None:
             raise UnsupportedError(
-                f"{name}: expected None; this attention has none. Use "
+                f"{name}: expected None, as this attention does not support it; use "
                 'attn_implementation="eager" for this model'
             )
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -89,27 +89,27 @@ def mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> torch.Tensor | None:
-    """Returns the mask that `attention` is given.
+    """Returns the mask for `attention`.
 
     Args:
-        batch_size: sequences.
+        batch_size: number of sequences.
         q_length: queries of each.
-        kv_length: keys of each, free places of a static cache included.
+        kv_length: keys of each, with the free places of a static cache.
         q_offset: position of the first query.
         kv_offset: position of the first key.
         attention_mask: (batch_size, tokens seen), bool; None: no padding.
-        device: where the tensors are.
-        options: what other masks need.
+        device: of the tensors.
+        options: arguments of other masks.
 
     Returns:
-        (batch_size, keys), bool; None where every place of the keys holds a token. The caller knows
-        by its width how much of a static cache is filled.
+        (batch_size, keys), bool; None if every place of the keys holds a token. Its width is the
+        number of places of a static cache that are filled.
 
     Source:
         flash_attention_mask of transformers 5.17 (masking_utils.py).
     """
     if attention_mask is None:
-        # Without a mask, causal attention would see the free places of a static cache.
+        # Without a mask, causal attention would read the free places of a static cache.
         filled = int(q_offset) + q_length - kv_offset
         if filled < kv_length:
             return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
@@ -126,8 +126,8 @@ def mask(
     return result
 
 
-# transformers looks at the parameters, and passes what it finds. `deterministic` is left out: it
-# would pass False, where the mode of this package is to decide.
+# transformers inspects the parameters, and passes those that it finds. `deterministic` is not among
+# them: transformers would pass False, but the mode has to decide.
 
 
 def _attention(
@@ -157,7 +157,7 @@ def _varlen_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    # Tensors where transformers has found the sequences in position_ids.
+    # max_seqlen is a tensor if transformers found the sequences in position_ids.
     return flash_attn_varlen_func(
         q,
         k,
@@ -179,14 +179,14 @@ _others = modeling_flash_attention_utils._lazy_imports
 
 
 def _lazy_imports(implementation: str | None, *arguments: Any, **options: Any) -> Any:
-    """Returns our functions for our name, where transformers would look for it on its hub."""
+    """Returns our functions for our name; transformers would look for the name on its hub."""
     if implementation == NAME:
         return _FUNCTIONS
     return _others(implementation, *arguments, **options)
 
 
-# "flash" in the name makes transformers treat it as flash attention everywhere, as it should; that
-# includes this one function, which knows the names of releases and of the hub only.
+# transformers treats every implementation with "flash" in its name as flash attention, as intended,
+# but this function knows only the names of flash_attn's releases and of the hub.
 modeling_flash_attention_utils._lazy_imports = _lazy_imports
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)

@@ -1,10 +1,10 @@
-"""An attention backend for vLLM, out of its tree: not run on a GPU yet.
+"""An attention backend plugin for vLLM; not run on a GPU yet.
 
-vLLM loads it through its plugin entry point, vllm.general_plugins, and takes it with
-`--attention-backend CUSTOM`. It computes decoder attention over vLLM's pages, with sliding windows,
-softcap and ALiBi; rows have the same bits whatever else is in the batch, however a prompt is cut,
-and in decode as in prefill. Quantised caches, sinks, encoders and context parallelism are left to
-vLLM's own backends. The mode is enabled whatever the process's mode is.
+vLLM loads it through the entry point vllm.general_plugins, and uses it with `--attention-backend
+CUSTOM`. It computes decoder attention over vLLM's pages, with sliding windows, softcap and ALiBi.
+Rows have the same bits in every batch, in whole and chunked prompts, in decode and prefill.
+Quantised caches, sinks, encoders and context parallelism are not supported. The mode is enabled for
+each call, whatever the mode of the process.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from .. import deterministic_mode, flash_attn_varlen_func
 from ..errors import UnsupportedError
 
-_PAGE = 16  # the kernels' pages are multiples of this
+_PAGE = 16  # page sizes of the kernels are multiples of this
 
 
 def register() -> None:
-    """Makes this vLLM's CUSTOM attention backend; the entry point, called once in each process."""
+    """Registers vLLM's CUSTOM attention backend; the entry point, called once in each process."""
     register_backend(
         AttentionBackendEnum.CUSTOM, f"{DeterministicBackend.__module__}.DeterministicBackend"
     )
 
 
 class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignore]
-    """What this backend can do, as vLLM asks for it."""
+    """The properties of this backend, as vLLM queries them."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
@@ -60,12 +60,12 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Returns which page sizes the kernels take."""
+        """Returns the page sizes that the kernels support."""
         return [MultipleOf(_PAGE)]
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Returns whether there may be a kernel; the wheel may lack it, which a call tells."""
+        """Returns whether the kernels support a head dim; a call raises if the wheel lacks it."""
         return head_size % 8 == 0 and head_size <= 256
 
     @classmethod
@@ -75,7 +75,7 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Returns True: it is what this backend is for."""
+        """Returns True."""
         return True
 
     @classmethod
@@ -130,7 +130,7 @@ class DeterministicBuilder(AttentionMetadataBuilder):  # type: ignore[misc, type
             fast_build: without effect.
 
         Raises:
-            UnsupportedError: a NotImplementedError; a mask of its own for each request.
+            UnsupportedError: a NotImplementedError; causal differs between requests.
         """
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
@@ -155,16 +155,16 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         head_size: their dimension.
         scale: of the scores.
         num_kv_heads: heads of keys and values; None: num_heads.
-        alibi_slopes: one of each query head.
+        alibi_slopes: one per query head.
         sliding_window: how many tokens a query sees, itself included.
         kv_cache_dtype: "auto", or the model's.
         logits_soft_cap: of the scores.
         attn_type: decoder.
-        kv_sharing_target_layer_name: a layer whose cache this one reads, and does not write.
-        unknown: what other layers have; only None.
+        kv_sharing_target_layer_name: a layer whose cache this one reads instead of writing its own.
+        unknown: arguments of other layers; only None.
 
     Raises:
-        UnsupportedError: a NotImplementedError; an encoder, or an argument that is not known.
+        UnsupportedError: a NotImplementedError; an encoder, or an unknown argument.
     """
 
     def __init__(
@@ -211,13 +211,13 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         """Writes keys and values into the cache, and attention into output.
 
         Args:
-            layer: of vLLM.
+            layer: not used.
             query: (tokens, num_heads, head_size), padded.
             key: (tokens, num_kv_heads, head_size), padded.
             value: like key.
             kv_cache: (pages, num_kv_heads, page_block_size, 2 * head_size).
             attn_metadata: the step; None while vLLM measures memory.
-            output: (tokens, num_heads, head_size) or (tokens, num_heads * head_size): written.
+            output: (tokens, num_heads, head_size) or (tokens, num_heads * head_size): written to.
             output_scale: None.
             output_block_scale: None.
 

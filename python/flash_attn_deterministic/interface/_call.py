@@ -1,4 +1,4 @@
-"""What all functions do with their arguments before they call an op."""
+"""The steps that all functions share: options, padding, the call of the op."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._checks.split import check_split_size
 from .._checks.varlen import without_backward
 from .._ops.arguments import Lengths, Options
 from .._ops.autograd import run
-from .._ops.eager import is_followed
+from .._ops.dispatch import needs_dispatcher
 from .._ops.schemas import WITH_RESIDUAL, parts_of
 from ..mode.current import Mode, get_deterministic_mode, resolve
 
@@ -23,16 +23,16 @@ from .._ops import library as library  # isort: skip
 
 WithProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WithLse = tuple[torch.Tensor, torch.Tensor]
-# q, k and v; None and qkv, or q and kv.
+# (q, k, v), (None, qkv) or (q, kv).
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[torch.Tensor | None, torch.Tensor]
 Arguments = ParamSpec("Arguments")
-_PYTHONS_OWN = frozenset((bool, int, float, str, type(None)))
+_PYTHON_TYPES = frozenset((bool, int, float, str, type(None)))
 
 
 class Attention(Protocol[Arguments]):
-    """The type of a function that returns more than out where a flag says so.
+    """The type of a function that returns more than out if a flag is True.
 
-    Its own signature has Literal[False] for that flag: what it returns then is known.
+    The function's own signature has Literal[False] for that flag, and so returns out alone.
     """
 
     __name__: str
@@ -50,7 +50,7 @@ class Attention(Protocol[Arguments]):
 
 
 def typed(function: Callable[Arguments, Any]) -> Attention[Arguments]:
-    """Returns the function as it is; the type is for type checkers."""
+    """Returns the function itself, with the type above for type checkers."""
     return cast(Attention[Arguments], function)
 
 
@@ -64,25 +64,25 @@ def resolve_options(
     split_size: Any,
     deterministic: Any = None,
 ) -> Options:
-    """Checks the numbers and flags of a call, and fills in what the caller left open.
+    """Checks the numbers and flags of a call, and fills in defaults.
 
     Raises:
         ArgumentError: a wrong value.
         ArgumentTypeError: a wrong type.
-        MissingInstanceError: deterministic is True, and the wheel holds no such kernels.
+        MissingInstanceError: deterministic is True, and the wheel holds no deterministic kernels.
     """
     plain = head_dim, dropout_p, softmax_scale, causal, softcap, split_size, deterministic
     if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
         arguments = *window_size, *plain
-        if _PYTHONS_OWN.issuperset(map(type, arguments)):
+        if _PYTHON_TYPES.issuperset(map(type, arguments)):
             return _known_options(get_deterministic_mode(), *arguments)
     return _find_options(get_deterministic_mode(), window_size, *plain)
 
 
-# typed: True, 1 and 1.0 are equal, and one of them may be refused where another is not.
+# typed: True == 1 == 1.0, but not each of them is a valid value of each argument.
 @functools.lru_cache(maxsize=256, typed=True)
 def _known_options(mode: Mode, left: Any, right: Any, *plain: Any) -> Options:
-    """Returns options of what is equal only where its value is the same: no tensor, no array."""
+    """Calls `_find_options` with Python numbers and strings, which can be keys of a cache."""
     return _find_options(mode, (left, right), *plain)
 
 
@@ -115,14 +115,12 @@ def attend(
     """Runs a dense or a packed call.
 
     Args:
-        inputs: what gets gradients: q, k and v; None and qkv; or q and kv. Checked, unless there is
-            a check; lengths too.
-        alibi_slopes: as the caller gave it; return_attn_probs too.
+        inputs: the tensors that get gradients; checked, unless `check` is given; lengths too.
+        alibi_slopes: unchecked; return_attn_probs too.
         options: of the call; checked.
         return_attn_probs: see alibi_slopes.
         lengths: of packed sequences; None: dense.
-        check: what raises where inputs or lengths are wrong; only for a call of which `op_checks`
-            is true.
+        check: raises if inputs or lengths are wrong; for calls of which `op_checks` is True.
 
     Returns:
         What `flash_attn_func` or `flash_attn_varlen_func` returns.
@@ -143,9 +141,9 @@ def attend(
         kernels.check_kernels(q.device, q.dtype, head_dim)
         kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
 
-    # A seed is drawn for a call alone that has been found right.
-    explains = check is not None and options.dropout_p == 0
-    if not explains:
+    # With dropout all checks come first, so that a wrong call draws no seed.
+    op_checks_first = check is not None and options.dropout_p == 0
+    if not op_checks_first:
         check_rest()
     slopes = slopes_for_op(alibi_slopes)
     rng_state = draw_rng_state(options.dropout_p, q.device) if options.dropout_p else None
@@ -163,17 +161,17 @@ def attend(
         others = () if packed else (seqused_k, leftpad_k, block_table)
         indices = map(contiguous, (cu_seqlens_q, cu_seqlens_k, *others))
         arguments = *qkv, *indices, slopes, rng_state, *longest, dropout_p, *scores, *tree
-    if explains:
-        out, softmax_lse, *_ = run_explained(name, arguments, check_rest)
+    if op_checks_first:
+        out, softmax_lse, *_ = run_then_check(name, arguments, check_rest)
     else:
-        out, softmax_lse, *_ = run(name, arguments, is_followed(*qkv))
+        out, softmax_lse, *_ = run(name, arguments, needs_dispatcher(*qkv))
     if head_dim % 8:
         out = out[..., :head_dim]
     if not with_probs:
         return out  # type: ignore[no-any-return]
     if rng_state is None:
         return out, softmax_lse, out.new_empty(0)
-    # Imported here, as the reference is wherever it is used, to keep the package's import short.
+    # Imported here, to keep the import of the package short.
     from ..reference._probs import signed_probs
 
     q, k, _ = parts_of(*inputs) if len(inputs) == 2 else inputs
@@ -184,7 +182,7 @@ def has_backward(inputs: Sequence[torch.Tensor | None], lengths: Lengths | None)
     """Returns whether a backward can follow a call.
 
     Args:
-        inputs: what gets gradients.
+        inputs: the tensors that get gradients.
         lengths: of packed sequences; None: a dense call.
     """
     wanted = any(tensor is not None and tensor.requires_grad for tensor in inputs)
@@ -193,47 +191,54 @@ def has_backward(inputs: Sequence[torch.Tensor | None], lengths: Lengths | None)
 
 
 def op_checks(rank: int, q: Any, *others: Any) -> bool:
-    """Returns whether the op checks the tensors of a call, which is then explained if it refuses.
+    """Returns whether the checks of a call can be left to the op; see `run_then_check`.
 
-    The CUDA ops check all that their kernels need, before they launch anything. What is followed
-    may not run them: fake tensors, for instance.
+    The CUDA ops check all that their kernels need before they launch anything. Calls that need the
+    dispatcher may run something else, for instance with fake tensors.
 
     Args:
-        rank: dimensions that q has to have.
+        rank: expected dimensions of q.
         q: the argument.
-        others: other tensors of the call that torch.compile, modes or subclasses may follow.
+        others: other tensors of the call.
     """
-    if not isinstance(q, torch.Tensor) or is_followed(q, *others) or not q.is_cuda or q.is_nested:
+    if (
+        not isinstance(q, torch.Tensor)
+        or needs_dispatcher(q, *others)
+        or not q.is_cuda
+        or q.is_nested
+    ):
         return False
     shape = q.shape
-    # What is padded first the op sees otherwise.
+    # Other head dims are padded first: the op would check the copies.
     return len(shape) == rank and shape[-1] > 0 and shape[-1] % 8 == 0
 
 
-def run_explained(name: str, arguments: tuple[Any, ...], check: Callable[[], object]) -> Any:
-    """Runs an op that checks its arguments; where it refuses them, a check says why at length.
+def run_then_check(name: str, arguments: tuple[Any, ...], check: Callable[[], object]) -> Any:
+    """Runs an op that checks its arguments, and explains a refusal with our own checks.
+
+    A valid call skips our checks, which take the host longer than the op's.
 
     Args:
         name: of the op.
         arguments: of the op.
-        check: raises what the caller is to read; where it finds nothing wrong, the op's own error
-            is raised.
+        check: raises the error for the caller; if it finds nothing wrong, the op's own error is
+            raised.
     """
     try:
-        return run(name, arguments, followed=False)
+        return run(name, arguments, through_dispatcher=False)
     except Exception as error:
         problem = error
     try:
         check()
         raise problem
     finally:
-        del problem  # its traceback holds this frame, and with it the tensors
+        del problem  # its traceback refers to this frame, and so to the tensors
 
 
 def draw_rng_state(dropout_p: float, device: torch.device) -> torch.Tensor | None:
     """Draws seed and offset of a call's dropout mask from torch's generator of the device.
 
-    They stay on the device: a replayed CUDA graph draws new ones, and nothing waits for them.
+    They stay on the device: the host does not wait, and a replayed CUDA graph draws new ones.
 
     Returns:
         (2,), int64; None without dropout.
@@ -260,8 +265,8 @@ def padded(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def slopes_for_op(alibi_slopes: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns ALiBi slopes as the ops take them; nothing of the call is differentiable in them."""
-    if alibi_slopes is None or not isinstance(alibi_slopes, torch.Tensor):
+    """Returns ALiBi slopes as the ops take them: contiguous, without gradient."""
+    if not isinstance(alibi_slopes, torch.Tensor):
         return alibi_slopes
     return alibi_slopes.detach().contiguous()
 

@@ -49,51 +49,47 @@ def flash_attn_func(
             0 1 1 1 0
             0 0 1 1 1
 
-    Numbers and flags may be those of Python or NumPy, or tensors of one element; a tensor on a GPU
-    is waited for. An integer is a flag too, a bool a number (0 or 1).
+    Numbers and flags may be those of Python or NumPy, or tensors of one element; the host waits for
+    a tensor on a GPU. An integer is a flag too, a bool a number (0 or 1).
 
-    CPU tensors run through `flash_attn_deterministic.reference`: exact in its order of operations,
-    and slow; meant for tests, not for long sequences.
+    CPU tensors run through `flash_attn_deterministic.reference`, which has the same order of
+    additions and is slow: for tests, not for long sequences.
 
-    q, k and v get gradients; alibi_slopes gets none, softmax_lse and S_dmask carry none, and
-    gradients have no gradient of their own. There is no forward-mode derivative (torch.func.jvp),
-    and none through torch.func.grad. What torch.utils.checkpoint runs again in the backward has to
-    run in the same mode: see `checkpoint_contexts`.
+    q, k and v get gradients, alibi_slopes does not. softmax_lse and S_dmask have no gradient, and
+    there is no double backward, no forward-mode derivative (torch.func.jvp) and no torch.func.grad.
+    torch.utils.checkpoint has to recompute a call in its first mode: see `checkpoint_contexts`.
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.
-            head_dim is 1 to 256; if no multiple of 8, q, k and v are padded with zeros (copied).
-            They are copied also where the last dimension is strided, or where rows do not start
-            at multiples of 8 elements: kernels load 16 bytes at a time.
+            head_dim is 1 to 256; if no multiple of 8, q, k and v are copied and padded with zeros.
+            They are also copied if the last dimension is strided, or rows do not start at multiples
+            of 8 elements: kernels load 16 bytes at a time.
         k: (batch, seqlen_k, nheads_k, head_dim), like q. nheads is a multiple of nheads_k: query
             head h uses key and value head h // (nheads / nheads_k).
         v: (batch, seqlen_k, nheads_k, head_dim), like q.
         dropout_p: probability in [0, 1) that the weight of a key is dropped; the others are divided
-            by keep = float32(1 - dropout_p). A random byte decides, as in flash_attn, so that the
-            probability of keeping is really (floor(255 * keep) + 1) / 256: nothing is dropped
-            where keep rounds to 1, below 2**-25. Seed and offset come from
-            torch's generator of the device: torch.manual_seed decides. Given them, the mask depends
-            on the sequence's index in the batch, the head's index and the positions of query and
-            key in their sequence, on nothing else.
+            by keep = float32(1 - dropout_p). A random byte decides, as in flash_attn, so the actual
+            probability of keeping is (floor(255 * keep) + 1) / 256: nothing is dropped where keep
+            rounds to 1, below 2**-25. Seed and offset come from torch's generator of the device
+            (torch.manual_seed). For given ones, the mask depends only on the sequence's index in
+            the batch, the head's index and the positions of query and key in their sequence.
         softmax_scale: positive factor of q k^T, 2**-126 to 2**127; None: head_dim ** -0.5.
         causal: whether to apply the causal mask above.
         window_size: (left, right), as any sequence or tensor of two ints: how many keys before and
             after its own position a query sees; -1: no limit. With causal, right counts as 0.
         softcap: c > 0: scores become c * tanh(score / c) after softmax_scale; c and softmax_scale /
-            c are in the same range as softmax_scale. 0.0 or negative: they stay.
+            c have the range of softmax_scale. 0.0 or negative: no softcap.
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
             - j| to the score of query i and key j. Without gradient.
-        deterministic: whether the gradients' bits depend on their own inputs only. None, and also
-            False, which is flash_attn's default and which frameworks pass on: as the mode of this
-            package says. True: yes, whatever the mode. "never": no, whatever the mode; gradients
-            are then added atomically, with other bits each time. What the forward call resolves
-            also holds for its backward, whatever the mode is then. The forward pass itself follows
-            the mode.
+        deterministic: whether the gradients' bits depend on their own inputs only. None and False
+            (flash_attn's default, which frameworks pass on): as in the mode at the forward call.
+            True: yes, in every mode. "never": no, in every mode; gradients are then added
+            atomically, with other bits each time. The forward pass follows the mode alone.
         return_attn_probs: whether to return softmax_lse and S_dmask. For tests: S_dmask holds
-            seqlen_q * seqlen_k numbers per head, and more is needed on the way to it.
+            seqlen_q * seqlen_k numbers per head, and its computation needs more memory.
         split_size: tokens per split, a multiple of the kernels' 64 keys per block, at most 2^29;
-            0: one split; None: that of the mode. Part of what the bits depend on. Without effect
-            where the mode is not enabled.
+            0: one split; None: that of the mode. The bits depend on it. No effect where the mode is
+            not enabled.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of
@@ -101,16 +97,16 @@ def flash_attn_func(
         exp(scaled scores), and S_dmask (batch, nheads, seqlen_q, seqlen_k) in q's dtype: the
         softmax before dropout, with its sign bit set where it was dropped; without dropout an
         empty tensor of shape (0,). flash_attn's has the same signs, another scale in each block of
-        keys, and rows and columns up to multiples of 128. Rows without a visible key: out 0,
-        softmax_lse +inf.
+        keys, and is padded to multiples of 128. Rows without a visible key: out 0, softmax_lse
+        +inf.
 
     Raises:
         ArgumentError: a ValueError, and a RuntimeError as flash_attn's own checks raise; a wrong
             value, shape or device.
         ArgumentTypeError: a TypeError and a RuntimeError; DtypeError for the dtype of a tensor.
         UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device, or a
-            derivative by forward mode or torch.func; from the backward: a gradient of a gradient.
-        NotDeterministicError: a RuntimeError, from the backward: torch is to use deterministic
+            derivative by forward mode or torch.func; from the backward: a double backward.
+        NotDeterministicError: a RuntimeError, from the backward: torch may use deterministic
             algorithms only, and this one adds atomically.
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
@@ -152,7 +148,7 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: (batch, seqlen, 3, nheads, head_dim), float16 or bfloat16; q, k and v in this order.
-            Their strides are used as they are: nothing is copied that `flash_attn_func` would not.
+            It is copied only where `flash_attn_func` would copy q, k and v.
         dropout_p: as in `flash_attn_func`; so are the arguments after it.
 
     Returns:
@@ -170,13 +166,13 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.unbind(2)
         tensors.check_dense(q, k, v, _QKV)
 
-    explains = op_checks(5, qkv)
-    if not explains:
+    op_checks_first = op_checks(5, qkv)
+    if not op_checks_first:
         check()
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     options = resolve_options(qkv.shape[-1], *numbers)
-    explained = check if explains else None
-    return attend((None, qkv), alibi_slopes, options, return_attn_probs, check=explained)
+    later = check if op_checks_first else None
+    return attend((None, qkv), alibi_slopes, options, return_attn_probs, check=later)
 
 
 @typed
@@ -217,10 +213,10 @@ def flash_attn_kvpacked_func(
         k, v = kv.unbind(2)
         tensors.check_dense(q, k, v, _KV)
 
-    explains = op_checks(4, q, kv)
-    if not explains:
+    op_checks_first = op_checks(4, q, kv)
+    if not op_checks_first:
         check()
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     options = resolve_options(q.shape[-1], *numbers)
-    explained = check if explains else None
-    return attend((q, kv), alibi_slopes, options, return_attn_probs, check=explained)
+    later = check if op_checks_first else None
+    return attend((q, kv), alibi_slopes, options, return_attn_probs, check=later)

@@ -1,8 +1,9 @@
-"""Attention over a cache of keys and values, which may grow in the same call."""
+"""Attention over a cache of keys and values, which the same call can append to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -11,17 +12,22 @@ from .._checks import derivatives, kernels, numbers, tensors
 from .._checks import kvcache as checks
 from .._ops.arguments import Options
 from .._ops.autograd import run
-from .._ops.eager import is_followed
+from .._ops.dispatch import needs_dispatcher
 from ._call import (
     WithLse,
     contiguous,
     op_checks,
     padded,
     resolve_options,
-    run_explained,
+    run_then_check,
     slopes_for_op,
     typed,
 )
+
+
+def _writable() -> AbstractContextManager[Any]:
+    """Lets torch write to a cache that was made in inference mode, as the kernels do."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.inference_mode()
 
 
 @typed
@@ -51,8 +57,8 @@ def flash_attn_with_kvcache(
     """Appends k and v to a cache, in place, and computes attention over the cache.
 
     A sequence then has seqlen_k = cache_seqlens + seqlen_new keys, and the masks are those of
-    `flash_attn_func` for that length; what the cache holds beyond is not looked at. With
-    causal=True, for instance, visible keys are 1 for 2 queries, 3 cached and 2 new keys:
+    `flash_attn_func` for that length; the rest of the cache is not read. With causal=True, for
+    instance, visible keys are 1 for 2 queries, 3 cached and 2 new keys:
 
         1 1 1 1 0
         1 1 1 1 1
@@ -60,10 +66,10 @@ def flash_attn_with_kvcache(
     A row has the bits that `flash_attn_func` gives it. There is no gradient: out never requires
     one, as in flash_attn.
 
-    What cache_seqlens, cache_batch_idx, cache_leftpad and block_table hold is the caller's promise
-    on a CUDA device, where reading them would make the host wait: sequences, new tokens included,
-    fit into the cache, and rows and used pages are those of the cache. For CPU tensors all of it is
-    checked, before anything is written.
+    On a CUDA device the caller has to ensure that the values of cache_seqlens, cache_batch_idx,
+    cache_leftpad and block_table are right, as reading them would make the host wait: sequences
+    with their new tokens fit into the cache, which has all the rows and used pages. On the CPU all
+    of this is checked before anything is written.
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.
@@ -71,18 +77,18 @@ def flash_attn_with_kvcache(
         k_cache: (batch_cache, seqlen_cache, nheads_k, head_dim), like q, last dimension contiguous;
             with block_table (num_blocks, page_block_size, nheads_k, head_dim), where
             page_block_size is a multiple of 16. nheads is a multiple of nheads_k. batch_cache may
-            be more than batch. On a CUDA device rows start at multiples of 16 bytes: the strides of
-            dimensions larger than 1 are multiples of 8 elements (not so where head_dim is none).
+            be more than batch. On a CUDA device, if head_dim is a multiple of 8, rows start at
+            multiples of 16 bytes: strides of dimensions larger than 1 are multiples of 8 elements.
         v_cache: like k_cache.
-        k: (batch, seqlen_new, nheads_k, head_dim), like q: goes into k_cache at cache_seqlens;
+        k: (batch, seqlen_new, nheads_k, head_dim), like q: written to k_cache at cache_seqlens;
             None: nothing to append. The cache must have room.
         v: like k; both or none.
         rotary_cos: (seqlen_ro, rotary_dim / 2), like q: rotates k, at positions cache_seqlens and
             following, and q: at the same positions with causal or a window, otherwise all at
-            cache_seqlens. rotary_dim is a multiple of 16 and at most head_dim; seqlen_ro at least
-            what the cache can hold for a sequence. Where there are more queries than new keys, they
-            must not go beyond it either: the CPU refuses that, a CUDA device rotates them as of the
-            last row, unless cache_seqlens is an int. Only together with k.
+            cache_seqlens. rotary_dim is a multiple of 16 and at most head_dim; seqlen_ro is at
+            least the capacity of the cache for a sequence. More queries than new keys must not go
+            beyond it either: the call raises on the CPU or if cache_seqlens is an int; otherwise a
+            CUDA device uses the last row for them. Only together with k.
         rotary_sin: like rotary_cos; both or none.
         cache_seqlens: tokens of each sequence before k is appended: (batch,), int32, or one int for
             all; None: seqlen_cache.
@@ -96,8 +102,8 @@ def flash_attn_with_kvcache(
         alibi_slopes: (nheads,) or (batch, nheads), float32, as in `flash_attn_func`.
         rotary_interleaved: True: dimensions 0 and 1, 2 and 3 and so on are rotated together; False:
             0 and rotary_dim / 2, 1 and rotary_dim / 2 + 1 and so on, as in GPT-NeoX.
-        num_splits: 0 or more; accepted for code that passes it. It never changes a bit, and the
-            kernels choose their schedule without it. See split_size.
+        num_splits: 0 or more; accepted for compatibility, without effect on bits and schedule. See
+            split_size.
         return_softmax_lse: whether to return softmax_lse too.
 
     Returns:
@@ -134,11 +140,11 @@ def flash_attn_with_kvcache(
         return seqlens, options
 
     seqlens = cache_seqlens
-    # Of a length that is an int the op would not know that it is too long.
-    explains = (seqlens is None or isinstance(seqlens, torch.Tensor)) and op_checks(
+    # A length that is an int is checked here: the op does not read the tensor made of it.
+    op_checks_first = (seqlens is None or isinstance(seqlens, torch.Tensor)) and op_checks(
         4, q, k_cache, v_cache, k, v
     )
-    if explains:
+    if op_checks_first:
         options = resolve_options(q.shape[3], 0.0, *numbers_of_scores, split_size)
     else:
         seqlens, options = check()
@@ -152,21 +158,22 @@ def flash_attn_with_kvcache(
         indices = map(contiguous, (seqlens, *others))
         return *tensors, *indices, slopes_for_op(alibi_slopes), *settings
 
-    if explains:
+    if op_checks_first:
         given = arguments(q, k_cache, v_cache, k, v)
-        out, softmax_lse = run_explained("kvcache_fwd", given, check)
+        out, softmax_lse = run_then_check("kvcache_fwd", given, check)
     else:
         with torch.no_grad():
             copies = padded(k_cache), padded(v_cache)
             given = arguments(padded(q), *copies, padded(k), padded(v))
-            out, softmax_lse = run("kvcache_fwd", given, is_followed(*given[:5]))
+            out, softmax_lse = run("kvcache_fwd", given, needs_dispatcher(*given[:5]))
             if head_dim % 8:
                 out = out[..., :head_dim]
                 if k is not None:
-                    k_cache.copy_(copies[0][..., :head_dim])
-                    v_cache.copy_(copies[1][..., :head_dim])
+                    with _writable():
+                        k_cache.copy_(copies[0][..., :head_dim])
+                        v_cache.copy_(copies[1][..., :head_dim])
     if k is not None and not torch.compiler.is_compiling():
-        # A graph that saved the cache for its backward must notice, whatever wrote to it.
+        # A backward that saved the cache has to detect the change.
         torch.autograd.graph.increment_version(k_cache)
         torch.autograd.graph.increment_version(v_cache)
     return (out, softmax_lse) if with_lse else out

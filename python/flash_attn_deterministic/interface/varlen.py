@@ -14,15 +14,6 @@ from .._checks.determinism import Deterministic
 from .._ops.arguments import Lengths
 from ._call import WithProbs, attend, op_checks, resolve_options, typed
 
-_QKV = checks.NAMES._replace(
-    q="qkv",
-    k="qkv",
-    v="qkv",
-    cu_seqlens_q="cu_seqlens",
-    cu_seqlens_k="cu_seqlens",
-    max_seqlen_q="max_seqlen",
-    max_seqlen_k="max_seqlen",
-)
 _KV = checks.NAMES._replace(k="kv", v="kv")
 
 
@@ -59,13 +50,13 @@ def flash_attn_varlen_func(
 
     A row has the bits that `flash_attn_func` gives it. q, k and v get gradients, as there; those of
     rows that belong to no sequence are 0. With block_table, seqused_k or leftpad_k there is no
-    backward: it raises. torch.compile traces it with the call, which then raises itself if a tensor
-    requires a gradient, unless torch.no_grad() is in force.
+    backward: it raises. Under torch.compile, which traces both together, the call itself raises if
+    a tensor requires a gradient, except under torch.no_grad().
 
-    What the tensors of lengths and indices hold is the caller's promise on a CUDA device, where
-    reading them would make the host wait: cu_seqlens_q and cu_seqlens_k begin with 0, don't
-    decrease and end within q and k; seqused_k and leftpad_k lie within their sequence, and used
-    pages within k. For CPU tensors all of it is checked.
+    On a CUDA device the caller has to ensure that lengths and indices are right, as reading them
+    would make the host wait: cu_seqlens_q and cu_seqlens_k begin with 0, don't decrease and end
+    within q and k; seqused_k and leftpad_k lie within their sequence, and used pages within k. On
+    the CPU all of this is checked.
 
     Args:
         q: (total_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device; total_q
@@ -77,16 +68,15 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (batch + 1,), int32: tokens of q before each sequence, and their total, which
             may be less than total_q.
         cu_seqlens_k: (batch + 1,), int32, the same for k.
-        max_seqlen_q: length of the longest sequence of q, or more; the host has to know it. Less is
-            an error, which only the CPU can tell; a CUDA device does not compute the rows beyond.
-        max_seqlen_k: the same for the keys that count of a sequence; a CUDA device leaves out those
-            beyond.
+        max_seqlen_q: length of the longest sequence of q, or more. Less is an error, which is
+            found on the CPU only; a CUDA device does not compute the rows beyond.
+        max_seqlen_k: the same for the keys in use; a CUDA device ignores those beyond.
         dropout_p: as in `flash_attn_func`; so are the arguments up to return_attn_probs.
         alibi_slopes: (nheads,) or (batch, nheads), float32.
         block_table: (batch, max_num_blocks_per_seq), int32: which blocks of k and v hold a
             sequence, in order. Sequences have the lengths of cu_seqlens_k or seqused_k.
-        seqused_k: (batch,), int32: how many keys of each sequence count; None: all.
-        leftpad_k: (batch,), int32: how many keys at the start of each sequence do not count; None:
+        seqused_k: (batch,), int32: how many keys of each sequence are in use; None: all.
+        leftpad_k: (batch,), int32: how many keys at the start of each sequence are padding; None:
             0. Not together with block_table.
         split_size: as in `flash_attn_func`.
 
@@ -97,7 +87,7 @@ def flash_attn_varlen_func(
         Rows of no sequence, on every device: out 0, softmax_lse +inf.
 
     Raises:
-        As `flash_attn_func`; UnsupportedError, from the backward, through what has none.
+        As `flash_attn_func`; UnsupportedError from the backward of a call that has none.
 
     Source:
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
@@ -157,14 +147,14 @@ def flash_attn_varlen_qkvpacked_func(
     def check() -> Lengths:
         tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
         q, k, v = qkv.unbind(1)
-        return checks.check_varlen(q, k, v, lengths, _QKV)
+        return checks.check_varlen(q, k, v, lengths, checks.NAMES_QKV)
 
-    explains = op_checks(4, qkv)
-    found = checks.with_ints(lengths, _QKV) if explains else check()
+    op_checks_first = op_checks(4, qkv)
+    found = checks.with_ints(lengths, checks.NAMES_QKV) if op_checks_first else check()
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     options = resolve_options(qkv.shape[-1], *numbers)
-    explained = check if explains else None
-    return attend((None, qkv), alibi_slopes, options, return_attn_probs, found, explained)
+    later = check if op_checks_first else None
+    return attend((None, qkv), alibi_slopes, options, return_attn_probs, found, later)
 
 
 @typed
@@ -215,9 +205,9 @@ def flash_attn_varlen_kvpacked_func(
         k, v = kv.unbind(1)
         return checks.check_varlen(q, k, v, lengths, _KV)
 
-    explains = op_checks(3, q, kv)
-    found = checks.with_ints(lengths, _KV) if explains else check()
+    op_checks_first = op_checks(3, q, kv)
+    found = checks.with_ints(lengths, _KV) if op_checks_first else check()
     numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
     options = resolve_options(q.shape[-1], *numbers)
-    explained = check if explains else None
-    return attend((q, kv), alibi_slopes, options, return_attn_probs, found, explained)
+    later = check if op_checks_first else None
+    return attend((q, kv), alibi_slopes, options, return_attn_probs, found, later)

@@ -1,1 +1,1 @@
-"""The mode of calls, and what it makes of one: plan, explain, activation checkpoints."""
+"""The mode of calls, the plan of a call in it, and activation checkpoints."""

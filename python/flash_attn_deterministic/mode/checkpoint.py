@@ -1,4 +1,4 @@
-"""The mode of what torch.utils.checkpoint runs again."""
+"""The mode in which torch.utils.checkpoint recomputes a function."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 def checkpoint_contexts() -> Contexts:
-    """Makes a checkpointed function run again in the mode that it first ran in.
+    """Makes torch.utils.checkpoint recompute a function in the mode of its first run.
 
-    torch.utils.checkpoint runs a function again in the backward, in the mode that holds then: that
-    of the thread that called backward(), where torch can tell its autograd threads of it, otherwise
-    that of the process. If that is another than the first time, because a `deterministic_mode`
-    block was left for instance, rows have other bits. Passed as context_fn, this function prevents
-    that, with any torch. With use_reentrant=True, which takes no context_fn, let the function
-    itself enter the mode: `deterministic_mode` decorates it.
+    The backward recomputes a function in its own mode: that of the thread that called backward()
+    or, with a torch that does not pass it to its autograd threads, that of the process. If that
+    mode differs from the first one, for instance because a `deterministic_mode` block was left,
+    rows have other bits. Passed as context_fn, this function prevents that. use_reentrant=True
+    takes no context_fn: decorate the function with `deterministic_mode` instead.
 
-    Where torch.compile compiles the checkpoint too, the mode is compiled in, and this function
-    gives the contexts of a checkpoint that keeps nothing, as torch.compile has them without it.
+    In a checkpoint that torch.compile compiles, the mode is part of the graph; this function then
+    returns the contexts of a checkpoint that saves nothing, torch.compile's default.
 
     Returns:
-        The contexts of the first run, which changes nothing, and of those in the backward.
+        The context of the first run, which changes nothing, and that of each recomputation.
 
     Example:
         >>> from torch.utils.checkpoint import checkpoint
@@ -41,7 +40,7 @@ def checkpoint_contexts() -> Contexts:
         >>> out.sum().backward()
     """
     if _is_traced():
-        # The only kind of context that torch takes there.
+        # The only kind of context that torch.compile supports.
         from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
         return create_selective_checkpoint_contexts(_recompute)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
@@ -50,8 +49,7 @@ def checkpoint_contexts() -> Contexts:
 
 
 def _is_traced() -> bool:
-    # As torch.utils.checkpoint asks; torch.compiler.is_compiling() is False at this stage in some
-    # versions.
+    # The test of torch.utils.checkpoint: in some versions is_compiling() is False at this stage.
     key = torch._C._TorchDispatchModeKey.PROXY
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(key) is not None
 

@@ -1,4 +1,4 @@
-"""The mode of the process, and what a thread puts in its place for a while.
+"""The mode of the process, and the modes of threads inside `deterministic_mode`.
 
 torch.compile traces this module, and must compile again when a mode that it read has changed. It
 guards on plain objects: a module's global for the process, and for each thread a box that a
@@ -10,16 +10,14 @@ called backward() in torch's own thread-local state.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import threading
-import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from .._checks.describe import name_of, shown, type_name
+from .._checks.describe import shown, type_name
 from .._checks.split import check_mode_split_size
 from ..errors import (
     ArgumentError,
@@ -30,11 +28,11 @@ from ..errors import (
     ModeError,
 )
 from ..info.build_info import build_info
-from . import thread_state
+from . import decorated, thread_state
 
 DEFAULT_SPLIT_SIZE = 2048
 _MAX_DIGITS = 18
-_HANDED_ON = "flash_attn_deterministic.mode"
+_KEY = "flash_attn_deterministic.mode"  # in torch's thread-local state
 
 _WORDS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -51,7 +49,7 @@ class Mode(NamedTuple):
             order for the call's shape and the GPU, whatever its bits.
         split_size: tokens per split, counted from the sequence's own start; 0: one split. Without
             effect unless enabled.
-        keep_residual: whether calls that get a backward keep what rounding takes from out.
+        keep_residual: whether calls that get a backward keep the rounding error of out.
     """
 
     enabled: bool
@@ -85,7 +83,7 @@ def _read_environment(environ: Mapping[str, str], wheel_is_deterministic: bool) 
     """Reads the mode that a process starts with.
 
     Args:
-        environ: FA2_DETERMINISTIC and FA2_SPLIT_SIZE count; empty is the same as unset.
+        environ: FA2_DETERMINISTIC and FA2_SPLIT_SIZE are read; an empty one counts as unset.
         wheel_is_deterministic: False for a build with schedule-dependent results only.
 
     Raises:
@@ -109,11 +107,11 @@ def _wheel_holds_deterministic() -> bool:
     try:
         return build_info().deterministic
     except BuildInfoError:
-        return True  # a source tree: it can be imported, and says so where it needs the record
+        return True  # a source tree: what needs the record raises when it is called
 
 
 class _Entry:
-    """One block that a thread is inside; told from others by what it is, not by its mode."""
+    """One block that a thread is inside; compared by identity, not by mode."""
 
     def __init__(self, mode: Mode, box: _Box) -> None:
         self.mode = mode
@@ -121,16 +119,16 @@ class _Entry:
 
 
 class _Box:
-    """The blocks that a thread is inside, and the mode of the last of them, all that calls read.
+    """The blocks that a thread is inside, and the mode of the innermost, which calls read.
 
-    That mode is kept apart: a function that torch.compile has compiled then depends on it alone,
-    not on how many blocks there are around it.
+    That mode is an attribute of its own, so that a compiled function depends on it alone, not on
+    the number of blocks around it.
     """
 
     def __init__(self) -> None:
         self.mode: Mode | None = None
         self.entries: list[_Entry] = []
-        # What this thread had been handed on before the first of them.
+        # The box in torch's thread-local state before the first block.
         self.before: _Box | None = None
 
     def enter(self, entry: _Entry) -> None:
@@ -138,14 +136,13 @@ class _Box:
         self._read_last()
 
     def leave(self, entry: _Entry) -> None:
-        # Not always the last one, where coroutines or generators took turns.
+        # Not always the innermost: coroutines and generators can interleave.
         self.entries.remove(entry)
         self._read_last()
 
     def _read_last(self) -> None:
-        # A generator can be collected at any moment and by any thread, and leave its block then. A
-        # change of the list is one step for Python; what is read from it is read again until it
-        # has stayed the same.
+        # The garbage collector can end a generator, and so its block, at any moment in any thread.
+        # Each change of the list is atomic, so this reads until the last entry stays the same.
         while True:
             last = self.entries[-1] if self.entries else None
             self.mode = None if last is None else last.mode
@@ -154,7 +151,7 @@ class _Box:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:  # runs in each thread that looks
+    def __init__(self) -> None:  # runs once in each thread that reads it
         self.box = _Box()
 
 
@@ -166,8 +163,8 @@ def _start() -> tuple[Mode | None, tuple[type[FlashAttnError], str]]:
 
 
 _WHEEL_DETERMINISTIC = _wheel_holds_deterministic()
-# The mode is None where the environment asks for none that there is. The first call that needs it
-# says so, not the import: `info` and `--help` have to run for a person to find out.
+# None where the environment variables are wrong. The first call that needs the mode raises, not the
+# import: `info` and `--help` have to work.
 _process_mode, _environment_problem = _start()
 _thread = _Thread()
 
@@ -179,13 +176,13 @@ def _process() -> Mode:
     return _process_mode
 
 
-def _handed_on() -> Mode | None:
-    """The mode of the thread that called backward(), in a thread of the autograd engine."""
-    box: _Box | None = thread_state.handed_on(_HANDED_ON)
+def _mode_of_backward() -> Mode | None:
+    """In a thread of the autograd engine: the mode of the thread that called backward()."""
+    box: _Box | None = thread_state.get(_KEY)
     if box is not None and box.mode is None:
-        # This thread's own: another thread has ended the block that put it there.
+        # This thread's own box, whose last block was ended by another thread.
         box = box.before
-        thread_state.hand_on(_HANDED_ON, box)
+        thread_state.put(_KEY, box)
     return None if box is None else box.mode
 
 
@@ -193,13 +190,12 @@ def get_deterministic_mode() -> Mode:
     """Returns the mode of calls from this thread.
 
     Raises:
-        ArgumentError: a ValueError; the environment variables hold a wrong mode, and none was set
-            since.
-        MissingInstanceError: a RuntimeError; they ask for what this wheel does not hold.
+        ArgumentError: a ValueError; the environment variables are wrong, and no mode was set since.
+        MissingInstanceError: a RuntimeError; they ask for kernels that this wheel does not hold.
     """
     mode = _thread.box.mode
     if mode is None and not torch.compiler.is_compiling():
-        mode = _handed_on()
+        mode = _mode_of_backward()
     return _process() if mode is None else mode
 
 
@@ -221,16 +217,16 @@ def set_deterministic_mode(
             kernels' 64 keys per block, at most 2^29; 0: one split; None: as it was. Part of what
             the bits depend on. Smaller splits give short batches of long sequences more
             parallelism, and cost more merges.
-        keep_residual: whether calls whose inputs require a gradient keep what rounding to 16 bit
-            takes from out, 2 bytes for each element of it, for the backward. out and softmax_lse
-            stay as they are, bit for bit; dq and dk get other bits, and where the values of a row
-            are much alike a far smaller error, as the backward subtracts rowsum(dout * out) from
-            numbers close to it. False, unless set; None: as it was. Independent of enabled. Where
-            there is no place for it, calls raise: those over several ranks whose inputs require a
-            gradient, and torch's own attention.
+        keep_residual: whether calls whose inputs require a gradient keep the rounding error of out
+            for the backward, 2 bytes for each element. out and softmax_lse keep their bits; dq and
+            dk get other ones, with a far smaller error where the values of a row are much alike,
+            as the backward subtracts rowsum(dout * out) from numbers close to it. False, unless
+            set; None: as it was. Independent of enabled. Calls that can't pass it to the backward
+            raise: those over several ranks whose inputs require a gradient, and torch's own
+            attention.
 
     Raises:
-        ArgumentError: a ValueError; split_size is no such number.
+        ArgumentError: a ValueError; split_size is not valid.
         ArgumentTypeError: a TypeError; enabled or keep_residual is no bool, or split_size no int.
         MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
     """
@@ -241,15 +237,15 @@ def set_deterministic_mode(
 class deterministic_mode:
     """Sets the mode of this thread inside a `with` block, or inside a function it decorates.
 
-    Other threads are not touched, except for those in which backward() runs functions again for
+    Other threads keep their mode, except for those in which backward() runs functions again for
     torch.utils.checkpoint; see `checkpoint_contexts`. One object may be entered again, inside
     itself, and by several threads at once; also inside a function that torch.compile compiles, and
     around one.
 
-    A block must not span an `await` or a `yield`: what the thread runs meanwhile would have its
-    mode, and it the mode of another block entered meanwhile. Blocks left in another order than
-    that of nesting, or by another thread, still leave nothing behind. What is decorated has to run
-    its body in the call: no class, and nothing that returns a coroutine or a generator.
+    A block must not span an `await` or a `yield`: other code of the thread would run in its mode,
+    and it in theirs. Blocks that are left out of order, or by another thread, still restore the
+    mode. A decorated function has to run its body in the call: no class, no coroutine function, no
+    generator function.
 
     Args:
         enabled: as in `set_deterministic_mode`.
@@ -257,10 +253,9 @@ class deterministic_mode:
         keep_residual: likewise.
 
     Raises:
-        ArgumentError: a ValueError; split_size is no valid number.
-        ArgumentTypeError: a TypeError; enabled or keep_residual is no bool, split_size no int, or
-            what is decorated no ordinary function, from the call of one that returns a coroutine or
-            a generator.
+        ArgumentError: a ValueError; split_size is not valid.
+        ArgumentTypeError: a TypeError; enabled or keep_residual is no bool, split_size no int, the
+            decorated object no ordinary function, or its result a coroutine or a generator.
         MissingInstanceError: a RuntimeError; the wheel was built without deterministic kernels.
         ModeError: a RuntimeError; a block is left that was not entered.
 
@@ -276,7 +271,7 @@ class deterministic_mode:
         split_size: int | None = None,
         keep_residual: bool | None = None,
     ) -> None:
-        # Here as well as on entry: a wrong argument should fail where it stands.
+        # Checked here too, so that the traceback shows the line with the wrong argument.
         _changed(_default, enabled, split_size, keep_residual)
         self._arguments = enabled, split_size, keep_residual
         self._entered: list[_Entry] = []
@@ -286,13 +281,13 @@ class deterministic_mode:
         entry = _Entry(_changed(get_deterministic_mode, *self._arguments), box)
         compiling = torch.compiler.is_compiling()
         if not box.entries and not compiling:
-            before = thread_state.handed_on(_HANDED_ON)
+            before = thread_state.get(_KEY)
             if before is not box:
                 box.before = before
         box.enter(entry)
         self._entered.append(entry)
         if not compiling:
-            thread_state.hand_on(_HANDED_ON, box)
+            thread_state.put(_KEY, box)
 
     def __exit__(self, *exception: object) -> None:
         here = _thread.box
@@ -301,18 +296,18 @@ class deterministic_mode:
                 "deterministic_mode: expected __exit__ after __enter__ of the same object, got one "
                 "more exit than entries; use it in a with statement"
             )
-        # The last entry of this thread; of another one only where that one began the block and
-        # this one ends it, as the garbage collector does that finds a generator.
+        # The last entry of this thread. Another thread's only where this one ends its block, as
+        # the garbage collector does with a generator.
         mine = [entry for entry in self._entered if entry.box is here]
         entry = mine[-1] if mine else self._entered[-1]
         self._entered.remove(entry)
         entry.box.leave(entry)
         if entry.box is here and here.mode is None and not torch.compiler.is_compiling():
-            thread_state.hand_on(_HANDED_ON, here.before)
+            thread_state.put(_KEY, here.before)
             here.before = None
 
     def __call__(self, function: _Function) -> _Function:
-        _check_body_runs_in_the_call(function)
+        decorated.check_function(function)
         arguments = self._arguments
 
         @functools.wraps(function)
@@ -320,13 +315,10 @@ class deterministic_mode:
             # One object for each call: several threads may be inside at once.
             with deterministic_mode(*arguments):
                 result = function(*args, **kwargs)
-            if isinstance(result, _LATER_RESULTS):
-                if isinstance(result, types.CoroutineType):
-                    result.close()  # without it Python warns that nothing awaited it
-                raise _runs_later(f"one that returned a {type(result).__name__}")
+            decorated.check_result(result)
             return result
 
-        for name in _OF_COMPILER:
+        for name in decorated.COMPILER_ATTRIBUTES:
             vars(inside).pop(name, None)
         return inside  # type: ignore[return-value]
 
@@ -336,7 +328,7 @@ def resolve(mode: Mode, split_size: int | None) -> Mode:
 
     Args:
         mode: around the call.
-        split_size: the call's own; None: the mode's. The caller has checked it.
+        split_size: the call's own, checked; None: the mode's.
 
     Returns:
         A mode with split_size 0 where it has no effect.
@@ -351,7 +343,7 @@ def require_deterministic_kernels(name: str, otherwise: str) -> None:
 
     Args:
         name: of the argument that asks for them.
-        otherwise: what else the caller may do.
+        otherwise: another remedy, for the message.
 
     Raises:
         MissingInstanceError: it does not.
@@ -370,7 +362,7 @@ def _changed(
     split_size: int | None,
     keep_residual: bool | None,
 ) -> Mode:
-    """Returns the mode that the arguments ask for; `around` gives what they leave open."""
+    """Returns the mode of the arguments; those that are None are taken from `around`."""
     if not isinstance(enabled, bool):
         raise ArgumentTypeError(
             f"enabled: expected a bool, got {type_name(enabled)}; a split size goes into "
@@ -385,7 +377,7 @@ def _changed(
         )
     try:
         _, split, keep = around()
-    except FlashAttnError:  # the environment asks for no mode that there is
+    except FlashAttnError:  # the environment variables are wrong
         if split_size is None:
             raise
         _, split, keep = _default()
@@ -394,65 +386,3 @@ def _changed(
         split if split_size is None else check_mode_split_size(split_size),
         keep if keep_residual is None else keep_residual,
     )
-
-
-_LATER = (
-    ("a coroutine function", inspect.iscoroutinefunction),
-    ("a generator function", inspect.isgeneratorfunction),
-    ("an async generator function", inspect.isasyncgenfunction),
-)
-# functools.wraps copies these from a function that torch.compile has compiled. With them, torch
-# takes the wrapper for that function, and calls what it was compiled from without the wrapper.
-_OF_COMPILER = (
-    "_is_torch_compile",
-    "_isolate_recompiles_id",
-    "_torchdynamo_inline",
-    "_torchdynamo_orig_callable",
-    "_torchdynamo_wrapper_id",
-    "aot_compile",
-    "get_compiler_config",
-)
-_LATER_RESULTS = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
-
-
-def _runs_later(what: str) -> ArgumentTypeError:
-    return ArgumentTypeError(
-        f"function: expected an ordinary function, got {what}, whose body runs after the call; put "
-        "the block inside it, around what has no await and no yield"
-    )
-
-
-def _check_body_runs_in_the_call(function: Any) -> None:
-    expected = "function: expected an ordinary function, got "
-    if isinstance(function, type):
-        raise ArgumentTypeError(f"{expected}the class {name_of(function)}; decorate its methods")
-    if not callable(function):
-        raise ArgumentTypeError(
-            f"{expected}{type_name(function)}, which can't be called; decorate the function inside "
-            "of it"
-        )
-    for body in _bodies(function):
-        for kind, is_kind in _LATER:
-            if is_kind(body):
-                raise _runs_later(kind)
-
-
-def _bodies(function: Any) -> Iterator[Any]:
-    """Yields what is called when `function` is: itself, and what partial and objects stand for."""
-    seen: list[Any] = []
-    while True:
-        yield function
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif isinstance(function, functools._lru_cache_wrapper):
-            function = function.__wrapped__
-        elif inspect.ismethod(function) or isinstance(function, staticmethod):
-            function = function.__func__
-        elif inspect.isroutine(function):
-            return
-        else:
-            call = type(function).__call__
-            if call in seen:
-                return
-            seen.append(call)
-            function = call

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import interface
 from .._checks.describe import shown
-from .._checks.values import check_values
+from .._checks.index_values import check_values
+from .._checks.varlen import NAMES, NAMES_QKV
 from .._ops.schemas import FORWARD, NAMESPACE, WITH_RESIDUAL, argument_names, unpacked
 from ..errors import ArgumentError
 from .plan import Plan, Request, plan
@@ -22,13 +23,13 @@ def explain(
 ) -> Plan:
     """Returns the plan of a call of one of this package's functions, without running it.
 
-    The arguments are checked as in the call itself. Nothing is computed, drawn or written to: the
-    call is made, and stopped where it would run.
+    The arguments are checked as in the call itself. The call runs up to its op and is stopped
+    there: nothing is computed, written, or drawn from a random generator.
 
     Args:
         function: one of this package's functions, or its name; also a functools.partial of one, one
-            that torch.compile has compiled, or one that `deterministic_mode` decorates. Left out
-            (so that q or a keyword comes first): flash_attn_func.
+            that torch.compile has compiled, or one that `deterministic_mode` decorates. If q or a
+            keyword comes first: flash_attn_func.
         *args: arguments of the call.
         **kwargs: arguments of the call.
 
@@ -36,10 +37,10 @@ def explain(
         The plan.
 
     Raises:
-        ArgumentError: a ValueError; no such function, or one that the call itself raises, as all
-            other errors that it raises before it runs.
+        ArgumentError: a ValueError; no such function.
         UnsupportedError: a NotImplementedError; the mode is not enabled, and the tensors are not on
             a CUDA device.
+        All that the call itself raises before it runs.
 
     Example:
         >>> q = k = v = torch.ones(1, 4096, 2, 64, dtype=torch.bfloat16)
@@ -75,7 +76,7 @@ def _called(function: Any) -> Callable[..., Any]:
 
 
 def _without_compiler(function: Any) -> Any:
-    """Returns what torch.compile was given; a compiled function would be traced, not called."""
+    """Returns the function that was compiled: calling the compiled one would trace it."""
     if isinstance(function, functools.partial):
         inner = _without_compiler(function.func)
         return functools.partial(inner, *function.args, **function.keywords)
@@ -83,7 +84,7 @@ def _without_compiler(function: Any) -> Any:
 
 
 class _Stopped(BaseException):
-    """Leaves a call that has come to its op."""
+    """Ends a call at its op."""
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class _Stopped(BaseException):
 
 
 class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Stops at the first op of this package; allocates what others before it would compute."""
+    """Stops at the first op of this package; ops before it only allocate their results."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -102,7 +103,7 @@ class _Stopper(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignor
             given = dict(zip(argument_names(name), args, strict=True))
             plain, arguments = unpacked(name, given)
             if arguments["q"].device.type == "cpu":
-                check_values(plain, arguments)
+                check_values(plain, arguments, NAMES_QKV if given["q"] is None else NAMES)
             raise _Stopped(_request(plain, arguments, name.endswith(WITH_RESIDUAL)))
         if name == "aten::randint":  # nothing is drawn
             return torch.empty(args[2], **kwargs)

@@ -1,4 +1,4 @@
-"""How a call is cut into pieces of work: the one place that decides, from shapes alone."""
+"""The plan of a call: which kernels run, and how the work is divided, from shapes alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BackwardPlan:
         block_n: keys to a tile.
         whole_heads: whether a thread block works on all keys of a head, one block after another.
         in_turns: whether thread blocks wait for each other, to add to dq in one order.
-        heads_in_flight: heads of all sequences whose blocks of keys are worked on side by side.
+        heads_in_flight: heads, of all sequences, whose key blocks run at the same time.
     """
 
     family: str
@@ -40,25 +40,25 @@ class Plan:
 
     Args:
         family: "sm80": the kernels for every supported GPU; "sm90": those for compute capability
-            9.0 (Hopper) alone, of calls that they cover; "reference": plain torch, on CPUs. The
-            environment variable FLASH_ATTENTION_FAMILY, read in each call, chooses: "sm80" runs
-            those kernels on Hopper too, "sm90" runs Hopper's wherever they can run. The plan
-            supposes contiguous tensors: others may run in the other family.
-        path: "one-cta": a thread block of the GPU walks over all splits of its rows; "parts": one
-            per split, and a kernel that merges their parts; "few-rows": the same for up to 16
-            queries, whose heads of a group share a thread block; "scores-first": a kernel for all
-            scores, and one for the rest, whose thread blocks take 32 columns of a split each.
+            9.0 (Hopper), of calls that they cover; "reference": plain torch, on CPUs. The
+            environment variable FLASH_ATTENTION_FAMILY, read in each call, overrides the choice:
+            "sm80" runs those kernels on Hopper too, "sm90" runs Hopper's wherever they can run. The
+            plan assumes contiguous tensors: others may run in the other family.
+        path: "one-cta": one thread block walks over all splits of its rows; "parts": one thread
+            block per split, then a kernel that merges the parts; "few-rows": the same for up to 16
+            queries, where the heads of a group share a thread block; "scores-first": a kernel for
+            all scores, then one for the rest, whose thread blocks take 32 columns of a split each.
         block_m: query rows per thread block.
-        block_n: keys that it takes at a time.
-        split_size: tokens per split as the mode or the call has it; 0: one split.
+        block_n: keys that a thread block processes at a time.
+        split_size: tokens per split of the call or the mode; 0: one split.
         num_splits: splits of the longest sequence.
         tokens_per_split: tokens of a whole split; with one split, those of the longest sequence.
-        launches: how many times the kernels are launched, so that scratch memory stays bounded.
+        launches: how often the kernels are launched; more launches need less scratch memory.
         scratch_bytes: memory besides inputs and outputs.
-        backward: the plan of its backward; None on CPUs, where the wheel holds no kernels of it,
-            and for calls without one.
-        residual_bytes: memory for what rounding takes from out, kept until the backward; 0 unless
-            the mode has keep_residual and the call gets a backward.
+        backward: the plan of the backward; None on CPUs, for wheels without its kernels, and for
+            calls without one.
+        residual_bytes: memory for the rounding error of out, kept until the backward; 0 unless the
+            mode has keep_residual and the call gets a backward.
     """
 
     family: str
@@ -76,10 +76,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan depends on.
+    """The properties of a call that its plan depends on.
 
-    Lengths are those of the longest sequence, or a bound on them; page_size 0: no pages.
-    deterministic_bwd is None where the call has no backward.
+    Lengths are those of the longest sequence, or an upper bound; page_size 0: no pages.
+    deterministic_bwd is None for calls without a backward.
     """
 
     device: torch.device
@@ -107,8 +107,8 @@ def plan(request: Request) -> Plan:
     """Returns the plan of a call.
 
     Raises:
-        UnsupportedError: the mode is not enabled, and the tensors are not on a CUDA device: only
-            the kernels know what they then do.
+        UnsupportedError: the mode is not enabled, and the tensors are not on a CUDA device: the
+            order of additions is then the kernels' choice.
     """
     if request.device.type == "cuda":
         return _cuda_plan(request)
@@ -170,12 +170,12 @@ def _backward_plan(request: Request) -> BackwardPlan | None:
     except RuntimeError as error:
         if "bytes of shared memory per block" not in str(error):
             raise
-        return None  # the GPU has too little of it for the backward
+        return None  # the GPU has too little shared memory for the backward
     return BackwardPlan(FAMILIES[family], *numbers)
 
 
 def _shared_arguments(request: Request) -> tuple[Any, ...]:
-    """The arguments with which both ops on plans begin."""
+    """Returns the leading arguments of both ops that plan."""
     return (
         torch.empty(0, dtype=request.dtype, device=request.device),
         request.batch,

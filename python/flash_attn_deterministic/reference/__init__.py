@@ -1,23 +1,22 @@
-"""The kernels' reduction tree in plain torch: the CPU backend and the oracle of the tests.
+"""The kernels' reduction tree in plain torch: the CPU backend, and the reference of the tests.
 
-This is about the forward; `_backward` tells of the other direction.
-
-Keys are cut into splits of split_size tokens, counted from the sequence's own position 0, and a
-split into blocks of block_n. Blocks are visited last to first with FlashAttention-2's online
-softmax; the un-normalised states of the splits are merged last to first; one division ends it.
+The forward: keys are cut into splits of split_size tokens, counted from the sequence's own position
+0, and a split into blocks of block_n. Blocks are visited last to first with FlashAttention-2's
+online softmax; the un-normalised states of the splits are merged last to first; one division ends
+it. `_backward` describes the backward.
 
 A row's bits depend on that row's inputs and on nothing else. So every step is an elementwise IEEE
 operation, whose result cannot depend on vector width, tails or threads: no matmul (BLAS picks its
 order of summation by shape) and no torch.sum, but one multiplication and one addition per index of
 the contraction, in rising order. That makes it slow: 2 * 10^9 multiply-adds per second.
 
-Three more things make bits a matter of the row alone:
+Three more rules keep bits independent of other rows:
 
-- Keys beyond the used length are never read into a product: each sequence is gathered first.
-- Which fully masked blocks a row goes through depends on its neighbours. Such a block leaves
-  maximum and sum alone, and adds 0 times a value to the accumulator: at most a zero changes its
-  sign. An accumulator of -0 therefore becomes an output of +0.
-- A NaN in a result is always the same NaN.
+- Keys beyond the used length never enter a product: each sequence is gathered first.
+- Which fully masked blocks a row visits depends on its neighbours. Such a block keeps maximum and
+  sum, and adds 0 times a value to the accumulator: at most a zero changes its sign. So an
+  accumulator of -0 becomes an output of +0.
+- A NaN in a result always has the same bits.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 As in the forward every step is an elementwise IEEE operation, and sums run in one order: over the
 keys of a row for dq, over the rows of a key for dk and dv, both from the beginning of the sequence.
 Heads that share their keys are summed one after another, unrounded. Blocks that no row of a tile
-sees are left out: what they add is zero, and zeros become +0 in the end.
+sees are skipped: they would add zeros, and zeros become +0 in the end.
 
-With P the weights before dropout, and Z those that it leaves over the probability of keeping:
+With P the weights before dropout, and Z the kept weights divided by the probability of keeping:
 dv = Z^T dout; dP = dout v^T, masked and scaled like Z; dS = P (dP - D), with D the sum of
 dout * out over a row; dq = dS k and dk = dS^T q, times softmax_scale (FlashAttention-2, section
 3.1.2; Dao, 2023). softcap c puts 1 - tanh(s / c)^2 into dS.
@@ -51,8 +51,8 @@ def attention_backward(
         q: as in `attention`.
         k: as in `attention`.
         v: as in `attention`.
-        out: what `attention` returned.
-        softmax_lse: what `attention` returned.
+        out: as `attention` returned it.
+        softmax_lse: as `attention` returned it.
         alibi_slopes: as in `attention`.
         **options: as in `attention`; split_size and block_n change no bit.
 
@@ -83,8 +83,8 @@ def attend_backward(
 ) -> Gradients:
     """Computes `attention_backward` of a walk; slopes and sequences as in `attend`.
 
-    Where sums are carried from rows before these, dk and dv go on with them, in place, and what is
-    returned in their stead is 0.
+    With `carried`, the sums over earlier rows, it adds to these in place, and returns 0 for dk and
+    dv.
     """
     batch_size, seqlen_k, nheads_k, _ = k.shape
     group = q.shape[2] // nheads_k
@@ -138,7 +138,7 @@ class _Rows(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """What the rows so far gave to each key: (batch, nheads_k, group, seqlen_k, head_dim)."""
+    """Sums of dk and dv over the rows so far: (batch, nheads_k, group, seqlen_k, head_dim)."""
 
     dk: torch.Tensor
     dv: torch.Tensor
@@ -153,7 +153,7 @@ class KeySums(NamedTuple):
         """Returns dk and dv, rounded, as (batch, nheads_k, seqlen_k, head_dim)."""
         results = []
         for total, factor in ((self.dk, walk.score_scale), (self.dv, walk.keep_scale)):
-            # Heads one after another.
+            # Heads are added one after another.
             both = total[:, :, 0].clone()
             for head in range(1, total.shape[2]):
                 both += total[:, :, head]
@@ -173,10 +173,10 @@ def _add_rows(
     position: int,
     place: Place,
 ) -> torch.Tensor:
-    """Adds what a tile of rows gives to dk and dv, and returns its dq; see `Walk.rows`."""
+    """Adds a tile of rows to the sums of dk and dv, and returns its dq; see `Walk.rows`."""
     formats = walk.formats
     q, dout, out, lse = tile
-    # Rows without a key have nothing to give, whatever their gradient.
+    # Rows without a key contribute nothing, even if their gradient is NaN.
     dout = dout.masked_fill(lse == INF, 0.0)
     products = dout * out
     delta = fold(products, 1 << (products.shape[-1] - 1).bit_length(), torch.add, 0.0)
@@ -221,6 +221,6 @@ def _add_rows(
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds, with zeros and NaNs of one kind only: see `normalise` and `attend`."""
+    """Rounds, and makes every zero +0 and every NaN the same; see `normalise` and `attend`."""
     values = values.masked_fill(values == 0, 0.0).to(dtype)
     return values.masked_fill_(values.isnan(), float("nan"))

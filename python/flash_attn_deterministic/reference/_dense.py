@@ -13,9 +13,9 @@ from ._walk import Options, Walk
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# Elements of the largest tensor of a step. Up to here it stays in the L2 cache, and torch runs an
-# operation on the calling thread: its thread pool gains little on such steps, and on a machine
-# that has other work its barriers can make them a hundred times slower.
+# Elements of the largest tensor of a step. Up to this size it stays in the L2 cache, and torch runs
+# an operation on the calling thread: the thread pool gains little on such steps, and on a busy
+# machine its barriers can make them a hundred times slower.
 _TILE_ELEMENTS = 32 * 1024
 _MAX_TILE_ROWS = 128
 
@@ -79,12 +79,12 @@ def attend(
     """Runs a walk over tensors as in `attention`.
 
     Args:
-        walk: how rows go over their keys.
+        walk: of the call.
         q: as in `attention`; k and v too.
         k: see q.
         v: see q.
         slopes: (batch, nheads), or None.
-        sequences: what indices the sequences have in the call.
+        sequences: indices of the sequences in the call.
     """
     group = q.shape[2] // k.shape[2]
     q_groups = q.reshape(*q.shape[:2], k.shape[2], group, q.shape[3])
@@ -105,7 +105,7 @@ def attend(
         out[batch, rows, heads] = out_tile.permute(0, 3, 1, 2, 4).flatten(2, 3).to(q.dtype)
         softmax_lse[batch, heads, rows] = lse_tile.flatten(1, 2)
     for result in (out, softmax_lse):
-        # A conversion's NaN differs between torch's vector and scalar loops.
+        # The bits of a converted NaN differ between torch's vector and scalar loops.
         result.masked_fill_(result.isnan(), float("nan"))
     return out, softmax_lse
 

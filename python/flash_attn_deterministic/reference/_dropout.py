@@ -1,10 +1,10 @@
 """The dropout mask, as the kernels draw it, in plain torch.
 
 A mask is a function of a seed, an offset, and of each element's sequence, head, row and key; rows
-and keys are counted from the beginning of their sequence. Batch size, number of heads, lengths and
-tiles play no part. Random bytes come from Philox (Salmon et al., Parallel random numbers: as easy
-as 1, 2, 3, 2011), with 7 rounds as in flash_attn: one call of it gives the 16 bytes that one lane
-of a warp needs for its elements of a tile of 16 rows and 32 keys, in flash_attn's order.
+and keys are counted from the beginning of their sequence. It does not depend on batch size, number
+of heads, lengths and tiles. Random bytes come from Philox (Salmon et al., Parallel random numbers:
+as easy as 1, 2, 3, 2011), with 7 rounds as in flash_attn: one call of it gives the 16 bytes that
+one lane of a warp needs for its elements of a tile of 16 rows and 32 keys, in flash_attn's order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 class Place(NamedTuple):
-    """Where a tile of rows lies in its call.
+    """The place of a tile of rows in its call.
 
     Args:
         sequences: index of each sequence in the batch.
@@ -67,7 +67,7 @@ class Dropout:
 
     @property
     def keep_scale(self) -> float:
-        """What the remaining weights are multiplied by, before it is rounded."""
+        """The factor of the kept weights, not rounded."""
         return 1.0 / keep_probability(self.probability)
 
     def keep(self, place: Place, group: int, rows: range, keys: range) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Dropout:
         Args:
             place: of the tile.
             group: query heads per head of keys.
-            rows: as many as there are in the tile.
+            rows: of the tile; only their number is used.
             keys: counted from the beginning of the sequence.
         """
         device = self.rng_state.device
@@ -96,7 +96,7 @@ class Dropout:
 
 def keep_probability(dropout_p: float) -> float:
     """Returns 1 - dropout_p as the float32 that the kernels divide by."""
-    # On the CPU whatever torch.set_default_device says: nothing is to be waited for.
+    # On the CPU, also under torch.set_default_device, so that the host does not wait for a GPU.
     return float(torch.tensor(1.0 - dropout_p, dtype=torch.float32, device="cpu"))
 
 

@@ -41,7 +41,7 @@ class Formats:
     dscores: Rounding = None
 
     def filled(self, dtype: torch.dtype) -> Formats:
-        """Returns these formats, with the input dtype where that is what None means."""
+        """Returns these formats, with None replaced where it stands for the input dtype."""
         probs = dtype if self.probs is None else self.probs
         return replace(self, probs=probs, dscores=dtype if self.dscores is None else self.dscores)
 

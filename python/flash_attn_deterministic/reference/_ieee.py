@@ -1,4 +1,4 @@
-"""exp2, log and tanh out of IEEE operations alone.
+"""exp2, log and tanh made of IEEE operations only.
 
 torch's own exp2 gives an element other bits in a vector register than in the scalar loop that
 finishes a range, so its result depends on shape, stride, thread count and CPU. Additions,
@@ -91,11 +91,11 @@ def tanh(x: torch.Tensor) -> torch.Tensor:
         A new tensor like x, the same bits for the same element whatever surrounds it.
     """
     fmt = _FORMATS[x.dtype]
-    # From here on tanh rounds to 1, long before the exponential overflows.
+    # Above this tanh rounds to 1; the exponential is still far from overflow.
     twice = x.abs().clamp_(max=_TANH_ONE).mul_(2.0)
     shift = 1.5 * 2.0**fmt.mantissa_bits
     whole = (twice * math.log2(math.e)).add_(shift).sub_(shift)
-    # The first part of log(2) has few bits, so that its multiples are exact.
+    # The high part of log(2) has few bits, so that its multiples are exact.
     remainder = twice.sub_(whole * _LOG2_HIGH).sub_(whole * _LOG2_LOW)
     series = torch.full_like(remainder, 1.0 / math.factorial(fmt.expm1_degree))
     for n in range(fmt.expm1_degree - 1, 0, -1):

@@ -1,4 +1,4 @@
-"""Attention over a KV cache, which may take up new keys first."""
+"""Attention over a KV cache, after appending new keys and values to it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def kvcache_attention(
     alibi_slopes: torch.Tensor | None = None,
     **options: Unpack[Options],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Appends k and v to the caches in place, and computes attention over what they hold then.
+    """Appends k and v to the caches in place, and computes attention over the caches.
 
-    New key j of sequence b goes to cache_seqlens[b] + j, and is rotated as of there. Query i is
-    rotated as of cache_seqlens[b] + i with causal or a window, otherwise as of cache_seqlens[b].
+    New key j of sequence b is written to, and rotated at, position cache_seqlens[b] + j. Query i is
+    rotated at cache_seqlens[b] + i with causal or a window, otherwise at cache_seqlens[b].
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim).
@@ -48,7 +48,7 @@ def kvcache_attention(
         rotary_cos: (seqlen_rotary, rotary_dim / 2), by position; needs k.
         rotary_sin: like rotary_cos.
         cache_seqlens: the tokens in use before the call, of all sequences or (batch,); None: the
-            whole capacity. What lies beyond is not read.
+            whole capacity. The rest is not read.
         cache_batch_idx: (batch,), each sequence's row of the caches; None: 0, 1, 2 and so on.
         cache_leftpad: (batch,), the tokens to skip at the beginning of each sequence. Position 0
             of splits and masks is the first token after them; for rotary they count.
@@ -64,7 +64,7 @@ def kvcache_attention(
     Raises:
         DtypeError: as in `attention`.
         ArgumentError: as in `attention`. Lengths, rows and pages are not checked; see
-            `_checks.values`.
+            `_checks.index_values`.
     """
     walk = Walk.of(q, **options)
     batch, seqlen_q = q.shape[:2]
@@ -75,7 +75,7 @@ def kvcache_attention(
     new = 0 if k is None else k.shape[1]
     ends = [end + new for end in used]
     if k is not None and v is not None:
-        # The kernels write to a cache made in inference mode outside of it too.
+        # As the kernels do, this writes to a cache made in inference mode.
         with torch.inference_mode():
             for b in range(batch):
                 index = slots(b, used[b], ends[b])
@@ -124,7 +124,7 @@ def _rotated(
     *,
     advance: bool,
 ) -> torch.Tensor:
-    """Rotates the rows of x as of `position`, or as of position, position + 1 and so on."""
+    """Rotates the rows of x at `position`, with `advance` at position, position + 1 and so on."""
     if cos is None or sin is None:
         return x
     positions = torch.full((x.shape[0],), position, device=cos.device)

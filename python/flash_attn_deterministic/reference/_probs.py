@@ -1,4 +1,4 @@
-"""S_dmask: the softmax of a call, and which of it dropout dropped."""
+"""S_dmask: the softmax of a call, with a sign for what dropout dropped."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def signed_probs(
 def _unpacked(
     q: torch.Tensor, k: torch.Tensor, softmax_lse: torch.Tensor, lengths: Lengths
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns q, k and softmax_lse of a packed call as of a dense one, and the sequences' lengths.
+    """Returns q, k and softmax_lse of a packed call padded to a dense one, and the lengths.
 
-    Beyond a sequence they hold something else.
+    Padding holds other tokens.
     """
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *others = lengths
     seqused_k, leftpad_k, block_table = others
@@ -63,7 +63,7 @@ def _unpacked(
 
     row = torch.arange(max_seqlen_q, device=q.device)
     key = begin[:, None] + torch.arange(max_seqlen_k, device=q.device)
-    # What lies beyond a sequence is read from somewhere else, and masked.
+    # Indices beyond a sequence read other tokens, which are masked later.
     rows = _within(cu_seqlens_q[:-1, None] + row, q.shape[0])
     if block_table is None:
         keys = k[_within(cu_seqlens_k[:-1, None] + key, k.shape[0])]
@@ -74,7 +74,7 @@ def _unpacked(
 
 
 def _some(tokens: torch.Tensor) -> torch.Tensor:
-    """Returns one token where there is none: what is masked is read from somewhere."""
+    """Returns at least one token, for indices of padding."""
     return tokens if tokens.shape[0] else tokens.new_zeros((1, *tokens.shape[1:]))
 
 
@@ -127,8 +127,8 @@ def _signed_probs(
 
 
 def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Returns q k^T (batch, nheads, seqlen_q, seqlen_k) in float32, whatever autocast says."""
-    # Autocast knows no meta device; tensors without data have no values that it could change.
+    """Returns q k^T (batch, nheads, seqlen_q, seqlen_k) in float32, also under autocast."""
+    # Autocast does not support the meta device, where there are no values to change.
     device_type = "cpu" if q.device.type == "meta" else q.device.type
     with torch.autocast(device_type, enabled=False):
         return torch.einsum("bihd,bjhd->bhij", q.float(), k.float())

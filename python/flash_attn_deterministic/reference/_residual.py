@@ -1,7 +1,7 @@
-"""What rounding takes from out, for a backward that adds it again.
+"""The rounding error of out, for a backward that adds it to out.
 
-The backward subtracts D, the sum of dout * out over a row, from numbers that are nearly D where
-keys are alike: an out that is rounded to 16 bit then costs dq most of its digits.
+The backward subtracts D, the sum of dout * out over a row, from numbers that are close to D where
+keys are alike: rounding out to 16 bit then costs dq most of its digits.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Outputs = tuple[torch.Tensor, torch.Tensor]
 def with_residual(
     attention: Callable[..., Outputs], q: torch.Tensor, *tensors: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes attention, and keeps what rounding takes from out.
+    """Computes attention, and the rounding error of out.
 
     Args:
         attention: `attention` or `varlen_attention`.
         q: as there.
-        *tensors: what follows q there.
+        *tensors: the arguments after q there.
         **options: as there.
 
     Returns:
-        out and softmax_lse as there, bit for bit, and the residual: out before it is rounded less
-        out, shaped like it, in bfloat16.
+        out and softmax_lse as there, bit for bit, and the residual: unrounded out minus out, shaped
+        like it, in bfloat16.
     """
-    # Of a q that needs no rounding out is not rounded; all other steps round as q's dtype has it.
+    # With q in float32, out is not rounded; all other steps round as for q's dtype.
     options["formats"] = options.get("formats", DEFAULT_FORMATS).filled(q.dtype)
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     exact, softmax_lse = attention(wide, *tensors, **options)
@@ -41,5 +41,5 @@ def with_residual(
 
 
 def restored(out: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Returns out as the backward takes it: with its residual, if there is one, in float32."""
+    """Returns out for the backward: in float32 with its residual, if there is one."""
     return out if residual is None else out.float() + residual

@@ -14,7 +14,7 @@ from ._walk import Walk
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the tokens of a sequence lie in buffers of shape (rows, tokens, nheads_k, head_dim).
+    """The places of a sequence's tokens in buffers of shape (rows, tokens, nheads_k, head_dim).
 
     Args:
         tokens: tokens per row; per page if there is a block table.
@@ -49,14 +49,13 @@ def attend_sequences(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yields each sequence's index, out (seqlen_q, nheads, head_dim) and lse (nheads, seqlen_q).
 
-    Equally long sequences go together; bits don't depend on that.
+    Sequences of equal length are computed together; bits don't depend on that.
 
     Args:
-        walk: how rows go over their keys.
+        walk: of the call.
         seqlens: (seqlen_q, used seqlen_k) of each sequence.
         rows: maps a sequence to its queries (seqlen_q, nheads, head_dim).
-        keys: maps a sequence to its keys and values (used seqlen_k, nheads_k, head_dim), without
-            those beyond the used length.
+        keys: maps a sequence to its keys and values in use (used seqlen_k, nheads_k, head_dim).
         slopes: (batch, nheads), or None.
     """
     alike = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What is known of some rows after some keys, and how two such states become one."""
+"""The state of the online softmax after some keys, and the merge of two states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INF = float("inf")
 
 
 class State(NamedTuple):
-    """What is known of some rows after some keys, not normalised.
+    """The state of rows after some keys, not normalised.
 
     Args:
         row_max: (..., rows, 1), -inf before the first visible key.
@@ -44,7 +44,7 @@ def merge_state(
         formats: number format of each step.
 
     Returns:
-        The merged state. A row that is empty (row_sum 0) on one side is the other side's,
+        The merged state. If a row of one state is empty (row_sum 0), the other's is returned
         unchanged; a NaN sum is not empty.
     """
     row_max = round_to(torch.maximum(running.row_max, part.row_max), formats.row_max)
@@ -68,9 +68,9 @@ def merge_state(
 def rescale_factor(
     before: torch.Tensor, after: torch.Tensor, scale_log2: float, formats: Formats
 ) -> torch.Tensor:
-    """Returns 2^((before - after) * scale_log2): what sums lose when the maximum moves."""
+    """Returns 2^((before - after) * scale_log2), the factor of sums when the maximum changes."""
     factor = _ieee.exp2((before - after) * scale_log2)
-    # Nothing was summed yet: -inf - -inf, or -inf times a scale of 0 or less, must not matter.
+    # Before the first key: (-inf - -inf) or -inf times a scale <= 0 would give NaN or infinity.
     factor = torch.where(before == -INF, 0.0, factor)
     return round_to(factor, formats.rescale)
 
@@ -84,7 +84,7 @@ def normalise(
         state: of all keys.
         scale: of the scores.
         formats: number format of each step.
-        keep_scale: with dropout, what out is multiplied by; lse is that of all weights.
+        keep_scale: with dropout, a factor of out; lse is that of all weights.
     """
     empty = state.row_sum == 0
     if keep_scale is None:
@@ -92,7 +92,7 @@ def normalise(
     else:
         out = state.acc * (1.0 / state.row_sum * keep_scale)
     out = round_to(out, formats.out)
-    # Also where the accumulator is -0: whether it still is depends on the blocks that were visited.
+    # An accumulator of -0 counts too: its sign depends on the masked blocks that were visited.
     out = torch.where(empty | (state.acc == 0), 0.0, out)
     lse = state.row_max * scale + _ieee.log(state.row_sum)
     return out, torch.where(empty, INF, lse).squeeze(-1)

@@ -40,10 +40,10 @@ def varlen_attention(
         v: like k.
         cu_seqlens_q: (batch + 1,), where each sequence's queries begin in q, and the last end.
         cu_seqlens_k: (batch + 1,), the same for k; with block_table only the lengths count.
-        max_seqlen_q: changes nothing: every sequence is computed to its end.
-        max_seqlen_k: the same.
+        max_seqlen_q: no effect: every sequence is computed to its end.
+        max_seqlen_k: no effect.
         seqused_k: (batch,), the end of each sequence's keys, counted from where they begin; None:
-            all of them. What lies beyond is not read.
+            all of them. The rest is not read.
         leftpad_k: (batch,), the keys to skip at the beginning of each sequence. Position 0 is the
             first key after them.
         block_table: (batch, max_pages), the pages of each sequence.
@@ -56,7 +56,7 @@ def varlen_attention(
 
     Raises:
         DtypeError: as in `attention`.
-        ArgumentError: as in `attention`. Lengths are not checked; see `_checks.values`.
+        ArgumentError: as in `attention`. Lengths are not checked; see `_checks.index_values`.
     """
     walk = Walk.of(q, **options)
     q_starts, k_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

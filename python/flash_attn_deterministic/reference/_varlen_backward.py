@@ -42,20 +42,20 @@ def varlen_attention_backward(
         q: as in `varlen_attention`.
         k: (total_k, nheads_k, head_dim).
         v: like k.
-        out: what `varlen_attention` returned.
-        softmax_lse: what `varlen_attention` returned.
+        out: as `varlen_attention` returned it.
+        softmax_lse: as `varlen_attention` returned it.
         cu_seqlens_q: as in `varlen_attention`.
         cu_seqlens_k: as in `varlen_attention`.
-        max_seqlen_q: changes nothing.
-        max_seqlen_k: changes nothing.
+        max_seqlen_q: no effect.
+        max_seqlen_k: no effect.
         alibi_slopes: as in `attention`.
-        sums: what rows before these gave to each key: dk without softmax_scale, and dv, each
-            (total_k, nheads, head_dim) in the computing dtype. What these rows give is added, in
-            place; `finish_key_sums` makes gradients of it.
+        sums: sums over earlier rows of dk without softmax_scale and of dv, each (total_k, nheads,
+            head_dim) in the computing dtype. These rows are added in place; `finish_key_sums` makes
+            gradients of the sums.
         **options: as in `attention_backward`.
 
     Returns:
-        dq, dk and dv, like q, k and v. What belongs to no sequence: 0. With sums, dk and dv are 0.
+        dq, dk and dv, like q, k and v; 0 for tokens of no sequence. With sums, dk and dv are 0.
 
     Raises:
         DtypeError: as in `attention`.
@@ -73,7 +73,7 @@ def varlen_attention_backward(
     def stacked(packed: torch.Tensor, where: list[slice], sequences: list[int]) -> torch.Tensor:
         return torch.stack([packed[where[b]] for b in sequences])
 
-    # Equally long sequences go together; bits don't depend on that.
+    # Sequences of equal length are computed together; bits don't depend on that.
     alike = defaultdict(list)
     for sequence, (row, key) in enumerate(zip(rows, keys, strict=True)):
         alike[row.stop - row.start, key.stop - key.start].append(sequence)
@@ -106,10 +106,10 @@ def varlen_attention_backward(
 def finish_key_sums(
     sums: PackedSums, k: torch.Tensor, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes dk and dv of the sums of all rows, as `varlen_attention_backward` does of its own.
+    """Turns the sums over all rows into dk and dv.
 
     Args:
-        sums: as there, for any keys: (keys, nheads, head_dim).
+        sums: as in `varlen_attention_backward`, for any keys: (keys, nheads, head_dim).
         k: (any tokens, nheads_k, head_dim), in the dtype of the gradients.
         softmax_scale: as there.
 

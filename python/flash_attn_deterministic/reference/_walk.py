@@ -1,4 +1,4 @@
-"""How rows go over their keys: blocks and splits, last to first."""
+"""The walk of rows over their keys: blocks and splits, last to first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._window import Window
 
 
 class Options(TypedDict, total=False):
-    """What the functions of the reference take besides tensors; see `attention`."""
+    """The arguments of the reference's functions besides tensors; see `attention`."""
 
     softmax_scale: float | None
     causal: bool
@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Walk:
-    """What the rows of a call have in common."""
+    """The settings that all rows of a call share."""
 
     softmax_scale: float
     window: Window
@@ -105,7 +105,7 @@ class Walk:
 
     @functools.cached_property
     def keep_scale(self) -> float | None:
-        """What the weights that dropout leaves are multiplied by; None without dropout."""
+        """The factor of the weights that dropout keeps; None without dropout."""
         return None if self.dropout is None else self._rounded(self.dropout.keep_scale)
 
     def bias_slopes(self, slopes: torch.Tensor) -> torch.Tensor:
@@ -181,12 +181,12 @@ class Walk:
         scaled_max = torch.where(row_max == -INF, 0.0, row_max * self.scale_log2)
         scores.mul_(self.scale_log2).sub_(scaled_max)
         if hidden is not None:
-            # Again, because -inf times a scale of 0 or less is not -inf.
+            # Again, because -inf times a scale <= 0 is not -inf.
             scores.masked_fill_(hidden, -INF)
         probs = _ieee.exp2(scores)
         row_sum = state.row_sum * rescale + fold(probs, self.block_n, torch.add, 0.0)
 
-        # The sum is that of all weights, whatever is dropped.
+        # row_sum above includes the weights that are dropped here.
         probs = round_to(probs, formats.probs)
         if self.dropout is not None:
             probs.masked_fill_(~self.dropout.keep(place, q.shape[2], rows, keys), 0.0)
@@ -202,7 +202,7 @@ class Walk:
         rows: range,
         keys: range,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns what is then multiplied by `scale`, and with softcap the value of tanh.
+        """Returns scores to be multiplied by `scale`, and with softcap the value of tanh.
 
         Args:
             q: (batch, nheads_k, group, rows, head_dim).
@@ -225,7 +225,7 @@ class Walk:
 
 
 def copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts to a contiguous tensor, one head at a time to stay off the thread pool."""
+    """Converts to a contiguous tensor, one head at a time, which avoids the thread pool."""
     copy = tensor.new_empty(tensor.shape, dtype=dtype)
     for index in itertools.product(*map(range, tensor.shape[:2])):
         copy[index].copy_(tensor[index])

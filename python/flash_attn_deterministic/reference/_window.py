@@ -1,4 +1,4 @@
-"""Which keys a row sees."""
+"""The keys that a row sees."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Window:
 
     @classmethod
     def of(cls, causal: bool, window: tuple[int, int]) -> Window:
-        """Makes one of the two arguments alone: what a row sees must not depend on lengths."""
+        """Makes a window of the arguments, without lengths, so that bits don't depend on these."""
         left, right = window
         return cls(max(left, -1), 0 if causal else max(right, -1))
 
     @property
     def is_local(self) -> bool:
-        """Whether the rows of a sequence see different keys; causal is one such case."""
+        """Whether the rows of a sequence see different keys, as with causal."""
         return self.left >= 0 or self.right >= 0
 
     def visible(self, rows: range, seqlen_k: int) -> tuple[int, int]:
@@ -34,7 +34,7 @@ class Window:
     def hidden(
         self, rows: range, keys: range, device: torch.device | None = None
     ) -> torch.Tensor | None:
-        """Returns (rows, keys), True where the row does not see the key; None if all see all."""
+        """Returns (rows, keys), True where the row does not see the key; None if none is hidden."""
         beyond = self.right >= 0 and keys[-1] > rows[0] + self.right
         before = self.left >= 0 and keys[0] < rows[-1] - self.left
         if not (beyond or before):

@@ -1,4 +1,4 @@
-"""Errors against float64, forward and backward, ours and torch's own attention's."""
+"""Errors against float64, forward and backward, of ours and of torch's own attention."""
 
 from __future__ import annotations
 
@@ -59,16 +59,11 @@ _BACKWARD = {
 
 
 def measure(config: Config, device: str, attention: Attention) -> dict[str, Any]:
-    """Measures all shapes of one head dim and dtype.
-
-    Args:
-        config: head dim, and "bf16" or "fp16".
-        device: "cpu" or "cuda".
-        attention: the functions under test.
+    """Measures all shapes of one head dim and dtype on "cpu" or "cuda".
 
     Returns:
-        `rows`, each with the errors of ours and of the standard, what it is held against, the ratio
-        and whether it passed; `criterion` in words.
+        `rows`, each with the errors of ours, of the standard and of what ours is compared with,
+        the ratio, and whether it passed; `criterion` in words.
     """
     against = standard.FLASH if device == "cuda" else ROUNDED
     rows = []
@@ -94,12 +89,8 @@ def _draw(shape: Shape, config: Config, device: str) -> list[torch.Tensor]:
         size = (shape.batch, seqlen, nheads, head_dim)
         return torch.randn(size, generator=generator, device=device).to(DTYPES[dtype])
 
-    return [
-        normal(shape.seqlen_q, shape.nheads),
-        normal(shape.seqlen_k, shape.nheads_k),
-        normal(shape.seqlen_k, shape.nheads_k),
-        normal(shape.seqlen_q, shape.nheads),
-    ]
+    q, k = (shape.seqlen_q, shape.nheads), (shape.seqlen_k, shape.nheads_k)
+    return [normal(*size) for size in (q, k, k, q)]
 
 
 @torch.no_grad()
@@ -142,10 +133,10 @@ def _rows(
     rows = []
     for name, exactly, *results in zip(names, want, *sides, strict=True):
         ours, theirs, against = (errors(result, exactly) for result in results)
-        # Below this an error says more of luck than of an algorithm.
+        # Smaller errors are chance, not the algorithm.
         floor = torch.finfo(DTYPES[dtype]).eps / 64
         ratio = max(ours["largest"], floor) / max(against["largest"], floor)
-        # Beside a standard that is infinitely wrong anything looks good.
+        # Beside a standard that is infinitely wrong, any finite error would pass.
         finite = math.isfinite(ours["largest"]) and math.isfinite(against["largest"])
         passed = finite and ratio <= limits.ACCURACY_RATIO
         rows.append(

@@ -24,23 +24,14 @@ class Number:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two tensors first differ.
+    """Where two tensors first differ."""
 
-    Args:
-        elements: how many were compared; 0 where shapes or dtypes differ.
-        differing: how many of them differ.
-        index: the first differing one; None where shapes or dtypes differ.
-        left: the element there of one side, None without index.
-        right: that of the other.
-        words: the whole in a sentence.
-    """
-
-    elements: int
-    differing: int
-    index: tuple[int, ...] | None
-    left: Number | None
-    right: Number | None
-    words: str
+    elements: int  # how many were compared; 0 where shapes or dtypes differ
+    differing: int  # how many of them differ
+    index: tuple[int, ...] | None  # the first differing one; None where shapes or dtypes differ
+    left: Number | None  # the element there of one side, None without index
+    right: Number | None  # that of the other
+    words: str  # all of it in a sentence
 
 
 def difference(left: torch.Tensor, right: torch.Tensor) -> Difference | None:

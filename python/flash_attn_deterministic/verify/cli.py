@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--allow-source",
         action="store_true",
-        help="for developers: run on a source tree; the report says so and cannot be published",
+        help="for developers: run on a source tree; such a report cannot be published",
     )
     parser.add_argument(
         "--attention",
@@ -86,56 +85,50 @@ def run(arguments: argparse.Namespace) -> int:
     from .installed import FileError
     from .outcome import Exit
 
-    command = _verify if arguments.attention is None else _scoreboard
+    return ended(lambda: _run(arguments), {FileError: Exit.USAGE, ArgumentError: Exit.USAGE})
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.ranks is None and arguments.attention is None:
+        return _verify(arguments)
+    from . import environment
+
+    environment.check_device(arguments.device)
     if arguments.ranks is not None:
-        command = _ranks
-    return ended(lambda: command(arguments), {FileError: Exit.USAGE, ArgumentError: Exit.USAGE})
+        from .ranks.cli import run as run_ranks
 
+        return run_ranks(arguments)
+    from .scoreboard.cli import run as run_scoreboard
 
-def _scoreboard(arguments: argparse.Namespace) -> int:
-    from .scoreboard import cli
-
-    _check_device(arguments.device)
-    return cli.run(arguments)
-
-
-def _ranks(arguments: argparse.Namespace) -> int:
-    from .ranks import cli
-
-    _check_device(arguments.device)
-    return cli.run(arguments)
+    return run_scoreboard(arguments)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from . import installed, outcome, progress, tasks
+    from . import environment, installed, outcome, progress, tasks
     from . import run as runs
+    from .ending import sigterm_interrupts
     from .supervisor import Supervisor
 
     wheel = None if arguments.wheel is None else installed.read_wheel(arguments.wheel)
     found = installed.inspect(wheel)
     _check_installation(found, arguments)
-    _check_device(arguments.device)
+    environment.check_device(arguments.device)
     baseline = _baseline(arguments)
-    options = tasks.Options(
-        arguments.device, arguments.quick, None if baseline is None else str(baseline)
-    )
-    settings = runs.Settings(
-        arguments.device, arguments.quick, arguments.out, wheel, found, baseline
-    )
-    held = tasks.holds(arguments.device)
-    run = runs.Run(settings, tasks.list_tasks(arguments.device, arguments.quick, held))
-    bar = progress.Progress(run.tasks, sys.stderr)
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with Supervisor(options) as supervisor:
-            run.execute(supervisor, bar)
-    except KeyboardInterrupt:
-        bar.close()
-        run.write()
-        print("interrupted", file=sys.stderr)
-    finally:
-        bar.close()
-        signal.signal(signal.SIGTERM, before)
+    device, quick = arguments.device, arguments.quick
+    options = tasks.Options(device, quick, None if baseline is None else str(baseline))
+    settings = runs.Settings(device, quick, arguments.out, wheel, found, baseline)
+    run = runs.Run(settings, tasks.list_tasks(device, quick, tasks.holds(device)))
+    bar = progress.Progress(len(run.tasks), sys.stderr)
+    with sigterm_interrupts():
+        try:
+            with Supervisor(options) as supervisor:
+                run.execute(supervisor, bar)
+        except KeyboardInterrupt:
+            bar.close()
+            run.write()
+            print("interrupted", file=sys.stderr)
+        finally:
+            bar.close()
     record = run.record()
     for section in record["sections"]:
         reason = f": {section['reason']}" if section["reason"] else ""
@@ -150,10 +143,6 @@ def _verify(arguments: argparse.Namespace) -> int:
         )
         status = status or outcome.Exit.REPORT
     return int(status)
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _check_installation(found: Any, arguments: argparse.Namespace) -> None:
@@ -183,24 +172,3 @@ def _baseline(arguments: argparse.Namespace) -> Path | None:
     if not path.is_file():
         raise FileError(f"--baseline: {path} is not a file; `nox -s baseline` builds it")
     return path.resolve()
-
-
-def _check_device(device: str) -> None:
-    from .installed import NotInstalledError
-
-    if device == "cpu":
-        return
-    import torch
-
-    from .._checks.kernels import device_problem
-    from .._ops import library
-
-    if not torch.cuda.is_available():
-        why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
-        raise NotInstalledError(
-            f"--device cuda: torch {torch.__version__} {why}; use a machine with an NVIDIA GPU, or "
-            "--device cpu"
-        )
-    problem = library.kernels_missing or device_problem(0)
-    if problem:
-        raise NotInstalledError(f"--device cuda: {problem}")

@@ -1,24 +1,33 @@
-"""How a command ends: with an exit status, and one line for what went wrong."""
+"""How a command ends: its exit status, one line about an error, and signals."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from .installed import NotInstalledError
 from .outcome import Exit
 from .report import ReportError
 
 
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Makes SIGTERM raise KeyboardInterrupt within the block, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def ended(command: Callable[[], int], statuses: Mapping[type[Exception], Exit]) -> int:
-    """Runs a command, and prints what it raised if it is known how that ends a command.
+    """Runs a command, and returns its exit status.
 
     Args:
         command: returns its exit status.
-        statuses: that of each exception which the command has a status of its own for.
-
-    Returns:
-        The exit status.
+        statuses: of exceptions that end it with one line on stderr, besides those of every command.
     """
     known: dict[type[Exception], Exit] = {
         NotInstalledError: Exit.ENVIRONMENT,

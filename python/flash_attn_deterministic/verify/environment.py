@@ -1,4 +1,4 @@
-"""The machine that a run is made on, and what of the wheel runs there."""
+"""The machine of a run, and which parts of the wheel run there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from typing import Any
 from ..info.architectures import Architecture, parse
 from ..info.build_info import BuildInfo
 
-# Head dims and dtypes without which the sections can't run as they are meant to.
+# Head dims and dtypes that the sections need.
 NEEDED = ((64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16"))
 _DTYPES = ("bf16", "fp16")
 _DIRECTIONS = ("fwd", "bwd")
 
 
 def collect(device: str) -> dict[str, Any]:
-    """Describes the machine, in the worker.
-
-    Args:
-        device: "cpu" or "cuda"; of which the first counts.
-    """
+    """Describes the machine, and for "cuda" its first GPU."""
     import torch
 
     record: dict[str, Any] = {
@@ -64,7 +60,7 @@ def _driver() -> str | None:
 def architectures(
     names: Iterable[str], capability: str | None, force_ptx: bool = False
 ) -> dict[str, list[str]]:
-    """Tells which GPU code of a wheel a run has exercised.
+    """Returns which GPU code of a wheel a run has exercised.
 
     The driver takes machine code of the GPU's own major version, the highest minor one that is not
     above it; without any it compiles the highest PTX not above the GPU. It chooses kernel by
@@ -74,7 +70,7 @@ def architectures(
     Args:
         names: of the wheel, as CMAKE_CUDA_ARCHITECTURES.
         capability: of the GPU, such as "9.0"; None: the CPU ran.
-        force_ptx: whether the driver was told (CUDA_FORCE_PTX_JIT=1) to pass over machine code.
+        force_ptx: whether CUDA_FORCE_PTX_JIT=1 kept the driver from using machine code.
 
     Returns:
         `ran`: machine code that ran, such as "sm_90"; `ran_as_ptx`: PTX that the driver compiled;
@@ -94,22 +90,15 @@ def architectures(
             ours = [one for one in family if one.real_runs_on(gpu) and not force_ptx]
             below = [one for one in family if one.virtual_runs_on(gpu)]
             if ours:
-                ran.append(f"sm_{max(ours, key=_closeness).name}")
+                ran.append(f"sm_{max(ours, key=lambda one: one.capability).name}")
             elif below:
-                ptx.append(f"compute_{max(below, key=_closeness).name}")
+                ptx.append(f"compute_{max(below, key=lambda one: one.capability).name}")
     real = dict.fromkeys(f"sm_{one.name}" for one in parsed if one.real)
     return {"ran": ran, "ran_as_ptx": ptx, "unverified": [n for n in real if n not in ran]}
 
 
-def _closeness(architecture: Architecture) -> tuple[int, int]:
-    return architecture.capability
-
-
 def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
-    """Lists the kernels that the package could run and the wheel does not hold: never tested.
-
-    Args:
-        info: of the wheel.
+    """Lists the kernels that the package could run and the wheel does not hold.
 
     Returns:
         `direction`, `dtype` and `head_dim`, the largest that the kernel would take.
@@ -125,7 +114,7 @@ def missing_kernels(info: BuildInfo) -> list[dict[str, Any]]:
 
 
 def problems(device: str, record: dict[str, Any], deterministic: bool) -> list[str]:
-    """Says what of the machine or the wheel keeps a run from saying what it should.
+    """Returns why a report on this machine and wheel cannot mean what it should.
 
     Args:
         device: "cpu" or "cuda".
@@ -151,3 +140,29 @@ def problems(device: str, record: dict[str, Any], deterministic: bool) -> list[s
         if floor is not None and driver is not None and int(driver.split(".")[0]) < floor:
             found.append(f"driver {driver} is older than {floor}, which the wheel's toolkit needs")
     return found
+
+
+def check_device(device: str) -> None:
+    """Looks for a GPU that the wheel's kernels run on.
+
+    Raises:
+        NotInstalledError: there is none, and the device is "cuda".
+    """
+    from .installed import NotInstalledError
+
+    if device == "cpu":
+        return
+    import torch
+
+    from .._checks.kernels import device_problem
+    from .._ops import library
+
+    if not torch.cuda.is_available():
+        why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+        raise NotInstalledError(
+            f"--device cuda: torch {torch.__version__} {why}; use a machine with an NVIDIA GPU, or "
+            "--device cpu"
+        )
+    problem = library.kernels_missing or device_problem(0)
+    if problem:
+        raise NotInstalledError(f"--device cuda: {problem}")

@@ -65,18 +65,10 @@ def gradients(
     causal: bool,
     round_to: torch.dtype | None,
 ) -> Triple:
-    """Computes dq, dk and dv of `forward` in float64; tensors of all scores must fit in memory.
+    """Computes dq, dk and dv of `forward` in float64, like q, k and v.
 
-    Args:
-        q: as in `forward`.
-        k: as in `forward`.
-        v: as in `forward`.
-        dout: like q.
-        causal: as in `forward`.
-        round_to: None: exact. Otherwise out, weights, their gradients and the results are rounded.
-
-    Returns:
-        dq, dk and dv, float64, like q, k and v.
+    With round_to, out, weights, their gradients and the results are rounded. Tensors of all scores
+    must fit in memory.
     """
     seqlen_q, nheads, head_dim = q.shape[1:]
     seqlen_k, nheads_k = k.shape[1:3]

@@ -1,9 +1,8 @@
-"""The installed files, held to their own record and to a wheel."""
+"""Compares the installed files with their own record and with a wheel."""
 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import zipfile
@@ -16,7 +15,7 @@ from ..errors import FlashAttnError
 
 NAME = "flash-attn-deterministic"
 PACKAGE = "flash_attn_deterministic"
-_SHOWN = 5  # problems of a kind that are told
+_SHOWN = 5  # problems in a message
 
 
 class FileError(FlashAttnError, ValueError):
@@ -29,21 +28,13 @@ class NotInstalledError(FlashAttnError, RuntimeError):
 
 @dataclass(frozen=True)
 class Installed:
-    """What is known of the installed files.
+    """What is known of the installed files."""
 
-    Args:
-        version: of the installed distribution; "" for a source tree.
-        source_tree: whether the package runs from a source tree.
-        files: how many files were compared.
-        problems: what differs from the record, or from the wheel.
-        matches_wheel: whether the files are those of the wheel; None: no wheel was named.
-    """
-
-    version: str
-    source_tree: bool
-    files: int
-    problems: tuple[str, ...]
-    matches_wheel: bool | None
+    version: str  # of the installed distribution; "" for a source tree
+    source_tree: bool  # whether the package runs from a source tree
+    files: int  # how many files were compared
+    problems: tuple[str, ...]  # what differs from the record, or from the wheel
+    matches_wheel: bool | None  # whether the files are those of the wheel; None: no wheel was named
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class Wheel:
 
 
 def read_wheel(path: Path) -> Wheel:
-    """Looks whether a file is a wheel of this package.
+    """Checks that a file is a wheel of this package.
 
     Raises:
         FileError: it is not.
@@ -65,12 +56,11 @@ def read_wheel(path: Path) -> Wheel:
     if path.suffix != ".whl":
         raise FileError(f"--wheel: expected a file that ends in .whl, got {path.name}")
     try:
-        text = _metadata(path)
+        project = _project(path)
     except FileError:
         raise
-    except Exception as error:  # zipfile's own, and what it lets through of a broken directory
+    except Exception as error:  # zipfile's own, and others of a damaged directory
         raise FileError(f"--wheel: {path.name} is not a wheel ({error})") from error
-    project = next((x[5:].strip() for x in text.splitlines() if x.startswith("Name:")), "")
     if project.lower().replace("_", "-") != NAME:
         raise FileError(
             f"--wheel: {path.name} is a wheel of {project or 'nothing known'}, not of {NAME}"
@@ -78,18 +68,17 @@ def read_wheel(path: Path) -> Wheel:
     return Wheel(path, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def _metadata(path: Path) -> str:
+def _project(path: Path) -> str:
     """Reads a wheel through, which compares all checksums.
 
     Returns:
-        The metadata; "" if there are none.
+        The name of its project; "" if it has no metadata.
 
     Raises:
         FileError: a file in it cannot be read.
     """
     with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        for name in names:
+        for name in archive.namelist():
             try:
                 with archive.open(name) as file:
                     while file.read(2**20):
@@ -99,12 +88,11 @@ def _metadata(path: Path) -> str:
                 raise FileError(
                     f"--wheel: {path.name} is damaged at {name} ({error or type(error).__name__})"
                 ) from error
-        found = [n for n in names if n.endswith(".dist-info/METADATA") and n.count("/") == 1]
-        return archive.read(found[0]).decode() if found else ""
+    return next((found.name or "" for found in metadata.distributions(path=[str(path)])), "")
 
 
 def inspect(wheel: Wheel | None) -> Installed:
-    """Compares the files of the package in use with their record and, if given, with a wheel."""
+    """Compares the files of the package in use with their record and, if given, a wheel."""
     package = Path(__file__).resolve().parents[1]
     try:
         distribution = metadata.distribution(NAME)
@@ -150,14 +138,11 @@ def _record_problems(distribution: metadata.Distribution, root: Path) -> Iterato
             yield f"{entry}: cannot be read ({error.strerror})"
             continue
         try:
-            digest = hashlib.new(entry.hash.mode, data).digest()
-            expected = base64.urlsafe_b64decode(
-                entry.hash.value + "=" * (-len(entry.hash.value) % 4)
-            )
-        except (ValueError, binascii.Error):
+            digest = base64.urlsafe_b64encode(hashlib.new(entry.hash.mode, data).digest()).decode()
+        except ValueError:
             yield f"{entry}: its hash in RECORD is unreadable"
             continue
-        if digest != expected:
+        if digest.rstrip("=") != entry.hash.value.rstrip("="):
             yield f"{entry}: differs from the installation's RECORD"
 
 
@@ -165,7 +150,7 @@ def _wheel_problems(path: Path, root: Path) -> Iterator[str]:
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         for name in names:
-            # Installers write RECORD anew, and put what is under .data elsewhere.
+            # Installers write their own RECORD, and put what is under .data elsewhere.
             if name.endswith(".dist-info/RECORD") or ".data/" in name:
                 continue
             try:

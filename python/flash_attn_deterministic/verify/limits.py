@@ -1,4 +1,4 @@
-"""What a measured number may be for its section to pass. The one place with these numbers."""
+"""All limits that measured numbers are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a section of the report can come to, and the exit status of the command."""
+"""Statuses of sections and reports, and the exit status of the command."""
 
 from __future__ import annotations
 

@@ -23,51 +23,34 @@ from .supervisor import Supervisor
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked for.
+    """The options of a run, and what is installed."""
 
-    Args:
-        device: "cpu" or "cuda".
-        quick: the smaller run.
-        out: folder of the report.
-        wheel: the wheel named, or None.
-        installed: what is known of the installed files.
-        baseline: library of upstream's own kernels, or None.
-    """
-
-    device: str
-    quick: bool
-    out: Path
-    wheel: Wheel | None
-    installed: Installed
-    baseline: Path | None = None
+    device: str  # "cpu" or "cuda"
+    quick: bool  # the smaller run
+    out: Path  # folder of the report
+    wheel: Wheel | None  # the wheel named, or None
+    installed: Installed  # what is known of the installed files
+    baseline: Path | None = None  # library of upstream's own kernels, or None
 
 
 @dataclass
 class Run:
-    """Results so far.
-
-    Args:
-        settings: what was asked for.
-        tasks: all tasks, in order.
-        results: by section and task id.
-        seconds: by section and task id.
-        complete: whether all tasks have ended.
-        unrendered: why the last report could not be made readable; "": it could.
-    """
+    """Results so far."""
 
     settings: Settings
-    tasks: Sequence[tasks.Task]
+    tasks: Sequence[tasks.Task]  # all tasks, in order
+    # by section and task id
     results: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
-    complete: bool = False
-    unrendered: str = ""
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)  # by section and task id
+    complete: bool = False  # whether all tasks have ended
+    unrendered: str = ""  # why the last report could not be made readable; "": it could
     started: datetime.datetime = field(
         default_factory=lambda: datetime.datetime.now(datetime.timezone.utc)
     )
     _begin: float = field(default_factory=time.monotonic)
 
     def execute(self, supervisor: Supervisor, progress: Progress) -> None:
-        """Runs all tasks; writes the report anew after each.
+        """Runs all tasks; writes the report after each.
 
         Raises:
             ReportError: the report cannot be written.
@@ -79,7 +62,7 @@ class Run:
             begin = time.monotonic()
 
             def on_case(name: str, case: int, total: int, task: tasks.Task = task) -> None:
-                progress.show(task, case / total, f"{case + 1}/{total}")
+                progress.show(task, f"{case + 1}/{total}")
 
             self.results[key] = supervisor.run(task.section, task.id, on_case)
             self.seconds[key] = round(time.monotonic() - begin, 3)
@@ -105,7 +88,7 @@ class Run:
         """Returns the report; docs/verification.schema.json describes it."""
         sections = self.sections()
         settings, info = self.settings, build_info.build_info()
-        found = self._data("environment", "environment")
+        machine = self.results.get(("environment", "environment"), {}).get("data", {})
         status = outcome.combined(section["status"] for section in sections)
         if not self.complete:
             status = outcome.INCOMPLETE
@@ -131,13 +114,9 @@ class Run:
                 "matches_wheel": settings.installed.matches_wheel,
                 "problems": list(settings.installed.problems),
             },
-            "environment": found,
+            "environment": machine,
             "pins": {
-                "upstream": {
-                    "name": upstream.name,
-                    "version": upstream.version,
-                    "sha256": upstream.sha256,
-                },
+                "upstream": {n: getattr(upstream, n) for n in ("name", "version", "sha256")},
                 "patches": [asdict(patch) for patch in upstream.patches],
             },
             "build": {
@@ -149,7 +128,7 @@ class Run:
             },
             "architectures": environment.architectures(
                 info.architectures,
-                found.get("compute_capability"),
+                machine.get("compute_capability"),
                 force_ptx=os.environ.get("CUDA_FORCE_PTX_JIT") == "1",
             ),
             "sections": sections,
@@ -161,15 +140,12 @@ class Run:
         record["digest"] = report.canonical_digest(record)
         return record
 
-    def _data(self, section: str, task: str) -> dict[str, Any]:
-        return dict(self.results.get((section, task), {}).get("data", {}))
-
     def _section(self, name: str) -> dict[str, Any]:
         own = [task for task in self.tasks if task.section == name]
-        results = {task.id: self.results[name, task.id] for task in own
-                   if (name, task.id) in self.results}  # fmt: skip
+        results = {task: result for (section, task), result in self.results.items()
+                   if section == name}  # fmt: skip
         statuses = [results[t.id]["status"] if t.id in results else outcome.NOT_RUN for t in own]
-        # What did not apply does not explain what failed; its row of the contract has the reason.
+        # Reasons of checks that do not apply are in their rows of the contract alone.
         reasons = [
             result["reason"]
             for result in results.values()
@@ -183,15 +159,13 @@ class Run:
             "seconds": round(sum(self.seconds.get((name, task.id), 0.0) for task in own), 1),
             "data": {},
         }
-        if not own:
-            none_held = name == "accuracy"
-            section["status"] = outcome.FAILED if none_held else outcome.NOT_APPLICABLE
-            section["reason"] = (
-                "the wheel holds none of the kernels" if none_held
-                else "measured on a GPU only: the CPU runs the reference, which is exact and slow"
-            )  # fmt: skip
+        if not own and name == "accuracy":
+            section |= {"status": outcome.FAILED, "reason": "the wheel holds none of the kernels"}
+        elif not own:
+            reason = "measured on a GPU only: the CPU runs the reference, which is exact and slow"
+            section |= {"status": outcome.NOT_APPLICABLE, "reason": reason}
         elif name == "environment":
-            self._judge_environment(section)
+            self._judge_environment(section, results)
         elif name == "contract":
             section["data"] = {"checks": self._contract_rows(results)}
         elif name == "accuracy":
@@ -202,13 +176,12 @@ class Run:
             section["reason"] = _why(name, section["data"])
         return section
 
-    def _judge_environment(self, section: dict[str, Any]) -> None:
-        settings = self.settings
-        problems = list(settings.installed.problems)
+    def _judge_environment(self, section: dict[str, Any], results: Mapping[str, Any]) -> None:
+        problems = list(self.settings.installed.problems)
         if section["status"] == outcome.PASSED:
-            record = self._data("environment", "environment")
+            machine = results["environment"]["data"]
             deterministic = build_info.build_info().deterministic
-            problems += environment.problems(settings.device, record, deterministic)
+            problems += environment.problems(self.settings.device, machine, deterministic)
         section["data"] = {"problems": problems}
         if problems:
             section["status"] = outcome.FAILED
@@ -219,17 +192,16 @@ class Run:
 
         rows = []
         for check in CHECKS:
-            result = results.get(check.id)
-            applicable = self.settings.device in check.devices
-            status = outcome.NOT_RUN if applicable else outcome.NOT_APPLICABLE
-            reason = None if applicable else check.elsewhere
-            data = {} if result is None else result["data"]
+            result = {"status": outcome.NOT_RUN, "data": {}, **results.get(check.id, {})}
+            if self.settings.device not in check.devices:
+                result |= {"status": outcome.NOT_APPLICABLE, "reason": check.elsewhere}
+            data = result["data"]
             rows.append(
                 {
                     "id": check.id,
                     "promise": check.promise,
-                    "status": status if result is None else result["status"],
-                    "reason": reason if result is None else result.get("reason"),
+                    "status": result["status"],
+                    "reason": result.get("reason"),
                     "cases": data.get("cases", 0),
                     "failed": data.get("failed", 0),
                     "seconds": data.get("seconds", 0.0),
@@ -242,7 +214,7 @@ class Run:
 
 
 def _why(name: str, data: Mapping[str, Any]) -> str:
-    """Says in a line what failed in a section that ran to its end."""
+    """Returns in a line what failed in a section that ran to its end."""
     if name == "contract":
         bad = [check for check in data["checks"] if check["failed"]]
         return ", ".join(f"{c['id']}: {c['failed']} of {c['cases']} cases" for c in bad)

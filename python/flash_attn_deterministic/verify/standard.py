@@ -1,4 +1,4 @@
-"""The standard attention that ours is held against: torch's scaled_dot_product_attention."""
+"""The standard that ours is compared with: torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def name(device: str) -> str:
 
 @contextlib.contextmanager
 def flash_only(device: str) -> Iterator[None]:
-    """Lets SDPA take its flash backend only, on CUDA."""
+    """Restricts SDPA to its flash backend, on CUDA."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device == "cuda" else contextlib.nullcontext():
         yield
 

@@ -1,4 +1,4 @@
-"""Runs tasks in a child process, and starts another when a task has killed it."""
+"""Runs tasks in a child process, and starts another after a task that killed it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from dataclasses import asdict
-from typing import IO, Any
+from typing import Any
 
 from . import outcome
 from .tasks import OnCase, Options
@@ -24,7 +24,7 @@ _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import importlib; "
     "module, name = sys.argv[2].split(':'); getattr(importlib.import_module(module), name)()"
 )
-_TAIL = 1500  # characters of a dead worker's last words
+_TAIL = 1500  # bytes of stderr that an error shows
 
 
 class Supervisor:
@@ -42,13 +42,14 @@ class Supervisor:
         self._silence = silence
         self._process: subprocess.Popen[str] | None = None
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._errors: IO[bytes] | None = None
+        self._errors = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in __exit__
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+        self._errors.close()
 
     def run(self, section: str, task: str, on_case: OnCase) -> dict[str, Any]:
         """Runs one task.
@@ -56,38 +57,37 @@ class Supervisor:
         Args:
             section: id of the section.
             task: id of the task in it.
-            on_case: told of each case that begins: name, number, total.
+            on_case: called before each case, with its name, its number and how many there are.
 
         Returns:
-            `status`, `data` and, unless it passed or failed by itself, `reason`. A worker that
-            died or hung is an error, with the case it was at.
+            `status`, `data` and, unless it passed or failed by itself, `reason`. If the worker
+            died or hung, an error with the last case.
         """
-        case = ""
+        at = ""
         try:
             process = self._started()
             assert process.stdin is not None
             request = {"section": section, "task": task, "options": asdict(self._options)}
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
-            while True:
-                event = self._events.get(timeout=self._silence)
-                if event is None:
-                    return self._died(case)
+            while event := self._events.get(timeout=self._silence):
                 if event["event"] == "case":
-                    case = event["name"]
-                    on_case(case, event["number"], event["total"])
+                    at = f" at case {event['name']}"
+                    on_case(event["name"], event["number"], event["total"])
                 elif event["event"] == "result":
                     if event.pop("broken"):
                         self.stop()
                     del event["event"]
                     return event
+            reason = self._ending()
         except queue.Empty:
             reason = f"no sign of life for {self._silence:.0f} seconds"
         except BrokenPipeError:
-            return self._died(case)
-        tail = self._last_words()
+            reason = self._ending()
         self.stop()
-        return _error(reason, case, tail)
+        tail = self._last_words()
+        data = {"stderr": tail} if tail else {}
+        return {"status": outcome.ERROR, "data": data, "reason": f"{reason}{at}"}
 
     def stop(self) -> None:
         """Kills the worker, if there is one."""
@@ -99,16 +99,14 @@ class Supervisor:
                 if stream is not None:
                     with contextlib.suppress(BrokenPipeError):
                         stream.close()
-        if self._errors is not None:
-            self._errors.close()
-            self._errors = None
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None:
             return self._process
         # The checks set what they need themselves; a user's mode must not change them.
         environment = {n: v for n, v in os.environ.items() if not n.startswith("FA2_")}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
+        self._errors.seek(0)
+        self._errors.truncate()
         process = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), self._worker],
             stdin=subprocess.PIPE,
@@ -122,22 +120,17 @@ class Supervisor:
         threading.Thread(target=_read, args=(process, self._events), daemon=True).start()
         return process
 
-    def _died(self, case: str) -> dict[str, Any]:
+    def _ending(self) -> str:
+        """Returns how the worker ended."""
         assert self._process is not None
         status = self._process.wait()
-        tail = self._last_words()
-        self.stop()
-        if status < 0:
-            try:
-                name = signal.Signals(-status).name
-            except ValueError:
-                name = f"signal {-status}"
-            return _error(f"the process was killed by {name}", case, tail)
-        return _error(f"the process ended with status {status}", case, tail)
+        if status >= 0:
+            return f"the process ended with status {status}"
+        names = {int(one): one.name for one in signal.Signals}
+        return f"the process was killed by {names.get(-status, f'signal {-status}')}"
 
     def _last_words(self) -> str:
-        if self._errors is None:
-            return ""
+        """Returns the end of what the worker wrote to stderr."""
         self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, self._errors.tell() - _TAIL))
         return self._errors.read().decode("utf-8", "replace").strip()
@@ -151,12 +144,3 @@ def _read(process: subprocess.Popen[str], events: queue.Queue[dict[str, Any] | N
         for line in process.stdout:
             events.put(json.loads(line))
     events.put(None)
-
-
-def _error(reason: str, case: str, tail: str) -> dict[str, Any]:
-    at = f" at case {case}" if case else ""
-    return {
-        "status": outcome.ERROR,
-        "data": {"stderr": tail} if tail else {},
-        "reason": f"{reason}{at}",
-    }

@@ -1,4 +1,4 @@
-"""The pieces that a run consists of: each runs in the worker, and can fail on its own."""
+"""The tasks of a run: each runs in the worker, and one that fails does not stop the next."""
 
 from __future__ import annotations
 
@@ -29,100 +29,51 @@ OnCase = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for all tasks of a run.
+    """Options of all tasks of a run."""
 
-    Args:
-        device: "cpu" or "cuda".
-        quick: the smaller run.
-        baseline: library of upstream's own kernels; None: not there.
-    """
-
-    device: str
-    quick: bool
-    baseline: str | None = None
+    device: str  # "cpu" or "cuda"
+    quick: bool  # the smaller run
+    baseline: str | None = None  # library of upstream's own kernels; None: not there
 
 
 @dataclass(frozen=True)
 class Task:
-    """One piece of a section.
+    """One piece of a section."""
 
-    Args:
-        section: id of the section.
-        id: unique within it.
-        weight: seconds it takes, roughly; for the progress bar.
-    """
-
-    section: str
-    id: str
-    weight: float
+    section: str  # id of the section
+    id: str  # unique within it
 
     @property
     def name(self) -> str:
         """Returns e.g. "contract: batch"."""
-        title = self.section if self.id == self.section else f"{self.section}: {self.id}"
-        return title
-
-
-# Seconds of each contract check: (cpu quick, cpu full, cuda quick, cuda full).
-_CONTRACT_SECONDS = {
-    "run-to-run": (1, 15, 6, 20),
-    "batch": (2, 40, 5, 18),
-    "chunk": (1, 15, 2, 8),
-    "decode": (1, 15, 2, 8),
-    "capacity": (4, 60, 4, 14),
-    "paged": (1, 20, 4, 16),
-    "varlen": (1, 20, 2, 8),
-    "heads": (1, 20, 2, 6),
-    "schedule": (0, 0, 8, 30),
-    "family": (0, 0, 5, 15),
-    "split-size": (1, 3, 1, 3),
-    "backward": (4, 80, 8, 40),
-    "dropout": (2, 20, 1, 3),
-    "golden": (0, 0, 3, 8),
-}
-_OTHER_SECONDS = {
-    "environment": (1, 1, 4, 4),
-    "memory": (0, 0, 1, 1),
-    "performance": (0, 0, 1, 2),
-    "batch-invariance": (1, 1, 1, 1),
-    "scaling": (0, 0, 3, 6),
-    "decode": (0, 0, 5, 15),
-    "backward": (0, 0, 3, 8),
-}
-_ACCURACY_SECONDS = (1, 1, 1, 2)  # of one config
+        return self.section if self.id == self.section else f"{self.section}: {self.id}"
 
 
 def list_tasks(device: str, quick: bool, held: Callable[[Config], bool]) -> list[Task]:
-    """Lists the tasks of a run, in order.
+    """Lists the tasks of a run on "cpu" or "cuda", in order.
 
     Args:
-        device: "cpu" or "cuda".
+        device: where it runs.
         quick: the smaller run.
         held: whether the wheel can run a config on the device.
     """
     from .contract.checks import CHECKS
 
-    column = 2 * (device == "cuda") + (not quick)
-    tasks = []
-    for section in SECTIONS:
-        if section == "contract":
-            tasks += [
-                Task(section, check.id, _CONTRACT_SECONDS[check.id][column])
-                for check in CHECKS
-                if device in check.devices
-            ]
-        elif section == "accuracy":
-            tasks += [
-                Task(section, f"{head_dim} {dtype}", _ACCURACY_SECONDS[column])
-                for head_dim, dtype in size_of(device, quick, held).configs
-            ]
-        elif device == "cuda" or section not in CUDA_ONLY:
-            tasks.append(Task(section, section, _OTHER_SECONDS[section][column]))
-    return tasks
+    configs = size_of(device, quick, held).configs
+    ids = {
+        "contract": [check.id for check in CHECKS if device in check.devices],
+        "accuracy": [f"{head_dim} {dtype}" for head_dim, dtype in configs],
+    }
+    return [
+        Task(section, task_id)
+        for section in SECTIONS
+        if device == "cuda" or section not in CUDA_ONLY
+        for task_id in ids.get(section, [section])
+    ]
 
 
 def holds(device: str) -> Callable[[Config], bool]:
-    """Returns what tells whether the installed wheel can run a config on a device."""
+    """Returns a function: whether the installed wheel can run a config on a device."""
     from ..info.build_info import build_info
 
     info = build_info()
@@ -136,13 +87,13 @@ def holds(device: str) -> Callable[[Config], bool]:
 
 
 def execute(section: str, task_id: str, options: Options, on_case: OnCase) -> dict[str, Any]:
-    """Runs one task, in the worker.
+    """Runs one task of a section, in the worker.
 
     Args:
-        section: id of the section.
+        section: its id.
         task_id: id of the task in it.
         options: of the run.
-        on_case: told of each case: its name, number and how many there are.
+        on_case: called before each case, with its name, its number and how many there are.
 
     Returns:
         `status`, `data`, and `broken`: whether the process can't go on.
@@ -168,15 +119,17 @@ def execute(section: str, task_id: str, options: Options, on_case: OnCase) -> di
     from .speed.upstream import Baseline
 
     baseline = None if options.baseline is None else Baseline(Path(options.baseline))
-    measured: dict[str, Callable[[], dict[str, Any]]] = {
-        "memory": lambda: seed.memory(attention, baseline),
-        "performance": lambda: seed.performance(attention, baseline, quick),
-        "batch-invariance": lambda: seed.batch_invariance(attention, baseline, device),
-        "scaling": lambda: seed.scaling(attention, baseline, quick),
-        "decode": lambda: decode.measure(attention, baseline, quick),
-        "backward": lambda: backward.measure(attention, baseline, quick),
-    }
-    data = measured[section]()
+    if section == "batch-invariance":
+        data = seed.batch_invariance(attention, baseline, device)
+    else:
+        measure = {
+            "memory": seed.memory,
+            "performance": seed.performance,
+            "scaling": seed.scaling,
+            "decode": decode.measure,
+            "backward": backward.measure,
+        }[section]
+        data = measure(attention, baseline, quick)
     return _result(bool(data["passed"]), data)
 
 
@@ -191,12 +144,7 @@ def _contract(
     size = size_of(device, quick, holds(device))
     reason = check.unavailable(size)
     if reason:
-        return {
-            "status": outcome.NOT_APPLICABLE,
-            "data": {},
-            "reason": reason,
-            "broken": False,
-        }
+        return {**_result(True, {}), "status": outcome.NOT_APPLICABLE, "reason": reason}
     found = run_check(
         check, size, attention, lambda case, number, total: on_case(case.name, number, total)
     )

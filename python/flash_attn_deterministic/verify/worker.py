@@ -1,4 +1,4 @@
-"""The child process that checks run in: requests come in, and events go out, as lines of JSON."""
+"""The child process that runs checks: it reads requests and writes events, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -43,18 +43,20 @@ def main(execute: Execute | None = None) -> None:
         except Exception as error:
             import traceback
 
+            from .contract.check import usable
+
             traceback.print_exc()
             result = {
                 "status": "error",
                 "data": {},
                 "reason": f"{type(error).__name__}: {error}"[:2000],
-                "broken": _broken(options.device),
+                "broken": options.device == "cuda" and not usable(),
             }
         _send(out, event="result", **result)
 
 
 def _private_stdout() -> TextIO:
-    """Keeps events apart from what anything else prints to stdout, libraries written in C too."""
+    """Returns the real stdout; what else prints there, libraries in C too, goes to stderr."""
     private = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(private, "w", encoding="utf-8")
@@ -63,16 +65,3 @@ def _private_stdout() -> TextIO:
 def _send(out: TextIO, **event: Any) -> None:
     out.write(json.dumps(event) + "\n")
     out.flush()
-
-
-def _broken(device: str) -> bool:
-    """Returns whether the GPU is unusable for this process."""
-    if device != "cuda":
-        return False
-    import torch
-
-    try:
-        torch.cuda.synchronize()
-    except Exception:  # whatever a broken context raises
-        return True
-    return False

@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
+import inspect
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +60,13 @@ def _explicit(call: Call) -> torch.Tensor:
     scores = call.q @ call.k.mT * call.factor
     if call.mask is not None:
         scores = scores + call.mask.to(scores.dtype)
-    return scores.softmax(-1) @ call.v
+    return _softmax(scores) @ call.v
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax over keys; a row without a key gives 0, as in torch's attention, and no NaN."""
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
 
 
 class _Rounded(torch.autograd.Function):
@@ -85,7 +95,7 @@ def _explicit_in(call: Call, name: str) -> torch.Tensor:
         scores = rounded(one.q @ one.k.mT * one.factor)
         if one.mask is not None:
             scores = scores + one.mask.to(container)
-        return rounded(rounded(scores.softmax(-1)) @ one.v).to(call.q.dtype)
+        return rounded(rounded(_softmax(scores)) @ one.v).to(call.q.dtype)
 
     # Some sequences at a time, computed again in the backward: scores of all would not fit.
     batch, heads, rows = call.q.shape[:3]
@@ -178,7 +188,7 @@ def find_attention(name: str) -> Attention:
             sdpa-efficient, sdpa-math; fa3; explicit, or explicit:FORMAT with every result rounded
             to a format; exact, which is explicit:fp64; torch-lines, torch-lines-shifted
             (`attentions.torch_lines`); PRESET, PRESET:FORMAT, PRESET+DELTA of the emulated ones; or
-            MODULE:FUNCTION of a function with the signature of torch's
+            MODULE:FUNCTION or FILE.py:FUNCTION of a function with the signature of torch's
             scaled_dot_product_attention.
 
     Raises:
@@ -196,10 +206,10 @@ def find_attention(name: str) -> Attention:
             parse_format(rest)
         delta = delta or "rounded"
         return _attention(lambda call: emulated_attention(call, base, rest, delta))
-    if not rest or not base.replace(".", "").isidentifier():
+    if not rest or not (base.endswith(".py") or base.replace(".", "").isidentifier()):
         known = ", ".join((*_NAMED, "explicit:FORMAT", *PRESETS))
         raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")
-    found: Attention = find_object(name, "attention")
+    found: Attention = find_callable(name, "attention")
     return found
 
 
@@ -213,22 +223,63 @@ def gradients_of(
     return torch.autograd.grad(out, leaves, dout)
 
 
-def find_object(name: str, argument: str) -> Any:
-    """Imports MODULE:NAME.
+def find_callable(name: str, argument: str) -> Any:
+    """Imports MODULE:NAME, also from the working directory, or FILE.py:NAME.
 
     Raises:
         ArgumentError: there is none, or it can't be called.
     """
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = getattr(_imported(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(
-            f"{argument}: expected MODULE:NAME of a callable, got {name!r}: {error}"
+            f"{argument}: expected MODULE:NAME or FILE.py:NAME of a callable, got {name!r}: {error}"
         ) from error
     if not callable(found):
         raise ArgumentError(f"{argument}: expected {name} to be a callable, got {found!r}")
     return found
+
+
+def _imported(module: str) -> Any:
+    """Imports a module; the folder of a file, or else the working directory, is searched too."""
+    path = Path(module)
+    is_file = path.suffix == ".py"
+    folder = str(path.parent.resolve() if is_file else Path.cwd())
+    if folder not in sys.path:
+        # An installed command has its own folder there, and not the one that it runs in.
+        sys.path.append(folder)
+    return _of_file(path.resolve()) if is_file else importlib.import_module(module)
+
+
+@functools.cache
+def _of_file(path: Path) -> Any:
+    """Runs a file once: a model and its batches may be names of the same one."""
+    spec = importlib.util.spec_from_file_location(f"file_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"there is no file {path.name} in {path.parent}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def made_by(name: str, argument: str) -> Any:
+    """Calls what `find_callable` finds.
+
+    Raises:
+        ArgumentError: there is none, or it needs arguments.
+    """
+    factory = find_callable(name, argument)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ArgumentError(
+            f"{argument}: expected {name} to be a callable without arguments: {error}"
+        ) from error
+    except ValueError:  # builtins have no signature
+        pass
+    return factory()
 
 
 def missing(

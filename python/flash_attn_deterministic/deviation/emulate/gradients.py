@@ -79,7 +79,7 @@ class _Emulated(torch.autograd.Function):
         scores = q @ k.mT * ctx.scale
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
-        # A row without a key has nothing to give.
+        # A row without a key has no gradient: 0, not NaN.
         probs = scores.softmax(-1).nan_to_num(0.0)
         delta = (dout * kept).sum(-1, keepdim=True)
         dscores = rounded(probs * (dout @ v.mT - delta))

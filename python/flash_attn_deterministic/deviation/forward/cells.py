@@ -160,7 +160,8 @@ def _gradients(cell: Cell) -> Iterator[Result]:
     for seed, call in enumerate(_calls(cell)):
         call = _rounded(cell, call)
         generator = torch.Generator().manual_seed(99 + seed)
-        dout = torch.randn(call.q.shape, generator=generator, dtype=torch.float64)
+        shape = (*call.q.shape[:-1], call.v.shape[-1])
+        dout = torch.randn(shape, generator=generator, dtype=torch.float64)
         dout = number_format.round(dout)
         golden = gradients_of("exact", call.to(torch.float64), dout)
         yield {

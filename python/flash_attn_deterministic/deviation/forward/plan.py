@@ -82,7 +82,12 @@ class Plan:
 
     def check(self) -> None:
         """Raises ArgumentError for what is unknown or doesn't fit."""
-        if self.head_dim < 1 or self.sram < 4 * self.head_dim:
+        for name in ("presets", "figures", "inputs"):
+            if not getattr(self, name):
+                raise ArgumentError(f"{name}: expected at least one name, got none")
+        if self.head_dim < 1:
+            raise ArgumentError(f"head_dim: expected at least 1, got {self.head_dim}")
+        if self.sram < 4 * self.head_dim:
             raise ArgumentError(
                 "sram: expected at least 4 * head_dim elements, one row each of Q, K, V and O, got "
                 f"{self.sram} with head_dim {self.head_dim}"

@@ -9,11 +9,13 @@ For each parameter tensor:
   bias from products of different batches. What they have in common adds up over steps.
 
 Intervals are bootstraps over batches. At most SAMPLE entries of each tensor are kept, drawn once
-from a seed: memory is attentions x batches x tensors x SAMPLE x 4 bytes beside the model's own.
+from a seed: memory is attentions x batches x tensors x SAMPLE x 4 bytes beside the model's own. For
+the whole model each entry that was kept counts for those of its tensor that were not.
 """
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Sequence
@@ -27,12 +29,13 @@ from torch.nn import functional
 from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention, reason_of
 from ..attentions.substitute import replaced_attention, running_modules
-from ..numbers.intervals import bounds, mean_interval, resamples
+from ..numbers.intervals import bounds, expanded_tail, mean_interval, resamples
 from ..study.environment import Progress, autocast, one_thread, repeatable
 from ..study.files import new_result, read_result, whole_file, write_result
 from .target import Target
 
 SAMPLE = 16384
+_SMALLEST = 1e-300  # for a gradient of 0
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,8 @@ def run_gradients(
         target: the model with its batches.
         folder: of the result and of what is kept.
         force: whether another comparison in the folder is replaced.
-        seconds: no batch but the first two is started that would end later; the same call again
-            goes on. None: all batches.
+        seconds: batches after the second are not started if they would end later; the same call
+            again computes the rest. None: all batches.
 
     Returns:
         gradients.json: {"layers": {parameter: {attention: {"error", "noise", "systematic"}}},
@@ -78,13 +81,20 @@ def run_gradients(
         high].
 
     Raises:
-        ArgumentError: no attention works, the model calls none, or the folder holds another study.
+        ArgumentError: no attention works, the model calls none, has no weights to train, or its
+            gradients are NaN; or the folder holds another comparison.
     """
     start, slowest = time.monotonic(), 0.0
     found = {name: find_attention(name) for name in plan.attentions}
     identity = {**asdict(plan), "attentions": list(plan.attentions)}
     identity["batches"] = len(target.batches)
+    identity["tensors"] = _digest([target.model.state_dict(), target.batches])
     store = folder / "batches"
+    if not plan.attentions:
+        raise ArgumentError("attention: expected at least one name, got none")
+    weights = {n: p.numel() for n, p in target.model.named_parameters() if p.requires_grad}
+    if not weights:
+        raise ArgumentError("model: expected parameters that require a gradient, got none")
     if (folder / "gradients.json").exists() and not force:
         value = read_result(folder, "gradients")
         _same(value["configuration"], identity, folder)
@@ -112,8 +122,8 @@ def run_gradients(
     if not names:
         raise ArgumentError(f"attention: expected one that works on this model: {missing}")
     with one_thread():  # of small matrices
-        found_errors = _statistics(samples, names)
-    kept_sizes = [min(SAMPLE, p.numel()) for p in target.model.parameters() if p.requires_grad]
+        found_errors = _statistics(samples, names, weights)
+    kept_sizes = [min(SAMPLE, size) for size in weights.values()]
     value = {
         **new_result("gradients", identity, plan.device),
         "seconds": time.monotonic() - start,
@@ -130,11 +140,39 @@ def run_gradients(
     return value
 
 
+def _digest(value: Any) -> str:
+    """Returns a digest of all tensors and numbers in dicts and lists."""
+    found = hashlib.sha256()
+
+    def add(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            found.update(f"{part.dtype} {tuple(part.shape)}".encode())
+            part = part.detach().cpu().contiguous().flatten()
+            found.update(memoryview(part.view(torch.uint8).numpy()))
+        elif isinstance(part, dict):
+            add(list(part.items()))
+        elif isinstance(part, (list, tuple)):
+            for item in part:
+                add(item)
+        else:
+            found.update(repr(part).encode())
+
+    add(value)
+    return found.hexdigest()[:16]
+
+
 def _same(found: object, identity: dict[str, Any], folder: Path) -> None:
     if found != identity:
         raise ArgumentError(
-            f"out: {folder} holds another comparison; give another folder, or --force to replace it"
+            f"out: {folder} holds another comparison (other {_others(found, identity)}); give "
+            "another folder, or --force to replace it"
         )
+
+
+def _others(found: object, identity: dict[str, Any]) -> str:
+    there: dict[str, Any] = found if isinstance(found, dict) else {}
+    names = {"tensors": "weights or batches", "batches": "count"}
+    return ", ".join(names.get(n, n) for n in identity if there.get(n) != identity[n])
 
 
 def _kept(path: Path, identity: dict[str, Any], force: bool) -> dict[str, Any] | None:
@@ -176,6 +214,12 @@ def _one_batch(
 
     with running_modules(target.model) as layers:
         gradients = {"exact": _gradient(plan, target, batch, watched)}
+    broken = [name for name, found in gradients["exact"].items() if not found.isfinite().all()]
+    if broken:
+        raise ArgumentError(
+            "model: expected finite gradients with exact attention, got NaN or infinite ones of "
+            + _listed(broken)
+        )
     for name, attention in attentions.items():
         if name not in missing:
             try:
@@ -196,10 +240,17 @@ def _gradient(
         loss = target.loss(batch)
     torch.autograd.backward([loss * factor])
     return {
-        name: _sampled(parameter.grad, name) / factor
+        name: _sampled(
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, name
+        )
+        / factor
         for name, parameter in target.model.named_parameters()
-        if parameter.grad is not None
+        if parameter.requires_grad
     }
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _sampled(gradient: torch.Tensor, name: str) -> torch.Tensor:
@@ -210,7 +261,16 @@ def _sampled(gradient: torch.Tensor, name: str) -> torch.Tensor:
     return flat.float().cpu()
 
 
-def _statistics(samples: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+def _statistics(
+    samples: Sequence[dict[str, Any]], names: Sequence[str], sizes: dict[str, int]
+) -> dict[str, Any]:
+    """Returns the errors of each layer, of the whole model, and of outputs.
+
+    Args:
+        samples: of each batch.
+        names: of the attentions.
+        sizes: elements of each parameter.
+    """
     layers: dict[str, dict[str, Any]] = {}
     whole, whole_exact = torch.zeros(()), torch.zeros(())
     for parameter in samples[0]["gradients"]["exact"]:
@@ -220,9 +280,13 @@ def _statistics(samples: Sequence[dict[str, Any]], names: Sequence[str]) -> dict
             for name in names
         ]
         grams = torch.stack([error @ error.T for error in errors])
+        if not exact.any():
+            continue  # no batch has a gradient of it
         layers[parameter] = dict(zip(names, _of_grams(grams, exact @ exact.T), strict=True))
-        # Over the whole model each tensor counts by the size of its sample's gradient.
-        whole, whole_exact = whole + grams, whole_exact + exact @ exact.T
+        each = sizes[parameter] / exact.shape[1]
+        whole, whole_exact = whole + each * grams, whole_exact + each * (exact @ exact.T)
+    if not layers:
+        raise ArgumentError("model: expected gradients other than 0, got 0 for every parameter")
     forward = {
         layer: {
             name: mean_interval([s["outputs"][layer][name] for s in samples]).listed()
@@ -250,14 +314,16 @@ def _of_grams(errors: torch.Tensor, exact: torch.Tensor) -> list[dict[str, list[
     drawn[drawn.amax(1) == count] = torch.nan
     own, twice = errors.diagonal(dim1=-2, dim2=-1), drawn.square()
     squares, size = own @ drawn.T, drawn @ exact.diag()
-    spread = size / count - (drawn @ exact * drawn).sum(1) / count**2
     # Pairs of different batches only: a batch drawn twice is no second one.
-    products = (drawn @ errors * drawn).sum(-1) - own @ twice.T
-    common = products / (count**2 - twice.sum(1)) / (squares / count).clamp(min=1e-300)
+    pairs = count**2 - twice.sum(1)
+    spread = (count * size - (drawn @ exact * drawn).sum(1)) / pairs
+    common = ((drawn @ errors * drawn).sum(-1) - own @ twice.T) / pairs
+    mean = squares / count
     measures = {
-        "error": (squares / size.clamp(min=1e-300)).sqrt(),
-        "noise": (squares / spread * (count - 1)).sqrt() / count,
-        "systematic": common,
+        "error": (squares / size.clamp(min=_SMALLEST)).sqrt(),
+        "noise": (mean / spread.clamp(min=_SMALLEST)).sqrt(),
+        "systematic": common / mean.clamp(min=_SMALLEST),
     }
-    found = {name: bounds(values).tolist() for name, values in measures.items()}
+    tail = expanded_tail(count)
+    found = {name: bounds(values, tail).tolist() for name, values in measures.items()}
     return [{name: found[name][index] for name in found} for index in range(len(errors))]

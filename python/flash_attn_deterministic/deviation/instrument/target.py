@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from ...errors import ArgumentError
-from ..attentions.registry import find_object
+from ..attentions.registry import made_by
 from ..training.workload import Workload, find_workload
 
 _WORKLOAD_PARTS = ("model", "batch", "outputs", "loss")
@@ -66,7 +67,7 @@ class Target:
         return found.float()
 
     def _call(self, batch: Any) -> Any:
-        device = next(self.model.parameters()).device
+        device = next(self.model.parameters(), torch.empty(0)).device
         if isinstance(batch, dict):
             return self.model(**{name: _moved(value, device) for name, value in batch.items()})
         values = batch if isinstance(batch, (list, tuple)) else (batch,)
@@ -98,17 +99,25 @@ def load_target(
     if count < 2:
         raise ArgumentError(f"count: expected at least 2 batches, got {count}")
     torch.manual_seed(0)
-    found: Any = find_object(model, "model")() if ":" in model else find_workload(model)
-    workload: Workload | None = None if isinstance(found, torch.nn.Module) else found
-    if workload is not None and not all(hasattr(found, part) for part in _WORKLOAD_PARTS):
+    found: Any = made_by(model, "model") if ":" in model else find_workload(model)
+    is_module = isinstance(found, torch.nn.Module)
+    if not is_module and not all(hasattr(found, part) for part in _WORKLOAD_PARTS):
         raise ArgumentError(
             f"model: expected {model} to return a torch.nn.Module or a workload, got "
             f"{type(found).__name__}"
         )
-    module = found if workload is None else workload.model(_sdpa)
+    workload: Workload | None = None if is_module else found
+    module: torch.nn.Module = found if is_module else found.model(_sdpa)
     if checkpoint is not None:
+        weights = read_weights(checkpoint)
+        broken = [name for name, value in weights.items() if not value.isfinite().all()]
+        if broken:
+            raise ArgumentError(
+                f"checkpoint: expected finite weights, got NaN or infinite ones in {checkpoint}: "
+                f"{', '.join(broken[:4])}"
+            )
         try:
-            module.load_state_dict(read_weights(checkpoint))
+            module.load_state_dict(weights)
         except RuntimeError as error:
             raise ArgumentError(
                 f"checkpoint: expected weights of {model}, got {checkpoint}: {error}"
@@ -120,7 +129,9 @@ def load_target(
 def _batches(name: str, count: int, workload: Workload | None) -> Iterator[Any]:
     if not name:
         if workload is None:
-            raise ArgumentError("batches: expected MODULE:FUNCTION or a .pt file for this model")
+            raise ArgumentError(
+                "batches: expected MODULE:FUNCTION or a .pt file for this model, got none"
+            )
         for number in range(count):
             yield workload.batch(torch.Generator().manual_seed(_DATA_SEED + number))
         return
@@ -128,13 +139,27 @@ def _batches(name: str, count: int, workload: Workload | None) -> Iterator[Any]:
         try:
             source = torch.load(name, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises what its format's parsers raise
-            raise ArgumentError(f"batches: expected a list in {name}: {error}") from error
+            raise ArgumentError(
+                f"batches: expected a list in {name}, got {_refusal(error)}"
+            ) from error
     else:
-        source = find_object(name, "batches")()
+        source = made_by(name, "batches")
+    if not isinstance(source, Iterable) or isinstance(source, (dict, torch.Tensor)):
+        raise ArgumentError(
+            f"batches: expected a list or an iterator of batches from {name}, got "
+            f"{type(source).__name__}"
+        )
     found = list(itertools.islice(source, count))
     if len(found) < count:
         raise ArgumentError(f"batches: expected at least {count}, got {len(found)} from {name}")
     yield from found
+
+
+def _refusal(error: Exception) -> str:
+    """Returns what is wrong with a file; torch.load's own advice is to load it unsafely."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "a file that torch.load(weights_only=True) does not read"
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -154,7 +179,10 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
             f"{path}: reading it needs the package safetensors, which is not installed"
         ) from error
     except Exception as error:  # parsers raise what they raise
-        raise ArgumentError(f"{path}: expected weights, got {error}") from error
+        raise ArgumentError(
+            f"{path}: expected weights (safetensors, or a state dict of torch.save), got "
+            f"{_refusal(error)}"
+        ) from error
     for key in ("model", "state_dict"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]

@@ -11,7 +11,7 @@ import torch
 from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention
 from ..attentions.substitute import replaced_attention
-from ..numbers.intervals import mean_interval
+from ..numbers.intervals import bootstrap
 from ..study.environment import autocast, environment
 from ..study.files import SCHEMA, write_json
 from .target import Target
@@ -42,15 +42,17 @@ def run_tokens(
         batches; "difference": quantiles of |log p - log p'| of the token that the first one would
         sample (from a fixed seed), its mean with sign, and the largest importance ratio; "same":
         share of tokens with equal bits; "batch_invariant": for each attention whether every call
-        gives each sequence of the batch the bits that it gives it alone.
+        gives each sequence of the batch the bits that it gives it alone. Tokens that a batch's
+        `attention_mask` hides do not count.
 
     Raises:
-        ArgumentError: not two attentions, or a model without logits or attention.
+        ArgumentError: not two attentions, a model without logits or attention, or logits that are
+            NaN.
     """
     if len(attentions) != 2:
         raise ArgumentError(f"attention: expected two names, got {len(attentions)}")
     found = [find_attention(name) for name in attentions]
-    kls, differences, same, tokens = [], [], 0, 0
+    kls, differences = [], []
     invariant: dict[str, bool] = {}
     start = time.monotonic()
     for number, batch in enumerate(target.batches):
@@ -59,34 +61,46 @@ def run_tokens(
         logs = []
         for name, attention in zip(attentions, found, strict=True):
             logits, kept = _logits(target, batch, attention, precision, device)
+            if not logits.isfinite().all():
+                raise ArgumentError(
+                    f"model: expected finite logits with {name}, got NaN or infinite ones in batch "
+                    f"{number}"
+                )
             invariant[name] = invariant.get(name, True) and kept
-            logs.append(logits.double().log_softmax(-1))
+            logs.append(logits[_shown(batch, logits)].double().log_softmax(-1))
         first, second = logs
         probs = first.exp()
-        kls.append(float((probs * (first - second)).sum(-1).mean()))
+        kls.append(float((probs * (first - second)).sum()))
         generator = torch.Generator(device=probs.device).manual_seed(number)
-        chosen = torch.multinomial(probs.flatten(0, 1), 1, generator=generator)
-        chosen = chosen.reshape(*probs.shape[:2], 1)
+        chosen = torch.multinomial(probs, 1, generator=generator)
         change = (second.gather(-1, chosen) - first.gather(-1, chosen)).flatten().cpu()
         differences.append(change)
-        same += int((change == 0).sum())
-        tokens += change.numel()
     changes = torch.cat(differences)
+    sums = torch.tensor([kls, [float(len(change)) for change in differences]], dtype=torch.float64)
     ordered = changes.abs().sort().values
     value = {
         "kind": "tokens", "schema": SCHEMA, "attentions": list(attentions), "precision": precision,
-        "environment": environment(device), "tokens": tokens,
-        "kl": mean_interval(kls).listed(),
+        "environment": environment(device), "tokens": len(changes),
+        "kl": bootstrap(len(kls), lambda i: sums[0][i].sum(-1) / sums[1][i].sum(-1)).listed(),
         "difference": {
             **{f"q{q:g}": float(ordered[round(q * (len(ordered) - 1))]) for q in QUANTILES},
             "mean": float(changes.mean()),
             "largest_ratio": float(ordered[-1].exp()),
         },
-        "same": same / tokens,
+        "same": float((changes == 0).double().mean()),
         "batch_invariant": invariant,
     }  # fmt: skip
     write_json(out / "tokens.json", value, indent=1, digits=4)
     return value
+
+
+def _shown(batch: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Returns which tokens (batch, tokens) are no padding."""
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if mask is None or mask.shape != logits.shape[:2]:
+        return torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
+    shown: torch.Tensor = mask.to(logits.device, torch.bool)
+    return shown
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from ..study.files import SCHEMA, write_json
 from .target import read_weights
 
 MEASURES = ("l2", "l1", "max_difference", "wasserstein")
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+# What trainers write beside the weights.
+_NO_WEIGHTS = ("optimizer", "scheduler", "scaler", "rng_state", "training_args")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+Files = Sequence[Path]  # of a checkpoint: one, or all shards
 
 
 def compare_runs(
@@ -23,7 +29,8 @@ def compare_runs(
     """Compares the checkpoints of B, and of each reference, with those of A of the same name.
 
     Args:
-        run_a: folder of checkpoints (.safetensors, .pt, .pth, .bin), or one file.
+        run_a: folder of checkpoints (.safetensors, .pt, .pth, .bin; shards of a checkpoint count as
+            one, files of optimizers and schedulers are left out), or one file.
         run_b: like run_a.
         references: what is known to differ, by name: a repeat, another order of the data, another
             initialisation, another precision.
@@ -31,27 +38,30 @@ def compare_runs(
 
     Returns:
         weights.json: {"checkpoints": {name: {run: {measure: [low, middle, high]}}}, "over": {name:
-        {reference: {measure: ...}}}}: the mean over weight matrices of l2 (|w - w'| / |w'|), l1,
-        max_difference and the Wasserstein distance of the entries; "over" is B's distance over the
-        reference's. Intervals are bootstraps over matrices.
+        {reference: {measure: ...}}}, "without": {reference: [checkpoints that it lacks]}}: the mean
+        over weight matrices of l2 (|w - w'| / |w'|), l1, max_difference and the Wasserstein
+        distance of the entries; "over" is B's distance over the reference's. Intervals are over
+        the matrices of these runs: they say nothing of another seed.
 
     Raises:
-        ArgumentError: a folder without checkpoints, no names in common, or other shapes.
+        ArgumentError: a folder without checkpoints, no names in common, other tensors or shapes,
+            or weights that are NaN.
     """
     runs = {"B": run_b, **references}
     files = {name: _checkpoints(path) for name, path in {"A": run_a, **runs}.items()}
+    for name, there in files.items():
+        if not files["A"].keys() & there.keys():
+            raise ArgumentError(
+                f"{'run_b' if name == 'B' else f'reference {name}'}: expected checkpoints named "
+                f"like those of {run_a} ({', '.join(files['A'])}), got {', '.join(there)}"
+            )
     shared = [name for name in files["A"] if name in files["B"]]
-    if not shared:
-        raise ArgumentError(
-            f"run_b: expected checkpoints named like those of {run_a} ({', '.join(files['A'])}), "
-            f"got {', '.join(files['B'])}"
-        )
     checkpoints: dict[str, Any] = {}
     over: dict[str, Any] = {}
     for checkpoint in shared:
         base = _matrices(files["A"][checkpoint])
         found = {
-            name: _distances(_matrices(files[name][checkpoint]), base, files[name][checkpoint])
+            name: _distances(files[name][checkpoint], base)
             for name in runs
             if checkpoint in files[name]
         }
@@ -73,36 +83,52 @@ def compare_runs(
     return value
 
 
-def _checkpoints(path: Path) -> dict[str, Path]:
+def _checkpoints(path: Path) -> dict[str, Files]:
+    """Returns the files of each checkpoint by its name; a single file has no name."""
     if path.is_file():
-        return {path.name: path}
-    suffixes = (".safetensors", ".pt", ".pth", ".bin")
-    found = {
-        file.relative_to(path).as_posix(): file
-        for file in sorted(path.rglob("*"))
-        if file.suffix in suffixes
-    }
+        return {"the file": [path]}
+    found: dict[str, list[Path]] = {}
+    for file in sorted(path.rglob("*")):
+        if file.suffix in _SUFFIXES and not file.name.startswith(_NO_WEIGHTS):
+            name = file.with_name(_SHARD.sub("", file.stem) + file.suffix)
+            found.setdefault(name.relative_to(path).as_posix(), []).append(file)
     if not found:
-        raise ArgumentError(f"run: expected checkpoints ({', '.join(suffixes)}) in {path}")
-    return found
+        what = "no such file" if path.is_dir() else "no such folder or file"
+        raise ArgumentError(f"run: expected checkpoints ({', '.join(_SUFFIXES)}) in {path}, {what}")
+    return dict(found)
 
 
-def _matrices(path: Path) -> dict[str, torch.Tensor]:
-    weights = {n: t for n, t in read_weights(path).items() if t.ndim >= 2 and t.is_floating_point()}
+def _matrices(files: Files) -> dict[str, torch.Tensor]:
+    every = {name: weight for file in files for name, weight in read_weights(file).items()}
+    weights = {n: t for n, t in every.items() if t.ndim >= 2 and t.is_floating_point()}
     if not weights:
-        raise ArgumentError(f"{path}: expected weight matrices, got none")
+        raise ArgumentError(f"{files[0]}: expected weight matrices, got none")
+    for name, weight in weights.items():
+        bad = int(weight.numel() - weight.isfinite().sum())
+        if bad:
+            raise ArgumentError(
+                f"{files[0]}: expected finite weights, got {bad} NaN or infinite ones in {name}"
+            )
     return weights
 
 
-def _distances(
-    weights: dict[str, torch.Tensor], base: dict[str, torch.Tensor], path: Path
-) -> dict[str, list[float]]:
+def _distances(files: Files, base: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     result: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+    weights = _matrices(files)
+    if weights.keys() != base.keys():
+        lacks, more = sorted(base.keys() - weights.keys()), sorted(weights.keys() - base.keys())
+        raise ArgumentError(
+            f"{files[0]}: expected the weight matrices of run A, got "
+            f"{len(lacks)} fewer ({', '.join(lacks[:4]) or '-'}) and "
+            f"{len(more)} more ({', '.join(more[:4]) or '-'})"
+        )
     for name, right in base.items():
-        left = weights.get(name)
-        if left is None or left.shape != right.shape:
-            got = "none" if left is None else str(tuple(left.shape))
-            raise ArgumentError(f"{path}: expected {name} of shape {tuple(right.shape)}, got {got}")
+        left = weights[name]
+        if left.shape != right.shape:
+            raise ArgumentError(
+                f"{files[0]}: expected {name} of shape {tuple(right.shape)}, got "
+                f"{tuple(left.shape)}"
+            )
         size = (left.double() - right.double()).abs()
         result["l2"].append(float(size.norm() / right.double().norm().clamp(min=1e-300)))
         result["l1"].append(float(size.mean()))

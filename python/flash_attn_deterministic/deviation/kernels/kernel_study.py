@@ -22,8 +22,7 @@ from .plan import COMPARED, KernelPlan
 def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
     """Runs the study and writes its kernels.json.
 
-    It is written after each part. One that fails is left out and named: the others are still worth
-    their time on a GPU.
+    It is written after each part. A part that fails is left out and named; the others still run.
 
     Returns:
         Its content: {"forward": [...], "agreement": [...], "backward": [...], "run_to_run": [...],

@@ -1,4 +1,10 @@
-"""Bootstrap intervals: how far a number would move with other draws, seeds or batches."""
+"""Intervals of 95 %: how far a number would move with other draws, seeds or batches.
+
+Fewer than three items give no interval, and no verdict. A mean has Student's. A median has the
+percentile bootstrap's, which covers it 92 to 94 times in 100 from five items on, and 74 times with
+three. Other statistics have the expanded percentile bootstrap's (Hesterberg 2015,
+doi:10.1080/00031305.2015.1089789), because the plain one is too narrow for few items.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +17,45 @@ from dataclasses import dataclass
 import torch
 
 RESAMPLES = 2000
+_FEWEST = 3  # items that have an interval
+_TAIL = 0.025  # on each side
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number, and the bounds of its 95 % interval."""
+    """A number, and the bounds of its 95 % interval, NaN where there is none."""
 
     low: float
     middle: float
     high: float
 
+    @classmethod
+    def read(cls, numbers: Sequence[float | None]) -> Interval:
+        """Returns what `listed` gave a result, where JSON has null for NaN."""
+        return cls(*(math.nan if number is None else number for number in numbers))
+
     def __str__(self) -> str:
-        low, middle, high = map(short, (self.low, self.middle, self.high))
-        return middle if low == middle == high else f"{middle} [{low}, {high}]"
+        return self.shown(short)
+
+    def shown(self, number: Callable[[float], str]) -> str:
+        """Returns the number with its bounds, where they differ from it."""
+        low, middle, high = map(number, (self.low, self.middle, self.high))
+        return (
+            middle
+            if math.isnan(self.low) or low == middle == high
+            else (f"{middle} [{low}, {high}]")
+        )
 
     def listed(self) -> list[float]:
         """Returns the three numbers as results have them."""
         return [self.low, self.middle, self.high]
 
     def lies_in(self, low: float, high: float) -> bool | None:
-        """Returns whether the whole interval is in [low, high]; None where only a part of it is."""
-        if math.isnan(self.middle):
+        """Returns whether the whole interval is in [low, high].
+
+        None where only a part of it is, and where there is no interval.
+        """
+        if math.isnan(self.low) or math.isnan(self.high):
             return None
         if low <= self.low and self.high <= high:
             return True
@@ -63,41 +87,79 @@ def resamples(count: int) -> torch.Tensor:
     return torch.cat([torch.arange(count)[None], drawn])
 
 
-def bounds(values: torch.Tensor) -> torch.Tensor:
+def student(freedom: int) -> float:
+    """Returns the 97.5 % quantile of Student's t, to 0.3 % (Abramowitz and Stegun, 26.7.5)."""
+    if freedom < 4:
+        return (12.706, 4.303, 3.182)[freedom - 1]
+    z = statistics.NormalDist().inv_cdf(1 - _TAIL)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
+
+
+def expanded_tail(count: int) -> float:
+    """Returns the share of resamples beyond a bound that gives a mean of `count` Student's width.
+
+    It is less than 2.5 %: a resample spreads by sqrt(1 - 1 / count) too little, and the spread
+    itself is estimated.
+    """
+    if count < _FEWEST:
+        return math.nan
+    return statistics.NormalDist().cdf(-math.sqrt(count / (count - 1)) * student(count - 1))
+
+
+def bounds(values: torch.Tensor, tail: float) -> torch.Tensor:
     """Returns (..., 3), low, middle and high, of a statistic of `resamples`, (..., 1 + RESAMPLES).
 
     A resample of one item again and again may have no such statistic: NaN.
+
+    Args:
+        values: of all items, then of each resample.
+        tail: share of resamples beyond each bound, see `expanded_tail`; NaN: there are no bounds.
     """
     whole, drawn = values[..., 0].double(), values[..., 1:].double()
-    low, high = drawn.nanquantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=-1)
+    if math.isnan(tail):
+        none = torch.full_like(whole, math.nan)
+        return torch.stack([none, whole, none], -1)
+    low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=-1)
     return torch.stack([low.fmin(whole), whole, high.fmax(whole)], -1)
 
 
 def bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
-    """Returns a statistic of independent items with its bootstrap interval.
+    """Returns a statistic of independent items with its expanded bootstrap interval.
 
     Args:
         count: how many items.
         statistic: maps indices of items (resamples, count) to values (resamples,).
     """
-    return Interval(*bounds(statistic(resamples(count))).tolist())
+    return Interval(*bounds(statistic(resamples(count)), expanded_tail(count)).tolist())
 
 
 def median_interval(values: Sequence[float | None]) -> Interval:
-    """Returns the median of independent draws with its bootstrap interval; NaN where one misses."""
-    return _of_values(values, lambda drawn: drawn.quantile(0.5, dim=-1))
+    """Returns the median of independent draws with its interval; NaN where one is missing."""
+    data = _complete(values)
+    if data is None:
+        return Interval(math.nan, math.nan, math.nan)
+    medians = data[resamples(len(data))].quantile(0.5, dim=-1)
+    return Interval(*bounds(medians, _TAIL if len(data) >= _FEWEST else math.nan).tolist())
 
 
 def mean_interval(values: Sequence[float | None]) -> Interval:
-    """Returns the mean of independent draws with its bootstrap interval; NaN where one misses."""
-    return _of_values(values, lambda drawn: drawn.mean(-1))
-
-
-def _of_values(
-    values: Sequence[float | None], statistic: Callable[[torch.Tensor], torch.Tensor]
-) -> Interval:
-    there = finite(values)
-    if not there or len(there) < len(values):
+    """Returns the mean of independent draws with Student's interval; NaN where one is missing."""
+    data = _complete(values)
+    if data is None:
         return Interval(math.nan, math.nan, math.nan)
-    data = torch.tensor(there, dtype=torch.float64)
-    return bootstrap(len(there), lambda index: statistic(data[index]))
+    mean, count = float(data.mean()), len(data)
+    if count < _FEWEST:
+        return Interval(math.nan, mean, math.nan)
+    half = student(count - 1) * float(data.std()) / math.sqrt(count)
+    return Interval(mean - half, mean, mean + half)
+
+
+def _complete(values: Sequence[float | None]) -> torch.Tensor | None:
+    there = finite(values)
+    whole = there and len(there) == len(values)
+    return torch.tensor(there, dtype=torch.float64) if whole else None

@@ -21,7 +21,7 @@ def _claim(key: str, source: str, text: str, *wanted: tuple[str, str, Range]) ->
     def cases(whole: dict[str, dict[str, list[float]]]) -> Iterator[Case]:
         for name, measure, bounds in wanted:
             if name in whole:
-                yield Case(name, Interval(*whole[name][measure]), *bounds, _UNITS[measure])
+                yield Case(name, Interval.read(whole[name][measure]), *bounds, _UNITS[measure])
 
     tests = {measure: bounds for _, measure, bounds in wanted}
     how = "; ".join(f"{_MEASURES[name]}: {range_text(*tests[name])}" for name in tests)

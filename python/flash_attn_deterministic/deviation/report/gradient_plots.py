@@ -16,7 +16,8 @@ MEASURES = {
 
 def gradient_plots(value: dict[str, Any]) -> dict[str, DotPanels]:
     """Returns each figure, by file name."""
-    rows = [name for name in value["layers"] if name.endswith("weight") or "." not in name]
+    every = list(value["layers"])
+    rows = [name for name in every if name.endswith("weight") or "." not in name] or every
 
     def layers(*measures: str) -> dict[str, list[tuple[str, dict[str, Any]]]]:
         return {

@@ -127,20 +127,23 @@ class Claim:
 def decide(cases: Sequence[Case]) -> Outcome:
     """Turns cases into an outcome.
 
-    All hold: it holds. Some: under the conditions that are their names. None does, and at least one
-    is decided: it does not. Else the data do not decide.
+    All hold: it holds. Some do and some do not: under the conditions that are their names. None
+    does, and at least one is decided: it does not. Else the data do not decide.
     """
     if not cases:
         return Outcome(NOT_TESTED, [], "the studies hold no data on it")
     numbers = [str(case) for case in cases]
     held = [case.name for case in cases if case.holds]
+    failed = any(case.holds is False for case in cases)
     if len(held) == len(cases):
         return Outcome(REPRODUCED, numbers)
-    if held:
-        some = "; ".join(held[:_NAMED]) + ("; ..." if len(held) > _NAMED else "")
-        return Outcome(CONDITIONAL, numbers, f"holds in {len(held)} of {len(cases)} cases: {some}")
-    decided = any(case.holds is False for case in cases)
-    return Outcome(NOT_REPRODUCED if decided else UNDECIDED, numbers)
+    if not held:
+        return Outcome(NOT_REPRODUCED if failed else UNDECIDED, numbers)
+    some = "; ".join(held[:_NAMED]) + ("; ..." if len(held) > _NAMED else "")
+    count = f"holds in {len(held)} of {len(cases)} cases"
+    if failed:
+        return Outcome(CONDITIONAL, numbers, f"{count}: {some}")
+    return Outcome(UNDECIDED, numbers, f"{count} ({some}), and no other case is decided")
 
 
 def ratio(above: Sequence[float | None], below: Sequence[float | None]) -> Interval:

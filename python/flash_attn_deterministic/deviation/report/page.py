@@ -172,7 +172,7 @@ def _tables(found: Study) -> Iterator[Section]:
 def whole_table(value: dict[str, Any]) -> Section:
     """Returns the errors of the gradients of a whole model, by attention."""
     rows = [
-        [attention_name(name), *(str(Interval(*whole[measure])) for measure in MEASURES)]
+        [attention_name(name), *(str(Interval.read(whole[measure])) for measure in MEASURES)]
         for name, whole in value["whole"].items()
     ]
     rows += [

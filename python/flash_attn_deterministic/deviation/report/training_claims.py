@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..numbers.intervals import bootstrap, finite, mean_interval
+from ..numbers.intervals import Interval, bootstrap, finite, mean_interval
 from ..training.training_study import by_seed, probe_changes
 from .forward_claims import GROWS, OURS, PAPER
 from .judging import TRAINING, Case, Claim, Range, range_text, ratio
@@ -60,9 +60,12 @@ def _over(
 
 
 def _repeat(training: Training) -> Iterator[Case]:
-    ends = [max(history["max_difference"]) for history in by_seed(training, "repeat").values()]
-    if ends:
-        yield Case(f"{len(ends)} seeds", mean_interval(ends), 0, 0)
+    histories = by_seed(training, "repeat").values()
+    if histories:
+        # Bits are equal or not: the largest difference says it, and no interval.
+        steps = [math.nan if x is None else x for h in histories for x in h["max_difference"]]
+        worst = math.nan if any(map(math.isnan, steps)) else max(steps)
+        yield Case(f"{len(histories)} seeds", Interval(worst, worst, worst), 0, 0)
 
 
 def _init(training: Training) -> Iterator[Case]:

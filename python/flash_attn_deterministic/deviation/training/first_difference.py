@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...errors import ArgumentError
 from ..study.environment import one_thread, repeatable
 from .runs import Run, Setup, train
 
@@ -139,7 +140,13 @@ def first_difference(setup: Setup, times: int = 3) -> Difference | None:
 
     Returns:
         The first operation with other bits; None: all were equal every time.
+
+    Raises:
+        ArgumentError: nothing would be repeated.
     """
+    for name, given in (("steps", setup.steps), ("times", times)):
+        if given < 1:
+            raise ArgumentError(f"{name}: expected at least 1, got {given}")
     first = _traced(setup)
     for time in range(1, times + 1):
         other = _traced(setup)

@@ -107,7 +107,7 @@ def plan_of(
 def run_training(
     plan: TrainingPlan, folder: Path, seconds: float | None = None, force: bool = False
 ) -> dict[str, Any]:
-    """Runs or resumes the study in a folder; training.json is written anew after each run.
+    """Runs or resumes the study in a folder; training.json is written after each run.
 
     Args:
         plan: what to run. With 0 steps as many are taken as fit into `seconds`, by measurement.
@@ -155,7 +155,7 @@ def run_training(
                     break
                 try:
                     history, states, model = train(setup, run, seed, kept.get(run.against), keep)
-                except Exception as error:  # the other runs are worth their time
+                except Exception as error:  # the other runs still have a result
                     if run.name == "base":
                         raise
                     value["missing"][run.name] = reason_of(error)
@@ -253,7 +253,7 @@ def summary(value: dict[str, Any]) -> list[list[str]]:
         if not histories:
             continue
         probe = mean_interval([history["probe"] for history in histories.values()])
-        loss = f"{probe.middle:.4f} [{probe.low:.4f}, {probe.high:.4f}]"
+        loss = probe.shown("{:.4f}".format)
         changes: list[list[float | None]] = []
         if run["against"]:
             changes.append(probe_changes(value, name))

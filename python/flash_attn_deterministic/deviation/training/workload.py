@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import ArgumentError
-from ..attentions.registry import Attention, find_object
+from ..attentions.registry import Attention, made_by
 from .language import LANGUAGE_SIZES, Language
 from .sinks import SINKS_SIZES, Sinks
 from .text_to_image import SIZES, Drawings
@@ -56,12 +56,7 @@ def find_workload(name: str) -> Workload:
         raise ArgumentError(
             f"workload: expected one of {', '.join(_OURS)} or MODULE:FUNCTION, got {name!r}"
         )
-    try:
-        found: Any = find_object(name, "workload")()
-    except TypeError as error:
-        raise ArgumentError(
-            f"workload: expected {name} to be a callable without arguments: {error}"
-        ) from error
+    found: Any = made_by(name, "workload")
     lacks = [part for part in _PARTS if not hasattr(found, part)]
     if lacks:
         raise ArgumentError(

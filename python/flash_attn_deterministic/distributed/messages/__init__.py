@@ -1,3 +1,3 @@
-"""What the ranks send each other: groups, agreement before a call, exchanges."""
+"""Messages between ranks: groups, agreement before a call, exchanges of tokens."""
 
 from __future__ import annotations

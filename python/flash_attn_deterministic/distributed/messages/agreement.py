@@ -1,8 +1,8 @@
-"""Do all ranks make the same call? Asked before anything else is sent.
+"""Checks that all ranks make the same call, before anything else is sent.
 
-Ranks that disagree would wait for messages that never come, or take one tensor for another. So
-each rank shows the others what it was called with, and all of them raise the same error. A rank
-whose own arguments are wrong shows that too, so that the others don't wait for it.
+Ranks that disagree would wait for messages that never come, or mix up tensors. So each rank sends
+its arguments to all others, and all raise the same error. A rank whose own arguments are wrong
+sends its error, so that the others don't wait for it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def check(
     """Checks that all ranks give the same facts, in the same order.
 
     Args:
-        ranks: all of which make this call.
+        ranks: which all make this call.
         facts: by name of the argument: numbers, strings, dtypes, or tuples of numbers.
         device: of the tensors.
-        then: ranks of another group that call `check` next, and hear of an error.
+        then: ranks of another group that call `check` next; an error is reported to them.
 
     Raises:
         ArgumentError: ranks disagree; names the arguments and what each rank gave.
@@ -72,7 +72,7 @@ def _check(ranks: Ranks, facts: Mapping[str, Any], device: torch.device) -> None
 
 
 def report(ranks: Ranks, error: FlashAttnError, device: torch.device) -> None:
-    """Tells the other ranks, which are in `check`, that this one's arguments are wrong."""
+    """Sends an error of this rank to the other ranks, which are in `check`."""
     _exchange(ranks, [], f"{type(error).__name__}: {error}", device)
 
 
@@ -94,7 +94,7 @@ def _text(line: Sequence[int]) -> str:
 
 
 def _number(value: Any) -> int:
-    """Returns a number for a fact: itself where it is one, else one that tells facts apart."""
+    """Returns a number for a fact: its own value or bits, or a hash."""
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -106,7 +106,7 @@ def _shown(value: Any, given: Sequence[int], ranks: Ranks) -> str:
     if isinstance(value, float):
         given = [struct.unpack("d", struct.pack("q", one))[0] for one in given]
     elif not isinstance(value, int):
-        # The others' values are known by a number only.
+        # Of the others' values only the hashes are known.
         unlike = [rank for rank, one in enumerate(given) if one != given[ranks.rank]]
         return f"{value} here, another value on rank{'s' * (len(unlike) > 1)} {unlike}"
     return ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(given))

@@ -1,4 +1,4 @@
-"""Tokens on their way from one layout to another."""
+"""Exchanges of tokens between ranks, from one layout to another."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .ranks import Pending, Ranks
 
 
 class Route(NamedTuple):
-    """What one rank sends and receives.
+    """The part of one rank in an exchange.
 
     Args:
-        sent: for each rank, where the tokens for it lie in what this rank has.
-        received: for each rank, where the tokens from it belong in what this rank wants.
-        tokens: how many tokens this rank wants, gaps included.
+        sent: for each rank, the places of the tokens for it in this rank's tensors.
+        received: for each rank, the places of the tokens from it in this rank's results.
+        tokens: of the results, gaps included.
         filled: whether there are no gaps.
     """
 
@@ -29,13 +29,13 @@ class Route(NamedTuple):
 
 
 def route(have: Layout, want: Layout, rank: int, tokens: int) -> Route:
-    """Finds a rank's part of an exchange.
+    """Plans a rank's part of an exchange.
 
     Args:
-        have: the pieces of each rank; each token lies on one of them.
-        want: the pieces that each rank is to get; several may get the same ones.
+        have: the pieces of each rank; each token is on one of them.
+        want: the pieces that each rank gets; several may get the same ones.
         rank: the rank.
-        tokens: room for what the rank gets.
+        tokens: of the rank's results, gaps included.
     """
     ranks = range(len(have))
     sent = tuple(tuple(mine for mine, _ in _shared(have[rank], want[to])) for to in ranks)
@@ -45,7 +45,7 @@ def route(have: Layout, want: Layout, rank: int, tokens: int) -> Route:
 
 
 def _shared(have: Sequence[Piece], want: Sequence[Piece]) -> list[tuple[slice, slice]]:
-    """Lists what both hold, as places in each; in the same order on every rank."""
+    """Lists the tokens that both hold, as places in each; in the same order on every rank."""
     pieces: dict[int, list[Piece]] = {}
     for piece in have:
         pieces.setdefault(piece.sequence, []).append(piece)
@@ -68,7 +68,7 @@ def _length(place: slice) -> int:
 
 
 class Arriving:
-    """Tensors on their way."""
+    """Tensors that are being received."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ def start(ranks: Ranks, way: Route, tensors: Sequence[torch.Tensor], what: str) 
         ranks: the ranks.
         way: this rank's part.
         tensors: each (tokens of this rank, ...), of any dtypes.
-        what: they are, for messages.
+        what: description of the tensors, for errors.
     """
     rows = _words(tensors)
     widths = [row.shape[1] for row in rows]
     sent, received = (
         [sum(map(_length, by_rank)) for by_rank in side] for side in (way.sent, way.received)
     )
-    # Written where it is sent from: it may be as long as all that the rank receives.
+    # Written without a temporary copy: it may be as long as all that the rank receives.
     packed = rows[0].new_empty((sum(sent), sum(widths)))
     places = [place for to in way.sent for place in to]
     for place, part in zip(places, torch.split(packed, [*map(_length, places)]), strict=True):
@@ -122,10 +122,10 @@ def start(ranks: Ranks, way: Route, tensors: Sequence[torch.Tensor], what: str) 
 def _words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns each (tokens, ...) as (tokens, words), in the widest words that fit them all.
 
-    Copies move word by word: 8 bytes at once, in all but odd cases.
+    Copies move one word at a time: 8 bytes in most cases.
     """
     rows = [tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:])) for tensor in tensors]
-    # One number per token counts as contiguous whatever its stride.
+    # contiguous() would not copy rows of one number, whatever their stride.
     rows = [
         row if row.stride(-1) == 1 else row.clone(memory_format=torch.contiguous_format)
         for row in rows
@@ -141,5 +141,5 @@ def _words(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [row.view(word) for row in rows]
 
 
-# That NCCL sends.
+# Types that NCCL can send.
 _WORDS = (torch.int64, torch.int32, torch.uint8)

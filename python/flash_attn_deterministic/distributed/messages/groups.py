@@ -1,4 +1,4 @@
-"""Which ranks a call runs on, from what a caller may pass: groups, or a mesh."""
+"""The ranks of a call, from process groups or a mesh."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Groups(NamedTuple):
     """The ranks of a call.
 
     Args:
-        sequence: over which each sequence lies.
-        heads: over which the heads lie inside of the call.
+        sequence: over which each sequence is distributed.
+        heads: over which the heads are distributed inside the call.
     """
 
     sequence: Ranks
@@ -31,7 +31,7 @@ class Groups(NamedTuple):
 
 
 def find_groups(group: Any, heads_group: Any, mesh: Any) -> Groups:
-    """Returns the groups that the arguments stand for.
+    """Returns the groups of the arguments.
 
     Args:
         group: a process group, or None: that of all ranks, unless another argument is given.
@@ -40,8 +40,8 @@ def find_groups(group: Any, heads_group: Any, mesh: Any) -> Groups:
 
     Raises:
         ArgumentTypeError: a wrong type.
-        ArgumentError: no process group is there; groups that share more than this rank; a mesh
-            together with groups, or of more dimensions.
+        ArgumentError: torch.distributed is not initialised, the groups share more than this rank,
+            or the mesh is given together with groups or has more dimensions.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
@@ -88,8 +88,8 @@ def group_of_dimension(mesh: DeviceMesh, dimension: int) -> dist.ProcessGroup:
     """Returns the group of this process along a dimension of a mesh.
 
     Raises:
-        ArgumentError: this process is not in the mesh; or the mesh has the ranks in another order
-            than the group, where torch sorts them: parts would be taken for one another.
+        ArgumentError: this process is not in the mesh; or its ranks are not in ascending order, as
+            torch sorts them in the group, and parts would be swapped.
     """
     place = mesh.get_coordinate()
     if place is None:

@@ -1,4 +1,4 @@
-"""A group of ranks: what they send each other, with errors that say what failed."""
+"""Messages within a group of ranks, with errors that name the message that failed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...errors import ArgumentError, RankError, UnsupportedError
 
 _Result = TypeVar("_Result")
 
-# A tensor, and the rank that it goes to or comes from.
+# A tensor, and the rank that gets or sends it.
 Message = tuple[torch.Tensor, int]
 
-# Messages from one rank to another in a launch. NCCL may hang over hundreds of them (pull request
-# 174942 of pytorch/pytorch).
+# Messages from one rank to another in one launch: with hundreds NCCL may hang (pull request 174942
+# of pytorch/pytorch).
 _AT_ONCE = 32
 
-# Backends that send what is sent here, by the type of the tensors' device.
+# Supported backends by type of the tensors' device.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -72,7 +72,7 @@ class Ranks:
             )
 
     def all_gather(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """Returns the tensors of all ranks, (ranks, *shape); `what` is for messages."""
+        """Returns the tensors of all ranks, (ranks, *shape); `what` describes them in errors."""
         if self.group is None:
             return values[None]
         gathered = [torch.empty_like(values) for _ in range(self.size)]
@@ -89,7 +89,7 @@ class Ranks:
             rows: (rows, width), contiguous.
             sent: rows for each rank.
             received: rows from each rank.
-            what: is sent, for messages.
+            what: description of the rows, for errors.
         """
         if self.group is None:
             return Pending(self, rows, (), what)
@@ -103,16 +103,16 @@ class Ranks:
     def exchange(
         self, sent: Sequence[Message], received: Sequence[Message], what: str
     ) -> Pending[None]:
-        """Starts to send and to receive contiguous tensors, all of them at once.
+        """Starts to send and to receive contiguous tensors, all at the same time.
 
         Messages between two ranks arrive in the order in which they are listed. NCCL launches them
-        as one, in the group's order of launches: a receive can't stand before a send that the other
-        rank needs first. Ends agree about the launches, as both count the messages between them.
+        together, in the group's order of launches, so a receive never blocks a send that the other
+        rank waits for. Both ranks count the messages between them, and so form the same launches.
 
         Args:
             sent: tensors, and the ranks that get them.
             received: tensors to be filled, and the ranks that send them.
-            what: is sent, for messages.
+            what: description of the tensors, for errors.
         """
         batches: dict[int, list[dist.P2POp]] = {}
         works: list[dist.Work] = []
@@ -140,10 +140,10 @@ class Ranks:
 
 
 class Pending(Generic[_Result]):
-    """What is on its way.
+    """Messages that have been started.
 
-    Holds what is sent until it has left: the memory of a tensor is used again by the stream that
-    made it, which `wait` makes wait for the messages. On a GPU the host goes on.
+    Holds the sent tensors until `wait`: the stream that made them could reuse their memory before
+    they are sent. `wait` makes that stream wait for the messages; on a GPU the host does not wait.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Pending(Generic[_Result]):
         self._held = held
 
     def wait(self) -> _Result:
-        """Returns the result once all has arrived, and has left."""
+        """Returns the result once all messages are sent and received."""
         with self._ranks._named_errors(self._what):
             for work in self._works:
                 work.wait()

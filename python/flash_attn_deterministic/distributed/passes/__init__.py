@@ -1,3 +1,3 @@
-"""Forward and backward of one rank, on the ops and the messages."""
+"""Forward and backward of one rank, made of ops and messages."""
 
 from __future__ import annotations

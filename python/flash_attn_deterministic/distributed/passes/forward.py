@@ -1,4 +1,4 @@
-"""The forward: own rows on gathered keys."""
+"""The forward: this rank's rows on gathered keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..messages.ranks import Ranks
 from ..planning.layout import Tokens, stored_tokens
 from ..planning.plan import Call, divided, rows_on_keys
 from ..planning.steps import head_slices, heads_of_forward
-from .slices import Scores, forward_slice
+from .op_calls import Scores, forward_call
 
 
 def forward(
@@ -24,17 +24,17 @@ def forward(
     scores: Scores,
     heads_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends the rows of this rank.
+    """Computes attention of this rank's rows.
 
     Args:
-        ranks: over which the sequences lie.
+        ranks: over which the sequences are distributed.
         q: (tokens of q on this rank, nheads, head_dim).
         k: (tokens of k on this rank, nheads_k, head_dim).
         v: like k.
-        tokens_q: where the tokens of q lie.
-        tokens_k: where those of k and v lie.
+        tokens_q: layout of the tokens of q.
+        tokens_k: layout of those of k and v.
         scores: of the call.
-        heads_k: KV heads to gather at a time; 0: as many as suit.
+        heads_k: KV heads to gather at a time; 0: chosen from the sizes.
 
     Returns:
         out like q, and softmax_lse (tokens of q, nheads) in the computing dtype; 0 and +inf in rows
@@ -49,7 +49,7 @@ def forward(
     ) -> None:
         for call in calls:
             place = (call.rows, heads)
-            out[place], softmax_lse[place] = forward_slice(
+            out[place], softmax_lse[place] = forward_call(
                 q[place], keys[call.keys], values[call.keys], call, scores
             )
 
@@ -68,8 +68,7 @@ def forward(
     return out, softmax_lse
 
 
-# For messages.
-KEYS = "keys and values"
+KEYS = "keys and values"  # for errors
 
 
 def gathered(
@@ -84,15 +83,15 @@ def gathered(
 
     Args:
         ranks: the ranks.
-        way: of their tokens.
+        way: the exchange of tokens.
         tensors: (tokens, heads, ...); heads is a multiple of nheads_k.
-        nheads_k: all KV heads.
+        nheads_k: number of all KV heads.
         heads_k: KV heads at a time.
-        what: the tensors are, for messages.
+        what: description of the tensors, for errors.
 
     Yields:
-        The KV heads, and what was gathered of each tensor. A caller lets go of it before it asks
-        for the next ones: room for those after them is made before it gets these.
+        The KV heads, and the gathered tensors. The caller should delete these before it takes the
+        next ones: memory for two more slices is allocated by then.
     """
     spans = head_slices(nheads_k, heads_k)
     coming = [exchange.start(ranks, way, of_heads(tensors, spans[0], nheads_k), what)]
@@ -105,7 +104,7 @@ def gathered(
 
 
 def of_heads(tensors: Sequence[torch.Tensor], span: slice, nheads_k: int) -> list[torch.Tensor]:
-    """Returns what belongs to some KV heads, of tensors as in `gathered`."""
+    """Returns the parts of tensors that belong to some KV heads; see `gathered`."""
     groups = [tensor.shape[1] // nheads_k for tensor in tensors]
     return [
         tensor[:, span.start * group : span.stop * group]

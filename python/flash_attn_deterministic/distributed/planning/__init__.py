@@ -1,3 +1,3 @@
-"""Which tokens lie on which rank, what a rank needs of the others, and in which order."""
+"""Layouts of tokens on ranks, the tokens that each rank needs, and the order of steps."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tokens of which sequence lie on which rank, and in which order."""
+"""Layouts: the tokens of each sequence on each rank, in their order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDERS = (CONTIGUOUS, ZIGZAG)
 
 
 class Piece(NamedTuple):
-    """Tokens [begin, end) of a sequence, stored one after another from `at` on.
+    """Tokens [begin, end) of a sequence, stored one after another from index `at`.
 
     Args:
         sequence: index of the sequence.
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def stored(self) -> slice:
-        """Returns where the piece lies in its tensor."""
+        """Returns the place of the piece in its tensor."""
         return slice(self.at, self.at + self.end - self.begin)
 
 
@@ -44,7 +44,7 @@ class Tokens(NamedTuple):
 
     Args:
         lengths: of each sequence.
-        layout: where its tokens are.
+        layout: of the tokens.
     """
 
     lengths: tuple[int, ...]
@@ -60,7 +60,7 @@ def dense_tokens(batch: int, seqlen: int, ranks: int, order: str) -> Tokens:
         seqlen: tokens of a sequence on each rank.
         ranks: number of ranks.
         order: "contiguous": rank r holds the r-th of P parts; "zigzag": it holds the r-th and the
-            r-th from the end of 2 P parts, so that all ranks have as much to do under a causal
+            r-th from the end of 2 P parts, so that all ranks have the same work under a causal
             mask.
 
     Raises:
@@ -82,13 +82,14 @@ def packed_tokens(starts: tuple[int, ...], total: int, ranks: int, order: str, n
     """Lays out packed sequences.
 
     Args:
-        starts: what cu_seqlens holds: where each sequence begins in all tokens, and the last end.
+        starts: the values of cu_seqlens: where each sequence begins in all tokens, and the last
+            end.
         total: tokens on each rank.
         ranks: number of ranks.
         order: "contiguous": rank r holds the r-th of P parts of all tokens, whatever sequences they
             belong to; "zigzag": of each sequence it holds the r-th and the r-th from the end of 2 P
             parts.
-        name: of the argument with the starts, for messages.
+        name: of the argument with the starts, for errors.
 
     Raises:
         ArgumentError: starts that don't begin with 0, decrease, or don't fit the tokens; a length
@@ -134,9 +135,9 @@ def packed_tokens(starts: tuple[int, ...], total: int, ranks: int, order: str, n
 
 @functools.lru_cache(maxsize=64)
 def in_blocks(tokens: Tokens, block: int) -> Tokens:
-    """Moves the borders between ranks up to multiples of a block of tokens of each sequence.
+    """Moves the borders between ranks up to multiples of `block` tokens of each sequence.
 
-    A block then lies on the rank that had its first token; most tokens stay where they were.
+    A block is then on the rank that had its first token; most tokens stay on their rank.
     """
 
     if block == 1:
@@ -160,7 +161,7 @@ def in_blocks(tokens: Tokens, block: int) -> Tokens:
 
 
 def stored_tokens(pieces: Sequence[Piece]) -> int:
-    """Returns how many tokens a tensor has that holds the pieces, one after another."""
+    """Returns the number of tokens of some pieces."""
     return sum(piece.end - piece.begin for piece in pieces)
 
 

@@ -1,13 +1,13 @@
-"""Which keys the rows of a rank need, which rows its keys need, and the calls made of both.
+"""The keys that a rank's rows need, the rows that its keys need, and the calls on both.
 
-A row has the bits that one device gives it if it sees the same keys, counted from the same start:
-splits and blocks of keys begin at position 0 of the sequence. So the keys handed to a call begin at
-a multiple of both, with zeros for those that no row sees; these never travel. Where the rows handed
-to a call begin changes no row's bits, and where the keys begin changes no bit of their dk and dv as
-long as all rows that see them are there: see ADR 17.
+A row has the bits of one device if it sees the same keys at the same positions relative to splits
+and blocks of keys, which begin at position 0 of the sequence. So the keys of a call begin at a
+multiple of both; keys that no row sees are zeros and are not sent. The first row of a call changes
+no row's bits, and the first key changes no bit of dk and dv as long as all rows that see a key are
+there: see ADR 17.
 
-A call aligns its masks to the last row and the last key it is given. Where these two do not belong
-together in the whole sequence, both sides of its window move by as many keys.
+A call aligns its masks to its last row and its last key. If these do not belong together in the
+whole sequence, both sides of the call's window are moved by the difference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROW_BLOCK = 128
 
 
 class Mask(NamedTuple):
-    """What a row sees: keys from `left` before to `right` after its position; -1: no limit."""
+    """A row sees keys from `left` before to `right` after its position; -1: no limit."""
 
     left: int
     right: int
@@ -51,7 +51,7 @@ class Mask(NamedTuple):
         return first, last
 
     def moved(self, keys: int) -> Mask:
-        """Returns the mask of a call whose last key is that many after the last row's position."""
+        """Returns the mask of a call whose last key is `keys` after the last row's position."""
         return Mask(
             self.left if self.left < 0 else self.left + keys,
             self.right if self.right < 0 else self.right - keys,
@@ -62,10 +62,10 @@ class Call(NamedTuple):
     """One call of a packed op.
 
     Args:
-        rows: of the tensor of rows.
-        keys: of the tensor of keys.
-        starts_q: what cu_seqlens_q holds.
-        starts_k: what cu_seqlens_k holds.
+        rows: in the tensor of rows.
+        keys: in the tensor of keys.
+        starts_q: values of cu_seqlens_q.
+        starts_k: values of cu_seqlens_k.
         mask: of the call.
     """
 
@@ -86,7 +86,7 @@ class Call(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A piece of one side together with all that it needs of the other side.
+    """A piece of rows with all keys that they see, or of keys with all rows that see them.
 
     Args:
         rows: of a sequence.
@@ -100,11 +100,11 @@ class Part(NamedTuple):
 
 
 class Half(NamedTuple):
-    """One direction: own rows on gathered keys, or own keys on gathered rows.
+    """Own rows on gathered keys, or own keys on gathered rows.
 
     Args:
-        wanted: what each rank gathers.
-        room: tokens of what this rank gathers, gaps included.
+        wanted: the pieces that each rank gathers.
+        room: gathered tokens of this rank, gaps included.
         parts: of this rank, one for each of its own pieces.
         calls: the parts as calls.
     """
@@ -116,11 +116,11 @@ class Half(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """The sequences that lie on one rank whole, and the others.
+    """The sequences that are entirely on one rank, and the others.
 
     Args:
-        calls: of the whole sequences of this rank, on the tensors as they are.
-        q: where the tokens of the others lie; lengths are of all.
+        calls: of the whole sequences of this rank, on its own tensors.
+        q: layout of the others; lengths are of all.
         k: likewise.
         travels: whether there are others, on any rank.
     """
@@ -133,7 +133,7 @@ class Divided(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def divided(q: Tokens, k: Tokens, mask: Mask, rank: int) -> Divided:
-    """Tells the sequences that cross borders of ranks from those that don't."""
+    """Separates the sequences that are entirely on one rank from the others."""
     whole: dict[int, tuple[int, Part]] = {}
     for number, (own_q, own_k) in enumerate(zip(q.layout, k.layout, strict=True)):
         rows = {piece.sequence: piece for piece in own_q if _is_whole(piece, q)}
@@ -155,20 +155,20 @@ def _is_whole(piece: Piece, tokens: Tokens) -> bool:
     return (piece.begin, piece.end) == (0, tokens.lengths[piece.sequence])
 
 
-# First token of a call, first and last token needed, in a sequence.
+# For a piece: the first token of the call, and the tokens [begin, end) that it needs.
 Needed = Callable[[Piece], tuple[int, int, int]]
 
 
 @functools.lru_cache(maxsize=64)
 def rows_on_keys(q: Tokens, k: Tokens, mask: Mask, align: int, rank: int) -> Half:
-    """Plans the forward, dq, and the steps of a chain: own rows, and the keys that they see.
+    """Plans own rows on the keys that they see: the forward, dq, and the steps of a chain.
 
     Args:
         q: tokens of q.
         k: tokens of k and v.
         mask: of the whole sequences.
-        align: where the keys of a call may begin: at multiples of it.
-        rank: the rank that asks.
+        align: the keys of a call begin at multiples of this.
+        rank: of the plan.
     """
 
     def needed(rows: Piece) -> tuple[int, int, int]:
@@ -186,14 +186,14 @@ def rows_on_keys(q: Tokens, k: Tokens, mask: Mask, align: int, rank: int) -> Hal
 
 @functools.lru_cache(maxsize=64)
 def keys_under_rows(q: Tokens, k: Tokens, mask: Mask, align: int, rank: int) -> Half:
-    """Plans dk and dv without a chain: own keys, and the rows that see them.
+    """Plans own keys under the rows that see them: dk and dv without a chain.
 
     Args:
         q: as in `rows_on_keys`.
         k: as in `rows_on_keys`.
         mask: as in `rows_on_keys`.
-        align: where the rows of a call may begin.
-        rank: the rank that asks.
+        align: the rows of a call begin at multiples of this.
+        rank: of the plan.
     """
 
     def needed(keys: Piece) -> tuple[int, int, int]:
@@ -220,13 +220,13 @@ def _moved(mask: Mask, rows: Piece, keys: Piece, offset: int) -> Mask:
 
 
 def _gathered(layout: Layout, needed: Needed, rank: int) -> tuple[Layout, int, tuple[Piece, ...]]:
-    """Finds what each rank gathers for its pieces, and where a rank finds it.
+    """Finds the tokens that each rank gathers for its pieces, and their places.
 
-    Pieces whose needs overlap share a place.
+    Pieces that need overlapping tokens share them.
 
     Returns:
-        What each rank gathers; the room that `rank` needs, gaps included; and what each piece of
-        `rank` needs, in that room.
+        The pieces that each rank gathers; the number of gathered tokens of `rank`, gaps included;
+        and the tokens that each piece of `rank` needs, with their place among these.
     """
     wanted = []
     for number, own in enumerate(layout):
@@ -269,9 +269,9 @@ def call_of(part: Part) -> Call | None:
 
 
 def _calls(parts: Sequence[Part]) -> tuple[Call, ...]:
-    """Makes calls of parts; neighbours with one mask share a call.
+    """Makes calls of parts; neighbours with the same mask share a call.
 
-    Parts without rows or without keys get none: their results are 0 (+inf for softmax_lse).
+    Parts without rows or keys need no call: their results are 0 (+inf for softmax_lse).
     """
     calls: list[Call] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""The steps of sums that travel along the rows: where each begins and ends, and heads in units."""
+"""The steps of the chained backward: which rank adds which rows to which sums."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Step(NamedTuple):
 
     Args:
         chain: index of the chain, which is the index of the sequence.
-        number: how many steps come before it.
-        rank: that does it.
+        number: of steps before it.
+        rank: that computes it.
         came: the keys [begin, end) whose sums come from the step before.
-        goes: the keys whose sums the next step needs.
+        goes: the keys whose sums go to the next step.
         before: rank of the step before; -1: none.
         after: rank of the next step; -1: none.
         piece: index of its rows among the pieces of the rank.
@@ -42,7 +42,7 @@ class Steps(NamedTuple):
     Args:
         steps: of all ranks.
         ended: the keys that each rank completes.
-        room: how many keys each rank completes.
+        room: number of keys that each rank completes.
         longest: steps of the longest chain, at least 1.
     """
 
@@ -71,7 +71,8 @@ def find_steps(q: Tokens, k: Tokens, mask: Mask, last_first: bool = False) -> St
             last = number + 1 == len(pieces)
             goes = (0, 0) if last else _both(seen[number], seen[number + 1])
             complete = []
-            # What the next rows don't see, no later ones do. Keys leave at one end.
+            # Keys that the next rows don't see are not seen by later ones either: they are
+            # complete.
             begin, end = seen[number]
             leave = ((begin, end),) if goes == (0, 0) else ((begin, goes[0]), (goes[1], end))
             for first, last_key in leave:
@@ -103,7 +104,7 @@ def _both(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 
 
 class Unit(NamedTuple):
-    """Query heads whose sums go their way together.
+    """Query heads whose sums are computed and sent together.
 
     Args:
         number: of the KV heads that are gathered for them.
@@ -125,36 +126,36 @@ def head_slices(nheads_k: int, heads_k: int) -> list[slice]:
     return [slice(h, min(h + heads_k, nheads_k)) for h in range(0, nheads_k, heads_k)]
 
 
-# What keys and values of a slice may take, in bytes, where the caller does not say how many heads;
-# one head may take more. A rank holds three slices: one computed, one sent, one received.
+# Most bytes of keys and values of a slice, if the caller gives no number of heads; a single head
+# may have more. A rank holds three slices: one in use, one sent, one received.
 _SLICE_BYTES = 256 * 2**20
 
 
 def heads_of_forward(heads_k: int, nheads_k: int, head_bytes: int) -> int:
     """Returns how many KV heads a forward gathers at a time.
 
-    A kernel ends with SMs idle, the more so the fewer heads it has: many at a time. But nothing is
-    computed while the first ones come: half of them, rounded up, at most.
+    The fewer heads a kernel has, the more SMs are idle at its end; but the more heads are gathered
+    at first, the longer the wait before the first kernel. So at most half of them, rounded up.
 
     Args:
-        heads_k: what the caller wants; 0: no number.
+        heads_k: number given by the caller; 0: none.
         nheads_k: KV heads.
-        head_bytes: keys and values of one head, of all ranks, so that all find the same.
+        head_bytes: keys and values of one head on all ranks, so that all ranks choose the same.
     """
     return heads_k or max(1, min(math.ceil(nheads_k / 2), _SLICE_BYTES // max(1, head_bytes)))
 
 
-# Units for each rank beside the first, from which on a unit has two query heads. The more units
-# there are, the less ranks wait for the first and the last one. But a kernel on one head ends with
-# many SMs idle: under a causal mask the key blocks of 16,384 rows are 128 CTAs, and the longest one
-# takes twice the average; two heads fill each other's gaps. By such counts, not measured yet.
+# With this many units for each rank after the first, a unit has two query heads. With more units,
+# ranks wait less for the first and the last one. But a kernel on one head leaves many SMs idle at
+# its end: under a causal mask 16,384 rows have 128 CTAs of key blocks, and the longest takes twice
+# the average; with two heads, CTAs of one fill the gaps of the other. Estimated, not measured yet.
 _MANY_UNITS = 16
 # Query heads of a unit, if set: for measurements. No bit depends on it.
 UNIT_HEADS: int | None = None
 
 
 def find_units(nheads: int, nheads_k: int, heads_k: int, ranks: int) -> list[Unit]:
-    """Cuts the heads: one or two query heads at a time where KV heads come one by one."""
+    """Divides the heads into units: of one or two query heads if heads_k is 1."""
     group = nheads // nheads_k
     wanted = UNIT_HEADS or (2 if nheads >= 2 * _MANY_UNITS * (ranks - 1) else 1)
     units = []

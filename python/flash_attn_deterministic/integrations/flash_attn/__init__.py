@@ -1,9 +1,8 @@
 """The names of the package flash_attn 2.8.3, for code that imports them.
 
-The public functions are those of flash_attn_deterministic.
-
-`flash_attn_deterministic.as_flash_attn` makes this `import flash_attn`. What flash_attn holds
-beside attention (layers, losses, models, ops, Triton kernels) is not here.
+The public functions are those of flash_attn_deterministic. With
+`flash_attn_deterministic.as_flash_attn`, `import flash_attn` gives this package. flash_attn's
+layers, losses, models, ops and Triton kernels are not included.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 
-# At least 2.8.3 to code that compares versions, and no release of flash-attn to code that asks.
+# At least 2.8.3 for code that compares versions, but visibly no release of flash-attn.
 __version__ = "2.8.3+deterministic"
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The names of the module flash_attn.bert_padding 2.8.3, in plain torch.
 
-Padded batches become packed sequences, and back. Rows are moved, never computed with: what comes
-back has the bits that went in. Gradients pass through.
+Padded batches become packed sequences, and back. Rows are only copied, so they keep their bits.
+Gradients pass through.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def unpad_input(
     attention_mask: torch.Tensor,
     unused_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Packs the tokens of a padded batch. Waits for the GPU, whose counts the host needs.
+    """Packs the tokens of a padded batch. The host waits for the GPU to count them.
 
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), bool or int: 1 for tokens, 0 for padding.
-        unused_mask: (batch, seqlen), the same: 1 for tokens that are kept, but do not count as
-            used.
+        unused_mask: (batch, seqlen), the same: 1 for tokens that are packed too, but not counted in
+            seqused.
 
     Returns:
         The tokens (total, ...); their indices (total,) among batch * seqlen, int64; cu_seqlens

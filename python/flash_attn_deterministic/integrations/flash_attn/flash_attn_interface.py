@@ -1,7 +1,7 @@
 """The names of the module flash_attn.flash_attn_interface 2.8.3.
 
-Those with an underscore are what ring attention and other code that keeps the results of a forward
-call itself imports. They are plain functions, not custom ops of a namespace flash_attn.
+Ring attention, and other code that keeps the forward's results itself, imports those with a leading
+underscore. Here they are plain functions, not custom ops of a namespace flash_attn.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..._ops.arguments import Lengths
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import UnsupportedError
 from ...interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -19,7 +19,7 @@ from ...interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from .. import calls
+from .. import low_level
 
 __all__ = [
     "flash_attn_func",
@@ -71,18 +71,18 @@ def _flash_attn_forward(
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim), softmax_lse (batch, nheads, seqlen_q) in float32,
-        an empty tensor in the place of S_dmask, and rng_state (2,) in int64, which the backward
-        needs after a call with dropout.
+        an empty tensor instead of S_dmask, and rng_state (2,) in int64, which the backward needs
+        after a call with dropout.
 
     Raises:
         UnsupportedError: a NotImplementedError; return_softmax.
-        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.forward`.
+        ArgumentError: a ValueError; a wrong value, shape or device. More as `low_level.forward`.
 
     Source:
         _flash_attn_forward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
-    scores = calls.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    scores = low_level.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
     return _forward(q, k, v, scores, dropout_p, return_softmax)
 
 
@@ -121,9 +121,9 @@ def _flash_attn_varlen_forward(
         max_seqlen_q: length of the longest sequence of queries, or more.
         max_seqlen_k: the same for keys.
         block_table: (batch, pages), int32: which pages hold a sequence; None: no pages.
-        leftpad_k: (batch,), int32: how many keys at the start of each sequence do not count.
-        seqused_k: (batch,), int32: how many keys of each sequence count.
-        zero_tensors: without effect; rows of no sequence are always 0.
+        leftpad_k: (batch,), int32: how many keys at the start of each sequence are padding.
+        seqused_k: (batch,), int32: how many keys of each sequence are in use.
+        zero_tensors: no effect; rows of no sequence are always 0.
 
     Returns:
         out (total_q, nheads, head_dim), softmax_lse (nheads, total_q) in float32, an empty tensor
@@ -133,9 +133,10 @@ def _flash_attn_varlen_forward(
         _flash_attn_varlen_forward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
-    scores = calls.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
-    longest = (int(max_seqlen_q), int(max_seqlen_k))
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, *longest, seqused_k, leftpad_k, block_table)
+    scores = low_level.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    lengths = Lengths(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
+    )
     return _forward(q, k, v, scores, dropout_p, return_softmax, lengths)
 
 
@@ -164,28 +165,28 @@ def _flash_attn_backward(
     Other arguments as in `_flash_attn_forward`.
 
     Args:
-        dout: like out; the gradient that comes in.
-        out: what the forward returned.
-        softmax_lse: what the forward returned.
-        dq: like q, of any strides: written; None: not wanted.
+        dout: the gradient of out, like it.
+        out: as the forward returned it.
+        softmax_lse: as the forward returned it.
+        dq: like q, of any strides: the gradient is written to it; None: not returned.
         dk: like k, the same.
         dv: like v, the same.
-        deterministic: True: also where the mode is not enabled.
-        rng_state: what the forward returned; needed with dropout.
+        deterministic: True: deterministic gradients, also where the mode is not enabled.
+        rng_state: as the forward returned it; required with dropout.
 
     Returns:
         softmax_d (batch, nheads, seqlen_q rounded up to a multiple of 128) in float32: the sum of
         dout * out over head_dim, 0 beyond seqlen_q.
 
     Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device, and more as `calls.backward`.
+        ArgumentError: a ValueError; a wrong value, shape or device. More as `low_level.backward`.
 
     Source:
         _flash_attn_backward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
-    scores = calls.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
-    result = calls.Forward(out, softmax_lse, _checked_rng_state(dropout_p, rng_state))
+    scores = low_level.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    result = low_level.Forward(out, softmax_lse, rng_state)
     _backward(dout, (q, k, v), result, (dq, dk, dv), scores, dropout_p, deterministic)
     softmax_d = (dout.float() * out.float()).sum(-1).transpose(1, 2)
     return torch.nn.functional.pad(softmax_d, (0, -softmax_d.shape[-1] % _ROWS))
@@ -228,9 +229,9 @@ def _flash_attn_varlen_backward(
         _flash_attn_varlen_backward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
-    scores = calls.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
-    result = calls.Forward(out, softmax_lse, _checked_rng_state(dropout_p, rng_state))
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
+    scores = low_level.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    result = low_level.Forward(out, softmax_lse, rng_state)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _backward(dout, (q, k, v), result, (dq, dk, dv), scores, dropout_p, deterministic, lengths)
     return _packed_softmax_d(dout, out, cu_seqlens_q)
 
@@ -246,7 +247,7 @@ def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scores: calls.Scores,
+    scores: low_level.Scores,
     dropout_p: float,
     return_softmax: bool,
     lengths: Lengths | None = None,
@@ -256,45 +257,27 @@ def _forward(
             "return_softmax: expected False; flash_attn_func(..., return_attn_probs=True) returns "
             "S_dmask"
         )
-    out, softmax_lse, rng_state = calls.forward(q, k, v, scores, dropout_p, lengths)
+    out, softmax_lse, rng_state = low_level.forward(q, k, v, scores, dropout_p, lengths)
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     return out, softmax_lse, out.new_empty(0), rng_state
 
 
-def _checked_rng_state(dropout_p: float, rng_state: torch.Tensor | None) -> torch.Tensor | None:
-    if dropout_p == 0:
-        return None
-    if rng_state is None:
-        raise ArgumentError(
-            f"rng_state: expected the tensor that the forward returned, since dropout_p is "
-            f"{dropout_p}, got None"
-        )
-    return rng_state
-
-
 def _backward(
     dout: torch.Tensor,
-    inputs: calls.Gradients,
-    result: calls.Forward,
+    inputs: low_level.Gradients,
+    result: low_level.Forward,
     targets: tuple[torch.Tensor | None, ...],
-    scores: calls.Scores,
+    scores: low_level.Scores,
     dropout_p: float,
     deterministic: bool,
     lengths: Lengths | None = None,
 ) -> None:
-    """Writes the gradients of inputs into targets, which are checked before anything runs."""
-    for name, target, like in zip(("dq", "dk", "dv"), targets, inputs, strict=True):
-        if target is not None and (target.shape, target.dtype, target.device) != (
-            like.shape,
-            like.dtype,
-            like.device,
-        ):
-            raise ArgumentError(
-                f"{name}: expected a tensor like {name[1:]}, {like.dtype} {tuple(like.shape)} on "
-                f"{like.device}, got {target.dtype} {tuple(target.shape)} on {target.device}"
-            )
-    gradients = calls.backward(dout, *inputs, result, scores, dropout_p, lengths, deterministic)
+    """Writes the gradients of inputs into targets, once all of these are checked."""
+    for name, target, like in zip("qkv", targets, inputs, strict=True):
+        if target is not None:
+            low_level.check_like(f"d{name}", target, name, like)
+    gradients = low_level.backward(dout, *inputs, result, scores, dropout_p, lengths, deterministic)
     for target, gradient in zip(targets, gradients, strict=True):
         if target is not None:
             target.copy_(gradient)
@@ -303,7 +286,7 @@ def _backward(
 def _packed_softmax_d(
     dout: torch.Tensor, out: torch.Tensor, cu_seqlens_q: torch.Tensor
 ) -> torch.Tensor:
-    """Returns softmax_d of packed sequences, each at the place that flash_attn gives it."""
+    """Returns softmax_d of packed sequences in flash_attn's layout."""
     total, nheads, _ = out.shape
     batch = cu_seqlens_q.shape[0] - 1
     rows = torch.arange(total, device=out.device)

@@ -8,17 +8,8 @@ broken one in its place.
 from __future__ import annotations
 
 from .attention import Attention
-from .check import Check, CounterExample, Outcome, run_check
+from .check import Check, Outcome, run_check
 from .checks import CHECKS
 from .sizes import Size, size_of
 
-__all__ = [
-    "CHECKS",
-    "Attention",
-    "Check",
-    "CounterExample",
-    "Outcome",
-    "Size",
-    "run_check",
-    "size_of",
-]
+__all__ = ["CHECKS", "Attention", "Check", "Outcome", "Size", "run_check", "size_of"]

@@ -15,21 +15,13 @@ def _family(*args: Any, **kwargs: Any) -> str:
 
 @dataclass(frozen=True)
 class Attention:
-    """The functions under test; tests put broken ones here.
+    """The functions under test; tests put broken ones here."""
 
-    Args:
-        dense: flash_attn_func.
-        varlen: flash_attn_varlen_func.
-        kvcache: flash_attn_with_kvcache.
-        path: returns "one-cta" or "parts" for the arguments of a call of `dense`.
-        family: returns "sm80" or "sm90" for them.
-    """
-
-    dense: Callable[..., Any]
-    varlen: Callable[..., Any]
-    kvcache: Callable[..., Any]
-    path: Callable[..., str]
-    family: Callable[..., str] = _family
+    dense: Callable[..., Any]  # flash_attn_func
+    varlen: Callable[..., Any]  # flash_attn_varlen_func
+    kvcache: Callable[..., Any]  # flash_attn_with_kvcache
+    path: Callable[..., str]  # returns "one-cta" or "parts" for the arguments of a call of `dense`
+    family: Callable[..., str] = _family  # returns "sm80" or "sm90" for them
 
     @staticmethod
     def installed() -> Attention:

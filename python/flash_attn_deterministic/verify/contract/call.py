@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,24 +19,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Call:
-    """A call of flash_attn_func.
+    """A call of flash_attn_func."""
 
-    Args:
-        attention: the functions under test.
-        q: (batch, seqlen_q, nheads, head_dim).
-        k: (batch, seqlen_k, nheads_k, head_dim).
-        v: like k.
-        dout: like q, for the backward.
-        slopes: (batch, nheads), or None.
-        options: keyword arguments, split_size among them.
-    """
-
-    attention: Attention
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    dout: torch.Tensor
-    slopes: torch.Tensor | None = None
+    attention: Attention  # the functions under test
+    q: torch.Tensor  # (batch, seqlen_q, nheads, head_dim)
+    k: torch.Tensor  # (batch, seqlen_k, nheads_k, head_dim)
+    v: torch.Tensor  # like k
+    dout: torch.Tensor  # like q, for the backward
+    slopes: torch.Tensor | None = None  # (batch, nheads), or None
+    # keyword arguments, split_size among them
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> Tensors:
@@ -53,6 +44,29 @@ class Call:
         with torch.enable_grad():
             out = self.attention.dense(*leaves, **self.keywords)
             return named_gradients(out, leaves, self.dout)
+
+    @torch.no_grad()
+    def cached(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, **arguments: torch.Tensor
+    ) -> Tensors:
+        """Returns out and softmax_lse of flash_attn_with_kvcache, on caches instead of k and v."""
+        out, softmax_lse = self.attention.kvcache(
+            self.q, k_cache, v_cache, return_softmax_lse=True, **arguments, **self.keywords
+        )
+        return {"out": out, "softmax_lse": softmax_lse}
+
+    @torch.no_grad()
+    def packed(
+        self, qkv: Iterable[torch.Tensor], lengths_q: Sequence[int], lengths_k: Sequence[int],
+        **arguments: torch.Tensor,
+    ) -> Tensors:  # fmt: skip
+        """Returns out and softmax_lse of flash_attn_varlen_func, on packed q, k and v."""
+        starts = (cumulative(lengths, self.q.device) for lengths in (lengths_q, lengths_k))
+        out, softmax_lse, _ = self.attention.varlen(
+            *qkv, *starts, max(lengths_q), max(lengths_k), return_attn_probs=True,
+            **arguments, **self.keywords,
+        )  # fmt: skip
+        return {"out": out, "softmax_lse": softmax_lse}
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""A check of the contract: its cases, and what comes of running them."""
+"""A check of the contract, its cases, and the results of running them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from ...errors import UnsupportedError
-from ..bits import Difference, Number, difference
+from ..bits import Difference, difference
 from .attention import Attention
 from .call import Call, Tensors, draw
 from .sizes import Size
@@ -18,23 +18,14 @@ from .sizes import Size
 
 @dataclass(frozen=True)
 class Case:
-    """One case of a check; the same case always draws the same numbers.
+    """One case of a check; the same case always draws the same numbers."""
 
-    Args:
-        name: unique within its check.
-        head_dim: of q, k and v.
-        dtype: "bf16" or "fp16".
-        feature: a name in sizes.FEATURES.
-        seed: of the random numbers.
-        parameters: what else the check varies.
-    """
-
-    name: str
-    head_dim: int
-    dtype: str
-    feature: str
-    seed: int
-    parameters: Mapping[str, int] = field(default_factory=dict)
+    name: str  # unique within its check
+    head_dim: int  # of q, k and v
+    dtype: str  # "bf16" or "fp16"
+    feature: str  # a name in sizes.FEATURES
+    seed: int  # of the random numbers
+    parameters: Mapping[str, int] = field(default_factory=dict)  # what else the check varies
 
     def __getitem__(self, name: str) -> int:
         return self.parameters[name]
@@ -46,105 +37,42 @@ class Mismatch(Exception):
     Args:
         what: the two sides in words.
         call: the call that one side comes from.
-        tensor: name of the tensor; "" where no tensor is the matter.
-        found: where they differ; None where no tensor is the matter.
+        tensor: name of the result that is wrong, if one is.
+        found: where it differs, if it does.
     """
 
     def __init__(
         self, what: str, call: Call, tensor: str = "", found: Difference | None = None
     ) -> None:
         super().__init__(what)
-        self.what = what
-        self.call = call
-        self.tensor = tensor
-        self.found = found
-
-
-@dataclass(frozen=True)
-class CounterExample:
-    """A case that failed, in full: enough to draw its numbers again.
-
-    Args:
-        check: id of the check.
-        case: name of the case.
-        what: the two sides in words, or the exception.
-        device: "cpu" or "cuda".
-        dtype: of q, k and v.
-        head_dim: theirs.
-        feature: the mask and the changes to scores.
-        seed: of the random numbers.
-        parameters: what else the check varies.
-        shapes: of the tensors of one side.
-        options: keyword arguments of the call.
-        tensor: which result differs.
-        elements: how many numbers it has.
-        differing: how many of them differ.
-        index: the first that differs.
-        left: that number on one side.
-        right: on the other.
-    """
-
-    check: str
-    case: str
-    what: str
-    device: str
-    dtype: str
-    head_dim: int
-    feature: str
-    seed: int
-    parameters: dict[str, int]
-    shapes: dict[str, list[int]]
-    options: dict[str, Any]
-    tensor: str
-    elements: int
-    differing: int
-    index: list[int] | None
-    left: Number | None
-    right: Number | None
+        self.what, self.call, self.tensor, self.found = what, call, tensor, found
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the contract.
+    """One row of the contract."""
 
-    Args:
-        id: as in the table of the contract.
-        promise: "the same bits whatever ..." in a few words.
-        cases: what to run, for a size.
-        run: runs one case; raises Mismatch.
-        devices: where it says anything.
-        elsewhere: why it says nothing on other devices.
-        unavailable: says why nothing can be said in a run; "" if it can.
-    """
-
-    id: str
-    promise: str
-    cases: Callable[[Size], Iterable[Case]]
-    run: Callable[[Case, Attention, Size], None]
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    elsewhere: str = ""
+    id: str  # as in the table of the contract
+    promise: str  # "the same bits whatever ..." in a few words
+    cases: Callable[[Size], Iterable[Case]]  # what to run, for a size
+    run: Callable[[Case, Attention, Size], None]  # runs one case; raises Mismatch
+    devices: tuple[str, ...] = ("cpu", "cuda")  # where it applies
+    elsewhere: str = ""  # why it does not apply on other devices
+    # returns why a run cannot decide it; "" if it can
     unavailable: Callable[[Size], str] = lambda size: ""
 
 
 @dataclass
 class Outcome:
-    """What came of a check.
+    """The result of a check."""
 
-    Args:
-        cases: how many ran.
-        failed: how many of them failed.
-        counter_example: the first that failed.
-        by_config: the same counts by head dim and dtype, such as "64 bf16".
-        seconds: how long it took.
-        broken: the GPU is unusable for this process since one of the cases.
-    """
-
-    cases: int = 0
-    failed: int = 0
-    counter_example: CounterExample | None = None
+    cases: int = 0  # how many ran
+    failed: int = 0  # how many of them failed
+    counter_example: dict[str, Any] | None = None  # the first that failed
+    # the same counts by head dim and dtype, such as "64 bf16"
     by_config: dict[str, dict[str, int]] = field(default_factory=dict)
-    seconds: float = 0.0
-    broken: bool = False
+    seconds: float = 0.0  # how long it took
+    broken: bool = False  # the GPU is unusable for this process since one of the cases
 
 
 def expect_same(call: Call, what: str, left: Tensors, right: Tensors) -> None:
@@ -167,7 +95,7 @@ def expect_same(call: Call, what: str, left: Tensors, right: Tensors) -> None:
 
 
 def expect_numbers(call: Call, what: str, results: Tensors) -> None:
-    """Looks for NaN and Inf: kernels that return nothing else would be equal bit for bit.
+    """Checks for NaN and Inf: kernels that return nothing else would be equal bit for bit.
 
     Raises:
         Mismatch: there is one. A softmax_lse may be infinite: that of a row that sees no key is.
@@ -180,7 +108,7 @@ def expect_numbers(call: Call, what: str, results: Tensors) -> None:
 
 
 def expect_different(call: Call, what: str, left: Tensors, right: Tensors) -> None:
-    """The opposite, for what must show in the bits of one of them.
+    """The opposite of `expect_same`, for what must change the bits of some result.
 
     Raises:
         Mismatch: all are equal.
@@ -223,13 +151,13 @@ def run_check(
     attention: Attention,
     on_case: Callable[[Case, int, int], None] = lambda case, number, total: None,
 ) -> Outcome:
-    """Runs all cases of a check; one that fails does not keep the next from running.
+    """Runs all cases of a check, also after one that failed.
 
     Args:
         check: the check.
         size: of the run.
         attention: the functions under test.
-        on_case: told of each case before it runs, with its number and how many there are.
+        on_case: called before each case, with its number and how many there are.
     """
     outcome = Outcome()
     begin = time.monotonic()
@@ -246,7 +174,7 @@ def run_check(
             check.run(case, attention, size)
         except Exception as caught:
             error = caught
-        outcome.broken = size.device == "cuda" and not _usable()
+        outcome.broken = size.device == "cuda" and not usable()
         if error is None and outcome.broken:
             error = RuntimeError("the GPU reported an error after this case")
         if error is not None:
@@ -260,41 +188,39 @@ def run_check(
     return outcome
 
 
-def _usable() -> bool:
+def usable() -> bool:
+    """Returns whether the GPU still works for this process."""
     try:
         torch.cuda.synchronize()
-    except Exception:  # whatever a broken context raises
+    except Exception:  # a broken context raises errors of several types
         return False
     return True
 
 
-def _counter_example(check: Check, case: Case, size: Size, error: Exception) -> CounterExample:
-    call: Call | None = None
-    found: Difference | None = None
-    tensor = ""
-    what = f"{type(error).__name__}: {error}"
+def _counter_example(check: Check, case: Case, size: Size, error: Exception) -> dict[str, Any]:
+    """Returns a case that failed as docs/verification.schema.json has it: it can be drawn again."""
+    example: dict[str, Any] = {
+        "check": check.id,
+        "case": case.name,
+        "what": f"{type(error).__name__}: {error}"[:2000],
+        "device": size.device,
+        "dtype": case.dtype,
+        "head_dim": case.head_dim,
+        "feature": case.feature,
+        "seed": case.seed,
+        "parameters": dict(case.parameters),
+        **{"shapes": {}, "options": {}, "tensor": "", "elements": 0, "differing": 0},
+        **dict.fromkeys(("index", "left", "right")),
+    }
     if isinstance(error, Mismatch):
-        call, found, tensor, what = error.call, error.found, error.tensor, error.what
-    shapes = {} if call is None else {n: list(getattr(call, n).shape) for n in ("q", "k", "v")}
-    options = {} if call is None else dict(call.options)
-    if call is not None and call.slopes is not None:
-        options["alibi_slopes"] = f"drawn, {tuple(call.slopes.shape)}"
-    return CounterExample(
-        check=check.id,
-        case=case.name,
-        what=what[:2000],
-        device=size.device,
-        dtype=case.dtype,
-        head_dim=case.head_dim,
-        feature=case.feature,
-        seed=case.seed,
-        parameters=dict(case.parameters),
-        shapes=shapes,
-        options={n: list(v) if isinstance(v, tuple) else v for n, v in options.items()},
-        tensor=tensor,
-        elements=0 if found is None else found.elements,
-        differing=0 if found is None else found.differing,
-        index=None if found is None or found.index is None else list(found.index),
-        left=None if found is None else found.left,
-        right=None if found is None else found.right,
-    )
+        call = error.call
+        options = {n: list(v) if isinstance(v, tuple) else v for n, v in call.options.items()}
+        if call.slopes is not None:
+            options["alibi_slopes"] = f"drawn, {tuple(call.slopes.shape)}"
+        shapes = {name: list(getattr(call, name).shape) for name in ("q", "k", "v")}
+        example |= {"what": error.what[:2000], "tensor": error.tensor}
+        example |= {"shapes": shapes, "options": options}
+        if error.found is not None:
+            example |= {n: v for n, v in asdict(error.found).items() if n in example}
+            example["index"] = error.found.index and list(error.found.index)
+    return example

@@ -1,21 +1,22 @@
-"""The one list of checks, in the order of the contract's table."""
+"""The list of checks, in the order of the contract's table."""
 
 from __future__ import annotations
 
 from . import backward, families, forward, golden, storage
 from .check import Check
+from .enumerate_cases import feature_cases
 
 CHECKS: tuple[Check, ...] = (
     Check(
         "run-to-run",
         "repeat, stream, other work on the GPU, CUDA graph replay",
-        forward.run_to_run_cases,
+        feature_cases,
         forward.run_to_run,
     ),
     Check(
         "batch",
         "batch size, position in the batch, who else is in it",
-        forward.batch_cases,
+        feature_cases,
         forward.batch,
     ),
     Check("chunk", "how the queries are cut", forward.chunk_cases, forward.chunk),
@@ -28,7 +29,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "capacity",
         "room behind the sequence, and what lies in it",
-        storage.capacity_cases,
+        feature_cases,
         storage.capacity,
     ),
     Check("paged", "contiguous or in pages of any order", storage.paged_cases, storage.paged),
@@ -36,7 +37,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "heads",
         "KV groups alone or together; shared or repeated keys",
-        forward.heads_cases,
+        feature_cases,
         forward.head_groups,
     ),
     Check(

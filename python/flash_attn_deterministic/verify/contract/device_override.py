@@ -11,7 +11,7 @@ _VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"  # the library reads it in each call
 
 @contextmanager
 def device_override(settings: str) -> Iterator[None]:
-    """Within, plans of the whole process are made for other hardware, or for one path.
+    """Within the block, all plans of the process are made for other hardware, or for one path.
 
     Args:
         settings: such as "sms=1,shared=101376" (multiprocessors, bytes of shared memory that a

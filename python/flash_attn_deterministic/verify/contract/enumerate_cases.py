@@ -1,4 +1,4 @@
-"""Cases as the product of what a check varies."""
+"""Cases of a check: the product of what it varies."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def cases_of(size: Size, features: Iterable[str], **axes: Iterable[int]) -> Iter
         size.configs, tuple(features), choices
     ):
         yield case_of(head_dim, dtype, feature, choice)
+
+
+def feature_cases(size: Size) -> Iterator[Case]:
+    """Yields a case for each config, feature and number of queries."""
+    return cases_of(size, size.features, seqlen_q=size.seqlen_q)
 
 
 def case_of(head_dim: int, dtype: str, feature: str, parameters: dict[str, int]) -> Case:

@@ -1,4 +1,4 @@
-"""Kernels for every GPU, or those of the GPU's own generation: one forced against the other."""
+"""Compares the kernels for every GPU with those of the GPU's own generation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ...info import architectures
 from ...info.build_info import build_info
 from .attention import Attention
-from .call import Call, Tensors, cumulative, garbage, int32
+from .call import Call, Tensors, garbage, int32
 from .check import Case, Mismatch, expect_same, make
 from .device_override import device_override
 from .enumerate_cases import cases_of
@@ -29,7 +29,7 @@ def family_cases(size: Size) -> Iterator[Case]:
 
 
 def unavailable(size: Size) -> str:
-    """Says why there is one family only; "" if there are two."""
+    """Returns why there is one family only; "" if there are two."""
     capability = torch.cuda.get_device_capability(0)
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]} has one family of kernels"
@@ -70,18 +70,8 @@ def _compare(call: Call, form: str, run: Callable[[], Tensors]) -> None:
 
 
 def _packed(call: Call) -> Tensors:
-    device, batch = call.q.device, call.q.shape[0]
-    lengths_q, lengths_k = ([t.shape[1]] * batch for t in (call.q, call.k))
-    out, softmax_lse, _ = call.attention.varlen(
-        *(t.flatten(0, 1) for t in (call.q, call.k, call.v)),
-        cumulative(lengths_q, device),
-        cumulative(lengths_k, device),
-        lengths_q[0],
-        lengths_k[0],
-        return_attn_probs=True,
-        **call.keywords,
-    )
-    return {"out": out, "softmax_lse": softmax_lse}
+    lengths_q, lengths_k = ([t.shape[1]] * call.q.shape[0] for t in (call.q, call.k))
+    return call.packed((t.flatten(0, 1) for t in (call.q, call.k, call.v)), lengths_q, lengths_k)
 
 
 def _cached(call: Call) -> Tensors:
@@ -92,11 +82,4 @@ def _cached(call: Call) -> Tensors:
         for place, length in enumerate(used):
             cache[place, :length] = tensor[place, :length]
         caches.append(cache)
-    out, softmax_lse = call.attention.kvcache(
-        call.q,
-        *caches,
-        cache_seqlens=int32(used, call.q.device),
-        return_softmax_lse=True,
-        **call.keywords,
-    )
-    return {"out": out, "softmax_lse": softmax_lse}
+    return call.cached(*caches, cache_seqlens=int32(used, call.q.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -19,10 +20,6 @@ from .sizes import Size
 # --- run-to-run ---------------------------------------------------------------------------------
 
 
-def run_to_run_cases(size: Size) -> Iterable[Case]:
-    return cases_of(size, size.features, seqlen_q=size.seqlen_q)
-
-
 def run_to_run(case: Case, attention: Attention, size: Size) -> None:
     call = make(case, attention, size, seqlen_k=min(size.seqlen, 1100))
     repeat(call, call, size)
@@ -36,7 +33,7 @@ _CAPTURED = ("full", "everything-causal")  # torch collects garbage before each 
 
 
 def repeat(call: Call, run: Callable[[], Tensors], size: Size) -> None:
-    """Runs the same thing again and again, on a GPU with other work beside it."""
+    """Repeats a call; on a GPU other work runs at the same time."""
     expected = run()
     expect_numbers(call, "the first run", expected)
     for number in range(size.repeats):
@@ -46,22 +43,17 @@ def repeat(call: Call, run: Callable[[], Tensors], size: Size) -> None:
             expect_same(call, f"repeat {number + 1} against the first run", again, expected)
 
 
-class _busy:
-    """Other work on another stream, as long as the block lasts at least."""
-
-    def __init__(self, device: str) -> None:
-        self._work = device == "cuda"
-
-    def __enter__(self) -> None:
-        if self._work:
-            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call, unused-ignore]
-                other = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
-                for _ in range(2):
-                    other = other @ other
-
-    def __exit__(self, *exception: object) -> None:
-        if self._work:
-            torch.cuda.synchronize()
+@contextmanager
+def _busy(device: str) -> Iterator[None]:
+    """Runs other work on another stream, for at least as long as the block."""
+    if device == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call, unused-ignore]
+            other = torch.ones(2048, 2048, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2):
+                other = other @ other
+    yield
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _other_stream(call: Call) -> None:
@@ -89,10 +81,6 @@ def _graph_replay(call: Call) -> None:
 
 
 # --- batch --------------------------------------------------------------------------------------
-
-
-def batch_cases(size: Size) -> Iterable[Case]:
-    return cases_of(size, size.features, seqlen_q=size.seqlen_q)
 
 
 def batch(case: Case, attention: Attention, size: Size) -> None:
@@ -124,14 +112,11 @@ def chunk(case: Case, attention: Attention, size: Size) -> None:
     seqlen = min(size.seqlen, 2200)
     call = make(case, attention, size, batch=1, seqlen_q=seqlen, seqlen_k=seqlen)
     whole = call()
-    for begin, end in itertools.pairwise(sorted({0, *_below(size.lengths, seqlen), seqlen})):
+    ends = {0, *(length for length in size.lengths if length < seqlen), seqlen}
+    for begin, end in itertools.pairwise(sorted(ends)):
         part = call.queries(begin, end).keys(end)
         what = f"queries [{begin}, {end}) over keys [0, {end}) against those rows of the prefill"
         expect_same(part, what, part(), rows(whole, begin, end))
-
-
-def _below(lengths: Iterable[int], limit: int) -> list[int]:
-    return [length for length in lengths if length < limit]
 
 
 # --- decode -------------------------------------------------------------------------------------
@@ -183,10 +168,6 @@ def decode(case: Case, attention: Attention, size: Size) -> None:
 # --- heads --------------------------------------------------------------------------------------
 
 
-def heads_cases(size: Size) -> Iterable[Case]:
-    return cases_of(size, size.features, seqlen_q=size.seqlen_q)
-
-
 def head_groups(case: Case, attention: Attention, size: Size) -> None:
     call = make(case, attention, size, seqlen_k=min(size.seqlen, 1100), nheads=12, nheads_k=4)
     together = call()
@@ -227,9 +208,8 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
     gpu = torch.cuda.get_device_properties(0)
     row_blocks = -(-seqlen_q // 128) * 2  # two KV heads
     often = call.sequences([0] * (2 * gpu.multi_processor_count // row_blocks + 1))
-    with device_override(
-        "path=parts"
-    ):  # alone it may fill the GPU with a thread block per row block
+    # Alone it may fill the GPU with a thread block per row block.
+    with device_override("path=parts"):
         path, alone = call.path, call()
     paths = (path, often.path)
     # Where one thread block's state does not fit its shared memory there is one path only.

@@ -50,41 +50,24 @@ _CONFIGS: tuple[Config, ...] = (
 
 @dataclass(frozen=True)
 class Size:
-    """What cases are drawn from.
+    """What cases are drawn from."""
 
-    Args:
-        device: "cpu" or "cuda".
-        configs: head dims with dtypes.
-        features: names in FEATURES.
-        window_shrink: windows are divided by it.
-        splits: split sizes; the last is the default mode's on a GPU.
-        split: the split size of checks that take one.
-        lengths: of keys: below, at and above the boundaries of blocks and splits, rising.
-        seqlen: of checks that need one longer sequence; the last of `lengths` is not above it.
-        seqlen_q: of queries: one, and enough for several blocks of rows.
-        batches: batch sizes.
-        repeats: how often run-to-run repeats a call.
-        page_sizes: tokens per page.
-        nheads: query heads, of which two groups share keys.
-        backward_lengths: (seqlen_q, seqlen_k).
-        long_backward: a length at which many thread blocks add to one row of dq; 0: none.
-    """
-
-    device: str
-    configs: tuple[Config, ...]
-    features: tuple[str, ...]
-    window_shrink: int
-    splits: tuple[int, ...]
-    split: int
+    device: str  # "cpu" or "cuda"
+    configs: tuple[Config, ...]  # head dims with dtypes
+    features: tuple[str, ...]  # names in FEATURES
+    window_shrink: int  # windows are divided by it
+    splits: tuple[int, ...]  # split sizes; the last is the default mode's on a GPU
+    split: int  # the split size of checks that take one
+    # of keys: below, at and above the boundaries of blocks and splits, rising
     lengths: tuple[int, ...]
-    seqlen: int
-    seqlen_q: tuple[int, ...]
-    batches: tuple[int, ...]
-    repeats: int
-    page_sizes: tuple[int, ...]
-    nheads: int
-    backward_lengths: tuple[tuple[int, int], ...]
-    long_backward: int
+    seqlen: int  # of checks that need one longer sequence; the last of `lengths` is not above it
+    seqlen_q: tuple[int, ...]  # of queries: one, and enough for several blocks of rows
+    batches: tuple[int, ...]  # batch sizes
+    repeats: int  # how often run-to-run repeats a call
+    page_sizes: tuple[int, ...]  # tokens per page
+    nheads: int  # query heads, of which two groups share keys
+    backward_lengths: tuple[tuple[int, int], ...]  # (seqlen_q, seqlen_k)
+    long_backward: int  # a length at which many thread blocks add to one row of dq; 0: none
 
     @property
     def causal_features(self) -> tuple[str, ...]:

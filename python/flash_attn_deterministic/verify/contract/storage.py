@@ -9,16 +9,12 @@ from dataclasses import replace
 import torch
 
 from .attention import Attention
-from .call import Call, Tensors, cumulative, garbage, int32, pick
+from .call import Call, garbage, int32, pick
 from .check import Case, expect_same, make
 from .enumerate_cases import cases_of
 from .sizes import Size
 
 # --- capacity -----------------------------------------------------------------------------------
-
-
-def capacity_cases(size: Size) -> Iterable[Case]:
-    return cases_of(size, size.features, seqlen_q=size.seqlen_q)
 
 
 def capacity(case: Case, attention: Attention, size: Size) -> None:
@@ -34,19 +30,9 @@ def capacity(case: Case, attention: Attention, size: Size) -> None:
             views = replace(short, k=k_cache[:, :length], v=v_cache[:, :length])
             what = f"{length} keys in a buffer of {room}"
             expect_same(views, f"{what}, as views, against no more room", views(), expected)
-            cached = _kvcache(
-                short, k_cache, v_cache, cache_seqlens=int32([length] * batch, device)
-            )
+            used = int32([length] * batch, device)
+            cached = short.cached(k_cache, v_cache, cache_seqlens=used)
             expect_same(short, f"{what}, by cache_seqlens, against no more room", cached, expected)
-
-
-def _kvcache(
-    call: Call, k_cache: torch.Tensor, v_cache: torch.Tensor, **arguments: torch.Tensor
-) -> Tensors:
-    out, softmax_lse = call.attention.kvcache(
-        call.q, k_cache, v_cache, return_softmax_lse=True, **arguments, **call.keywords
-    )
-    return {"out": out, "softmax_lse": softmax_lse}
 
 
 # --- paged --------------------------------------------------------------------------------------
@@ -61,25 +47,13 @@ def paged(case: Case, attention: Attention, size: Size) -> None:
     call = make(case, attention, size, batch=3, seqlen_k=longest)
     lengths = [64, longest // 2 - 37, longest]
     k_pages, v_pages, table = _pages(call, lengths, case["page_size"], case.seed)
-    device, seqlen_q = call.q.device, call.q.shape[1]
-    cached = _kvcache(
-        call, k_pages, v_pages, cache_seqlens=int32(lengths, device), block_table=table
-    )
-    out, softmax_lse, _ = attention.varlen(
-        call.q.flatten(0, 1),
-        k_pages,
-        v_pages,
-        cumulative([seqlen_q] * 3, device),
-        cumulative(lengths, device),
-        seqlen_q,
-        longest,
-        block_table=table,
-        return_attn_probs=True,
-        **call.keywords,
-    )
+    used, seqlen_q = int32(lengths, call.q.device), call.q.shape[1]
+    cached = call.cached(k_pages, v_pages, cache_seqlens=used, block_table=table)
+    qkv = (call.q.flatten(0, 1), k_pages, v_pages)
+    packed = call.packed(qkv, [seqlen_q] * 3, lengths, block_table=table)
     packed = {
-        "out": out.view(call.q.shape),
-        "softmax_lse": softmax_lse.view(-1, 3, seqlen_q).transpose(0, 1),
+        "out": packed["out"].view(call.q.shape),
+        "softmax_lse": packed["softmax_lse"].view(-1, 3, seqlen_q).transpose(0, 1),
     }
     page = f"pages of {case['page_size']} in random order"
     for index, length in enumerate(lengths):
@@ -134,22 +108,14 @@ def varlen(case: Case, attention: Attention, size: Size) -> None:
     k, v = (
         torch.cat([one[:n] for one, n in zip(t, lengths_k, strict=True)]) for t in (call.k, call.v)
     )
-    starts_q = cumulative(lengths_q, device)
-    out, softmax_lse, _ = attention.varlen(
-        q, k, v, starts_q, cumulative(lengths_k, device), max(lengths_q), longest,
-        return_attn_probs=True, **call.keywords,
-    )  # fmt: skip
+    packed = call.packed((q, k, v), lengths_q, lengths_k)
     k_wide, v_wide = garbage((9, room, *k.shape[1:]), k), garbage((9, room, *v.shape[1:]), v)
     for index, length in enumerate(lengths_k):
         k_wide[index, :length] = call.k[index, :length]
         v_wide[index, :length] = call.v[index, :length]
-    out_wide, lse_wide, _ = attention.varlen(
-        q, k_wide.flatten(0, 1), v_wide.flatten(0, 1), starts_q, cumulative([room] * 9, device),
-        max(lengths_q), room, seqused_k=int32(lengths_k, device), return_attn_probs=True,
-        **call.keywords,
-    )  # fmt: skip
-    packed = {"out": out, "softmax_lse": softmax_lse}
-    padded = {"out": out_wide, "softmax_lse": lse_wide}
+    wide = (q, k_wide.flatten(0, 1), v_wide.flatten(0, 1))
+    padded = call.packed(wide, lengths_q, [room] * 9, seqused_k=int32(lengths_k, device))
+    out, softmax_lse = packed["out"], packed["softmax_lse"]
     expect_same(call, "padded with seqused_k against packed", padded, packed)
     begin = 0
     for index, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):

@@ -1,4 +1,4 @@
-"""The cases of the row "ranks": what is cut, how, over how many ranks."""
+"""The cases of the row "ranks": calls, how they are cut, and over how many ranks."""
 
 from __future__ import annotations
 
@@ -21,37 +21,22 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call on one device, and the same over ranks.
+    """One call on one device, and the same over ranks."""
 
-    Args:
-        ranks: over which sequences lie.
-        heads_ranks: over which heads lie.
-        order: "contiguous" or "zigzag".
-        mask: a name in MASKS.
-        lengths_q: of each sequence, in all; equal ones are a dense call unless packed.
-        lengths_k: likewise.
-        packed: whether the call is packed.
-        nheads: query heads.
-        nheads_k: KV heads.
-        head_dim: of q, k and v.
-        dtype: "bf16" or "fp16".
-        split_size: tokens per split.
-        gather: whether the backward is to gather rows, where it could carry sums.
-    """
-
-    ranks: int
-    heads_ranks: int = 1
-    order: str = "contiguous"
-    mask: str = "causal"
+    ranks: int  # over which sequences lie
+    heads_ranks: int = 1  # over which heads lie
+    order: str = "contiguous"  # "contiguous" or "zigzag"
+    mask: str = "causal"  # a name in MASKS
+    # of each sequence, in all; equal ones are a dense call unless packed
     lengths_q: tuple[int, ...] = (128,)
-    lengths_k: tuple[int, ...] = (128,)
-    packed: bool = False
-    nheads: int = 6
-    nheads_k: int = 2
-    head_dim: int = 32
-    dtype: str = "bf16"
-    split_size: int = 64
-    gather: bool = False
+    lengths_k: tuple[int, ...] = (128,)  # likewise
+    packed: bool = False  # whether the call is packed
+    nheads: int = 6  # query heads
+    nheads_k: int = 2  # KV heads
+    head_dim: int = 32  # of q, k and v
+    dtype: str = "bf16"  # "bf16" or "fp16"
+    split_size: int = 64  # tokens per split
+    gather: bool = False  # whether the backward is to gather rows, where it could carry sums
 
     @property
     def size(self) -> int:
@@ -83,24 +68,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large cases are.
+    """How large cases are."""
 
-    Args:
-        borders: tokens of a rank, around a multiple of the blocks of rows and keys; even.
-        head_dims: with dtypes.
-        masks: names in MASKS.
-        batch: sequences of a dense call.
-        split_size: tokens per split.
-        packed: the shortest packed sequence; others are multiples.
-        window: what windows are multiplied by.
-    """
-
+    # tokens of a rank, around a multiple of the blocks of rows and keys; even
     borders: tuple[int, ...]
-    head_dims: tuple[tuple[int, str], ...]
-    masks: tuple[str, ...]
-    batch: int
-    split_size: int
-    packed: int
+    head_dims: tuple[tuple[int, str], ...]  # with dtypes
+    masks: tuple[str, ...]  # names in MASKS
+    batch: int  # sequences of a dense call
+    split_size: int  # tokens per split
+    packed: int  # the shortest packed sequence; others are multiples
 
 
 _FEW = ("full", "causal", "window")

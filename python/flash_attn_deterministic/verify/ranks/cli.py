@@ -1,17 +1,16 @@
-"""What `flash-attn-deterministic verify --ranks N` runs: torchrun, unless it is in one already."""
+"""The command `flash-attn-deterministic verify --ranks N`: starts torchrun, or runs as a rank."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
 
 from ...errors import ArgumentError
+from ..ending import sigterm_interrupts
 from ..installed import NotInstalledError
 from ..outcome import PASSED, Exit
 
@@ -72,8 +71,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     Raises:
         KeyboardInterrupt: this process got SIGINT or SIGTERM; the command has ended.
     """
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with sigterm_interrupts():
         process = subprocess.Popen(command, env=environment)
         try:
             return process.wait()
@@ -81,9 +79,3 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
             process.terminate()
             process.wait()
             raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt

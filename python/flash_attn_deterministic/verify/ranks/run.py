@@ -1,4 +1,4 @@
-"""What each process of `verify --ranks` runs, started by torchrun."""
+"""What torchrun starts for `verify --ranks`: one rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from ...errors import FlashAttnError
 from ..outcome import FAILED, PASSED, Exit
+from ..report.markdown import table_lines
+from ..report.tables import Table
 from ..tasks import holds
 from .cases import Case, cases_of, counts_of, scale_of
 from .trial import groups_of, together, try_case
@@ -24,21 +26,14 @@ PROMISE = "One device, or sequences and heads cut over P ranks: forward and back
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs all cases as one of several ranks; rank 0 writes and prints.
-
-    Args:
-        argv: arguments; None: those of the process.
-
-    Returns:
-        Exit status: of `outcome.Exit`, on every rank the same.
-    """
+    """Runs all cases as one of several ranks; returns a status of `Exit`, the same on all ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("verification"))
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S")
     parser.add_argument(
-        "--launched", action="store_true", help="exit with 0 once ranks.json has the verdict"
+        "--launched", action="store_true", help="exit with 0 once ranks.json has the result"
     )
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -60,12 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(device: str, quick: bool, out: Path) -> int:
-    """Runs all cases on the ranks of the world.
-
-    Args:
-        device: "cpu" or "cuda".
-        quick: fewer cases.
-        out: folder of ranks.json and ranks.md.
+    """Runs all cases on the ranks of the world; rank 0 prints, and writes ranks.json and ranks.md.
 
     Returns:
         Exit status, on every rank the same.
@@ -114,12 +104,8 @@ def run(device: str, quick: bool, out: Path) -> int:
 
 
 def outcome_of(case: Case, device: str) -> dict[str, Any]:
-    """Tries a case, and tells every rank what came of it on all of them.
-
-    Returns:
-        For each rank with differences, or an error, what they are; empty: none.
-    """
-    # Made outside of what may fail, as all ranks take part.
+    """Runs a case; returns, on every rank, the differences or errors of each rank that has any."""
+    # All ranks must take part in making groups, so this comes before anything that may fail.
     groups_of(case.ranks, case.heads_ranks)
     together(case.size)
     try:
@@ -132,17 +118,10 @@ def outcome_of(case: Case, device: str) -> dict[str, Any]:
 
 
 def _table(record: dict[str, Any]) -> str:
-    lines = [
-        f"{PROMISE}: {record['status']} ({record['device']}, torch {record['torch']}).",
-        "",
-        "| ranks | cases | failed | seconds |",
-        "|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['ranks']} | {row['cases']} | {row['failed']} | {row['seconds']} |"
-        for row in record["rows"]
-    ]
-    return "\n".join(lines) + "\n"
+    title = f"{PROMISE}: {record['status']} ({record['device']}, torch {record['torch']})."
+    header = ("ranks", "cases", "failed", "seconds")
+    rows = tuple(tuple(str(row[name]) for name in header) for row in record["rows"])
+    return "\n".join([title, "", *table_lines(Table(header, rows))]) + "\n"
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import distributed
+from ... import distributed, interface
 from ...distributed import ops
-from ...interface import flash_attn_func, flash_attn_varlen_func
 from ..bits import difference
+from ..contract.call import DTYPES
 from .cases import Case
 
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -63,9 +62,7 @@ def try_case(case: Case, device: str) -> dict[str, str] | None:
         return None
     tensors = _draw(case, device)
     expected = _expected(case, tensors, everyone)
-    starts: list[torch.Tensor] = []
-    if case.packed:
-        starts = [_starts(lengths, device) for lengths in (case.lengths_q, case.lengths_k)]
+    starts = _starts(case, device)
     cut: dict[str, Any] = {**groups, "order": case.order}
 
     def shard(name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -74,37 +71,35 @@ def try_case(case: Case, device: str) -> dict[str, str] | None:
         dim = whole.dim() - 1 if name == "softmax_lse" else whole.dim() - 3
         return distributed.shard(whole, dim, cu_seqlens=cu_seqlens, **cut)
 
-    leaves = [shard(name, tensors[name]).requires_grad_() for name in ("q", "k", "v")]
-    q, k, v = leaves
     before, ops.GATHER = ops.GATHER, case.gather
     try:
-        with torch.enable_grad():
-            if not starts:
-                out, softmax_lse, _ = distributed.flash_attn_func(
-                    q, k, v, return_attn_probs=True, **case.options, **cut
-                )
-            else:
-                out, softmax_lse, _ = distributed.flash_attn_varlen_func(
-                    q,
-                    k,
-                    v,
-                    starts[0],
-                    starts[1],
-                    max(case.lengths_q),
-                    max(case.lengths_k),
-                    return_attn_probs=True,
-                    **case.options,
-                    **cut,
-                )
-        gradients = torch.autograd.grad(out, leaves, shard("dout", tensors["dout"]))
+        parts = {name: shard(name, whole) for name, whole in tensors.items()}
+        found = _results(distributed, case, parts, starts, cut)
     finally:
         ops.GATHER = before
     differing = {}
-    for name, found in zip(NAMES, (out, softmax_lse, *gradients), strict=True):
-        unlike = difference(shard(name, expected[name]), found)
+    for name in NAMES:
+        unlike = difference(shard(name, expected[name]), found[name])
         if unlike is not None:
             differing[name] = unlike.words
     return differing
+
+
+def _results(
+    functions: Any, case: Case, tensors: Tensors, starts: list[torch.Tensor], cut: dict[str, Any]
+) -> Tensors:
+    """Calls the functions of a module, and its backward."""
+    leaves = [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
+    options = {"return_attn_probs": True, **case.options, **cut}
+    with torch.enable_grad():
+        if starts:
+            lengths = (max(case.lengths_q), max(case.lengths_k))
+            results = functions.flash_attn_varlen_func(*leaves, *starts, *lengths, **options)
+        else:
+            results = functions.flash_attn_func(*leaves, **options)
+    out, softmax_lse, _ = results
+    gradients = torch.autograd.grad(out, leaves, tensors["dout"])
+    return dict(zip(NAMES, (out.detach(), softmax_lse, *gradients), strict=True))
 
 
 def _draw(case: Case, device: str) -> Tensors:
@@ -118,16 +113,20 @@ def _draw(case: Case, device: str) -> Tensors:
     ):
         tokens = (sum(lengths),) if case.packed else (len(lengths), lengths[0])
         drawn = torch.randn((*tokens, heads, case.head_dim), generator=generator)
-        tensors[name] = drawn.to(device, _DTYPES[case.dtype])
+        tensors[name] = drawn.to(device, DTYPES[case.dtype])
     return tensors
 
 
-def _starts(lengths: tuple[int, ...], device: str) -> torch.Tensor:
-    return torch.tensor([*itertools.accumulate(lengths, initial=0)], dtype=torch.int32).to(device)
+def _starts(case: Case, device: str) -> list[torch.Tensor]:
+    """Returns cu_seqlens of q and k; nothing for a dense call."""
+    if not case.packed:
+        return []
+    starts = ([*itertools.accumulate(one, initial=0)] for one in (case.lengths_q, case.lengths_k))
+    return [torch.tensor(one, dtype=torch.int32).to(device) for one in starts]
 
 
 def _expected(case: Case, tensors: Tensors, everyone: Any) -> Tensors:
-    """Returns what one device gives: computed by the first rank, for all."""
+    """Returns the results of one device: the first rank computes them, and sends them to all."""
     q, k = tensors["q"], tensors["k"]
     lse_shape = (q.shape[-2], q.shape[0]) if case.packed else (q.shape[0], q.shape[2], q.shape[1])
     expected = {
@@ -138,27 +137,8 @@ def _expected(case: Case, tensors: Tensors, everyone: Any) -> Tensors:
         "dv": torch.empty_like(k),
     }
     if dist.get_rank() == 0:
-        leaves = q, k, v = [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
-        with torch.enable_grad():
-            if case.packed:
-                out, softmax_lse, _ = flash_attn_varlen_func(
-                    q,
-                    k,
-                    v,
-                    _starts(case.lengths_q, str(q.device)),
-                    _starts(case.lengths_k, str(q.device)),
-                    max(case.lengths_q),
-                    max(case.lengths_k),
-                    return_attn_probs=True,
-                    **case.options,
-                )
-            else:
-                out, softmax_lse, _ = flash_attn_func(
-                    q, k, v, return_attn_probs=True, **case.options
-                )
-        gradients = torch.autograd.grad(out, leaves, tensors["dout"])
-        results = (out.detach(), softmax_lse, *gradients)
-        expected = dict(zip(NAMES, (one.contiguous() for one in results), strict=True))
+        results = _results(interface, case, tensors, _starts(case, str(q.device)), {})
+        expected = {name: result.contiguous() for name, result in results.items()}
     for name in NAMES:
         dist.broadcast(expected[name], group=everyone, group_src=0)
     return expected

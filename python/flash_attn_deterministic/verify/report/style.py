@@ -7,7 +7,7 @@ from .svg import CLASSES, COLOURS
 _SERIES = "".join(
     f".{name} {{ --series: {colour}; }}\n" for name, colour in zip(CLASSES, COLOURS, strict=True)
 )
-# A table that is wider than the page has a shadow at the edge beyond which it goes on.
+# A table wider than the page has a shadow at each edge that hides more of it.
 STYLE = (
     """
 :root { --text: #1c2430; --back: #fff; --soft: #5b6675; --line: #d8dee6; --panel: #f4f6f9;
@@ -49,8 +49,6 @@ svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { font-size: 12px; fill: var(--text); paint-order: stroke; stroke: var(--back);
   stroke-width: 3px; }
 svg .n { fill: var(--soft); }
-polyline { fill: none; }
-.grid { stroke: var(--line); }
 .limit { stroke: var(--bad); stroke-dasharray: 4 3; }
 .scroll { overflow-x: auto; margin-bottom: .75rem; background-repeat: no-repeat;
   background-size: 2.5rem 100%, 2.5rem 100%, .9rem 100%, .9rem 100%;
@@ -75,8 +73,7 @@ td.passed, td.failed, .matrix td, .matrix th { white-space: nowrap; }
 summary { cursor: pointer; color: var(--soft); }
 pre { overflow-x: auto; padding: .7rem; background: var(--panel); font-size: .8rem; }
 i[class] { background: var(--series); }
-svg rect[class], svg circle[class] { fill: var(--series); }
-svg polyline[class] { stroke: var(--series); }
+svg rect[class] { fill: var(--series); }
 footer { margin-top: 2rem; font-size: .8rem; color: var(--soft); overflow-wrap: anywhere; }
 @media (max-width: 30rem) { .facts th { white-space: normal; } body { font-size: 15px; } }
 """

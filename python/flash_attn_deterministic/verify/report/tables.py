@@ -1,8 +1,8 @@
-"""The tables of a report, as rows of words: Markdown and HTML show the same ones."""
+"""The tables of a report, as rows of words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,11 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
-
-    Args:
-        header: names of the columns.
-        rows: as many words each.
-        numbers: the first column that holds numbers; those and all after it are set to the right.
-    """
+    """A table: a row has as many words as the header."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    numbers: int = 99
+    numbers: int = 99  # the first column of numbers: this and all after it are set to the right
 
 
 def section_of(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -41,14 +35,14 @@ def section_of(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
-def without_empty(table: Table) -> Table:
-    """Returns a table without the columns that hold nothing, but for the last row's reference."""
-    kept = [i for i in range(len(table.header)) if i < 2 or any(row[i] for row in table.rows[:-1])]
-    return Table(
-        tuple(table.header[i] for i in kept),
-        tuple(tuple(row[i] for i in kept) for row in table.rows),
-        table.numbers,
-    )
+def _without_empty(
+    header: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: int, references: int = 0
+) -> Table:
+    """Makes a table without the columns that are empty, the last rows' references aside."""
+    own = rows[: len(rows) - references]
+    kept = [i for i in range(len(header)) if i < 2 or any(row[i] for row in own)]
+    picked = tuple(tuple(row[i] for i in kept) for row in rows)
+    return Table(tuple(header[i] for i in kept), picked, numbers)
 
 
 def sections(record: Mapping[str, Any]) -> Table:
@@ -235,14 +229,18 @@ def seed(section: Mapping[str, Any]) -> Table:
             )
         )
     header = ("shape", "side", "ms", "time", "peak memory", "memory")
-    return without_empty(Table(header, tuple(rows), 2))
+    return _without_empty(header, rows, 2, references=1 if figures else 0)
 
 
 def timed(section: Mapping[str, Any]) -> Table:
     """Decode or backward: a row for each shape."""
     rows = []
     for row in section["data"].get("rows", []):
-        peaks = row.get("peak_bytes")
+        floor = memory = ""
+        if "floor_ms" in row:
+            floor = f"{ratio(row['ratio_to_floor'])} (floor {numbers.short(row['floor_ms'])} ms)"
+        if "peak_bytes" in row:
+            memory = f"{size(row['peak_bytes']['deterministic'])} ({ratio(row['memory_ratio'])})"
         rows.append(
             (
                 f"{row['shape']} {row['dtype']}",
@@ -250,26 +248,12 @@ def timed(section: Mapping[str, Any]) -> Table:
                 milliseconds(row["ms"]["standard"]),
                 ratio(row["time_ratio"]),
                 ratio(row["ratio_to_upstream"]) if "ratio_to_upstream" in row else "",
-                f"{ratio(row['ratio_to_floor'])} (floor {numbers.short(row['floor_ms'])} ms)"
-                if "floor_ms" in row
-                else "",
-                ""
-                if peaks is None
-                else f"{size(peaks['deterministic'])} ({ratio(row['memory_ratio'])})",
+                floor,
+                memory,
             )
         )
-    header = (
-        "shape",
-        "ours, ms",
-        "torch, ms",
-        "time",
-        "to upstream",
-        "to reading the cache",
-        "peak memory",
-    )
-    kept = [i for i in range(7) if i < 4 or any(row[i] for row in rows)]
-    picked = tuple(tuple(row[i] for i in kept) for row in rows)
-    return Table(tuple(header[i] for i in kept), picked, 1)
+    header = ("shape", "ours, ms", "torch, ms", "time", "to upstream", "to reading the cache")
+    return _without_empty((*header, "peak memory"), rows, 1)
 
 
 def invariance(section: Mapping[str, Any]) -> Table:
@@ -287,44 +271,50 @@ def invariance(section: Mapping[str, Any]) -> Table:
     return Table(header, tuple(rows), 2)
 
 
+def measured(record: Mapping[str, Any]) -> dict[str, Table]:
+    """Returns the tables of the sections that measure, by id, in order."""
+    makers: dict[str, Callable[[Mapping[str, Any]], Table]] = {
+        "memory": seed,
+        "performance": seed,
+        "batch-invariance": invariance,
+        "scaling": seed,
+        "decode": timed,
+        "backward": timed,
+    }
+    found = {name: make(section_of(record, name)) for name, make in makers.items()}
+    return {"accuracy": accuracy(record), **found}
+
+
 def headline(record: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Returns what a reader wants to know first: title, value, explanation and status."""
-    checks = section_of(record, "contract")["data"].get("checks", [])
+    tiles = []
+
+    def add(name: str, title: str, value: str, text: str) -> None:
+        tiles.append((title, value, text, section_of(record, name)["status"]))
+
+    data = {section["id"]: section["data"] for section in record["sections"]}
+    checks = data["contract"].get("checks", [])
     ran = [check for check in checks if check["status"] not in ("not-applicable", "not-run")]
     good = sum(check["status"] == "passed" for check in ran)
     cases = sum(check["cases"] for check in ran)
-    tiles = [
-        (
-            "Contract",
-            f"{good} of {len(ran)}",
-            f"rows hold: {cases} cases, compared bit for bit",
-            section_of(record, "contract")["status"],
-        )
-    ]
-    section = section_of(record, "accuracy")
-    worst = section["data"].get("worst", {})
-    if worst:
-        largest = max(worst.values(), key=_height)
+    words = f"rows hold: {cases} cases, compared bit for bit"
+    add("contract", "Contract", f"{good} of {len(ran)}", words)
+    if data["accuracy"].get("worst"):
+        largest = max(data["accuracy"]["worst"].values(), key=_height)
         against = "torch's" if record["device"] == "cuda" else "that of 16-bit rounding"
-        text = f"largest error over {against}; limit {ratio(limits.ACCURACY_RATIO)}"
-        tiles.append(("Accuracy", ratio(largest["ratio"]), text, section["status"]))
-    for name, key, title, text in (
-        ("performance", "time_ratio", "Forward time", "of torch's flash attention"),
-        ("memory", "memory_ratio", "Forward memory", "of torch's flash attention"),
+        words = f"largest error over {against}; limit {ratio(limits.ACCURACY_RATIO)}"
+        add("accuracy", "Accuracy", ratio(largest["ratio"]), words)
+    torchs = "of torch's flash attention"
+    for name, key, title in (
+        ("performance", "time_ratio", "Forward time"),
+        ("memory", "memory_ratio", "Forward memory"),
     ):
-        section = section_of(record, name)
-        for row in section["data"].get("rows", []):
-            value = ratio(row[key]["deterministic"])
-            tiles.append((title, value, f"{text}, {row['shape']}", section["status"]))
-    section = section_of(record, "decode")
-    if "geometric_mean" in section["data"]:
-        mean = section["data"]["geometric_mean"]
-        text = "of torch's flash attention, geometric mean"
-        tiles.append(("Decode time", ratio(mean), text, section["status"]))
-    section = section_of(record, "backward")
-    rows = section["data"].get("rows", [])
-    if rows:
-        largest = numbers.worst(row["time_ratio"] for row in rows)
-        text = "of torch's flash attention, the worst shape"
-        tiles.append(("Backward time", ratio(largest), text, section["status"]))
+        for row in data[name].get("rows", []):
+            add(name, title, ratio(row[key]["deterministic"]), f"{torchs}, {row['shape']}")
+    if "geometric_mean" in data["decode"]:
+        mean = data["decode"]["geometric_mean"]
+        add("decode", "Decode time", ratio(mean), f"{torchs}, geometric mean")
+    if data["backward"].get("rows"):
+        worst = numbers.worst(row["time_ratio"] for row in data["backward"]["rows"])
+        add("backward", "Backward time", ratio(worst), f"{torchs}, the worst shape")
     return tiles

@@ -1,4 +1,4 @@
-"""The attention that is tried: ours, torch's, FlashAttention-3, or any function by its name."""
+"""The attention under test: ours, torch's, FlashAttention-3, or any function by its name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,46 +18,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ...errors import ArgumentError
 from . import fa3
 
-
-class Attend(Protocol):
-    """What every attention is called as.
-
-    Takes q (batch, seqlen_q, nheads, head_dim), k and v (batch, seqlen_k, nheads_k, head_dim) in
-    bfloat16, whether the mask is causal, aligned to the bottom right corner, and, where it has
-    `lengths`, seqlens_k (batch,), int32, how many keys of each sequence count. Returns out like q.
-    """
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = False,
-        seqlens_k: Tensor | None = None,
-    ) -> Tensor: ...
+# Takes q (batch, seqlen_q, nheads, head_dim), k and v (batch, seqlen_k, nheads_k, head_dim) in
+# bfloat16, `causal` (the mask is aligned to the bottom right corner) and, where `lengths` is set,
+# `seqlens_k` (batch,), int32: how many keys of each sequence count. Returns out like q.
+Attend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention in one setting.
+    """One attention in one setting."""
 
-    Args:
-        name: as in --attention.
-        setting: "default", or what was done to make it deterministic.
-        version: of what it comes from.
-        attend: the call.
-        lengths: whether it takes seqlens_k.
-        gradients: whether it has a backward.
-        inside: what its calls run in.
-    """
-
-    name: str
-    setting: str
-    version: str
-    attend: Attend
-    lengths: bool = False
-    gradients: bool = True
+    name: str  # as in --attention
+    setting: str  # "default", or what was done to make it deterministic
+    version: str  # of what it comes from
+    attend: Attend  # the call
+    lengths: bool = False  # whether it takes seqlens_k
+    gradients: bool = True  # whether it has a backward
+    # what its calls run in
     inside: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
 
 
@@ -119,7 +96,7 @@ def _version(distribution: str) -> str:
 
 @contextmanager
 def _deterministic_torch() -> Iterator[None]:
-    """torch.use_deterministic_algorithms, without an error where torch knows of nothing better."""
+    """torch.use_deterministic_algorithms, without an error where torch has no such algorithm."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -172,17 +149,9 @@ def _sdpa(name: str, device: str) -> list[Attention]:
     version = f"torch {torch.__version__}"
     if name == "sdpa-cudnn":
         version += f", cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call, unused-ignore]
-    return [
-        Attention(name, DEFAULT, version, attend, masks),
-        Attention(
-            name,
-            "use_deterministic_algorithms",
-            version,
-            attend,
-            masks,
-            inside=_deterministic_torch,
-        ),
-    ]
+    default = Attention(name, DEFAULT, version, attend, masks)
+    setting = "use_deterministic_algorithms"
+    return [default, replace(default, setting=setting, inside=_deterministic_torch)]
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool, seqlens_k: Tensor | None) -> Tensor:
@@ -191,12 +160,8 @@ def _mask(q: Tensor, k: Tensor, causal: bool, seqlens_k: Tensor | None) -> Tenso
     keys = torch.arange(k.shape[1], device=q.device)
     lengths = torch.tensor([k.shape[1]], device=q.device) if seqlens_k is None else seqlens_k
     lengths = lengths.view(-1, 1, 1, 1)
-    visible = keys < lengths
-    return (
-        visible & (keys <= rows + lengths - q.shape[1])
-        if causal
-        else visible.expand(-1, 1, q.shape[1], -1)
-    )
+    visible = (keys < lengths).expand(-1, 1, q.shape[1], -1)
+    return visible & (keys <= rows + lengths - q.shape[1]) if causal else visible
 
 
 @contextmanager
@@ -222,7 +187,7 @@ def _flex() -> list[Attention]:
         ) -> Tensor:
             block_mask = None
             if seqlens_k is not None or causal:
-                # Tensors: a number would be compiled in, for each length anew.
+                # Tensors, because each new number would be compiled in.
                 batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
                 lengths = seqlens_k
                 if lengths is None:
@@ -248,18 +213,9 @@ def _flex() -> list[Attention]:
 
     version = f"torch {torch.__version__}"
     # Decode has a kernel of its own, which cuts the keys by the number of CTAs, unless forbidden.
-    one_kernel = {"FORCE_USE_FLEX_ATTENTION": True}
-    return [
-        Attention("flex", DEFAULT, version, make({}), True, inside=_flex_settings),
-        Attention(
-            "flex",
-            "FORCE_USE_FLEX_ATTENTION",
-            version,
-            make(one_kernel),
-            True,
-            inside=_flex_settings,
-        ),
-    ]
+    forced = "FORCE_USE_FLEX_ATTENTION"
+    default = Attention("flex", DEFAULT, version, make({}), True, inside=_flex_settings)
+    return [default, replace(default, setting=forced, attend=make({forced: True}))]
 
 
 def _fa3(device: str) -> list[Attention]:
@@ -271,18 +227,12 @@ def _fa3(device: str) -> list[Attention]:
         raise UnavailableError(str(error)) from error
 
     def make(num_splits: int, deterministic: bool) -> Attend:
+        options: dict[str, Any] = {"num_splits": num_splits, "deterministic": deterministic}
+
         def attend(
             q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
         ) -> Tensor:
-            return fa3.attend(
-                q,
-                k,
-                v,
-                causal=causal,
-                num_splits=num_splits,
-                deterministic=deterministic,
-                seqused_k=seqlens_k,
-            )
+            return fa3.attend(q, k, v, causal=causal, seqused_k=seqlens_k, **options)
 
         return attend
 

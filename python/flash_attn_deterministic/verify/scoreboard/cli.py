@@ -1,4 +1,4 @@
-"""What `flash-attn-deterministic verify --attention` runs."""
+"""The command `flash-attn-deterministic verify --attention`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from typing import Any
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tries the named attention beside ours, prints the table, and writes the files.
-
-    Args:
-        arguments: `attention` (names separated by commas), `device`, `quick`, `seconds`, `out`.
+    """Runs all rows on the named attention and on ours, prints the table, and writes the files.
 
     Returns:
         0; Exit.CONTRACT if ours breaks a row.
@@ -22,6 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
         ArgumentError: there is no such attention.
         ReportError: the files cannot be written.
     """
+    import torch
+
     from ..outcome import Exit
     from ..report import write_files
     from .attention import UnavailableError, find, ours
@@ -31,6 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .trial import BROKEN, RAISED, try_rows
 
     device = arguments.device
+    cuda = device == "cuda"
     sizes = CPU if device == "cpu" else QUICK_CUDA if arguments.quick else CUDA
     attentions, unavailable = [ours()], {}
     for name in dict.fromkeys(part.strip() for part in arguments.attention.split(",")):
@@ -40,11 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             unavailable[name] = str(error)
     tried: list[dict[str, Any]] = []
     for attention in attentions:
-        one: dict[str, Any] = {
-            "name": attention.name,
-            "setting": attention.setting,
-            "version": attention.version,
-        }
+        one = {name: getattr(attention, name) for name in ("name", "setting", "version")}
 
         def show(row: str, one: dict[str, Any] = one) -> None:
             print(f"{title(one)}: {row}", file=sys.stderr)
@@ -54,13 +50,16 @@ def run(arguments: argparse.Namespace) -> int:
     record = {
         "schema_version": 1,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        **_surroundings(device),
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if cuda else "CPU, the reference path",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
         "quick": arguments.quick,
         "rows": [{"id": r.id, "promise": r.promise, "source": r.source} for r in ROWS],
         "attentions": tried,
         "unavailable": unavailable,
-        # The CPU runs the reference, whose time says nothing.
-        "times": measure(attentions) if device == "cuda" else {},
+        # The CPU runs the reference, whose times mean nothing.
+        "times": measure(attentions) if cuda else {},
     }
     texts = {
         "scoreboard.json": json.dumps(record, indent=2) + "\n",
@@ -72,15 +71,3 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"written: {arguments.out / 'scoreboard.svg'}, .md, .json")
     broken = [r for r in tried[0]["rows"].values() if r["status"] in (BROKEN, RAISED)]
     return int(Exit.CONTRACT if broken else Exit.PASSED)
-
-
-def _surroundings(device: str) -> dict[str, Any]:
-    import torch
-
-    cuda = device == "cuda"
-    return {
-        "device": device,
-        "device_name": torch.cuda.get_device_name() if cuda else "CPU, the reference path",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None,
-    }

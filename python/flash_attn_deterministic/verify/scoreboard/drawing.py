@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from .trial import BROKEN, KEPT, NOT_APPLICABLE, NOT_RUN, RAISED
 
-_COLOURS = {
-    KEPT: "#1a7f4b",
-    BROKEN: "#c0392b",
-    RAISED: "#8a6d1a",
-    NOT_APPLICABLE: "#9aa5b1",
-    NOT_RUN: "#9aa5b1",
-}
+_COLOURS = {KEPT: "#1a7f4b", BROKEN: "#c0392b", RAISED: "#8a6d1a"}
+_GREY = "#9aa5b1"
 _LEGEND = (
     "Equal bits in so many of the cases tried. n/a: the calls have no way to ask. raises: the call "
     "raised an error. Times are medians over those of ours, in one process."
@@ -46,9 +42,8 @@ def markdown(record: Mapping[str, Any]) -> str:
         "| --- |" + " ---: |" * len(attentions),
     ]
     for row in record["rows"]:
-        source = f" ({row['source']})" if row["source"] else ""
         cells = [cell(one["rows"][row["id"]]) for one in attentions]
-        lines.append(f"| {row['id']}: {row['promise']}{source} | " + " | ".join(cells) + " |")
+        lines.append(f"| {row['id']}: {_promise(row)} | " + " | ".join(cells) + " |")
     for name, times in record["times"].items():
         cells = ["-" if ratio is None else f"{ratio:.2f}" for ratio in times["ratio"]]
         lines.append(f"| time, {name} | " + " | ".join(cells) + " |")
@@ -83,16 +78,18 @@ def svg(record: Mapping[str, Any]) -> str:
     for column, one in enumerate(attentions):
         middle = _LEFT + _COLUMN * (column + 0.5)
         parts.append(_text(middle, _TOP - 34, one["name"], "middle", bold=True))
-        for line, text in enumerate(_broken(one["setting"], 15)[:2]):
-            parts.append(_text(middle, _TOP - 20 + 12 * line, text, "middle", size=9))
+        # Also between the words of an option such as use_deterministic_algorithms.
+        words = one["setting"].replace("_", "_ ")
+        for line, text in enumerate(textwrap.wrap(words, 15)[:2]):
+            y = _TOP - 20 + 12 * line
+            parts.append(_text(middle, y, text.replace("_ ", "_"), "middle", size=9))
     for number, row in enumerate(rows):
         y = _TOP + _ROW * number
-        source = f" ({row['source']})" if row["source"] else ""
-        parts.append(_text(_LEFT - 8, y + 16, f"{row['promise']}{source}", "end", size=11))
+        parts.append(_text(_LEFT - 8, y + 16, _promise(row), "end", size=11))
         for column, one in enumerate(attentions):
             result = one["rows"][row["id"]]
             x = _LEFT + _COLUMN * column
-            colour = _COLOURS[result["status"]]
+            colour = _COLOURS.get(result["status"], _GREY)
             parts.append(
                 f'<rect x="{x + 1}" y="{y + 1}" width="{_COLUMN - 2}" height="{_ROW - 2}" rx="3" '
                 f'fill="{colour}"/>'
@@ -131,11 +128,5 @@ def _text(
     )
 
 
-def _broken(text: str, width: int) -> list[str]:
-    """Breaks a text into lines, at spaces and, in long words, at underscores."""
-    lines = [""]
-    for word in text.replace("_", "_\0").replace(" ", " \0").split("\0"):
-        if len(lines[-1]) + len(word) > width and lines[-1]:
-            lines.append("")
-        lines[-1] += word
-    return lines
+def _promise(row: Mapping[str, Any]) -> str:
+    return f"{row['promise']} ({row['source']})" if row["source"] else str(row["promise"])

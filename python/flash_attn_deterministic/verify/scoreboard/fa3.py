@@ -81,7 +81,7 @@ def attend(
     deterministic: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Calls it, after `load`.
+    """Calls FlashAttention-3; `load` must have been called before.
 
     Args:
         q: (batch, seqlen_q, nheads, head_dim), or packed (total_q, nheads, head_dim).

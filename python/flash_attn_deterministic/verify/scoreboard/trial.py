@@ -1,4 +1,4 @@
-"""Asks one attention for every row."""
+"""Runs every row of the scoreboard on one attention."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def try_rows(
     """Runs every row.
 
     Args:
-        attention: what is tried.
-        expected: what computes the same function, up to roundings.
+        attention: the attention under test.
+        expected: computes the same function, up to roundings.
         sizes: of the problems.
         seconds: after which no further row starts.
-        on_row: is told the id of each row that starts.
+        on_row: called with the id of each row that starts.
 
     Returns:
         By row: `status`, `cases` and `equal` (how many were tried, and how many kept their bits),
@@ -52,14 +52,15 @@ def try_rows(
     return results
 
 
-def _result(status: str, cases: int = 0, equal: int = 0, **more: Any) -> dict[str, Any]:
-    return {
-        "status": status,
-        "cases": cases,
-        "equal": equal,
-        "reason": more.get("reason"),
-        "counter_example": more.get("counter_example"),
-    }
+def _result(
+    status: str,
+    cases: int = 0,
+    equal: int = 0,
+    reason: str | None = None,
+    counter_example: str | None = None,
+) -> dict[str, Any]:
+    counts = {"status": status, "cases": cases, "equal": equal}
+    return {**counts, "reason": reason, "counter_example": counter_example}
 
 
 def _try(row: Row, attention: Attention, sizes: Sizes) -> dict[str, Any]:
@@ -70,16 +71,15 @@ def _try(row: Row, attention: Attention, sizes: Sizes) -> dict[str, Any]:
     tried = equal = 0
     example: str | None = None
     with torch.set_grad_enabled(row.gradients):
-        for case in row.cases(sizes):
+        for name, pairs in row.cases(attention.attend, sizes):
             found = None
             try:
-                for what, (left, right) in case.run(attention.attend):
+                for what, (left, right) in pairs:
                     differs = difference(left, right)
                     if differs is not None and found is None:
-                        found = f"{case.name}, {what}: {differs.words}"
+                        found = f"{name}, {what}: {differs.words}"
             except Exception as error:
-                return _result(RAISED, tried, equal, reason=f"{case.name}: {first_line(error)}",
-                               counter_example=example)  # fmt: skip
+                return _result(RAISED, tried, equal, f"{name}: {first_line(error)}", example)
             tried += 1
             equal += found is None
             example = example or found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def measure(attention: Attention, baseline: Baseline | None, quick: bool) -> dic
     shapes, repeats = (_QUICK, 5) if quick else (SHAPES, 15)
     rows = [_measure(shape, attention, baseline, repeats) for shape in shapes]
     torch.cuda.empty_cache()
-    mean = math.exp(sum(math.log(row["time_ratio"]) for row in rows) / len(rows))
+    mean = geometric_mean(row["time_ratio"] for row in rows)
     return {
         "rows": rows,
         "standard": standard.FLASH,
@@ -60,10 +61,7 @@ def _measure(
     repeats: int,
 ) -> dict[str, Any]:
     batch, seqlen, nheads, nheads_k, head_dim = shape
-    kv_bytes = 4 * batch * seqlen * nheads_k * head_dim
-    # Over several caches where one would fit in the L2 cache.
-    sets = max(1, -(-_ROTATED_BYTES // kv_bytes))
-    calls = sets * max(1, -(-_CALLS // sets))
+    sets, calls = rotation(4 * batch * seqlen * nheads_k * head_dim)
     bf16: dict[str, Any] = {"device": _DEVICE, "dtype": torch.bfloat16}
     q = [torch.randn((batch, 1, nheads, head_dim), **bf16) for _ in range(sets)]
     kv = [torch.randn((2, batch, seqlen, nheads_k, head_dim), **bf16) for _ in range(sets)]
@@ -81,9 +79,7 @@ def _measure(
     if baseline is not None:
         steps["upstream"] = lambda i: baseline.forward(q[i], kv[i][0], kv[i][1])[0]
     with standard.flash_only(_DEVICE):
-        graphs = {name: capture(step, sets, calls) for name, step in steps.items()}
-    measured = interleaved({n: g.replay for n, g in graphs.items()}, repeats=repeats)
-    times = {name: summary([ms / calls for ms in values]) for name, values in measured.items()}
+        times = time_graphs(steps, sets, calls, functools.partial(interleaved, repeats=repeats))
     ours, theirs, copy = (times[n]["median"] for n in ("deterministic", "standard", "copy"))
     upstream = {}
     if baseline is not None:
@@ -97,6 +93,37 @@ def _measure(
         "time_ratio": round(ours / theirs, 4),
         "ratio_to_floor": round(ours / (copy / 2), 4),
     }
+
+
+def rotation(kv_bytes: int) -> tuple[int, int]:
+    """Returns how many caches a graph reads in turns, and how many calls it holds.
+
+    There are several caches where one would fit in the L2 cache.
+    """
+    sets = max(1, -(-_ROTATED_BYTES // kv_bytes))
+    return sets, sets * max(1, -(-_CALLS // sets))
+
+
+def time_graphs(
+    steps: Mapping[str, Step],
+    sets: int,
+    calls: int,
+    timer: Callable[[Mapping[str, Callable[[], object]]], dict[str, list[float]]],
+) -> dict[str, dict[str, float]]:
+    """Times steps through CUDA graphs.
+
+    Args:
+        steps: by name.
+        sets: of buffers; see `rotation`.
+        calls: of a step in its graph.
+        timer: `interleaved` or `within`, with their other arguments.
+
+    Returns:
+        `summary` of the milliseconds of one call, by name.
+    """
+    graphs = {name: capture(step, sets, calls) for name, step in steps.items()}
+    timed = timer({name: graph.replay for name, graph in graphs.items()})
+    return {name: summary([ms / calls for ms in values]) for name, values in timed.items()}
 
 
 def capture(step: Step, sets: int, calls: int) -> torch.cuda.CUDAGraph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,13 +27,21 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def rotations(names: Iterable[str], rounds: int) -> Iterator[tuple[int, list[str]]]:
+    """Yields each round and its order of names; each name comes first equally often."""
+    order = list(names)
+    for turn in range(rounds):
+        yield turn, order
+        order = order[1:] + order[:1]
+
+
 def interleaved(
     calls: Mapping[str, Callable[[], object]], *, repeats: int, warmup: int = 3, flushes: int = 1
 ) -> dict[str, list[float]]:
-    """Times calls in turns, so that a drifting clock meets all of them alike.
+    """Times calls in turns, so that changes of the clock rate affect all equally.
 
-    The L2 cache is overwritten before each, which gives the GPU work while the host prepares the
-    call: 0.1 ms on an H100, several times over for calls that take the host longer.
+    The L2 cache is overwritten before each call. This also gives the GPU work while the host
+    prepares the call: 0.1 ms on an H100 each time, so that slow host code needs several.
 
     Args:
         calls: a call per name, on the current stream.
@@ -45,11 +53,9 @@ def interleaved(
         Milliseconds of each timed call, per name.
     """
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    names = list(calls)
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in names}
-    for turn in range(warmup + repeats):
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    for turn, order in rotations(calls, warmup + repeats):
+        for name in order:
             begin, end = _event(), _event()
             for _ in range(flushes):
                 flush.fill_(turn)

@@ -1,10 +1,9 @@
-"""The tests and the scaling table of the prototype before this project, on its configurations."""
+"""The tests of the prototype that this project replaced, on its configurations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,11 +25,9 @@ REFERENCE = {
 SPLIT = 512  # the prototype's
 
 _DEVICE = "cuda"
-Side = Callable[[], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Self-attention without a mask, fp16."""
 
     batch: int
@@ -47,39 +44,34 @@ class Shape:
 MEMORY = Shape(4, 2048)
 PERFORMANCE = Shape(8, 4096)
 SCALING = (Shape(4, 2048), Shape(8, 4096), Shape(16, 8192))
+_TIME_LIMIT = f"median time <= {limits.FORWARD_TIME_RATIO} x torch's"
+_MEMORY_LIMIT = (
+    f"peak memory above the inputs <= {limits.MEMORY_RATIO} x torch's + "
+    f"{limits.MEMORY_BYTES // 2**20} MiB"
+)
 
 
-def memory(attention: Attention, baseline: Baseline | None) -> dict[str, Any]:
+def memory(attention: Attention, baseline: Baseline | None, quick: bool) -> dict[str, Any]:
     """Measures the peak memory of both sides above the inputs."""
     row = _measure(MEMORY, attention, baseline, repeats=0)
-    return {
-        "rows": [row],
-        "seed": REFERENCE,
-        "criterion": _MEMORY_LIMIT,
-        "passed": row["memory_passed"],
-    }
+    return _data([row], _MEMORY_LIMIT, row["memory_passed"])
 
 
 def performance(attention: Attention, baseline: Baseline | None, quick: bool) -> dict[str, Any]:
     """Measures the time of both sides."""
     row = _measure(PERFORMANCE, attention, baseline, repeats=10 if quick else 30)
-    return {
-        "rows": [row],
-        "seed": REFERENCE,
-        "criterion": _TIME_LIMIT,
-        "passed": row["time_passed"],
-    }
+    return _data([row], _TIME_LIMIT, row["time_passed"])
 
 
 def scaling(attention: Attention, baseline: Baseline | None, quick: bool) -> dict[str, Any]:
     """Measures both at growing sizes."""
     rows = [_measure(shape, attention, baseline, repeats=5 if quick else 20) for shape in SCALING]
-    return {
-        "rows": rows,
-        "seed": REFERENCE,
-        "criterion": f"{_TIME_LIMIT}; {_MEMORY_LIMIT}",
-        "passed": all(row["time_passed"] and row["memory_passed"] for row in rows),
-    }
+    passed = all(row["time_passed"] and row["memory_passed"] for row in rows)
+    return _data(rows, f"{_TIME_LIMIT}; {_MEMORY_LIMIT}", passed)
+
+
+def _data(rows: list[dict[str, Any]], criterion: str, passed: bool) -> dict[str, Any]:
+    return {"rows": rows, "seed": REFERENCE, "criterion": criterion, "passed": passed}
 
 
 def batch_invariance(
@@ -123,24 +115,10 @@ def batch_invariance(
     return data
 
 
-_TIME_LIMIT = f"median time <= {limits.FORWARD_TIME_RATIO} x torch's"
-_MEMORY_LIMIT = (
-    f"peak memory above the inputs <= {limits.MEMORY_RATIO} x torch's + "
-    f"{limits.MEMORY_BYTES // 2**20} MiB"
-)
-
-
-def _ratio(times: dict[str, dict[str, float]], side: str) -> float:
-    return round(times["deterministic"]["median"] / times[side]["median"], 4)
-
-
 def _draw(shape: Shape, device: str) -> list[torch.Tensor]:
     generator = torch.Generator(device).manual_seed(shape.batch * 100_003 + shape.seqlen)
-    size = (shape.batch, shape.seqlen, shape.nheads, shape.head_dim)
-    return [
-        torch.randn(size, generator=generator, device=device, dtype=torch.float32).half()
-        for _ in range(3)
-    ]
+    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+    return [torch.randn(tuple(shape), **options).half() for _ in range(3)]
 
 
 @torch.no_grad()
@@ -148,7 +126,7 @@ def _measure(
     shape: Shape, attention: Attention, baseline: Baseline | None, repeats: int
 ) -> dict[str, Any]:
     q, k, v = _draw(shape, _DEVICE)
-    sides: dict[str, Side] = {
+    sides: dict[str, Callable[[], torch.Tensor]] = {
         "standard": lambda: standard.square(q, k, v, False),
         "deterministic": lambda: attention.dense(q, k, v),
         f"deterministic_{SPLIT}": lambda: attention.dense(q, k, v, split_size=SPLIT),
@@ -172,7 +150,8 @@ def _measure(
             n: round(t["median"] / base, 4) for n, t in times.items() if n != "standard"
         }
         if baseline is not None:
-            row["ratio_to_upstream"] = _ratio(times, "upstream")
+            ours = times["deterministic"]["median"]
+            row["ratio_to_upstream"] = round(ours / times["upstream"]["median"], 4)
         row["time_passed"] = row["time_ratio"]["deterministic"] <= limits.FORWARD_TIME_RATIO
     torch.cuda.empty_cache()
     return row

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # that a full build of the library holds
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 VERSION = 3  # of the library's interface (cpp/baseline/api.h)
 _ROUNDING = 128  # upstream rounds sequence lengths up to it for scratch
 
@@ -57,7 +60,7 @@ class BaselineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Scores:
-    """What upstream makes of scores besides a causal mask; the library holds one at a time.
+    """What upstream does to scores besides a causal mask; a kernel of the library has one at most.
 
     Args:
         window: keys visible to the left and to the right of the diagonal; negative: all.
@@ -80,16 +83,17 @@ class Scores:
         return numbers == ((-1, -1), 0.0, 0.0) and self.alibi_slopes is None
 
     def fields(self) -> dict[str, object]:
-        """Returns what _Problem says of them."""
+        """Returns them as fields of _Problem."""
         slopes, state = self.alibi_slopes, self.rng_state
-        per_batch = slopes is not None and slopes.dim() == 2
         return {
             "window_left": self.window[0],
             "window_right": self.window[1],
             "softcap": self.softcap,
             "p_dropout": self.dropout_p,
             "alibi_slopes": None if slopes is None else slopes.data_ptr(),
-            "alibi_batch_stride": slopes.stride(0) if slopes is not None and per_batch else 0,
+            "alibi_batch_stride": slopes.stride(0)
+            if slopes is not None and slopes.dim() == 2
+            else 0,
             "rng_state": None if state is None else state.data_ptr(),
         }
 
@@ -99,14 +103,7 @@ PLAIN = Scores()
 
 @dataclass(frozen=True)
 class Packed:
-    """Where packed sequences lie.
-
-    Args:
-        cu_seqlens_q: (batch + 1,), int32, on CUDA.
-        cu_seqlens_k: like cu_seqlens_q.
-        max_seqlen_q: length of the longest sequence of q.
-        max_seqlen_k: the same for k.
-    """
+    """Where packed sequences lie: cu_seqlens are (batch + 1,), int32, on CUDA."""
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
@@ -129,6 +126,11 @@ class Packed:
 class Baseline:
     """The shared library that `nox -s baseline` leaves in build/baseline.
 
+    Its calls take q (batch, seqlen_q, nheads, head_dim), k and v (batch, seqlen_k > 0, nheads_k,
+    head_dim), or packed sequences without the dimension of the batch, in fp16 or bf16 on CUDA.
+    softmax_lse is fp32, (batch, nheads, seqlen_q) or packed (nheads, total_q). Causal masks are
+    aligned to the bottom right corner.
+
     Args:
         path: libfa2_baseline.so.
 
@@ -147,30 +149,17 @@ class Baseline:
             )
         tensor, problem = POINTER(_Tensor), POINTER(_Problem)
         library.fa2_baseline_error.restype = c_char_p
-        library.fa2_baseline_holds.argtypes = [problem, c_int32]
-        library.fa2_baseline_holds.restype = c_int32
-        library.fa2_baseline_num_splits.argtypes = [problem, c_int32]
-        library.fa2_baseline_num_splits.restype = c_int32
-        library.fa2_baseline_forward.argtypes = [
-            problem,
-            *[tensor] * 4,
-            c_void_p,
-            c_int32,
-            c_void_p,
-            c_void_p,
-        ]
-        library.fa2_baseline_forward.restype = c_int32
-        library.fa2_baseline_backward.argtypes = [
-            problem,
-            *[tensor] * 5,
-            c_void_p,
-            *[tensor] * 3,
-            c_void_p,
-            c_void_p,
-            c_int32,
-            c_int64,
-        ]
-        library.fa2_baseline_backward.restype = c_int32
+        signatures: dict[str, tuple[Any, ...]] = {
+            "holds": (c_int32,),
+            "num_splits": (c_int32,),
+            "forward": (*[tensor] * 4, c_void_p, c_int32, c_void_p, c_void_p),
+            "backward": (
+                *[tensor] * 5, c_void_p, *[tensor] * 3, c_void_p, c_void_p, c_int32, c_int64
+            ),
+        }  # fmt: skip
+        for name, arguments in signatures.items():
+            function = getattr(library, f"fa2_baseline_{name}")
+            function.argtypes, function.restype = [problem, *arguments], c_int32
         self._library = library
 
     def holds(
@@ -182,15 +171,7 @@ class Baseline:
         *,
         backward: bool = False,
     ) -> bool:
-        """Returns whether this build of the library holds a kernel.
-
-        Args:
-            head_dim: of q, k and v.
-            dtype: of q, k and v.
-            causal: whether the mask is causal.
-            scores: features.
-            backward: the kernel of the backward; its forward may be missing.
-        """
+        """Returns whether this build of the library holds a kernel of the forward or backward."""
         problem = _Problem(
             is_bf16=int(dtype == torch.bfloat16),
             is_causal=int(causal),
@@ -205,64 +186,40 @@ class Baseline:
         )
         return bool(self._library.fa2_baseline_holds(ctypes.byref(problem), int(backward)))
 
-    def num_splits(
-        self,
-        shape_q: tuple[int, int, int, int],
-        seqlen_k: int,
-        nheads_k: int,
-        *,
-        num_sms: int,
-    ) -> int:
-        """Returns upstream's own choice of num_splits for flash_attn_func.
-
-        Args:
-            shape_q: (batch, seqlen_q, nheads, head_dim).
-            seqlen_k: number of keys.
-            nheads_k: number of key and value heads.
-            num_sms: of the device.
-        """
-        batch, seqlen_q, nheads, head_dim = shape_q
-        if seqlen_q == 1 and nheads > nheads_k:
-            seqlen_q, nheads = nheads // nheads_k, nheads_k
-        problem = _Problem(
-            batch=batch,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            nheads=nheads,
-            nheads_k=nheads_k,
-            head_dim=head_dim,
-        )
-        return int(self._library.fa2_baseline_num_splits(ctypes.byref(problem), num_sms))
-
     def forward(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        softmax_scale: float | None = None,
+        *,
         causal: bool = False,
         num_splits: int = 0,
         scores: Scores = PLAIN,
+        packed: Packed | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs upstream's forward as its flash_attn_func does.
+        """Runs upstream's forward as its flash_attn_func or flash_attn_varlen_func does.
 
         Args:
-            q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16, on CUDA.
-            k: (batch, seqlen_k, nheads_k, head_dim), seqlen_k > 0.
-            v: like k.
-            softmax_scale: None: head_dim ** -0.5.
-            causal: bottom-right aligned.
+            q: queries.
+            k: keys.
+            v: values.
+            causal: whether the mask is causal.
             num_splits: 0: upstream's heuristic (what flash_attn_func uses); 1: its forward
-                kernel; more: its split kernel and combine kernel. With features it is 1: the
-                library holds no split kernel with them.
-            scores: features.
+                kernel; more: its split kernel and combine kernel. With features or packed
+                sequences it is 1: the library holds no split kernel for them.
+            scores: features; none of packed sequences.
+            packed: where packed sequences lie; the longest has more than one query (with a single
+                one upstream turns head groups into rows, which is not done here).
 
         Returns:
-            out like q, softmax_lse (batch, nheads, seqlen_q) fp32.
+            out like q, and softmax_lse.
 
         Raises:
-            BaselineError: a kernel that the library does not hold, or a failure of CUDA's.
+            BaselineError: the library does not hold the kernel, or CUDA failed.
         """
+        if packed is not None:
+            lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+            return self._forward(_problem(q, k, causal, PLAIN, packed), (q, k, v), lse, 1)
         batch, seqlen_q, nheads, head_dim = q.shape
         nheads_k = k.shape[2]
         # As upstream: one query row needs no mask, and its head group becomes the rows of a tile.
@@ -272,33 +229,37 @@ class Baseline:
             num_splits = 1
         if swapped:
             q = q.reshape(batch, nheads_k, nheads // nheads_k, head_dim).transpose(1, 2)
-            seqlen_q, nheads = q.shape[1], nheads_k
-        out = torch.empty_like(q)
-        lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
-        problem = _problem(q, k, softmax_scale, causal, scores)
+        problem = _problem(q, k, causal, scores)
         if num_splits == 0:
             sms = torch.cuda.get_device_properties(q.device).multi_processor_count
             num_splits = int(self._library.fa2_baseline_num_splits(ctypes.byref(problem), sms))
+        lse = q.new_empty((batch, q.shape[2], q.shape[1]), dtype=torch.float32)
+        out, lse = self._forward(problem, (q, k, v), lse, num_splits)
+        if swapped:
+            out = out.transpose(1, 2).reshape(batch, 1, nheads, head_dim)
+            lse = lse.reshape(batch, nheads, 1)
+        return out, lse
+
+    def _forward(
+        self, problem: _Problem, qkv: Tensors, lse: torch.Tensor, num_splits: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty_like(qkv[0])
         lse_accum = out_accum = None
         if num_splits > 1:
-            rows = (num_splits, batch, nheads, seqlen_q)
-            lse_accum = q.new_empty(rows, dtype=torch.float32)
-            out_accum = q.new_empty((*rows, head_dim), dtype=torch.float32)
+            rows = (num_splits, *lse.shape)
+            lse_accum = lse.new_empty(rows)
+            out_accum = lse.new_empty((*rows, out.shape[-1]))
         # Upstream allocates a (seed, offset) pair and an empty P as well: bytes, not counted here.
         self._check(
             self._library.fa2_baseline_forward(
                 ctypes.byref(problem),
-                *(ctypes.byref(_tensor(t)) for t in (q, k, v, out)),
+                *(ctypes.byref(_tensor(t)) for t in (*qkv, out)),
                 lse.data_ptr(),
                 num_splits,
                 None if out_accum is None else out_accum.data_ptr(),
                 None if lse_accum is None else lse_accum.data_ptr(),
             )
         )
-        if swapped:
-            shape = (batch, 1, nheads_k * seqlen_q, head_dim)
-            out = out.transpose(1, 2).reshape(shape)
-            lse = lse.reshape(batch, nheads_k * seqlen_q, 1)
         return out, lse
 
     def backward(
@@ -309,136 +270,42 @@ class Baseline:
         v: torch.Tensor,
         out: torch.Tensor,
         softmax_lse: torch.Tensor,
-        softmax_scale: float | None = None,
+        *,
         causal: bool = False,
         deterministic: bool = False,
         scores: Scores = PLAIN,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        packed: Packed | None = None,
+    ) -> Tensors:
         """Runs upstream's backward.
 
         Args:
             dout: gradient of out, like q.
-            q: (batch, seqlen_q, nheads, head_dim), fp16 or bf16, on CUDA.
-            k: (batch, seqlen_k, nheads_k, head_dim).
-            v: like k.
+            q: queries.
+            k: keys.
+            v: values.
             out: the forward's output.
-            softmax_lse: (batch, nheads, seqlen_q) fp32, the forward's.
-            softmax_scale: None: head_dim ** -0.5.
-            causal: bottom-right aligned.
+            softmax_lse: the forward's.
+            causal: whether the mask is causal.
             deterministic: upstream's deterministic mode (run to run, not over batch sizes).
-            scores: features, the forward's.
+            scores: features, the forward's; none of packed sequences.
+            packed: where packed sequences lie.
 
         Returns:
             dq, dk, dv, like q, k, v.
 
         Raises:
-            BaselineError: a kernel that the library does not hold, or a failure of CUDA's.
+            BaselineError: the library does not hold the kernel, or CUDA failed.
         """
-        batch, seqlen_q, nheads, head_dim = q.shape
-        rounded = -(-seqlen_q // _ROUNDING) * _ROUNDING
-        return self._backward(
-            _problem(q, k, softmax_scale, causal, scores),
-            (dout, q, k, v, out, softmax_lse),
-            softmax_d_shape=(batch, nheads, rounded),
-            dq_accum_shape=(batch, rounded, nheads, head_dim),
-            deterministic=deterministic,
-        )
-
-    def varlen_forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        packed: Packed,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs upstream's forward of packed sequences as its flash_attn_varlen_func does.
-
-        Args:
-            q: (total_q, nheads, head_dim), fp16 or bf16, on CUDA.
-            k: (total_k, nheads_k, head_dim), total_k > 0.
-            v: like k.
-            packed: where the sequences lie; the longest has more than one query (of a single one
-                upstream turns head groups into rows, which is not done here).
-            softmax_scale: None: head_dim ** -0.5.
-            causal: bottom-right aligned.
-
-        Returns:
-            out like q, softmax_lse (nheads, total_q) fp32.
-
-        Raises:
-            BaselineError: a kernel that the library does not hold, or a failure of CUDA's.
-        """
-        out = torch.empty_like(q)
-        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        self._check(
-            self._library.fa2_baseline_forward(
-                ctypes.byref(_packed_problem(q, k, packed, softmax_scale, causal)),
-                *(ctypes.byref(_tensor(t)) for t in (q, k, v, out)),
-                lse.data_ptr(),
-                1,
-                None,
-                None,
-            )
-        )
-        return out, lse
-
-    def varlen_backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        softmax_lse: torch.Tensor,
-        packed: Packed,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        deterministic: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Runs upstream's backward of packed sequences.
-
-        Args:
-            dout: gradient of out, like q.
-            q: (total_q, nheads, head_dim), fp16 or bf16, on CUDA.
-            k: (total_k, nheads_k, head_dim).
-            v: like k.
-            out: the forward's output.
-            softmax_lse: (nheads, total_q) fp32, the forward's.
-            packed: where the sequences lie.
-            softmax_scale: None: head_dim ** -0.5.
-            causal: bottom-right aligned.
-            deterministic: upstream's deterministic mode (run to run, not over batch sizes).
-
-        Returns:
-            dq, dk, dv, like q, k, v.
-
-        Raises:
-            BaselineError: a kernel that the library does not hold, or a failure of CUDA's.
-        """
-        total_q, nheads, head_dim = q.shape
-        rows = total_q + _ROUNDING * packed.batch
-        return self._backward(
-            _packed_problem(q, k, packed, softmax_scale, causal),
-            (dout, q, k, v, out, softmax_lse),
-            softmax_d_shape=(nheads, rows),
-            dq_accum_shape=(rows, nheads, head_dim),
-            deterministic=deterministic,
-        )
-
-    def _backward(
-        self,
-        problem: _Problem,
-        tensors: tuple[torch.Tensor, ...],
-        *,
-        softmax_d_shape: tuple[int, ...],
-        dq_accum_shape: tuple[int, ...],
-        deterministic: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dout, q, k, v, out, softmax_lse = tensors
         nheads, head_dim = q.shape[-2:]
         nheads_k = k.shape[-2]
+        if packed is None:
+            rounded = -(-q.shape[1] // _ROUNDING) * _ROUNDING
+            softmax_d_shape: tuple[int, ...] = (q.shape[0], nheads, rounded)
+            dq_accum_shape: tuple[int, ...] = (q.shape[0], rounded, nheads, head_dim)
+        else:
+            rounded = q.shape[0] + _ROUNDING * packed.batch
+            softmax_d_shape, dq_accum_shape = (nheads, rounded), (rounded, nheads, head_dim)
+        problem = _problem(q, k, causal, scores if packed is None else PLAIN, packed)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         softmax_d = q.new_empty(softmax_d_shape, dtype=torch.float32)
         split_stride = 0
@@ -483,45 +350,26 @@ def _tensor(tensor: torch.Tensor) -> _Tensor:
 
 
 def _problem(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    scores: Scores = PLAIN,
+    q: torch.Tensor, k: torch.Tensor, causal: bool, scores: Scores, packed: Packed | None = None
 ) -> _Problem:
-    return _Problem(
+    problem = _Problem(
         device=q.device.index,
         is_bf16=int(q.dtype == torch.bfloat16),
         is_causal=int(causal),
         batch=q.shape[0],
         seqlen_q=q.shape[1],
         seqlen_k=k.shape[1],
-        nheads=q.shape[2],
-        nheads_k=k.shape[2],
-        head_dim=q.shape[3],
-        softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+        nheads=q.shape[-2],
+        nheads_k=k.shape[-2],
+        head_dim=q.shape[-1],
+        softmax_scale=q.shape[-1] ** -0.5,
         stream=torch.cuda.current_stream(q.device).cuda_stream,
         **scores.fields(),
     )
-
-
-def _packed_problem(
-    q: torch.Tensor, k: torch.Tensor, packed: Packed, softmax_scale: float | None, causal: bool
-) -> _Problem:
-    return _Problem(
-        device=q.device.index,
-        is_bf16=int(q.dtype == torch.bfloat16),
-        is_causal=int(causal),
-        batch=packed.batch,
-        seqlen_q=packed.max_seqlen_q,
-        seqlen_k=packed.max_seqlen_k,
-        nheads=q.shape[1],
-        nheads_k=k.shape[1],
-        head_dim=q.shape[2],
-        softmax_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
-        stream=torch.cuda.current_stream(q.device).cuda_stream,
-        cu_seqlens_q=packed.cu_seqlens_q.data_ptr(),
-        cu_seqlens_k=packed.cu_seqlens_k.data_ptr(),
-        total_q=q.shape[0],
-        **PLAIN.fields(),
-    )
+    if packed is not None:
+        problem.batch = packed.batch
+        problem.seqlen_q, problem.seqlen_k = packed.max_seqlen_q, packed.max_seqlen_k
+        problem.cu_seqlens_q = packed.cu_seqlens_q.data_ptr()
+        problem.cu_seqlens_k = packed.cu_seqlens_k.data_ptr()
+        problem.total_q = q.shape[0]
+    return problem

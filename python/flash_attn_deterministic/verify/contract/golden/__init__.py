@@ -2,8 +2,8 @@
 
 The bits of a call are a function of the source of the kernels, which `bits_version` counts, and of
 the compute capability. Hashes of a fixed set of calls are committed for each pair of the two, and
-this check holds a wheel to them. `python -m flash_attn_deterministic.verify.contract.golden` writes
-them.
+this check compares a wheel's results with them.
+`python -m flash_attn_deterministic.verify.contract.golden` writes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def golden_cases(size: Size) -> Iterator[Case]:
 
 
 def unavailable(size: Size) -> str:
-    """Says why a run cannot be held to golden hashes; "" if it can."""
+    """Returns why a run has no golden hashes to compare with; "" if it has."""
     version, capability = build_info().bits_version, compute_capability(size.device)
     if record.read(record.PATH).find(version, capability) is not None:
         return ""
@@ -50,7 +50,7 @@ def compute_capability(device: str) -> str:
 
 
 def golden(case: Case, attention: Attention, size: Size) -> None:
-    """Compares the hashes of a call's inputs and results with those of the file.
+    """Compares the hashes of a call's inputs and results with the file's.
 
     Raises:
         Mismatch: they differ, or the file has none for this case.

@@ -22,18 +22,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn_deterministic.verify.contract.golden", description=__doc__
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=record.PATH,
-        help="the file to add them to (default: that of the installed package)",
-    )
-    parser.add_argument(
-        "--inputs-only", action="store_true", help="hashes of the inputs, on the CPU"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="write over other hashes of the same bits_version"
-    )
+    words = "the file to add them to (default: that of the installed package)"
+    parser.add_argument("--out", type=Path, default=record.PATH, help=words)
+    words = "hashes of the inputs, on the CPU"
+    parser.add_argument("--inputs-only", action="store_true", help=words)
+    words = "write over other hashes of the same bits_version"
+    parser.add_argument("--force", action="store_true", help=words)
     options = parser.parse_args(arguments)
     try:
         golden, words = _added(options.out, options.inputs_only, options.force)
@@ -61,9 +55,9 @@ def _added(out: Path, inputs_only: bool, force: bool) -> tuple[record.Golden, st
             expect_numbers(drawn, case.name, results)
             expect_same(drawn, f"{case.name}, once more", call.results(drawn), results)
             hashes[case.name] = hashes_of(results)
-    golden = record.read(out).with_inputs(inputs, force)
+    known = record.read(out)
     if inputs_only:
-        return golden, f"inputs of {len(inputs)} cases"
+        return known.added(inputs, force=force), f"inputs of {len(inputs)} cases"
     info = build_info()
     origin = {
         "gpu": torch.cuda.get_device_name(0),
@@ -74,7 +68,7 @@ def _added(out: Path, inputs_only: bool, force: bool) -> tuple[record.Golden, st
     capability = compute_capability(device)
     entry = record.Entry(info.bits_version, capability, origin, hashes)
     words = f"{len(hashes)} cases of bits_version {info.bits_version} on {capability}"
-    return golden.with_entry(entry, force), words
+    return known.added(inputs, entry, force), words
 
 
 if __name__ == "__main__":

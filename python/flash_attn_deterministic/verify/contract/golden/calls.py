@@ -1,8 +1,7 @@
-"""The calls whose results are held to golden hashes."""
+"""The calls whose results have golden hashes."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from ..attention import Attention
-from ..call import DTYPES, Call, Tensors, int32, named_gradients
+from ..call import DTYPES, Call, Tensors, cumulative, int32, named_gradients
 from ..sizes import FEATURES, Config
 from .inputs import draw
 
@@ -20,27 +19,17 @@ _ROTARY_DIM = 32
 
 @dataclass(frozen=True)
 class GoldenCall:
-    """A call, whatever the head dim and dtype.
+    """A call, whatever the head dim and dtype."""
 
-    Args:
-        name: unique among the calls.
-        run: makes it; takes the drawn inputs and the call itself.
-        lengths: (seqlen_q, seqlen_k) of each sequence.
-        feature: a name in sizes.FEATURES.
-        heads: (nheads, nheads_k).
-        split_size: of the call.
-        page_size: tokens to a page; 0: none.
-        new: keys of a cache that the call appends, rotated.
-    """
-
-    name: str
+    name: str  # unique among the calls
+    # makes it; takes the drawn inputs and the call itself
     run: Callable[[GoldenCall, Call], Tensors] = field(repr=False)
-    lengths: tuple[tuple[int, int], ...]
-    feature: str = "full"
-    heads: tuple[int, int] = (4, 2)
-    split_size: int = 256
-    page_size: int = 0
-    new: int = 0
+    lengths: tuple[tuple[int, int], ...]  # (seqlen_q, seqlen_k) of each sequence
+    feature: str = "full"  # a name in sizes.FEATURES
+    heads: tuple[int, int] = (4, 2)  # (nheads, nheads_k)
+    split_size: int = 256  # of the call
+    page_size: int = 0  # tokens to a page; 0: none
+    new: int = 0  # keys of a cache that the call appends, rotated
 
     def inputs(self, config: Config, attention: Attention, device: str) -> Call:
         """Draws the tensors on the CPU, and moves them.
@@ -68,18 +57,13 @@ class GoldenCall:
         def tensor(name: str, shape: tuple[int, ...], heads: int) -> torch.Tensor:
             return draw(name, (*shape, heads, head_dim), DTYPES[dtype]).to(device)
 
-        return Call(
-            attention,
-            tensor("q", rows, nheads),
-            tensor("k", keys, nheads_k),
-            tensor("v", keys, nheads_k),
-            tensor("dout", rows, nheads),
-            slopes,
-            {**options, "split_size": self.split_size},
-        )
+        q, dout = (tensor(name, rows, nheads) for name in ("q", "dout"))
+        k, v = (tensor(name, keys, nheads_k) for name in ("k", "v"))
+        options["split_size"] = self.split_size
+        return Call(attention, q, k, v, dout, slopes, options)
 
     def results(self, call: Call) -> Tensors:
-        """Makes the call with what `inputs` returned."""
+        """Runs the call on what `inputs` returned."""
         return self.run(self, call)
 
 
@@ -91,24 +75,15 @@ def _backward(golden: GoldenCall, call: Call) -> Tensors:
     return call.gradients()
 
 
-def _starts(golden: GoldenCall, call: Call) -> tuple[Any, ...]:
-    """Returns cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k."""
-    sides = list(zip(*golden.lengths, strict=True))
-    cumulative = [int32([0, *itertools.accumulate(lengths)], call.q.device) for lengths in sides]
-    return (*cumulative, *(max(lengths) for lengths in sides))
-
-
 def _packed(golden: GoldenCall, call: Call) -> Tensors:
-    with torch.no_grad():
-        out, softmax_lse, _ = call.attention.varlen(
-            call.q, call.k, call.v, *_starts(golden, call), return_attn_probs=True, **call.keywords
-        )
-    return {"out": out, "softmax_lse": softmax_lse}
+    return call.packed((call.q, call.k, call.v), *zip(*golden.lengths, strict=True))
 
 
 def _packed_backward(golden: GoldenCall, call: Call) -> Tensors:
     leaves = [t.detach().requires_grad_() for t in (call.q, call.k, call.v)]
-    out = call.attention.varlen(*leaves, *_starts(golden, call), **call.keywords)
+    sides = list(zip(*golden.lengths, strict=True))
+    starts = [cumulative(lengths, call.q.device) for lengths in sides]
+    out = call.attention.varlen(*leaves, *starts, *map(max, sides), **call.keywords)
     return named_gradients(out, leaves, call.dout)
 
 
@@ -122,17 +97,13 @@ def _cache(golden: GoldenCall, call: Call) -> Tensors:
         k_cache, v_cache = (_paged(t, table, golden.page_size) for t in (k_cache, v_cache))
         arguments["block_table"] = table.to(device, torch.int32)
     if golden.new:
-        # The rest of the capacity lends its numbers to the new keys.
+        # The new keys take their numbers from the end of the capacity.
         arguments |= {"k": call.k[:, -golden.new :], "v": call.v[:, -golden.new :]}
         angles = (_CAPACITY, _ROTARY_DIM // 2)
         for name in ("rotary_cos", "rotary_sin"):
             numbers = draw(name, angles, torch.float32).clamp(-1, 1)
             arguments[name] = numbers.to(device, call.q.dtype)
-    with torch.no_grad():
-        out, softmax_lse = call.attention.kvcache(
-            call.q, k_cache, v_cache, return_softmax_lse=True, **arguments, **call.keywords
-        )
-    results = {"out": out, "softmax_lse": softmax_lse}
+    results = call.cached(k_cache, v_cache, **arguments)
     return {**results, "k_cache": k_cache, "v_cache": v_cache} if golden.new else results
 
 

@@ -1,4 +1,4 @@
-"""The file of golden hashes: what it holds, how it is read, looked up and written."""
+"""The file of golden hashes."""
 
 from __future__ import annotations
 
@@ -21,55 +21,38 @@ class GoldenError(FlashAttnError, ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """The hashes of one version of the bits on GPUs of one compute capability.
+    """The hashes of one version of the bits on GPUs of one compute capability."""
 
-    Args:
-        bits_version: of the wheel that computed them.
-        compute_capability: of the GPU, such as "9.0".
-        origin: the GPU, torch, toolkit and digests of sources that they were first computed with.
-        hashes: of each case: those of its tensors, with spaces between them.
-    """
-
-    bits_version: int
-    compute_capability: str
+    bits_version: int  # of the wheel that computed them
+    compute_capability: str  # of the GPU, such as "9.0"
+    # the GPU, torch, toolkit and digests of sources that they were first computed with
     origin: Mapping[str, Any]
-    hashes: Mapping[str, str]
+    hashes: Mapping[str, str]  # of each case: those of its tensors, with spaces between them
 
 
 @dataclass(frozen=True)
 class Golden:
-    """All golden hashes.
+    """All golden hashes."""
 
-    Args:
-        inputs: the hash of the inputs of each case.
-        entries: hashes of results.
-    """
-
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    entries: tuple[Entry, ...] = ()
+    inputs: Mapping[str, str] = field(default_factory=dict)  # the hash of the inputs of each case
+    entries: tuple[Entry, ...] = ()  # hashes of results
 
     def find(self, bits_version: int, compute_capability: str) -> Entry | None:
         """Returns the hashes for a wheel on a GPU, None if there are none."""
-        key = (bits_version, compute_capability)
-        for entry in self.entries:
-            if (entry.bits_version, entry.compute_capability) == key:
-                return entry
-        return None
+        found = {(one.bits_version, one.compute_capability): one for one in self.entries}
+        return found.get((bits_version, compute_capability))
 
-    def with_inputs(self, inputs: Mapping[str, str], force: bool = False) -> Golden:
-        """Adds hashes of inputs.
-
-        Raises:
-            GoldenError: others are there for the same cases, and `force` is not set.
-        """
-        return replace(self, inputs=_merged("inputs", self.inputs, inputs, force))
-
-    def with_entry(self, entry: Entry, force: bool = False) -> Golden:
-        """Adds hashes of results; those of a wheel with fewer kernels leave the others in place.
+    def added(
+        self, inputs: Mapping[str, str], entry: Entry | None = None, force: bool = False
+    ) -> Golden:
+        """Adds hashes of inputs and of results; those of cases that are not in them stay.
 
         Raises:
-            GoldenError: others are there for the same cases, and `force` is not set.
+            GoldenError: other hashes are there for the same cases, and `force` is not set.
         """
+        golden = replace(self, inputs=_merged("inputs", self.inputs, inputs, force))
+        if entry is None:
+            return golden
         before = self.find(entry.bits_version, entry.compute_capability)
         if before is not None:
             what = f"bits_version {entry.bits_version}, {entry.compute_capability}"
@@ -77,7 +60,7 @@ class Golden:
             entry = replace(before if hashes == dict(before.hashes) else entry, hashes=hashes)
         others = [one for one in self.entries if one is not before]
         order = sorted([*others, entry], key=lambda e: (e.bits_version, e.compute_capability))
-        return replace(self, entries=tuple(order))
+        return replace(golden, entries=tuple(order))
 
 
 def _merged(
@@ -123,12 +106,7 @@ def write(golden: Golden, path: Path = PATH) -> None:
         "schema": _SCHEMA,
         "inputs": dict(sorted(golden.inputs.items())),
         "results": [
-            {
-                "bits_version": entry.bits_version,
-                "compute_capability": entry.compute_capability,
-                "origin": dict(entry.origin),
-                "hashes": dict(sorted(entry.hashes.items())),
-            }
+            {**vars(entry), "hashes": dict(sorted(entry.hashes.items()))}
             for entry in golden.entries
         ],
     }

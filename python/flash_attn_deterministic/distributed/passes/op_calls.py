@@ -1,0 +1,199 @@
+"""The calls of attention ops on one rank, with the order in which each device adds rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+# Defines the ops.
+from ..._ops import library as library
+from ..planning.plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
+
+# Running sums of dk, without softmax_scale, and of dv, which another rank continues: (keys, nheads,
+# head_dim), one sum for each query head, in float32 (float64 for float64 inputs).
+Sums = tuple[torch.Tensor, torch.Tensor]
+
+
+class Scores(NamedTuple):
+    """The numbers of a distributed call.
+
+    Args:
+        softmax_scale: factor of q k^T.
+        mask: of the whole sequences.
+        softcap: 0.0: none.
+        split_size: tokens per split; 0: one split.
+        deterministic: whether the forward is.
+        deterministic_bwd: whether the backward is.
+    """
+
+    softmax_scale: float
+    mask: Mask
+    softcap: float
+    split_size: int
+    deterministic: bool
+    deterministic_bwd: bool
+
+    @property
+    def key_align(self) -> int:
+        """Returns where the keys of a call may begin without a change of bits."""
+        return math.lcm(KEY_BLOCK, self.split_size or 1)
+
+
+class Rows(NamedTuple):
+    """Rows with their results: (rows, nheads, head_dim), and softmax_lse (rows, nheads)."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    softmax_lse: torch.Tensor
+
+    def of(self, call: Call) -> Rows:
+        """Returns the rows of a call."""
+        return Rows(*(tensor[call.rows] for tensor in self))
+
+    def of_heads(self, heads: slice) -> Rows:
+        """Returns some query heads."""
+        return Rows(*(tensor[:, heads] for tensor in self))
+
+
+class RowOrder(NamedTuple):
+    """The order in which a device adds rows to dk and dv.
+
+    Args:
+        last_first: whether blocks of rows are added last to first.
+        block: rows that are added together, counted from the beginning of the sequence.
+    """
+
+    last_first: bool
+    block: int
+
+
+def row_order(device: torch.device) -> RowOrder:
+    """Returns the order of a device, which the chained backward has to keep.
+
+    The reference adds row after row. The kernels go over blocks of 64 or 128 rows, last to first.
+    """
+    return RowOrder(False, 1) if device.type == "cpu" else RowOrder(True, ROW_BLOCK)
+
+
+def forward_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of a call.
+
+    Args:
+        q: (rows, nheads, head_dim) of the call.
+        k: (keys, nheads_k, head_dim) of the call.
+        v: like k.
+        call: lengths and mask.
+        scores: of the whole.
+    """
+    starts_q, starts_k = _starts(call, q.device)
+    out, softmax_lse = torch.ops.flash_attn_deterministic.varlen_fwd(
+        q,
+        k,
+        v,
+        starts_q,
+        starts_k,
+        None,
+        None,
+        None,
+        None,
+        None,
+        *call.longest,
+        0.0,
+        scores.softmax_scale,
+        *call.mask,
+        scores.softcap,
+        scores.split_size,
+        scores.deterministic,
+        scores.deterministic_bwd,
+    )
+    return out, softmax_lse.transpose(0, 1)
+
+
+def backward_call(
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes dq, dk and dv of a call, rounded to the dtype of q.
+
+    Args:
+        rows: of the call.
+        k: as in `forward_call`.
+        v: like k.
+        call: lengths and mask.
+        scores: of the whole.
+    """
+    dq, dk, dv = torch.ops.flash_attn_deterministic.varlen_bwd(
+        *_of_rows(rows, k, v), *_of_call(call, scores, k.device)
+    )
+    return dq, dk, dv
+
+
+def backward_step(
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores, sums: Sums
+) -> torch.Tensor:
+    """Computes dq of a call, rounded, and adds its rows to the sums of dk and dv, in place.
+
+    Args:
+        rows: as in `backward_call`.
+        k: as in `backward_call`.
+        v: like k.
+        call: lengths and mask.
+        scores: of the whole.
+        sums: of the rows before in `row_order`, for the keys of the call; contiguous.
+    """
+    dq: torch.Tensor = torch.ops.flash_attn_deterministic.varlen_bwd_accumulate(
+        *_of_rows(rows, k, v), *sums, *_of_call(call, scores, k.device)
+    )
+    return dq
+
+
+def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns dk and dv, rounded, from the sums of all rows; adds the heads of a group in order.
+
+    Args:
+        sums: (keys, nheads, head_dim) each, contiguous.
+        k: any tensor of k's dtype, (tokens, nheads_k, head_dim).
+        scores: of the whole.
+    """
+    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(
+        *sums, k, scores.softmax_scale, scores.softcap, 0.0
+    )
+    return dk, dv
+
+
+def _of_rows(rows: Rows, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the leading arguments of both backward ops."""
+    dout, q, out, softmax_lse = rows
+    return dout, q, k, v, out, softmax_lse.transpose(0, 1).contiguous()
+
+
+def _of_call(call: Call, scores: Scores, device: torch.device) -> tuple[Any, ...]:
+    """Returns the trailing arguments of both backward ops."""
+    return (
+        *_starts(call, device),
+        None,
+        None,
+        *call.longest,
+        0.0,
+        scores.softmax_scale,
+        *call.mask,
+        scores.softcap,
+        scores.deterministic_bwd,
+    )
+
+
+def _starts(call: Call, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _on_device(call.starts_q, device, stream), _on_device(call.starts_k, device, stream)
+
+
+# Cached, as each copy to a GPU makes the host wait for earlier kernels. One tensor for each stream:
+# the allocator reuses memory in the order of the stream that allocated it.
+@functools.lru_cache(maxsize=256)
+def _on_device(starts: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+    return torch.tensor(starts, dtype=torch.int32, device=device)

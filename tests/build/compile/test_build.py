@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import fake_wheel
+import pytest
+from flash_attn_build.compile import build, build_folder, toolchain
+from flash_attn_build.errors import SettingError, StepError, WheelError
+from flash_attn_build.files import ROOT
+from flash_attn_build.wheel import sbom
+
+CUDA = toolchain.Toolchain(
+    Path("/cuda/bin/nvcc"), Path("/cuda"), "13.0.88", Path("/cuda/lib64/libcudart_static.a")
+)
+
+
+class Backend:
+    """Stands in for running `python -m build`: notes how it was called, makes a small wheel."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files, self.status = files, 0
+        self.command: list[str] = []
+        self.env: dict[str, str] = {}
+        self.left: list[list[Path]] = []  # CMake's caches that it found
+
+    def __call__(self, command: Sequence[str], environ: Mapping[str, str], *_: object) -> int:
+        assert list(command[1:3]) == ["-m", "build"]
+        self.command, self.env = list(command), dict(environ)
+        (folder,) = (w.partition("=")[2] for w in command if w.startswith("-Cbuild-dir="))
+        self.left.append(list(Path(folder).glob("CMakeCache.txt")))
+        Path(folder, "compile_commands.json").write_text("[]")
+        out = Path(self.command[self.command.index("--outdir") + 1])
+        if not self.status:
+            fake_wheel.pack(out, self.files, "py3-none-linux_x86_64")
+        return self.status
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    binary = fake_wheel.library(tmp_path_factory.mktemp("library"))
+    return fake_wheel.contents(binary, "py3-none-linux_x86_64")
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> build.Request:
+    return build.Request("dev", tmp_path / "dist", tmp_path / "build", ("A=1;2", "B=x"))
+
+
+@pytest.fixture
+def backend(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Backend:
+    made = Backend(files)
+    monkeypatch.setattr(build, "run_group", made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "find", lambda: CUDA)
+    monkeypatch.setattr(sbom, "find_parts", lambda cuda: fake_wheel.PARTS)
+    monkeypatch.setenv("MAX_JOBS", "3")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    for name in build_folder.influences(os.environ):
+        monkeypatch.delenv(name)
+
+
+def test_puts_wheel_and_manifest_into_dist(
+    request_: build.Request, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "--use_fast_math")
+    wheel = build.build(request_)
+    assert wheel.name == "flash_attn_deterministic-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    names = sorted(path.name for path in request_.out_dir.iterdir())
+    assert names == [wheel.name, f"{wheel.name}.manifest.json"]
+    text = json.loads((request_.out_dir / names[1]).read_text())
+    expected = {"preset": "dev", "jobs": 3, "source_date_epoch": 1700000000, "locked": False}
+    assert text["build"].items() >= expected.items()
+    assert text["build"]["environment"] == {"NVCC_APPEND_FLAGS": "--use_fast_math"}
+    assert text["tools"]["nvcc"] == CUDA.version
+    assert text["sources"] == fake_wheel.INFO["sources"]
+    assert "-Ccmake.args=--preset=dev" in backend.command
+    assert "-Ccmake.define.A=1;2" in backend.command
+    assert f"-Cbuild-dir={request_.build_dir}" in backend.command
+    # Compilers that are stopped leave their files in a folder that goes with the build.
+    assert Path(backend.env["TMPDIR"]).parent == request_.out_dir
+
+
+def test_a_build_does_not_go_on_with_what_another_one_left(
+    request_: build.Request, backend: Backend
+) -> None:
+    for _ in range(2):
+        build.build(request_)
+        cache_file = request_.build_dir / "CMakeCache.txt"
+        assert backend.left[-1] == []
+        cache_file.write_text("CMAKE_CUDA_FLAGS:STRING=--use_fast_math\n")
+    made_with = json.loads((request_.build_dir / build_folder.STAMP).read_text())
+    assert made_with["tools"]["nvcc"] == CUDA.version
+
+
+@pytest.mark.parametrize("failure", ["compilation", "gate"])
+def test_a_failure_leaves_dist_as_it_was(
+    request_: build.Request, backend: Backend, failure: str
+) -> None:
+    request_.out_dir.mkdir()
+    (request_.out_dir / "old.whl").write_text("")
+    if failure == "gate":
+        backend.files = {**backend.files, "setup.py": b""}
+        with pytest.raises(WheelError, match=r"setup\.py does not belong"):
+            build.build(request_)
+    else:
+        backend.status = 1
+        with pytest.raises(StepError, match=r"build failed \(exit status 1\).*set MAX_JOBS"):
+            build.build(request_)
+    assert [path.name for path in request_.out_dir.iterdir()] == ["old.whl"]
+
+
+def test_environment_measures_reports_and_limits(tmp_path: Path) -> None:
+    environ = build.environment(CUDA, 3, tmp_path, {"SOURCE_DATE_EPOCH": "5", "HOME": "/h"})
+    assert environ["CUDACXX"] == "/cuda/bin/nvcc"
+    assert environ["CMAKE_BUILD_PARALLEL_LEVEL"] == "3"
+    assert environ["HOME"] == "/h"
+    for language in ("CUDA", "CXX"):
+        launcher = environ[f"CMAKE_{language}_COMPILER_LAUNCHER"].split(";")
+        assert launcher[-3:] == ["--log-dir", str(tmp_path / build_folder.LOGS), "--"]
+
+
+def test_a_command_that_takes_long_is_asked_how_far_it_is(tmp_path: Path) -> None:
+    told = []
+    command = [sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(3)"]
+    assert build.run_group(command, os.environ, lambda: told.append(1), interval=0.1) == 3
+    assert 1 <= len(told) <= 5
+
+
+@pytest.mark.parametrize("given", ["yesterday", "-5", "1.5"])
+def test_a_bad_date(given: str) -> None:
+    with pytest.raises(SettingError, match=f"SOURCE_DATE_EPOCH: expected .* got '{given}'"):
+        build.source_date_epoch({"SOURCE_DATE_EPOCH": given})
+
+
+def test_the_date_is_that_of_the_last_commit(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        who = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+        return subprocess.check_output(["git", *who, "-C", str(tmp_path), *arguments], text=True)
+
+    # Outside a checkout, and before the first commit.
+    assert build.source_date_epoch({}, tmp_path) == build.FIXED_EPOCH
+    git("init", "--quiet")
+    assert build.source_date_epoch({}, tmp_path) == build.FIXED_EPOCH
+    git("commit", "--quiet", "--allow-empty", "-m", "x", "--date", "1600000000 +0000")
+    shown = git("log", "--format=%ct").strip()
+    assert build.source_date_epoch({}, tmp_path) == shown
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    release = build.request_from([], tmp_path)
+    assert (release.preset, release.out_dir) == ("release", tmp_path / "dist")
+    assert release.build_dir == tmp_path / "build" / "release"
+    # A small wheel does not take the place of the full one.
+    assert build.request_from(["--preset", "dev"], tmp_path).out_dir == tmp_path / "dist" / "dev"
+    words = ["-D", "A=1", "-DB=2", "--out-dir", str(tmp_path / "o"), "--build-dir", str(tmp_path)]
+    assert build.request_from(words) == build.Request(
+        "release", tmp_path / "o", tmp_path, ("A=1", "B=2")
+    )
+    for wrong, expected in (
+        (["-D", "A"], "expected NAME=VALUE, got 'A'"),
+        (["--local", "cu-1"], "expected letters and digits, got 'cu-1'"),
+    ):
+        with pytest.raises(SystemExit):
+            build.request_from(wrong)
+        assert expected in capsys.readouterr().err
+
+
+def test_command_tells_what_went_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(request: build.Request) -> None:
+        raise OSError(28, "No space left on device", "dist/x.whl")
+
+    monkeypatch.setattr("sys.argv", ["build", "--preset", "dev"])
+    monkeypatch.setenv("MAX_JOBS", "all")
+    assert build.main() == SettingError.exit_code
+    assert "error: MAX_JOBS" in capsys.readouterr().err
+    monkeypatch.setattr(build, "build", fail)
+    assert build.main() == StepError.exit_code
+    assert "error: [Errno 28] No space left on device: 'dist/x.whl'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_local_version_is_in_name_and_metadata(request_: build.Request) -> None:
+    wheel = build.build(replace(request_, local="cu130"))
+    assert wheel.name.startswith("flash_attn_deterministic-0.1.0+cu130-py3-none-")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read("flash_attn_deterministic-0.1.0+cu130.dist-info/METADATA").decode()
+    assert "\nVersion: 0.1.0+cu130\n" in metadata
+    assert not [name for name in names if "0.1.0.dist-info" in name]
+
+
+SLEEPER = """
+import subprocess, sys, time, pathlib
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+child.wait()
+"""
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A build that is stopped ends what it started, and removes its temporary folder."""
+    noted, out = tmp_path / "pid", tmp_path / "dist"
+    out.mkdir()
+    script = (
+        "import sys, tempfile, os\n"
+        "from flash_attn_build import errors\n"
+        "from flash_attn_build.compile import build\n"
+        "def work():\n"
+        f"  with tempfile.TemporaryDirectory(dir={str(out)!r}):\n"
+        f"    build.run_group([sys.executable, '-c', {SLEEPER!r}, {str(noted)!r}], os.environ)\n"
+        "sys.exit(errors.exit_status(work))\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environ)
+    deadline = time.monotonic() + 30
+    while not (noted.exists() and noted.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert list(out.iterdir())
+    process.terminate()
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert list(out.iterdir()) == []
+    grandchild = Path("/proc", noted.read_text())
+    while grandchild.exists() and "\nState:\tZ" not in (grandchild / "status").read_text():
+        assert time.monotonic() < deadline, "what the build started still runs"
+        time.sleep(0.02)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flash_attn_build.compile import jobs
+from flash_attn_build.errors import SettingError
+from flash_attn_build.files import ROOT
+
+
+def system(root: Path, contents: dict[str, str]) -> Path:
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def memory(gib: float) -> dict[str, str]:
+    text = f"MemTotal: 99999999 kB\nMemAvailable: {int(gib * (1 << 20))} kB\n"
+    return {"proc/meminfo": text}
+
+
+@pytest.fixture(autouse=True)
+def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "x", "1.5", "²"])
+def test_max_jobs_must_be_a_positive_whole_number(given: str) -> None:
+    with pytest.raises(SettingError, match=r"MAX_JOBS: expected a whole number >= 1, got"):
+        jobs.count({"MAX_JOBS": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "gib", "expected"),
+    [
+        pytest.param("64", 1, 64, id="MAX_JOBS alone decides"),
+        pytest.param("", 1000, 16, id="cores decide"),
+        pytest.param("", 5 * jobs.peak_bytes() / jobs.GIB + 0.1, 5, id="memory decides"),
+        pytest.param("", 0.1, 1, id="never none"),
+        pytest.param("", None, 16, id="memory unknown"),
+    ],
+)
+def test_cores_and_available_memory_decide(
+    tmp_path: Path, given: str, gib: float | None, expected: int
+) -> None:
+    root = system(tmp_path, {} if gib is None else memory(gib))
+    assert jobs.count({"MAX_JOBS": given}, root) == expected
+
+
+MEMORY = {
+    "version 2, limit on an enclosing group": {
+        "proc/self/cgroup": "0::/box/inner\n",
+        "sys/fs/cgroup/box/memory.max": str(8 * jobs.GIB),
+        "sys/fs/cgroup/box/memory.current": str(4 * jobs.GIB),
+        "sys/fs/cgroup/box/memory.stat": f"anon 1\ninactive_file {jobs.GIB}\n",
+        "sys/fs/cgroup/box/inner/memory.max": "max",
+        "sys/fs/cgroup/box/inner/memory.current": "1",
+    },
+    "version 1, mounted at the group": {
+        "proc/self/cgroup": "7:cpu,cpuacct:/\n4:memory:/host/path\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(8 * jobs.GIB),
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": str(4 * jobs.GIB),
+        "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {jobs.GIB}\n",
+    },
+}
+
+
+@pytest.mark.parametrize("contents", MEMORY.values(), ids=MEMORY)
+def test_a_container_limit_counts_less_what_it_uses_but_for_its_cache(
+    tmp_path: Path, contents: dict[str, str]
+) -> None:
+    assert jobs.available_memory(system(tmp_path, memory(100) | contents)) == 5 * jobs.GIB
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "expected"),
+    [
+        ("0::/a", {"a/cpu.max": "250000 100000"}, 2),
+        ("0::/a", {"a/cpu.max": "max 100000"}, 16),
+        ("3:cpu,cpuacct:/", {"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}, 1),
+        ("3:cpu,cpuacct:/", {"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 16),
+    ],
+    ids=["version 2", "version 2, no limit", "version 1, less than a core", "version 1, no limit"],
+)
+def test_cpu_quota_cuts_the_cores(
+    tmp_path: Path, group: str, limits: dict[str, str], expected: int
+) -> None:
+    folder = Path("sys/fs/cgroup", group.split(":")[1])
+    contents = {str(folder / name): text for name, text in limits.items()}
+    root = system(tmp_path, {"proc/self/cgroup": group, **contents})
+    assert jobs.usable_cores(root) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [("3", 0, "3\n"), ("many", SettingError.exit_code, "error: MAX_JOBS")],
+)
+def test_command(given: str, status: int, said: str) -> None:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "MAX_JOBS": given}
+    command = [sys.executable, "-m", "flash_attn_build.compile.jobs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == status
+    assert (done.stdout or done.stderr).startswith(said)
+
+
+def test_memory_for_a_job_covers_every_build_that_was_measured(tmp_path: Path) -> None:
+    peaks = [
+        unit["peak_rss_bytes"]
+        for path in (ROOT / "docs" / "results").glob("build*.json")
+        for unit in json.loads(path.read_text())["translation_units"]
+        if path.name != "build_cost_upstream.json"
+    ]
+    assert len(peaks) > 40
+    assert max(peaks) < jobs.peak_bytes() < 1.25 * max(peaks)
+    with pytest.raises(SettingError, match=r"expected the manifest of a build"):
+        jobs.peak_bytes(tmp_path)  # nothing is guessed

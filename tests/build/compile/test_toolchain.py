@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+from flash_attn_build.compile import toolchain
+from flash_attn_build.errors import ToolchainError
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+def toolkit(root: Path, version: str = "13.0.88") -> Path:
+    nvcc = script(
+        root / "bin" / "nvcc",
+        f'case "$1" in --version) echo "Cuda compilation tools, release 13.0, V{version}" ;;\n'
+        f'*) echo "#\\$ TOP={root}/bin/.." >&2 ;; esac\n',
+    )
+    for name in ("include/cuda_runtime.h", "include/cccl/cuda/std/version"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("")
+    (root / "lib").mkdir()
+    (root / "lib" / "libcudart_static.a").write_text("")
+    return nvcc
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("variable", ["CUDACXX", "CUDA_HOME", "CUDA_PATH", "PATH"])
+def test_finds_nvcc_by(variable: str, tmp_path: Path, packages: Path) -> None:
+    nvcc, later = toolkit(tmp_path / "cuda"), toolkit(tmp_path / "later", "13.2.1")
+    value = {"CUDACXX": nvcc, "PATH": nvcc.parent}.get(variable, tmp_path / "cuda")
+    # What stands earlier in the list wins.
+    found = toolchain.find({"PATH": str(later.parent), variable: str(value)}, packages)
+    assert (found.nvcc, found.root, found.version) == (nvcc, tmp_path / "cuda", "13.0.88")
+    assert found.cudart == tmp_path / "cuda/lib/libcudart_static.a"
+
+
+def test_looks_behind_a_wrapper_script(tmp_path: Path, packages: Path) -> None:
+    nvcc = toolkit(tmp_path / "cuda")
+    wrapper = script(tmp_path / "bin" / "nvcc", f'exec {nvcc} "$@"\n')
+    assert toolchain.find({"PATH": str(wrapper.parent)}, packages).nvcc == nvcc
+
+
+def test_a_toolkit_from_packages_gets_the_names_that_cmake_looks_for(packages: Path) -> None:
+    root = packages / "nvidia" / "cu13"
+    toolkit(root)
+    (root / "lib" / "libcudart.so.13").write_text("")
+    for _ in range(2):  # the second time they are there
+        found = toolchain.find({"PATH": ""}, packages)
+    assert found.root == root
+    assert (root / "lib64").readlink() == Path("lib")
+    assert (root / "lib" / "libcudart.so").readlink() == Path("libcudart.so.13")
+
+
+@pytest.mark.parametrize("variable", ["", "CUDACXX", "CUDA_HOME", "CUDA_PATH"])
+def test_no_nvcc_where_it_is_looked_for(variable: str, tmp_path: Path, packages: Path) -> None:
+    toolkit(tmp_path / "cuda")  # there, but not what was asked for
+    environ = {variable: "/nowhere", "PATH": str(tmp_path / "cuda" / "bin")}
+    expected = f"{variable}: expected .* got '/nowhere'"
+    if not variable:
+        environ, expected = {"PATH": ""}, r"cuda-toolkit\[nvcc,cccl\].*CUDA 12 has no nvcc"
+    with pytest.raises(ToolchainError, match=expected):
+        toolchain.find(environ, packages)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lib/libcudart_static.a", "include/cuda_runtime.h", "include/cccl/cuda/std/version"],
+)
+def test_a_missing_part_is_named(name: str, tmp_path: Path, packages: Path) -> None:
+    nvcc = toolkit(tmp_path / "cuda")
+    (tmp_path / "cuda" / name).unlink()
+    with pytest.raises(ToolchainError, match=f"lacks .*{Path(name).name}"):
+        toolchain.find({"CUDACXX": str(nvcc)}, packages)
+
+
+def test_something_that_is_no_nvcc(tmp_path: Path, packages: Path) -> None:
+    path = script(tmp_path / "bin" / "nvcc", "echo hello\n")
+    with pytest.raises(ToolchainError, match="names no version"):
+        toolchain.find({"CUDACXX": str(path)}, packages)
+
+
+def test_host_compiler(tmp_path: Path) -> None:
+    for name in ("g++", "clang++", "ccache"):
+        script(tmp_path / name, "")
+    for given, expected in (
+        ("", ("g++",)), ("clang++", ("clang++",)), ("ccache g++ -m64", ("ccache", "g++", "-m64")),
+    ):  # fmt: skip
+        command = toolchain.host_compiler({"PATH": str(tmp_path), "CXX": given})
+        assert command == (str(tmp_path / expected[0]), *expected[1:])
+    assert toolchain.compiler_name(command) == "g++"
+
+
+@pytest.mark.parametrize("environ", [{}, {"CXX": "nope++"}], ids=["none", "CXX"])
+def test_no_host_compiler(environ: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ToolchainError, match=r"no C\+\+ compiler found"):
+        toolchain.host_compiler({"PATH": str(tmp_path), **environ})
+
+
+def test_command_prints_what_is_there_and_only_packages_where_the_build_is_locked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    packages: Path,
+) -> None:
+    def printed(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["toolchain", *options])
+        assert toolchain.main() == 0
+        return capsys.readouterr().out.strip()
+
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(packages)})
+    assert printed() == ""
+    nvcc = toolkit(tmp_path / "cuda")
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    assert printed() == str(nvcc)
+    monkeypatch.setenv("PATH", str(nvcc.parent))
+    assert printed("--packages") == ""
+    own = toolkit(packages / "nvidia" / "cu13")
+    assert printed("--packages") == str(own)

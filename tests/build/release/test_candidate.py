@@ -1,0 +1,213 @@
+"""A wheel is held to its manifest, both to the source tree, and damage is a reason against it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import fake_wheel
+import pytest
+import release_samples
+from flash_attn_build.compile import sources
+from flash_attn_build.files import ROOT
+from flash_attn_build.release.candidate import instance_faults, read_candidate
+from flash_attn_build.wheel import check
+from release_samples import Change, Project, edit
+
+MANIFESTS: dict[str, tuple[Change, str]] = {
+    "other bytes": (lambda m: m["wheel"].update(sha256="0" * 64), "is of another wheel"),
+    "no wheel": (lambda m: m.update(wheel=[]), "is of another wheel"),
+    "schema": (lambda m: m.update(schema=1), "manifest: expected schema 3"),
+    "pin": (lambda m: m["upstream"].update(version="9"), "not those that cpp/upstream/upstream"),
+    "patches": (lambda m: m["upstream"]["patches"].clear(), "upstream or patches are not those"),
+    "preset": (lambda m: m["build"].update(preset="dev"), "preset 'dev'"),
+    "options": (lambda m: m["build"].update(defines=["A=1"]), "options of its own: A=1"),
+    "environment": (
+        lambda m: m["build"].update(environment={"CXXFLAGS": "-ffast-math"}),
+        "environment variables changed how it was compiled: CXXFLAGS",
+    ),
+    "no environment": (
+        lambda m: m["build"].pop("environment"),
+        "not laid out as the build does it (KeyError('environment'))",
+    ),
+    "build": (lambda m: m.update(build="x"), "not laid out as the build"),
+    "tools": (lambda m: m.update(tools=[]), "not laid out as the build"),
+    "sources": (lambda m: m.update(sources={"cpp": "0" * 64}), "sources is not what the wheel"),
+    "mode": (lambda m: m.update(deterministic=False), "DETERMINISTIC=OFF"),
+    "code": (lambda m: m.update(architectures=["90-real"]), "architectures is not what the wheel"),
+    "no code": (lambda m: m.update(architectures=None), "architectures is not what the wheel"),
+    "bits": (lambda m: m.update(bits_version=2), "bits_version is not what the wheel"),
+    "not locked": (lambda m: m["build"].update(locked=False), "tools that locks/ does not"),
+    "another linker": (
+        lambda m: m["tools"].update(ziglang="0.13.0"),
+        "built with ziglang 0.13.0, but locks/ has ziglang==0.17.0",
+    ),
+    "no linker": (lambda m: m["tools"].pop("ziglang"), "built with ziglang None"),
+    "headers": (lambda m: m["tools"].update(torch="2.12.0"), "built with torch 2.12.0"),
+    "no nvcc of a package": (
+        lambda m: m["tools"].pop("nvidia-cuda-nvcc"),
+        "built with nvidia-cuda-nvcc None, but locks/ has nvidia-cuda-nvcc==13.0.88",
+    ),
+    "a package for an older Python": (
+        lambda m: m["tools"].update(h11="2"), "built with h11 2, but locks/ has"
+    ),
+    "an older Python": (lambda m: m["tools"].update(python="3.11.9"), "built with h11 None"),
+    "another nvcc": (
+        lambda m: m["tools"].update(nvcc="12.4.131"), "nvcc 12.4.131 made a wheel of CUDA 13.0.88"
+    ),
+    "a unit less": (
+        lambda m: m["translation_units"].pop(), "1 CUDA translation units of 2 for 2 kernels"
+    ),
+    "fewer units": (
+        lambda m: (m["translation_units"].pop(), m["totals"].update(translation_units=1)),
+        "1 CUDA translation units of 1 for 2 kernels",
+    ),
+    "units left out": (
+        lambda m: m["totals"].update(translation_units=3), "2 CUDA translation units of 3"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "expected"), MANIFESTS.values(), ids=MANIFESTS)
+def test_a_wrong_manifest(project: Project, change: Change, expected: str) -> None:
+    edit(project.manifest_path, change)
+    assert expected in "\n".join(read_candidate(project.wheel, project.root).faults)
+
+
+def test_no_manifest(project: Project) -> None:
+    project.manifest_path.unlink()
+    assert "manifest.json is missing; the build writes it" in project.reasons()
+
+
+def test_a_single_byte_more(project: Project) -> None:
+    with project.wheel.open("ab") as file:
+        file.write(b"\0")
+    found = project.reasons()
+    assert "manifest: is of another wheel" in found
+    assert "is for other bytes" in found
+
+
+def test_a_wheel_that_is_not_ours(project: Project) -> None:
+    wrong = project.wheel.with_name("other-1.0-py3-none-any.whl")
+    shutil.copy(project.wheel, wrong)
+    project.wheel = wrong
+    found = project.reasons()
+    assert "name: expected flash_attn_deterministic-" in found
+    assert "is not tagged v1.0: it has v0.1.0" in found
+
+
+def test_a_library_that_is_not_fit(project: Project, tmp_path: Path) -> None:
+    contents = fake_wheel.contents(fake_wheel.library(tmp_path / "library", options=[]))
+    project.wheel = fake_wheel.pack(project.dist, contents)
+    release_samples.describe(project.wheel)
+    release_samples.write_report(project.wheel, project.report_path)
+    assert f"{check.LIBRARY}: not stripped" in project.reasons()
+
+
+@pytest.mark.parametrize("change", ["edited", "new", "gone"])
+def test_a_wheel_of_another_tree(project: Project, change: str) -> None:
+    path = project.root / "python/flash_attn_deterministic/__init__.py"
+    path = path.with_name("new.py") if change == "new" else path
+    path.unlink() if change == "gone" else path.write_text("a = 1\n")
+    project.tag()
+    expected = f"wheel: built from another tree: flash_attn_deterministic/{path.name}"
+    assert project.decide().reasons == (expected,)
+
+
+@pytest.mark.parametrize("name", release_samples.NATIVE)
+def test_a_wheel_whose_machine_code_is_of_another_tree(project: Project, name: str) -> None:
+    # A file that was put back after the build, before the tag, is not in git.
+    with (project.root / name).open("a") as file:
+        file.write(" ")
+    part = next(part for part in sources.PARTS if name == part or name.startswith(f"{part}/"))
+    faults = read_candidate(project.wheel, project.root).faults
+    assert f"wheel: built from another tree: {part}" in faults
+
+
+def test_a_tree_that_lacks_what_the_wheel_is_held_to(project: Project) -> None:
+    (project.root / "cpp" / "upstream" / "upstream.json").unlink()
+    found = "\n".join(read_candidate(project.wheel, project.root).faults)
+    assert "tree: cpp/upstream/upstream.json is unreadable" in found
+    shutil.rmtree(project.root / "cmake")
+    found = "\n".join(read_candidate(project.wheel, project.root).faults)
+    assert "FileNotFoundError" in found
+
+
+@pytest.mark.parametrize(
+    ("held", "missing"),
+    [
+        ([("fwd", 64)], "bwd bf16 64"),
+        ([], "bwd bf16 64, fwd bf16 64"),
+        ([("fwd", 64), ("bwd", 64), ("bwd", 64)], "none"),
+        ([("fwd", 64), ("bwd", 64), ("fwd", 32)], "none"),
+    ],
+    ids=["no backward", "nothing", "twice", "one more"],
+)
+def test_a_wheel_with_other_kernels_than_the_tree_has(
+    intact: Project, held: list[tuple[str, int]], missing: str, tmp_path: Path
+) -> None:
+    instances = [{"direction": d, "dtype": "bf16", "head_dim": n} for d, n in held]
+    wheel = release_samples.wheel(tmp_path / "wheel", instances=instances)
+    release_samples.describe(wheel)
+    expected = f"wheel: its kernels are not those of cpp/instances.json: missing are {missing}"
+    found = read_candidate(wheel, intact.root).faults
+    assert expected in found
+    assert len(found) == 1 or not held
+
+
+def test_several_families_of_a_kernel_are_one_kernel_of_the_real_table() -> None:
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text())
+    instances = [
+        {"direction": direction, "dtype": dtype, "head_dim": int(head_dim), "family": family}
+        for dtype in table["dtypes"]
+        for head_dim in table["bwd_tiles"]
+        for direction in ("fwd", "bwd")
+        for family in ("sm80", "sm90")
+    ]
+    assert list(instance_faults({"instances": instances}, ROOT)) == []
+    for wrong in ([*instances, instances[0]], instances[2:]):
+        assert len(list(instance_faults({"instances": wrong}, ROOT))) == 1
+
+
+@pytest.mark.parametrize("kind", [EOFError, LookupError, RuntimeError, struct.error, OSError])
+def test_whatever_a_reader_of_the_wheel_throws(
+    project: Project, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise kind("damaged")
+
+    monkeypatch.setattr(check, "check", fail)
+    assert f"wheel: cannot be read ({kind('damaged')!r})" in project.reasons()
+    monkeypatch.setattr(zipfile.ZipFile, "read", fail)
+    assert f"compared with the tree ({kind('damaged')!r})" in project.reasons()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"PK", b"no archive at all" * 99], ids=["empty", "stub", "text"]
+)
+def test_a_file_that_is_no_archive(project: Project, data: bytes) -> None:
+    project.wheel.write_bytes(data)
+    assert "wheel: cannot be read" in project.reasons()
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"instances": 3}', "null", "[" * 99_999])
+def test_build_information_of_another_form(intact: Project, tmp_path: Path, text: str) -> None:
+    made = release_samples.wheel(tmp_path / "wheel", {check.BUILD_INFO: text.encode()})
+    faults = read_candidate(made, intact.root).faults
+    assert [fault for fault in faults if fault.startswith("wheel: ")]
+
+
+def test_no_damage_ends_in_a_trace(project: Project) -> None:
+    whole, draw = project.wheel.read_bytes(), random.Random(0)
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for at in draw.sample(range(len(whole)), 5):
+            damaged[at] ^= 1 << draw.randrange(8)
+        project.wheel.write_bytes(damaged[: draw.choice([None, draw.randrange(len(whole))])])
+        faults = read_candidate(project.wheel, project.root).faults
+        told = ("manifest: is of another wheel", "wheel: ")
+        assert any(fault.startswith(told) for fault in faults)

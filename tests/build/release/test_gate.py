@@ -1,0 +1,313 @@
+"""Each way in which a wheel lacks its proof is refused, with its reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import release_samples
+from flash_attn_build.errors import RefusedError
+from flash_attn_build.files import ROOT
+from flash_attn_build.release import policy
+from flash_attn_build.release.candidate import read_candidate
+from flash_attn_build.release.gate import find_runs, find_wheels, judge
+from flash_attn_build.release.report import digest, read_report, runs_on
+from flash_attn_build.release.report import faults as report_faults
+from flash_attn_deterministic.verify import environment
+from flash_attn_deterministic.verify.contract.checks import CHECKS
+from release_samples import OTHER_WHEEL, POLICY, Change, Project, edit, sections
+
+
+def test_a_wheel_with_its_proof_passes(project: Project) -> None:
+    verdict = project.decide()
+    assert verdict.reasons == ()
+    assert list(verdict.verified) == ["sm_90", "sm_90a"]
+    assert list(verdict.unverified) == ["sm_80"]
+    assert "no GPU" in verdict.unverified["sm_80"]
+    (project.dist / "dev").mkdir()
+    shutil.copy(project.wheel, project.dist / "dev")
+    assert find_wheels(project.dist) == [project.wheel]
+
+
+def rows(**states: str) -> Change:
+    return lambda report: report.update(sections=sections(**states))
+
+
+REPORTS: dict[str, tuple[Change, str]] = {
+    "cut short": (lambda r: r.update(complete=False), "is not complete"),
+    "quick": (lambda r: r.update(quick=True), "is of a quick run"),
+    "source tree": (lambda r: r.update(source_tree=True), "against the source tree"),
+    "CPU": (lambda r: r.update(device="cpu"), "ran on 'cpu', not on a GPU"),
+    "failed": (lambda r: r.update(status="failed"), "its status is 'failed'"),
+    "incomplete": (lambda r: r.update(status="incomplete"), "its status is 'incomplete'"),
+    "a section failed": (rows(contract="failed"), "section contract: failed"),
+    "a section not run": (rows(decode="not-run"), "section decode: not-run"),
+    "a section left out": (lambda r: r["sections"].pop(), "section backward: missing"),
+    "a section that is not required": (
+        lambda r: r["sections"].append({"id": "x", "status": "failed"}), "section x: failed"
+    ),
+    "a section twice": (
+        lambda r: r["sections"].insert(0, {"id": "contract", "status": "failed"}),
+        "section contract: failed",
+    ),
+    "a row failed": (rows(paged="failed"), "contract, paged: failed"),
+    "a row that did not apply": (rows(heads="not-applicable"), "contract, heads: not-applicable"),
+    "rows left out": (lambda r: r["sections"][1].update(data={}), "contract, run-to-run: missing"),
+    "other bytes": (
+        lambda r: r["wheel"].update(sha256="0" * 64), f"is for other bytes (sha256 {'0' * 64}"
+    ),
+    "no wheel named": (lambda r: r.update(wheel=None), "other bytes (sha256 not named)"),
+    "other files": (lambda r: r["installed"].update(matches_wheel=False), "the installed files"),
+    "files not compared": (
+        lambda r: r["installed"].update(matches_wheel=None), "the installed files were not those"
+    ),
+    "upstream": (lambda r: r["pins"]["upstream"].update(version="2.8.2"), "its upstream is not"),
+    "patches": (lambda r: r["pins"]["patches"][0].update(sha256="0" * 64), "its patches are not"),
+    "version": (lambda r: r.update(schema_version=2), "expected schema_version 1, got 2"),
+    "schema": (lambda r: r.pop("status"), "'status' is a required property"),
+    "architecture": (lambda r: r["architectures"].update(ran=["sm_80"]), "sm_90: no complete, "),
+    "family": (lambda r: r["architectures"].update(ran=["sm_90"]), "sm_90a: no complete, "),
+    "architecture not held": (
+        lambda r: r["architectures"].update(ran=["sm_90", "sm_90a", "sm_90b"]),
+        "says that sm_90b ran, which the wheel does not hold",
+    ),
+    "unverified architecture not named": (
+        lambda r: r["architectures"].update(unverified=[]),
+        "sm_80: unverified, but 1/verification.json does not say so",
+    ),
+    "A100": (
+        lambda r: r["environment"].update(gpu="NVIDIA A100", compute_capability="8.0"),
+        "says that sm_90 ran on a GPU of compute capability 8.0",
+    ),
+    "A100 that says 9.0": (
+        lambda r: r["environment"].update(gpu="NVIDIA A100"),
+        "ran sm_90 on 'NVIDIA A100', which is none of H100",
+    ),
+    "no capability": (
+        lambda r: r["environment"].update(compute_capability=None), "capability None"
+    ),
+    "toolkit": (lambda r: r["build"].update(cuda_toolkit="12.4.131"), "build's cuda_toolkit"),
+    "code": (lambda r: r["build"].update(architectures=["90-real"]), "build's architectures"),
+    "mode": (lambda r: r["build"].update(deterministic=False), "build's deterministic"),
+    "bits": (lambda r: r["build"].update(bits_version=9), "build's bits_version"),
+    "kernels": (
+        lambda r: r["build"].update(
+            missing_kernels=[{"direction": "bwd", "dtype": "bf16", "head_dim": 64}]
+        ),
+        "says that the wheel lacks kernels",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "expected"), REPORTS.values(), ids=REPORTS)
+def test_a_report_that_is_no_proof(project: Project, change: Change, expected: str) -> None:
+    edit(project.report_path, change, sign=True)
+    found = project.reasons()
+    assert expected in found
+    assert "no complete, passing report" in found or "does not say so" in expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda r: r["environment"].update(gpu="NVIDIA B200"), lambda r: r.pop("digest")],
+    ids=["a value", "the digest taken out"],
+)
+def test_an_edited_report(project: Project, change: Change) -> None:
+    edit(project.report_path, change)
+    assert "was changed after it was written" in project.reasons()
+
+
+def test_no_report_at_all(project: Project) -> None:
+    shutil.rmtree(project.dist / "verification")
+    proof = f"no complete, passing report for sha256 {project.decide().wheel.sha256}"
+    assert project.decide().reasons == (f"sm_90: {proof}", f"sm_90a: {proof}")
+
+
+def test_every_reason_is_told_at_once(project: Project) -> None:
+    edit(project.report_path, lambda r: r.update(quick=True, complete=False))
+    project.git("tag", "--delete", "v0.1.0")
+    (project.root / "new").write_text("")
+    found = project.reasons()
+    for expected in ("changed after", "quick run", "not complete", "no tag", "new"):
+        assert expected in found
+
+
+SECOND: dict[str, tuple[dict[str, Any], str]] = {
+    "cut short": ({"complete": False}, "is not complete"),
+    "incomplete": ({"status": "incomplete"}, "its status is 'incomplete'"),
+    "failed": ({"status": "failed"}, "its status is 'failed'"),
+    "CPU": ({"device": "cpu"}, "ran on 'cpu'"),
+    # Cut short: neither the report nor the section says that it failed.
+    "a row failed": (
+        {"complete": False, "status": "incomplete", "sections": sections(chunk="failed")},
+        "contract, chunk: failed",
+    ),
+    "a row ended in an error": ({"sections": sections(chunk="error")}, "contract, chunk: error"),
+}
+
+
+@pytest.mark.parametrize(("changes", "expected"), SECOND.values(), ids=SECOND)
+def test_what_failed_is_not_undone_by_another_report(
+    project: Project, changes: dict[str, Any], expected: str
+) -> None:
+    project.add_report(**changes)
+    assert f"2/verification.json: {expected}" in project.reasons()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"quick": True}, {"wheel": OTHER_WHEEL, "status": "failed"}], ids=["quick", "other"]
+)
+def test_a_report_that_does_no_harm(project: Project, changes: dict[str, Any]) -> None:
+    project.add_report(**changes)
+    assert project.reasons() == ""
+
+
+@pytest.mark.parametrize("state", ["failed", "error"])
+def test_a_row_that_the_policy_does_not_name_may_not_fail(project: Project, state: str) -> None:
+    named = tuple(name for name in POLICY.required_checks if name != "dropout")
+    project.policy = replace(project.policy, required_checks=named)
+    assert project.reasons() == ""
+    edit(project.report_path, rows(dropout=state), sign=True)
+    assert f"contract, dropout: {state}" in project.reasons()
+
+
+DAMAGE: dict[str, tuple[Callable[[str], str], str]] = {
+    "edited": (lambda text: text.replace("true", "false", 1), "was changed"),
+    "truncated": (lambda text: text[: len(text) // 2], "is unreadable"),
+    "empty": (lambda text: "", "is unreadable"),
+    "nested": (lambda text: "[" * 99_999, "is unreadable"),
+    "emptied": (lambda text: "{}", "expected schema_version 1"),
+    "a list": (lambda text: "[]", "is not a report: expected a JSON object"),
+    "other bytes": (
+        lambda text: re.sub('"sha256": "[0-9a-f]{8}', '"sha256": "00000000', text, count=1),
+        "was changed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "expected"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_report_beside_a_passing_one_blocks(
+    project: Project, damage: Callable[[str], str], expected: str
+) -> None:
+    """It may have been of these bytes, and failed."""
+    second = project.add_report()
+    assert project.reasons() == ""
+    second.write_text(damage(second.read_text()))
+    assert f"2/verification.json: {expected}" in project.reasons()
+
+
+def test_a_run_that_left_no_report_blocks(project: Project) -> None:
+    (project.dist / "verification" / "2").mkdir()
+    assert "2/verification.json: is unreadable" in project.reasons()
+
+
+def test_a_failed_run_behind_a_link_blocks(project: Project, tmp_path: Path) -> None:
+    project.add_report(status="failed").parent.rename(tmp_path / "elsewhere")
+    (project.dist / "verification" / "2").symlink_to(tmp_path / "elsewhere")
+    assert "its status is 'failed'" in project.reasons()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "capability", "expected"),
+    [
+        ("sm_90", "9.0", True), ("sm_80", "8.9", True), ("sm_86", "8.0", False),
+        ("sm_80", "9.0", False), ("sm_90a", "9.0", True), ("sm_90a", "9.1", False),
+        ("compute_80", "12.0", True), ("compute_100", "9.0", False), ("sm_100", "10.0", True),
+        ("sm_90", "None", False), ("sm_", "9.0", False),
+    ],
+)  # fmt: skip
+def test_what_runs_where(architecture: str, capability: str, expected: bool) -> None:
+    assert runs_on(architecture, capability) == expected
+
+
+def test_where_attestations_are_asked_for_no_other_report_may_lie_around(project: Project) -> None:
+    project.add_report(status="failed", wheel=OTHER_WHEEL)
+    arguments = ([project.wheel], find_runs(project.dist), project.policy, project.root)
+    assert judge(*arguments)
+    with pytest.raises(RefusedError, match=r"2/verification\.json: is of no wheel of this release"):
+        judge(*arguments, strays=False)
+
+
+POLICIES: dict[str, tuple[dict[str, Any], str]] = {
+    "another toolkit": (
+        {"wheels": {"": "12.4.131"}},
+        "made with CUDA 13.0.88, but the release policy wants 12.4.131",
+    ),
+    "an architecture that it does not know": (
+        {"unverified_architectures": {}},
+        "sm_80: unverified, and the release policy does not allow",
+    ),
+    "an architecture that the wheel lacks": (
+        {"required_architectures": {"sm_90": ("H200",), "sm_100": ("B200",)}},
+        "sm_100: the wheel holds no machine code for it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "expected"), POLICIES.values(), ids=POLICIES)
+def test_what_the_policy_wants(project: Project, changes: dict[str, Any], expected: str) -> None:
+    project.policy = replace(project.policy, **changes)
+    assert expected in project.reasons()
+
+
+def test_an_unverified_architecture_that_the_readme_does_not_name(project: Project) -> None:
+    (project.root / "README.md").write_text("All is well.\n")
+    assert "sm_80: unverified, but README.md does not name it" in project.reasons()
+
+
+def test_no_schema_of_reports(project: Project) -> None:
+    (project.root / "docs" / "verification.schema.json").unlink()
+    with pytest.raises(
+        RefusedError, match=r"schema: docs/verification\.schema\.json is unreadable"
+    ):
+        project.decide()
+
+
+FREE = ("environment", "digest", "started", "seconds", "baseline")  # of a report
+
+
+def test_no_part_of_a_report_can_be_exchanged(intact: Project, tmp_path: Path) -> None:
+    judged = read_candidate(intact.wheel, intact.root)
+    content = json.loads(intact.report_path.read_text())
+    path = tmp_path / "changed.json"
+    for key in (key for key in content if key not in FREE):
+        for value in (None, True, False, 0, 2, "", "x", [], ["x"], {}, {"x": 1}):
+            changed = {**content, key: value}
+            changed["digest"] = digest(changed)
+            path.write_text(json.dumps(changed))
+            report = read_report(path, release_samples.SCHEMA)
+            same = value is content[key] or (value == content[key] and value != 0)
+            said = "sm_90" in report.names("ran") and "sm_80" in report.names("unverified")
+            faults = list(report_faults(report, judged, intact.policy))
+            assert faults or same or not said, (key, value)
+
+
+def test_the_policy_demands_what_reports_have() -> None:
+    schema = release_samples.SCHEMA
+    rows = schema["properties"]["sections"]["prefixItems"]
+    assert list(POLICY.required_sections) == [row["properties"]["id"]["const"] for row in rows]
+    listed = schema["$defs"]["check"]["properties"]["id"]["enum"]
+    assert list(POLICY.required_checks) == listed == [check.id for check in CHECKS]
+
+
+def test_the_samples_are_reports(intact: Project) -> None:
+    for path in (intact.report_path, intact.ptx_path):
+        assert read_report(path, release_samples.SCHEMA).faults == ()
+
+
+def test_a_run_on_hopper_proves_what_the_policy_demands_of_the_release() -> None:
+    """All machine code of the real preset is demanded or let through by name."""
+    presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]
+    (release,) = (each for each in presets if each["name"] == "release")
+    held = release["cacheVariables"]["CMAKE_CUDA_ARCHITECTURES"].split(";")
+    found = environment.architectures(held, "9.0")
+    assert set(found["ran"]) == set(POLICY.required_architectures)
+    assert set(found["unverified"]) == set(POLICY.unverified_architectures)
+    assert all(POLICY.required_architectures.values())
+    assert "" in policy.POLICY.wheels

@@ -1,0 +1,129 @@
+"""A run of PTX stands in for machine code that no GPU at hand runs, and no other run does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import release_samples
+from flash_attn_build.files import ROOT
+from flash_attn_build.release import ptx
+from flash_attn_build.release.candidate import read_candidate
+from flash_attn_build.release.report import read_report, run_faults
+from release_samples import POLICY, Change, Project, edit, sections
+
+ENTRY = POLICY.unverified_architectures["sm_80"]
+WHERE = "docs/results/verification-compute_80"
+
+
+def faults(project: Project) -> list[str]:
+    wheel = read_candidate(project.wheel, project.root)
+    return list(ptx.faults(project.root, release_samples.SCHEMA, wheel, ENTRY, POLICY))
+
+
+REPORTS: dict[str, tuple[dict[str, Any], str]] = {
+    "cut short": ({"complete": False}, "is not complete"),
+    "other PTX": (
+        {"architectures": {"ran": [], "ran_as_ptx": [], "unverified": []}},
+        "did not run compute_80 as PTX",
+    ),
+    "nothing checked": ({"sections": []}, "section contract: missing"),
+    "accuracy": ({"sections": sections(accuracy="not-run")}, "section accuracy: not-run"),
+    "a row left out": ({"sections": sections(paged="not-run")}, "contract, paged: not-run"),
+    "another section": (
+        {"status": "failed", "sections": sections(performance="failed")},
+        "its status is 'failed', not 'passed'",
+    ),
+    "other pin": ({"pins": {}}, "its upstream is not that of the manifest"),
+}
+
+
+@pytest.mark.parametrize(("changes", "expected"), REPORTS.values(), ids=REPORTS)
+def test_a_report_that_does_not_stand_in(
+    project: Project, changes: dict[str, Any], expected: str
+) -> None:
+    edit(project.ptx_path, lambda report: report.update(changes), sign=True)
+    assert f"{WHERE}.json: {expected}" in "\n".join(faults(project))
+    project.tag()
+    assert f"sm_80: {WHERE}.json: {expected}" in project.reasons()
+
+
+def test_neither_report_nor_manifest(project: Project) -> None:
+    project.ptx_path.unlink()
+    (fault,) = faults(project)
+    assert fault.startswith(f"{WHERE}.json: is unreadable")
+    project.ptx_manifest.unlink()
+    assert (
+        f"{WHERE}.manifest.json: verification-compute_80.manifest.json is missing"
+        in (faults(project)[0])
+    )
+
+
+def test_rows_that_ptx_cannot_pass_are_not_asked_for(project: Project) -> None:
+    """Golden hashes are of machine code, and PTX has one family of kernels."""
+    passed = sections(golden="not-applicable", family="not-applicable", performance="not-run")
+    edit(project.ptx_path, lambda report: report.update(sections=passed), sign=True)
+    assert faults(project) == []
+
+
+ALONE = "expected preset 'release' with the option CMAKE_CUDA_ARCHITECTURES=80-virtual alone"
+MANIFESTS: dict[str, tuple[Change, str]] = {
+    "other wheel": (lambda m: m["wheel"].update(sha256="0" * 64), "is of another wheel"),
+    "older kernels": (lambda m: m["sources"].update(cpp="0" * 64), "built from another tree: cpp"),
+    "options": (lambda m: m["build"]["defines"].append("CMAKE_CUDA_FLAGS=-G"), ALONE),
+    "environment": (lambda m: m["build"].update(environment={"CUDAFLAGS": "-G"}), ALONE),
+    "preset": (lambda m: m["build"].update(preset="dev"), "expected preset"),
+    "kernels": (lambda m: m["instances"].pop(), "its kernels are not those"),
+    "toolkit": (
+        lambda m: m.update(cuda_toolkit="12.4.131"),
+        "cuda_toolkit: '12.4.131', but the wheel to be published has '13.0.88'",
+    ),
+    "mode": (lambda m: m.update(deterministic=False), "deterministic: False"),
+    "bits": (lambda m: m.update(bits_version=9), "bits_version: 9"),
+    "upstream": (lambda m: m["upstream"].update(version="9"), "upstream: "),
+    "machine code": (
+        lambda m: m["architectures"].append("90-real"),
+        "expected 80-virtual alone, got 80-virtual, 90-real",
+    ),
+    "schema": (lambda m: m.update(schema=2), "expected schema 3"),
+    "no sources": (lambda m: m.pop("sources"), "is not a manifest"),
+    "other form": (lambda m: m.update(build=[]), "is not a manifest"),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_of_something_else(project: Project, change: Change, expected: str) -> None:
+    edit(project.ptx_manifest, change)
+    assert f"{WHERE}.manifest.json: {expected}" in "\n".join(faults(project))
+
+
+def test_a_new_version_with_the_same_kernels_needs_no_new_run(project: Project) -> None:
+    edit(project.ptx_manifest, lambda m: m["sources"].update({"pyproject.toml": "0" * 64}))
+    assert faults(project) == []
+
+
+def test_kernels_of_a_later_family_have_no_earlier_ptx(project: Project) -> None:
+    own = [
+        {"direction": "fwd", "dtype": "bf16", "head_dim": 64, "family": f"sm{n}"} for n in (80, 90)
+    ]
+    wheel = read_candidate(project.wheel, project.root)
+    wheel = replace(wheel, manifest={**wheel.manifest, "instances": own})
+    text = json.loads(project.ptx_manifest.read_text())
+    report = read_report(project.ptx_path, release_samples.SCHEMA)
+    for instances, expected in ((own[:1], 0), (own, 1), ([], 1)):
+        text["instances"] = instances
+        assert len(list(ptx.manifest_faults(text, report, wheel, "compute_80"))) == expected
+
+
+def test_the_report_in_this_tree_stands_in() -> None:
+    """The gate compares it with the tree's present kernels, when something is released."""
+    path = ROOT / ENTRY.ptx_report
+    said = "The gate is shut" in (ROOT / "docs" / "releasing.md").read_text()
+    assert said == (not path.exists())
+    if path.exists():
+        report = read_report(path, release_samples.SCHEMA)
+        assert list(run_faults(report)) == []
+        assert ENTRY.ptx in report.names("ran_as_ptx")
+        assert json.loads(path.with_suffix(".manifest.json").read_text())["sources"]

@@ -1,0 +1,150 @@
+"""A release without tokens: gate, release page, upload to a package server, install from it.
+
+The wheel is a small one of the tests, or the one that FLASH_ATTN_REHEARSAL names (`nox -s
+rehearse`), with a report made for it, since there is no GPU here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import package_server
+import pytest
+import release_samples
+from flash_attn_build.compile import manifest
+from flash_attn_build.errors import RefusedError
+from flash_attn_build.files import ROOT
+from flash_attn_build.release import __main__ as release
+from flash_attn_build.release import index
+from flash_attn_build.release.policy import POLICY
+from release_samples import OTHER_WHEEL, Project, edit
+
+NAME = "flash-attn-deterministic"
+WHEEL = "flash_attn_deterministic-0.1.0"
+REAL = os.environ.get("FLASH_ATTN_REHEARSAL", "")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "build" / "release"
+
+
+def run(project: Project, out: Path, *options: str) -> int:
+    arguments = ["--dist", str(project.dist), "--out", str(out), *options]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(release, "POLICY", project.policy)
+        return release.main(arguments, project.root)
+
+
+def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
+    assert run(project, out) == 0
+    wheel = project.wheel.name
+    assert sorted(path.name for path in (out / "assets").iterdir()) == [
+        wheel, f"{wheel}.manifest.json", f"{wheel}.verification-1.json"
+    ]  # fmt: skip
+    notes = (out / "notes.md").read_text()
+    assert "- First." in notes
+    assert "| 0.1.0, package index | 13.0.88 | sm_90, sm_90a | NVIDIA H200 |" in notes
+    assert "- **sm_80**: Machine code for compute capability 8.x" in notes
+    assert "g++ (x) 12.2.0" in notes
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=out, check=True)
+    listed = {line.split()[1] for line in (out / "SHA256SUMS").read_text().splitlines()}
+    there = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert listed == there - {"SHA256SUMS"}
+    assert list((out / "kernels-hub" / "build").iterdir())
+    upload_and_install(out / "package-index" / wheel, tmp_path)
+    shutil.copytree(out / "assets", tmp_path / "pages" / "v0.1.0")
+    made = tmp_path / "index"
+    arguments = ["--pages", str(tmp_path / "pages"), "--out", str(made), "--unattested"]
+    assert index.main(arguments) == 0
+    assert (made / "packages" / wheel).read_bytes() == project.wheel.read_bytes()
+
+
+def upload_and_install(wheel: Path, folder: Path) -> Path:
+    """By twine to a package server on loopback, and from there by pip; returns the library."""
+    packages, log = folder / "packages", folder / "server.log"
+    command = package_server.package_server(packages, log, "-P", ".", "-a", ".")
+    python = package_server.clean_environment(folder / "environment")
+    environ = {**os.environ, "TWINE_USERNAME": "x", "TWINE_PASSWORD": "y"}
+    upload = [sys.executable, "-m", "twine", "upload", "--non-interactive"]
+    with package_server.serve(command, log) as address:
+        subprocess.run([*upload, "--repository-url", address, str(wheel)], env=environ, check=True)
+        package_server.pip_install(python, f"{address}simple/", NAME)
+    (uploaded,) = packages.glob("*.whl")
+    assert uploaded.read_bytes() == wheel.read_bytes()
+    (library,) = (folder / "environment").rglob("flash_attn_deterministic/_C.so")
+    (bill,) = (folder / "environment").rglob("sboms/*.cdx.json")
+    assert hashlib.sha256(library.read_bytes()).hexdigest() in bill.read_text()
+    return library
+
+
+def test_what_the_gate_refuses_is_not_written(
+    project: Project, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(project, out) == 0
+    edit(project.report_path, lambda r: r.update(quick=True), sign=True)
+    assert run(project, out) == RefusedError.exit_code
+    assert not out.exists()
+    errors = capsys.readouterr().err
+    assert "sm_90: no complete, passing report" in errors
+    assert "1/verification.json: is of a quick run" in errors
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "other-0.1.0", "flash_attn_deterministic-0.1.0+cu130"])
+def test_the_wheels_must_be_those_of_the_policy(
+    project: Project, out: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None, a foreign one, or one too many beside the right one."""
+    if name:
+        shutil.copy(project.wheel, project.dist / project.wheel.name.replace(WHEEL, name))
+    if "+" not in name:
+        project.wheel.unlink()
+    assert run(project, out) == RefusedError.exit_code
+    errors = capsys.readouterr().err
+    foreign = "name: expected flash_attn_deterministic-"
+    assert (foreign if "other" in name else "expected one wheel of each local") in errors
+
+
+def test_attestations_are_asked_for_before_anything_is_read(
+    project: Project, out: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = gh("")
+    assert run(project, out, "--attested", "o/n", "c0ffee") == 0
+    assert calls.read_text().count("--source-digest c0ffee") == 2
+    project.add_report(wheel=OTHER_WHEEL)
+    assert run(project, out) == 0
+    assert run(project, out, "--attested", "o/n", "c0ffee") == RefusedError.exit_code
+    assert "is of no wheel of this release" in capsys.readouterr().err
+    gh("exit 1")
+    assert run(project, out, "--attested", "o/n", "c0ffee") == RefusedError.exit_code
+    assert "has no attestation" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not REAL, reason="FLASH_ATTN_REHEARSAL names no wheel; `nox -s rehearse` does")
+def test_the_real_wheel_takes_the_whole_way(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tree is a clone that is tagged for it; reports are made up, as no GPU is here."""
+    built = Path(REAL)
+    root = tmp_path / "tree"
+    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(root)], check=True)
+    project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name, POLICY)
+    project.dist.mkdir()
+    shutil.copy(built, project.wheel)
+    shutil.copy(manifest.path_of(built), manifest.path_of(project.wheel))
+    text = manifest.read(project.manifest_path)
+    release_samples.write_report(project.wheel, project.report_path)
+    release_samples.write_ptx_run(project)
+    project.tag()
+    assert run(project, out) == 0, capsys.readouterr().err
+    library = upload_and_install(out / "package-index" / built.name, tmp_path)
+    info = json.loads(library.with_name("_build_info.json").read_text())
+    assert info["cuda_toolkit"] == text["cuda_toolkit"]

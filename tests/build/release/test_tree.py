@@ -1,0 +1,62 @@
+"""A release is of a tag, and of nothing but what is in it, whatever git is told not to see."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from flash_attn_build.files import write_text
+from flash_attn_build.release.tree import reasons
+from release_samples import Project
+
+HIDDEN = "python/flash_attn_deterministic/hidden.py"
+EDIT = {"README.md": "sm_80"}
+# Commands of git, then files that are written, and which of them is noticed.
+CHANGES: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "edited": ([], EDIT, "README.md"),
+    "new": ([], {"new file": ""}, "new file"),
+    "assume-unchanged": (["update-index --assume-unchanged README.md"], EDIT, "README.md"),
+    "skip-worktree": (["update-index --skip-worktree README.md"], EDIT, "README.md"),
+    "fsmonitor": (["config core.fsmonitor true"], EDIT, "README.md"),
+    "excluded": ([], {".git/info/exclude": "hidden.py\n", HIDDEN: ""}, HIDDEN),
+    "rules that ignore themselves": (
+        [],
+        {str(Path(HIDDEN).with_name(".gitignore")): "*\n", HIDDEN: ""},
+        str(Path(HIDDEN).with_name(".gitignore")),
+    ),
+    "another folder named": (["config core.worktree ../docs"], {HIDDEN: ""}, HIDDEN),
+}
+
+
+def told(project: Project) -> str:
+    return "\n".join(reasons(project.root, "0.1.0"))
+
+
+@pytest.mark.parametrize(("commands", "files", "expected"), CHANGES.values(), ids=CHANGES)
+def test_a_tree_that_is_not_its_commit(
+    project: Project, commands: list[str], files: dict[str, str], expected: str
+) -> None:
+    for command in commands:
+        project.git(*command.split())
+    for name, text in files.items():
+        write_text(project.root / name, text)
+    assert f"tree: differs from its commit: {expected}" in told(project)
+
+
+def test_a_file_that_may_be_run_suddenly(project: Project) -> None:
+    project.git("config", "core.fileMode", "false")
+    (project.root / "CMakeLists.txt").chmod(0o755)
+    assert "tree: differs from its commit: CMakeLists.txt" in told(project)
+
+
+def test_another_tag_or_none(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.git("tag", "v0.2.0")
+    project.git("tag", "--delete", "v0.1.0")
+    assert "is not tagged v0.1.0: it has v0.2.0" in told(project)
+    project.git("commit", "--quiet", "--allow-empty", "-m", "later")
+    assert "is not tagged v0.1.0: it has no tag" in told(project)
+    shutil.rmtree(project.root / ".git")
+    assert told(project).startswith("tree: git does not know what is checked out")
+    monkeypatch.setenv("PATH", str(project.dist))
+    assert told(project).startswith("tree: git does not know what is checked out")

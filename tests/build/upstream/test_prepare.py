@@ -1,0 +1,282 @@
+"""The whole stage, through its command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from flash_attn_build import errors
+from flash_attn_build.files import ROOT
+from flash_attn_build.upstream.__main__ import main
+from flash_attn_build.upstream.pin import Pin
+from flash_attn_build.upstream.prepare import CUTLASS_LICENCE, STAMP, prepare
+from flash_attn_build.upstream.source import LICENCE
+from upstream_samples import (
+    FILES,
+    FIRST,
+    PATCH,
+    PREPARED,
+    VERSION,
+    make_folder,
+    sha256,
+    tree_of,
+)
+
+SECOND = "0002-second.patch"
+PATCHED = b"one\none and a half\ntwo\nTHREE\nfour\n"
+PLAIN = b"one\ntwo\nthree\nfour\n"
+
+
+@pytest.fixture
+def pin(patched: Pin) -> Pin:
+    return patched
+
+
+@pytest.fixture
+def dest(tmp_path: Path) -> Path:
+    return tmp_path / "build" / "upstream"
+
+
+def _run(pin: Pin, *arguments: str | Path) -> int:
+    return main(["--pin", str(pin.path), *map(str, arguments)])
+
+
+def _write_patch(pin: Pin, name: str, text: str, status: int = 0) -> None:
+    (pin.patches_dir / name).write_text(text)
+    assert _run(pin, "refresh") == status
+
+
+def _list_by_hand(pin: Pin, text: str) -> None:
+    """Puts a patch in the place of the first, with its hash, but without `refresh`."""
+    (pin.patches_dir / FIRST).write_text(text)
+    record = json.loads(pin.path.read_text())
+    record["patches"][0]["sha256"] = sha256(text.encode())
+    pin.path.write_text(json.dumps(record))
+
+
+def test_tree_and_output(pin: Pin, dest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dest.mkdir(parents=True)  # an empty folder is no obstacle, and neither is a checkout around it
+    subprocess.run(["git", "init", "--quiet", str(dest.parents[1])], check=True)
+    assert _run(pin, "prepare", "--dest", dest) == 0
+    tree = tree_of(dest)
+    assert set(tree) == PREPARED | {STAMP}
+    assert tree["flash_attn/src/softmax.h"] == PATCHED
+    assert tree[LICENCE] == FILES["LICENSE"].encode()
+    assert b"The Sample Authors" in tree[CUTLASS_LICENCE]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "version": VERSION,
+        "sha256": pin.sha256,
+        "patches": [{"name": FIRST, "sha256": sha256(PATCH.encode())}],
+        "dest": str(dest),
+    }
+    assert list(dest.parent.iterdir()) == [dest]
+
+
+def test_unpatched(pin: Pin, dest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(pin, "prepare", "--unpatched", "--dest", dest) == 0
+    assert (dest / "flash_attn/src/softmax.h").read_bytes() == PLAIN
+    assert json.loads(capsys.readouterr().out)["patches"] == []
+
+
+def test_same_bytes_whatever_the_source_and_place(pin: Pin, dest: Path, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "folder")
+    prepare(dest, pin)
+    prepare(tmp_path / "other", pin, environment={"FLASH_ATTENTION_SOURCE": str(folder)})
+    assert tree_of(dest) == tree_of(tmp_path / "other")
+
+
+def test_second_call_touches_nothing(
+    pin: Pin, dest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def times() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in [dest, *dest.rglob("*")]}
+
+    assert _run(pin, "prepare", "--dest", dest) == 0
+    first, before = capsys.readouterr().out, times()
+    monkeypatch.setenv("FLASH_ATTENTION_SOURCE", "/nothing/here")  # not even looked at
+    assert _run(pin, "prepare", "--dest", dest) == 0
+    assert capsys.readouterr().out == first
+    assert times() == before
+
+
+def test_tree_follows_the_patches(pin: Pin, dest: Path) -> None:
+    assert _run(pin, "prepare", "--dest", dest) == 0
+    unfit = PATCH.replace("@@ -1,0 +2 @@\n+one and a half\n", "", 1)
+    _write_patch(pin, SECOND, unfit, errors.PatchError.exit_code)
+    assert _run(pin, "prepare", "--dest", dest) == errors.PinError.exit_code
+    assert (dest / "flash_attn/src/softmax.h").read_bytes() == PATCHED
+    second = f"flash-attn {VERSION}\n--- a/X\n+++ b/X\n@@ -4 +4 @@\n-THREE\n+3\n"
+    _write_patch(pin, SECOND, second.replace("X", "flash_attn/src/softmax.h"))
+    assert _run(pin, "prepare", "--dest", dest) == 0
+    assert (dest / "flash_attn/src/softmax.h").read_bytes() == PATCHED.replace(b"THREE", b"3")
+    for name in (FIRST, SECOND):
+        (pin.patches_dir / name).unlink()
+    assert _run(pin, "refresh") == 0
+    assert _run(pin, "prepare", "--dest", dest) == 0
+    assert (dest / "flash_attn/src/softmax.h").read_bytes() == PLAIN
+    assert list(dest.parent.iterdir()) == [dest]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (PATCH.replace("-three", "-drei"), "does not apply"),
+        (PATCH.replace("softmax.h", "other.h"), "No such file"),
+        (PATCH.replace("/flash_attn", "/../flash_attn"), "does not apply"),
+        (PATCH[:-3], "does not apply"),
+        (PATCH.replace(VERSION, "1.0"), f"flash-attn {VERSION}"),
+    ],
+    ids=["hunk", "file", "parent", "cut off", "other pin"],
+)
+def test_patch_that_does_not_apply(
+    pin: Pin, dest: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = pin.path.read_bytes()
+    _write_patch(pin, FIRST, text, 18)
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {FIRST}: ")
+    assert words in message
+    assert pin.path.read_bytes() == before
+    # Neither does the build take it, where someone lists it by hand.
+    _list_by_hand(pin, text)
+    assert _run(pin, "prepare", "--dest", dest) == 18
+    assert tree_of(dest.parent) == {}
+
+
+def test_patch_that_fits_elsewhere_is_noticed(
+    pin: Pin, dest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # git puts a hunk where its lines are, whatever its header says: the tree's hash tells.
+    text = PATCH.replace("@@ -1,0 +2 @@", "@@ -2,0 +3 @@")
+    _list_by_hand(pin, text)
+    assert _run(pin, "prepare", "--dest", dest) == 18
+    assert f"expected {pin.patched_tree_sha256}, but the patches make" in capsys.readouterr().err
+    assert tree_of(dest.parent) == {}
+
+
+def test_edited_tree_is_not_replaced(
+    pin: Pin, dest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(pin, "prepare", "--dest", dest) == 0
+    (dest / "flash_attn/src/fwd.cu").write_text("an experiment\n")
+    (dest / "flash_attn/src/new.h").write_text("")
+    (dest / "cutlass/include/cute/tensor.hpp").unlink()
+    before = tree_of(dest)
+    for extra in ((), ("--unpatched",)):
+        assert _run(pin, "prepare", "--dest", dest, *extra) == 21
+    message = capsys.readouterr().err
+    assert "edited since it was made; save your changes" in message
+    assert tree_of(dest) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_foreign_destination_is_not_replaced(
+    pin: Pin, dest: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = dest / "work.txt" if kind == "folder" else dest
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    assert _run(pin, "prepare", "--dest", dest) == 21
+    assert "was not made by this tool" in capsys.readouterr().err
+    assert foreign.read_text() == "mine"
+    assert _run(pin, "prepare", "--dest", foreign / "x" / "upstream") == 19
+    assert "choose another destination" in capsys.readouterr().err
+
+
+def test_concurrent_calls(pin: Pin, dest: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        runs = [pool.submit(prepare, dest, pin) for _ in range(8)]
+    assert all(run.result()["dest"] == str(dest) for run in runs)
+    assert set(tree_of(dest)) == PREPARED | {STAMP}
+    assert list(dest.parent.iterdir()) == [dest]
+
+
+def test_full_disk_leaves_the_old_tree(
+    pin: Pin, dest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(pin, "prepare", "--dest", dest) == 0
+    before = tree_of(dest)
+    write = Path.write_bytes
+
+    def write_half(path: Path, data: bytes) -> int:
+        if path.name == "fwd.cu":
+            write(path, data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    assert _run(pin, "prepare", "--unpatched", "--dest", dest) == 19
+    assert "No space left on device" in capsys.readouterr().err
+    assert tree_of(dest.parent) == {f"upstream/{name}": data for name, data in before.items()}
+
+
+def _module(pin: Pin, *arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    drop = ("PIP_", "FLASH_ATTENTION_")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
+    environ |= {"PYTHONPATH": str(ROOT / "python"), "PIP_CONFIG_FILE": os.devnull, **more}
+    command = [sys.executable, "-m", "flash_attn_build.upstream", "--pin", str(pin.path)]
+    command += map(str, arguments)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_fetches_through_pip_configuration(
+    pin: Pin, archive: Path, dest: Path, tmp_path: Path
+) -> None:
+    settings = {"PIP_NO_INDEX": "1", "FLASH_ATTENTION_CACHE": str(tmp_path / "cache")}
+    settings["PIP_FIND_LINKS"] = f"{tmp_path / 'absent'} {archive.parent}"
+    run = _module(pin, "prepare", "--dest", dest, **settings)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1])["dest"] == str(dest)
+    assert (tmp_path / "cache" / f"{pin.sha256}.tar.gz").read_bytes() == archive.read_bytes()
+    assert set(tree_of(dest)) == PREPARED | {STAMP}
+
+
+FAILURES: dict[str, tuple[dict[str, str], int, str]] = {
+    "not found": ({"PIP_NO_INDEX": "1"}, 12, "not found in"),
+    "no network": (
+        {"PIP_INDEX_URL": "http://127.0.0.1:1/simple", "PIP_RETRIES": "0"},
+        11,
+        "could not be fetched",
+    ),
+    "pip's option": ({"PIP_TIMEOUT": "soon"}, 22, "timeout"),
+    "source": ({"FLASH_ATTENTION_SOURCE": "/no/such"}, 14, "neither a file"),
+    "cache": ({"FLASH_ATTENTION_CACHE": "/dev/null/x"}, 19, "cannot be written"),
+}
+
+
+@pytest.mark.parametrize(("settings", "status", "words"), FAILURES.values(), ids=FAILURES)
+def test_failures_have_their_own_status(
+    pin: Pin, dest: Path, tmp_path: Path, settings: dict[str, str], status: int, words: str
+) -> None:
+    cache = tmp_path / "cache"
+    settings = {"FLASH_ATTENTION_CACHE": str(cache), **settings}
+    run = _module(pin, "prepare", "--dest", dest, **settings)
+    assert (run.returncode, run.stdout) == (status, "")
+    assert words in run.stderr
+    assert "Traceback" not in run.stderr
+    assert tree_of(cache) == {}
+    assert tree_of(dest.parent) == {}
+
+
+def test_statuses_are_distinct() -> None:
+    kinds: list[type[errors.BuildError]] = [errors.BuildError, *errors.BuildError.__subclasses__()]
+    statuses = [kind.exit_code for kind in kinds]
+    assert len(statuses) == len(set(statuses))
+
+
+def test_hash_prints_what_a_pin_needs(
+    pin: Pin, archive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(pin, "hash", archive) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "sdist": {"sha256": pin.sha256, "size": pin.size},
+        "tree_sha256": pin.tree_sha256,
+    }
+    assert _run(pin, "hash", archive.parent / "none") == errors.SourceError.exit_code

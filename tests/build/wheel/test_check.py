@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fake_wheel
+import pytest
+from flash_attn_build.errors import WheelError
+from flash_attn_build.wheel import check
+
+INFO = "flash_attn_deterministic-0.1.0.dist-info"
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return fake_wheel.library(tmp_path_factory.mktemp("library"))
+
+
+def problems(wheel: Path) -> str:
+    with pytest.raises(WheelError) as caught:
+        check.check(wheel)
+    return str(caught.value)
+
+
+def test_a_good_wheel_passes_and_tells_what_it_holds(tmp_path: Path, binary: bytes) -> None:
+    info = check.check(fake_wheel.pack(tmp_path, fake_wheel.contents(binary)))
+    assert info == fake_wheel.INFO
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["cp311-cp311-manylinux_2_28_x86_64", "py3-none-linux_x86_64",
+     "py3-none-manylinux_2_27_x86_64.manylinux_2_28_x86_64"],
+)  # fmt: skip
+def test_another_tag(tmp_path: Path, binary: bytes, tag: str) -> None:
+    text = problems(fake_wheel.pack(tmp_path, fake_wheel.contents(binary, tag), tag))
+    assert "name: expected" in text
+    assert "WHEEL: expected the one tag" in text
+
+
+TEXTS = [f"{INFO}/licenses/{name}" for name in check.LICENCE_TEXTS]
+
+
+@pytest.mark.parametrize("name", [check.LIBRARY, check.BUILD_INFO, *check.LICENSES, *TEXTS])
+def test_a_missing_file(tmp_path: Path, binary: bytes, name: str) -> None:
+    files = fake_wheel.contents(binary)
+    del files[name]
+    text = problems(fake_wheel.pack(tmp_path, files))
+    assert f"{Path(name).name if name in TEXTS else name} is missing" in text
+    assert ("License-File differs" in text) == (name in TEXTS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flash_attn_build/compile/build.py",
+        "flash_attn_deterministic/extra.so",
+        "flash_attn_deterministic/fwd.cu",
+        "flash_attn_deterministic.libs/libcudart.so.13",
+        "setup.py",
+        "flash_attn_deterministic-0.1.0.dist-info/hook.py",
+    ],
+)
+def test_a_file_that_does_not_belong(tmp_path: Path, binary: bytes, name: str) -> None:
+    files = {**fake_wheel.contents(binary), name: b""}
+    assert f"{name} does not belong" in problems(fake_wheel.pack(tmp_path, files))
+
+
+SHIMS = fake_wheel.SHIMS
+LIBRARIES: dict[str, tuple[dict[str, Any], str]] = {
+    "symbols": ({"options": []}, "not stripped"),
+    "rpath": ({"options": ["-s", "-Wl,-rpath,/opt/cuda"]}, "search paths: /opt/cuda"),
+    "torch not named": ({"needed": ["torch_cpu"]}, "does not name libtorch_cuda.so"),
+    "CUDA": ({"needed": ["torch_cpu", "torch_cuda", "cudart"]}, "needs libcudart.so"),
+    "C++ of torch": (
+        {"calls": [*SHIMS, "_ZN3c105ErrorD1Ev"]},
+        "torch-abi-audit: not torch's stable ABI: c10::Error::~Error()",
+    ),
+    "driver": (
+        {"calls": [*SHIMS, "cuLaunchKernel"]},
+        "imports cuLaunchKernel, which no library is named for",
+    ),
+    "not torch's": ({"calls": []}, "no stable shim is used at all"),
+    "unknown shim": (
+        {"calls": [*SHIMS, "torch_from_the_future"]},
+        "does not know the shims torch_from_the_future",
+    ),
+    "PTX missing": (
+        {"code": fake_wheel.fatbin([(2, 80), (2, 90)])},
+        "holds GPU code for 80-real, 90-real, but _build_info.json states "
+        "80-real, 80-virtual, 90-real",
+    ),
+    "no GPU code": ({"code": b""}, "holds GPU code for nothing"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), LIBRARIES.values(), ids=LIBRARIES)
+def test_a_library_that_is_wrong(tmp_path: Path, arguments: dict[str, Any], expected: str) -> None:
+    binary = fake_wheel.library(tmp_path / "library", **arguments)
+    assert expected in problems(fake_wheel.pack(tmp_path, fake_wheel.contents(binary)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("torch_target", "2.1", "but is said to run from 2.1"),
+        ("instances", [], "lists no instance"),
+        ("sources", {}, "does not say what sources the GPU code is compiled from"),
+    ],
+)
+def test_build_information_that_is_wrong(
+    tmp_path: Path, binary: bytes, name: str, value: object, expected: str
+) -> None:
+    files = fake_wheel.contents(binary)
+    files[check.BUILD_INFO] = json.dumps({**fake_wheel.INFO, name: value}).encode()
+    assert expected in problems(fake_wheel.pack(tmp_path, files))
+
+
+def test_a_folder_of_the_machine_in_the_library(tmp_path: Path, binary: bytes) -> None:
+    # As __FILE__ leaves it in a header of a package.
+    files = fake_wheel.contents(binary + b"\0./env/lib/site-packages/torch/stable/ops.h\0")
+    text = problems(fake_wheel.pack(tmp_path, files))
+    assert "built on (./env/lib/site-packages/torch/stable/ops.h)" in text
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    binary = fake_wheel.library(tmp_path / "library", options=[], code=b"")
+    files = {**fake_wheel.contents(binary), "setup.py": b""}
+    text = problems(fake_wheel.pack(tmp_path, files))
+    assert all(word in text for word in ("setup.py", "not stripped", "GPU code for nothing"))
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["80", "90a-real"], ""), (["80-real"], "_build_info.json states 80-real")],
+    ids=["equal", "differs"],
+)
+def test_architectures_without_a_kind_mean_both(
+    tmp_path: Path, names: list[str], expected: str
+) -> None:
+    code = fake_wheel.fatbin([(1, 80), (2, 80), (2, 90)])
+    files = fake_wheel.contents(fake_wheel.library(tmp_path / "library", code=code))
+    files[check.BUILD_INFO] = json.dumps({**fake_wheel.INFO, "architectures": names}).encode()
+    wheel = fake_wheel.pack(tmp_path, files)
+    if expected:
+        assert expected in problems(wheel)
+    else:
+        assert check.check(wheel)["architectures"] == names
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (" AND MIT", "", "lacks MIT, which is linked in"),
+        ("Version: 0.1.0", "Version: 0.1.0+x", "says version 0.1.0+x"),
+        ("Name: ", "X-Name: ", "METADATA: not valid"),
+    ],
+    ids=["licence", "version", "damaged"],
+)
+def test_metadata_that_is_wrong(
+    tmp_path: Path, binary: bytes, old: str, new: str, expected: str
+) -> None:
+    files = fake_wheel.contents(binary)
+    changed = fake_wheel.METADATA.replace(old, new, 1)
+    files[f"{INFO}/METADATA"] = changed.encode()
+    assert expected in problems(fake_wheel.pack(tmp_path, files))

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+from fake_wheel import fatbin
+from flash_attn_build.errors import WheelError
+from flash_attn_build.wheel import cubins
+
+# As nvcc 13.0.88 wrote it for an empty kernel: sm_80 machine code, compute_90 PTX and sm_90
+# machine code, payloads cut to eight bytes.
+NVCC = bytes.fromhex(
+    "50ed55ba01001000e800000000000000"
+    "020001014000000008000000000000001e030000000000000800010050000000"
+    "000000000000000011800000000000000000000000000000280c000000000000"
+    "28b52ffd60280ba5"
+    "01000101500000000800000000000000f200000040000000000009005a000000"
+    "0000000000000000118000000000000000000000000000008901000000000000"
+    "48000000000000000000000000000000"
+    "28b52ffd60280ba5"
+    "020001014000000008000000000000007303000000000000080001005a000000"
+    "000000000000000011800000000000000000000000000000700e000000000000"
+    "28b52ffd60700d4d"
+)
+
+
+def test_reads_what_nvcc_wrote() -> None:
+    assert list(cubins.containers(NVCC)) == [["80-real", "90-virtual", "90-real"]]
+
+
+def test_goes_over_padding_from_one_unit_to_the_next() -> None:
+    section = bytes(16) + fatbin([(2, 80)]) + fatbin([(1, 100)]) + bytes(24)
+    assert cubins.architectures(section) == {"80-real", "100-virtual"}
+    assert cubins.architectures(b"") == set()
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (b"\x01" + NVCC[1:], "expected a fat binary"),
+        (NVCC[:100], "expected a fat binary"),
+        (fatbin([(7, 80)]), "unknown kind of entry 7"),
+    ],
+    ids=["magic", "cut short", "kind"],
+)
+def test_an_unknown_layout_is_an_error(section: bytes, expected: str) -> None:
+    with pytest.raises(WheelError, match=expected):
+        cubins.architectures(section)

@@ -1,0 +1,68 @@
+"""Kernels run on the CPU, thread by thread: bits, order of memory accesses, and planted faults.
+
+They need g++, and what the build of the small wheel leaves in build/dev: upstream's sources and
+the CUDA toolkit that was found.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.emulator import hopper, run
+from tests.emulator.faults import FAULTS, Fault
+from tests.emulator.run import ROOT
+
+BUILD = ROOT / "build" / "dev"
+
+
+def _cuda() -> Path | None:
+    """Returns the folder of the toolkit's include and lib; None: not there."""
+    cache = BUILD / "CMakeCache.txt"
+    found = re.search(
+        r"^CMAKE_CUDA_COMPILER:\w+=(.+)$", cache.read_text() if cache.exists() else "", re.MULTILINE
+    )
+    if found is None:
+        return None
+    root = Path(found[1]).resolve().parents[1]
+    folders = (root / "targets" / "x86_64-linux", root)
+    return next((folder for folder in folders if list(folder.glob("lib/libcudart_static.a"))), None)
+
+
+CUDA = _cuda()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CUDA is None or shutil.which("g++") is None,
+        reason="no g++, or no toolkit that build/dev was made with; `nox -s build_dev` makes it",
+    ),
+]
+WHERE = ["--upstream", str(BUILD / "upstream"), "--cuda", str(CUDA)]
+
+
+@pytest.mark.parametrize("head_dim", hopper.head_dims(ROOT, "fwd_kernels"))
+def test_hopper_forward_equals_few_rows(head_dim: int) -> None:
+    assert hopper.main([*WHERE, "--head-dims", str(head_dim), "--count", "6"]) == 0
+
+
+def test_hopper_forward_in_fp16() -> None:
+    assert hopper.main([*WHERE, "--head-dims", "128", "--dtypes", "fp16", "--count", "3"]) == 0
+
+
+@pytest.mark.parametrize("head_dim", hopper.head_dims(ROOT, "bwd_kernels"))
+def test_hopper_backward_equals_plain_loops(head_dim: int) -> None:
+    arguments = ["--backward", "--head-dims", str(head_dim), "--count", "4"]
+    assert hopper.main([*WHERE, *arguments]) == 0
+
+
+def test_paths_for_few_queries_are_equal() -> None:
+    assert run.main([*WHERE, "--head-dims", "64", "--dtypes", "bf16", "--count", "8"]) == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.what.replace(" ", "-") for fault in FAULTS])
+def test_planted_fault_is_found(fault: Fault) -> None:
+    assert CUDA is not None
+    assert hopper.find(fault, ROOT, BUILD / "upstream", CUDA, 1, 10)

@@ -1,0 +1,124 @@
+"""Attention over several GPUs equals one: `verify --ranks`, the training example, a dead rank.
+
+And over threads on one GPU, which need no second one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.attention import DTYPES, assert_same, each_config, skip_unless_built
+from tests.gpu.ranks.threads import NAMES, on_one, over_ranks, packed_call, scores_of
+
+pytestmark = pytest.mark.gpu
+
+# (ranks, order, lengths of packed sequences, query heads, KV heads, window, softcap). Ranks are
+# threads of one process on one GPU. Parts of 64 tokens less or more than blocks of rows, and parts
+# that they divide.
+CUTS: dict[str, tuple[int, str, tuple[int, ...], int, int, tuple[int, int], float]] = {
+    "contiguous": (2, "contiguous", (2048,), 4, 2, (-1, 0), 0.0),
+    "zigzag": (2, "zigzag", (2048,), 4, 2, (-1, 0), 0.0),
+    "zigzag-full": (2, "zigzag", (2048,), 4, 4, (-1, -1), 0.0),
+    "zigzag-4": (4, "zigzag", (4096,), 6, 2, (-1, 0), 0.0),
+    "zigzag-borders-in-blocks": (2, "zigzag", (4 * 320,), 4, 2, (-1, 0), 0.0),
+    "borders-in-blocks": (3, "contiguous", (3 * 333,), 4, 2, (-1, 0), 0.0),
+    "gqa": (2, "zigzag", (1536,), 32, 8, (-1, 0), 0.0),
+    "mqa": (2, "contiguous", (1536,), 8, 1, (-1, 0), 0.0),
+    "window": (3, "contiguous", (3072,), 4, 2, (300, 100), 0.0),
+    "window-zigzag": (2, "zigzag", (2048,), 4, 2, (700, 0), 0.0),
+    "softcap": (2, "zigzag", (1024,), 4, 2, (-1, 0), 3.0),
+    "packed": (2, "contiguous", (100, 1500, 3, 445), 4, 2, (-1, 0), 0.0),
+    "packed-zigzag": (2, "zigzag", (512, 1280, 256), 4, 2, (-1, 0), 0.0),
+}
+
+VARIABLE = "FLASH_ATTENTION_FAMILY"
+ROOT = Path(__file__).resolve().parents[3]
+GPUS = torch.cuda.device_count()
+several = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, there are {GPUS}")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@each_config([(64, "bf16"), (128, "bf16"), (128, "fp16"), (96, "bf16")])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_threads_on_one_gpu_equal_one_call(
+    cut: tuple[int, str, tuple[int, ...], int, int, tuple[int, int], float],
+    head_dim: int,
+    dtype: str,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(head_dim, dtype, "bwd")
+    monkeypatch.setenv(VARIABLE, family)
+    size, order, lengths, nheads, nheads_k, mask, softcap = cut
+    tensors, starts = packed_call(lengths, nheads, nheads_k, head_dim, DTYPES[dtype], "cuda")
+    scores = scores_of(head_dim, mask, softcap, 512)
+    one = on_one(tensors, starts, starts, scores)
+    many = over_ranks(tensors, starts, starts, size, order, scores)
+    assert_same(tuple(many.values()), tuple(one.values()), NAMES)
+
+
+@several
+@pytest.mark.parametrize("count", sorted({2, min(4, GPUS), min(8, GPUS)}))
+def test_ranks_equal_one_gpu(tmp_path: Path, count: int) -> None:
+    command = [sys.executable, "-m", "flash_attn_deterministic", "verify", "--quick"]
+    command += ["--ranks", str(count), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    report = tmp_path / "ranks.json"
+    assert done.returncode == 0, (
+        done.stdout + done.stderr + (report.read_text() if report.exists() else "")
+    )
+    record = json.loads(report.read_text())
+    assert record["status"] == "passed"
+    assert record["rows"][-1]["ranks"] == count
+    assert record["rows"][-1]["cases"] > 20
+
+
+@several
+def test_a_long_sequence_equals_one_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "ranks.json"
+    command = [*TORCHRUN, "--nproc-per-node=2", "-m", "tests.benchmarks.ranks", "--out", str(out)]
+    command += ["--lengths", "16384", "--repeats", "1", "--unit-heads", "1", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (case,) = json.loads(out.read_text())["cases"]
+    assert case["same_bits"] is True
+    assert {"one", "ours_by_1", "ours_by_4", "ours_gathered"} <= case["seconds"].keys()
+
+
+@several
+def test_training_has_the_bits_of_one_gpu() -> None:
+    script = ROOT / "examples" / "train_over_ranks.py"
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node=2", str(script), "--length", "1024"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "losses and weights have the same bits: yes"
+
+
+@several
+def test_a_rank_that_dies_ends_the_others() -> None:
+    environment = {**os.environ, "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node=2", "-m", "tests.gpu.ranks.dying_rank"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode != 0
+    assert "RankError" in done.stdout + done.stderr
+    assert time.monotonic() - begin < 120

@@ -1,0 +1,176 @@
+"""Runs tests/gpu/sanitizers/calls.py under the tools of compute-sanitizer, one after another.
+
+A tool runs on every head dim at once, each in a process of its own with a log of its own. It has
+passed if every process made all of its calls and found nothing within the tool's limit. Prints a
+line for each tool, and writes them to sanitizers.json.
+
+With --controls it asks racecheck and synccheck about controls.cu instead: patterns that
+are right, and that a tool may report all the same. Writes controls.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.gpu.sanitizers.calls import HEAD_DIMS
+
+CALLS = Path(__file__).with_name("calls.py")
+# Seconds that a tool may take on all head dims.
+LIMITS = {"memcheck": 90, "initcheck": 90, "racecheck": 300, "synccheck": 90}
+# These look at allocations, which torch's caching would hide.
+_EACH_ALLOCATION = ("memcheck", "initcheck")
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+
+
+@dataclass
+class Result:
+    """What one tool found.
+
+    Args:
+        tool: of compute-sanitizer.
+        passed: whether every head dim came to its end, and nothing was found.
+        seconds: that all took, side by side.
+        limit: seconds that they were given.
+        found: errors or hazards by head dim; None: it did not come to its end.
+    """
+
+    tool: str
+    passed: bool
+    seconds: float
+    limit: float
+    found: dict[int, int | None] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """Returns the result in one line."""
+        unfinished = [dim for dim, count in self.found.items() if count is None]
+        errors = {dim: count for dim, count in self.found.items() if count}
+        words = [f"{'passed' if self.passed else 'FAILED'}: head dims"]
+        words.append(", ".join(map(str, self.found)))
+        if errors:
+            words.append("; found " + ", ".join(f"{n} at {dim}" for dim, n in errors.items()))
+        if unfinished:
+            words.append(f"; not finished: {', '.join(map(str, unfinished))}")
+        text = " ".join(words).replace(" ;", ";")
+        return f"{self.tool:<10} {text}; {self.seconds:.0f} s of {self.limit:.0f} s"
+
+
+def found_in(log: str, head_dim: int) -> int | None:
+    """Reads how many errors a tool reports; None if it or the calls did not come to their end."""
+    counts = [int(error or hazard) for error, hazard in _SUMMARY.findall(log)]
+    return counts[-1] if counts and f"head dim {head_dim}: all calls made" in log else None
+
+
+def run_tool(
+    tool: str, head_dims: Sequence[int], out: Path, sanitizer: str, limit: float
+) -> Result:
+    """Runs one tool on every head dim at once.
+
+    Args:
+        tool: of compute-sanitizer.
+        head_dims: one process each.
+        out: folder of the logs.
+        sanitizer: the program.
+        limit: seconds after which what still runs is ended.
+    """
+    environment = dict(os.environ)
+    if tool in _EACH_ALLOCATION:
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    begin = time.monotonic()
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    statuses: dict[int, int] = {}
+    for head_dim in head_dims:
+        with _log(out, tool, head_dim).open("wb") as log:
+            processes[head_dim] = subprocess.Popen(
+                [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
+                 sys.executable, str(CALLS), str(head_dim)],
+                stdout=log, stderr=subprocess.STDOUT, env=environment,
+            )  # fmt: skip
+    for head_dim, process in processes.items():
+        try:
+            left = max(0.1, begin + limit - time.monotonic())
+            statuses[head_dim] = process.wait(timeout=left)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    found: dict[int, int | None] = {}
+    for head_dim in head_dims:
+        text = _log(out, tool, head_dim).read_text(encoding="utf-8", errors="replace")
+        found[head_dim] = found_in(text, head_dim) if head_dim in statuses else None
+    passed = all(found[dim] == 0 and statuses.get(dim) == 0 for dim in head_dims)
+    return Result(tool, passed, round(time.monotonic() - begin, 1), limit, found)
+
+
+def _log(out: Path, tool: str, head_dim: int) -> Path:
+    return out / f"{tool}-d{head_dim}.log"
+
+
+def run_controls(out: Path, sanitizer: str, nvcc: str) -> dict[str, dict[str, int | None]]:
+    """Asks the tools about patterns that are right.
+
+    Args:
+        out: folder of the program, of the logs and of controls.json.
+        sanitizer: the program.
+        nvcc: likewise.
+
+    Returns:
+        By pattern and tool, errors or hazards that it reports; None: no summary.
+    """
+    program = out / "controls"
+    source = CALLS.with_name("controls.cu")
+    subprocess.run([nvcc, "-arch=sm_90a", "-O3", "-o", str(program), str(source)], check=True)
+    names = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    found: dict[str, dict[str, int | None]] = {}
+    for name in names:
+        for tool in ("racecheck", "synccheck"):
+            command = [sanitizer, "--tool", tool, "--print-limit", "2", str(program), name]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            log = done.stdout + done.stderr
+            (out / f"{tool}-{name}.log").write_text(log, encoding="utf-8")
+            counts = [int(error or hazard) for error, hazard in _SUMMARY.findall(log)]
+            found.setdefault(name, {})[tool] = counts[-1] if counts else None
+        print(f"{name:<28} {found[name]}", flush=True)
+    text = json.dumps(found, indent=1)
+    (out / "controls.json").write_text(text + "\n", encoding="utf-8")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; the exit status is 1 if a tool found something or did not finish."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("sanitizers"), help="folder of the logs")
+    parser.add_argument("--tools", nargs="+", choices=LIMITS, default=list(LIMITS))
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--limit", type=float, help="seconds for each tool")
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
+    parser.add_argument("--controls", action="store_true", help="patterns instead of kernels")
+    parser.add_argument("--nvcc", default=os.environ.get("CUDACXX", "nvcc"), help="for --controls")
+    options = parser.parse_args(arguments)
+    sanitizer = shutil.which(options.sanitizer)
+    if sanitizer is None:
+        parser.error(f"--sanitizer: {options.sanitizer} is not a program that can be run")
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.controls:
+        run_controls(options.out, sanitizer, options.nvcc)
+        return 0
+    results = []
+    for tool in options.tools:
+        limit = LIMITS[tool] if options.limit is None else options.limit
+        results.append(run_tool(tool, options.head_dims, options.out, sanitizer, limit))
+        print(results[-1].line(), flush=True)
+        text = json.dumps([asdict(result) for result in results], indent=1)
+        (options.out / "sanitizers.json").write_text(text + "\n", encoding="utf-8")
+    return 0 if all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

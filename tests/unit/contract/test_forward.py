@@ -1,0 +1,327 @@
+"""The contract: what the bits of a row of the output don't depend on.
+
+The rows of its table on how keys are stored are in test_contract_cpu_storage.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from bits import bits_equal
+from contract_cases import (
+    BLOCK_N,
+    CAUSAL,
+    FEATURES,
+    LENGTHS,
+    Call,
+    decode,
+    garbage,
+    heads_of,
+    make_call,
+    padded,
+    paged,
+    rows_of,
+    same,
+    sequences_of,
+)
+from flash_attn_deterministic.reference import (
+    State,
+    _dense,
+    _walk,
+    kvcache_attention,
+    merge_state,
+)
+
+INF = math.inf
+
+features = pytest.mark.parametrize("feature", FEATURES)
+causal_features = pytest.mark.parametrize("feature", CAUSAL)
+lengths = pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"L{length}")
+
+# --- run-to-run ---------------------------------------------------------------------------------
+
+
+@features
+@lengths
+def test_run_to_run(feature: str, length: int) -> None:
+    call = make_call(feature, 2, length, length)
+    first = call()
+    assert same(first, call())
+    assert same(first, make_call(feature, 2, length, length)())
+
+
+# --- batch --------------------------------------------------------------------------------------
+
+
+@features
+@lengths
+def test_batch_position_and_mates(feature: str, length: int) -> None:
+    call = make_call(feature, 3, min(length, 33), length)
+    result = call()
+    for b in range(3):
+        assert same(sequences_of(result, slice(b, b + 1)), call.sequences(slice(b, b + 1))())
+    order = [2, 0, 1, 0]
+    assert same(sequences_of(result, order), call.sequences(order)())
+
+
+@features
+@pytest.mark.parametrize("mates", [1, 2, 64])
+def test_batch_size(feature: str, mates: int) -> None:
+    call = make_call(feature, mates, 3, 65)
+    chosen = [0, mates // 2, mates - 1]
+    assert same(sequences_of(call(), chosen), call.sequences(chosen)())
+
+
+# --- chunk --------------------------------------------------------------------------------------
+
+
+@causal_features
+@lengths
+def test_query_chunks(feature: str, length: int) -> None:
+    call = make_call(feature, 2, length, length)
+    whole = call()
+    cuts = sorted({0, 1, length // 3, length - 1, length})
+    for begin in cuts:
+        for end in cuts:
+            if begin < end:
+                assert same(rows_of(whole, begin, end), call.rows(begin, end)())
+
+
+@causal_features
+def test_chunks_of_every_length(feature: str) -> None:
+    call = make_call(feature, 1, 35, 67)
+    # Queries at the end of longer keys.
+    whole = call()
+    for begin in range(0, 35, 5):
+        for size in (1, 2, 3, 16, 17):
+            end = min(begin + size, 35)
+            keys = end + 67 - 35
+            chunk = replace(call, q=call.q[:, begin:end], k=call.k[:, :keys], v=call.v[:, :keys])
+            assert same(rows_of(whole, begin, end), chunk())
+
+
+@causal_features
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_cache_filled_in_chunks(feature: str, interleaved: bool) -> None:
+    """Appending all tokens at once, some at a time or one by one, with rotary embedding."""
+    call = make_call(feature, 2, 67, 67)
+    angle = torch.arange(80.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01, 0.7, 0.2, 0.05, 0.02])
+    results = []
+    for cuts in ([0, 67], [0, 15, 16, 49, 67], [0, 1, 2, 3, 64, 65, 66, 67]):
+        k_cache, v_cache = (
+            garbage((2, 80, 2, 16), call.q.dtype),
+            garbage((2, 80, 2, 16), call.q.dtype),
+        )
+        chunks = [
+            kvcache_attention(
+                call.q[:, begin:end],
+                k_cache,
+                v_cache,
+                call.k[:, begin:end],
+                call.v[:, begin:end],
+                cache_seqlens=begin,
+                rotary_cos=angle.cos().to(call.q.dtype),
+                rotary_sin=angle.sin().to(call.q.dtype),
+                rotary_interleaved=interleaved,
+                **call.keyword_arguments(),
+            )
+            for begin, end in itertools.pairwise(cuts)
+        ]
+        out, softmax_lse = zip(*chunks, strict=True)
+        results.append((torch.cat(out, dim=1), torch.cat(softmax_lse, dim=2), k_cache, v_cache))
+    for result in results[1:]:
+        assert all(bits_equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+# --- decode -------------------------------------------------------------------------------------
+
+
+@causal_features
+@lengths
+def test_decode_is_prefill(feature: str, length: int) -> None:
+    call = make_call(feature, 2, length, length)
+    whole = call()
+    for t in sorted({0, length // 2, length - 2, length - 1} & set(range(length))):
+        token = call.rows(t, t + 1)
+        expected = rows_of(whole, t, t + 1)
+        assert same(expected, decode(token))
+        assert same(
+            expected,
+            decode(
+                token,
+                k_cache=padded(call.k[:, :t], length + 3),
+                v_cache=padded(call.v[:, :t], length + 3),
+                k=call.k[:, t : t + 1],
+                v=call.v[:, t : t + 1],
+                cache_seqlens=t,
+            ),
+        )
+
+
+@causal_features
+def test_a_mask_that_hides_nothing_equals_no_mask(feature: str) -> None:
+    call = make_call(feature, 2, 67, 67).rows(66, 67)
+    left, _ = call.options.get("window", (-1, -1))
+    other = replace(call, options={**call.options, "causal": False, "window": (left, -1)})
+    assert same(call(), other())
+
+
+# --- heads --------------------------------------------------------------------------------------
+
+
+@features
+@lengths
+def test_groups_of_heads_alone(feature: str, length: int) -> None:
+    call = make_call(feature, 2, min(length, 20), length, nheads=6, nheads_k=3)
+    result = call()
+    for begin, end in ((0, 1), (1, 2), (2, 3), (0, 2), (1, 3)):
+        assert same(heads_of(result, 2 * begin, 2 * end), call.kv_heads(begin, end)())
+
+
+@features
+@pytest.mark.parametrize("nheads_k", [1, 2, 4], ids=["mqa", "gqa", "mha"])
+def test_shared_keys_are_repeated_keys(feature: str, nheads_k: int) -> None:
+    call = make_call(feature, 2, 7, 70, nheads=4, nheads_k=nheads_k)
+    k, v = (x.repeat_interleave(4 // nheads_k, dim=2) for x in (call.k, call.v))
+    assert same(call(), replace(call, k=k, v=v)())
+
+
+@pytest.mark.parametrize("feature", ["alibi", "everything"])
+def test_slopes_per_head_are_slopes_per_batch_and_head(feature: str) -> None:
+    call = make_call(feature, 2, 9, 70)
+    assert call.slopes is not None
+    per_head = call.slopes[0]
+    assert same(
+        replace(call, slopes=per_head)(), replace(call, slopes=torch.stack([per_head] * 2))()
+    )
+
+
+# --- schedule -----------------------------------------------------------------------------------
+
+
+@features
+@pytest.mark.parametrize("length", [17, 63, 64, 65, 129], ids=lambda length: f"L{length}")
+@pytest.mark.parametrize(
+    ("elements", "rows"),
+    [
+        # One row at a time skips every block that is hidden from it; all rows at once go through
+        # each block that one of them sees.
+        pytest.param(1, 1, id="row-by-row"),
+        pytest.param(3000, 7, id="odd-cut"),
+        pytest.param(1 << 30, 1 << 30, id="all-at-once"),
+    ],
+)
+def test_tiles(
+    feature: str, length: int, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each row is a walk of its own here, which takes long: only the last rows.
+    call = make_call(feature, 1, length, length)
+    call = replace(call, q=call.q[:, -20:])
+    usual = call()
+    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(_dense, "_MAX_TILE_ROWS", rows)
+    assert same(usual, call())
+
+
+@pytest.mark.parametrize("feature", ["causal", "window", "everything"])
+@pytest.mark.parametrize("split_size", [64, 128], ids=lambda size: f"split{size}")
+@pytest.mark.parametrize("head_dim", [40, 72, 80, 112])
+def test_head_dims_in_the_kernels_blocks(feature: str, split_size: int, head_dim: int) -> None:
+    length = 129
+    call = make_call(feature, 2, 2, length, head_dim=head_dim)
+    call = replace(call, options={**call.options, "block_n": 64, "split_size": split_size})
+    result = call()
+    assert same(sequences_of(result, [1]), call.sequences([1])())
+    assert same(heads_of(result, 2, 4), call.kv_heads(1, 2)())
+    k_cache, v_cache, table = paged(list(call.k), list(call.v), 16)
+    assert same(
+        result,
+        decode(call, k_cache=k_cache, v_cache=v_cache, block_table=table, cache_seqlens=length),
+    )
+
+
+def normalise_and_keep_the_sign_of_zero(
+    state: State, scale: float, formats: object, keep_scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return state.acc / state.row_sum, torch.log(state.row_sum).squeeze(-1)
+
+
+@pytest.mark.parametrize("split_size", [0, 4, 8, 16], ids=lambda size: f"split{size}")
+def test_hidden_blocks_do_not_change_the_sign_of_zero(
+    split_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accumulator of -0 becomes +0 in a hidden block, which a single row does not visit."""
+    q = torch.ones(1, 12, 1, 8, dtype=torch.float16)
+    k = torch.zeros_like(q)
+    v = torch.full_like(q, -1.0)
+    v[:, :4] = 1.0
+    # This key's score makes all others vanish, and its value gives -0.
+    k[:, 5], v[:, 5] = 1000.0, -0.0
+    call = Call(q, k, v, options={"window": (4, 0), "block_n": 4, "split_size": split_size})
+    row = slice(8, 9)
+
+    def alone_and_together() -> tuple[torch.Tensor, torch.Tensor]:
+        return call.rows(8, 9)()[0], call()[0][:, row]
+
+    alone, together = alone_and_together()
+    assert bits_equal(alone, together)
+    assert bits_equal(alone, torch.zeros_like(alone))
+    if split_size in (0, 16):  # elsewhere the key is in another split than the row
+        monkeypatch.setattr(_walk, "normalise", normalise_and_keep_the_sign_of_zero)
+        alone, together = alone_and_together()
+        assert not bits_equal(alone, together)
+
+
+def test_nan_is_always_the_same() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        for head_dim in (1, 7, 8, 40):
+            ones = torch.ones(1, 3, 1, head_dim, dtype=dtype)
+            call = Call(ones, garbage(ones.shape, dtype), ones, options={"block_n": 4})
+            out, _ = call()
+            assert bits_equal(out, torch.full_like(out, math.nan))
+
+
+# --- These tests can fail -----------------------------------------------------------------------
+
+
+@features
+def test_other_splits_give_other_bits(feature: str) -> None:
+    call = make_call(feature, 1, 129, 129)
+    results = [
+        replace(call, options={**call.options, "split_size": size})()[1] for size in (0, 32, 64)
+    ]
+    assert not bits_equal(results[0], results[1])
+    assert not bits_equal(results[0], results[2])
+    assert not bits_equal(results[1], results[2])
+
+
+def test_other_blocks_give_other_bits() -> None:
+    call = make_call("causal", 2, 20, 129)
+    assert not same(call(), replace(call, options={**call.options, "block_n": 2 * BLOCK_N})())
+
+
+def test_positions_count_from_the_sequence_start() -> None:
+    """The same visible keys, but not at the same place within their blocks."""
+    call = make_call("causal-window", 2, 1, 129)
+    assert not same(call(), replace(call, k=call.k[:, 1:], v=call.v[:, 1:])())
+
+
+def test_merging_in_another_order_gives_other_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def part() -> State:
+        columns = torch.randn(2, 64, 1, generator=generator)
+        return State(columns[0], columns[1].exp(), torch.randn(64, 16, generator=generator))
+
+    parts = [part() for _ in range(3)]
+    down = merge_state(merge_state(parts[2], parts[1], 0.3), parts[0], 0.3)
+    up = merge_state(merge_state(parts[0], parts[1], 0.3), parts[2], 0.3)
+    pairs = merge_state(parts[2], merge_state(parts[1], parts[0], 0.3), 0.3)
+    torch.testing.assert_close(down.acc, up.acc)
+    assert not bits_equal(down.acc, up.acc)
+    assert not bits_equal(down.acc, pairs.acc)
+    assert bits_equal(down.row_max, up.row_max)

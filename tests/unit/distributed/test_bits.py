@@ -1,0 +1,175 @@
+"""Attention over ranks against one device, bit for bit, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rank_functions as ranks
+from flash_attn_deterministic.verify.ranks.cases import CPU_QUICK, Case, cases_of
+from rank_pool import Pool, pool_of
+
+PACKED: dict[str, Any] = {"packed": True, "head_dim": 16}
+CASES = {
+    # Borders one token around a block of keys and rows; lengths that no block divides.
+    "border-63": Case(2, lengths_q=(126,), lengths_k=(126,)),
+    "border-65": Case(2, lengths_q=(130,), lengths_k=(130,), mask="full"),
+    "border-127": Case(2, lengths_q=(254,), lengths_k=(254,), head_dim=8),
+    "border-129": Case(2, lengths_q=(258,), lengths_k=(258,), head_dim=8),
+    "zigzag-33": Case(3, order="zigzag", lengths_q=(198,), lengths_k=(198,), head_dim=16),
+    "gathered-65": Case(4, gather=True, lengths_q=(260,), lengths_k=(260,), head_dim=8),
+    "batch-of-3": Case(4, order="zigzag", lengths_q=(72,) * 3, lengths_k=(72,) * 3, head_dim=8),
+    # Another number of queries than keys, either way; some rows then see nothing.
+    "few-queries": Case(3, lengths_q=(6,), lengths_k=(150,)),
+    "few-keys": Case(3, lengths_q=(150,), lengths_k=(36,)),
+    "few-keys-gathered": Case(3, order="zigzag", gather=True, lengths_q=(150,), lengths_k=(36,)),
+    "few-keys-window": Case(2, lengths_q=(150,), lengths_k=(36,), mask="window-causal"),
+    "no-queries": Case(2, lengths_q=(0,), lengths_k=(20,)),
+    "no-keys": Case(2, lengths_q=(20,), lengths_k=(0,), mask="full"),
+    "no-queries-heads": Case(1, heads_ranks=2, lengths_q=(0,), lengths_k=(20,)),
+    # Splits of another size than blocks, one split, one head for all queries.
+    "split-192": Case(2, lengths_q=(500,), lengths_k=(500,), split_size=192, head_dim=8),
+    "one-split": Case(2, lengths_q=(130,), lengths_k=(130,), split_size=0, mask="window"),
+    "one-kv-head": Case(3, lengths_q=(90,), lengths_k=(90,), nheads=8, nheads_k=1),
+    "padded-head-dim": Case(2, lengths_q=(40,), lengths_k=(40,), head_dim=20, dtype="fp16"),
+    # A window within a rank, one over two borders.
+    "narrow-window": Case(4, lengths_q=(400,), lengths_k=(400,), mask="window-causal", head_dim=8),
+    "wide-window": Case(
+        4, order="zigzag", lengths_q=(160,), lengths_k=(160,), mask="window", head_dim=8
+    ),
+    # One sequence over all ranks and parts of others; sequences that end at a border; tokens of
+    # no sequence.
+    "packed-over-all": Case(4, lengths_q=(5, 70, 5), lengths_k=(5, 70, 5), **PACKED),
+    "packed-at-borders": Case(4, lengths_q=(20, 20, 40), lengths_k=(20, 20, 40), **PACKED),
+    "packed-unlike": Case(2, lengths_q=(3, 0, 31), lengths_k=(40, 8, 2), mask="full", **PACKED),
+    "packed-gathered": Case(3, gather=True, lengths_q=(5, 64, 3), lengths_k=(5, 64, 3), **PACKED),
+    "packed-window": Case(
+        3, lengths_q=(100, 1, 199), lengths_k=(100, 1, 199), mask="window", **PACKED
+    ),
+    "heads": Case(1, heads_ranks=4, lengths_q=(40,), lengths_k=(40,), nheads=8, nheads_k=4),
+    "both": Case(
+        2,
+        heads_ranks=2,
+        order="zigzag",
+        lengths_q=(72,) * 2,
+        lengths_k=(72,) * 2,
+        gather=True,
+    ),
+    "both-packed": Case(2, heads_ranks=2, lengths_q=(9, 71), lengths_k=(9, 71), **PACKED),
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with pool_of(4) as four:
+        yield four
+
+
+def test_cases_equal_one_device(pool: Pool) -> None:
+    for found in pool.run(ranks.outcomes, list(CASES.values())):
+        assert dict(zip(CASES, found, strict=True)) == {name: {} for name in CASES}
+
+
+def test_messages_are_split_into_launches(pool: Pool) -> None:
+    case = CASES["batch-of-3"]
+    assert pool.run(ranks.outcome_in_small_batches, case)[0] == {}
+
+
+SLICED = {
+    "zigzag": Case(
+        2, order="zigzag", lengths_q=(68,), lengths_k=(68,), nheads=10, nheads_k=5, head_dim=8
+    ),
+    # A rank without tokens, and sequences entirely on one rank; head_bytes counts the others only.
+    "packed": Case(4, lengths_q=(3, 33, 0), lengths_k=(3, 33, 0), nheads=5, nheads_k=5, **PACKED),
+    "window": Case(3, lengths_q=(30,), lengths_k=(99,), mask="window", nheads=5, nheads_k=5),
+    "both": Case(2, heads_ranks=2, lengths_q=(40,), lengths_k=(40,), nheads=20, nheads_k=10),
+}
+
+
+@pytest.mark.parametrize("case", SLICED.values(), ids=SLICED)
+def test_slices_of_some_heads(pool: Pool, case: Case) -> None:
+    one = 4 * case.lengths_k[1 if case.packed else 0] * case.head_dim
+    for most, heads in ((1, 1), (2 * one, 2), (3 * one - 1, 2), (2**28, 3)):
+        found = pool.run(ranks.outcome_of_slices, case, most)
+        assert found == [({}, [heads] * (rank < case.size)) for rank in range(4)]
+
+
+def test_at_most_three_waves_of_sums_are_held(pool: Pool) -> None:
+    tokens: dict[str, Any] = {"lengths_q": (48,), "lengths_k": (48,), "nheads": 12, "nheads_k": 1}
+    # One step of each head on each rank: sums received, added to, and sent.
+    in_order = Case(3, mask="full", head_dim=8, **tokens)
+    assert pool.run(ranks.most_sums_held, in_order)[:3] == [2, 3, 2]
+    # The first rank has the first step, which receives none, and the last, which sends none.
+    zigzag = Case(2, order="zigzag", head_dim=8, **tokens)
+    assert pool.run(ranks.most_sums_held, zigzag)[:2] == [4, 3]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_cases_of_the_contract_equal_one_device(pool: Pool, count: int) -> None:
+    cases = [case for index, case in enumerate(cases_of(count, CPU_QUICK)) if index % 3 == 0]
+    found = pool.run(ranks.outcomes, cases)[0]
+    assert [case.name for case, bad in zip(cases, found, strict=True) if bad] == []
+    assert len(cases) > 8
+
+
+@pytest.mark.parametrize(
+    ("what", "mask", "result"),
+    [("sums", "causal", "dk"), ("rounded sums", "full", "dv"), ("alignment", "window", "out")],
+)
+def test_differences_are_found(pool: Pool, what: str, mask: str, result: str) -> None:
+    case = Case(2, mask=mask, lengths_q=(260,), lengths_k=(260,), nheads=3, nheads_k=1)
+    assert pool.run(ranks.outcomes, [case])[0] == [{}]
+    found = pool.run(ranks.outcome_without, case, what)[0]
+    assert result in {name for differing in found.values() for name in differing}
+
+
+LAST_FIRST = {
+    "borders in blocks": Case(3, lengths_q=(90,), lengths_k=(90,)),
+    "borders of blocks": Case(4, lengths_q=(64,), lengths_k=(64,), mask="window"),
+    "zigzag": Case(3, order="zigzag", lengths_q=(90,), lengths_k=(90,), nheads_k=1),
+    "ranks without a block": Case(4, lengths_q=(20,), lengths_k=(60,), mask="window"),
+    "packed": Case(3, lengths_q=(7, 50, 30), lengths_k=(7, 60, 29), mask="window"),
+}
+
+
+@pytest.mark.parametrize("case", LAST_FIRST.values(), ids=LAST_FIRST)
+def test_a_chain_of_blocks_last_to_first(pool: Pool, case: Case) -> None:
+    for found in pool.run(ranks.last_rows_first, case, 16)[: case.ranks]:
+        assert found == {"dq": True, "dk": True, "dv": True}
+
+
+def test_only_keys_in_the_window_are_sent(pool: Pool) -> None:
+    got = pool.run(ranks.bytes_sent, 4, (5, 0))
+    assert got == [0, 5, 5, 5]
+    assert pool.run(ranks.bytes_sent, 4, (-1, -1)) == [192] * 4
+
+
+@pytest.mark.parametrize(
+    "function",
+    [ranks.checkpointed, ranks.compiled, ranks.with_dtensors, ranks.in_context_parallel],
+    ids=lambda function: function.__name__,
+)
+def test_with_features_of_torch(pool: Pool, function: Any) -> None:
+    for found in pool.run(function, 2)[:2]:
+        assert found
+        assert all(found), found
+
+
+def test_a_mesh_of_two_dimensions(pool: Pool) -> None:
+    assert pool.run(ranks.on_a_mesh, 2, 2) == [[True] * 4] * 4
+
+
+def test_q_k_and_v_in_one_tensor(pool: Pool) -> None:
+    assert pool.run(ranks.packed_in_one, 1) == [[True] * 4] * 4
+
+
+def test_double_backward_raises(pool: Pool) -> None:
+    for message in pool.run(ranks.twice_differentiated):
+        assert message.startswith("UnsupportedError: double backward")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_functions_of_ring_flash_attn(pool: Pool, causal: bool) -> None:
+    for found in pool.run(ranks.as_llama3, 3, causal)[:3]:
+        assert found == [True] * 4

@@ -1,0 +1,311 @@
+"""Bad input over several ranks: each rank raises, and none waits forever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import flash_attn_deterministic as package
+import flash_attn_deterministic.distributed as distributed
+import pytest
+import rank_functions as ranks
+import torch
+from flash_attn_deterministic.distributed.call import resolve
+from flash_attn_deterministic.distributed.llama3 import llama3_flash_attn_prepare_cu_seqlens
+from flash_attn_deterministic.distributed.messages import groups
+from flash_attn_deterministic.distributed.messages.ranks import Ranks
+from flash_attn_deterministic.errors import UnsupportedError
+from rank_pool import Pool, pool_of
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with pool_of(2) as two:
+        yield two
+
+
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "length": ({"seqlen": 10}, "q.shape[1]: 8 on rank 0, 10 on rank 1; k.shape[1]"),
+    "KV heads": ({"nheads_k": 4}, "k.shape[2]: 2 on rank 0, 4 on rank 1"),
+    "dtype": ({"dtype": torch.float16}, "q.dtype: torch."),
+    "order": ({"order": "zigzag"}, "order: "),
+    "mask": ({"causal": True}, "the right window: -1 on rank 0, 0 on rank 1"),
+    "scale": ({"softmax_scale": 0.5}, "softmax_scale: 0.25 on rank 0, 0.5 on rank 1"),
+    "stride and none": (
+        {"heads_k_stride": 1},
+        "heads_k_stride (0: None): 0 on rank 0, 1 on rank 1",
+    ),
+    "split size": ({"split_size": 64}, "split_size: 2048 on rank 0, 64 on rank 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "part"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+def test_ranks_that_disagree(pool: Pool, change: dict[str, Any], part: str) -> None:
+    for rank, message in enumerate(pool.run(ranks.raised, {1: change})):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert f"rank {rank} found a difference in {part}" in message
+
+
+def test_one_rank_with_a_wrong_argument(pool: Pool) -> None:
+    first, second = pool.run(ranks.raised, {1: {"dropout_p": 0.5}})
+    assert second.startswith("UnsupportedError: dropout_p: expected 0.0 on several ranks, got 0.5")
+    assert first.startswith("RankError: rank 1 of 2 did not make the call that rank 0 makes")
+    assert "UnsupportedError: dropout_p" in first
+
+
+def test_parts_of_different_lengths(pool: Pool) -> None:
+    for message in pool.run(ranks.unshard_raised):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert "tensor.shape[0]: 3 on rank 0, 4 on rank 1" in message
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "odd zigzag": ({"seqlen": 7, "order": "zigzag"}, "q: expected an even number of tokens"),
+    "unknown order": ({"order": "striped"}, "order: expected one of contiguous, zigzag"),
+    "order no str": ({"order": 3}, "order: expected a str"),
+    "stride": ({"heads_k_stride": 3}, "heads_k_stride: expected 1 to 2, got 3"),
+    "stride of none": ({"heads_k_stride": 0}, "heads_k_stride: expected 1 to 2, got 0"),
+    "stride below": ({"heads_k_stride": -1}, "heads_k_stride: expected 1 to 2, got -1"),
+    "stride no int": ({"heads_k_stride": 1.0}, "heads_k_stride: expected an int, got float"),
+    "slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: expected None"),
+    "float32": ({"dtype": torch.float32}, "q: expected dtype torch.float16 or"),
+}
+
+
+@pytest.mark.parametrize(("options", "part"), WRONG.values(), ids=WRONG)
+def test_wrong_on_all_ranks(pool: Pool, options: dict[str, Any], part: str) -> None:
+    for message in pool.run(ranks.raised, {0: options, 1: options}):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("starts", "order", "part"),
+    [
+        pytest.param(
+            [0, 9, 4], "contiguous", "numbers that don't decrease, got [0, 9, 4]", id="falling"
+        ),
+        pytest.param([1, 16], "contiguous", "expected a 0, then", id="first"),
+        pytest.param(
+            [0, 17],
+            "contiguous",
+            "expected at most 16 tokens, 8 on each of 2 ranks, got 17",
+            id="beyond",
+        ),
+        pytest.param(
+            [0, 6, 16], "zigzag", "lengths that divide by 2 * 2 ranks", id="zigzag-length"
+        ),
+        pytest.param([0, 12], "zigzag", "expected 16 tokens", id="zigzag-total"),
+    ],
+)
+def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> None:
+    for message in pool.run(ranks.packed_raised, {0: starts, 1: starts}, order):
+        assert message.startswith("ArgumentError: cu_seqlens_q: ")
+        assert part in message
+
+
+def test_ranks_with_different_lengths(pool: Pool) -> None:
+    found = pool.run(ranks.packed_raised, {0: [0, 8, 16], 1: [0, 4, 16]}, "contiguous")
+    assert "cu_seqlens_q: (0, 8, 16) here, another value on rank [1]" in found[0]
+    assert "cu_seqlens_q: (0, 4, 16) here, another value on rank [0]" in found[1]
+
+
+DISAGREEING_HEADS: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
+    "mask": ({1: {"causal": True}}, "the right window: -1 on rank 0, 0 on rank 1"),
+    "scale": ({1: {"softmax_scale": 0.5}}, "softmax_scale: 0.25 on rank 0, 0.5 on rank 1"),
+    "order": ({1: {"order": "zigzag"}}, "order: contiguous here, another value on rank [1]"),
+    "results": ({1: {"return_attn_probs": True}}, "return_attn_probs: 0 on rank 0, 1 on rank 1"),
+    "length": ({1: {"seqlen": 10}}, "q.shape[1]: 8 on rank 0, 10 on rank 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "part"), DISAGREEING_HEADS.values(), ids=DISAGREEING_HEADS)
+def test_ranks_of_heads_that_disagree(
+    pool: Pool, change: dict[int, dict[str, Any]], part: str
+) -> None:
+    first, second = pool.run(ranks.heads_raised, change, 2)
+    assert first.startswith("ArgumentError: expected the same on all 2 ranks")
+    assert part in first
+    assert second.startswith("ArgumentError: expected the same on all 2 ranks")
+
+
+def test_errors_reach_the_ranks_of_both_groups() -> None:
+    with pool_of(4, timeout=20) as four:
+        begin = time.monotonic()
+        assert four.run(ranks.heads_raised, {}, 2) == [""] * 4
+        found = four.run(ranks.heads_raised, {0: {"split_size": 7}}, 2)
+        assert found[0].startswith("ArgumentError: split_size: ")
+        for message in found[1:]:
+            assert message.startswith("RankError: rank ")
+            assert "ArgumentError: split_size: " in message
+        for message in four.run(ranks.heads_raised, {1: {"causal": True}}, 2):
+            assert "found a difference in the right window" in message
+        assert time.monotonic() - begin < 20
+
+
+ONE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "q": ({"q": None}, "ArgumentTypeError: q: expected a torch.Tensor"),
+    "packed": ({"parts": 2}, "ArgumentError: qkv: expected shape"),
+    "slice": ({"place": slice(None, 8)}, "ArgumentTypeError: local_k_slice: expected a slice"),
+    "lengths": ({"starts": [0, 8]}, "ArgumentTypeError: cu_seqlens_k: expected a torch.Tensor"),
+    "flag": ({"causal": "yes"}, "ArgumentTypeError: causal: expected a bool"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "part"), ONE_WRONG.values(), ids=ONE_WRONG)
+def test_wrong_types_on_one_rank(pool: Pool, wrong: dict[str, Any], part: str) -> None:
+    first, second = pool.run(ranks.wrong_on_one, wrong)
+    assert second.startswith(part)
+    assert first.startswith("RankError: rank 1 of 2 did not make the call")
+    assert part in first
+
+
+def test_a_mesh_in_another_order(pool: Pool) -> None:
+    for message in pool.run(ranks.on_a_reversed_mesh):
+        assert message.startswith("ArgumentError: mesh: expected ranks in ascending order")
+
+
+def test_a_rank_that_dies() -> None:
+    with pool_of(3, timeout=20) as three:
+        three.start(ranks.end_on, 1, "killed")
+        begin = time.monotonic()
+        for _, message in three.results([0, 2]):
+            assert message.startswith("RankError: rank ")
+            assert "did not arrive: another rank has ended" in message
+        assert time.monotonic() - begin < 40
+
+
+def test_a_rank_that_is_late() -> None:
+    with pool_of(2, timeout=5) as two:
+        two.start(ranks.end_on, 1, "late")
+        (_, message), (_, late) = two.results()
+        assert message.startswith("RankError: rank 0 of 2: what the ranks are called with did not")
+        assert late == ""
+
+
+def test_no_process_group() -> None:
+    q = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(package.FlashAttnError, match=r"group: .* is not initialised"):
+        distributed.flash_attn_func(q, q, q)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank of two, with a backend that drops messages."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = FakeStore()
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_unsupported_backends() -> None:
+    with pytest.raises(NotImplementedError, match=r"expected the backend gloo .* got fake"):
+        Ranks(torch.distributed.group.WORLD).check(torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match=r"expected the backend nccl .* got fake"):
+        Ranks(torch.distributed.group.WORLD).check(torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_groups_and_meshes() -> None:
+    with pytest.raises(TypeError, match=r"group: expected a torch.distributed.ProcessGroup"):
+        groups.find_groups(3, None, None)
+    with pytest.raises(TypeError, match="mesh: expected a DeviceMesh or None, got int"):
+        groups.find_groups(None, None, 3)
+    world = torch.distributed.group.WORLD
+    with pytest.raises(ValueError, match="mesh: expected None together with group"):
+        groups.find_groups(world, None, 3)
+    with pytest.raises(ValueError, match=r"heads_group: expected no rank of group .* got \[0, 1\]"):
+        groups.find_groups(world, world, None)
+    with pytest.raises(NotImplementedError, match="q: expected a tensor on cpu or cuda, got meta"):
+        Ranks(world).check(torch.device("meta"))
+    tensor = torch.zeros(1, 7)
+    with pytest.raises(ValueError, match=r"tokens that divides by 2 ranks, got 7"):
+        distributed.shard(tensor)
+    with pytest.raises(ValueError, match=r"order: expected one of contiguous, zigzag, got 'x'"):
+        distributed.shard(tensor, order="x")
+
+
+def test_heads_that_do_not_divide() -> None:
+    q, k = (torch.ones(1, 4, heads, 16, dtype=torch.bfloat16) for heads in (6, 3))
+    two = Ranks(None)
+    two.size = 2
+    with pytest.raises(ValueError, match="that divides by the 2 ranks of the heads' group, got 3"):
+        resolve(
+            groups.Groups(Ranks(None), two),
+            *(q, k, k),
+            (0.0, None, False, (-1, -1), 0.0, None, None),
+            *(None, "contiguous", None, False),
+        )
+
+
+@pytest.mark.parametrize("leaf", [0, 1, 2], ids=["q", "k", "v"])
+def test_residual_for_a_backward(leaf: int) -> None:
+    """The backward over ranks has no argument for it; without a backward none is kept."""
+    inputs = [torch.ones(1, 4, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
+    inputs[leaf].requires_grad_()
+    ranks = groups.Groups(Ranks(None), Ranks(None))
+    numbers = (0.0, None, False, (-1, -1), 0.0, None, None)
+
+    def found() -> Any:
+        q, k, v = inputs
+        return resolve(ranks, q, k, v, numbers, *(None, "contiguous", None, False))
+
+    with package.deterministic_mode(keep_residual=True):
+        with pytest.raises(UnsupportedError, match="keep_residual: expected False on several"):
+            found()
+        with torch.no_grad():
+            found()
+    with package.deterministic_mode(keep_residual=False):
+        found()
+
+
+def test_one_rank_keeps_a_residual(pool: Pool) -> None:
+    first, second = pool.run(ranks.raised, {1: {"keep_residual": True, "requires_grad": True}})
+    assert second.startswith("UnsupportedError: keep_residual: expected False on several ranks")
+    assert "UnsupportedError: keep_residual" in first
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"tensor": [1.0]}, "tensor: expected a torch.Tensor, got list", id="list"),
+        pytest.param({"dim": 2}, r"dim: expected a dimension .* \(1, 4\), got 2", id="dimension"),
+        pytest.param({"dim": "1"}, "dim: expected an int, got str", id="dimension-type"),
+        pytest.param(
+            {"cu_seqlens": [0, 4]}, "cu_seqlens: expected a torch.Tensor, got list", id="lengths"
+        ),
+    ],
+)
+def test_wrong_arguments_of_shard(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(package.FlashAttnError, match=message):
+        distributed.shard(**{"tensor": torch.zeros(1, 4), **arguments})
+    if "cu_seqlens" not in arguments:
+        with pytest.raises(package.FlashAttnError, match=message):
+            distributed.unshard(**{"tensor": torch.zeros(1, 4), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("starts", "rank", "size", "message"),
+    [
+        pytest.param([0, 3, 7], 0, 2, "a total that divides by 2 ranks, got 7", id="total"),
+        pytest.param([0, 9, 4], 0, 2, "cu_seqlens: expected elements that do not", id="falling"),
+        pytest.param([1, 4], 0, 1, "cu_seqlens: expected 0 as its first element", id="first"),
+        pytest.param([0, 4], 2, 2, "rank: expected 0 to world_size - 1, got 2", id="rank"),
+        pytest.param([0, 4], -1, 2, "rank: expected 0 to world_size - 1, got -1", id="negative"),
+        pytest.param([0, 4], 0, 0, "got 0 with world_size 0", id="no-ranks"),
+        pytest.param([0, 4], 0, 1.0, "world_size: expected an int, got float", id="float"),
+    ],
+)
+def test_wrong_arguments_of_prepare(starts: list[int], rank: int, size: Any, message: str) -> None:
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    with pytest.raises(package.FlashAttnError, match=message):
+        llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, size)
+
+
+def test_lengths_in_a_list() -> None:
+    with pytest.raises(TypeError, match=r"cu_seqlens: expected a torch\.Tensor, got list"):
+        llama3_flash_attn_prepare_cu_seqlens([0, 4], True, 0, 2)  # type: ignore[arg-type]

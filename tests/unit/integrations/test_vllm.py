@@ -1,0 +1,186 @@
+"""The backend with vLLM's own base classes, on the CPU; `nox -s vllm` installs vLLM."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import flash_attn_deterministic as package
+import pytest
+import torch
+from bits import bits_equal
+from flash_attn_deterministic.errors import UnsupportedError
+
+pytest.importorskip("vllm.v1.attention.backend")
+
+from flash_attn_deterministic.integrations import vllm as integration
+from vllm.v1.attention import backend as base
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+ours: Any = integration
+varlen_func: Any = package.flash_attn_varlen_func
+HEADS, HEADS_K, HEAD_SIZE, PAGE = 4, 2, 32, 16
+
+
+def test_the_entry_point_registers_the_backend() -> None:
+    ours.register()
+    try:
+        assert AttentionBackendEnum.CUSTOM.get_class() is ours.DeterministicBackend
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        pytest.param("AttentionBackend", "DeterministicBackend", id="backend"),
+        pytest.param("AttentionMetadataBuilder", "DeterministicBuilder", id="builder"),
+        pytest.param("AttentionImpl", "DeterministicImpl", id="impl"),
+    ],
+)
+def test_no_abstract_methods_and_the_parameters_of_vllm(name: str, own: str) -> None:
+    theirs, mine = getattr(base, name), getattr(ours, own)
+    assert not inspect.isabstract(mine)
+    for method in theirs.__abstractmethods__:
+        expected = inspect.signature(getattr(theirs, method)).parameters
+        found = inspect.signature(getattr(mine, method)).parameters
+        assert list(expected) == [n for n in found if n != "unknown"], method
+
+
+def configuration(**changes: Any) -> list[str]:
+    settings = {
+        "head_size": 128,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": (9, 0),
+        "attn_type": "decoder",
+        "has_sliding_window": True,
+        "use_batch_invariant": True,
+    }
+    reasons: list[str] = ours.DeterministicBackend.validate_configuration(**{**settings, **changes})
+    return reasons
+
+
+def test_vllm_accepts_it_for_batch_invariance() -> None:
+    assert configuration() == []
+    assert configuration(has_sink=True)
+    assert configuration(kv_cache_dtype="fp8")
+    assert configuration(head_size=512)
+    assert configuration(attn_type="encoder")
+    assert configuration(device_capability=(7, 5))
+
+
+def draw(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Engine:
+    """Two requests, their pages, and steps of any lengths."""
+
+    def __init__(self, **options: Any) -> None:
+        self.impl = ours.DeterministicImpl(HEADS, HEAD_SIZE, 0.2, HEADS_K, **options)
+        self.cache = torch.full((9, HEADS_K, PAGE, 2 * HEAD_SIZE), torch.nan, dtype=torch.bfloat16)
+        self.table = torch.tensor([[3, 1, 7], [2, 8, 5]], dtype=torch.int32)
+        self.q = draw(2, 40, HEADS, HEAD_SIZE, seed=0)
+        self.k, self.v = (draw(2, 40, HEADS_K, HEAD_SIZE, seed=seed) for seed in (1, 2))
+
+    def step(self, *parts: tuple[int, int, int]) -> torch.Tensor:
+        """Computes tokens [begin, end) of requests; parts are (request, begin, end)."""
+        lengths = [end - begin for _, begin, end in parts]
+        tokens = sum(lengths)
+        starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+        slots = [
+            int(self.table[request, token // PAGE]) * PAGE + token % PAGE
+            for request, begin, end in parts
+            for token in range(begin, end)
+        ]
+        common = SimpleNamespace(
+            num_actual_tokens=tokens,
+            max_query_len=max(lengths),
+            max_seq_len=48,
+            query_start_loc=starts,
+            seq_lens=int32(*(end for _, _, end in parts)),
+            block_table_tensor=self.table[[request for request, _, _ in parts]],
+            slot_mapping=torch.tensor(slots),
+            causal=True,
+        )
+        builder = ours.DeterministicBuilder(None, [], None, torch.device("cpu"))
+        metadata = builder.build(0, common)
+        q, k, v = (
+            torch.cat([t[r, b:e] for r, b, e in parts] + [torch.zeros_like(t[0, :3])])  # padded
+            for t in (self.q, self.k, self.v)
+        )
+        output = torch.empty(tokens + 3, HEADS * HEAD_SIZE, dtype=torch.bfloat16)
+        returned = self.impl.forward(None, q, k, v, self.cache, metadata, output)
+        assert returned is output
+        found: torch.Tensor = output[:tokens].view(tokens, HEADS, HEAD_SIZE)
+        return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"sliding_window": 9, "logits_soft_cap": 5.0}, id="window-softcap"),
+        pytest.param({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, id="alibi"),
+    ],
+)
+def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, Any]) -> None:
+    whole = Engine(**options).step((0, 0, 40))
+    engine = Engine(**options)
+    parts = [
+        engine.step((0, 0, 17), (1, 0, 5))[:17],
+        engine.step((1, 5, 6), (0, 17, 39))[1:],
+        engine.step((0, 39, 40), (1, 6, 9))[:1],
+    ]
+    assert bits_equal(torch.cat(parts), whole)
+    slopes = options.get("alibi_slopes")
+    expected = package.flash_attn_func(
+        engine.q[:1],
+        engine.k[:1],
+        engine.v[:1],
+        softmax_scale=0.2,
+        causal=True,
+        window_size=(8, 0) if "sliding_window" in options else (-1, -1),
+        softcap=options.get("logits_soft_cap", 0.0),
+        alibi_slopes=None if slopes is None else torch.tensor(slopes),
+    )
+    assert bits_equal(whole, expected[0])
+
+
+def test_mode_of_the_process_has_no_effect() -> None:
+    with package.deterministic_mode(False):
+        found = Engine().step((0, 0, 40))
+    assert bits_equal(found, Engine().step((0, 0, 40)))
+
+
+def test_a_layer_that_shares_a_cache_does_not_write() -> None:
+    engine = Engine(kv_sharing_target_layer_name="first")
+    engine.cache.zero_()
+    engine.step((0, 0, 4))
+    assert not engine.cache.any()
+
+
+def test_unsupported_arguments_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="attn_type"):
+        Engine(attn_type="encoder_only")
+    with pytest.raises(UnsupportedError, match="sinks"):
+        Engine(sinks=torch.zeros(4))
+    engine = Engine()
+    engine.cache = engine.cache.transpose(1, 2)
+    with pytest.raises(UnsupportedError, match="kv_cache: expected"):
+        engine.step((0, 0, 4))
+    output = torch.ones(4, HEADS, HEAD_SIZE)
+    assert not engine.impl.forward(None, *[output] * 3, engine.cache, None, output).any()

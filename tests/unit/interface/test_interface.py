@@ -1,0 +1,474 @@
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import make_inputs, softmax_attention, tolerance
+from bits import bits_equal
+from calls import CALLS, Call, fresh, int32, kvcache_call, paged_call, varlen_call
+from flash_attn_deterministic import flash_attn_func, interface, reference
+from flash_attn_deterministic.errors import DtypeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+DTYPES = [
+    pytest.param(torch.float16, id="fp16"),
+    pytest.param(torch.bfloat16, id="bf16"),
+]
+
+
+EMPTY = inspect.Parameter.empty
+SCORES = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": None,  # follows the mode; flash_attn's default is False
+    "return_attn_probs": False,
+}
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+# The parameters of flash_attn 2.8.3, in its order.
+UPSTREAM: dict[str, dict[str, Any]] = {
+    "flash_attn_qkvpacked_func": {"qkv": EMPTY, **SCORES},
+    "flash_attn_kvpacked_func": {"q": EMPTY, "kv": EMPTY, **SCORES},
+    "flash_attn_func": {"q": EMPTY, "k": EMPTY, "v": EMPTY, **SCORES},
+    "flash_attn_varlen_qkvpacked_func": {
+        "qkv": EMPTY,
+        "cu_seqlens": EMPTY,
+        "max_seqlen": EMPTY,
+        **SCORES,
+    },
+    "flash_attn_varlen_kvpacked_func": {
+        **dict.fromkeys(("q", "kv", *LENGTHS), EMPTY),
+        **SCORES,
+    },
+    "flash_attn_varlen_func": {
+        **dict.fromkeys(("q", "k", "v", *LENGTHS), EMPTY),
+        **SCORES,
+        "block_table": None,
+    },
+    "flash_attn_with_kvcache": {
+        "q": EMPTY,
+        "k_cache": EMPTY,
+        "v_cache": EMPTY,
+        "k": None,
+        "v": None,
+        "rotary_cos": None,
+        "rotary_sin": None,
+        "cache_seqlens": None,
+        "cache_batch_idx": None,
+        "cache_leftpad": None,
+        "block_table": None,
+        "softmax_scale": None,
+        "causal": False,
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+        "rotary_interleaved": True,
+        "alibi_slopes": None,
+        "num_splits": 0,
+        "return_softmax_lse": False,
+    },
+}
+OURS = {"flash_attn_varlen_func": ["seqused_k", "leftpad_k", "split_size"]}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_signature_is_that_of_flash_attn(name: str) -> None:
+    parameters = inspect.signature(getattr(interface, name)).parameters
+    positional = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [(p.name, p.default) for p in positional] == list(UPSTREAM[name].items())
+    ours = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert [p.name for p in ours] == OURS.get(name, ["split_size"])
+    assert {p.default for p in ours} == {None}
+    assert len(parameters) == len(positional) + len(ours)
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> dict[str, object]:
+    nheads_k = draw(st.integers(1, 3))
+    return {
+        "batch": draw(st.integers(1, 3)),
+        "seqlen_q": draw(st.integers(0, 140)),
+        "seqlen_k": draw(st.integers(0, 140)),
+        "nheads_k": nheads_k,
+        "nheads": nheads_k * draw(st.integers(1, 3)),
+        "head_dim": draw(st.sampled_from([1, 7, 8, 20, 32, 33, 64, 72])),
+        "dtype": draw(st.sampled_from([torch.float16, torch.bfloat16])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    call=_calls(),
+    causal=st.booleans(),
+    softmax_scale=st.none() | st.floats(2.0**-126, 1.0),
+)
+def test_any_call_is_close_to_float64_softmax(
+    call: dict[str, int], causal: bool, softmax_scale: float | None
+) -> None:
+    q, k, v = make_inputs(**call)  # type: ignore[arg-type]
+    out, softmax_lse, s_dmask = flash_attn_func(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, return_attn_probs=True
+    )
+    exact_out, exact_lse = softmax_attention(q, k, v, softmax_scale, causal)
+    batch, seqlen_q, nheads, _ = q.shape
+    assert out.shape == q.shape
+    assert out.dtype == q.dtype
+    assert softmax_lse.shape == (batch, nheads, seqlen_q)
+    assert softmax_lse.dtype == torch.float32
+    assert s_dmask.shape == (0,)
+    assert s_dmask.dtype == q.dtype
+    torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=tolerance(q.dtype, v))
+    torch.testing.assert_close(softmax_lse.double(), exact_lse, rtol=1e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 160, 224, 256])
+def test_cpu_is_the_reference(head_dim: int, dtype: torch.dtype) -> None:
+    q, k, v = make_inputs(1, 3, 140, 2, 1, head_dim, dtype)
+    out, softmax_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    expected_out, expected_lse = reference.attention(q, k, v, causal=True)
+    assert bits_equal(out, expected_out)
+    assert bits_equal(softmax_lse, expected_lse)
+
+
+@pytest.mark.parametrize("head_dim", [1, 20, 100])
+def test_default_scale_is_that_of_the_unpadded_head_dim(head_dim: int) -> None:
+    q, k, v = make_inputs(1, 3, 140, 2, 1, head_dim)
+    out = flash_attn_func(q, k, v)
+    assert out.shape == q.shape
+    assert bits_equal(out, flash_attn_func(q, k, v, softmax_scale=head_dim**-0.5))
+
+
+def test_strided_last_dimension() -> None:
+    q, k, v = make_inputs(2, 5, 9, 2, 2, 64)
+    expected = flash_attn_func(q, k, v)
+    q_strided, k_strided, v_strided = (torch.stack([x, x + 1], dim=-1)[..., 0] for x in (q, k, v))
+    assert q_strided.stride(-1) == 2
+    assert bits_equal(flash_attn_func(q_strided, k_strided, v_strided), expected)
+    expanded = q[..., :1].expand(-1, -1, -1, 64)
+    assert bits_equal(flash_attn_func(expanded, k, v), flash_attn_func(expanded.clone(), k, v))
+
+
+def test_inputs_are_not_changed() -> None:
+    inputs = make_inputs(2, 5, 9, head_dim=20)
+    before = [x.clone() for x in inputs]
+    flash_attn_func(*inputs, causal=True)
+    assert all(bits_equal(x, y) for x, y in zip(inputs, before, strict=True))
+
+
+def test_no_keys() -> None:
+    q, k, v = make_inputs(2, 3, 0)
+    out, softmax_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert bits_equal(out, torch.zeros_like(q))
+    assert bits_equal(softmax_lse, torch.full((2, 2, 3), math.inf))
+
+
+def test_no_queries() -> None:
+    q, k, v = make_inputs(2, 0, 3)
+    out, softmax_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert out.shape == (2, 0, 2, 32)
+    assert softmax_lse.shape == (2, 2, 0)
+
+
+@pytest.mark.parametrize("deterministic", [None, False, True])
+def test_forward_ignores_deterministic(deterministic: bool | None) -> None:
+    q, k, v = make_inputs()
+    out = flash_attn_func(q, k, v, deterministic=deterministic)
+    assert bits_equal(out, flash_attn_func(q, k, v))
+
+
+def test_meta_tensors_give_shapes() -> None:
+    q, k, v = (x.to("meta") for x in make_inputs(2, 3, 5, head_dim=20))
+    out, softmax_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, q.dtype, "meta")
+    assert (softmax_lse.shape, softmax_lse.dtype) == ((2, 2, 3), torch.float32)
+
+
+# --- All functions ------------------------------------------------------------------------------
+
+
+def _outputs(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _assert_same(left: Any, right: Any) -> None:
+    for a, b in zip(_outputs(left), _outputs(right), strict=True):
+        assert bits_equal(a, b)
+
+
+def _unpacked(call: Call) -> Call:
+    """The same call of the function with separate q, k and v."""
+    arguments = dict(call.arguments)
+    varlen = "varlen" in call.function.__name__
+    dim = 1 if varlen else 2
+    if "qkv" in arguments:
+        arguments.update(zip("qkv", arguments.pop("qkv").unbind(dim), strict=True))
+    else:
+        arguments.update(zip("kv", arguments.pop("kv").unbind(dim), strict=True))
+    for name in ("cu_seqlens", "max_seqlen"):
+        if name in arguments:
+            value = arguments.pop(name)
+            arguments.update({f"{name}_q": value, f"{name}_k": value})
+    function = interface.flash_attn_varlen_func if varlen else interface.flash_attn_func
+    return Call(function, arguments)
+
+
+@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
+@pytest.mark.parametrize("name", [name for name in CALLS if "packed" in name])
+def test_packed_is_the_same_as_three_tensors(name: str, head_dim: int) -> None:
+    call = CALLS[name](head_dim)
+    options = {"return_attn_probs": True, "window_size": (4, 1), "softcap": 3.0, "split_size": 64}
+    _assert_same(call(**options), _unpacked(call)(**options))
+
+
+def _sequences(call: Call) -> list[tuple[slice, slice]]:
+    starts = (call.arguments[f"cu_seqlens_{x}"].tolist() for x in "qk")
+    rows, keys = (itertools.starmap(slice, itertools.pairwise(x)) for x in starts)
+    return list(zip(rows, keys, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"causal": True}, id="causal"),
+        pytest.param({"causal": False, "window_size": (3, 1), "softcap": 2.0}, id="local"),
+        pytest.param({"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])}, id="alibi"),
+    ],
+)
+def test_varlen_is_each_sequence_alone(options: dict[str, Any], head_dim: int) -> None:
+    call = varlen_call(head_dim)
+    out, softmax_lse, s_dmask = call(**options, return_attn_probs=True)
+    assert (s_dmask.shape, s_dmask.dtype) == ((0,), torch.bfloat16)
+    for rows, keys in _sequences(call):
+        q, k, v = (call.arguments[n][x][None] for n, x in (("q", rows), ("k", keys), ("v", keys)))
+        arguments = {"causal": True, **options, "return_attn_probs": True}
+        expected, expected_lse, _ = flash_attn_func(q, k, v, **arguments)
+        assert bits_equal(out[rows], expected[0])
+        assert bits_equal(softmax_lse[:, rows], expected_lse[0])
+
+
+def test_seqused_and_leftpad_cut_the_keys() -> None:
+    call = varlen_call()
+    used, left = int32(4, 2, 9), int32(1, 0, 3)
+    out = call(seqused_k=used, leftpad_k=left)
+    for index, (rows, keys) in enumerate(_sequences(call)):
+        if rows.start == rows.stop:
+            continue
+        q, k, v = (call.arguments[n][x][None] for n, x in (("q", rows), ("k", keys), ("v", keys)))
+        cut = slice(int(left[index]), int(used[index]))
+        assert bits_equal(out[rows], flash_attn_func(q, k[:, cut], v[:, cut], causal=True)[0])
+
+
+def test_paged_is_contiguous() -> None:
+    call = paged_call()
+    table = call.arguments["block_table"][:, 0].tolist()
+    lengths = call.arguments["cu_seqlens_k"].diff().tolist()
+    flat = {
+        name: torch.cat(
+            [call.arguments[name][page, :n] for page, n in zip(table, lengths, strict=True)]
+        )
+        for name in "kv"
+    }
+    assert bits_equal(call(), call(**flat, block_table=None))
+
+
+@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
+def test_cache_equals_attention_over_its_tokens(head_dim: int) -> None:
+    call = kvcache_call(head_dim)
+    arguments = call.arguments
+    old = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+    out, softmax_lse = call(rotary_cos=None, rotary_sin=None, return_softmax_lse=True)
+    for b, length in enumerate((9, 4)):
+        for name in "kv":
+            cache = arguments[f"{name}_cache"][b]
+            assert bits_equal(cache[length : length + 3], arguments[name][b])
+            assert bits_equal(cache[:length], old[f"{name}_cache"][b, :length])
+            assert bits_equal(cache[length + 3 :], old[f"{name}_cache"][b, length + 3 :])
+        k, v = (arguments[f"{n}_cache"][b : b + 1, : length + 3] for n in "kv")
+        expected, expected_lse, _ = flash_attn_func(
+            arguments["q"][b : b + 1], k, v, causal=True, return_attn_probs=True
+        )
+        assert bits_equal(out[b], expected[0])
+        assert bits_equal(softmax_lse[b], expected_lse[0])
+
+
+def test_one_length_for_all() -> None:
+    out = kvcache_call()(cache_seqlens=int32(7, 7))
+    assert bits_equal(kvcache_call()(cache_seqlens=7), out)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 7])
+def test_num_splits_changes_no_bit(num_splits: int) -> None:
+    assert bits_equal(kvcache_call()(num_splits=num_splits), kvcache_call()())
+
+
+def test_write_to_the_cache_changes_its_version() -> None:
+    call = kvcache_call()
+    call()
+    assert call.arguments["k_cache"]._version > 0
+    assert call.arguments["v_cache"]._version > 0
+    read = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
+    call = kvcache_call()
+    call(**read)
+    assert call.arguments["k_cache"]._version == 0
+
+
+def test_cache_call_has_no_gradient() -> None:
+    call = kvcache_call()
+    for name in ("q", "k", "v"):
+        call.arguments[name].requires_grad_()
+    assert not call().requires_grad
+    assert not call.arguments["k_cache"].requires_grad
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_windows_and_causal_that_mean_the_same(name: str) -> None:
+    # With a window, the rotary position advances from query to query.
+    rotary = {"rotary_cos": None, "rotary_sin": None} if "kvcache" in name else {}
+
+    def call(causal: bool, left: int, right: int) -> torch.Tensor:
+        options = {"causal": causal, "window_size": (left, right), **rotary}
+        out: torch.Tensor = CALLS[name](32)(**options)
+        return out
+
+    assert bits_equal(call(False, 1000, 1000), call(False, -1, -1))
+    assert bits_equal(call(False, -5, 0), call(True, -1, -1))
+    assert bits_equal(call(True, 2, 7), call(False, 2, 0))
+    assert not bits_equal(call(False, 2, 0), call(False, -1, -1))
+
+
+# --- torch.compile ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def _compile(**options: Any) -> Any:
+    return torch.compile(flash_attn_func, **options)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "grad"])
+@pytest.mark.parametrize("head_dim", [64, 20], ids=["aligned", "padded"])
+def test_compiles_without_a_graph_break(backend: str, requires_grad: bool, head_dim: int) -> None:
+    q, k, v = make_inputs(2, 5, 9, 4, 2, head_dim)
+    q.requires_grad_(requires_grad)
+    compiled = _compile(fullgraph=True, backend=backend)
+    out, softmax_lse, _ = compiled(q, k, v, causal=True, return_attn_probs=True)
+    expected_out, expected_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert bits_equal(out, expected_out)
+    assert bits_equal(softmax_lse, expected_lse)
+    assert out.requires_grad == requires_grad
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiles_once_for_all_lengths_and_batches() -> None:
+    counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
+    compiled = _compile(fullgraph=True, backend=counter, dynamic=True)
+    # All sizes of the first call differ: torch.compile would treat equal ones as one size.
+    counts = []
+    for batch, seqlen_q, seqlen_k in ((3, 5, 9), (7, 6, 70), (11, 130, 131)):
+        q, k, v = make_inputs(batch, seqlen_q, seqlen_k, 4, 2, 64)
+        assert bits_equal(compiled(q, k, v, causal=True), flash_attn_func(q, k, v, causal=True))
+        counts.append(counter.frame_count)
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_errors_keep_their_type_under_compile() -> None:
+    q, k, v = make_inputs()
+    compiled = _compile(backend="eager")
+    with pytest.raises(DtypeError, match=r"k: expected torch\.bfloat16, .*got torch\.float32"):
+        compiled(q, k.float(), v)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
+@pytest.mark.parametrize("name", CALLS)
+def test_each_function_compiles_without_a_graph_break(name: str, head_dim: int) -> None:
+    call = CALLS[name](head_dim)
+    eager, traced = fresh(call), fresh(call)
+    expected = eager(**call.lse())
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    _assert_same(compiled(**traced.arguments, **call.lse()), expected)
+    for argument, value in eager.arguments.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, traced.arguments[argument]), argument
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(
+            "flash_attn_varlen_func",
+            {"seqused_k": int32(4, 2, 9), "leftpad_k": int32(1, 0, 3), "split_size": 64},
+            id="varlen",
+        ),
+        pytest.param(
+            "flash_attn_func",
+            {"window_size": (3, 2), "causal": False, "softcap": 2.0},
+            id="local-softcap",
+        ),
+        pytest.param("flash_attn_func", {"alibi_slopes": torch.ones(2, 4)}, id="alibi"),
+        pytest.param("flash_attn_with_kvcache", {"cache_seqlens": 7}, id="int-length"),
+        pytest.param(
+            "flash_attn_with_kvcache",
+            {"cache_leftpad": int32(1, 2), "rotary_interleaved": False, "num_splits": 3},
+            id="leftpad",
+        ),
+        pytest.param(
+            "flash_attn_with_kvcache", {"cache_batch_idx": int32(1, 0)}, id="cache-batch-idx"
+        ),
+    ],
+)
+def test_options_compile_without_a_graph_break(name: str, options: dict[str, Any]) -> None:
+    eager, traced = CALLS[name](32), CALLS[name](32)
+    compiled = torch.compile(eager.function, fullgraph=True, backend="aot_eager")
+    _assert_same(compiled(**{**traced.arguments, **options}), eager(**options))
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_cache_compiles_once_for_all_int_lengths() -> None:
+    counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
+    compiled = torch.compile(
+        interface.flash_attn_with_kvcache, fullgraph=True, backend=counter, dynamic=True
+    )
+    counts = []
+    for length in (5, 8, 11):
+        eager, traced = kvcache_call(), kvcache_call()
+        out = compiled(**{**traced.arguments, "cache_seqlens": length})
+        assert bits_equal(out, eager(cache_seqlens=length))
+        counts.append(counter.frame_count)
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_varlen_compiles_once_for_all_max_seqlens() -> None:
+    counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
+    compiled = torch.compile(
+        interface.flash_attn_varlen_func, fullgraph=True, backend=counter, dynamic=True
+    )
+    counts = []
+    for longer in (0, 3, 40):
+        call = varlen_call()
+        lengths = {"max_seqlen_q": 6 + longer, "max_seqlen_k": 11 + longer}
+        assert bits_equal(compiled(**{**call.arguments, **lengths}), call())
+        counts.append(counter.frame_count)
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3

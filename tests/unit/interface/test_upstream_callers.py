@@ -1,0 +1,315 @@
+"""Calls as in code written for flash_attn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bits import bits_equal
+from calls import CALLS, fresh, kvcache_call, normal, varlen_call
+from flash_attn_deterministic import deterministic_mode, explain, flash_attn_func
+from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedDeviceError
+from flash_attn_deterministic.interface import flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn_deterministic.reference._dropout import largest_kept_byte
+
+every_name = pytest.mark.parametrize("name", CALLS)
+
+# --- Tracing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("head_dim", [32, 20])
+@every_name
+def test_jit_trace(name: str, head_dim: int) -> None:
+    call = CALLS[name](head_dim)
+    first, *_ = call.arguments
+    traced: Any = torch.jit.trace(  # type: ignore[no-untyped-call, unused-ignore]
+        lambda x: fresh(call)(**{first: x}), (call.arguments[first],), check_trace=False
+    )
+    assert bits_equal(traced(call.arguments[first]), fresh(call)())
+
+
+VARLEN: Any = flash_attn_varlen_func
+
+
+def _longest_as_tensors(*args: torch.Tensor) -> torch.Tensor:
+    cu_q, cu_k = args[3:]
+    longest: tuple[Any, Any] = (cu_q.diff().max(), cu_k.diff().max())
+    out: torch.Tensor = VARLEN(*args, *longest, causal=True)
+    return out
+
+
+def _longest_as_ints(*args: torch.Tensor) -> torch.Tensor:
+    cu_q, cu_k = args[3:]
+    longest: tuple[Any, Any] = (cu_q.diff().max().item(), cu_k.diff().max().item())
+    out: torch.Tensor = VARLEN(*args, *longest, causal=True)
+    return out
+
+
+LONGEST = pytest.mark.parametrize(
+    "function", [_longest_as_tensors, _longest_as_ints], ids=["tensor", "item"]
+)
+
+
+def _varlen_arguments() -> list[torch.Tensor]:
+    arguments = varlen_call().arguments
+    return [arguments[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
+
+
+@pytest.fixture
+def scalars_in_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        yield
+
+
+@pytest.mark.usefixtures("scalars_in_graphs")
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["forward", "backward"])
+@LONGEST
+def test_lengths_that_a_graph_computes(function: Any, requires_grad: bool) -> None:
+    arguments = _varlen_arguments()
+    arguments[0].requires_grad_(requires_grad)
+    compiled: Any = torch.compile(function, fullgraph=True, backend="aot_eager")
+    out = compiled(*arguments)
+    expected = varlen_call()(q=arguments[0])
+    assert bits_equal(out, expected)
+    if requires_grad:
+        gradients = [torch.autograd.grad(x.sum(), arguments[0])[0] for x in (out, expected)]
+        assert bits_equal(*gradients)
+
+
+@pytest.mark.usefixtures("scalars_in_graphs")
+def test_length_of_a_cache_that_a_graph_computes() -> None:
+    def function(length: torch.Tensor, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length.item())  # type: ignore[arg-type]
+
+    q, cache = normal(2, 3, 4, 32), normal(2, 20, 2, 32)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for length in (7, 20):
+        expected = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=length)
+        assert bits_equal(compiled(torch.tensor(length), q, cache), expected)
+    with pytest.raises(RuntimeError):
+        compiled(torch.tensor(21), q, cache)
+
+
+class Module(torch.nn.Module):
+    """A function as a module, for torch.export."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@LONGEST
+def test_lengths_that_an_exported_program_computes(function: Any, strict: bool) -> None:
+    torch._dynamo.reset()
+    arguments = _varlen_arguments()
+    export: Any = torch.export.export
+    exported = export(Module(function), tuple(arguments), strict=strict)
+    program: Any = exported.module()
+    assert bits_equal(program(*arguments), varlen_call()())
+
+
+# --- Errors -------------------------------------------------------------------------------------
+
+
+def test_errors_are_runtime_errors_as_upstream() -> None:
+    """flash_attn's own checks raise RuntimeError, and callers fall back on it."""
+    q = normal(1, 4, 2, 32)
+    with pytest.raises(RuntimeError) as dtype:
+        flash_attn_func(q.float(), q.float(), q.float())
+    assert isinstance(dtype.value, DtypeError)
+    assert isinstance(dtype.value, TypeError)
+    with pytest.raises(RuntimeError) as shape:
+        flash_attn_func(q, q[:, :, :1, :16], q)
+    assert isinstance(shape.value, ArgumentError)
+    assert isinstance(shape.value, ValueError)
+    assert issubclass(UnsupportedDeviceError, RuntimeError)
+
+
+HEADS_FIRST = (normal(2, 8, 3, 32), *[normal(2, 2, 7, 32)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        pytest.param(flash_attn_func, HEADS_FIRST, id="dense"),
+        pytest.param(flash_attn_with_kvcache, HEADS_FIRST, id="cache"),
+        pytest.param(
+            flash_attn_varlen_func,
+            (normal(8, 3, 32), *[normal(2, 7, 32)] * 2, *[torch.tensor([0, 3])] * 2, 3, 3),
+            id="varlen",
+        ),
+    ],
+)
+def test_heads_before_tokens(function: Any, arguments: tuple[Any, ...]) -> None:
+    dims = "(1, 2)" if arguments[0].dim() == 4 else "(0, 1)"
+    with pytest.raises(ArgumentError, match=r"heads .* look transposed, .*: pass") as caught:
+        function(*arguments)
+    assert f"q.transpose{dims}" in str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["k", "v"])
+def test_heads_before_tokens_in_one_tensor(other: str) -> None:
+    tensors: dict[str, Any] = {
+        "q": normal(2, 3, 8, 32),
+        "k": normal(2, 7, 2, 32),
+        "v": normal(2, 7, 2, 32),
+    }
+    tensors[other] = tensors[other].transpose(1, 2)
+    if other == "k":
+        tensors["v"] = tensors["k"]
+    advice = rf"{other} \(2, 2, 7, 32\) looks transposed, with .* pass {other}.transpose\(1, 2\)$"
+    with pytest.raises(ArgumentError, match=advice):
+        flash_attn_func(**tensors)
+
+
+def test_heads_that_do_not_divide_but_are_not_transposed() -> None:
+    with pytest.raises(ArgumentError, match="number of heads") as caught:
+        flash_attn_func(normal(1, 5, 4, 32), normal(1, 7, 3, 32), normal(1, 7, 3, 32))
+    assert "transposed" not in str(caught.value)
+
+
+ARGUMENTS = [
+    "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
+    "deterministic", "return_attn_probs", "split_size",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_messages_hold_no_values_of_tensors(argument: str) -> None:
+    q = normal(1, 4, 2, 32)
+    options: Any = {argument: torch.full((50, 3), 1234.5)}
+    with pytest.raises(RuntimeError, match=f"{argument}: expected") as caught:
+        flash_attn_func(q, q, q, **options)
+    assert "1234" not in str(caught.value)
+    assert "(50, 3)" in str(caught.value)
+    options = {argument: [torch.full((50, 3), 1234.5)] * 2}
+    with pytest.raises(RuntimeError, match=f"{argument}: expected") as caught:
+        flash_attn_func(q, q, q, **options)
+    assert "1234" not in str(caught.value)
+    options = {argument: torch.nested.nested_tensor([torch.full((2, 3), 1234.5)])}
+    with pytest.raises(RuntimeError, match=f"{argument}: expected") as caught:
+        flash_attn_func(q, q, q, **options)
+    assert "1234" not in str(caught.value)
+    functions: Any = (torch.full((50, 3), 1234.5),)
+    with pytest.raises(ArgumentError, match=r"got \(a tensor of dtype torch.float32 and shape"):
+        explain(functions)
+
+
+# --- Dropout ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout_p", [1e-9, 2.0**-26, 2.0**-24, 1e-3, 0.1, 1 / 3, 0.5, 0.999])
+def test_documented_probability_of_keeping(dropout_p: float) -> None:
+    assert flash_attn_func.__doc__ is not None
+    document = " ".join(flash_attn_func.__doc__.split())
+    assert "keep = float32(1 - dropout_p)" in document
+    assert "actual probability of keeping is (floor(255 * keep) + 1) / 256" in document
+    keep = np.float32(1 - dropout_p)
+    assert largest_kept_byte(dropout_p) == np.floor(255 * np.float64(keep))
+    q = normal(1, 64, 2, 32)
+    assert "below 2**-25" in document
+    if dropout_p < 2.0**-25:
+        assert bits_equal(flash_attn_func(q, q, q, dropout_p), flash_attn_func(q, q, q))
+
+
+# --- transformers -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_transformers(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of transformers' flash attention, run on this package."""
+    transformers = pytest.importorskip("transformers")
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.masking_utils import flash_attention_mask
+
+    name = "flash_attn_deterministic_test"
+    ours = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+    helpers = (utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *args, **kwargs: (*ours, *helpers))
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    transformers.AttentionInterface.register(name, flash_attention_forward)
+    transformers.AttentionMaskInterface.register(name, flash_attention_mask)
+    return name
+
+
+@pytest.fixture
+def backward_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The backward ops that ran, with their argument deterministic."""
+    ops = torch.ops.flash_attn_deterministic
+    calls: list[tuple[str, bool]] = []
+
+    def spy(name: str, op: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            calls.append((name, arguments[-2]))  # the residual comes last
+            return op(*arguments)
+
+        return run
+
+    for name in ("bwd", "varlen_bwd"):
+        monkeypatch.setattr(ops, name, spy(name, getattr(ops, name)))
+    return calls
+
+
+def _model(attention: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.set_attn_implementation(attention)
+    return model
+
+
+BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("bwd", {}),
+    "padded": ("varlen_bwd", {"attention_mask": torch.tensor([[1] * 12 + [0] * 4])}),
+    "packed": ("varlen_bwd", {"position_ids": torch.tensor([[*range(6), *range(10)]])}),
+}
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_transformers_trains_in_the_mode(
+    batch: str, enabled: bool, in_transformers: str, backward_calls: list[tuple[str, bool]]
+) -> None:
+    """It passes deterministic=False in every call, and max_seqlen of packed ones as tensors."""
+    model = _model(in_transformers)
+    op, options = BATCHES[batch]
+    ids = torch.arange(16)[None]
+    with deterministic_mode(enabled):
+        loss = model(ids, labels=ids, **options, use_cache=False).loss
+    loss.backward()
+    assert backward_calls == [(op, enabled)]
+
+
+def test_transformers_can_request_determinism(
+    in_transformers: str, backward_calls: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    ids = torch.arange(16)[None]
+    with deterministic_mode(False):
+        model = _model(in_transformers)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    assert backward_calls == [("bwd", True)]
+
+
+def test_kvcache_takes_lengths_of_numpy() -> None:
+    lengths: Any = np.int64(9)
+    assert bits_equal(kvcache_call()(cache_seqlens=lengths), kvcache_call()(cache_seqlens=9))

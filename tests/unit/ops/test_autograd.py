@@ -1,0 +1,419 @@
+"""Gradients through the public functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from attention_cases import make_inputs, softmax_attention
+from backward_cases import autograd_gradients, normal_like, same_gradients
+from bits import bits_equal
+from calls import CALLS, Call, int32, paged_call, qkv_call, varlen_call
+from flash_attn_deterministic import (
+    deterministic_mode,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    reference,
+)
+from flash_attn_deterministic._ops import autograd
+from flash_attn_deterministic._ops.schemas import BACKWARD
+from flash_attn_deterministic.errors import UnsupportedError
+
+NAMES = [name for name in CALLS if name != "flash_attn_with_kvcache"]
+names = pytest.mark.parametrize("name", NAMES)
+head_dims = pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
+TENSORS = ("q", "k", "v", "qkv", "kv")
+
+
+def leaves_of(call: Call) -> dict[str, torch.Tensor]:
+    """The call's q, k and v, or the packed tensors."""
+    return {name: call.arguments[name] for name in TENSORS if name in call.arguments}
+
+
+def gradients(
+    call: Call, function: Callable[..., Any] | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Gradients of a call's inputs for a random dout."""
+    leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
+    torch.manual_seed(0)
+    result = (function or call.function)(**{**call.arguments, **leaves, **options})
+    out = result[0] if isinstance(result, tuple) else result
+    found = torch.autograd.grad(out, list(leaves.values()), normal_like(out))
+    return dict(zip(leaves, found, strict=True))
+
+
+# --- Values -------------------------------------------------------------------------------------
+
+
+def _definition(call: Call) -> Callable[..., torch.Tensor]:
+    """The causal call in float64, sequence by sequence."""
+    packed = any(name in call.arguments for name in ("cu_seqlens", "cu_seqlens_q"))
+    no_lengths = torch.empty(0)
+    dim = 1 if packed else 2
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        inputs: list[torch.Tensor] = []
+        for name, tensor in zip(leaves_of(call), tensors, strict=True):
+            inputs += [tensor] if len(name) == 1 else tensor.unbind(dim)
+        q, k, v = inputs
+        if not packed:
+            return softmax_attention(q, k, v, causal=True)[0]
+        starts = [
+            call.arguments.get(name, call.arguments.get("cu_seqlens", no_lengths)).tolist()
+            for name in ("cu_seqlens_q", "cu_seqlens_k")
+        ]
+        return torch.cat(
+            [
+                softmax_attention(q[None, a:b], k[None, c:d], v[None, c:d], causal=True)[0][0]
+                for (a, b), (c, d) in zip(*map(itertools.pairwise, starts), strict=True)
+            ]
+        )
+
+    return function
+
+
+@head_dims
+@names
+def test_gradients_are_those_of_the_definition(name: str, head_dim: int) -> None:
+    call = CALLS[name](head_dim)
+    ours = gradients(call)
+    leaves = [x.double().requires_grad_() for x in leaves_of(call).values()]
+    out = _definition(call)(*leaves)
+    exact = torch.autograd.grad(out, leaves, normal_like(out).bfloat16().double())
+    for (tensor, found), expected in zip(ours.items(), exact, strict=True):
+        assert found.shape == call.arguments[tensor].shape
+        assert found.dtype == torch.bfloat16
+        bound = 2 * torch.finfo(torch.bfloat16).eps * expected.abs().max().item()
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
+@head_dims
+@pytest.mark.parametrize("name", [name for name in NAMES if "packed" in name])
+def test_packed_tensors_get_the_gradients_of_their_parts(
+    name: str, head_dim: int, dropout_p: float
+) -> None:
+    call = CALLS[name](head_dim)
+    packed = gradients(call, dropout_p=dropout_p)
+    dim = 1 if "varlen" in name else 2
+    arguments = dict(call.arguments)
+    if "qkv" in arguments:
+        arguments.update(zip("qkv", arguments.pop("qkv").unbind(dim), strict=True))
+    else:
+        arguments.update(zip("kv", arguments.pop("kv").unbind(dim), strict=True))
+    for length in ("cu_seqlens", "max_seqlen"):
+        if length in arguments:
+            value = arguments.pop(length)
+            arguments.update({f"{length}_q": value, f"{length}_k": value})
+    function = flash_attn_varlen_func if "varlen" in name else flash_attn_func
+    parts = gradients(Call(function, arguments), dropout_p=dropout_p)
+    if "qkv" in packed:
+        assert bits_equal(packed["qkv"], torch.stack([parts[n] for n in "qkv"], dim))
+    else:
+        assert bits_equal(packed["q"], parts["q"])
+        assert bits_equal(packed["kv"], torch.stack([parts[n] for n in "kv"], dim))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "packed" in name])
+def test_gradient_of_a_packed_tensor_is_not_copied(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packed tensor's gradient is the tensor that the op fills."""
+    ops = torch.ops.flash_attn_deterministic
+    op = "varlen_qkvpacked_bwd" if "varlen" in name else "qkvpacked_bwd"
+    backward = getattr(ops, op)
+    written: list[torch.Tensor] = []
+
+    def spy(*arguments: Any) -> Any:
+        results = backward(*arguments)
+        written.extend(results)
+        return results
+
+    monkeypatch.setattr(ops, op, spy)
+    found = gradients(CALLS[name](32))
+    _, packed = written
+    assert packed.is_contiguous()
+    assert found["qkv" if "qkv" in found else "kv"].data_ptr() == packed.data_ptr()
+    if "q" in found:
+        assert found["q"].data_ptr() == written[0].data_ptr()
+    else:
+        assert written[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"window_size": (4, 0), "softcap": 3.0}, id="window-softcap"),
+        pytest.param({"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])}, id="alibi"),
+        pytest.param({"softmax_scale": 0.5}, id="scale"),
+    ],
+)
+def test_cpu_is_the_reference(options: dict[str, Any]) -> None:
+    call = qkv_call()
+    q, k, v = leaves_of(call).values()
+    renamed = {n.replace("window_size", "window"): x for n, x in options.items()}
+    out = reference.attention(q, k, v, causal=True, **renamed)
+    dout = normal_like(out[0])
+    expected = reference.attention_backward(dout, q, k, v, *out, causal=True, **renamed)
+    assert same_gradients(list(gradients(call, **options).values()), expected)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_one_gradient_alone(which: str) -> None:
+    call = qkv_call()
+    leaf = call.arguments[which].clone().requires_grad_()
+    out = call(**{which: leaf})
+    (found,) = torch.autograd.grad(out, leaf, normal_like(out))
+    assert bits_equal(found, gradients(call)[which])
+
+
+@pytest.mark.parametrize("form", ["sum", "expanded", "transposed", "strided"])
+def test_dout_of_any_strides(form: str) -> None:
+    call = qkv_call()
+    leaf = call.arguments["q"].clone().requires_grad_()
+    out = call(q=leaf)
+    dout = {
+        "sum": torch.ones_like(out),
+        "expanded": normal_like(out[:1]).expand_as(out),
+        "transposed": normal_like(out.transpose(1, 2).contiguous()).transpose(1, 2),
+        "strided": torch.stack([normal_like(out)] * 2, dim=-1)[..., 0],
+    }[form]
+    (expected,) = torch.autograd.grad(out, leaf, dout.clone().contiguous(), retain_graph=True)
+    if form == "sum":
+        (found,) = torch.autograd.grad(out.sum(), leaf)
+    else:
+        (found,) = torch.autograd.grad(out, leaf, dout)
+    assert bits_equal(found, expected)
+
+
+def test_dropped_elements_are_those_of_the_forward() -> None:
+    call = qkv_call()
+    leaf = call.arguments["v"].float().to(torch.float16).requires_grad_()
+    q, k = (call.arguments[n].to(torch.float16) for n in "qk")
+    torch.manual_seed(3)
+    out, _, s_dmask = flash_attn_func(q, k, leaf, 0.4, causal=True, return_attn_probs=True)
+    dout = normal_like(out)
+    (dv,) = torch.autograd.grad(out, leaf, dout)
+    kept = torch.where(s_dmask.signbit(), 0.0, s_dmask.double()) / 0.6
+    expected = torch.einsum("bhij,bihd->bjhd", kept, dout.double())
+    expected = expected.reshape(*expected.shape[:2], 2, 2, -1).sum(3)
+    torch.testing.assert_close(dv.double(), expected, rtol=0, atol=5e-3)
+
+
+# --- No gradient --------------------------------------------------------------------------------
+
+
+@names
+def test_softmax_lse_and_s_dmask_have_no_gradient(name: str) -> None:
+    call = CALLS[name](32)
+    leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
+    out, softmax_lse, s_dmask = call(**leaves, return_attn_probs=True, dropout_p=0.2)
+    assert out.requires_grad
+    assert not softmax_lse.requires_grad
+    assert not s_dmask.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        softmax_lse.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@names
+def test_alibi_slopes_have_no_gradient(name: str, form: str) -> None:
+    torch._dynamo.reset()
+    call = CALLS[name](32)
+    function = call.function
+    if form == "compiled":
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    slopes = torch.ones(4, requires_grad=True)
+    out = function(**call.arguments, alibi_slopes=slopes)
+    assert not out.requires_grad
+    leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
+    function(**{**call.arguments, **leaves}, alibi_slopes=slopes).sum().backward()
+    assert slopes.grad is None
+    assert all(leaf.grad is not None for leaf in leaves.values())
+
+
+@names
+def test_double_backward_raises(name: str) -> None:
+    call = CALLS[name](32)
+    leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
+    first, *_ = torch.autograd.grad(
+        call(**leaves).float().square().sum(), list(leaves.values()), create_graph=True
+    )
+    with pytest.raises(UnsupportedError, match=r"double backward: .* without create_graph"):
+        first.sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+FORWARD_ONLY = [
+    pytest.param(varlen_call, {"seqused_k": int32(4, 2, 9)}, "seqused_k", id="seqused"),
+    pytest.param(varlen_call, {"leftpad_k": int32(1, 0, 3)}, "leftpad_k", id="leftpad"),
+    pytest.param(paged_call, {}, "block_table", id="paged"),
+]
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize(("make", "options", "name"), FORWARD_ONLY)
+def test_gradient_where_there_is_no_backward(
+    make: Callable[[], Call], options: dict[str, torch.Tensor], name: str, which: str
+) -> None:
+    call = make()
+    leaf = call.arguments[which].clone().requires_grad_()
+    expected = call(**options)
+    out = call(**options, **{which: leaf})
+    assert bits_equal(out, expected)
+    with pytest.raises(UnsupportedError, match=f"{name}: there is no backward with it") as caught:
+        out.sum().backward()
+    assert isinstance(caught.value, NotImplementedError)
+    torch._dynamo.reset()
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=f"{name}: .* and q, k or v requires a gradient"):
+        compiled(**{**call.arguments, **options, which: leaf})
+    with torch.no_grad():
+        assert bits_equal(call(**options, **{which: leaf}), expected)
+    with torch.inference_mode():
+        assert bits_equal(call(**options, **{which: leaf}), expected)
+
+
+def test_backward_of_an_op_without_one_raises() -> None:
+    call = varlen_call().arguments
+    leaf = call["q"].clone().requires_grad_()
+    out, _ = torch.ops.flash_attn_deterministic.varlen_fwd(
+        *(leaf, call["k"], call["v"], call["cu_seqlens_q"], call["cu_seqlens_k"]),
+        *(int32(4, 2, 9), None, None, None, None, 5, 9, 0.0, 0.2, -1, 0, 0.0, 0, True, True),
+    )
+    with pytest.raises(UnsupportedError, match="seqused_k: there is no backward"):
+        out.sum().backward()
+
+
+# --- The mode -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deterministic_arguments(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """The argument deterministic of each call of a backward op."""
+    ops = torch.ops.flash_attn_deterministic
+    calls = []
+
+    def spy(op: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            calls.append(arguments[-2])  # the residual comes last
+            return op(*arguments)
+
+        return run
+
+    for name in BACKWARD:
+        monkeypatch.setattr(ops, name, spy(getattr(ops, name)))
+    return calls
+
+
+@pytest.mark.parametrize("deterministic", [None, True, False, "never"])
+@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
+@names
+def test_backward_gets_what_the_forward_resolved(
+    name: str, enabled: bool, deterministic: bool | str | None, deterministic_arguments: list[bool]
+) -> None:
+    call = CALLS[name](32)
+    leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
+    with deterministic_mode(enabled):
+        out = call(**leaves, deterministic=deterministic)
+    with deterministic_mode(not enabled):
+        out.sum().backward()
+    # False follows the mode: it is flash_attn's default, which frameworks pass on.
+    assert deterministic_arguments == [{True: True, "never": False}.get(deterministic, enabled)]
+
+
+@names
+def test_refused_backward_checks_for_its_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(*arguments: Any) -> NoReturn:
+        raise RuntimeError("refused by the op")
+
+    for op in BACKWARD:
+        monkeypatch.setattr(torch.ops.flash_attn_deterministic, op, refuse)
+    monkeypatch.setattr(autograd, "check_kernels", lambda *arguments: asked.append(arguments))
+    with pytest.raises(RuntimeError, match="refused by the op"):
+        gradients(CALLS[name](20))
+    assert asked == [(torch.device("cpu"), torch.bfloat16, 24, "bwd")]
+
+
+# --- torch.compile ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(
+            {
+                "window_size": (4, 0),
+                "softcap": 3.0,
+                "alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0]),
+                "deterministic": False,
+            },
+            id="options",
+        ),
+    ],
+)
+@head_dims
+@names
+def test_compiled_gradients(name: str, head_dim: int, options: dict[str, Any]) -> None:
+    call = CALLS[name](head_dim)
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    expected, found = gradients(call, **options), gradients(call, compiled, **options)
+    for tensor, gradient in expected.items():
+        assert bits_equal(found[tensor], gradient)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("return_attn_probs", [False, True], ids=["out", "probs"])
+@names
+def test_compiled_dropout(name: str, return_attn_probs: bool) -> None:
+    call = CALLS[name](32)
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    options: dict[str, Any] = {"dropout_p": 0.3, "return_attn_probs": return_attn_probs}
+    expected, found = gradients(call, **options), gradients(call, compiled, **options)
+    for tensor, gradient in expected.items():
+        assert bits_equal(found[tensor], gradient)
+    if return_attn_probs:
+        torch.manual_seed(0)
+        eager = call(**options)
+        torch.manual_seed(0)
+        for a, b in zip(compiled(**call.arguments, **options), eager, strict=True):
+            assert bits_equal(a, b)
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_forward_without_a_backward() -> None:
+    call = varlen_call()
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    leaf = call.arguments["q"].clone().requires_grad_()
+    arguments = {**call.arguments, "seqused_k": int32(4, 2, 9), "q": leaf}
+    with torch.no_grad():
+        assert bits_equal(compiled(**arguments), call(seqused_k=int32(4, 2, 9)))
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiles_once_for_all_lengths() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for batch, seqlen_q, seqlen_k in ((3, 5, 9), (7, 6, 20), (11, 30, 31)):
+        inputs = make_inputs(batch, seqlen_q, seqlen_k, 4, 2, 64)
+        dout = normal_like(inputs[0])
+        expected = autograd_gradients(
+            lambda q, k, v: flash_attn_func(q, k, v, causal=True), inputs, dout
+        )
+        found = autograd_gradients(lambda q, k, v: compiled(q, k, v, causal=True), inputs, dout)
+        assert same_gradients(found, expected)
+        counts.append(counter.frame_count)
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3

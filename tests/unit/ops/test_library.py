@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import flash_attn_deterministic as package
+import pytest
+import torch
+from calls import CALLS
+from flash_attn_deterministic._ops.schemas import BACKWARD, FORWARD
+
+# Modules and subpackages that the import of the package must not import.
+LATER = (
+    *("bench", "deviation", "integrations", "reference", "verify", "__main__"),
+    *("info.architectures", "info.cli", "info.collect", "mode.explain", "mode.plan"),
+)
+
+
+def test_import_stays_light() -> None:
+    script = (
+        "import sys, torch; before = set(sys.modules); import flash_attn_deterministic;"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "flash_attn_deterministic.interface" in loaded
+    assert [name for name in loaded if not name.startswith("flash_attn_deterministic")] == []
+    ours = {name.removeprefix("flash_attn_deterministic.") for name in loaded}
+    assert [name for name in ours if any(f"{name}.".startswith(f"{x}.") for x in LATER)] == []
+
+
+def test_import_is_short(tmp_path: Path) -> None:
+    """20 ms of CPU time on top of torch, plus half as much for slow machines."""
+    script = """
+import os, time, torch
+for _ in range(8):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    begin = time.process_time()
+    import flash_attn_deterministic
+    print(time.process_time() - begin, flush=True)
+    os._exit(0)
+"""
+    environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    _, *seconds = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True, text=True, check=True, env=environ,
+    ).stdout.split()  # fmt: skip
+    assert len(seconds) == 7
+    assert min(map(float, seconds)) < 0.030
+
+
+@pytest.mark.parametrize("argv", ["sys.argv = []", "sys.argv = [None]", "del sys.argv"])
+def test_import_in_a_program_that_embeds_python(argv: str) -> None:
+    script = f"import sys; {argv}; import flash_attn_deterministic"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_lazy_names() -> None:
+    script = (
+        "import flash_attn_deterministic as f; assert 'explain' not in vars(f);"
+        "assert {'explain', 'Plan', 'as_flash_attn'} <= set(dir(f));"
+        "assert f.explain is f.explain and 'explain' in vars(f);"
+        "from flash_attn_deterministic import Plan, as_flash_attn, explain;"
+        "print(Plan.__module__, as_flash_attn.__module__, explain.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    modules = ("mode.plan", "integrations.alias", "mode.explain")
+    expected = [f"flash_attn_deterministic.{module}" for module in modules]
+    assert done.stdout.split() == expected, done.stderr
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+@pytest.mark.parametrize("key", ["CPU", "CUDA", "Meta"])
+def test_op_is_registered(name: str, key: str) -> None:
+    op = f"flash_attn_deterministic::{name}"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def test_star_import_of_a_source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_installed)
+    names: dict[str, object] = {}
+    exec("from flash_attn_deterministic import *", names)
+    assert set(package.__all__) <= set(names)
+    with pytest.raises(AttributeError, match="this is a source tree"):
+        package.__version__  # noqa: B018
+
+
+def test_all_functions_are_public() -> None:
+    assert set(CALLS) <= set(package.__all__)
+    assert package.__all__ == sorted(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name).__doc__
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_docstring_lists_errors_and_source(name: str) -> None:
+    """flash_attn_func has the list; the others refer to it."""
+    own = getattr(package, name).__doc__
+    assert "flash_attn 2.8.3" in own
+    refers = "As `flash_attn_func`" in own
+    assert refers is not (name == "flash_attn_func")
+    said = own + (package.flash_attn_func.__doc__ or "") if refers else own
+    assert "2307.08691" in said.replace("\n", " ")
+    for error in ("ArgumentError", "UnsupportedError", "MissingInstanceError"):
+        assert f"{error}: a" in said
+    cache = name == "flash_attn_with_kvcache"
+    assert "NotDeterministicError: a" in said or cache
+    assert "NotDeterministicError: a" not in own or not cache

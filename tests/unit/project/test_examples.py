@@ -1,0 +1,37 @@
+"""The example scripts run, and keep what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+def test_a_whole_model_keeps_its_bits() -> None:
+    pytest.importorskip("transformers")
+    command = [sys.executable, str(EXAMPLES / "whole_model.py"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, ours = done.stdout.splitlines()
+    assert ours.startswith("flash_attn_deterministic, products and norms in blocks")
+    assert ours.count("same bits") == 3
+
+
+def test_training_over_ranks_has_the_bits_of_one_device() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", str(EXAMPLES / "train_over_ranks.py"), "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--length", "128"], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *steps, verdict = done.stdout.splitlines()
+    assert verdict == "losses and weights have the same bits: yes"
+    assert len(steps) == 20
+    first, last = (float(line.split()[2]) for line in (steps[0], steps[-1]))
+    assert last < first / 2

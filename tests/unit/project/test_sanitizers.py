@@ -1,0 +1,100 @@
+"""The run of compute-sanitizer's tools, with a program in its place that finds what it is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.sanitizers import __main__ as sanitizers
+from tests.gpu.sanitizers import calls
+
+# The arguments are --tool T --error-exitcode 9 --print-limit 20 PYTHON calls.py D.
+_PROGRAM = """#!/bin/sh
+tool=$2; head_dim=$9
+echo "caching off: ${PYTORCH_NO_CUDA_MEMORY_CACHING:-0}"
+case "$tool-$head_dim" in
+  memcheck-96) echo "RuntimeError: out of paths"; echo "ERROR SUMMARY: 0 errors"; exit 1;;
+  initcheck-96) exec sleep 60;;
+esac
+echo "head dim $head_dim: all calls made"
+case "$tool-$head_dim" in
+  racecheck-64) echo "RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)"; exit 9;;
+  racecheck-*) echo "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)";;
+  *) echo "ERROR SUMMARY: 0 errors";;
+esac
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(_PROGRAM, encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_one_line_for_each_tool(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--sanitizer", program, "--out", str(tmp_path), "--head-dims", "32", "64"]
+    assert sanitizers.main(arguments) == 1
+    lines = [line.partition(" s of ")[0].rstrip("0123456789") for line in
+             capsys.readouterr().out.splitlines()]  # fmt: skip
+    assert lines == [
+        "memcheck   passed: head dims 32, 64; ",
+        "initcheck  passed: head dims 32, 64; ",
+        "racecheck  FAILED: head dims 32, 64; found 3 at 64; ",
+        "synccheck  passed: head dims 32, 64; ",
+    ]
+    written = json.loads((tmp_path / "sanitizers.json").read_text(encoding="utf-8"))
+    assert [one["passed"] for one in written] == [True, True, False, True]
+    assert written[2]["found"] == {"32": 0, "64": 3}
+    assert "caching off: 1" in (tmp_path / "memcheck-d32.log").read_text(encoding="utf-8")
+    assert "caching off: 0" in (tmp_path / "racecheck-d32.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "initcheck"], ids=["calls-failed", "too-slow"])
+def test_what_did_not_finish_did_not_pass(
+    tool: str, program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--sanitizer", program, "--out", str(tmp_path), "--head-dims", "32", "96"]
+    assert sanitizers.main([*arguments, "--tools", tool, "--limit", "2"]) == 1
+    assert "FAILED: head dims 32, 96; not finished: 96; " in capsys.readouterr().out
+
+
+def test_all_pass(program: str, tmp_path: Path) -> None:
+    arguments = ["--sanitizer", program, "--out", str(tmp_path), "--head-dims", "32", "128"]
+    assert sanitizers.main(arguments) == 0
+
+
+def test_a_missing_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sanitizers.main(["--sanitizer", str(tmp_path / "none"), "--out", str(tmp_path)])
+    assert "none is not a program" in capsys.readouterr().err
+
+
+def test_the_calls_are_made_at_every_head_dim() -> None:
+    table = json.loads((Path(__file__).parents[3] / "cpp" / "instances.json").read_text())
+    assert {str(dim) for dim in calls.HEAD_DIMS} >= table["bwd_tiles"].keys()
+
+
+def test_controls_are_compiled_and_asked(tmp_path: Path) -> None:
+    nvcc, tool = tmp_path / "nvcc", tmp_path / "tool"
+    # nvcc -arch A -O3 -o PROGRAM SOURCE: the program names two patterns.
+    nvcc.write_text("#!/bin/sh\nprintf '#!/bin/sh\\necho one two\\n' > $4; chmod +x $4\n")
+    # tool --tool T --print-limit 2 PROGRAM NAME
+    tool.write_text(
+        '#!/bin/sh\n[ "$2-$6" = racecheck-two ] && n=4 || n=0\n'
+        'echo "RACECHECK SUMMARY: $n hazards displayed"\n'
+    )
+    for path in (nvcc, tool):
+        path.chmod(0o755)
+    arguments = ["--controls", "--sanitizer", str(tool), "--nvcc", str(nvcc), "--out"]
+    assert sanitizers.main([*arguments, str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "controls.json").read_text(encoding="utf-8"))
+    assert found == {
+        "one": {"racecheck": 0, "synccheck": 0},
+        "two": {"racecheck": 4, "synccheck": 0},
+    }

@@ -1,0 +1,468 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_cases import Inputs, make_inputs, softmax_attention, tolerance
+from bits import bits_equal
+from flash_attn_deterministic.errors import ArgumentError, DtypeError
+from flash_attn_deterministic.info.build_info import build_info
+from flash_attn_deterministic.reference import Formats, State, _dense, _ieee, attention, merge_state
+
+INF = math.inf
+LOG2_E = math.log2(math.e)
+
+
+def _same(
+    left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]
+) -> bool:
+    return bits_equal(left[0], right[0]) and bits_equal(left[1], right[1])
+
+
+def _rows(
+    result: tuple[torch.Tensor, torch.Tensor], begin: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return result[0][:, begin:end], result[1][:, :, begin:end]
+
+
+# --- Values -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim"),
+    [
+        pytest.param(1, 1, 1, 1, 32, id="single"),
+        pytest.param(127, 127, 2, 2, 64, id="tile-1"),
+        pytest.param(128, 128, 2, 2, 64, id="tile"),
+        pytest.param(129, 129, 2, 2, 64, id="tile+1"),
+        pytest.param(3, 200, 4, 1, 128, id="mqa-long-keys"),
+        pytest.param(100, 20, 4, 2, 96, id="gqa-more-queries"),
+        pytest.param(65, 70, 1, 1, 256, id="widest"),
+    ],
+)
+def test_close_to_float64_softmax(
+    dtype: torch.dtype,
+    causal: bool,
+    seqlen_q: int,
+    seqlen_k: int,
+    nheads: int,
+    nheads_k: int,
+    head_dim: int,
+) -> None:
+    q, k, v = make_inputs(2, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, dtype)
+    out, softmax_lse = attention(q, k, v, causal=causal)
+    exact_out, exact_lse = softmax_attention(q, k, v, causal=causal)
+    assert out.dtype == dtype
+    assert softmax_lse.dtype == torch.float32
+    torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=tolerance(dtype, v))
+    torch.testing.assert_close(softmax_lse.double(), exact_lse, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("split_size", [0, 128], ids=["one-split", "splits"])
+def test_float64_inputs_are_computed_in_float64(split_size: int) -> None:
+    q, k, v = make_inputs(1, 60, 300, 2, 1, 64, torch.float64)
+    out, softmax_lse = attention(q, k, v, causal=True, split_size=split_size)
+    exact_out, exact_lse = softmax_attention(q, k, v, causal=True)
+    assert out.dtype == softmax_lse.dtype == torch.float64
+    torch.testing.assert_close(out, exact_out, rtol=0, atol=1e-13)
+    torch.testing.assert_close(softmax_lse, exact_lse, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.0, 1.0, -0.3], ids=["zero", "one", "negative"])
+def test_any_finite_scale(softmax_scale: float) -> None:
+    q, k, v = make_inputs(1, 5, 150, 1, 1, 32, torch.float64)
+    out, softmax_lse = attention(q, k, v, softmax_scale=softmax_scale, causal=True, block_n=64)
+    exact_out, exact_lse = softmax_attention(q, k, v, softmax_scale, causal=True)
+    torch.testing.assert_close(out, exact_out, rtol=0, atol=1e-13)
+    torch.testing.assert_close(softmax_lse, exact_lse, rtol=0, atol=1e-13)
+
+
+def test_rows_without_a_visible_key() -> None:
+    q, k, v = make_inputs(1, 9, 4)
+    out, softmax_lse = attention(q, k, v, causal=True)
+    assert bits_equal(out[:, :5], torch.zeros_like(out[:, :5]))
+    assert (softmax_lse[:, :, :5] == INF).all()
+    assert torch.isfinite(softmax_lse[:, :, 5:]).all()
+
+
+def test_no_keys() -> None:
+    q, k, v = make_inputs(2, 3, 0)
+    out, softmax_lse = attention(q, k, v)
+    assert bits_equal(out, torch.zeros_like(q))
+    assert bits_equal(softmax_lse, torch.full((2, 2, 3), INF))
+
+
+def test_no_queries() -> None:
+    q, k, v = make_inputs(2, 0, 3)
+    out, softmax_lse = attention(q, k, v)
+    assert out.shape == (2, 0, 2, 32)
+    assert softmax_lse.shape == (2, 2, 0)
+
+
+def test_extreme_scores_do_not_overflow() -> None:
+    q, k, v = make_inputs(1, 4, 200, dtype=torch.float16)
+    out, softmax_lse = attention(q * 200, k * 200, v)
+    exact_out, exact_lse = softmax_attention(q * 200, k * 200, v)
+    torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=tolerance(q.dtype, v))
+    torch.testing.assert_close(softmax_lse.double(), exact_lse, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("split_size", [0, 128], ids=["one-split", "splits"])
+@pytest.mark.parametrize("position", [0, 140, 299], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("value", [math.nan, INF], ids=["nan", "inf"])
+def test_nan_sum_reaches_out_and_lse(value: float, position: int, split_size: int) -> None:
+    q, k, v = make_inputs(1, 2, 300)
+    q = q.abs()
+    k[0, position, 0] = value
+    out, softmax_lse = attention(q, k, v, block_n=64, split_size=split_size)
+    assert out[:, :, 0].isnan().all()
+    assert softmax_lse[:, 0].isnan().all()
+    assert out[:, :, 1].isfinite().all()
+
+
+# --- Order of operations ------------------------------------------------------------------------
+
+
+def _scalar_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: int, block_n: int, split_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row of attention, one operation on one number at a time."""
+    scale = torch.tensor(len(q) ** -0.5)
+    scale_log2 = torch.tensor(scale.item() * LOG2_E)
+    zero, lowest = torch.tensor(0.0), torch.tensor(-INF)
+
+    def exp2(x: torch.Tensor) -> torch.Tensor:
+        return _ieee.exp2(x.reshape(1))[0]
+
+    def tree(values: list[torch.Tensor]) -> torch.Tensor:
+        while len(values) > 1:
+            half = len(values) // 2
+            values = [values[i] + values[i + half] for i in range(half)]
+        return values[0]
+
+    def split(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        row_max, row_sum, acc = lowest, zero, [zero] * len(q)
+        for start in reversed(range(begin, end, block_n)):
+            keys = range(start, min(start + block_n, end))
+            scores = []
+            for j in keys:
+                score = zero
+                for d in range(len(q)):
+                    score = score + q[d].float() * k[j, d].float()
+                scores.append(score)
+            before, row_max = row_max, torch.stack([row_max, *scores]).max()
+            rescale = zero if before == -INF else exp2((before - row_max) * scale_log2)
+            probs = [exp2(s * scale_log2 - row_max * scale_log2) for s in scores]
+            row_sum = row_sum * rescale + tree(probs + [zero] * (block_n - len(probs)))
+            acc = [a * rescale for a in acc]
+            for j, prob in zip(keys, probs, strict=True):
+                rounded = prob.to(q.dtype).float()
+                acc = [a + rounded * v[j, d].float() for d, a in enumerate(acc)]
+        return row_max, row_sum, acc
+
+    step = split_size or visible
+    begins = list(range(0, visible, step))
+    row_max, row_sum, acc = split(begins[-1], visible)
+    for begin in reversed(begins[:-1]):
+        part_max, part_sum, part_acc = split(begin, begin + step)
+        merged = torch.maximum(row_max, part_max)
+        left, right = exp2((row_max - merged) * scale_log2), exp2((part_max - merged) * scale_log2)
+        row_max, row_sum = merged, row_sum * left + part_sum * right
+        acc = [a * left + b * right for a, b in zip(acc, part_acc, strict=True)]
+    out = torch.stack([a / row_sum for a in acc]).to(q.dtype)
+    return out, row_max * scale + _ieee.log(row_sum.reshape(1))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("split_size", [0, 16, 32], ids=["one-split", "split-16", "split-32"])
+def test_tree_is_the_documented_one(split_size: int, dtype: torch.dtype) -> None:
+    q, k, v = make_inputs(1, 3, 107, 1, 1, 8, dtype)
+    out, softmax_lse = attention(q, k, v, causal=True, block_n=8, split_size=split_size)
+    for row in range(3):
+        expected_out, expected_lse = _scalar_row(
+            q[0, row, 0], k[0, :, 0], v[0, :, 0], 107 - 2 + row, 8, split_size
+        )
+        assert bits_equal(out[0, row, 0], expected_out)
+        assert bits_equal(softmax_lse[0, 0, row], expected_lse)
+
+
+def test_block_n_is_that_of_the_kernel() -> None:
+    for head_dim, tile in build_info().tiles.items():
+        q, k, v = make_inputs(1, 2, 200, 1, 1, head_dim)
+        other = 64 if tile.block_n == 128 else 128
+        result = attention(q, k, v)
+        assert _same(result, attention(q, k, v, block_n=tile.block_n))
+        assert not _same(result, attention(q, k, v, block_n=other))
+
+
+def test_split_size_changes_bits() -> None:
+    q, k, v = make_inputs(1, 8, 500, 2, 2, 64)
+    results = [attention(q, k, v, split_size=size)[1] for size in (0, 128, 256)]
+    assert not bits_equal(results[0], results[1])
+    assert not bits_equal(results[1], results[2])
+
+
+def test_one_split_of_all_keys_equals_no_split() -> None:
+    q, k, v = make_inputs(1, 8, 250, 2, 2, 64)
+    assert _same(attention(q, k, v), attention(q, k, v, split_size=256))
+
+
+@pytest.mark.parametrize("split_size", [-128, 64, 200])
+def test_split_size_is_whole_blocks(split_size: int) -> None:
+    with pytest.raises(ArgumentError, match=rf"split_size: .* of 128, .*, got {split_size};"):
+        attention(*make_inputs(), split_size=split_size, block_n=128)
+
+
+@pytest.mark.parametrize("block_n", [-64, 0, 48])
+def test_block_n_is_a_power_of_two(block_n: int) -> None:
+    with pytest.raises(ArgumentError, match=f"block_n: expected a power of two, got {block_n}"):
+        attention(*make_inputs(), block_n=block_n)
+
+
+def test_integer_inputs_are_refused() -> None:
+    q, k, v = (tensor.to(torch.int32) for tensor in make_inputs())
+    with pytest.raises(DtypeError, match=r"q: .* got torch\.int32"):
+        attention(q, k, v)
+
+
+# --- The contract: what the bits of a row don't depend on ---------------------------------------
+
+BLOCK_N = 32  # small, to have several blocks and splits in little time
+BOUNDARIES = [
+    pytest.param((length, split_size), id=f"L{length}-split{split_size}")
+    for length in (1, 31, 32, 33, 64, 65, 127, 128, 129)
+    for split_size in (0, 64)
+]
+
+
+@pytest.fixture(params=BOUNDARIES)
+def case(request: pytest.FixtureRequest) -> tuple[Inputs, int]:
+    length, split_size = request.param
+    # Ties, zeros of both signs and equal maxima included.
+    q, k, v = make_inputs(3, length, length, 4, 2, 16, seed=length)
+    v[:, ::3, :, ::2] = 0.0
+    v[:, ::5, :, ::2] = -0.0
+    k[:, 1::7] = k[:, :1]
+    return (q, k, v), split_size
+
+
+def test_run_to_run(case: tuple[Inputs, int]) -> None:
+    (q, k, v), split = case
+    first = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
+    assert _same(first, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_batch(case: tuple[Inputs, int], causal: bool) -> None:
+    (q, k, v), split = case
+    out, lse = attention(q, k, v, causal=causal, split_size=split, block_n=BLOCK_N)
+    for b in range(3):
+        one = slice(b, b + 1)
+        alone = attention(q[one], k[one], v[one], causal=causal, split_size=split, block_n=BLOCK_N)
+        assert _same((out[one], lse[one]), alone)
+    order = torch.tensor([2, 0, 1, 0])
+    moved = attention(
+        q[order], k[order], v[order], causal=causal, split_size=split, block_n=BLOCK_N
+    )
+    assert _same((out[order], lse[order]), moved)
+
+
+def test_heads(case: tuple[Inputs, int]) -> None:
+    (q, k, v), split = case
+    out, lse = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
+    for group in range(2):
+        heads = slice(2 * group, 2 * group + 2)
+        alone = attention(
+            q[:, :, heads],
+            k[:, :, group : group + 1],
+            v[:, :, group : group + 1],
+            causal=True,
+            split_size=split,
+            block_n=BLOCK_N,
+        )
+        assert _same((out[:, :, heads], lse[:, heads]), alone)
+    repeated_k, repeated_v = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    assert _same(
+        (out, lse),
+        attention(q, repeated_k, repeated_v, causal=True, split_size=split, block_n=BLOCK_N),
+    )
+
+
+def test_query_chunks(case: tuple[Inputs, int]) -> None:
+    (q, k, v), split = case
+    length = q.shape[1]
+    whole = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
+    cuts = {0, 1, length // 3, length - 1, length}
+    for begin, end in itertools.combinations(sorted(cuts), 2):
+        chunk = attention(
+            q[:, begin:end], k[:, :end], v[:, :end], causal=True, split_size=split, block_n=BLOCK_N
+        )
+        assert _same(_rows(whole, begin, end), chunk)
+
+
+def test_decode_is_prefill(case: tuple[Inputs, int]) -> None:
+    (q, k, v), split = case
+    length = q.shape[1]
+    whole = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
+    for row in {0, length // 2, length - 2, length - 1} & set(range(length)):
+        token = attention(
+            q[:, row : row + 1],
+            k[:, : row + 1],
+            v[:, : row + 1],
+            causal=False,
+            split_size=split,
+            block_n=BLOCK_N,
+        )
+        assert _same(_rows(whole, row, row + 1), token)
+
+
+@pytest.mark.parametrize(
+    ("elements", "rows"),
+    [
+        # One row at a time skips every block that is fully masked; all rows at once visit, for the
+        # first rows, all blocks of the sequence.
+        pytest.param(1, 1, id="row-by-row"),
+        pytest.param(5000, 7, id="odd-cut"),
+        pytest.param(1 << 30, 1 << 30, id="all-at-once"),
+    ],
+)
+def test_tiles_and_masked_blocks(
+    case: tuple[Inputs, int], elements: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (x[:2, :, -2:] for x in case[0])
+    split = case[1]
+    usual = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
+    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(_dense, "_MAX_TILE_ROWS", rows)
+    assert _same(usual, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
+
+
+def test_strides(case: tuple[Inputs, int]) -> None:
+    (q, k, v), split = case
+    usual = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    assert _same(usual, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
+    q, k, v = (x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in (q, k, v))
+    assert _same(usual, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
+
+
+def test_zero_padding_of_head_dim(case: tuple[Inputs, int]) -> None:
+    (q, k, v), split = case
+    out, lse = attention(
+        q, k, v, softmax_scale=0.25, causal=True, split_size=split, block_n=BLOCK_N
+    )
+    q, k, v = (torch.nn.functional.pad(x, (0, 16)) for x in (q, k, v))
+    wide_out, wide_lse = attention(
+        q, k, v, softmax_scale=0.25, causal=True, split_size=split, block_n=BLOCK_N
+    )
+    assert _same((out, lse), (wide_out[..., :16], wide_lse))
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", 1 << 17)
+    q, k, v = make_inputs(2, 129, 129, 3, 3, 32)
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(attention(q, k, v, causal=True))
+    assert _same(results[0], results[1])
+    assert _same(results[0], results[2])
+
+
+# --- merge_state --------------------------------------------------------------------------------
+
+
+def _state(row_max: float, row_sum: float, *acc: float) -> State:
+    return State(torch.tensor([[row_max]]), torch.tensor([[row_sum]]), torch.tensor([list(acc)]))
+
+
+EMPTY = _state(-INF, 0.0, 0.0, 0.0)
+FULL = _state(1.2345678, 3.3, 0.1, -0.0)
+
+
+def _states_equal(left: State, right: State) -> bool:
+    return all(bits_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("scale_log2", [0.18, 0.0, -0.18], ids=["positive", "zero", "negative"])
+def test_merging_an_empty_part_changes_nothing(scale_log2: float) -> None:
+    assert _states_equal(merge_state(FULL, EMPTY, scale_log2), FULL)
+    assert _states_equal(merge_state(EMPTY, FULL, scale_log2), FULL)
+    assert _states_equal(merge_state(EMPTY, EMPTY, scale_log2), EMPTY)
+
+
+@pytest.mark.parametrize("nan_first", [False, True])
+def test_merging_keeps_a_nan_sum(nan_first: bool) -> None:
+    nan = _state(math.nan, math.nan, math.nan, math.nan)
+    merged = merge_state(nan, FULL, 0.18) if nan_first else merge_state(FULL, nan, 0.18)
+    assert merged.row_sum.isnan().all()
+    assert merged.acc.isnan().all()
+
+
+def test_merge_weights_each_side_by_its_maximum() -> None:
+    merged = merge_state(_state(2.0, 1.0, 4.0), _state(5.0, 3.0, 8.0), 1.0)
+    assert _states_equal(merged, _state(5.0, 3.0 + 0.125, 8.0 + 0.5))
+
+
+def test_merge_is_elementwise_over_rows() -> None:
+    rows = [FULL, EMPTY, _state(4.0, 1.0, 1.0, 1.0)]
+    parts = [EMPTY, FULL, FULL]
+    stacked = [State(*map(torch.cat, zip(*side, strict=True))) for side in (rows, parts)]
+    merged = merge_state(stacked[0], stacked[1], 0.18)
+    single = [merge_state(r, p, 0.18) for r, p in zip(rows, parts, strict=True)]
+    assert _states_equal(merged, State(*map(torch.cat, zip(*single, strict=True))))
+
+
+# --- Formats ------------------------------------------------------------------------------------
+
+FIELDS = ["scores", "probs", "row_max", "row_sum", "rescale", "acc", "out"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_format_rounds_its_step(field: str) -> None:
+    q, k, v = make_inputs(1, 16, 200, 1, 1, 32, torch.float32)
+    coarse = attention(q, k, v, block_n=64, formats=Formats(**{field: torch.bfloat16}))
+    exact_out, _ = softmax_attention(q, k, v)
+    assert not _same(coarse, attention(q, k, v, block_n=64))
+    torch.testing.assert_close(coarse[0].double(), exact_out, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_formats_reach_the_merge(field: str) -> None:
+    seen: list[torch.Size] = []
+
+    def record(values: torch.Tensor) -> torch.Tensor:
+        seen.append(values.shape)
+        return values
+
+    formats = Formats(**{field: record})
+    plain = merge_state(FULL, _state(3.0, 1.0, 1.0, 1.0), 0.18)
+    merged = merge_state(FULL, _state(3.0, 1.0, 1.0, 1.0), 0.18, formats)
+    assert _states_equal(plain, merged)
+    assert bool(seen) == (field in ("row_max", "row_sum", "rescale", "acc"))
+
+
+def test_a_callable_rounds_like_its_dtype() -> None:
+    q, k, v = make_inputs(1, 5, 200, 1, 1, 32)
+    by_dtype = attention(q, k, v, formats=Formats(scores=torch.float16))
+    by_call = attention(q, k, v, formats=Formats(scores=lambda x: x.half().float()))
+    assert _same(by_dtype, by_call)
+
+
+def test_probs_default_to_the_input_dtype() -> None:
+    q, k, v = make_inputs(1, 5, 200, 1, 1, 32)
+    assert _same(attention(q, k, v), attention(q, k, v, formats=Formats(probs=torch.bfloat16)))
+    assert not _same(attention(q, k, v), attention(q, k, v, formats=Formats(probs=torch.float32)))

@@ -1,0 +1,565 @@
+"""The command: exit status, bad input, interruption; with a stand-in for the worker, and really."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flash_attn_deterministic
+import pytest
+import torch
+from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.info import build_info as record
+from flash_attn_deterministic.verify import environment, installed, outcome, progress, tasks
+from flash_attn_deterministic.verify import run as runs
+from flash_attn_deterministic.verify import supervisor as supervisors
+from flash_attn_deterministic.verify.contract import CHECKS, Attention
+from flash_attn_deterministic.verify.installed import Installed
+from flash_attn_deterministic.verify.outcome import Exit
+from flash_attn_deterministic.verify.speed import seed
+from jsonschema import Draft202012Validator
+
+from verify.samples import ENVIRONMENT, accuracy, contract, measured
+
+SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "verification.schema.json"
+
+Answer = Callable[[str, str], dict[str, Any]]
+
+
+def good(section: str, task: str) -> dict[str, Any]:
+    if section == "environment":
+        return {"status": "passed", "data": {**ENVIRONMENT, "gpu": None}}
+    if section == "contract":
+        return contract()
+    return accuracy(task) if section == "accuracy" else measured(section)
+
+
+class StandIn:
+    """A worker that knows all answers."""
+
+    answer: Answer = staticmethod(good)
+
+    def __init__(self, options: tasks.Options) -> None:
+        pass
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def run(self, section: str, task: str, on_case: Callable[..., None]) -> dict[str, Any]:
+        on_case("a case", 0, 2)
+        return type(self).answer(section, task)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandIn]:
+    class One(StandIn):
+        pass
+
+    monkeypatch.setattr(supervisors, "Supervisor", One)
+    monkeypatch.setattr(installed, "inspect", lambda wheel: Installed("0.1.0", False, 90, (), None))
+    return One
+
+
+def verify(out: Path, *arguments: str) -> int:
+    return main(["verify", "--device", "cpu", "--quick", "--out", str(out), *arguments])
+
+
+def read(out: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((out / "verification.json").read_text())
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    assert not list(Draft202012Validator(schema).iter_errors(record))
+    return record
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_all_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(tmp_path) == Exit.PASSED
+    record = read(tmp_path)
+    assert (record["status"], record["quick"], record["device"]) == ("passed", True, "cpu")
+    captured = capsys.readouterr()
+    assert "passed          Contract" in captured.out
+    assert "contract: batch: passed" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("section", "status"),
+    [
+        ("contract", Exit.CONTRACT),
+        ("accuracy", Exit.ACCURACY),
+        ("batch-invariance", Exit.CONTRACT),
+        ("environment", Exit.ENVIRONMENT),
+    ],
+)
+@pytest.mark.parametrize("result", ["failed", "error"])
+def test_each_section_has_its_exit_status(
+    stand_in: type[StandIn], section: str, status: Exit, result: str, tmp_path: Path
+) -> None:
+    def answer(own: str, task: str) -> dict[str, Any]:
+        return {**good(own, task), "status": result} if own == section else good(own, task)
+
+    stand_in.answer = staticmethod(answer)
+    assert verify(tmp_path) == status
+    assert read(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize("section", ["memory", "performance", "scaling", "decode", "backward"])
+def test_what_only_a_gpu_measures_is_performance(section: str) -> None:
+    sections = [{"id": s, "status": "failed" if s == section else "passed"} for s in tasks.SECTIONS]
+    assert outcome.exit_status(sections, complete=True) == Exit.PERFORMANCE
+
+
+def test_the_contract_counts_more_than_speed() -> None:
+    sections = [{"id": "decode", "status": "failed"}, {"id": "contract", "status": "failed"}]
+    assert outcome.exit_status(sections, complete=True) == Exit.CONTRACT
+
+
+def test_missing_kernels_are_no_fault_of_the_contract() -> None:
+    sections = [{"id": s, "status": "failed"} for s in ("environment", "contract", "accuracy")]
+    assert outcome.exit_status(sections, complete=True) == Exit.ENVIRONMENT
+
+
+def test_exit_statuses_are_distinct() -> None:
+    assert len({int(status) for status in Exit}) == len(Exit)
+    assert set(outcome.SECTION_EXITS) == set(tasks.SECTIONS)
+
+
+def test_interrupted(stand_in: type[StandIn], tmp_path: Path) -> None:
+    def answer(section: str, task: str) -> dict[str, Any]:
+        if task == "decode":
+            raise KeyboardInterrupt
+        return good(section, task)
+
+    stand_in.answer = staticmethod(answer)
+    assert verify(tmp_path) == Exit.INTERRUPTED
+    record = read(tmp_path)
+    assert (record["status"], record["complete"]) == ("incomplete", False)
+    checks = {c["id"]: c["status"] for c in record["sections"][1]["data"]["checks"]}
+    assert (checks["chunk"], checks["decode"]) == ("passed", "not-run")
+
+
+def test_the_report_of_an_earlier_run_does_not_outlive_a_killed_one(
+    stand_in: type[StandIn], tmp_path: Path
+) -> None:
+    assert verify(tmp_path) == Exit.PASSED
+
+    def answer(section: str, task: str) -> dict[str, Any]:
+        raise SystemError("stands for what nobody catches")
+
+    stand_in.answer = staticmethod(answer)
+    with pytest.raises(SystemError):
+        verify(tmp_path)
+    assert read(tmp_path)["complete"] is False
+
+
+def test_interrupted_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(wheel: object) -> Installed:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(installed, "inspect", interrupted)
+    assert verify(tmp_path / "out") == Exit.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupted_again_while_the_report_is_written(
+    stand_in: type[StandIn],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    def answer(section: str, task: str) -> dict[str, Any]:
+        if task == "decode":
+            monkeypatch.setattr(os, "fsync", interrupted)
+            raise KeyboardInterrupt
+        return good(section, task)
+
+    stand_in.answer = staticmethod(answer)
+    assert verify(tmp_path) == Exit.INTERRUPTED
+    assert capsys.readouterr().err.endswith("interrupted\n")
+    assert read(tmp_path)["complete"] is False
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_result_that_is_no_number_fails_and_the_rest_goes_on(
+    stand_in: type[StandIn], tmp_path: Path
+) -> None:
+    def half(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        out: torch.Tensor = ours.dense(q, *arguments, **options)
+        return out * (float("nan") if q.shape[0] == 4 else 1)
+
+    def answer(section: str, task: str) -> dict[str, Any]:
+        if section != "batch-invariance":
+            return good(section, task)
+        broken = dataclasses.replace(ours, dense=half)
+        data = seed.batch_invariance(broken, None, "cpu")
+        return {"status": "passed" if data["passed"] else "failed", "data": data}
+
+    ours = Attention.installed()
+    stand_in.answer = staticmethod(answer)
+    assert verify(tmp_path) == Exit.CONTRACT
+    record = read(tmp_path)
+    assert record["complete"] is True
+    sections = {section["id"]: section for section in record["sections"]}
+    assert sections["batch-invariance"]["status"] == "failed"
+    assert sections["batch-invariance"]["data"]["rows"][0]["largest_difference"] is None
+    assert "not finite" in (tmp_path / "verification.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("failed", "status"), [("", Exit.REPORT), ("accuracy", Exit.ACCURACY)], ids=["passed", "failed"]
+)
+def test_a_page_that_cannot_be_made(
+    stand_in: type[StandIn],
+    failed: str,
+    status: Exit,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def broken(record: Any) -> str:
+        raise TypeError("unsupported format")
+
+    def answer(section: str, task: str) -> dict[str, Any]:
+        found = good(section, task)
+        return {**found, "status": "failed"} if section == failed else found
+
+    stand_in.answer = staticmethod(answer)
+    monkeypatch.setattr("flash_attn_deterministic.verify.report.record.markdown", broken)
+    assert verify(tmp_path) == status
+    assert read(tmp_path)["complete"] is True
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: verification.md and .html could not be made (TypeError: unsup")
+    assert error.endswith("verification.json has the results")
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_unwritable_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert verify(tmp_path / "file" / "out") == Exit.REPORT
+    assert "choose another folder with --out" in capsys.readouterr().err
+
+
+def test_disk_full_at_the_end(
+    stand_in: type[StandIn],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def answer(section: str, task: str) -> dict[str, Any]:
+        if section == "batch-invariance":
+            monkeypatch.setattr(os, "fsync", full)
+        return good(section, task)
+
+    stand_in.answer = staticmethod(answer)
+    assert verify(tmp_path) == Exit.REPORT
+    assert "No space left on device" in capsys.readouterr().err
+    # What is there says that it is not the whole.
+    assert read(tmp_path)["complete"] is False
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_damaged_wheel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "flash_attn_deterministic-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("code.so", bytes(range(256)) * 16)
+    content = bytearray(path.read_bytes())
+    content[37:45] = b"\xff" * 8
+    path.write_bytes(content)
+    assert verify(tmp_path / "out", "--wheel", str(path)) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --wheel: {path.name} is damaged at code.so (")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_wheel_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "numpy-2.0-py3-none-any.whl").write_text("not even an archive")
+    status = verify(tmp_path / "out", "--wheel", str(tmp_path / "numpy-2.0-py3-none-any.whl"))
+    assert status == Exit.USAGE
+    assert "is not a wheel" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("device", "words"), [("cpu", "need --device cuda"), ("cuda", "fa2.so is not a file")]
+)
+def test_no_baseline(
+    device: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(environment, "check_device", lambda device: None)
+    arguments = ["--device", device, "--baseline", str(tmp_path / "fa2.so")]
+    assert main(["verify", "--out", str(tmp_path / "out"), *arguments]) == Exit.USAGE
+    assert words in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "--help"])
+    assert caught.value.code == Exit.PASSED
+    printed = " ".join(capsys.readouterr().out.split())
+    for status in Exit:
+        assert f" {int(status)} " in printed
+    for option in ("--wheel FILE", "--out DIR", "--quick", "--baseline FILE", "--allow-source"):
+        assert option in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["verify", "--fast"], "unrecognized arguments: --fast"),
+        (["verify", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["verify", "--out"], "expected one argument"),
+    ],
+)
+def test_unknown_options(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == Exit.USAGE
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["verify", "--out", str(tmp_path / "out")]) == Exit.ENVIRONMENT
+    assert "use a machine with an NVIDIA GPU, or --device cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_source_tree_is_refused_and_allowed_for_developers(
+    stand_in: type[StandIn],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tree = Installed("", True, 0, (), None)
+    monkeypatch.setattr(installed, "inspect", lambda wheel: tree)
+    assert verify(tmp_path) == Exit.ENVIRONMENT
+    assert "runs from a source tree" in capsys.readouterr().err
+    assert verify(tmp_path, "--allow-source") == Exit.PASSED
+    assert read(tmp_path)["source_tree"] is True
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_installation_is_of_another_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Installed("0.1.0", False, 90, ("a.so: not the bytes of the wheel",), False)
+    monkeypatch.setattr(installed, "inspect", lambda wheel: other)
+    monkeypatch.setattr(installed, "read_wheel", lambda path: installed.Wheel(path, "0" * 64))
+    assert verify(tmp_path, "--wheel", "a.whl") == Exit.ENVIRONMENT
+    assert "a.so: not the bytes of the wheel; install it with pip" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_changed_files_fail_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = Installed("0.1.0", False, 90, ("a.py: differs from RECORD",), None)
+    monkeypatch.setattr(installed, "inspect", lambda wheel: changed)
+    assert verify(tmp_path) == Exit.ENVIRONMENT
+    assert "a.py: differs" in read(tmp_path)["sections"][0]["reason"]
+
+
+def test_a_wheel_without_a_needed_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "holds", lambda device: lambda config: config[0] == 64)
+    (problem,) = environment.problems("cuda", {"driver": None}, True)
+    assert problem == (
+        "the wheel holds no kernel for fp16 head_dim 128, bf16 head_dim 128; install the release "
+        "wheel"
+    )
+    assert environment.problems("cpu", {}, True) == []
+
+
+def test_an_old_driver_and_a_build_without_the_mode() -> None:
+    found = environment.problems("cpu", {}, False)
+    assert found == ["the wheel was built with FLASH_ATTENTION_DETERMINISTIC=OFF"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "ran", "ptx", "unverified"),
+    [
+        (None, [], [], ["sm_80", "sm_90"]),
+        ("9.0", ["sm_90"], [], ["sm_80"]),
+        ("8.6", ["sm_80"], [], ["sm_90"]),
+        ("10.0", [], ["compute_90"], ["sm_80", "sm_90"]),
+        ("7.5", [], [], ["sm_80", "sm_90"]),
+    ],
+)
+def test_architectures(
+    capability: str | None, ran: list[str], ptx: list[str], unverified: list[str]
+) -> None:
+    names = ("80-real", "90-real", "80-virtual", "90-virtual")
+    expected = {"ran": ran, "ran_as_ptx": ptx, "unverified": unverified}
+    assert environment.architectures(names, capability) == expected
+
+
+def test_a_letter_ties_machine_code_to_one_capability() -> None:
+    names = ["90-real", "90a-real", "100a-real", "100-virtual"]
+    found = environment.architectures(names, "9.0")
+    assert found == {"ran": ["sm_90", "sm_90a"], "ran_as_ptx": [], "unverified": ["sm_100a"]}
+    found = environment.architectures(names, "10.3")
+    assert (found["ran"], found["ran_as_ptx"]) == ([], ["compute_100"])
+
+
+def test_a_family_of_its_own_runs_beside_ptx_of_the_others() -> None:
+    found = environment.architectures(["90a-real", "80-virtual"], "9.0")
+    assert found == {"ran": ["sm_90a"], "ran_as_ptx": ["compute_80"], "unverified": []}
+
+
+def test_a_form_of_architecture_that_says_nothing_is_left_out() -> None:
+    found = environment.architectures(["native", "90-real"], "9.0")
+    assert found == {"ran": ["sm_90"], "ran_as_ptx": [], "unverified": []}
+
+
+def test_missing_kernels() -> None:
+    tile = record.Tile(128, 64, 4)
+    held = [("fwd", "bf16", 64), ("fwd", "bf16", 128), ("bwd", "bf16", 64), ("fwd", "fp16", 64)]
+    info = dataclasses.replace(
+        record.build_info(),
+        tiles={64: tile, 128: tile},
+        instances=tuple(record.Instance(*one) for one in held),
+    )
+    missing = [tuple(one.values()) for one in environment.missing_kernels(info)]
+    assert missing == [
+        ("fwd", "fp16", 128),
+        ("bwd", "bf16", 128),
+        ("bwd", "fp16", 64),
+        ("bwd", "fp16", 128),
+    ]
+
+
+def test_ptx_alone_is_exercised() -> None:
+    found = environment.architectures(["80-virtual"], "9.0")
+    assert found == {"ran": [], "ran_as_ptx": ["compute_80"], "unverified": []}
+
+
+def test_ptx_is_exercised_where_the_driver_passes_over_machine_code() -> None:
+    found = environment.architectures(["80-real", "90-real", "80-virtual"], "9.0", force_ptx=True)
+    assert found == {"ran": [], "ran_as_ptx": ["compute_80"], "unverified": ["sm_80", "sm_90"]}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal() -> None:
+    first, second = tasks.Task("contract", "batch"), tasks.Task("decode", "decode")
+    stream = Terminal()
+    bar = progress.Progress(2, stream)
+    bar.show(first)
+    assert stream.getvalue().startswith("\r[1/2] contract: batch ")
+    bar.finish(first, "failed")
+    assert "\rcontract: batch: failed" in stream.getvalue()
+    bar.show(second)
+    bar.show(second, "3/6")  # too soon after the last
+    assert "3/6" not in stream.getvalue()
+    bar._drawn = 0.0
+    bar.show(second, "4/6")
+    bar.finish(second, "passed")
+    bar.close()
+    assert "[2/2] decode 4/6" in stream.getvalue()
+    assert "passed" not in stream.getvalue()
+    assert stream.getvalue().endswith(" \r")
+
+
+def test_progress_in_a_file() -> None:
+    stream = io.StringIO()
+    bar = progress.Progress(1, stream)
+    bar.show(tasks.Task("contract", "batch"), "3/6")
+    bar.finish(tasks.Task("contract", "batch"), "passed")
+    bar.close()
+    assert stream.getvalue() == "1/1  contract: batch: passed\n"
+
+
+def test_tasks_cover_each_section() -> None:
+    for device in ("cpu", "cuda"):
+        found = {task.section for task in tasks.list_tasks(device, True, lambda _: True)}
+        left_out = set(tasks.CUDA_ONLY) if device == "cpu" else set()
+        assert found == set(tasks.SECTIONS) - left_out
+    assert tasks.list_tasks("cuda", False, lambda _: False)
+
+
+def test_a_wheel_without_kernels_fails_accuracy(tmp_path: Path) -> None:
+    settings = runs.Settings("cuda", True, tmp_path, None, Installed("0", False, 1, (), None))
+    run = runs.Run(settings, tasks.list_tasks("cuda", True, lambda _: False))
+    (accuracy,) = (s for s in run.sections() if s["id"] == "accuracy")
+    assert accuracy["status"] == "failed"
+
+
+# --- Really -------------------------------------------------------------------------------------
+
+
+def command(out: Path, *arguments: str) -> list[str]:
+    words = ["verify", "--device", "cpu", "--quick", "--out", str(out), *arguments]
+    return [sys.executable, "-m", "flash_attn_deterministic", *words]
+
+
+@pytest.mark.slow
+def test_a_quick_run_on_the_cpu_passes(tmp_path: Path) -> None:
+    done = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == Exit.PASSED, done.stdout + done.stderr
+    record = read(tmp_path)
+    assert record["complete"] is True
+    assert record["installed"]["version"] == flash_attn_deterministic.__version__
+    statuses = {c["id"]: c["status"] for c in record["sections"][1]["data"]["checks"]}
+    on_gpus_only = {check.id for check in CHECKS if "cpu" not in check.devices}
+    assert on_gpus_only
+    assert {statuses.pop(check) for check in on_gpus_only} == {"not-applicable"}
+    assert set(statuses.values()) == {"passed"}
+    assert record["seconds"] < 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_an_incomplete_report(tmp_path: Path, sent: signal.Signals) -> None:
+    process = subprocess.Popen(
+        command(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell that runs the tests in the background has its children ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "contract: run-to-run" in line:
+            break
+    process.send_signal(sent)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == Exit.INTERRUPTED
+    assert "incomplete" in out
+    record = read(tmp_path)
+    assert (record["status"], record["complete"]) == ("incomplete", False)
+    assert record["sections"][1]["data"]["checks"][0]["status"] == "passed"

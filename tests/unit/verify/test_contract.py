@@ -1,0 +1,531 @@
+"""The contract checks pass on the package, and catch an attention that breaks a promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_deterministic import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn_deterministic.errors import UnsupportedError
+from flash_attn_deterministic.verify.contract import (
+    CHECKS,
+    Attention,
+    Check,
+    Size,
+    families,
+    run_check,
+    size_of,
+)
+from flash_attn_deterministic.verify.contract.check import Mismatch, expect_numbers
+from flash_attn_deterministic.verify.contract.sizes import FEATURES
+
+ROOT = Path(__file__).parents[3]
+BY_ID = {check.id: check for check in CHECKS}
+ON_CPU = [check for check in CHECKS if "cpu" in check.devices]
+
+# The rows of the contract's table in the design, and what this project adds.
+IDS = [
+    "run-to-run",
+    "batch",
+    "chunk",
+    "decode",
+    "capacity",
+    "paged",
+    "varlen",
+    "heads",
+    "schedule",
+    "family",
+    "split-size",
+    "backward",
+    "dropout",
+    "golden",
+]
+
+Dense = Callable[..., Any]
+
+
+@pytest.fixture
+def small() -> Size:
+    return dataclasses.replace(
+        size_of("cpu", quick=True), configs=((64, "bf16"),), features=("full", "causal", "alibi")
+    )
+
+
+def broken(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) -> Attention:
+    """The package's functions, some of them replaced."""
+    return dataclasses.replace(Attention.installed(), dense=dense, **functions)
+
+
+def test_every_row_has_a_check() -> None:
+    assert [check.id for check in CHECKS] == IDS
+    assert all(check.promise for check in CHECKS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
+def test_cases_have_names_of_their_own(device: str, quick: bool) -> None:
+    size = size_of(device, quick)
+    for check in CHECKS:
+        if device in check.devices:
+            cases = list(check.cases(size))
+            assert cases
+            assert len({case.name for case in cases}) == len(cases)
+            assert list(check.cases(size)) == cases
+
+
+def test_a_full_run_has_all_that_a_quick_one_has() -> None:
+    for device in ("cpu", "cuda"):
+        quick, full = size_of(device, True), size_of(device, False)
+        assert set(quick.configs) < set(full.configs)
+        assert set(quick.features) < set(full.features) == set(FEATURES)
+
+
+def test_a_full_run_meets_every_kernel_of_the_release() -> None:
+    table = json.loads((ROOT / "cpp" / "instances.json").read_text(encoding="utf-8"))
+    compiled = sorted(map(int, table["bwd_tiles"]))
+    assert all(sorted(map(int, tiles)) == compiled for tiles in table["fwd_tiles"].values())
+    met = {
+        (next(kernel for kernel in compiled if kernel >= head_dim), dtype)
+        for head_dim, dtype in size_of("cuda", quick=False).configs
+    }
+    assert met == set(itertools.product(compiled, table["dtypes"]))
+
+
+def test_configs_that_the_wheel_lacks_are_left_out() -> None:
+    size = size_of("cuda", False, lambda config: config[0] <= 64)
+    assert size.configs
+    assert max(head_dim for head_dim, _ in size.configs) == 64
+
+
+@pytest.mark.parametrize("check", ON_CPU, ids=lambda check: check.id)
+def test_the_package_keeps_its_promise(check: Check, small: Size) -> None:
+    outcome = run_check(check, small, Attention.installed())
+    assert outcome.counter_example is None
+    assert outcome.cases > 0
+    assert outcome.failed == 0
+    assert sum(counts["cases"] for counts in outcome.by_config.values()) == outcome.cases
+
+
+# --- Planted faults -----------------------------------------------------------------------------
+
+
+def lowest_bit(out: Any) -> Any:
+    """Changes the lowest bit of one number of out; keeps the rest and the graph for gradients."""
+    first = out[0] if isinstance(out, tuple) else out
+    changed = first.clone()
+    with torch.no_grad():
+        bits = changed.detach().view(torch.int16).flatten()
+        bits[-1] ^= 1
+    return (changed, *out[1:]) if isinstance(out, tuple) else changed
+
+
+class Counting:
+    """Every third call differs in one bit."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        out = flash_attn_func(*args, **kwargs)
+        return lowest_bit(out) if self.calls % 3 == 0 else out
+
+
+def by_batch(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """No splits for large batches."""
+    if q.shape[0] > 2:
+        kwargs["split_size"] = 0
+    return flash_attn_func(q, *args, **kwargs)
+
+
+def by_queries(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """No splits for a call with many queries, as a schedule by occupancy would have it."""
+    if q.shape[1] > 100:
+        kwargs["split_size"] = 0
+    return flash_attn_func(q, *args, **kwargs)
+
+
+def by_heads(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Splits by the number of heads."""
+    if k.shape[2] > 3:
+        kwargs["split_size"] = 0
+    return flash_attn_func(q, k, *args, **kwargs)
+
+
+def late_boundary(*args: Any, **kwargs: Any) -> Any:
+    """Every split boundary a block too late."""
+    split = kwargs.get("split_size")
+    return flash_attn_func(*args, **{**kwargs, "split_size": split + 64 if split else split})
+
+
+def without_splits(*args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(*args, **{**kwargs, "split_size": 0})
+
+
+def late_kvcache(*args: Any, **kwargs: Any) -> Any:
+    """The cache's split boundaries a block too late."""
+    return flash_attn_with_kvcache(*args, **{**kwargs, "split_size": kwargs["split_size"] + 64})
+
+
+def forgetful_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Does not write the new tokens into the cache."""
+    return flash_attn_with_kvcache(q, k_cache.clone(), v_cache.clone(), *args, **kwargs)
+
+
+def kvcache_by_room(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Splits by the room in the cache, not by what is in it."""
+    if k_cache.shape[1] > 300:
+        kwargs["split_size"] = 0
+    return flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs)
+
+
+def kvcache_by_page(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """One page size has a tree of its own."""
+    if kwargs.get("block_table") is not None and k_cache.shape[1] == 48:
+        kwargs["split_size"] = 0
+    return flash_attn_with_kvcache(q, k_cache, v_cache, *args, **kwargs)
+
+
+def late_varlen(*args: Any, **kwargs: Any) -> Any:
+    return flash_attn_varlen_func(*args, **{**kwargs, "split_size": kwargs["split_size"] + 64})
+
+
+class Drift(torch.autograd.Function):
+    """Returns its argument; changes a bit of the gradient, as additions in any order would."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Drift.calls += 1
+        return lowest_bit(gradient) if Drift.calls % 2 == 0 else gradient
+
+
+def drift(tensor: torch.Tensor) -> torch.Tensor:
+    changing: torch.Tensor = Drift.apply(tensor)  # type: ignore[no-untyped-call]
+    return changing
+
+
+def atomics_in_dq(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(drift(q), *args, **kwargs)
+
+
+class ByShape(torch.autograd.Function):
+    """The gradient changes with the number of sequences, or of heads."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, most: int) -> torch.Tensor:
+        ctx.changed = tensor.shape[dim] > most
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (lowest_bit(gradient) if ctx.changed else gradient), None, None
+
+
+def gradients_by_batch(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(ByShape.apply(q, 0, 1), *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def gradients_by_heads(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(ByShape.apply(q, 2, 4), *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def packed_gradients_off(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    Drift.calls = 1
+    return flash_attn_varlen_func(drift(q), *args, **kwargs)
+
+
+def seedless(*args: Any, **kwargs: Any) -> Any:
+    """Dropout whose mask does not follow the seed."""
+    torch.seed()
+    return flash_attn_func(*args, **kwargs)
+
+
+def always_the_same_mask(*args: Any, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    return flash_attn_func(*args, **kwargs)
+
+
+FAULTS = [
+    ("run-to-run", "other-bits-sometimes", lambda: broken(Counting())),
+    ("batch", "splits-by-batch", lambda: broken(by_batch)),
+    ("chunk", "splits-by-queries", lambda: broken(by_queries)),
+    ("decode", "splits-by-queries", lambda: broken(by_queries)),
+    ("decode", "cache-boundary-off-by-a-block", lambda: broken(kvcache=late_kvcache)),
+    ("decode", "cache-not-written", lambda: broken(kvcache=forgetful_kvcache)),
+    ("capacity", "splits-by-room", lambda: broken(kvcache=kvcache_by_room)),
+    ("paged", "splits-by-page-size", lambda: broken(kvcache=kvcache_by_page)),
+    ("paged", "packed-boundary-off-by-a-block", lambda: broken(varlen=late_varlen)),
+    ("varlen", "boundary-off-by-a-block", lambda: broken(varlen=late_varlen)),
+    ("heads", "splits-by-heads", lambda: broken(by_heads)),
+    ("split-size", "boundary-off-by-a-block", lambda: broken(late_boundary)),
+    ("split-size", "no-splits", lambda: broken(without_splits)),
+    ("backward", "atomics-in-dq", lambda: broken(atomics_in_dq)),
+    ("backward", "dq-by-batch", lambda: broken(gradients_by_batch)),
+    ("backward", "dq-by-heads", lambda: broken(gradients_by_heads)),
+    ("backward", "packed-differs", lambda: broken(varlen=packed_gradients_off)),
+    ("dropout", "seed-without-effect", lambda: broken(seedless)),
+    ("dropout", "mask-that-never-changes", lambda: broken(always_the_same_mask)),
+]
+
+
+@pytest.mark.parametrize(
+    ("check_id", "attention"),
+    [pytest.param(row, make, id=f"{row}-{name}") for row, name, make in FAULTS],
+)
+def test_a_planted_fault_is_caught(
+    check_id: str, attention: Callable[[], Attention], small: Size
+) -> None:
+    outcome = run_check(BY_ID[check_id], small, attention())
+    assert outcome.failed > 0
+    found = outcome.counter_example
+    assert found is not None
+    assert found["check"] == check_id
+    assert found["shapes"]["q"][-1] == found["head_dim"] == 64
+    assert found["tensor"]
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    # test_contract_golden.py has those of golden; schedule and family are for GPUs, see below.
+    assert {row for row, _, _ in FAULTS} | {"schedule", "family", "golden"} == set(IDS)
+
+
+def test_a_counter_example_says_it_in_full(small: Size) -> None:
+    found = run_check(BY_ID["batch"], small, broken(by_batch)).counter_example
+    assert found is not None
+    assert found["what"].startswith("place ")
+    assert found["index"] is not None
+    assert found["left"] is not None
+    assert found["right"] is not None
+    assert found["left"]["bits"] != found["right"]["bits"]
+    assert len(found["index"]) == (4 if found["tensor"] == "out" else 3)
+    assert 0 < found["differing"] <= found["elements"]
+    assert found["options"]["split_size"] == 64
+    assert set(found["shapes"]) == {"q", "k", "v"}
+
+
+def test_an_exception_counts_as_a_failure_and_the_next_case_runs(small: Size) -> None:
+    calls = []
+
+    def raising(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(q)
+        raise RuntimeError("no kernel image")
+
+    outcome = run_check(BY_ID["batch"], small, broken(raising))
+    assert outcome.failed == outcome.cases == len(calls) > 1
+    assert outcome.counter_example is not None
+    assert outcome.counter_example["what"] == "RuntimeError: no kernel image"
+
+
+def test_what_is_not_there_at_all_is_asked_for_once(small: Size) -> None:
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("no backward in this version")
+
+    outcome = run_check(BY_ID["backward"], small, broken(missing))
+    assert outcome.failed == outcome.cases == 1
+
+
+def not_a_number(value: float) -> Dense:
+    """Every result is the same NaN or infinity; the graph for gradients is kept."""
+
+    def dense(*args: Any, **kwargs: Any) -> Any:
+        out = flash_attn_func(*args, **kwargs)
+        if isinstance(out, tuple):
+            return (out[0] * value, *out[1:])
+        return out * value
+
+    return dense
+
+
+@pytest.mark.parametrize("row", ["run-to-run", "batch", "chunk", "heads", "backward"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_equal_bits_of_what_is_no_number(row: str, value: float, small: Size) -> None:
+    """The checks compare bits, and those of two NaN are equal."""
+    outcome = run_check(BY_ID[row], small, broken(not_a_number(value)))
+    assert outcome.failed == outcome.cases > 0
+    assert outcome.counter_example is not None
+    assert "NaN or infinite" in outcome.counter_example["what"]
+    assert outcome.counter_example["tensor"] in ("out", "dq", "dk", "dv")
+
+
+def test_an_lse_may_be_infinite_and_not_a_nan() -> None:
+    call: Any = None
+    expect_numbers(call, "a row without keys", {"softmax_lse": torch.tensor([float("inf")])})
+    with pytest.raises(Mismatch, match="1 of 2 elements are NaN"):
+        expect_numbers(call, "a", {"softmax_lse": torch.tensor([float("nan"), 1.0])})
+
+
+def test_progress_is_told_before_each_case(small: Size) -> None:
+    seen = []
+    run_check(
+        BY_ID["split-size"],
+        small,
+        Attention.installed(),
+        lambda case, number, total: seen.append((case.name, number, total)),
+    )
+    assert [number for _, number, _ in seen] == list(range(len(seen)))
+    assert {total for _, _, total in seen} == {len(seen)}
+
+
+# --- Schedule: only a GPU has two paths, so a stand-in for one runs here ------------------------
+
+
+def run_schedule(
+    monkeypatch: pytest.MonkeyPatch, path: Callable[..., str], dense: Dense
+) -> tuple[int, str]:
+    class Properties:
+        multi_processor_count = 2
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties())
+    size = dataclasses.replace(
+        size_of("cpu", quick=True), configs=((40, "bf16"),), features=("full",), splits=(64,)
+    )
+    check = dataclasses.replace(
+        BY_ID["schedule"],
+        cases=lambda size: [c for c in BY_ID["schedule"].cases(size) if c["seqlen_q"] == 1],
+    )
+    outcome = run_check(check, size, broken(dense, path=path))
+    found = outcome.counter_example
+    return outcome.failed, "" if found is None else str(found["what"])
+
+
+def by_rows(q: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+    return "parts" if q.shape[0] == 1 else "one-cta"
+
+
+def test_schedule_passes_where_both_paths_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_schedule(monkeypatch, by_rows, flash_attn_func) == (0, "")
+
+
+def test_schedule_fails_where_paths_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, what = run_schedule(monkeypatch, by_rows, by_batch)
+    assert failed == 1
+    assert "against the same alone" in what
+
+
+def test_schedule_fails_where_it_met_one_path_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, what = run_schedule(monkeypatch, lambda *a, **k: "one-cta", flash_attn_func)
+    assert failed == 1
+    assert "did not take the two paths" in what
+
+
+# --- Family: only a Hopper GPU has two, so a stand-in for one runs here --------------------------
+
+
+def forced_family(*args: Any, **kwargs: Any) -> str:
+    return os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family=")
+
+
+def other_bits_in_parts(*args: Any, **kwargs: Any) -> Any:
+    """The last bit of one number depends on whether splits leave parts."""
+    out, *rest = flash_attn_func(*args, **kwargs)
+    if forced_family() == "sm90,path=parts":
+        out.view(torch.int16).flatten()[7] ^= 1
+    return out, *rest
+
+
+def other_bits_by_family(*args: Any, **kwargs: Any) -> Any:
+    """The last bit of one number depends on the family."""
+    out, *rest = flash_attn_func(*args, **kwargs)
+    if forced_family() == "sm90":
+        out.view(torch.int16).flatten()[7] ^= 1
+    return out, *rest
+
+
+def other_bits_in_a_cache(*args: Any, **kwargs: Any) -> Any:
+    """The same, where keys lie in a cache."""
+    out, softmax_lse = flash_attn_with_kvcache(*args, **kwargs)
+    if forced_family() == "sm90":
+        softmax_lse.view(torch.int32).flatten()[3] ^= 1
+    return out, softmax_lse
+
+
+def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) -> tuple[int, str]:
+    size = dataclasses.replace(
+        size_of("cpu", quick=True), configs=((40, "bf16"),), features=("full", "alibi"), seqlen=130
+    )
+    check = dataclasses.replace(
+        BY_ID["family"],
+        cases=lambda size: [c for c in BY_ID["family"].cases(size) if c["seqlen_q"] == 70][:1],
+    )
+    outcome = run_check(check, size, broken(dense, **{"family": forced_family, **functions}))
+    assert "FLASH_ATTENTION_TEST_DEVICE" not in os.environ
+    found = outcome.counter_example
+    return outcome.failed, "" if found is None else str(found["what"])
+
+
+def test_family_passes_where_both_agree() -> None:
+    assert run_family() == (0, "")
+
+
+def test_family_fails_where_they_differ() -> None:
+    failed, what = run_family(other_bits_by_family)
+    assert failed == 1
+    assert "dense: sm90 against sm80: out" in what
+
+
+def test_family_fails_where_parts_differ() -> None:
+    failed, what = run_family(other_bits_in_parts)
+    assert failed == 1
+    assert "dense: parts of sm90 against sm80: out" in what
+
+
+def test_family_fails_where_a_cache_differs() -> None:
+    failed, what = run_family(kvcache=other_bits_in_a_cache)
+    assert failed == 1
+    assert "over a cache: sm90 against sm80: softmax_lse" in what
+
+
+def test_family_fails_where_it_met_one_family_only() -> None:
+    failed, what = run_family(family=lambda *args, **kwargs: "sm80")
+    assert failed == 1
+    assert "ran kernels of sm80 and sm80, expected one of each" in what
+
+
+@pytest.mark.parametrize(
+    ("capability", "held", "reason"),
+    [
+        pytest.param((8, 0), "90a-real", "compute capability 8.0 has one family", id="ampere"),
+        pytest.param((9, 0), "90-real", "no 90a-real", id="wheel-without"),
+        pytest.param((9, 0), "90a-real", "", id="hopper"),
+    ],
+)
+def test_family_needs_a_hopper_gpu_and_its_kernels(
+    capability: tuple[int, int], held: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Info:
+        architectures = ("80-real", held)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(families, "build_info", Info)
+    found = BY_ID["family"].unavailable(size_of("cuda", quick=True))
+    assert reason in found if reason else found == ""
+
+
+def test_family_has_cases_of_what_both_take() -> None:
+    cases = list(BY_ID["family"].cases(size_of("cuda", quick=False)))
+    assert {case.head_dim for case in cases} == {32, 40, 64, 72, 96, 112, 128, 192, 256}
+    assert {"softcap", "window-left"} <= {case.feature for case in cases}
+    assert not {"alibi", "everything"} & {case.feature for case in cases}

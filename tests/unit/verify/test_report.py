@@ -1,0 +1,380 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import errno
+import functools
+import json
+import os
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flash_attn_deterministic.verify import environment, outcome, report, tasks
+from flash_attn_deterministic.verify.report import svg, tables
+from flash_attn_deterministic.verify.report.record import finite
+from flash_attn_deterministic.verify.run import Run
+from jsonschema import Draft202012Validator
+
+from verify.samples import cuda_run, times
+
+SCHEMA = Path(__file__).resolve().parents[3] / "docs" / "verification.schema.json"
+
+
+@pytest.fixture(scope="module")
+def validator() -> Draft202012Validator:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+@pytest.fixture(autouse=True)
+def release_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reports are those of a wheel with every kernel; the one under test may be small."""
+    monkeypatch.setattr(tasks, "holds", lambda device: lambda config: True)
+    monkeypatch.setattr(
+        environment, "architectures", functools.partial(_release, environment.architectures)
+    )
+    monkeypatch.setattr(environment, "missing_kernels", lambda info: [])
+
+
+def _release(real: Callable[..., Any], names: Iterable[str], *args: Any, **kwargs: Any) -> Any:
+    return real(("80-real", "90-real", "80-virtual"), *args, **kwargs)
+
+
+def written(run: Run) -> dict[str, Any]:
+    run.write()
+    record: dict[str, Any] = json.loads((run.settings.out / "verification.json").read_text())
+    return record
+
+
+def status_of(record: dict[str, Any], section: str) -> str:
+    return str(next(s["status"] for s in record["sections"] if s["id"] == section))
+
+
+def test_a_passing_report(tmp_path: Path, validator: Draft202012Validator) -> None:
+    record = written(cuda_run(tmp_path))
+    assert not list(validator.iter_errors(record))
+    assert (record["status"], record["complete"]) == ("passed", True)
+    assert record["architectures"]["ran"] == ["sm_90"]
+    assert record["digest"] == report.canonical_digest(record)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(report.NAMES)
+
+
+def test_a_failed_row_is_shown_in_full(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path, failed=3)
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert (record["status"], status_of(record, "contract")) == ("failed", "failed")
+    assert record["sections"][1]["reason"] == "batch: 3 of 120 cases"
+    for name in report.NAMES[1:]:
+        text = (tmp_path / name).read_text()
+        for fact in ("0x3f80", "0x3f81", "12345", "d128-bf16-causal-q1", "3/20"):
+            assert fact in text, name
+
+
+def test_a_crash_is_shown(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path)
+    run.results["contract", "schedule"] = {
+        "status": outcome.ERROR,
+        "data": {"stderr": "an illegal memory access <was> encountered"},
+        "reason": "the process was killed by SIGABRT",
+    }
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert record["status"] == "failed"
+    page = (tmp_path / "verification.html").read_text()
+    assert "killed by SIGABRT" in page
+    assert "access &lt;was&gt; encountered" in page
+
+
+def test_every_failed_section_says_why(tmp_path: Path) -> None:
+    run = cuda_run(tmp_path, ratio=2.5)
+    for key in run.results:
+        if key[0] not in ("environment", "contract", "accuracy"):
+            run.results[key]["status"] = outcome.FAILED
+    sections = {s["id"]: s["reason"] for s in run.sections() if s["status"] == "failed"}
+    assert sections["accuracy"] == "24 of 24 errors are above the limit"
+    assert sections["decode"] == "not met: a limit"
+    assert None not in sections.values()
+
+
+def test_upstreams_own_kernels_are_shown(tmp_path: Path, validator: Draft202012Validator) -> None:
+    library = tmp_path / "libfa2_baseline.so"
+    library.write_bytes(b"kernels")
+    run = cuda_run(tmp_path / "out")
+    run.settings = dataclasses.replace(run.settings, baseline=library)
+    for section in ("decode", "backward"):
+        for row in run.results[section, section]["data"]["rows"]:
+            row["ms"]["upstream"] = times(0.04)
+            row["ratio_to_upstream"] = 1.234
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert record["baseline"]["filename"] == "libfa2_baseline.so"
+    for name in report.NAMES[1:]:
+        text = (tmp_path / "out" / name).read_text()
+        assert text.count("1.23x") == 4
+        assert "to upstream" in text
+
+
+def test_an_unfinished_run_is_incomplete(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path)
+    run.complete = False
+    for key in list(run.results)[5:]:
+        del run.results[key]
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert (record["status"], record["complete"]) == ("incomplete", False)
+    assert status_of(record, "decode") == "not-run"
+    for name in report.NAMES[1:]:
+        assert "ncomplete" in (tmp_path / name).read_text()
+
+
+def test_nothing_has_run_yet(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path)
+    run.complete = False
+    run.results.clear()
+    assert not list(validator.iter_errors(written(run)))
+
+
+def test_an_infinite_error_is_null(tmp_path: Path, validator: Draft202012Validator) -> None:
+    run = cuda_run(tmp_path)
+    result = run.results["accuracy", "64 bf16"]
+    result["status"] = outcome.FAILED
+    row = {"ratio": float("inf"), "passed": False, "ours": {"largest": float("inf"), "rmse": 0.0}}
+    result["data"]["rows"][0] |= row
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    (accuracy,) = (s for s in record["sections"] if s["id"] == "accuracy")
+    assert accuracy["data"]["rows"][0]["ratio"] is None
+    assert accuracy["data"]["worst"]["forward"]["ratio"] is None
+    for name in report.NAMES[1:]:
+        assert "✗ not finite" in (tmp_path / name).read_text()
+
+
+def test_the_worst_error_is_the_one_that_is_no_number(tmp_path: Path) -> None:
+    """Whatever place it has among the others."""
+    run = cuda_run(tmp_path)
+    run.results["accuracy", "128 bf16"]["data"]["rows"][0]["ratio"] = float("nan")
+    (found,) = (s for s in run.sections() if s["id"] == "accuracy")
+    assert found["data"]["worst"]["forward"]["head_dim"] == 128
+
+
+def numbers_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Where the measured numbers of a section's data are: containers, each with a key."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(item, float):
+            yield value, key
+        elif isinstance(item, (dict, list)) and key != "seed":
+            yield from numbers_of(item)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "section", [name for name in tasks.SECTIONS if name not in ("environment", "contract")]
+)
+def test_any_number_may_be_missing(
+    section: str, value: float, tmp_path: Path, validator: Draft202012Validator
+) -> None:
+    run = cuda_run(tmp_path)
+    for (own, _), result in run.results.items():
+        if own == section:
+            result |= {"status": outcome.FAILED, "data": copy.deepcopy(result["data"])}
+            for container, key in numbers_of(result["data"]):
+                container[key] = value
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert run.unrendered == ""
+    for name in report.NAMES[1:]:
+        text = (tmp_path / name).read_text()
+        assert "None" not in text
+        assert "not finite" in text
+
+
+def test_a_page_that_cannot_be_made_does_not_cost_the_results(
+    tmp_path: Path, validator: Draft202012Validator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(record: Any) -> str:
+        raise TypeError("unsupported <format>")
+
+    monkeypatch.setattr("flash_attn_deterministic.verify.report.record.html", broken)
+    run = cuda_run(tmp_path)
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert (record["status"], record["complete"]) == ("passed", True)
+    assert run.unrendered == "TypeError: unsupported <format>"
+    assert "unsupported &lt;format&gt;" in (tmp_path / "verification.html").read_text()
+    for name in report.NAMES[1:]:
+        text = (tmp_path / name).read_text()
+        assert "The results are in verification.json" in text
+        assert "passed" not in text
+
+
+def test_kernels_that_the_wheel_lacks_are_named(
+    tmp_path: Path, validator: Draft202012Validator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = [("fwd", "bf16", 192), ("fwd", "bf16", 256), ("bwd", "fp16", 96)]
+    monkeypatch.setattr(
+        environment,
+        "missing_kernels",
+        lambda info: [
+            dict(zip(("direction", "dtype", "head_dim"), m, strict=True)) for m in missing
+        ],
+    )
+    run = cuda_run(tmp_path)
+    record = written(run)
+    assert not list(validator.iter_errors(record))
+    assert record["status"] == "passed"
+    words = (
+        "Not in the wheel, and so not tested: forward bf16, head_dim up to: 192, 256; backward "
+        "fp16, head_dim up to: 96."
+    )
+    for name in report.NAMES[1:]:
+        assert words in (tmp_path / name).read_text()
+
+
+def test_a_wheel_with_all_kernels_is_not_said_to_lack_any(tmp_path: Path) -> None:
+    assert written(cuda_run(tmp_path))["build"]["missing_kernels"] == []
+    for name in report.NAMES[1:]:
+        assert "Not in the wheel" not in (tmp_path / name).read_text()
+
+
+def test_the_committed_report_is_valid(validator: Draft202012Validator) -> None:
+    path = SCHEMA.parent / "results" / "verification" / "verification.json"
+    assert not list(validator.iter_errors(json.loads(path.read_text(encoding="utf-8"))))
+
+
+class Page(HTMLParser):
+    """Looks that tags match and nothing is fetched."""
+
+    VOID = ("meta", "line", "rect")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.references: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.references += [str(v) for n, v in attrs if n in ("src", "href")]
+        if tag not in self.VOID and tag != "li":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag != "li":
+            assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+def test_the_page_needs_nothing_else(tmp_path: Path, failed: int) -> None:
+    cuda_run(tmp_path, failed=failed).write()
+    text = (tmp_path / "verification.html").read_text()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.references == []
+    assert "url(" not in text
+    assert page.seen.count("svg") == 6
+    assert "width=device-width" in text
+
+
+def test_plots_say_what_is_measured(tmp_path: Path) -> None:
+    cuda_run(tmp_path).write()
+    text = (tmp_path / "verification.html").read_text()
+    titles = re.findall(r"<figcaption>(.*?)</figcaption>", text)
+    for word in ("Time", "memory", "Scaling", "error", "Decode", "Backward"):
+        assert any(word in title for title in titles)
+    # The prototype's figures, as it reported them.
+    for figure in ("2.20x", "18.70x", "A100"):
+        assert figure in text
+
+
+def test_series_have_colours_of_their_own() -> None:
+    names = [f"series {number}" for number in range(len(svg.CLASSES))]
+    drawn = svg.bars("title", [svg.Bar("group", name, 1.0, "1x") for name in names])
+    assert len(set(re.findall(r'rect class="(.)"', drawn))) == len(names) == len(set(svg.COLOURS))
+    with pytest.raises(ValueError, match="8 colours, got 9 series"):
+        svg.bars("title", [svg.Bar("group", name, 1.0, "1x") for name in [*names, "more"]])
+
+
+def test_texts_of_a_file_of_bars_fit_into_it() -> None:
+    long = "an attention with a long name, 0.0123 ms"
+    drawn = ET.fromstring(svg.bars_file("title", [svg.Bar("shape", "peer", 3.0, long)]))
+    left, _, width, _ = map(float, drawn.attrib["viewBox"].split())
+    text = next(e for e in drawn.iter() if e.text == long)
+    assert float(text.attrib["x"]) + 6.5 * len(long) <= left + width
+
+
+@pytest.mark.parametrize(
+    ("device", "against"), [("cuda", "torch"), ("cpu", "16-bit rounding alone")]
+)
+def test_accuracy_says_what_the_ratio_is_against(tmp_path: Path, device: str, against: str) -> None:
+    table = tables.accuracy({**cuda_run(tmp_path).record(), "device": device})
+    assert table.header[-3:] == ("ours", against, f"ours over {against}")
+    assert all(len(row) == len(table.header) for row in table.rows)
+
+
+def test_markdown_tables_are_tables(tmp_path: Path) -> None:
+    cuda_run(tmp_path, failed=1).write()
+    text = (tmp_path / "verification.md").read_text()
+    for block in re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE):
+        counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(counts) == 1, block
+
+
+def test_digest_follows_the_content(tmp_path: Path) -> None:
+    record = cuda_run(tmp_path).record()
+    before = report.canonical_digest(record)
+    record["sections"][1]["status"] = "passed!"
+    assert report.canonical_digest(record) != before
+
+
+def test_finite() -> None:
+    values = {"a": [1.0, float("nan"), (float("-inf"),)], "b": "inf"}
+    assert finite(values) == {"a": [1.0, None, [None]], "b": "inf"}
+
+
+# --- Writing ------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write_files(tmp_path, {"a": "old", "b": "old"})
+    synced = []
+
+    def full(descriptor: int) -> None:
+        synced.append(descriptor)
+        if len(synced) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(report.ReportError, match="No space left on device"):
+        report.write_files(tmp_path, {"a": "new", "b": "new"})
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "old", "b": "old"}
+
+
+def test_an_interruption_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report.write_files(tmp_path, {"a": "old"})
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.write_files(tmp_path, {"a": "new"})
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "old"}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(report.ReportError, match="choose another folder with --out"):
+        report.write_files(tmp_path / "file" / "out", {"a": ""})
