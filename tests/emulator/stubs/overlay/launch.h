@@ -5,6 +5,13 @@
 
 #include "emulator.h"
 
+inline cudaError_t emulated_memset(void* to, int value, std::size_t bytes, cudaStream_t) {
+  emulator::finish_grids();
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+#define cudaMemsetAsync emulated_memset
+
 namespace fad {
 
 extern char smem[];

@@ -1,15 +1,16 @@
-// Stands in for the header of this name: here all threads of a CTA meet.
+// Stands in for the header of this name.
 #pragma once
 
 #include "emulator.h"
 
 namespace fad {
 
-inline void named_barrier_sync(int, int threads) {
-  if (threads != static_cast<int>(emulator::cta.threads.size())) {
-    std::abort();
-  }
-  emulator::meet_cta();
+inline void named_barrier_sync(int barrier, int threads) {
+  emulator::arrive_at_named(barrier, threads, /*waits=*/true);
+}
+
+inline void named_barrier_arrive(int barrier, int threads) {
+  emulator::arrive_at_named(barrier, threads, /*waits=*/false);
 }
 
 }  // namespace fad

@@ -1,0 +1,169 @@
+"""Runs the Hopper forward on the CPU, and compares its bits with those of the few-rows kernel.
+
+    python -m tests.emulator.hopper --upstream build/dev/upstream --head-dims 32 256 --count 20
+    python -m tests.emulator.hopper --upstream build/dev/upstream --tree TREE
+    python -m tests.emulator.hopper --upstream build/dev/upstream --faults
+
+Drawn calls go through every kernel of instances.json, and with --variants through the shapes of
+tests/benchmarks/hopper_variants.cu. --faults plants known faults, one after another, each of which
+must be found. Needs g++ and the CUDA runtime (headers and libcudart_static.a), but no GPU. See
+hopper.h for what this shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.emulator.run import HERE, ROOT
+
+# A function with PTX in it; and one that asks the driver.
+_FUNCTION = re.compile(
+    r"(?:^template <[^\n]*>\n)?^(?:__device__ __forceinline__|inline) [^;{}]*\{\n(?:[^}\n].*\n|\n)*^\}\n",
+    re.MULTILINE,
+)
+
+
+def _without_ptx(source: str) -> str:
+    def kept(match: re.Match[str]) -> str:
+        text = match[0]
+        return "" if re.search(r"\basm\b", text) or "encode_tensor_map() {" in text else text
+
+    source = _FUNCTION.sub(kept, source)
+    return re.sub(r"^FAD_PRODUCTS\(.*\n", "", source, flags=re.MULTILINE)
+
+
+def _table(tree: Path, head_dim: int, dtype: str) -> str:
+    rows = [
+        row
+        for row in json.loads((tree / "cpp/instances.json").read_text(encoding="utf-8"))[
+            "fwd_kernels"
+        ]
+        if row["family"] == "sm90"
+    ]
+    paths = {"one_cta": "kOneCta", "parts": "kParts"}
+    lines = [f"#define HALF {int(dtype == 'fp16')}"]
+    if any(row["path"] == "parts" for row in rows):
+        lines.append("#define HAS_PARTS")
+    uses = []
+    for row in rows:
+        if head_dim in row["head_dims"]:
+            covers = " | ".join(
+                "k" + word.title().replace("_", "") for word in row["covers"]
+            )
+            uses.append(f"X({paths[row['path']]}, {row['block_m']}, {covers})")
+    return "\n".join([*lines, f"#define SM90_ROWS(X) {' '.join(uses)}", ""])
+
+
+def build(
+    tree: Path,
+    upstream: Path,
+    cuda: Path,
+    folder: Path,
+    head_dim: int,
+    dtype: str,
+    variants: bool = False,
+    fault: tuple[str, str, str] | None = None,
+) -> Path:
+    """Compiles a source tree's kernels for the CPU.
+
+    Args:
+        tree: the repository, or another state of it.
+        upstream: upstream's sources, patched, as a build leaves them.
+        cuda: folder with CUDA's include and lib.
+        folder: where to build.
+        head_dim: of the kernels.
+        dtype: "bf16" or "fp16".
+        variants: with the shapes of tests/benchmarks/hopper_variants.cu.
+        fault: file, text in it, and what comes in its place.
+
+    Returns:
+        The program.
+    """
+    folder.mkdir()
+    sources = folder / "kernels"
+    shutil.copytree(tree / "cpp" / "kernels", sources)
+    if fault:
+        path = sources / fault[0]
+        text = path.read_text(encoding="utf-8")
+        if text.count(fault[1]) != 1:
+            raise ValueError(f"{fault[0]}: {text.count(fault[1])} places have {fault[1]!r}")
+        path.write_text(text.replace(fault[1], fault[2]), encoding="utf-8")
+    shutil.copytree(HERE / "stubs" / "overlay", sources, dirs_exist_ok=True)
+    for path in [*(sources / "sm90").iterdir(), sources / "sm80" / "few_rows_copy.cuh"]:
+        text = path.read_text(encoding="utf-8")
+        if path.name == "few_rows_copy.cuh":
+            text = re.sub(r"^.*prefetch\.global.*\n", "", text, flags=re.MULTILINE)
+        else:
+            without = _without_ptx(text)
+            if without != text:
+                text = without.replace("#pragma once\n", '#pragma once\n#include "hopper.h"\n', 1)
+        if path.name == "wgmma.h":
+            text += '#include "hopper_products.h"\n'
+        path.write_text(text, encoding="utf-8")
+    (sources / "instances.h").write_text(
+        f"#define FAD_FWD_INSTANCES(X) X({dtype}, {head_dim})\n", encoding="utf-8"
+    )
+    (sources / "hopper_table.h").write_text(_table(tree, head_dim, dtype), encoding="utf-8")
+    if variants:
+        text = (tree / "tests/benchmarks/hopper_variants.cu").read_text(encoding="utf-8")
+        text = text[: text.index('extern "C"')].replace("__nv_bfloat16", "fad::Element90")
+        (sources / "variants.h").write_text(text, encoding="utf-8")
+    headers = folder / "upstream"
+    headers.mkdir()
+    for name in ("flash.h", "block_info.h", "namespace_config.h"):
+        shutil.copy(upstream / "flash_attn" / "src" / name, headers)
+    program = folder / "hopper_fwd"
+    include = [HERE, HERE / "stubs", sources, headers, tree / "cpp" / "torch_free"]
+    command = [
+        *("g++", "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
+        *("-w", "-Wno-psabi", "-o", str(program), f"-DHEAD_DIM={head_dim}", f"-DFAD_HEAD_DIM={head_dim}"),
+        *(["-DVARIANTS"] if variants else []),
+        "-DFLASH_ATTENTION_DETERMINISTIC",
+        *(f"-I{path}" for path in include),
+        *("-isystem", str(cuda / "include"), str(HERE / "hopper_fwd.cpp")),
+        *(str(sources / "plan.cpp"), f"-L{cuda / 'lib'}", "-lcudart_static"),
+        *("-ldl", "-lrt", "-lpthread"),
+    ]
+    subprocess.run(command, check=True)
+    return program
+
+
+def main() -> int:
+    """Command line; the exit status is 1 where bits differ, or a planted fault is not found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--upstream", type=Path, required=True)
+    parser.add_argument("--tree", type=Path, default=ROOT, help="another state of the repository")
+    parser.add_argument(
+        "--cuda", type=Path, default=Path("/usr/local/cuda/targets/x86_64-linux"), metavar="FOLDER"
+    )
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[32, 64, 96, 128, 192, 256])
+    parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16"], default=["bf16"])
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--variants", action="store_true")
+    options = parser.parse_args()
+    failed = False
+    for head_dim in options.head_dims:
+        for dtype in options.dtypes:
+            with tempfile.TemporaryDirectory() as name:
+                program = build(
+                    *(options.tree, options.upstream, options.cuda, Path(name) / "new"),
+                    *(head_dim, dtype, options.variants),
+                )
+                run = subprocess.run(
+                    [str(program), str(options.first), str(options.count)], check=False
+                )
+                failed = failed or run.returncode != 0
+                print(f"head dim {head_dim}, {dtype}: status {run.returncode}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,416 @@
+// Draws calls, runs them through the few-rows kernel of the sm80 family and through each kernel of
+// the Hopper forward, and compares the bits: hopper_fwd FIRST COUNT [--variants]. See hopper.h for
+// what this shows.
+#include "emulator.h"
+
+#include "sm80/fwd.cuh"
+
+#include "hopper.h"
+#include "sm90/fwd_entry.h"
+#include "sm90/fwd_launch.cuh"
+
+#include "plan.h"
+#include "hopper_table.h"  // made by run.py
+
+namespace fad {
+
+alignas(1024) char smem[emulator::kSharedBytes];
+namespace sm90 {
+alignas(1024) char memory[16];
+}
+
+#if HALF
+using Element80 = cutlass::half_t;
+using Element90 = sm90::fp16;
+#else
+using Element80 = cutlass::bfloat16_t;
+using Element90 = sm90::bf16;
+#endif
+
+constexpr Features kMost =
+    kCausal | kWindow | kAlibi | kSoftcap | kPadded | kResidual | kCacheIndex | kPaged;
+
+template <int kBlockM>
+void launch_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
+  sm90::fwd_sm90<Element90, HEAD_DIM, kBlockM>(sm90::params_of(params, params.tree), ctas, stream);
+}
+
+// The kernel whose bits the others must have, for dense keys and for keys in pages.
+const FwdKernel kReference[] = {
+    fwd_entry<Element80, HEAD_DIM, Path::kFewRows, 64, 8, kMost & ~kPaged>(),
+    fwd_entry<Element80, HEAD_DIM, Path::kFewRows, 64, 8, kMost & ~kCacheIndex>(),
+};
+
+struct Named {
+  std::string name;
+  FwdKernel kernel;
+};
+
+#ifdef VARIANTS
+}  // namespace fad
+#include "variants.h"  // cut from tests/benchmarks/hopper_variants.cu
+namespace fad {
+
+const Variant* variant_at_hand = nullptr;
+
+void launch_variant(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
+  variant_at_hand->launch(sm90::params_of(params, params.tree), ctas, stream);
+}
+
+bool has_128_keys(const Variant& variant) {
+  return std::string(variant.name).find("k128") != std::string::npos;
+}
+
+bool takes_variant(const FwdParams& call, const Tree& tree) {
+  const int keys = has_128_keys(*variant_at_hand) ? 128 : 64;
+  const sm90::FwdParams params = sm90::params_of(call, tree);
+  return params.split_tokens % keys == 0 && params.softcap == 0.f &&
+         (params.block_table == nullptr || (keys == 64 && params.page_size % keys == 0)) &&
+         sm90::supports(params);
+}
+#endif
+
+std::vector<Named> kernels() {
+  std::vector<Named> all;
+#ifdef HAS_PARTS
+#define ROW(path, block_m, covers)                                               \
+  all.push_back({#path " " #block_m, sm90::fwd_entry<HEAD_DIM, block_m, Path::path, covers>( \
+                                         &launch_sm90<block_m>)});
+#else
+#define ROW(path, block_m, covers) \
+  all.push_back({#path " " #block_m, sm90::fwd_entry<HEAD_DIM, block_m, covers>(&launch_sm90<block_m>)});
+#endif
+  SM90_ROWS(ROW)
+  return all;
+}
+
+std::string name_of(uint32_t offset, int shared_bytes, int threads) {
+  const int groups = threads / 128 - 1;
+  int at = (static_cast<int>(offset) - (shared_bytes - 512)) / 8;
+  const struct {
+    const char* name;
+    int count;
+  } kinds[] = {{"full", 12},      {"empty", 12},    {"q full", groups},  {"q empty", groups},
+               {"work full", 2}, {"work empty", 2}, {"tail loaded", 2}};
+  for (const auto& kind : kinds) {
+    if (at < kind.count) {
+      return kind.name + (" " + std::to_string(at));
+    }
+    at -= kind.count;
+  }
+  return "?";
+}
+
+}  // namespace fad
+
+namespace {
+
+using fad::FwdParams;
+
+std::mt19937 draw_source;
+
+int draw(int low, int high) { return low + static_cast<int>(draw_source() % (high - low + 1)); }
+template <typename Value>
+Value pick(std::initializer_list<Value> values) {
+  return values.begin()[draw(0, static_cast<int>(values.size()) - 1)];
+}
+bool chance(int percent) { return draw(1, 100) <= percent; }
+
+// Numbers about as attention sees them; NaN where nothing may be read.
+struct Numbers {
+  std::vector<fad::Element80> data;
+  explicit Numbers(std::size_t count) : data(count + 64, fad::Element80(NAN)) {}
+  fad::Element80* start() {  // 16 bytes, as the copy engine wants it
+    return reinterpret_cast<fad::Element80*>((reinterpret_cast<uintptr_t>(data.data()) + 15) &
+                                             ~15ull);
+  }
+  void fill(std::size_t first, int count) {
+    for (int i = 0; i < count; ++i) {
+      start()[first + i] = fad::Element80(draw(-1000, 1000) / 500.f);
+    }
+  }
+};
+
+int about(int length) { return std::max(1, length + draw(-1, 1)); }
+
+struct Result {
+  Numbers out;
+  std::vector<float> lse;
+  std::vector<cutlass::bfloat16_t> residual;
+  bool operator==(const Result& other) const {
+    return std::memcmp(out.data.data(), other.out.data.data(), 2 * out.data.size()) == 0 &&
+           std::memcmp(lse.data(), other.lse.data(), 4 * lse.size()) == 0 &&
+           std::memcmp(residual.data(), other.residual.data(), 2 * residual.size()) == 0;
+  }
+};
+
+struct Call {
+  FwdParams params{};
+  int split = 0;
+  std::size_t rows = 0;  // of the output, of all heads
+  std::vector<int> lengths_q, lengths_k, starts_q, starts_k, used_k, leftpad, index, table;
+  std::optional<Numbers> q, k, v;
+  bool keeps_residual = false;
+
+  explicit Call(unsigned seed) {
+    draw_source.seed(seed);
+    const int batch = draw(1, 3), heads_k = draw(1, 2), group = pick({1, 1, 2, 3, 4, 6, 8});
+    const int heads = heads_k * group;
+    const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
+    // dense, packed, packed with lengths in use, a cache with lengths, the same in pages
+    const int layout = draw(0, 4);
+    const bool packed = layout == 1 || layout == 2, cache = layout >= 3, paged = layout == 4;
+    const bool packed_q = packed || (cache && chance(30));
+    const int seqlen_q = chance(35) ? draw(1, 20) : std::min(260, about(pick({32, 64, 128, 192, 200})));
+    split = pick({0, 64, 128, 128, 192, 256});
+    const int seqlen_k = chance(20) ? draw(1, 64)
+                         : chance(20)
+                             ? draw(1, 520)
+                             : about((split == 0 ? 64 : split) * draw(1, split <= 128 ? 4 : 2) +
+                                     (chance(30) ? 64 * draw(-1, 1) : 0));
+    const int page = 64 * draw(1, 3), pages = (seqlen_k + page - 1) / page;
+    const int rows_k = paged ? pages * page : seqlen_k;
+    const bool indexed = cache && !paged && chance(40), padded = cache && !paged && chance(40);
+
+    params.b = batch, params.h = heads, params.h_k = heads_k, params.h_h_k_ratio = group;
+    params.d = d, params.d_rounded = HEAD_DIM;
+    params.seqlen_q = seqlen_q, params.seqlen_k = rows_k;
+    params.p_dropout = 1.f, params.rp_dropout = 1.f;
+    params.scale_softmax = 1.f / std::sqrt(static_cast<float>(d));
+    if (chance(20)) {
+      params.softcap = params.scale_softmax / 5.f;
+      params.scale_softmax = 5.f;
+    }
+    params.scale_softmax_log2 = params.scale_softmax * 1.44269504f;
+    params.window_size_left = chance(25) ? draw(0, 300) : -1;
+    params.window_size_right = chance(25) ? draw(0, 100) : chance(50) ? 0 : -1;
+    params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
+
+    starts_q.resize(batch + 1), starts_k.resize(batch + 1);
+    for (int b = 0; b < batch; ++b) {
+      lengths_q.push_back(!packed_q ? seqlen_q : chance(20) ? 0 : chance(40) ? seqlen_q : draw(0, seqlen_q));
+      lengths_k.push_back(layout == 0   ? seqlen_k
+                          : chance(15)  ? 0
+                          : chance(30)  ? rows_k
+                          : chance(30)  ? std::min(rows_k, about(64 * draw(1, 6)))
+                                        : draw(0, rows_k));
+      leftpad.push_back(draw(0, lengths_k[b]));
+      starts_q[b + 1] = starts_q[b] + lengths_q[b];
+      starts_k[b + 1] = starts_k[b] + lengths_k[b];
+      used_k.push_back(layout == 2 ? draw(0, lengths_k[b]) : lengths_k[b]);
+      index.push_back((b + 1) % batch);
+    }
+    const int total_q = packed_q ? starts_q[batch] + 3 : batch * seqlen_q;
+    const int total_k = packed ? std::max(1, starts_k[batch]) : batch * rows_k;
+    params.total_q = total_q, params.total_k = total_k;
+    rows = static_cast<std::size_t>(total_q) * heads;
+    params.q_head_stride = d, params.q_row_stride = heads * d;
+    params.q_batch_stride = static_cast<int64_t>(seqlen_q) * heads * d;
+    params.o_head_stride = d, params.o_row_stride = heads * d;
+    params.o_batch_stride = params.q_batch_stride;
+    params.k_head_stride = params.v_head_stride = d;
+    params.k_row_stride = params.v_row_stride = heads_k * d;
+    params.k_batch_stride = params.v_batch_stride =
+        static_cast<int64_t>(paged ? page : rows_k) * heads_k * d;
+    q.emplace(rows * d);
+    q->fill(0, static_cast<int>(rows * d));
+    params.kv_batch = paged ? batch * pages : batch;
+    const std::size_t kv = static_cast<std::size_t>(total_k) * heads_k * d;
+    k.emplace(kv), v.emplace(kv);
+    std::vector<int> order(batch * pages);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      order[i] = static_cast<int>(i);
+    }
+    std::shuffle(order.begin(), order.end(), draw_source);
+    for (int b = 0; b < batch; ++b) {
+      const int sequence = indexed ? index[b] : b;
+      for (int i = 0; i < pages; ++i) {
+        table.push_back(i * page < lengths_k[b] ? order[b * pages + i] : 1 << 30);
+      }
+      for (int key = padded ? leftpad[b] : 0; key < used_k[b]; ++key) {
+        const std::size_t row =
+            paged    ? static_cast<std::size_t>(order[b * pages + key / page]) * page + key % page
+            : packed ? static_cast<std::size_t>(starts_k[b]) + key
+                     : static_cast<std::size_t>(sequence) * rows_k + key;
+        k->fill(row * heads_k * d, heads_k * d);
+        v->fill(row * heads_k * d, heads_k * d);
+      }
+    }
+    params.q_ptr = q->start(), params.k_ptr = k->start(), params.v_ptr = v->start();
+    if (packed_q) {
+      params.cu_seqlens_q = starts_q.data();
+      params.unpadded_lse = true;
+    }
+    params.is_seqlens_k_cumulative = !cache;
+    if (packed) {
+      params.cu_seqlens_k = starts_k.data();
+    } else if (cache) {
+      params.cu_seqlens_k = lengths_k.data();
+    }
+    if (layout == 2) {
+      params.seqused_k = used_k.data();
+    }
+    if (paged) {
+      params.block_table = table.data();
+      params.block_table_batch_stride = pages;
+      params.page_block_size = page;
+    }
+    params.cache_batch_idx = indexed ? index.data() : nullptr;
+    params.leftpad_k = padded ? leftpad.data() : nullptr;
+    keeps_residual = chance(40);
+  }
+
+  void print() const {
+    std::fprintf(stderr,
+                 "  b %d, h %d / %d, d %d, q %d, k %d, split %d, window %d %d, softcap %g, packed %d "
+                 "%d, used %d, pages %d, index %d, leftpad %d, residual %d\n",
+                 params.b, params.h, params.h_k, params.d, params.seqlen_q, params.seqlen_k, split,
+                 params.window_size_left, params.window_size_right, params.softcap,
+                 params.cu_seqlens_q != nullptr,
+                 params.cu_seqlens_k != nullptr && params.is_seqlens_k_cumulative,
+                 params.seqused_k != nullptr, params.page_block_size,
+                 params.cache_batch_idx != nullptr, params.leftpad_k != nullptr, keeps_residual);
+  }
+
+  template <typename Plan>
+  Result run(const Plan& plan) {
+    Result result{Numbers(rows * params.d), std::vector<float>(rows, NAN),
+                  std::vector<cutlass::bfloat16_t>(rows * params.d + 8, cutlass::bfloat16_t(NAN))};
+    FwdParams call = params;
+    call.o_ptr = result.out.start();
+    call.softmax_lse_ptr = result.lse.data();
+    auto* residual = reinterpret_cast<cutlass::bfloat16_t*>(
+        (reinterpret_cast<uintptr_t>(result.residual.data()) + 15) & ~15ull);
+    call.residual = keeps_residual ? residual : nullptr;
+    std::vector<unsigned char> scratch(plan.scratch_bytes + 1024, 0xff);
+    auto* aligned = reinterpret_cast<unsigned char*>(
+        (reinterpret_cast<uintptr_t>(scratch.data()) + 511) & ~511ull);
+    if (plan.scratch_bytes >= sizeof(unsigned)) {  // a counter that no launch sets is 0 before it
+      std::memset(aligned + plan.scratch_bytes - sizeof(unsigned), 0, sizeof(unsigned));
+    }
+    fad::run_plan(plan, call, plan.scratch_bytes > 0 ? aligned : nullptr, nullptr);
+    emulator::finish_grids();
+    for (std::size_t i = aligned - scratch.data() + plan.scratch_bytes; i < scratch.size(); ++i) {
+      if (scratch[i] != 0xff) {
+        emulator::fail("scratch memory is written behind its end");
+      }
+    }
+    return result;
+  }
+
+  Result reference() {
+    fad::FwdPlan plan{};
+    fad::FwdKernel kernel = fad::kReference[params.block_table != nullptr];
+    const fad::FwdInstance instance{&kernel, 1, &fad::launch_merge<fad::Element80, HEAD_DIM>};
+    plan.instance = &instance;
+    plan.kernel = &kernel;
+    if (split > 0) {
+      plan.tree.blocks_per_split = split / plan.tree.keys_per_block;
+    }
+    plan.num_splits = split > 0 ? std::max(1, (params.seqlen_k + split - 1) / split) : 1;
+    plan.writes_parts = plan.num_splits > 1;
+    plan.group = 1;
+    plan.ctas = (params.seqlen_q + 63) / 64 * params.b * params.h;
+    plan.ctas_per_launch = plan.ctas;
+    plan.part_rows = std::min(64, params.seqlen_q);
+    const auto limit = [&](auto& any) {
+      if constexpr (requires { any.most_ctas; }) {
+        any.most_ctas = any.ctas;
+      }
+    };
+    limit(plan);
+    if (plan.writes_parts) {
+      plan.scratch_bytes = static_cast<std::size_t>(plan.ctas) * plan.num_splits * plan.part_rows *
+                           (HEAD_DIM * sizeof(float) + sizeof(float2));
+    }
+    emulator::resident_ctas = 1;
+    emulator::copies_late = false;
+    return run(plan);
+  }
+};
+
+const char* kWhen[] = {"early", "late", "mixed"};
+
+// Whether the kernel takes the call, and its result is right.
+bool run_kernel(Call& call, const Result& expected, const fad::Named& named, unsigned seed,
+                int repeats, bool& right) {
+  const fad::FwdInstance instance{&named.kernel, 1,
+                                  &fad::launch_merge<fad::Element80, HEAD_DIM>};
+  FwdParams params = call.params;
+  params.residual = call.keeps_residual ? &params : nullptr;
+  params.o_ptr = call.q->start();  // aligned as the output will be
+  for (int repeat = 0; repeat < repeats; ++repeat) {
+    const int sms = draw(1, 4);
+    fad::FwdPlan plan;
+    try {
+      plan = fad::plan_fwd(params, instance, call.split, true,
+                           {sms, 227 * 1024, 90, named.kernel.path, fad::Family::kSm90});
+    } catch (const std::runtime_error&) {
+      return false;
+    }
+    emulator::random_source.seed(seed * 64 + repeat);
+    emulator::resident_ctas = draw(1, 3);
+    const int boxes = draw(0, 2), products = draw(0, 2);
+    emulator::boxes_happen = static_cast<emulator::When>(boxes);
+    emulator::products_happen = static_cast<emulator::When>(products);
+    if (std::getenv("EMULATOR_VERBOSE") != nullptr) {
+      std::fprintf(stderr, "seed %u, %s: boxes %s, products %s, %d SMs, %d CTAs side by side\n",
+                   seed, named.name.c_str(), kWhen[boxes], kWhen[products], sms,
+                   emulator::resident_ctas);
+    }
+    if (!(call.run(plan) == expected)) {
+      std::fprintf(stderr, "seed %u, %s, boxes %s, products %s, %d SMs: different\n", seed,
+                   named.name.c_str(), kWhen[boxes], kWhen[products], sms);
+      call.print();
+      right = false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int count_of_arguments, char** arguments) {
+  const unsigned first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
+  emulator::name_of_barrier = &fad::name_of;
+  std::vector<fad::Named> kernels = fad::kernels();
+  std::map<std::string, int> runs;
+  int different = 0;
+  for (unsigned seed = first; seed < first + count; ++seed) {
+    Call call(seed);
+    emulator::random_source.seed(seed);
+    const Result expected = call.reference();
+    for (const fad::Named& named : kernels) {
+      bool right = true;
+      runs[named.name] += run_kernel(call, expected, named, seed, 2, right);
+      different += !right;
+    }
+#ifdef VARIANTS
+    for (const Variant& variant : kVariants) {
+      const std::string name = variant.name;
+      if (name.starts_with("other")) {
+        continue;
+      }
+      fad::variant_at_hand = &variant;
+      for (const fad::Path path : {fad::Path::kOneCta, fad::Path::kParts}) {
+        if (path == fad::Path::kParts && name.find("ends") != std::string::npos) {
+          continue;
+        }
+        const int shared = fad::sm90::shared_bytes(variant.ctas_per_sm);
+        const fad::Named named{
+            name + (path == fad::Path::kParts ? ", parts" : ""),
+            {fad::Family::kSm90, path, fad::kMost & ~fad::kAlibi, variant.rows, shared, shared,
+             &fad::launch_variant, variant.ctas_per_sm, &fad::takes_variant}};
+        bool right = true;
+        runs[named.name] += run_kernel(call, expected, named, seed, 1, right);
+        different += !right;
+      }
+    }
+#endif
+  }
+  for (const auto& [name, calls] : runs) {
+    std::printf("  %s: %d calls\n", name.c_str(), calls);
+  }
+  std::printf("%s\n", different == 0 ? "all equal" : "different");
+  return different != 0;
+}
