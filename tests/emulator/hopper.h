@@ -46,13 +46,15 @@ struct Clock {
   }
 };
 
-// What is known to have happened before; and, of ordinary accesses, before accesses of the copy
-// engine and the tensor cores too (a fence lies between).
+// What is known to have happened before; of ordinary accesses, before accesses of the copy engine
+// and the tensor cores too (a fence lies between); and loads whose values a product has used, as far
+// as its end tells: they have ended, with a fence or without one.
 struct Known {
-  Clock any, fenced;
+  Clock any, fenced, loaded;
   void join(const Known& other) {
     any.join(other.any);
     fenced.join(other.fenced);
+    loaded.join(other.loaded);
   }
 };
 
@@ -124,6 +126,7 @@ struct Hopper : Extension {
   std::vector<Box> boxes;  // under way
   std::vector<TensorCore> tensor_cores;
   std::vector<bool> products_fenced;
+  std::vector<uint32_t> issued;  // when each thread issued its last product
 
   explicit Hopper(Cta& cta)
       : cta(cta),
@@ -131,7 +134,8 @@ struct Hopper : Extension {
         words(cta.shared_bytes / 4),
         known(cta.threads.size()),
         tensor_cores(cta.threads.size() / 32),
-        products_fenced(cta.threads.size(), false) {
+        products_fenced(cta.threads.size(), false),
+        issued(cta.threads.size()) {
     for (std::size_t i = 0; i < known.size(); ++i) {
       known[i].any.at[i] = 1;
     }
@@ -284,16 +288,17 @@ struct Hopper : Extension {
     const Access write{kCopyEngine + b.number, b.phase + 1};
     const uint32_t first = (to - kSharedStart) / 4;
     for (uint32_t i = first; i < first + bytes / 4; ++i) {
-      const auto check = [&](const Access& before) {
-        if (!knows(before.by_engine() ? known[me].any : known[me].fenced, before)) {
+      const auto check = [&](const Access& before, bool is_load) {
+        if (!knows(before.by_engine() ? known[me].any : known[me].fenced, before) &&
+            !(is_load && !before.by_engine() && knows(known[me].loaded, before))) {
           race("copy to", i, name(mine(me)), before);
         }
       };
       if (words[i].write.agent >= 0) {
-        check(words[i].write);
+        check(words[i].write, false);
       }
       for (const Access& read : words[i].reads) {
-        check(read);
+        check(read, true);
       }
       words[i].reads.clear();
       words[i].write = write;
@@ -414,6 +419,10 @@ struct Hopper : Extension {
     }
     TensorCore& core = tensor_cores[warp];
     core.groups.back().push_back(product);
+    for (int lane = 0; lane < 32; ++lane) {
+      const int thread = warp * 32 + lane;
+      issued[thread] = known[thread].any.at[thread]++;
+    }
     if (now(products_happen)) {
       carry_out_products(warp, static_cast<int>(core.groups.size()));
     }
@@ -480,6 +489,7 @@ struct Hopper : Extension {
     for (int lane = 0; lane < 32; ++lane) {
       uint32_t& seen = known[warp * 32 + lane].any.at[kTensorCores + warp];
       seen = std::max(seen, complete);
+      known[warp * 32 + lane].loaded.at[warp * 32 + lane] = issued[warp * 32 + lane];
       products_fenced[warp * 32 + lane] = false;
     }
   }
