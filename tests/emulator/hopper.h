@@ -33,7 +33,7 @@ inline bool now(When when) {
 
 // Who accesses shared memory: threads, the tensor cores as each warp uses them, and the copy engine
 // as each barrier counts it.
-constexpr int kMostThreads = 512, kMostBarriers = 64;
+constexpr int kMostThreads = 640, kMostBarriers = 64;
 constexpr int kTensorCores = kMostThreads, kCopyEngine = kTensorCores + kMostThreads / 32;
 constexpr int kAgents = kCopyEngine + kMostBarriers;
 
@@ -136,6 +136,9 @@ struct Hopper : Extension {
         tensor_cores(cta.threads.size() / 32),
         products_fenced(cta.threads.size(), false),
         issued(cta.threads.size()) {
+    if (known.size() > kMostThreads) {
+      fail("%zu threads", known.size());
+    }
     for (std::size_t i = 0; i < known.size(); ++i) {
       known[i].any.at[i] = 1;
     }

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.emulator.faults import FAULTS, Fault
 from tests.emulator.run import HERE, ROOT
 
 # A function with PTX in it; and one that asks the driver.
@@ -40,25 +41,26 @@ def _without_ptx(source: str) -> str:
 
 
 def _table(tree: Path, head_dim: int, dtype: str) -> str:
-    rows = [
-        row
-        for row in json.loads((tree / "cpp/instances.json").read_text(encoding="utf-8"))[
-            "fwd_kernels"
+    """The rows of instances.json for one head dim, as X(path, block_m, covers)."""
+    table = json.loads((tree / "cpp/instances.json").read_text(encoding="utf-8"))
+    rows: dict[str, list[str]] = {"sm80": [], "sm90": []}
+    for row in table["fwd_kernels"]:
+        if head_dim not in row.get("head_dims", [head_dim]):
+            continue
+        tiles = table["fwd_tiles"].get(row.get("tiles", row["path"]), {}).get(str(head_dim), {})
+        covers = " | ".join("k" + word.title().replace("_", "") for word in row["covers"])
+        path = "k" + row["path"].title().replace("_", "")
+        block_m = row.get("block_m", tiles.get("block_m"))
+        rows[row["family"]].append(f"X({path}, {block_m}, {covers or 0})")
+    has_parts = any("kParts" in row for row in rows["sm90"])
+    return "\n".join(
+        [
+            f"#define HALF {int(dtype == 'fp16')}",
+            *(["#define HAS_PARTS"] if has_parts else []),
+            *(f"#define {name.upper()}_ROWS(X) {' '.join(uses)}" for name, uses in rows.items()),
+            "",
         ]
-        if row["family"] == "sm90"
-    ]
-    paths = {"one_cta": "kOneCta", "parts": "kParts"}
-    lines = [f"#define HALF {int(dtype == 'fp16')}"]
-    if any(row["path"] == "parts" for row in rows):
-        lines.append("#define HAS_PARTS")
-    uses = []
-    for row in rows:
-        if head_dim in row["head_dims"]:
-            covers = " | ".join(
-                "k" + word.title().replace("_", "") for word in row["covers"]
-            )
-            uses.append(f"X({paths[row['path']]}, {row['block_m']}, {covers})")
-    return "\n".join([*lines, f"#define SM90_ROWS(X) {' '.join(uses)}", ""])
+    )
 
 
 def build(
@@ -69,7 +71,8 @@ def build(
     head_dim: int,
     dtype: str,
     variants: bool = False,
-    fault: tuple[str, str, str] | None = None,
+    source: str = "hopper_fwd.cpp",
+    fault: Fault | None = None,
 ) -> Path:
     """Compiles a source tree's kernels for the CPU.
 
@@ -81,7 +84,8 @@ def build(
         head_dim: of the kernels.
         dtype: "bf16" or "fp16".
         variants: with the shapes of tests/benchmarks/hopper_variants.cu.
-        fault: file, text in it, and what comes in its place.
+        source: of the program.
+        fault: to plant; None for none.
 
     Returns:
         The program.
@@ -89,12 +93,16 @@ def build(
     folder.mkdir()
     sources = folder / "kernels"
     shutil.copytree(tree / "cpp" / "kernels", sources)
+    if source == "hopper_fwd.cpp":  # little scratch memory, so that calls take several launches
+        plan = sources / "plan.h"
+        text = plan.read_text(encoding="utf-8").replace("{64} << 20", "{2} << 20")
+        plan.write_text(text, encoding="utf-8")
     if fault:
-        path = sources / fault[0]
+        path = sources / fault.file
         text = path.read_text(encoding="utf-8")
-        if text.count(fault[1]) != 1:
-            raise ValueError(f"{fault[0]}: {text.count(fault[1])} places have {fault[1]!r}")
-        path.write_text(text.replace(fault[1], fault[2]), encoding="utf-8")
+        if text.count(fault.text) != 1:
+            raise ValueError(f"{fault.file}: {text.count(fault.text)} places have {fault.text!r}")
+        path.write_text(text.replace(fault.text, fault.instead), encoding="utf-8")
     shutil.copytree(HERE / "stubs" / "overlay", sources, dirs_exist_ok=True)
     for path in [*(sources / "sm90").iterdir(), sources / "sm80" / "few_rows_copy.cuh"]:
         text = path.read_text(encoding="utf-8")
@@ -127,12 +135,39 @@ def build(
         *(["-DVARIANTS"] if variants else []),
         "-DFLASH_ATTENTION_DETERMINISTIC",
         *(f"-I{path}" for path in include),
-        *("-isystem", str(cuda / "include"), str(HERE / "hopper_fwd.cpp")),
+        *("-isystem", str(cuda / "include"), str(HERE / source)),
         *(str(sources / "plan.cpp"), f"-L{cuda / 'lib'}", "-lcudart_static"),
         *("-ldl", "-lrt", "-lpthread"),
     ]
     subprocess.run(command, check=True)
     return program
+
+
+def find_faults(tree: Path, upstream: Path, cuda: Path, first: int, count: int) -> bool:
+    """Plants each fault, and prints how it was found.
+
+    Returns:
+        Whether all were.
+    """
+    found = True
+    for fault in FAULTS:
+        with tempfile.TemporaryDirectory() as name:
+            program = build(
+                *(tree, upstream, cuda, Path(name) / "new", fault.head_dim, "bf16"), fault=fault
+            )
+            command = [str(program), str(first), str(count), "1"]
+            try:
+                run = subprocess.run(
+                    command, check=False, capture_output=True, text=True, timeout=600
+                )
+            except subprocess.TimeoutExpired:
+                how = "runs on and on"
+            else:
+                found = found and run.returncode != 0
+                lines = run.stderr.splitlines()
+                how = f"{run.returncode}: {lines[0] if lines else ''}" if run.returncode else "NOT FOUND"
+            print(f"{fault.what}: {how}", flush=True)
+    return found
 
 
 def main() -> int:
@@ -148,7 +183,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--faults", action="store_true")
     options = parser.parse_args()
+    if options.faults:
+        where = (options.tree, options.upstream, options.cuda)
+        return 0 if find_faults(*where, options.first, options.count) else 1
     failed = False
     for head_dim in options.head_dims:
         for dtype in options.dtypes:

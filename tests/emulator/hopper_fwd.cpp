@@ -1,6 +1,6 @@
 // Draws calls, runs them through the few-rows kernel of the sm80 family and through each kernel of
-// the Hopper forward, and compares the bits: hopper_fwd FIRST COUNT [--variants]. See hopper.h for
-// what this shows.
+// the Hopper forward, and compares the bits: hopper_fwd FIRST COUNT [MOST], until MOST of them differ.
+// See hopper.h for what this shows.
 #include "emulator.h"
 
 #include "sm80/fwd.cuh"
@@ -372,11 +372,12 @@ bool run_kernel(Call& call, const Result& expected, const fad::Named& named, uns
 
 int main(int count_of_arguments, char** arguments) {
   const unsigned first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
+  const int most = count_of_arguments > 3 ? std::atoi(arguments[3]) : 1 << 30;
   emulator::name_of_barrier = &fad::name_of;
   std::vector<fad::Named> kernels = fad::kernels();
   std::map<std::string, int> runs;
   int different = 0;
-  for (unsigned seed = first; seed < first + count; ++seed) {
+  for (unsigned seed = first; seed < first + count && different < most; ++seed) {
     Call call(seed);
     emulator::random_source.seed(seed);
     const Result expected = call.reference();

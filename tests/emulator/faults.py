@@ -1,0 +1,169 @@
+"""Faults that the emulator must find in the Hopper forward: file, text, what comes in its place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A change of one place that makes a kernel wrong."""
+
+    what: str
+    head_dim: int
+    file: str
+    text: str
+    instead: str
+
+
+_CONSUMER, _PRODUCER, _WALK = (f"sm90/fwd_{name}" for name in ("consumer.cuh", "producer.cuh", "walk.h"))
+_LAUNCH = "sm90/fwd_launch.cuh"
+
+FAULTS = [
+    Fault(
+        "values are not waited for", 64, _CONSUMER, "        wait_full(v_at);\n        hold(scores);", ""
+    ),
+    Fault(
+        "the last values are not waited for",
+        *(96, _CONSUMER, "      wait_full(ring);\n      hold(acc);\n", ""),
+    ),
+    Fault(
+        "a parity is swapped",
+        *(64, _PRODUCER, "kQEmpty + 8 * group, parity ^ 1)", "kQEmpty + 8 * group, parity)"),
+    ),
+    Fault(
+        "a block of keys is freed while products read it",
+        64,
+        _CONSUMER,
+        "          wgmma_wait<1>();\n          hold(scores);\n        }\n        free_block(k_at);",
+        "          free_block(k_at);\n          wgmma_wait<1>();\n          hold(scores);\n        }",
+    ),
+    Fault(
+        "scores are read before their products end",
+        64,
+        _CONSUMER,
+        "          end_turn();\n          wgmma_wait<1>();\n",
+        "          end_turn();\n          wgmma_wait<2>();\n",
+    ),
+    Fault(
+        "weights are packed before the products of the last ones end",
+        128,
+        _CONSUMER,
+        "        wgmma_wait<0>();\n        hold(acc);\n        hold(weights);\n        free_block(v_at);",
+        "        wgmma_wait<1>();\n        hold(acc);\n        hold(weights);\n        free_block(v_at);",
+    ),
+    Fault(
+        "one fence of registers is left out",
+        *(64, _CONSUMER, "        await_turn();\n        wgmma_fence();", "        await_turn();"),
+    ),
+    Fault("a mask ends a key late", 96, _CONSUMER, "at >= end || at < begin", "at > end || at < begin"),
+    Fault(
+        "a mask begins a key late", 96, _CONSUMER, "at >= end || at < begin", "at >= end || at <= begin"
+    ),
+    Fault(
+        "a split begins a block late",
+        *(96, _CONSUMER, "block / call.split_blocks *", "(block + 1) / call.split_blocks *"),
+    ),
+    Fault(
+        "a part takes a block of the next split",
+        *(96, _WALK, "min(seen.end, first + call.part_blocks)", "min(seen.end, first + call.part_blocks + 1)"),
+    ),
+    Fault(
+        "parts of rows in groups: masks of the first row's query",
+        *(96, _CONSUMER, "last_token = (warp_row + 15) >>", "last_token = warp_row >>"),
+    ),
+    Fault(
+        "parts: Q of the wrong queries",
+        96,
+        _PRODUCER,
+        "((work.first_row + group * kGroupRows) >> call.group_bits)",
+        "(work.first_row + group * kGroupRows)",
+    ),
+    Fault(
+        "parts: the order of tiles is not that of the merge",
+        96,
+        _CONSUMER,
+        "(unit + 1) * call.row_tiles - 1 - now.first_row / T::kRows",
+        "unit * call.row_tiles + now.first_row / T::kRows",
+    ),
+    Fault(
+        "cleared rows lack the proxy fence",
+        *(64, _PRODUCER, "      fence_async_proxy();\n      __syncwarp();", "      __syncwarp();"),
+    ),
+    Fault(
+        "cleared rows lack __syncwarp",
+        *(64, _PRODUCER, "      fence_async_proxy();\n      __syncwarp();", "      fence_async_proxy();"),
+    ),
+    Fault(
+        "the tail lies in another block",
+        *(64, _PRODUCER, "(count == 1 ? 1 : 2)", "2"),
+    ),
+    Fault(
+        "too few bytes are expected",
+        *(64, _PRODUCER, "barrier_expect(full, T::kBlockBytes)", "barrier_expect(full, T::kBlockBytes - 128)"),
+    ),
+    Fault(
+        "too many bytes are expected",
+        *(64, _PRODUCER, "barrier_expect(full, T::kBlockBytes)", "barrier_expect(full, T::kBlockBytes + 128)"),
+    ),
+    Fault(
+        "a descriptor has the wrong stride",
+        128,
+        _CONSUMER,
+        "operand(block_at(at) + first * kBoxRowBytes, T::kBoxBytes)",
+        "operand(block_at(at) + first * kBoxRowBytes, T::kBoxBytes / 2)",
+    ),
+    Fault(
+        "the next sixteen of k lie elsewhere",
+        *(64, "sm90/wgmma.h", "kOperandColumns16 = 32 >> 4", "kOperandColumns16 = 64 >> 4"),
+    ),
+    Fault(
+        "words of Q are loaded without the swizzle",
+        *(256, _CONSUMER, "(i % 4 * 2 + half) ^ (row % 8)", "(i % 4 * 2 + half)"),
+    ),
+    Fault(
+        "Q of the ring lacks the proxy fence",
+        256,
+        _CONSUMER,
+        "        fence_async_proxy();\n        pass(T::kRingQueryBlocks);",
+        "        pass(T::kRingQueryBlocks);",
+    ),
+    Fault(
+        "lanes pass a block by themselves",
+        256,
+        _CONSUMER,
+        "      __syncwarp();  // no lane may still wait for a phase that lane 0 lets pass\n",
+        "",
+    ),
+    Fault(
+        "a turn is left out",
+        *(96, _CONSUMER, "      pass(2);\n      await_turn();\n      end_turn();", "      pass(2);"),
+    ),
+    Fault(
+        "a note is freed before it is read",
+        64,
+        _PRODUCER,
+        "    const Work work = read_work(shared + T::kWorkAt + 32 * note);\n"
+        "    barrier_arrive(shared + T::kWorkEmpty + 8 * note);",
+        "    barrier_arrive(shared + T::kWorkEmpty + 8 * note);\n"
+        "    const Work work = read_work(shared + T::kWorkAt + 32 * note);",
+    ),
+    Fault(
+        "a note takes a reader too few",
+        *(64, _LAUNCH, "kConsumerWarps + 2)", "kConsumerWarps + 1)"),
+    ),
+    Fault(
+        "a block takes a warp too few",
+        *(64, _LAUNCH, "kEmpty + 8 * i, kConsumerWarps)", "kEmpty + 8 * i, kConsumerWarps - 1)"),
+    ),
+    Fault(
+        "barriers are not made visible to the copy engine",
+        *(64, _LAUNCH, "    fence_barrier_init();\n", ""),
+    ),
+    Fault(
+        "one block more in the ring than there is room for",
+        64,
+        _LAUNCH,
+        "splits && !parts ? T::kBlocks : T::kBlocksAlone",
+        "T::kBlocksAlone",
+    ),
+]
