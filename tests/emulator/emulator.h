@@ -1,5 +1,6 @@
 // Runs CUDA kernels on the CPU, as far as the kernels here need it: a thread at a time, switching
-// where threads of a warp or a CTA meet, and at random elsewhere. hopper.h adds what only Hopper has.
+// where threads of a warp or a CTA meet, and at random elsewhere. hopper.h adds what only Hopper
+// has.
 //
 // What it shows: index arithmetic, masks, barriers (data that no barrier or wait orders differs
 // between the two kinds of asynchronous copy, or between orders of threads), and that two kernels

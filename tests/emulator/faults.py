@@ -15,12 +15,18 @@ class Fault(NamedTuple):
     instead: str
 
 
-_CONSUMER, _PRODUCER, _WALK = (f"sm90/fwd_{name}" for name in ("consumer.cuh", "producer.cuh", "walk.h"))
+_CONSUMER, _PRODUCER, _WALK = (
+    f"sm90/fwd_{name}" for name in ("consumer.cuh", "producer.cuh", "walk.h")
+)
 _LAUNCH = "sm90/fwd_launch.cuh"
 
 FAULTS = [
     Fault(
-        "values are not waited for", 64, _CONSUMER, "        wait_full(v_at);\n        hold(scores);", ""
+        "values are not waited for",
+        64,
+        _CONSUMER,
+        "        wait_full(v_at);\n        hold(scores);",
+        "",
     ),
     Fault(
         "the last values are not waited for",
@@ -34,8 +40,9 @@ FAULTS = [
         "a block of keys is freed while products read it",
         64,
         _CONSUMER,
-        "          wgmma_wait<1>();\n          hold(scores);\n        }\n        free_block(k_at);",
-        "          free_block(k_at);\n          wgmma_wait<1>();\n          hold(scores);\n        }",
+        "          wgmma_wait<1>();\n          hold(scores);\n        }\n        free_block(k_at);\n",
+        "          free_block(k_at);\n          wgmma_wait<1>();\n          hold(scores);\n"
+        "        }\n",
     ),
     Fault(
         "scores are read before their products end",
@@ -48,16 +55,22 @@ FAULTS = [
         "weights are packed before the products of the last ones end",
         128,
         _CONSUMER,
-        "        wgmma_wait<0>();\n        hold(acc);\n        hold(weights);\n        free_block(v_at);",
-        "        wgmma_wait<1>();\n        hold(acc);\n        hold(weights);\n        free_block(v_at);",
+        "wgmma_wait<0>();\n        hold(acc);\n        hold(weights);\n        free_block(v_at);",
+        "wgmma_wait<1>();\n        hold(acc);\n        hold(weights);\n        free_block(v_at);",
     ),
     Fault(
         "one fence of registers is left out",
         *(64, _CONSUMER, "        await_turn();\n        wgmma_fence();", "        await_turn();"),
     ),
-    Fault("a mask ends a key late", 96, _CONSUMER, "at >= end || at < begin", "at > end || at < begin"),
     Fault(
-        "a mask begins a key late", 96, _CONSUMER, "at >= end || at < begin", "at >= end || at <= begin"
+        "a mask ends a key late", 96, _CONSUMER, "at >= end || at < begin", "at > end || at < begin"
+    ),
+    Fault(
+        "a mask begins a key late",
+        96,
+        _CONSUMER,
+        "at >= end || at < begin",
+        "at >= end || at <= begin",
     ),
     Fault(
         "a split begins a block late",
@@ -65,7 +78,12 @@ FAULTS = [
     ),
     Fault(
         "a part takes a block of the next split",
-        *(96, _WALK, "min(seen.end, first + call.part_blocks)", "min(seen.end, first + call.part_blocks + 1)"),
+        *(
+            96,
+            _WALK,
+            "min(seen.end, first + call.part_blocks)",
+            "min(seen.end, first + call.part_blocks + 1)",
+        ),
     ),
     Fault(
         "parts of rows in groups: masks of the first row's query",
@@ -91,7 +109,12 @@ FAULTS = [
     ),
     Fault(
         "cleared rows lack __syncwarp",
-        *(64, _PRODUCER, "      fence_async_proxy();\n      __syncwarp();", "      fence_async_proxy();"),
+        *(
+            64,
+            _PRODUCER,
+            "      fence_async_proxy();\n      __syncwarp();",
+            "      fence_async_proxy();",
+        ),
     ),
     Fault(
         "the tail lies in another block",
@@ -99,11 +122,21 @@ FAULTS = [
     ),
     Fault(
         "too few bytes are expected",
-        *(64, _PRODUCER, "barrier_expect(full, T::kBlockBytes)", "barrier_expect(full, T::kBlockBytes - 128)"),
+        *(
+            64,
+            _PRODUCER,
+            "barrier_expect(full, T::kBlockBytes)",
+            "barrier_expect(full, T::kBlockBytes - 128)",
+        ),
     ),
     Fault(
         "too many bytes are expected",
-        *(64, _PRODUCER, "barrier_expect(full, T::kBlockBytes)", "barrier_expect(full, T::kBlockBytes + 128)"),
+        *(
+            64,
+            _PRODUCER,
+            "barrier_expect(full, T::kBlockBytes)",
+            "barrier_expect(full, T::kBlockBytes + 128)",
+        ),
     ),
     Fault(
         "a descriptor has the wrong stride",
@@ -136,7 +169,12 @@ FAULTS = [
     ),
     Fault(
         "a turn is left out",
-        *(96, _CONSUMER, "      pass(2);\n      await_turn();\n      end_turn();", "      pass(2);"),
+        *(
+            96,
+            _CONSUMER,
+            "      pass(2);\n      await_turn();\n      end_turn();",
+            "      pass(2);",
+        ),
     ),
     Fault(
         "a note is freed before it is read",

@@ -4,8 +4,8 @@
 //
 // What it shows: waits that never end, phases, byte counts, boxes and their swizzle, descriptors of
 // operands, blocks that are freed or accumulators that are touched too early (copies and products
-// happen as early or as late as they may, warps are left behind), and, by vector clocks, accesses of
-// shared memory that no barrier orders, or no proxy fence. What it does not show: the tensor
+// happen as early or as late as they may, warps are left behind), and, by vector clocks, accesses
+// of shared memory that no barrier orders, or no proxy fence. What it does not show: the tensor
 // cores' own arithmetic, races in global memory but for those that change bits, registers, speed,
 // and what the GPU's memory model leaves open beyond this order.
 #pragma once
@@ -47,8 +47,8 @@ struct Clock {
 };
 
 // What is known to have happened before; of ordinary accesses, before accesses of the copy engine
-// and the tensor cores too (a fence lies between); and loads whose values a product has used, as far
-// as its end tells: they have ended, with a fence or without one.
+// and the tensor cores too (a fence lies between); and loads whose values a product has used, as
+// far as its end tells: they have ended, with a fence or without one.
 struct Known {
   Clock any, fenced, loaded;
   void join(const Known& other) {
@@ -106,7 +106,7 @@ struct Product {
   bool done = false;
 };
 
-struct TensorCore {  // as a warp uses it
+struct TensorCore {                             // as a warp uses it
   std::vector<std::vector<Product>> groups{1};  // the last one is open
   uint32_t closed = 0;
   int registers = 0;
@@ -152,11 +152,10 @@ struct Hopper : Extension {
     return known + " at " + std::to_string(address - kSharedStart);
   }
   static std::string name(const Access& access) {
-    return access.agent < kMostThreads  ? "thread " + std::to_string(access.agent)
-           : access.agent < kCopyEngine ? "a product of warp " +
-                                              std::to_string(access.agent - kTensorCores)
-                                        : "a copy for barrier " +
-                                              std::to_string(access.agent - kCopyEngine);
+    return access.agent < kMostThreads ? "thread " + std::to_string(access.agent)
+           : access.agent < kCopyEngine
+               ? "a product of warp " + std::to_string(access.agent - kTensorCores)
+               : "a copy for barrier " + std::to_string(access.agent - kCopyEngine);
   }
   [[noreturn]] void race(const char* what, std::size_t word, const std::string& by,
                          const Access& before) const {
@@ -275,8 +274,7 @@ struct Hopper : Extension {
                  int row, int batch) {
     Barrier& b = barrier(address);
     if (!b.fenced) {
-      fail("barrier %s: the copy engine may not see that it is initialised",
-           name(address).c_str());
+      fail("barrier %s: the copy engine may not see that it is initialised", name(address).c_str());
     }
     Box box;
     std::memcpy(&box.map, &map, sizeof box.map);
@@ -372,10 +370,9 @@ struct Hopper : Extension {
     if (d >> 62 != 1 || (d >> 49 & 7) != 0) {
       fail("an operand without the swizzle of 128 bytes");
     }
-    const uint32_t at = operand.along_k
-                            ? start + line / 8 * stride + line % 8 * 128 + 2 * k
-                            : start + line / 64 * leading + k / 8 * stride + k % 8 * 128 +
-                                  line % 64 * 2;
+    const uint32_t at = operand.along_k ? start + line / 8 * stride + line % 8 * 128 + 2 * k
+                                        : start + line / 64 * leading + k / 8 * stride +
+                                              k % 8 * 128 + line % 64 * 2;
     return kSharedStart + swizzled(at - kSharedStart);
   }
   float number(const Operand& operand, int line, int k, bool half) {
@@ -446,8 +443,7 @@ struct Hopper : Extension {
     for (int row = 0; row < 16; ++row) {
       for (int k = 0; k < 16; ++k) {
         if (product.a_in_registers) {
-          const uint32_t pair =
-              product.registers[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+          const uint32_t pair = product.registers[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
           a[row][k] = to_float(pair >> 16 * (k % 2), product.half);
         } else {
           a[row][k] = number(product.a, warp % 4 * 16 + row, k, product.half);
@@ -460,8 +456,7 @@ struct Hopper : Extension {
       }
     }
     const auto result = [&](int row, int column) -> float& {
-      return product.acc[row % 8 * 4 + column % 8 / 2]
-                        [column / 8 * 4 + row / 8 * 2 + column % 2];
+      return product.acc[row % 8 * 4 + column % 8 / 2][column / 8 * 4 + row / 8 * 2 + column % 2];
     };
     for (int row = 0; row < 16; ++row) {
       for (int column = 0; column < product.columns; ++column) {
@@ -712,8 +707,8 @@ inline void store_transposed(uint32_t address, const uint32_t* pairs) {
       const auto& from = emulator::lane(warp, i);
       for (int matrix = 0; matrix < 4; ++matrix) {
         for (int j = 0; j < 2; ++j) {  // element (i / 4, i % 4 * 2 + j) goes to row i % 4 * 2 + j
-          const auto row = static_cast<uint32_t>(
-              emulator::lane(warp, matrix * 8 + i % 4 * 2 + j).value);
+          const auto row =
+              static_cast<uint32_t>(emulator::lane(warp, matrix * 8 + i % 4 * 2 + j).value);
           const auto bits = static_cast<uint16_t>(from.a[matrix] >> 16 * j);
           std::memcpy(emulator::hopper().at(row, 16) + i / 4 * 2, &bits, 2);
         }

@@ -3,11 +3,12 @@
     python -m tests.emulator.hopper --upstream build/dev/upstream --head-dims 32 256 --count 20
     python -m tests.emulator.hopper --upstream build/dev/upstream --tree TREE
     python -m tests.emulator.hopper --upstream build/dev/upstream --faults
+    python -m tests.emulator.hopper --upstream build/dev/upstream --plans --count 10000
 
 Drawn calls go through every kernel of instances.json, and with --variants through the shapes of
 tests/benchmarks/hopper_variants.cu. --faults plants known faults, one after another, each of which
-must be found. Needs g++ and the CUDA runtime (headers and libcudart_static.a), but no GPU. See
-hopper.h for what this shows.
+must be found. --plans checks plans instead (plans.cpp). Needs g++ and the CUDA runtime (headers and
+libcudart_static.a), but no GPU. See hopper.h for what this shows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tests.emulator.run import HERE, ROOT
 
 # A function with PTX in it; and one that asks the driver.
 _FUNCTION = re.compile(
-    r"(?:^template <[^\n]*>\n)?^(?:__device__ __forceinline__|inline) [^;{}]*\{\n(?:[^}\n].*\n|\n)*^\}\n",
+    r"(?:^template <[^\n]*>\n)?^(?:__device__ __forceinline__|inline) [^;{}]*\{\n"
+    r"(?:[^}\n].*\n|\n)*^\}\n",
     re.MULTILINE,
 )
 
@@ -131,7 +133,14 @@ def build(
     include = [HERE, HERE / "stubs", sources, headers, tree / "cpp" / "torch_free"]
     command = [
         *("g++", "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
-        *("-w", "-Wno-psabi", "-o", str(program), f"-DHEAD_DIM={head_dim}", f"-DFAD_HEAD_DIM={head_dim}"),
+        *(
+            "-w",
+            "-Wno-psabi",
+            "-o",
+            str(program),
+            f"-DHEAD_DIM={head_dim}",
+            f"-DFAD_HEAD_DIM={head_dim}",
+        ),
         *(["-DVARIANTS"] if variants else []),
         "-DFLASH_ATTENTION_DETERMINISTIC",
         *(f"-I{path}" for path in include),
@@ -165,7 +174,11 @@ def find_faults(tree: Path, upstream: Path, cuda: Path, first: int, count: int) 
             else:
                 found = found and run.returncode != 0
                 lines = run.stderr.splitlines()
-                how = f"{run.returncode}: {lines[0] if lines else ''}" if run.returncode else "NOT FOUND"
+                how = (
+                    f"{run.returncode}: {lines[0] if lines else ''}"
+                    if run.returncode
+                    else "NOT FOUND"
+                )
             print(f"{fault.what}: {how}", flush=True)
     return found
 
@@ -184,7 +197,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--plans", action="store_true")
     options = parser.parse_args()
+    source = "plans.cpp" if options.plans else "hopper_fwd.cpp"
     if options.faults:
         where = (options.tree, options.upstream, options.cuda)
         return 0 if find_faults(*where, options.first, options.count) else 1
@@ -194,7 +209,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as name:
                 program = build(
                     *(options.tree, options.upstream, options.cuda, Path(name) / "new"),
-                    *(head_dim, dtype, options.variants),
+                    *(head_dim, dtype, options.variants and not options.plans, source),
                 )
                 run = subprocess.run(
                     [str(program), str(options.first), str(options.count)], check=False

@@ -1,6 +1,6 @@
 // Draws calls, runs them through the few-rows kernel of the sm80 family and through each kernel of
-// the Hopper forward, and compares the bits: hopper_fwd FIRST COUNT [MOST], until MOST of them differ.
-// See hopper.h for what this shows.
+// the Hopper forward, and compares the bits: hopper_fwd FIRST COUNT [MOST], until MOST of them
+// differ. See hopper.h for what this shows.
 #include "emulator.h"
 
 #include "sm80/fwd.cuh"
@@ -9,8 +9,8 @@
 #include "sm90/fwd_entry.h"
 #include "sm90/fwd_launch.cuh"
 
-#include "plan.h"
 #include "hopper_table.h"  // made by run.py
+#include "plan.h"
 
 namespace fad {
 
@@ -73,12 +73,13 @@ bool takes_variant(const FwdParams& call, const Tree& tree) {
 std::vector<Named> kernels() {
   std::vector<Named> all;
 #ifdef HAS_PARTS
-#define ROW(path, block_m, covers)                                               \
-  all.push_back({#path " " #block_m, sm90::fwd_entry<HEAD_DIM, block_m, Path::path, covers>( \
-                                         &launch_sm90<block_m>)});
+#define ROW(path, block_m, covers)   \
+  all.push_back({#path " " #block_m, \
+                 sm90::fwd_entry<HEAD_DIM, block_m, Path::path, covers>(&launch_sm90<block_m>)});
 #else
 #define ROW(path, block_m, covers) \
-  all.push_back({#path " " #block_m, sm90::fwd_entry<HEAD_DIM, block_m, covers>(&launch_sm90<block_m>)});
+  all.push_back(                   \
+      {#path " " #block_m, sm90::fwd_entry<HEAD_DIM, block_m, covers>(&launch_sm90<block_m>)});
 #endif
   SM90_ROWS(ROW)
   return all;
@@ -90,7 +91,7 @@ std::string name_of(uint32_t offset, int shared_bytes, int threads) {
   const struct {
     const char* name;
     int count;
-  } kinds[] = {{"full", 12},      {"empty", 12},    {"q full", groups},  {"q empty", groups},
+  } kinds[] = {{"full", 12},     {"empty", 12},     {"q full", groups}, {"q empty", groups},
                {"work full", 2}, {"work empty", 2}, {"tail loaded", 2}};
   for (const auto& kind : kinds) {
     if (at < kind.count) {
@@ -161,7 +162,8 @@ struct Call {
     const int layout = draw(0, 4);
     const bool packed = layout == 1 || layout == 2, cache = layout >= 3, paged = layout == 4;
     const bool packed_q = packed || (cache && chance(30));
-    const int seqlen_q = chance(35) ? draw(1, 20) : std::min(260, about(pick({32, 64, 128, 192, 200})));
+    const int seqlen_q =
+        chance(35) ? draw(1, 20) : std::min(260, about(pick({32, 64, 128, 192, 200})));
     split = pick({0, 64, 128, 128, 192, 256});
     const int seqlen_k = chance(20) ? draw(1, 64)
                          : chance(20)
@@ -188,12 +190,15 @@ struct Call {
 
     starts_q.resize(batch + 1), starts_k.resize(batch + 1);
     for (int b = 0; b < batch; ++b) {
-      lengths_q.push_back(!packed_q ? seqlen_q : chance(20) ? 0 : chance(40) ? seqlen_q : draw(0, seqlen_q));
-      lengths_k.push_back(layout == 0   ? seqlen_k
-                          : chance(15)  ? 0
-                          : chance(30)  ? rows_k
-                          : chance(30)  ? std::min(rows_k, about(64 * draw(1, 6)))
-                                        : draw(0, rows_k));
+      lengths_q.push_back(!packed_q    ? seqlen_q
+                          : chance(20) ? 0
+                          : chance(40) ? seqlen_q
+                                       : draw(0, seqlen_q));
+      lengths_k.push_back(layout == 0  ? seqlen_k
+                          : chance(15) ? 0
+                          : chance(30) ? rows_k
+                          : chance(30) ? std::min(rows_k, about(64 * draw(1, 6)))
+                                       : draw(0, rows_k));
       leftpad.push_back(draw(0, lengths_k[b]));
       starts_q[b + 1] = starts_q[b] + lengths_q[b];
       starts_k[b + 1] = starts_k[b] + lengths_k[b];
@@ -261,15 +266,16 @@ struct Call {
   }
 
   void print() const {
-    std::fprintf(stderr,
-                 "  b %d, h %d / %d, d %d, q %d, k %d, split %d, window %d %d, softcap %g, packed %d "
-                 "%d, used %d, pages %d, index %d, leftpad %d, residual %d\n",
-                 params.b, params.h, params.h_k, params.d, params.seqlen_q, params.seqlen_k, split,
-                 params.window_size_left, params.window_size_right, params.softcap,
-                 params.cu_seqlens_q != nullptr,
-                 params.cu_seqlens_k != nullptr && params.is_seqlens_k_cumulative,
-                 params.seqused_k != nullptr, params.page_block_size,
-                 params.cache_batch_idx != nullptr, params.leftpad_k != nullptr, keeps_residual);
+    std::fprintf(
+        stderr,
+        "  b %d, h %d / %d, d %d, q %d, k %d, split %d, window %d %d, softcap %g, packed %d "
+        "%d, used %d, pages %d, index %d, leftpad %d, residual %d\n",
+        params.b, params.h, params.h_k, params.d, params.seqlen_q, params.seqlen_k, split,
+        params.window_size_left, params.window_size_right, params.softcap,
+        params.cu_seqlens_q != nullptr,
+        params.cu_seqlens_k != nullptr && params.is_seqlens_k_cumulative,
+        params.seqused_k != nullptr, params.page_block_size, params.cache_batch_idx != nullptr,
+        params.leftpad_k != nullptr, keeps_residual);
   }
 
   template <typename Plan>
@@ -334,8 +340,7 @@ const char* kWhen[] = {"early", "late", "mixed"};
 // Whether the kernel takes the call, and its result is right.
 bool run_kernel(Call& call, const Result& expected, const fad::Named& named, unsigned seed,
                 int repeats, bool& right) {
-  const fad::FwdInstance instance{&named.kernel, 1,
-                                  &fad::launch_merge<fad::Element80, HEAD_DIM>};
+  const fad::FwdInstance instance{&named.kernel, 1, &fad::launch_merge<fad::Element80, HEAD_DIM>};
   FwdParams params = call.params;
   params.residual = call.keeps_residual ? &params : nullptr;
   params.o_ptr = call.q->start();  // aligned as the output will be

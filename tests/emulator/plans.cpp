@@ -9,8 +9,8 @@
 #include "sm90/fwd_entry.h"
 #include "sm90/fwd_launch.cuh"
 
-#include "plan.h"
 #include "hopper_table.h"  // made by hopper.py
+#include "plan.h"
 
 namespace fad {
 
@@ -35,13 +35,14 @@ template <typename... Words>
 [[noreturn]] void wrong(const char* format, Words... words) {
   const FwdParams& p = *seen.params;
   const FwdPlan& plan = *seen.plan;
-  std::fprintf(stderr,
-               "b %d, h %d / %d, d %d, q %d, k %d, windows %d %d, %d SMs: family %d, path %d, block_m "
-               "%d, group %d, splits %d, ctas %u, %u a launch, scratch %zu\n",
-               p.b, p.h, p.h_k, p.d, p.seqlen_q, p.seqlen_k, p.window_size_left,
-               p.window_size_right, seen.device->num_sms, static_cast<int>(plan.kernel->family),
-               static_cast<int>(plan.kernel->path), plan.kernel->block_m, plan.group,
-               plan.num_splits, plan.ctas, plan.ctas_per_launch, plan.scratch_bytes);
+  std::fprintf(
+      stderr,
+      "b %d, h %d / %d, d %d, q %d, k %d, windows %d %d, %d SMs: family %d, path %d, block_m "
+      "%d, group %d, splits %d, ctas %u, %u a launch, scratch %zu\n",
+      p.b, p.h, p.h_k, p.d, p.seqlen_q, p.seqlen_k, p.window_size_left, p.window_size_right,
+      seen.device->num_sms, static_cast<int>(plan.kernel->family),
+      static_cast<int>(plan.kernel->path), plan.kernel->block_m, plan.group, plan.num_splits,
+      plan.ctas, plan.ctas_per_launch, plan.scratch_bytes);
   emulator::fail(format, words...);
 }
 
@@ -152,7 +153,8 @@ void launch_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
       if (parts) {  // as store_part and the kernel that merges see it
         const int tile = static_cast<int>(unit + 1) * call.row_tiles - 1 -
                          work.first_row / T::kRows - call.first_tile;
-        const Place place = group_place(params, params.parts.block_m, params.parts.first_cta + tile);
+        const Place place =
+            group_place(params, params.parts.block_m, params.parts.first_cta + tile);
         if (tile < 0 || tile >= call.split_tiles || place.bidb != work.bidb ||
             place.bidh != work.bidh || place.m_block != work.first_row / T::kRows) {
           wrong("the part of tile %d", number);
@@ -168,10 +170,10 @@ void merge(const FwdParams& params, cudaStream_t) {
   check_parts(params);
   for (unsigned cta = 0; cta < params.parts.ctas; ++cta) {
     const Place place = group_place(params, params.parts.block_m, params.parts.first_cta + cta);
-    count(seen.merged, 0,
-          static_cast<long long>(place.bidb) * (params.h / params.group) +
-              place.bidh / params.group,
-          place.m_block);
+    count(
+        seen.merged, 0,
+        static_cast<long long>(place.bidb) * (params.h / params.group) + place.bidh / params.group,
+        place.m_block);
   }
 }
 
@@ -228,8 +230,12 @@ int main(int, char** arguments) {
     params.total_q = params.b * params.seqlen_q;
     params.total_k = params.b * params.seqlen_k;
     const int split = pick({0, 64, 128, 256, 512, 1024, 2048, 192, 4096});
-    Device device{pick({1, 14, 108, 132, 148}), pick({99, 163, 227}) * 1024, pick({80, 90, 90}),
-                  std::nullopt, std::nullopt, 50 << 20};
+    Device device{pick({1, 14, 108, 132, 148}),
+                  pick({99, 163, 227}) * 1024,
+                  pick({80, 90, 90}),
+                  std::nullopt,
+                  std::nullopt,
+                  50 << 20};
     if (draw(0, 2) == 0) {
       device.path = static_cast<Path>(draw(0, 3));
     }
@@ -274,14 +280,15 @@ int main(int, char** arguments) {
         (reinterpret_cast<uintptr_t>(scratch_memory.data()) + 511) & ~511ull);
     seen.scratch = scratch;
     run_plan(plan, params, plan.scratch_bytes > 0 ? scratch : nullptr, nullptr);
-    const bool all = std::all_of(seen.work.begin(), seen.work.end(), [](int n) { return n == 1; }) &&
-                     std::all_of(seen.merged.begin(), seen.merged.end(),
-                                 [](int n) { return n == 1; });
+    const bool all =
+        std::all_of(seen.work.begin(), seen.work.end(), [](int n) { return n == 1; }) &&
+        std::all_of(seen.merged.begin(), seen.merged.end(), [](int n) { return n == 1; });
     if (!all || ((!takes_turns || plan.writes_parts) && seen.next_cta != plan.ctas)) {
       wrong("not all work is done");
     }
     ++plans[std::string(kernel.family == Family::kSm80 ? "sm80" : "sm90") + " path " +
-            std::to_string(static_cast<int>(kernel.path)) + (plan.launches() > 1 ? ", launches" : "")];
+            std::to_string(static_cast<int>(kernel.path)) +
+            (plan.launches() > 1 ? ", launches" : "")];
   }
   for (const auto& [name, number] : plans) {
     std::printf("  %s: %ld\n", name.c_str(), number);
