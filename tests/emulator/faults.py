@@ -40,7 +40,8 @@ FAULTS = [
         "a block of keys is freed while products read it",
         64,
         _CONSUMER,
-        "          wgmma_wait<1>();\n          hold(scores);\n        }\n        free_block(k_at);\n",
+        "          wgmma_wait<1>();\n          hold(scores);\n"
+        "        }\n        free_block(k_at);\n",
         "          free_block(k_at);\n          wgmma_wait<1>();\n          hold(scores);\n"
         "        }\n",
     ),

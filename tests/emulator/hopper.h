@@ -717,6 +717,15 @@ inline void store_transposed(uint32_t address, const uint32_t* pairs) {
   });
 }
 
+// bwd_reducer.cuh
+inline void add_to(float* address, float4 value) {
+  emulator::sometimes_yield();
+  address[0] += value.x;
+  address[1] += value.y;
+  address[2] += value.z;
+  address[3] += value.w;
+}
+
 // fwd_consumer.cuh
 inline float tanh_approx(float x) { return std::tanh(x); }
 inline float4 load_four(const char* from) {
@@ -748,3 +757,26 @@ inline void store_pair_if(bool present, float* to, float2 pair) {
 }
 
 }  // namespace fad::sm90
+
+inline void __stcg(float4* address, float4 value) { *address = value; }
+
+namespace fad {
+
+// turns.h
+inline void store_release(unsigned* address, unsigned value) {
+  emulator::sometimes_yield();
+  *address = value;
+  emulator::sometimes_yield();
+}
+inline unsigned load_acquire(const unsigned* address) { return *address; }
+inline unsigned wait_for(const unsigned* counter, unsigned wanted) {
+  emulator::wait_until("a counter", reinterpret_cast<long>(counter), wanted,
+                       [=] { return *counter >= wanted; });
+  return *counter;
+}
+
+// row_block.h
+inline int read_thread() { return static_cast<int>(threadIdx.x); }
+inline int read_cta() { return static_cast<int>(blockIdx.x); }
+
+}  // namespace fad

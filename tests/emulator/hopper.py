@@ -106,7 +106,8 @@ def build(
             raise ValueError(f"{fault.file}: {text.count(fault.text)} places have {fault.text!r}")
         path.write_text(text.replace(fault.text, fault.instead), encoding="utf-8")
     shutil.copytree(HERE / "stubs" / "overlay", sources, dirs_exist_ok=True)
-    for path in [*(sources / "sm90").iterdir(), sources / "sm80" / "few_rows_copy.cuh"]:
+    others = [sources / name for name in ("sm80/few_rows_copy.cuh", "sm80/row_block.h", "turns.h")]
+    for path in [*(sources / "sm90").iterdir(), *others]:
         text = path.read_text(encoding="utf-8")
         if path.name == "few_rows_copy.cuh":
             text = re.sub(r"^.*prefetch\.global.*\n", "", text, flags=re.MULTILINE)

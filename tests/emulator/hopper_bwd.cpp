@@ -1,0 +1,262 @@
+// Draws calls of the backward's loop in turns, runs them through the Hopper kernels, and compares
+// the bits with those of plain loops in the order of docs/adr/0019: hopper_bwd FIRST COUNT. The
+// kernel before the loop does not run: numbers of the rows are drawn. See hopper.h for what this
+// shows.
+#include "emulator.h"
+
+#include "hopper.h"
+#include "sm90/bwd_launch.cuh"
+
+#include "hopper_table.h"  // made by hopper.py
+
+namespace fad {
+
+alignas(1024) char smem[emulator::kSharedBytes];
+namespace sm90 {
+alignas(1024) char memory[16];
+}
+
+#if HALF
+using Element80 = cutlass::half_t;
+using Element90 = sm90::fp16;
+#else
+using Element80 = cutlass::bfloat16_t;
+using Element90 = sm90::bf16;
+#endif
+using Tile = sm90::BwdTile<Element90, HEAD_DIM, HEAD_DIM == 64 ? 128 : 64>;
+
+std::string name_of(uint32_t offset, int, int) {
+  const struct {
+    const char* name;
+    uint32_t first;
+  } kinds[] = {{"dq empty", Tile::kDqEmpty}, {"dq full", Tile::kDqFull},
+               {"numbers full", Tile::kNumbersFull}, {"dO empty", Tile::kDoEmpty},
+               {"dO full", Tile::kDoFull}, {"Q empty", Tile::kQEmpty}, {"Q full", Tile::kQFull},
+               {"V full", Tile::kVFull}, {"K full", Tile::kKFull}};
+  for (const auto& kind : kinds) {
+    if (offset >= kind.first) {
+      return kind.name + (" " + std::to_string((offset - kind.first) / 8));
+    }
+  }
+  return "?";
+}
+
+}  // namespace fad
+
+namespace {
+
+using Number = fad::Element80;
+using fad::Tile;
+
+std::mt19937 draw_source;
+
+int draw(int low, int high) { return low + static_cast<int>(draw_source() % (high - low + 1)); }
+template <typename Value>
+Value pick(std::initializer_list<Value> values) {
+  return values.begin()[draw(0, static_cast<int>(values.size()) - 1)];
+}
+bool chance(int percent) { return draw(1, 100) <= percent; }
+int about(int length) { return std::max(1, length + draw(-1, 1)); }
+
+struct Numbers {
+  std::vector<Number> data;
+  explicit Numbers(std::size_t count) : data(count + 16, Number(NAN)) {}
+  Number* start() {
+    return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(data.data()) + 15) & ~15ull);
+  }
+  void fill(std::size_t first, std::size_t count) {
+    for (std::size_t i = first; i < first + count; ++i) {
+      start()[i] = Number(draw(-1000, 1000) / 500.f);
+    }
+  }
+  float at(std::size_t i) { return static_cast<float>(start()[i]); }
+};
+
+float rounded(float value) { return static_cast<float>(Number(value)); }
+
+bool same(const void* a, const void* b, std::size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
+
+// Returns whether the bits are right in both of two runs.
+bool run_case(unsigned seed) {
+  draw_source.seed(seed);
+  fad::BwdParams p{};
+  const int b = draw(1, 2), h_k = draw(1, 2), group = pick({1, 1, 2, 3}), h = h_k * group;
+  const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
+  const bool packed = chance(50), keeps_sums = chance(20);
+  const int sq = about(pick({32, 64, 128, 192, 256, 300})), sk = about(pick({40, 64, 128, 256, 384}));
+  std::vector<int> starts_q(b + 1), starts_k(b + 1);
+  for (int i = 0; i < b; ++i) {
+    const auto length = [&](int most) {
+      return !packed ? most : chance(15) ? 0 : chance(30) ? most : draw(0, most);
+    };
+    starts_q[i + 1] = starts_q[i] + length(sq);
+    starts_k[i + 1] = starts_k[i] + length(sk);
+  }
+  const int total_q = packed ? starts_q[b] + 5 : b * sq, total_k = packed ? starts_k[b] + 5 : b * sk;
+  p.b = b, p.h = h, p.h_k = h_k, p.h_h_k_ratio = group, p.d = d, p.d_rounded = HEAD_DIM;
+  p.seqlen_q = sq, p.seqlen_k = sk, p.seqlen_q_rounded = (sq + 127) / 128 * 128;
+  p.total_q = total_q, p.total_k = total_k;
+  p.scale_softmax = 1.f / std::sqrt(static_cast<float>(d));
+  p.scale_softmax_log2 = p.scale_softmax * 1.44269504f;
+  p.scale_softmax_rp_dropout = p.scale_softmax;
+  p.window_size_left = chance(25) ? draw(0, 200) : -1;
+  p.window_size_right = chance(25) ? draw(0, 100) : chance(50) ? 0 : -1;
+  const int left = p.window_size_left < 0 ? 1 << 29 : p.window_size_left;
+  const int right = p.window_size_right < 0 ? 1 << 29 : p.window_size_right;
+  p.q_head_stride = p.k_head_stride = p.v_head_stride = p.do_head_stride = d;
+  p.dq_head_stride = p.dk_head_stride = p.dv_head_stride = d;
+  p.q_row_stride = p.do_row_stride = p.dq_row_stride = h * d;
+  p.k_row_stride = p.v_row_stride = p.dk_row_stride = p.dv_row_stride = h_k * d;
+  p.q_batch_stride = p.do_batch_stride = p.dq_batch_stride = int64_t{sq} * h * d;
+  p.k_batch_stride = p.v_batch_stride = int64_t{sk} * h_k * d;
+  p.dk_batch_stride = p.dv_batch_stride = p.k_batch_stride;
+  if (packed) {
+    p.cu_seqlens_q = starts_q.data(), p.cu_seqlens_k = starts_k.data();
+    p.unpadded_lse = true;
+  }
+  const std::size_t q_count = std::size_t(total_q) * h * d, k_count = std::size_t(total_k) * h_k * d;
+  Numbers q(q_count), dout(q_count), k(k_count), v(k_count);
+  const std::size_t used_q = packed ? std::size_t(starts_q[b]) * h * d : q_count;
+  const std::size_t used_k = packed ? std::size_t(starts_k[b]) * h_k * d : k_count;
+  q.fill(0, used_q), dout.fill(0, used_q), k.fill(0, used_k), v.fill(0, used_k);
+  p.q_ptr = q.start(), p.do_ptr = dout.start(), p.k_ptr = k.start(), p.v_ptr = v.start();
+  const int64_t sum_rows = packed ? int64_t{h} * (total_q + 128 * b) : int64_t{b} * h * p.seqlen_q_rounded;
+  std::vector<float> row_sums(sum_rows), lse(std::size_t(total_q) * h);
+  for (float& value : row_sums) {
+    value = draw(-1000, 1000) / 1000.f;
+  }
+  for (float& value : lse) {
+    value = chance(3) ? INFINITY : draw(0, 8000) / 1000.f;
+  }
+  p.dsoftmax_sum = row_sums.data(), p.softmax_lse_ptr = lse.data();
+  const std::size_t sums_count = std::size_t(total_k) * h * d;
+  std::vector<float> first_sums(2 * sums_count);
+  for (float& value : first_sums) {
+    value = draw(-1000, 1000) / 300.f;
+  }
+
+  // Plain loops.
+  Numbers dq(q_count), dk(k_count), dv(k_count);
+  std::vector<float> kept = first_sums;
+  for (int bidb = 0; bidb < b; ++bidb) {
+    const int first_q = packed ? starts_q[bidb] : bidb * sq, first_k = packed ? starts_k[bidb] : bidb * sk;
+    const int n_q = packed ? starts_q[bidb + 1] - first_q : sq;
+    const int n_k = packed ? starts_k[bidb + 1] - first_k : sk;
+    std::vector<float> group_dk(std::size_t(n_k) * d), group_dv(group_dk);
+    for (int bidh = 0; bidh < h; ++bidh) {
+      const int head_k = bidh / group;
+      const auto q_at = [&](int row, int c) { return (std::size_t(first_q + row) * h + bidh) * d + c; };
+      const auto k_at = [&](int key, int c) { return (std::size_t(first_k + key) * h_k + head_k) * d + c; };
+      std::vector<float> weights(std::size_t(n_q) * n_k), gradients(weights);
+      const int64_t sum_at = packed ? int64_t{bidh} * (total_q + 128 * b) + first_q + 128 * bidb
+                                    : (int64_t{bidb} * h + bidh) * p.seqlen_q_rounded;
+      for (int row = 0; row < n_q; ++row) {
+        const float its_lse = packed ? lse[std::size_t(bidh) * total_q + first_q + row]
+                                     : lse[(std::size_t(bidb) * h + bidh) * sq + row];
+        for (int key = 0; key < n_k; ++key) {
+          const int position = row + n_k - n_q;
+          if (key > position + right || key < position - left) {
+            continue;
+          }
+          float score = 0.f, dp = 0.f;
+          for (int c = 0; c < d; ++c) {
+            score += k.at(k_at(key, c)) * q.at(q_at(row, c));
+            dp += v.at(k_at(key, c)) * dout.at(q_at(row, c));
+          }
+          const float weight = std::exp2(
+              std::fma(score, p.scale_softmax_log2, -(its_lse * static_cast<float>(M_LOG2E))));
+          weights[std::size_t(row) * n_k + key] = rounded(weight);
+          gradients[std::size_t(row) * n_k + key] = rounded(weight * (dp - row_sums[sum_at + row]));
+        }
+      }
+      for (int row = 0; row < n_q; ++row) {
+        for (int c = 0; c < d; ++c) {
+          float sum = 0.f;
+          for (int first = 0; first < n_k; first += 128) {
+            float part = 0.f;
+            for (int key = first; key < std::min(n_k, first + 128); ++key) {
+              part += gradients[std::size_t(row) * n_k + key] * k.at(k_at(key, c));
+            }
+            sum += part;
+          }
+          dq.start()[q_at(row, c)] = Number(sum * p.scale_softmax);
+        }
+      }
+      for (int key = 0; key < n_k; ++key) {
+        for (int c = 0; c < d; ++c) {
+          const std::size_t sums_at = (std::size_t(first_k + key) * h + bidh) * d + c;
+          float sum_k = keeps_sums ? kept[sums_at] : 0.f;
+          float sum_v = keeps_sums ? kept[sums_count + sums_at] : 0.f;
+          for (int first = (n_q - 1) / Tile::kRows * Tile::kRows; first >= 0; first -= Tile::kRows) {
+            for (int row = first; row < std::min(n_q, first + Tile::kRows); ++row) {
+              sum_k += gradients[std::size_t(row) * n_k + key] * q.at(q_at(row, c));
+              sum_v += weights[std::size_t(row) * n_k + key] * dout.at(q_at(row, c));
+            }
+          }
+          if (keeps_sums) {
+            kept[sums_at] = sum_k, kept[sums_count + sums_at] = sum_v;
+            continue;
+          }
+          float& of_k = group_dk[std::size_t(key) * d + c];
+          float& of_v = group_dv[std::size_t(key) * d + c];
+          of_k = bidh % group == 0 ? sum_k : of_k + sum_k;
+          of_v = bidh % group == 0 ? sum_v : of_v + sum_v;
+          if (bidh % group == group - 1) {
+            dk.start()[k_at(key, c)] = Number(of_k * p.scale_softmax);
+            dv.start()[k_at(key, c)] = Number(of_v);
+          }
+        }
+      }
+    }
+  }
+
+  bool right_bits = true;
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    emulator::random_source.seed(seed * 64 + repeat);
+    emulator::resident_ctas = draw(1, 4);
+    emulator::boxes_happen = static_cast<emulator::When>(draw(0, 2));
+    emulator::products_happen = static_cast<emulator::When>(draw(0, 2));
+    Numbers its_dq(q_count), its_dk(k_count), its_dv(k_count);
+    std::vector<float> dq_sums(sum_rows * HEAD_DIM + 128 * HEAD_DIM), its_sums = first_sums;
+    const std::size_t blocks = total_k / 128 + b * (sk / 128 + 2);
+    std::vector<unsigned> progress(blocks * h), key_turns(blocks * h_k);
+    std::vector<float> key_sums(blocks * h_k * 2 * 128 * HEAD_DIM);
+    unsigned tickets = 0;
+    p.dq_ptr = its_dq.start(), p.dk_ptr = its_dk.start(), p.dv_ptr = its_dv.start();
+    p.dq_accum_ptr = dq_sums.data();
+    p.dk_sums = keeps_sums ? its_sums.data() : nullptr;
+    p.dv_sums = keeps_sums ? its_sums.data() + sums_count : nullptr;
+    p.tickets = &tickets, p.progress = progress.data(), p.key_turns = key_turns.data();
+    p.key_sums = key_sums.data();
+    p.in_turns = true, p.heads_in_flight = draw(1, 4);
+    fad::sm90::launch_bwd_sm90<fad::Tile>(p, nullptr);
+    fad::sm90::launch_bwd_dq<fad::Tile>(p, nullptr);
+    emulator::finish_grids();
+    const bool equal[] = {same(its_dq.data.data(), dq.data.data(), 2 * q_count),
+                          same(its_dk.data.data(), dk.data.data(), 2 * k_count),
+                          same(its_dv.data.data(), dv.data.data(), 2 * k_count),
+                          !keeps_sums || same(its_sums.data(), kept.data(), 8 * sums_count)};
+    if (!equal[0] || !equal[1] || !equal[2] || !equal[3]) {
+      std::fprintf(stderr,
+                   "seed %u: dq %d, dk %d, dv %d, sums %d equal; b %d, h %d / %d, d %d, q %d, k %d, "
+                   "windows %d %d, packed %d, sums %d\n",
+                   seed, equal[0], equal[1], equal[2], equal[3], b, h, h_k, d, sq, sk,
+                   p.window_size_left, p.window_size_right, packed, keeps_sums);
+      right_bits = false;
+    }
+  }
+  return right_bits;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const unsigned first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
+  emulator::name_of_barrier = &fad::name_of;
+  int different = 0;
+  for (unsigned seed = first; seed < first + count; ++seed) {
+    different += !run_case(seed);
+  }
+  std::printf("  backward: %u calls\n%s\n", count, different == 0 ? "all equal" : "different");
+  return different != 0;
+}
