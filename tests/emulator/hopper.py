@@ -1,4 +1,4 @@
-"""Runs the Hopper forward on the CPU, and compares its bits with those of the few-rows kernel.
+"""Runs the Hopper kernels on the CPU, and compares bits: forward's with the few-rows kernel's.
 
     python -m tests.emulator.hopper --upstream build/dev/upstream --head-dims 32 256 --count 20
     python -m tests.emulator.hopper --upstream build/dev/upstream --tree TREE
@@ -7,8 +7,9 @@
 
 Drawn calls go through every kernel of instances.json, and with --variants through the shapes of
 tests/benchmarks/hopper_variants.cu. --faults plants known faults, one after another, each of which
-must be found. --plans checks plans instead (plans.cpp). Needs g++ and the CUDA runtime (headers and
-libcudart_static.a), but no GPU. See hopper.h for what this shows.
+must be found. --plans checks plans instead (plans.cpp), --backward the backward's loop, against
+plain loops (hopper_bwd.cpp). Needs g++ and the CUDA runtime (headers and libcudart_static.a), but
+no GPU. See hopper.h for what this shows.
 """
 
 from __future__ import annotations
@@ -134,14 +135,8 @@ def build(
     include = [HERE, HERE / "stubs", sources, headers, tree / "cpp" / "torch_free"]
     command = [
         *("g++", "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
-        *(
-            "-w",
-            "-Wno-psabi",
-            "-o",
-            str(program),
-            f"-DHEAD_DIM={head_dim}",
-            f"-DFAD_HEAD_DIM={head_dim}",
-        ),
+        *("-w", "-Wno-psabi", "-o", str(program)),
+        *(f"-DHEAD_DIM={head_dim}", f"-DFAD_HEAD_DIM={head_dim}"),
         *(["-DVARIANTS"] if variants else []),
         "-DFLASH_ATTENTION_DETERMINISTIC",
         *(f"-I{path}" for path in include),
@@ -199,8 +194,13 @@ def main() -> int:
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--backward", action="store_true")
     options = parser.parse_args()
-    source = "plans.cpp" if options.plans else "hopper_fwd.cpp"
+    if options.backward:
+        options.head_dims = [dim for dim in options.head_dims if dim in (64, 96, 128)]
+    source = (
+        f"{'plans' if options.plans else 'hopper_bwd' if options.backward else 'hopper_fwd'}.cpp"
+    )
     if options.faults:
         where = (options.tree, options.upstream, options.cuda)
         return 0 if find_faults(*where, options.first, options.count) else 1
@@ -210,7 +210,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as name:
                 program = build(
                     *(options.tree, options.upstream, options.cuda, Path(name) / "new"),
-                    *(head_dim, dtype, options.variants and not options.plans, source),
+                    *(head_dim, dtype, options.variants, source),
                 )
                 run = subprocess.run(
                     [str(program), str(options.first), str(options.count)], check=False

@@ -29,10 +29,15 @@ std::string name_of(uint32_t offset, int, int) {
   const struct {
     const char* name;
     uint32_t first;
-  } kinds[] = {{"dq empty", Tile::kDqEmpty}, {"dq full", Tile::kDqFull},
-               {"numbers full", Tile::kNumbersFull}, {"dO empty", Tile::kDoEmpty},
-               {"dO full", Tile::kDoFull}, {"Q empty", Tile::kQEmpty}, {"Q full", Tile::kQFull},
-               {"V full", Tile::kVFull}, {"K full", Tile::kKFull}};
+  } kinds[] = {{"dq empty", Tile::kDqEmpty},
+               {"dq full", Tile::kDqFull},
+               {"numbers full", Tile::kNumbersFull},
+               {"dO empty", Tile::kDoEmpty},
+               {"dO full", Tile::kDoFull},
+               {"Q empty", Tile::kQEmpty},
+               {"Q full", Tile::kQFull},
+               {"V full", Tile::kVFull},
+               {"K full", Tile::kKFull}};
   for (const auto& kind : kinds) {
     if (offset >= kind.first) {
       return kind.name + (" " + std::to_string((offset - kind.first) / 8));
@@ -83,7 +88,8 @@ bool run_case(unsigned seed) {
   const int b = draw(1, 2), h_k = draw(1, 2), group = pick({1, 1, 2, 3}), h = h_k * group;
   const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
   const bool packed = chance(50), keeps_sums = chance(20);
-  const int sq = about(pick({32, 64, 128, 192, 256, 300})), sk = about(pick({40, 64, 128, 256, 384}));
+  const int sq = about(pick({32, 64, 128, 192, 256, 300})),
+            sk = about(pick({40, 64, 128, 256, 384}));
   std::vector<int> starts_q(b + 1), starts_k(b + 1);
   for (int i = 0; i < b; ++i) {
     const auto length = [&](int most) {
@@ -92,7 +98,8 @@ bool run_case(unsigned seed) {
     starts_q[i + 1] = starts_q[i] + length(sq);
     starts_k[i + 1] = starts_k[i] + length(sk);
   }
-  const int total_q = packed ? starts_q[b] + 5 : b * sq, total_k = packed ? starts_k[b] + 5 : b * sk;
+  const int total_q = packed ? starts_q[b] + 5 : b * sq,
+            total_k = packed ? starts_k[b] + 5 : b * sk;
   p.b = b, p.h = h, p.h_k = h_k, p.h_h_k_ratio = group, p.d = d, p.d_rounded = HEAD_DIM;
   p.seqlen_q = sq, p.seqlen_k = sk, p.seqlen_q_rounded = (sq + 127) / 128 * 128;
   p.total_q = total_q, p.total_k = total_k;
@@ -114,13 +121,15 @@ bool run_case(unsigned seed) {
     p.cu_seqlens_q = starts_q.data(), p.cu_seqlens_k = starts_k.data();
     p.unpadded_lse = true;
   }
-  const std::size_t q_count = std::size_t(total_q) * h * d, k_count = std::size_t(total_k) * h_k * d;
+  const std::size_t q_count = std::size_t(total_q) * h * d,
+                    k_count = std::size_t(total_k) * h_k * d;
   Numbers q(q_count), dout(q_count), k(k_count), v(k_count);
   const std::size_t used_q = packed ? std::size_t(starts_q[b]) * h * d : q_count;
   const std::size_t used_k = packed ? std::size_t(starts_k[b]) * h_k * d : k_count;
   q.fill(0, used_q), dout.fill(0, used_q), k.fill(0, used_k), v.fill(0, used_k);
   p.q_ptr = q.start(), p.do_ptr = dout.start(), p.k_ptr = k.start(), p.v_ptr = v.start();
-  const int64_t sum_rows = packed ? int64_t{h} * (total_q + 128 * b) : int64_t{b} * h * p.seqlen_q_rounded;
+  const int64_t sum_rows =
+      packed ? int64_t{h} * (total_q + 128 * b) : int64_t{b} * h * p.seqlen_q_rounded;
   std::vector<float> row_sums(sum_rows), lse(std::size_t(total_q) * h);
   for (float& value : row_sums) {
     value = draw(-1000, 1000) / 1000.f;
@@ -139,14 +148,19 @@ bool run_case(unsigned seed) {
   Numbers dq(q_count), dk(k_count), dv(k_count);
   std::vector<float> kept = first_sums;
   for (int bidb = 0; bidb < b; ++bidb) {
-    const int first_q = packed ? starts_q[bidb] : bidb * sq, first_k = packed ? starts_k[bidb] : bidb * sk;
+    const int first_q = packed ? starts_q[bidb] : bidb * sq,
+              first_k = packed ? starts_k[bidb] : bidb * sk;
     const int n_q = packed ? starts_q[bidb + 1] - first_q : sq;
     const int n_k = packed ? starts_k[bidb + 1] - first_k : sk;
     std::vector<float> group_dk(std::size_t(n_k) * d), group_dv(group_dk);
     for (int bidh = 0; bidh < h; ++bidh) {
       const int head_k = bidh / group;
-      const auto q_at = [&](int row, int c) { return (std::size_t(first_q + row) * h + bidh) * d + c; };
-      const auto k_at = [&](int key, int c) { return (std::size_t(first_k + key) * h_k + head_k) * d + c; };
+      const auto q_at = [&](int row, int c) {
+        return (std::size_t(first_q + row) * h + bidh) * d + c;
+      };
+      const auto k_at = [&](int key, int c) {
+        return (std::size_t(first_k + key) * h_k + head_k) * d + c;
+      };
       std::vector<float> weights(std::size_t(n_q) * n_k), gradients(weights);
       const int64_t sum_at = packed ? int64_t{bidh} * (total_q + 128 * b) + first_q + 128 * bidb
                                     : (int64_t{bidb} * h + bidh) * p.seqlen_q_rounded;
@@ -187,7 +201,8 @@ bool run_case(unsigned seed) {
           const std::size_t sums_at = (std::size_t(first_k + key) * h + bidh) * d + c;
           float sum_k = keeps_sums ? kept[sums_at] : 0.f;
           float sum_v = keeps_sums ? kept[sums_count + sums_at] : 0.f;
-          for (int first = (n_q - 1) / Tile::kRows * Tile::kRows; first >= 0; first -= Tile::kRows) {
+          for (int first = (n_q - 1) / Tile::kRows * Tile::kRows; first >= 0;
+               first -= Tile::kRows) {
             for (int row = first; row < std::min(n_q, first + Tile::kRows); ++row) {
               sum_k += gradients[std::size_t(row) * n_k + key] * q.at(q_at(row, c));
               sum_v += weights[std::size_t(row) * n_k + key] * dout.at(q_at(row, c));
@@ -237,11 +252,12 @@ bool run_case(unsigned seed) {
                           same(its_dv.data.data(), dv.data.data(), 2 * k_count),
                           !keeps_sums || same(its_sums.data(), kept.data(), 8 * sums_count)};
     if (!equal[0] || !equal[1] || !equal[2] || !equal[3]) {
-      std::fprintf(stderr,
-                   "seed %u: dq %d, dk %d, dv %d, sums %d equal; b %d, h %d / %d, d %d, q %d, k %d, "
-                   "windows %d %d, packed %d, sums %d\n",
-                   seed, equal[0], equal[1], equal[2], equal[3], b, h, h_k, d, sq, sk,
-                   p.window_size_left, p.window_size_right, packed, keeps_sums);
+      std::fprintf(
+          stderr,
+          "seed %u: dq %d, dk %d, dv %d, sums %d equal; b %d, h %d / %d, d %d, q %d, k %d, "
+          "windows %d %d, packed %d, sums %d\n",
+          seed, equal[0], equal[1], equal[2], equal[3], b, h, h_k, d, sq, sk, p.window_size_left,
+          p.window_size_right, packed, keeps_sums);
       right_bits = false;
     }
   }

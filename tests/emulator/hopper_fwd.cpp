@@ -120,7 +120,7 @@ bool chance(int percent) { return draw(1, 100) <= percent; }
 // Numbers about as attention sees them; NaN where nothing may be read.
 struct Numbers {
   std::vector<fad::Element80> data;
-  explicit Numbers(std::size_t count) : data(count + 64, fad::Element80(NAN)) {}
+  explicit Numbers(std::size_t count) : data(count + 8, fad::Element80(NAN)) {}
   fad::Element80* start() {  // 16 bytes, as the copy engine wants it
     return reinterpret_cast<fad::Element80*>((reinterpret_cast<uintptr_t>(data.data()) + 15) &
                                              ~15ull);
@@ -263,6 +263,15 @@ struct Call {
     params.cache_batch_idx = indexed ? index.data() : nullptr;
     params.leftpad_k = padded ? leftpad.data() : nullptr;
     keeps_residual = chance(40);
+    // Some of the keys have just been appended: lengths are those before.
+    const int least = *std::min_element(lengths_k.begin(), lengths_k.end());
+    if (cache && least > 0 && chance(30)) {
+      params.knew_ptr = k->start();
+      params.seqlen_knew = draw(1, least);
+      for (int& length : lengths_k) {
+        length -= params.seqlen_knew;
+      }
+    }
   }
 
   void print() const {
