@@ -178,13 +178,12 @@ FAULTS = [
         ),
     ),
     Fault(
-        "a note is freed before it is read",
+        "a note is not waited for",
         64,
         _PRODUCER,
-        "    const Work work = read_work(shared + T::kWorkAt + 32 * note);\n"
-        "    barrier_arrive(shared + T::kWorkEmpty + 8 * note);",
-        "    barrier_arrive(shared + T::kWorkEmpty + 8 * note);\n"
-        "    const Work work = read_work(shared + T::kWorkAt + 32 * note);",
+        "    barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);\n"
+        "    const Work work = read_work_by_warp(",
+        "    const Work work = read_work_by_warp(",
     ),
     Fault(
         "a note takes a reader too few",
