@@ -40,15 +40,17 @@ FAULTS = [
         "a block of keys is freed while products read it",
         64,
         _CONSUMER,
-        "        wgmma_wait<1>();\n        hold(scores);\n        free_block(k_at);\n",
-        "        free_block(k_at);\n        wgmma_wait<1>();\n        hold(scores);\n",
+        "          wgmma_wait<1>();\n          hold(scores);\n"
+        "        }\n        free_block(k_at);\n",
+        "          free_block(k_at);\n          wgmma_wait<1>();\n          hold(scores);\n"
+        "        }\n",
     ),
     Fault(
         "scores are read before their products end",
         64,
         _CONSUMER,
-        "        end_turn();\n        wgmma_wait<1>();\n",
-        "        end_turn();\n        wgmma_wait<2>();\n",
+        "          end_turn();\n          wgmma_wait<1>();\n",
+        "          end_turn();\n          wgmma_wait<2>();\n",
     ),
     Fault(
         "weights are packed before the products of the last ones end",
@@ -74,6 +76,33 @@ FAULTS = [
     Fault(
         "a split begins a block late",
         *(96, _CONSUMER, "block / call.split_blocks *", "(block + 1) / call.split_blocks *"),
+    ),
+    Fault(
+        "a part takes a block of the next split",
+        *(
+            96,
+            _WALK,
+            "min(seen.end, first + call.part_blocks)",
+            "min(seen.end, first + call.part_blocks + 1)",
+        ),
+    ),
+    Fault(
+        "parts of rows in groups: masks of the first row's query",
+        *(96, _CONSUMER, "last_token = (warp_row + 15) >>", "last_token = warp_row >>"),
+    ),
+    Fault(
+        "parts: Q of the wrong queries",
+        96,
+        _PRODUCER,
+        "((work.first_row + group * kGroupRows) >> call.group_bits)",
+        "(work.first_row + group * kGroupRows)",
+    ),
+    Fault(
+        "parts: the order of tiles is not that of the merge",
+        96,
+        _CONSUMER,
+        "(unit + 1) * call.row_tiles - 1 - now.first_row / T::kRows",
+        "unit * call.row_tiles + now.first_row / T::kRows",
     ),
     Fault(
         "cleared rows lack the proxy fence",
@@ -129,8 +158,8 @@ FAULTS = [
         "Q of the ring lacks the proxy fence",
         256,
         _CONSUMER,
-        "        fence_async_proxy();\n        __syncwarp();\n        free_block(ring);",
-        "        __syncwarp();\n        free_block(ring);",
+        "        fence_async_proxy();\n        pass(T::kRingQueryBlocks);",
+        "        pass(T::kRingQueryBlocks);",
     ),
     Fault(
         "lanes pass a block by themselves",
@@ -172,7 +201,7 @@ FAULTS = [
         "one block more in the ring than there is room for",
         64,
         _LAUNCH,
-        "splits ? T::kBlocks : T::kBlocksAlone",
+        "splits && !parts ? T::kBlocks : T::kBlocksAlone",
         "T::kBlocksAlone",
     ),
 ]

@@ -3,11 +3,13 @@
     python -m tests.emulator.hopper --upstream build/dev/upstream --head-dims 32 256 --count 20
     python -m tests.emulator.hopper --upstream build/dev/upstream --tree TREE
     python -m tests.emulator.hopper --upstream build/dev/upstream --faults
+    python -m tests.emulator.hopper --upstream build/dev/upstream --plans --count 10000
 
 Drawn calls go through every kernel of instances.json, and with --variants through the shapes of
 tests/benchmarks/hopper_variants.cu. --faults plants known faults, one after another, each of which
-must be found. --backward runs the backward's loop against plain loops (hopper_bwd.cpp). Needs g++
-and the CUDA runtime (headers and libcudart_static.a), but no GPU. See hopper.h for what this shows.
+must be found. --plans runs no kernel, but checks the plans of drawn calls and devices (plans.cpp).
+--backward runs the backward's loop against plain loops (hopper_bwd.cpp). Needs g++ and the CUDA
+runtime (headers and libcudart_static.a), but no GPU. See hopper.h for what this shows.
 """
 
 from __future__ import annotations
@@ -184,7 +186,8 @@ def find(fault: Fault, tree: Path, upstream: Path, cuda: Path, first: int, count
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; the exit status is 1 where bits differ, or a planted fault is not found."""
+    """Command line; the exit status is 1 where bits differ, a plan is wrong, or a planted fault is
+    not found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upstream", type=Path, required=True)
     parser.add_argument("--tree", type=Path, default=ROOT, help="another state of the repository")
@@ -196,14 +199,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--variants", action="store_true")
-    parser.add_argument("--faults", action="store_true")
-    parser.add_argument("--backward", action="store_true")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--faults", action="store_true")
+    which.add_argument("--plans", action="store_true")
+    which.add_argument("--backward", action="store_true")
     options = parser.parse_args(arguments)
     kernels = head_dims(options.tree, "bwd_kernels" if options.backward else "fwd_kernels")
     chosen = options.head_dims or kernels
     if not set(chosen) <= set(kernels):
         parser.error(f"--head-dims: expected some of {kernels}, got {chosen}")
-    source = "hopper_bwd.cpp" if options.backward else "hopper_fwd.cpp"
+    name = "plans" if options.plans else "hopper_bwd" if options.backward else "hopper_fwd"
+    source = f"{name}.cpp"
     failed = False
     for fault in FAULTS if options.faults else []:
         where = (options.tree, options.upstream, options.cuda)
