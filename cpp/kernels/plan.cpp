@@ -386,7 +386,9 @@ int heads_in_flight(const BwdParams& params, const BwdKernel& kernel, const Devi
   }
   // Windows are taken to be like causal masks, as their key blocks end at different rows too.
   const bool full = params.window_size_left < 0 && params.window_size_right < 0;
-  const int64_t sums = int64_t{4} * params.seqlen_q_rounded * params.d_rounded;
+  // Rounded here: the op rounds lengths after it has made the plan, and explain never does.
+  const int64_t rows = ceil_div(params.seqlen_q, 128) * 128;
+  const int64_t sums = int64_t{4} * rows * kernel_head_dim(params.d);
   const int64_t fit = device.l2_bytes / (full ? 6 : 3) / std::max<int64_t>(sums, 1);
   return static_cast<int>(std::min<int64_t>(std::max<int64_t>(fit, full ? 2 : 4), device.num_sms));
 }

@@ -1,8 +1,10 @@
 // Draws calls and devices, and checks each plan: launches take all work exactly once, the kernel
-// that merges finds each part where it was left, and scratch memory stays within its bounds.
+// that merges finds each part where it was left, and scratch memory stays within its bounds. Of the
+// backward, how many heads run at the same time.
 // plans FIRST COUNT. No kernel runs.
 #include "emulator.h"
 
+#include "bwd.h"
 #include "sm80/fwd.cuh"
 
 #include "hopper.h"
@@ -184,6 +186,29 @@ void merge(const FwdParams& params, cudaStream_t) {
 const FwdKernel kKernels[] = {SM90_ROWS(ROW90) SM80_ROWS(ROW80)};
 const FwdInstance kInstance{kKernels, sizeof(kKernels) / sizeof(*kKernels), &merge};
 
+const BwdKernel kBwdKernel{Family::kSm80, ~Features{0}, 64, 64, 0, nullptr, nullptr};
+const BwdInstance kBwdInstance{&kBwdKernel, 1, nullptr};
+
+// As many heads run at the same time as have sums of dq that fit into a share of L2. That must not
+// depend on rounded lengths in params: the op sets them after the plan, and explain never does.
+void check_bwd_plan(const FwdParams& drawn, const Device& device) {
+  BwdParams params{};
+  static_cast<FLASH_NAMESPACE::Flash_fwd_params&>(params) = drawn;
+  const bool full = params.window_size_left < 0 && params.window_size_right < 0;
+  const long long sums = 4ll * ((params.seqlen_q + 127) / 128 * 128) * HEAD_DIM;
+  const long long fit = device.l2_bytes / (full ? 6 : 3) / sums;
+  const long long expected =
+      std::min<long long>(std::max<long long>(fit, full ? 2 : 4), device.num_sms);
+  for (const int rounded : {0, 1 << 20}) {
+    params.seqlen_q_rounded = params.d_rounded = rounded;
+    const BwdPlan plan = plan_bwd(params, kBwdInstance, true, device);
+    if (!plan.in_turns || plan.heads_in_flight != expected) {
+      emulator::fail("backward of %d queries, %d SMs: %d heads in flight, expected %lld",
+                     params.seqlen_q, device.num_sms, plan.heads_in_flight, expected);
+    }
+  }
+}
+
 }  // namespace fad
 
 int main(int, char** arguments) {
@@ -243,6 +268,7 @@ int main(int, char** arguments) {
     if (draw(0, 2) == 0) {
       device.family = static_cast<Family>(draw(0, 1));
     }
+    check_bwd_plan(params, device);
     FwdPlan plan;
     try {
       plan = plan_fwd(params, kInstance, split, draw(0, 4) != 0, device);
