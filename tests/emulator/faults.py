@@ -87,7 +87,7 @@ FAULTS = [
         ),
     ),
     Fault(
-        "parts of rows in groups: masks of the first row's query",
+        "masks of a left window take a warp's first row for its last",
         *(96, _CONSUMER, "last_token = (warp_row + 15) >>", "last_token = warp_row >>"),
     ),
     Fault(

@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", help="default: all")
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16"], default=["bf16"])
     parser.add_argument("--first", type=int, default=1)
-    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--count", type=int, help="calls; default: 10, for a fault at most 40")
     parser.add_argument("--variants", action="store_true")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--faults", action="store_true")
@@ -210,10 +210,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--head-dims: expected some of {kernels}, got {chosen}")
     name = "plans" if options.plans else "hopper_bwd" if options.backward else "hopper_fwd"
     source = f"{name}.cpp"
+    count = options.count if options.count is not None else 40 if options.faults else 10
     failed = False
     for fault in FAULTS if options.faults else []:
         where = (options.tree, options.upstream, options.cuda)
-        how = find(fault, *where, options.first, options.count)
+        how = find(fault, *where, options.first, count)
         failed = failed or not how
         print(f"{fault.what}: {how or 'NOT FOUND'}", flush=True)
     if options.faults:
@@ -225,9 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
                     *(options.tree, options.upstream, options.cuda, Path(name) / "new"),
                     *(head_dim, dtype, options.variants, source),
                 )
-                run = subprocess.run(
-                    [str(program), str(options.first), str(options.count)], check=False
-                )
+                run = subprocess.run([str(program), str(options.first), str(count)], check=False)
                 failed = failed or run.returncode != 0
                 print(f"head dim {head_dim}, {dtype}: status {run.returncode}", flush=True)
     return 1 if failed else 0

@@ -74,4 +74,4 @@ def test_paths_for_few_queries_are_equal() -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.what.replace(" ", "-") for fault in FAULTS])
 def test_planted_fault_is_found(fault: Fault) -> None:
     assert CUDA is not None
-    assert hopper.find(fault, ROOT, BUILD / "upstream", CUDA, 1, 10)
+    assert hopper.find(fault, ROOT, BUILD / "upstream", CUDA, 1, 40)
