@@ -25,7 +25,7 @@ enum class Path {
   kScoresFirst,
 };
 
-// What the last two paths take: so many queries, and rows (queries times heads of a group).
+// The most queries, and rows (queries times heads of a group), that the last two paths take.
 constexpr int kFewQueries = 16;
 constexpr int kMostGroupRows = 128;
 

@@ -31,7 +31,7 @@ void allow_shared_memory(int max_shared) {
 }
 
 // Whether a kernel holds the instructions of sm80/kernel_order.h: its code for this device was made
-// of PTX for 9.0 or above. Graphs know of kernels that start early since CUDA 12.3.
+// of PTX for 9.0 or above. Graphs support kernels that start early since CUDA 12.3.
 template <auto kKernel>
 bool can_start_early() {
   constexpr int kDevices = 64;
@@ -81,8 +81,8 @@ void launch(dim3 grid, int threads, int shared, int max_shared, cudaStream_t str
   launch_as<kKernel>(launch_config(grid, threads, shared, stream), max_shared, arguments...);
 }
 
-// The same of a kernel that may start before the one launched before it has ended, where the device
-// knows how: it calls what sm80/kernel_order.h asks of it.
+// The same for a kernel that may start before the one launched before it has ended, where the
+// device supports that: the kernel calls the functions of sm80/kernel_order.h.
 template <auto kKernel, typename... Arguments>
 void launch_early(dim3 grid, int threads, int shared, int max_shared, cudaStream_t stream,
                   const Arguments&... arguments) {

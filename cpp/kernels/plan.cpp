@@ -23,12 +23,12 @@ constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 // one-CTA path is faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
 constexpr double kFullEnough = 0.76;
 
-// The sm90 family, whose CTAs take work in turns, computes parts in the same tiles. Besides, a part
-// costs an SM the time of so many keys: a row of it is written and read in fp32, 8 bytes a column.
-// (From an H100's numbers, to be measured: 25 GB/s and 4.5 TFLOP/s an SM.)
+// The sm90 family, whose CTAs take one tile after another, computes parts in the same tiles. There
+// a part costs an SM as much time as this many keys: each row is written and read in fp32, 8 bytes
+// a column. (From an H100's numbers, to be measured: 25 GB/s and 4.5 TFLOP/s an SM.)
 constexpr double kPartKeys = 360;
 
-// And a launch, with that of the merge kernel and the end of both, costs the GPU that of so many.
+// A launch, with that of the merge kernel and the end of both, costs as much as this many keys.
 constexpr double kLaunchKeys = 400;
 
 // Rows that a tile of 192 has done while a tile of 128 does one: it loads keys less often.
@@ -84,11 +84,11 @@ int splits_by_occupancy(long long row_blocks, int key_blocks, int num_sms) {
 
 bool few_queries(Path path) { return path == Path::kFewRows || path == Path::kScoresFirst; }
 
-// Query heads whose rows stand in one row block: those that share a key head, or some of them.
+// Query heads whose rows share a row block: those that share a key head, or some of them.
 int group_of(const FwdParams& params, Family family, Path path) {
   int group = 1;
   if (path == Path::kParts && family == Family::kSm90) {
-    // The copy engine loads the rows of a warpgroup, 64, as so many heads of some queries.
+    // The copy engine loads the 64 rows of a warpgroup as boxes of `heads` heads of some queries.
     const auto fits = [&](int heads) {
       return params.h_h_k_ratio % heads == 0 && heads <= sm90::kGroupRows &&
              params.seqlen_q < (1 << 29) / heads;
@@ -105,12 +105,12 @@ int group_of(const FwdParams& params, Family family, Path path) {
   return group;
 }
 
-// Rows of queries that stand together.
+// Rows of a sequence and a group of heads.
 int rows_of(const FwdParams& params, Family family, Path path) {
   return params.seqlen_q * group_of(params, family, path);
 }
 
-// The lowest tile of the few-rows kernel that holds so many rows, or else the tallest.
+// The lowest tile of the few-rows kernel that holds this many rows, or else the tallest.
 int few_rows_tile(int rows) {
   int tile = kFewRowsTiles[0];
   for (const int tall : kFewRowsTiles) {
@@ -132,12 +132,12 @@ bool runs_on(Family family, const Device& device) {
   return family == Family::kSm80 || device.capability == 90;
 }
 
-// Time that an SM takes for a key, where CTAs take work one after another: in rows.
+// Time that an SM takes for a key, where CTAs take one tile after another: in rows.
 double key_time(const FwdKernel& kernel) {
   return kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
 }
 
-// Turns of SMs in such kernels.
+// Rounds of CTAs in such kernels.
 long long turns(const FwdParams& params, const FwdKernel& kernel, int num_splits, int num_sms) {
   const int parts = kernel.path == Path::kParts ? num_splits : 1;
   return ceil_div(row_blocks(params, kernel) * parts, num_sms);
@@ -205,7 +205,7 @@ int part_rows(const FwdParams& params, const FwdKernel& kernel) {
   return std::max(std::min(kernel.block_m, rows_of(params, kernel.family, kernel.path)), 1);
 }
 
-// ... and the scratch memory that so many take.
+// ... and the scratch memory that this many row blocks take.
 std::size_t scratch_bytes(const FwdParams& params, const FwdKernel& kernel, bool writes_parts,
                           int num_splits, long long ctas) {
   const int head_dim = kernel_head_dim(params.d);
@@ -271,7 +271,7 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
               (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};
 }
 
-// Whether a CTA per row block has enough of the GPU to do.
+// Whether a CTA per row block fills enough of the GPU.
 bool fills(const Candidate& one_cta, const Device& device) {
   return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
 }
@@ -304,8 +304,8 @@ double time_of_one_cta(const FwdParams& params, const Candidate& one_cta, const 
   return key_time(*one_cta.kernel) * (keys.differ ? std::min(all, filled) : all);
 }
 
-// The same where each split leaves a part. Those that a left window hides count too: CTAs pass them
-// one by one.
+// The same where each split writes a part. Splits that a left window hides count too: CTAs skip
+// them one by one.
 double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree& tree,
                      int num_splits, const Device& device) {
   const SeenKeys keys = seen_keys(params, parts.kernel->block_m);
@@ -319,8 +319,8 @@ double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree
          (std::ceil(each) * std::min(split, keys.most) + each * kPartKeys + kLaunchKeys);
 }
 
-// Whether CTAs that each walk a split have enough of the GPU to do, or so little that they end
-// before a second kernel could.
+// Whether CTAs that each walk a split fill enough of the GPU, or are so short that they end before
+// a second kernel could.
 bool walks_fill(const FwdParams& params, const Candidate& few_rows, const Tree& tree,
                 const Device& device) {
   int blocks = key_blocks(params);
@@ -375,11 +375,11 @@ bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num
          heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
 }
 
-// Heads whose key blocks are worked on side by side where CTAs take turns: no bits depend on it.
-// Key blocks of one head start together and wait for each other, a step apart: under a causal mask,
-// where each has fewer rows than the one before, most of its time in a short sequence. With many
-// heads side by side, key blocks of one head start one after another, and do not wait. But what
-// they add to, and what they read, should stay in L2: the more heads, the less of it does.
+// How many heads' key blocks run at the same time where CTAs take turns: no bits depend on it. Key
+// blocks of one head that start together wait for each other, one step apart: in a short sequence
+// under a causal mask, where each has fewer rows than the one before, for most of their time. With
+// many heads at a time, key blocks of one head start one after another, and do not wait. But what
+// they read and add to should stay in L2: with more heads, less of it does.
 int heads_in_flight(const BwdParams& params, const BwdKernel& kernel, const Device& device) {
   if (device.heads_in_flight > 0) {
     return device.heads_in_flight;
@@ -543,7 +543,7 @@ void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream) {
 
 namespace {
 
-// Where the kernels of a plan leave what they hand over.
+// Where the kernels of a plan write results for the next kernel.
 void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
   if (plan.kernel->path == Path::kScoresFirst) {
     const int blocks = key_blocks(params);

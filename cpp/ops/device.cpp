@@ -124,7 +124,7 @@ Device read_device(int device) {
           attribute(cudaDevAttrL2CacheSize, device)};
 }
 
-// The runtime is asked once for each device: every call plans, and four attributes take it longer
+// The runtime is queried once for each device: every call plans, and four attributes take it longer
 // than the plan.
 Device known_device(int device) {
   constexpr int kCached = 64;

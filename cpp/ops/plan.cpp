@@ -9,7 +9,7 @@ namespace fad {
 
 namespace {
 
-// Stands for what lies on the device: a plan only asks whether it is there.
+// Stands for device memory: a plan only depends on whether a pointer is null.
 int somewhere;
 
 // Contiguous tensors, as large as the longest sequence allows.

@@ -3,8 +3,8 @@
 // A split is a chain: each block of 64 keys waits for the accumulator of the block after it. But
 // scores wait for nothing, and a column of the accumulator waits for no other column. So one kernel
 // computes all scores, a warp to a block of keys; a second one computes probabilities and P V, a
-// CTA to 32 columns of a split, of 8 or 16 rows. A call of one sequence then has so many of them
-// that the whole GPU reads its keys and values.
+// CTA to 32 columns of a split, of 8 or 16 rows. Even one sequence then has enough warps and CTAs
+// for the whole GPU.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ struct ScoresTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kSlotBytes = kKeysPerBlock * kHeadDim * 2;
-  // As many as find room for their blocks of keys on every device.
+  // As many as fit their blocks of keys into shared memory on every device.
   static constexpr int kWarps = std::min(4, 96 * 1024 / kSlotBytes);
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kSharedBytes = kWarps * kSlotBytes;

@@ -1,9 +1,9 @@
 // Probabilities and P V from scores that are known, the second kernel of the path scores-first
 // (scores_first.h): a CTA takes 32 columns of one split of one or two row blocks. All maxima are
-// known, so warps compute the probabilities of several blocks of keys side by side; what goes from
-// block to block is P V in one warp and the row sums in another, in the tree's order and with the
-// tree's functions: the bits are those of the kernels that compute scores on the way. The last CTA
-// of a row block and its columns to end its split merges all of them.
+// known, so warps compute the probabilities of several blocks of keys at the same time; only P V,
+// in one warp, and the row sums, in another, go from block to block, in the tree's order and with
+// the tree's functions: the bits are those of the kernels that compute scores on the way. The last
+// CTA of a row block and its columns to end its split merges all of them.
 #pragma once
 
 #include <type_traits>
@@ -41,7 +41,7 @@ struct RowBlocks {
   __device__ __forceinline__ int number(int which) const { return first - min(which, count - 1); }
 };
 
-// All warps have done their part of a chunk, each in a loop of its own.
+// Waits until all warps have done their part of a chunk; each calls it from its own loop.
 template <typename Traits>
 __device__ __forceinline__ void chunk_done() {
   named_barrier_sync(1, Traits::kThreads);
@@ -55,7 +55,7 @@ struct ValuesCopy {
   using Chunk = cute::uint128_t;
   static constexpr int kSixteens = kKeysPerBlock / 16 / Traits::kRowBlocks;  // to a warp
 
-  char* smem;     // this warp's keys' place in the first of the chunks that find room
+  char* smem;     // where this warp's keys go in the first chunk's shared memory
   int of_chunk;   // the block
   int first_key;  // of this warp in a block
   int n_block;    // that is copied next, ...
@@ -284,8 +284,8 @@ __device__ __forceinline__ void compute_probs(const FwdParams& params, const Row
     }
     now = walk.next(of_chunk, blocks - 2 * Traits::kChunk);
     cute::cp_async_wait<Traits::kValueChunks - 2>();
-    // After this barrier the chunk's values and probabilities are there, and the chunk before is
-    // read: its room is free.
+    // After this barrier the chunk's values and probabilities are there, and the chunk before has
+    // been read: its memory is free.
     chunk_done<Traits>();
     copies.start();
     blocks -= Traits::kChunk;
@@ -467,7 +467,7 @@ __device__ __forceinline__ void write_values_part(const ScoresFirst& to, int64_t
 }
 
 // Whether this is the last warp (of a CTA each) of num_splits that gets here. Counters were set to
-// 0 by the kernel before, so that a launch that was aborted leaves nothing behind.
+// 0 by the kernel before, so that an aborted launch does not disturb later ones.
 __device__ __forceinline__ bool arrives_last(unsigned* counter, int num_splits) {
   __threadfence();  // each lane's part before the arrival
   __syncwarp();

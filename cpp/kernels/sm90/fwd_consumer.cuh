@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_four(char* to, float4 four) {
                : "memory");
 }
 
-// Where the state of the later splits waits while an earlier one is worked on: a thread's own part,
+// Where a thread keeps its part of the state of the later splits while it works on an earlier one:
 // in shared memory and, where that is too small, in its rows of the output.
 template <typename T>
 struct Waiting {
@@ -229,10 +229,11 @@ struct Waiting {
   }
 };
 
-// Its place in the rows of the output where a warp has all of its sixteen, as wide as the tile's:
-// nobody else touches them before they get their results, so that any place in them will do. A lane
-// keeps 16 bytes of an eight of columns, eight lanes a line of 128, the warp a line of four rows.
-// Every thread in its own two rows takes twice the accesses, and of four times as many lines.
+// The place of that state in the rows of the output where a warp has all of its sixteen rows, as
+// wide as the tile's. Only this warp uses them before they get their results, so that it may
+// arrange them freely: a lane keeps 16 bytes of an eight of columns, eight lanes a line of 128, the
+// warp a line of four rows. If every thread used its own two rows, that would take twice the
+// accesses, to four times as many lines.
 template <typename T>
 struct WaitingLines {
   static constexpr int kCount = T::kColumns - T::kStateColumns;
@@ -262,9 +263,9 @@ __device__ __forceinline__ float4 merged(float4 later, const float* acc,
                      merge_value(later.w, lower.later, acc[3], lower.earlier));
 }
 
-// The split that `rows` and `acc` hold is done: what waits is merged into it. kKeep: the result
-// then waits for the next split, and `acc` is not written; each column is stored as soon as it is
-// merged. Otherwise `acc` gets it. This first part is that of the maxima and sums.
+// The split in `rows` and `acc` is done: the state of the later splits is merged into it. kKeep:
+// the result is kept for the next split, each column stored as soon as it is merged, and `acc` is
+// not written. Otherwise `acc` gets the result. This first function merges the maxima and sums.
 template <typename T>
 __device__ __forceinline__ RowWeights merge_rows(const FwdCall& call, const Waiting<T>& waiting,
                                                  RowState& rows) {
@@ -328,8 +329,9 @@ __device__ __forceinline__ void merge_waiting(const Waiting<T>& waiting, const R
   }
 }
 
-// The same where part of it waits in lines. `far` holds the first of them, asked for by the caller:
-// what waits in shared memory is merged, in as many portions as `far` is filled, while they come.
+// The same where part of the state is kept in lines. The caller has started the loads of the first
+// of them into `far`. While they arrive, the state in shared memory is merged, in as many portions
+// as `far` is filled.
 template <typename T, bool kKeep, int kFar>
 __device__ __forceinline__ void merge_lines(const Waiting<T>& waiting, const WaitingLines<T>& lines,
                                             const RowWeights& weights, float4 (&far)[kFar],
@@ -455,7 +457,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
   const auto block_at = [&](const Ring& at) {
     return shared + T::kRingAt + at.slot * T::kBlockBytes;
   };
-  // Every warpgroup takes as many turns as the tile has blocks, less one.
+  // Every warpgroup takes as many turns as the tile has blocks, minus one.
   const auto await_turn = [&] {
     if constexpr (T::kTakesTurns) {
       named_barrier_sync(1 + group, 256);
@@ -520,7 +522,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
     }
   };
 
-  // Rows of the output are looked up where they are needed: registers are short in the loop.
+  // Rows of the output are looked up where they are needed: that saves registers in the loop.
   const auto row_of_out = [&](const Work& now, int row) {
     const int64_t first = call.cu_seqlens_q == nullptr ? now.bidb * call.out_batch_stride
                                                        : now.q_row * call.out_row_stride;
@@ -593,7 +595,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       barrier_arrive(shared + T::kWorkEmpty + 8 * (turn & 1));
     }
   };
-  // The end of a tile's rows where they are a part: as they are, for the kernel that merges.
+  // The end of a tile's rows if they are a part: stored as they are, for the merge kernel.
   const auto store_part = [&](int turn, const RowState& rows) {
     const Work now = read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
     const int row = group * kGroupRows + row_in_group;
@@ -674,7 +676,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
       }
       return lines;
     };
-    // A split is done: what waits is merged into it, and it waits.
+    // A split is done: the state of the later ones is merged into it and kept with it.
     const auto keep_state = [&](const WaitingLines<T>& lines, RowState& done) {
       const RowWeights weights = merge_rows<T>(call, waiting, done);
       bool kept = false;
@@ -746,7 +748,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         wait_full(own_queries);
         load_query_words<T>(block_at(own_queries) + in_block, thread, query_words);
         // Arriving at a barrier orders loads before what other threads do, not before what the copy
-        // engine does: without the fence it overwrote words that were still on their way.
+        // engine does: without the fence it overwrote words that were still being read.
         fence_async_proxy();
         pass(T::kRingQueryBlocks);
       }
@@ -836,7 +838,7 @@ __device__ __forceinline__ void consume(const FwdCall& call, uint32_t shared, in
         find_maxima<T>(call, scores, rows, scales);
         if constexpr (T::kSteps == 2) {
           if constexpr (T::kBeforeValues == BeforeValues::kMaxima) {
-            wait_full_after(rows.max, v_at);  // they are there: this binds the order
+            wait_full_after(rows.max, v_at);  // already there: this only fixes the order
           } else if constexpr (T::kBeforeValues == BeforeValues::kFirstStep) {
             exponentiate_step<T>(call, 0, scores, rows, scales);
             wait_full_after(rows.sum, v_at);  // likewise

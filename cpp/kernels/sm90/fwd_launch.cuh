@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   }
 }
 
-// ctas: at most T::kCtasPerSm to an SM, and to what call.tiles counts.
+// ctas: at most T::kCtasPerSm to an SM, and at most the number of tiles.
 template <typename T>
 void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   FwdCall call{};

@@ -17,8 +17,8 @@ struct Rows {
   int64_t head_stride;
 };
 
-// Where the splits of a tile of rows leave their parts, for a kernel that merges them, and which
-// tiles one launch takes: numbered by head, those of the last rows first.
+// Where the splits of a tile of rows write their parts, for the merge kernel, and which tiles one
+// launch takes: numbered by head, those of the last rows first.
 struct PartRoom {
   // (splits, tiles, rows, head dim of the kernel), not normalised; nullptr: a CTA walks all splits
   // of its tile, and merges them itself
@@ -32,7 +32,7 @@ struct FwdParams {
   Rows q;  // (batch, seqlen_q, heads, head_dim), or packed: (total_q, heads, head_dim)
   Rows k;  // (kv_batch, seqlen_k, heads_k, head_dim), or packed: (total_k, heads_k, head_dim)
   Rows v;
-  // Like q. Its rows also hold waiting accumulators until they get their results.
+  // Like q. Before they get their results, its rows also hold accumulators of later splits.
   void* out;
   int64_t out_batch_stride, out_row_stride, out_head_stride;
   void* residual;  // like out, bfloat16: what rounding takes from it; nullptr: it is not kept
@@ -69,8 +69,8 @@ struct FwdParams {
   int split_tokens;               // a multiple of 64; 0: one split
   PartRoom parts;
 
-  // Set to 0 by the launcher, on the stream: CTAs take tiles from it one by one. nullptr: tiles are
-  // dealt out beforehand.
+  // Set to 0 by the launcher, on the stream: CTAs take tiles from it one by one. nullptr: each CTA
+  // has a fixed list of tiles.
   unsigned* tile_counter;
 };
 

@@ -43,16 +43,16 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int number, int& k_
   return work;
 }
 
-// Tile number `turn` of this CTA, where tiles are dealt out beforehand: back and forth, so that
-// long ones and short ones come to the same CTA.
+// Tile number `turn` of this CTA, where each CTA has a fixed list of tiles: CTAs in ascending, then
+// in descending order, so that each gets long and short ones.
 __device__ __forceinline__ int dealt_tile(int turn) {
   const int cta = static_cast<int>(blockIdx.x);
   const int ctas = static_cast<int>(gridDim.x);
   return turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
 }
 
-// The number of a tile that no other CTA takes, at least call.tiles if there is none; taken: how
-// many this one took.
+// The number of a tile that no other CTA takes; call.tiles or above: none is left. taken: how many
+// this CTA took before.
 template <typename T>
 __device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
   if (call.tile_counter == nullptr) {
@@ -64,7 +64,8 @@ __device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
   if (taken == 0) {
     return static_cast<int>(blockIdx.x);
   }
-  // Each CTA gets one number beyond the last: numbers are asked for as often as there are tiles.
+  // Each CTA draws none for its first tile, but one beyond the last: as many draws as tiles, after
+  // which kReturns has the counter at 0 again.
   const unsigned count = T::kCounting == Counting::kReturns
                              ? atomicInc(call.tile_counter, static_cast<unsigned>(call.tiles - 1))
                              : atomicAdd(call.tile_counter, 1u);

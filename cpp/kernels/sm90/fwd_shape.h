@@ -8,15 +8,15 @@ namespace fad::sm90 {
 constexpr int kStep = kKeysPerBlock;  // keys of one softmax step
 constexpr int kGroupRows = 64;        // rows of a consumer warpgroup: the height of wgmma
 
-// Shared memory of one of so many CTAs of an SM of compute capability 9.0: all that it may have.
+// The most shared memory that a CTA may have on compute capability 9.0 if this many share an SM.
 // The system keeps 1 KB for each.
 constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 1024; }
 
 // keys: of one product q k^T, one or two steps.
-// state_columns: how many eights of columns of the waiting accumulator lie in shared memory; the
-// rest, at most half, waits in the rows of the output.
-// takes_turns: whether warpgroups issue their products one after another, so that the softmax of
-// one falls into the products of the others.
+// state_columns: how many eights of columns of the later splits' accumulator are kept in shared
+// memory; the rest, at most half, is kept in the rows of the output.
+// takes_turns: whether warpgroups issue their products one after another, so that one computes its
+// softmax during the products of the others.
 // waits_last: whether the wait for the next keys is bound to come after a step's softmax. Otherwise
 // the compiler moves part of the softmax behind that wait.
 // register_queries: how many sixteens of columns of Q are operands in registers. A product of 64
@@ -24,17 +24,16 @@ constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 
 // queries_through_ring: whether these sixteens are loaded through the ring of K and V, so that
 // their shared memory is one more block of the ring. Where they are all of Q, each warpgroup's is a
 // block.
-// waits_in_lines: whether what waits in the rows of the output lies there in whole lines, 16 bytes
-// a lane, where a warp has all of its rows. Otherwise every thread keeps to its own two rows.
+// waits_in_lines: whether state that is kept in the rows of the output fills whole lines there, 16
+// bytes a lane, where a warp has all of its rows. Otherwise every thread uses its own two rows.
 // merges_late: whether a split that is done is merged while the next scores but one of the split
-// before it are computed. Otherwise the tensor cores have nothing of this warpgroup's meanwhile.
+// before it are computed. Otherwise this warpgroup leaves the tensor cores idle during the merge.
 // before_values: of products of two steps, what of the softmax is bound to come before the wait for
 // the first step's values. Otherwise the compiler moves all of it behind that wait.
 // ends_late: whether the rows of a tile are normalised and stored while the first scores of the
-// warpgroup's next tile are computed, and not before they are asked for; such a shape leaves no
-// parts.
-// ctas_per_sm: that run side by side. A tile of a short sequence ends before its softmax can hide
-// what it waits for: another CTA's tile does.
+// warpgroup's next tile are computed, and after those were issued; such a shape writes no parts.
+// ctas_per_sm: how many share an SM. A tile of a short sequence has too few steps to hide its own
+// waiting times; the tile of another CTA hides them.
 // counting: how tiles are counted where CTAs take them one by one.
 // step: keys of a softmax step. lazy: whether a row's maximum is raised only when it would grow by
 // more than kLazyGrowth powers of two. Both change bits: no product's shape sets them
@@ -46,10 +45,10 @@ constexpr float kLazyGrowth = 8.f;
 enum class BeforeValues { kNothing, kMaxima, kFirstStep };
 
 enum class Counting {
-  kAll,        // a CTA asks for its first one too
-  kFromThere,  // its first is that of its own number
-  // The same, and the counter is 0 again when all have ended: nobody needs to set it before the
-  // call, if nobody else counts with it meanwhile.
+  kAll,        // a CTA takes its first one from the counter too
+  kFromThere,  // a CTA's first tile has the CTA's number
+  // The same, and the counter is 0 again when all CTAs have ended: no call has to clear it, if only
+  // one call uses it at a time.
   kReturns
 };
 

@@ -34,8 +34,9 @@ struct FwdTile {
   static constexpr int kSteps = kKeys / kStep;
   static constexpr int kRows = kGroupRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
-  // A CTA has the registers it is launched with, in eights for each thread of an SM's 65536: with
-  // more, a warpgroup would wait for them forever. The producer needs 24, and gets what is left.
+  // A CTA keeps the registers it is launched with, a multiple of 8 for each thread, of an SM's
+  // 65536: if warpgroups asked for more in all, one would wait for them forever. The producer needs
+  // 24, and gets what is left.
   static constexpr int kLaunchRegisters = 65536 / (kCtasPerSm * kThreads) / 8 * 8;
   static constexpr int kCtaRegisters = (kWarpgroups + 1) * kLaunchRegisters;
   static constexpr int kConsumerRegisters = (kCtaRegisters - 24) / kWarpgroups / 8 * 8;
@@ -53,7 +54,7 @@ struct FwdTile {
   static_assert(kSteps == 1 || !kWaitsLast);
   static_assert(kSteps == 2 || kBeforeValues == BeforeValues::kNothing);
 
-  // Shared memory: Q, a ring of blocks of K and V, what waits of the later splits, barriers. The
+  // Shared memory: Q, a ring of blocks of K and V, state of the later splits, barriers. The
   // first kRingBoxes boxes of Q come through the ring.
   static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kRingBoxes = kQueriesThroughRing ? kRegisterQueries / 4 : 0;
@@ -78,7 +79,7 @@ struct FwdTile {
   static constexpr int blocks_in(int bytes) {
     return bytes / kBlockBytes < kMaxBlocks ? bytes / kBlockBytes : kMaxBlocks;
   }
-  // Blocks in the ring where state waits, and where a single split has none.
+  // Blocks in the ring beside the state of later splits, and with a single split, which has none.
   static constexpr int kBlocks = blocks_in(kSharedBytes - kBarrierBytes - kQBytes - kStateBytes);
   static constexpr int kBlocksAlone = blocks_in(kSharedBytes - kBarrierBytes - kQBytes);
   static_assert(kBlocks >= 3 && kBlocks > kRingQueryBlocks + 1);

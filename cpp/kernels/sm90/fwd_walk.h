@@ -11,7 +11,7 @@ namespace fad::sm90 {
 
 // A call's parameters as the kernel wants them.
 struct FwdCall : FwdParams {
-  int tiles;            // that CTAs take: of rows, and each for every split that leaves a part
+  int tiles;            // that CTAs take: tiles of rows, times the splits if they write parts
   int split_tiles;      // tiles of rows among them, ...
   int first_tile;       // ... and which one is the first
   int row_tiles;        // of the longest sequence
@@ -46,7 +46,7 @@ __device__ __forceinline__ KeyRange blocks_of(KeyRange keys) {
   return {keys.begin / T::kKeys, (keys.end - 1) / T::kKeys + 1};
 }
 
-// A tile of rows of one group of heads, as the producer notes it for the others.
+// A tile of rows of one group of heads: the note by which the producer hands it to the consumers.
 struct Work {
   int first_row;   // in its sequence; below 0: there is no more work
   int bidb, bidh;  // the first head
@@ -56,7 +56,7 @@ struct Work {
   // Row of the ring, T::kKeys to a block, where V behind the end of the sequence begins, up to the
   // end of its block; below 0: nowhere.
   int tail;
-  int split;  // whose part is asked for; 0 where a CTA walks all of them
+  int split;  // whose part is to be computed; 0 where a CTA walks all of them
 };
 
 // Blocks that hold the keys which some of `rows` rows see, of those that the tile is for.
@@ -81,8 +81,8 @@ __device__ __forceinline__ KeyRange blocks_of_rows(const FwdCall& call, const Wo
 //
 // Phase n of either barrier belongs to the note's n-th use, so that a wait names parity n % 2. A
 // use ends with every reader's arrival, and lane 0 arrives after the reduction that all lanes of
-// its warp came to: the producer is at most one use ahead, and nobody misses a phase. The last note
-// (first_row < 0) is never freed. Ordinary loads and stores need no proxy fence.
+// its warp came to: the producer is at most one use ahead, and no reader misses a phase. The last
+// note (first_row < 0) is never freed. Ordinary loads and stores need no proxy fence.
 //
 // An arrival orders only what its own thread has done before it, so that each reader arrives
 // itself: with a read by every lane, a __syncwarp and an arrival of lane 0, compute-sanitizer's

@@ -37,7 +37,7 @@ inline bool can_map(const MappedTensor& tensor) {
          stride(tensor.batch_stride, tensor.batch);
 }
 
-// The driver's function, asked for at run time, so that nothing links libcuda.
+// The driver's function, looked up at run time, so that nothing links libcuda.
 inline auto encode_tensor_map() {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
