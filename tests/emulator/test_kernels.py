@@ -36,8 +36,8 @@ CUDA = _cuda()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        CUDA is None or shutil.which("g++") is None,
-        reason="no g++, or no toolkit that build/dev was made with; `nox -s build_dev` makes it",
+        CUDA is None or not (BUILD / "upstream").is_dir() or shutil.which("g++") is None,
+        reason="no g++, or no build/dev with sources and a toolkit; `nox -s build_dev` makes it",
     ),
 ]
 WHERE = ["--upstream", str(BUILD / "upstream"), "--cuda", str(CUDA)]
@@ -69,6 +69,13 @@ def test_plans_fail_if_none_is_checked() -> None:
 
 def test_paths_for_few_queries_are_equal() -> None:
     assert run.main([*WHERE, "--head-dims", "64", "--dtypes", "bf16", "--count", "8"]) == 0
+
+
+@pytest.mark.parametrize("head_dim", sorted({fault.head_dim for fault in FAULTS}))
+def test_nothing_is_found_without_a_fault(head_dim: int) -> None:
+    assert CUDA is not None
+    nothing = Fault("nothing", head_dim, "plan.h", "#pragma once\n", "#pragma once\n")
+    assert hopper.find(nothing, ROOT, BUILD / "upstream", CUDA, 1, 10) == ""
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.what.replace(" ", "-") for fault in FAULTS])

@@ -14,6 +14,7 @@ import sys
 import time
 
 _WAITED = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # all but the first go on
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def main(arguments: list[str]) -> int:
@@ -33,8 +34,12 @@ def main(arguments: list[str]) -> int:
     # Blocked signals stay pending until sigwait takes them. With handlers, one that arrives just
     # before a blocking wait would not end that wait, and so would not reach the command.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
+    # A parent may have left it ignored; no SIGCHLD would come then, and no status.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        child = os.posix_spawnp(command[0], command, os.environ, setsigmask=mask)
+        child = os.posix_spawnp(
+            command[0], command, os.environ, setsigmask=mask, setsigdef=_IGNORED_BY_PYTHON
+        )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return 127 if isinstance(error, FileNotFoundError) else 126

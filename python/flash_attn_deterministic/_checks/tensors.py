@@ -284,7 +284,8 @@ def check_alibi(alibi_slopes: Any, batch: int, nheads: int, device: torch.device
             f"alibi_slopes: expected dtype torch.float32, got {alibi_slopes.dtype}; convert it "
             "with alibi_slopes.float()"
         )
-    if alibi_slopes.shape not in ((nheads,), (batch, nheads)):
+    # Not `not in`: torch.compile finds no equal shapes there if nheads is symbolic.
+    if alibi_slopes.shape != (nheads,) and alibi_slopes.shape != (batch, nheads):
         raise ArgumentError(
             f"alibi_slopes: expected shape (nheads,) = ({nheads},) or (batch, nheads) = "
             f"({batch}, {nheads}), got {tuple(alibi_slopes.shape)}"

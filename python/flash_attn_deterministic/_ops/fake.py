@@ -7,36 +7,57 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError
 from .schemas import (
     WITH_RESIDUAL,
     Gradients,
     Outputs,
     OutputsWithResidual,
     PackedGradients,
+    argument_names,
     parts_of,
 )
 
 
 def register(library: Any) -> None:
     """Registers the fake implementations."""
-    # As kernels of meta tensors, which fake tensors use too: torch.library.register_fake reads
-    # source files for its messages, which adds milliseconds to the import of the package.
-    for name, forward in {
+    forward = {
         "fwd": _dense,
         "varlen_fwd": _varlen_fwd,
         "qkvpacked_fwd": _qkvpacked_fwd,
         "varlen_qkvpacked_fwd": _varlen_qkvpacked_fwd,
-    }.items():
-        library.impl(name, forward, "Meta")
-        library.impl(name + WITH_RESIDUAL, _with_residual(forward), "Meta")
-    library.impl("kvcache_fwd", _dense, "Meta")
-    library.impl("bwd", _bwd, "Meta")
-    library.impl("varlen_bwd", _bwd, "Meta")
-    library.impl("qkvpacked_bwd", _qkvpacked_bwd, "Meta")
-    library.impl("varlen_qkvpacked_bwd", _qkvpacked_bwd, "Meta")
-    library.impl("bwd_accumulate", _accumulate, "Meta")
-    library.impl("varlen_bwd_accumulate", _accumulate, "Meta")
-    library.impl("finish_key_sums", _finish, "Meta")
+    }
+    functions: dict[str, Callable[..., Any]] = {
+        **forward,
+        **{name + WITH_RESIDUAL: _with_residual(function) for name, function in forward.items()},
+        "kvcache_fwd": _dense,
+        "bwd": _bwd,
+        "varlen_bwd": _bwd,
+        "qkvpacked_bwd": _qkvpacked_bwd,
+        "varlen_qkvpacked_bwd": _qkvpacked_bwd,
+        "bwd_accumulate": _accumulate,
+        "varlen_bwd_accumulate": _accumulate,
+        "finish_key_sums": _finish,
+    }
+    # As kernels of meta tensors, which fake tensors use too: torch.library.register_fake reads
+    # source files for its messages, which adds milliseconds to the import of the package.
+    for name, function in functions.items():
+        library.impl(name, _on_meta(name, function), "Meta")
+
+
+def _on_meta(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    # torch also takes this kernel if only one tensor of a call is a meta tensor, for instance k of
+    # a q on a GPU. The result would be memory that no kernel has written.
+    def run(*arguments: Any) -> Any:
+        for argument, value in zip(argument_names(name), arguments, strict=False):
+            if isinstance(value, torch.Tensor) and value.device.type != "meta":
+                raise ArgumentError(
+                    f"{argument}: expected a tensor on the meta device, as another one of the "
+                    f"call, got one on {value.device}"
+                )
+        return function(*arguments)
+
+    return run
 
 
 def _with_residual(forward: Callable[..., Outputs]) -> Callable[..., OutputsWithResidual]:

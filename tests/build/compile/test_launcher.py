@@ -39,7 +39,7 @@ def test_output_and_success_pass_through(tmp_path: Path) -> None:
         ("exit 42", 42),
         *(
             (f"kill -{int(number)} $$", -number)
-            for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT)
+            for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT, signal.SIGPIPE)
         ),
     ],
 )
@@ -78,6 +78,17 @@ runpy.run_path({str(launcher.__file__)!r}, run_name="__main__")
         [sys.executable, "-c", program], stdout=subprocess.PIPE, check=False, timeout=30
     )
     assert done.returncode == -signal.SIGTERM
+
+
+def test_a_parent_that_ignores_the_end_of_children(tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+command = {[*START, str(tmp_path), "--", "sh", "-c", "exit 42"]!r}
+os.execv(command[0], command)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=30)
+    assert done.returncode == 42
 
 
 def test_counts_the_largest_descendant_and_all_cpu_time(tmp_path: Path) -> None:

@@ -278,3 +278,13 @@ def test_wrong_packed_tensors(
 ) -> None:
     with pytest.raises(error, match=message):
         call(**changes)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)], ids=["heads", "batch-heads"])
+def test_slopes_made_in_a_graph_with_symbolic_sizes(shape: tuple[int, ...]) -> None:
+    def call(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return flash_attn_func(q, k, k, alibi_slopes=torch.ones(shape))
+
+    compiled: Any = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(GOOD, SHORT_K), call(GOOD, SHORT_K))
+    torch.compiler.reset()

@@ -118,6 +118,21 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_QKV = "q", "k", "v"
+META = [
+    *(("flash_attn_func", n) for n in (*_QKV, "alibi_slopes")),
+    ("flash_attn_qkvpacked_func", "alibi_slopes"),
+    *(("flash_attn_kvpacked_func", n) for n in ("q", "kv")),
+    *(
+        ("flash_attn_varlen_func", n)
+        for n in (*_QKV, "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "alibi_slopes")
+    ),
+    ("flash_attn_varlen_qkvpacked_func", "cu_seqlens"),
+    ("flash_attn_varlen_kvpacked_func", "cu_seqlens_k"),
+    *(("flash_attn_with_kvcache", n) for n in ("k_cache", "cache_seqlens")),
+]
+
+
 def error_of(call: Callable[[], Any]) -> FlashAttnError:
     with pytest.raises(FlashAttnError) as caught:
         call()
@@ -135,6 +150,17 @@ def test_refusal_has_the_message_of_our_checks(
     found = error_of(lambda: call(**changes))
     assert (type(found), str(found)) == (type(expected), str(expected))
     assert found.__context__ is None
+
+
+@pytest.mark.parametrize(("name", "argument"), META)
+@pytest.mark.usefixtures("op_checks")
+def test_one_tensor_on_the_meta_device_is_refused(name: str, argument: str) -> None:
+    call = CALLS[name]()
+    tensor = call.arguments.get(argument)
+    if tensor is None:
+        tensor = torch.ones(4) if argument == "alibi_slopes" else int32(1, 1, 1)
+    with pytest.raises(FlashAttnError, match=r"on (the )?(meta|cpu)"):
+        call(**{argument: tensor.to("meta")})
 
 
 @names

@@ -28,6 +28,23 @@ def raises_for_one_query(
     return flash_attn_func(q, k, v, causal=causal)
 
 
+_RESULTS: dict[torch.Size, torch.Tensor] = {}
+
+
+def same_memory_with_other_bits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Writes each result over the one before, one unit larger in the last place."""
+    before = _RESULTS.get(q.shape)
+    out = flash_attn_func(q, k, v, causal=causal)
+    if before is None:
+        before = _RESULTS[q.shape] = out
+    else:
+        before.copy_(torch.maximum(out, before))
+        before.view(torch.int16).add_(1)
+    return before
+
+
 def another_function(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
 ) -> torch.Tensor:

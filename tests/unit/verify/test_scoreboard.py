@@ -52,6 +52,10 @@ def test_a_broken_row_has_a_counter_example() -> None:
     assert "elements differ, the first at [0, " in example
 
 
+def test_results_in_the_same_memory_are_compared_as_they_were() -> None:
+    assert run_rows("same_memory_with_other_bits")["run-to-run"]["status"] == "broken"
+
+
 def test_a_row_that_raises_says_why() -> None:
     results = run_rows("raises_for_one_query")
     assert results["decode"]["status"] == "raised"
@@ -76,12 +80,19 @@ def test_time_ends_a_trial() -> None:
             "nothing", "expected sdpa-flash, .* or MODULE:FUNCTION, .* 'nothing'", id="name"
         ),
         pytest.param("no_such_module:f", "no_such_module cannot be imported", id="module"),
+        pytest.param(":f", "expected MODULE:FUNCTION, got ':f'", id="no-module"),
+        pytest.param(".x:f", "expected MODULE:FUNCTION, got '.x:f'", id="relative"),
         pytest.param("verify.scoreboard_peers:no", "has no function 'no'", id="function"),
     ],
 )
 def test_unknown_attention_is_named(name: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         attention.find(name, "cpu")
+
+
+def test_function_without_a_signature_takes_no_lengths() -> None:
+    (peer,) = attention.find("builtins:dict", "cpu")
+    assert not peer.lengths
 
 
 @pytest.mark.parametrize("name", ["fa3", "sdpa-cudnn", "sdpa-efficient"])
@@ -156,3 +167,10 @@ def test_the_command_fails_if_ours_breaks_a_row(
 def test_the_command_says_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--attention", "nothing", "--device", "cpu"]) == 2
     assert "error: --attention: expected sdpa-flash" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_seconds_are_checked(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--attention", "sdpa-math", "--device", "cpu", "--seconds", seconds]
+    assert main(["verify", *arguments]) == 2
+    assert "error: --seconds: expected 0 or more" in capsys.readouterr().err

@@ -245,6 +245,8 @@ def _fa3(device: str) -> list[Attention]:
 
 def _function(name: str) -> Attention:
     module_name, _, function_name = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise ArgumentError(f"--attention: expected MODULE:FUNCTION, got {name!r}")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -252,7 +254,10 @@ def _function(name: str) -> Attention:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ArgumentError(f"--attention: {module_name} has no function {function_name!r}")
-    lengths = "seqlens_k" in inspect.signature(function).parameters
+    try:
+        lengths = "seqlens_k" in inspect.signature(function).parameters
+    except ValueError:  # functions of extension modules may have no signature
+        lengths = False
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None

@@ -16,11 +16,12 @@ def run(arguments: argparse.Namespace) -> int:
         0; Exit.CONTRACT if ours breaks a row.
 
     Raises:
-        ArgumentError: there is no such attention.
+        ArgumentError: there is no such attention, or the number of seconds is negative or NaN.
         ReportError: the files cannot be written.
     """
     import torch
 
+    from ...errors import ArgumentError
     from ..outcome import Exit
     from ..report import write_files
     from .attention import UnavailableError, find, ours
@@ -29,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     from .times import measure
     from .trial import BROKEN, RAISED, try_rows
 
+    if not arguments.seconds >= 0:
+        raise ArgumentError(f"--seconds: expected 0 or more, got {arguments.seconds}")
     device = arguments.device
     cuda = device == "cuda"
     sizes = CPU if device == "cpu" else QUICK_CUDA if arguments.quick else CUDA

@@ -70,8 +70,13 @@ def _try(row: Row, attention: Attention, sizes: Sizes) -> dict[str, Any]:
         return _result(NOT_APPLICABLE, reason="it has no backward")
     tried = equal = 0
     example: str | None = None
+
+    def attend(*inputs: Any, **options: Any) -> torch.Tensor:
+        # A copy: a function may return the same memory each time.
+        return attention.attend(*inputs, **options).clone()
+
     with torch.set_grad_enabled(row.gradients):
-        for name, pairs in row.cases(attention.attend, sizes):
+        for name, pairs in row.cases(attend, sizes):
             found = None
             try:
                 for what, (left, right) in pairs:
