@@ -11,6 +11,7 @@
 #include "sm80/values.cu"
 #endif
 
+#include "draws.h"
 #include "plan.h"
 
 #ifndef HEAD_DIM
@@ -60,15 +61,6 @@ const FwdInstance kInstance{kKernels, sizeof(kKernels) / sizeof(*kKernels),
 namespace {
 
 using fad::FwdParams;
-
-std::mt19937 draw_source;
-
-int draw(int low, int high) { return low + static_cast<int>(draw_source() % (high - low + 1)); }
-template <typename Value>
-Value pick(std::initializer_list<Value> values) {
-  return values.begin()[draw(0, static_cast<int>(values.size()) - 1)];
-}
-bool chance(int percent) { return draw(1, 100) <= percent; }
 
 // Numbers about as attention sees them; NaN where nothing may be read.
 struct Numbers {

@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.emulator.faults import FAULTS, Fault
-from tests.emulator.run import HERE, ROOT
+from tests.emulator.run import ROOT, compile_program, copy_sources
 
 # A function with PTX in it; and one that asks the driver.
 _FUNCTION = re.compile(
@@ -105,9 +104,7 @@ def build(
     Returns:
         The program.
     """
-    folder.mkdir()
-    sources = folder / "kernels"
-    shutil.copytree(tree / "cpp" / "kernels", sources)
+    sources = copy_sources(tree, upstream, folder, head_dim, dtype)
     if source == "hopper_fwd.cpp":  # little scratch memory, so that calls take several launches
         plan = sources / "plan.h"
         text = plan.read_text(encoding="utf-8").replace("{64} << 20", "{2} << 20")
@@ -118,46 +115,22 @@ def build(
         if text.count(fault.text) != 1:
             raise ValueError(f"{fault.file}: {text.count(fault.text)} places have {fault.text!r}")
         path.write_text(text.replace(fault.text, fault.instead), encoding="utf-8")
-    shutil.copytree(HERE / "stubs" / "overlay", sources, dirs_exist_ok=True)
-    others = [sources / name for name in ("sm80/few_rows_copy.cuh", "sm80/row_block.h", "turns.h")]
-    for path in [*(sources / "sm90").iterdir(), *others]:
+    for path in [*(sources / "sm90").iterdir(), sources / "sm80/row_block.h", sources / "turns.h"]:
         text = path.read_text(encoding="utf-8")
-        if path.name == "few_rows_copy.cuh":
-            text = re.sub(r"^.*prefetch\.global.*\n", "", text, flags=re.MULTILINE)
-        else:
-            without = _without_ptx(text)
-            if without != text:
-                text = without.replace("#pragma once\n", '#pragma once\n#include "hopper.h"\n', 1)
+        without = _without_ptx(text)
+        if without != text:
+            text = without.replace("#pragma once\n", '#pragma once\n#include "hopper.h"\n', 1)
         if path.name == "wgmma.h":
             text += '#include "hopper_products.h"\n'
         path.write_text(text, encoding="utf-8")
-    (sources / "instances.h").write_text(
-        f"#define FAD_FWD_INSTANCES(X) X({dtype}, {head_dim})\n", encoding="utf-8"
-    )
     (sources / "hopper_table.h").write_text(_table(tree, head_dim, dtype), encoding="utf-8")
     if variants:
         text = (tree / "tests/benchmarks/hopper_variants.cu").read_text(encoding="utf-8")
         text = text[: text.index('extern "C"')].replace("__nv_bfloat16", "fad::Element90")
         (sources / "variants.h").write_text(text, encoding="utf-8")
-    headers = folder / "upstream"
-    headers.mkdir()
-    for name in ("flash.h", "block_info.h", "namespace_config.h"):
-        shutil.copy(upstream / "flash_attn" / "src" / name, headers)
-    program = folder / "hopper_fwd"
-    include = [HERE, HERE / "stubs", sources, headers, tree / "cpp" / "torch_free"]
-    command = [
-        *("g++", "-std=c++20", "-O2", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing"),
-        *("-w", "-Wno-psabi", "-o", str(program)),
-        *(f"-DHEAD_DIM={head_dim}", f"-DFAD_HEAD_DIM={head_dim}"),
-        *(["-DVARIANTS"] if variants else []),
-        "-DFLASH_ATTENTION_DETERMINISTIC",
-        *(f"-I{path}" for path in include),
-        *("-isystem", str(cuda / "include"), str(HERE / source)),
-        *(str(sources / "plan.cpp"), f"-L{cuda / 'lib'}", "-lcudart_static"),
-        *("-ldl", "-lrt", "-lpthread"),
-    ]
-    subprocess.run(command, check=True)
-    return program
+    words = ["-march=native", "-fno-strict-aliasing", "-Wno-psabi"]
+    words += [f"-DHEAD_DIM={head_dim}", f"-DFAD_HEAD_DIM={head_dim}"]
+    return compile_program(source, words + ["-DVARIANTS"] * variants, tree, folder, cuda)
 
 
 def find(fault: Fault, tree: Path, upstream: Path, cuda: Path, first: int, count: int) -> str:

@@ -7,22 +7,11 @@
 #include "hopper.h"
 #include "sm90/bwd_launch.cuh"
 
-#include "hopper_table.h"  // made by hopper.py
+#include "draws.h"
+#include "hopper_elements.h"
 
 namespace fad {
 
-alignas(1024) char smem[emulator::kSharedBytes];
-namespace sm90 {
-alignas(1024) char memory[16];
-}
-
-#if HALF
-using Element80 = cutlass::half_t;
-using Element90 = sm90::fp16;
-#else
-using Element80 = cutlass::bfloat16_t;
-using Element90 = sm90::bf16;
-#endif
 using Tile = sm90::BwdTile<Element90, HEAD_DIM, HEAD_DIM == 64 ? 128 : 64>;
 
 std::string name_of(uint32_t offset, int, int) {
@@ -53,14 +42,6 @@ namespace {
 using Number = fad::Element80;
 using fad::Tile;
 
-std::mt19937 draw_source;
-
-int draw(int low, int high) { return low + static_cast<int>(draw_source() % (high - low + 1)); }
-template <typename Value>
-Value pick(std::initializer_list<Value> values) {
-  return values.begin()[draw(0, static_cast<int>(values.size()) - 1)];
-}
-bool chance(int percent) { return draw(1, 100) <= percent; }
 int about(int length) { return std::max(1, length + draw(-1, 1)); }
 
 struct Numbers {

@@ -9,23 +9,11 @@
 #include "sm90/fwd_entry.h"
 #include "sm90/fwd_launch.cuh"
 
-#include "hopper_table.h"  // made by run.py
+#include "draws.h"
+#include "hopper_elements.h"
 #include "plan.h"
 
 namespace fad {
-
-alignas(1024) char smem[emulator::kSharedBytes];
-namespace sm90 {
-alignas(1024) char memory[16];
-}
-
-#if HALF
-using Element80 = cutlass::half_t;
-using Element90 = sm90::fp16;
-#else
-using Element80 = cutlass::bfloat16_t;
-using Element90 = sm90::bf16;
-#endif
 
 constexpr Features kMost =
     kCausal | kWindow | kAlibi | kSoftcap | kPadded | kResidual | kCacheIndex | kPaged;
@@ -107,15 +95,6 @@ std::string name_of(uint32_t offset, int shared_bytes, int threads) {
 namespace {
 
 using fad::FwdParams;
-
-std::mt19937 draw_source;
-
-int draw(int low, int high) { return low + static_cast<int>(draw_source() % (high - low + 1)); }
-template <typename Value>
-Value pick(std::initializer_list<Value> values) {
-  return values.begin()[draw(0, static_cast<int>(values.size()) - 1)];
-}
-bool chance(int percent) { return draw(1, 100) <= percent; }
 
 // Numbers about as attention sees them; NaN where nothing may be read.
 struct Numbers {

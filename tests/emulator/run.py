@@ -26,24 +26,19 @@ ROOT = HERE.parents[1]
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "fp16": "cutlass::half_t"}
 
 
-def build(
-    tree: Path, upstream: Path, cuda: Path, folder: Path, head_dim: int, dtype: str, old: bool
-) -> Path:
-    """Compiles a source tree's kernels for the CPU.
+def copy_sources(tree: Path, upstream: Path, folder: Path, head_dim: int, dtype: str) -> Path:
+    """Copies a source tree's kernels, and puts the emulator's headers in the place of some.
 
     Args:
         tree: the repository, or another state of it.
         upstream: upstream's sources, patched, as a build leaves them.
-        cuda: folder with CUDA's include and lib.
-        folder: where to build.
+        folder: where to; made.
         head_dim: of the kernels.
         dtype: "bf16" or "fp16".
-        old: the tree has no path but few-rows.
 
     Returns:
-        The program.
+        The folder of the kernels.
     """
-    folder.mkdir()
     sources = folder / "kernels"
     shutil.copytree(tree / "cpp" / "kernels", sources)
     shutil.copytree(HERE / "stubs" / "overlay", sources, dirs_exist_ok=True)
@@ -59,19 +54,43 @@ def build(
     headers.mkdir()
     for name in ("flash.h", "block_info.h", "namespace_config.h"):
         shutil.copy(upstream / "flash_attn" / "src" / name, headers)
-    program = folder / "few_rows"
-    include = [HERE, HERE / "stubs", sources, headers, tree / "cpp" / "torch_free"]
+    return sources
+
+
+def compile_program(source: str, options: list[str], tree: Path, folder: Path, cuda: Path) -> Path:
+    """Compiles a program of this folder with copied kernels.
+
+    Args:
+        source: the program's file.
+        options: for g++.
+        tree: see `copy_sources`.
+        folder: see tree.
+        cuda: folder with CUDA's include and lib.
+
+    Returns:
+        The program.
+    """
+    sources = folder / "kernels"
+    program = folder / source.removesuffix(".cpp")
+    include = [HERE, HERE / "stubs", sources, folder / "upstream", tree / "cpp" / "torch_free"]
     command = [
         *("g++", "-std=c++20", "-O2", "-ffp-contract=off", "-w", "-o", str(program)),
-        *("-DFLASH_ATTENTION_DETERMINISTIC", f"-DHEAD_DIM={head_dim}"),
-        f"-DELEMENT={ELEMENTS[dtype]}",
-        *(["-DOLD_TREE"] if old else []),
+        *("-DFLASH_ATTENTION_DETERMINISTIC", *options),
         *(f"-I{path}" for path in include),
-        *("-isystem", str(cuda / "include"), str(HERE / "few_rows.cpp"), str(sources / "plan.cpp")),
+        *("-isystem", str(cuda / "include"), str(HERE / source), str(sources / "plan.cpp")),
         *(f"-L{cuda / 'lib'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"),
     ]
     subprocess.run(command, check=True)
     return program
+
+
+def build(
+    tree: Path, upstream: Path, cuda: Path, folder: Path, head_dim: int, dtype: str, old: bool
+) -> Path:
+    """Compiles few_rows.cpp; old: the tree has no path but few-rows. See the functions above."""
+    copy_sources(tree, upstream, folder, head_dim, dtype)
+    options = [f"-DHEAD_DIM={head_dim}", f"-DELEMENT={ELEMENTS[dtype]}"]
+    return compile_program("few_rows.cpp", options + ["-DOLD_TREE"] * old, tree, folder, cuda)
 
 
 def results(program: Path, first: int, count: int, path: str, late: bool) -> bytes:
