@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
+import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -115,3 +118,30 @@ def test_every_folder_of_tests_is_run(noxfile: ModuleType, pytestconfig: pytest.
         top, *inner = path.relative_to(ROOT / "tests").parent.parts
         assert f"tests/{top}" in folders
         assert not [name for name in inner for rule in passed_over if fnmatch(name, rule)], path
+
+
+def test_the_script_that_runs_nox_wants_the_same_python(
+    noxfile: ModuleType, tmp_path: Path
+) -> None:
+    """An older `python3` is passed over; without another one the reason is given."""
+    script = (ROOT / ".ci" / "nox").read_text()
+    assert f"sys.version_info < {noxfile.BUILD_PYTHON}" in script
+    (tmp_path / ".ci").mkdir()
+    copy = Path(shutil.copy(ROOT / ".ci" / "nox", tmp_path / ".ci"))
+    environ = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.defpath}"}
+    tried = re.search(r'for python in (.+) ""', script)
+    assert tried
+    for name in tried[1].split():
+        put_script(tmp_path / name, "echo Python 3.10.1; exit 1")
+    done = subprocess.run([copy], capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 1
+    assert "error: Python 3.11 or newer is needed" in done.stderr
+    assert "on PATH: Python 3.10.1" in done.stderr
+    put_script(tmp_path / "python3.12", f'echo "$@" >> {tmp_path}/calls; [ "$1" = -c ]')
+    subprocess.run([copy], capture_output=True, check=False, env=environ)
+    assert (tmp_path / "calls").read_text().endswith("-m venv --clear .nox/ci\n")
+
+
+def put_script(path: Path, program: str) -> None:
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o755)
