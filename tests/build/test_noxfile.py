@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from flash_attn_build.compile import build
 from flash_attn_build.files import ROOT
 
 
@@ -104,6 +105,18 @@ def test_an_older_python_is_told_before_anything_is_installed(
     monkeypatch.setattr(sessions, "BUILD_PYTHON", (99, 0))
     session = Session()
     with pytest.raises(Stopped, match=r"building needs Python 99\.0 or newer; the wheel runs on"):
+        sessions.run_build(session, "--preset", "dev")
+    assert session.commands == []
+
+
+@pytest.mark.parametrize("name", ["a b", "a(1)", "a,b", "it's", "$x"])
+def test_a_path_that_nvcc_does_not_take_is_told_before_anything_is_installed(
+    sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert build.NVCC_PATH.pattern == sessions.NVCC_PATH
+    monkeypatch.setattr(sessions, "ROOT", tmp_path / name)
+    session = Session()
+    with pytest.raises(Stopped, match="nvcc does not compile in"):
         sessions.run_build(session, "--preset", "dev")
     assert session.commands == []
 

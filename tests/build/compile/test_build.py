@@ -172,6 +172,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for wrong, expected in (
         (["-D", "A"], "expected NAME=VALUE, got 'A'"),
         (["--local", "cu-1"], "expected letters and digits, got 'cu-1'"),
+        (["--build-dir", "/a b"], "nvcc does not compile in '/a b'"),
     ):
         with pytest.raises(SystemExit):
             build.request_from(wrong)
