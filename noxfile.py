@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -267,7 +268,12 @@ def run_tool(
     """Runs a module of flash_attn_build; returns what it printed, if silent."""
     command = ["python", "-m", f"flash_attn_build.{name}", *arguments]
     environ = {**TOOLS, "CUDACXX": cudacxx} if cudacxx else TOOLS
-    said = session.run(*command, env=environ, silent=silent)
+    # As Ctrl-C does: nox would end at once, and the compilers go on. Both give the build the time
+    # that it needs to end them and to remove its files; by default nox kills it after half a second.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    said = session.run(
+        *command, env=environ, silent=silent, interrupt_timeout=3, terminate_timeout=30
+    )
     return str(said).strip() if silent else ""
 
 

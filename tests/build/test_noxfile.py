@@ -6,7 +6,9 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -33,8 +35,9 @@ class Session:
     def install(self, *arguments: str) -> None:
         self.commands.append(("install", *arguments))
 
-    def run(self, *arguments: str, **_: Any) -> str:
+    def run(self, *arguments: str, **options: Any) -> str:
         self.commands.append(arguments)
+        self.options = options
         return "/packages/nvcc\n"
 
 
@@ -46,6 +49,13 @@ def noxfile() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -119,6 +129,15 @@ def test_a_path_that_nvcc_does_not_take_is_told_before_anything_is_installed(
     with pytest.raises(Stopped, match="nvcc does not compile in"):
         sessions.run_build(session, "--preset", "dev")
     assert session.commands == []
+
+
+def test_a_build_that_is_stopped_gets_the_time_to_clean_up(sessions: ModuleType) -> None:
+    session = Session()
+    sessions.run_tool(session, "compile.build")
+    assert session.options["interrupt_timeout"] >= 1
+    assert session.options["terminate_timeout"] >= 10
+    with pytest.raises(KeyboardInterrupt):  # nox passes on what ends it
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_every_folder_of_tests_is_run(noxfile: ModuleType, pytestconfig: pytest.Config) -> None:

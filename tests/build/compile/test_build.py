@@ -213,12 +213,14 @@ child.wait()
 """
 
 
-def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     """A build that is stopped ends what it started, and removes its temporary folder."""
     noted, out = tmp_path / "pid", tmp_path / "dist"
     out.mkdir()
     script = (
-        "import sys, tempfile, os\n"
+        "import signal, sys, tempfile, os\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from flash_attn_build import errors\n"
         "from flash_attn_build.compile import build\n"
         "def work():\n"
@@ -233,8 +235,8 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert list(out.iterdir())
-    process.terminate()
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
     assert list(out.iterdir()) == []
     grandchild = Path("/proc", noted.read_text())
     while grandchild.exists() and "\nState:\tZ" not in (grandchild / "status").read_text():
