@@ -268,8 +268,8 @@ def run_tool(
     """Runs a module of flash_attn_build; returns what it printed, if silent."""
     command = ["python", "-m", f"flash_attn_build.{name}", *arguments]
     environ = {**TOOLS, "CUDACXX": cudacxx} if cudacxx else TOOLS
-    # As Ctrl-C does: nox would end at once, and the compilers go on. Both give the build the time
-    # that it needs to end them and to remove its files; by default nox kills it after half a second.
+    # SIGTERM would end nox and leave the compilers running; now it does what Ctrl-C does. After
+    # half a second nox would kill the build, before it has removed its files.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     said = session.run(
         *command, env=environ, silent=silent, interrupt_timeout=3, terminate_timeout=30
