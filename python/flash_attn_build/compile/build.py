@@ -225,7 +225,8 @@ def run_group(
                 except subprocess.TimeoutExpired:
                     tell()
         except BaseException:
-            os.killpg(child.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it ended by itself just now
+                os.killpg(child.pid, signal.SIGTERM)
             child.wait()
             raise
 

@@ -139,6 +139,17 @@ def test_a_command_that_takes_long_is_asked_how_far_it_is(tmp_path: Path) -> Non
     assert 1 <= len(told) <= 5
 
 
+def test_a_signal_just_after_the_end_is_no_error_of_its_own(tmp_path: Path) -> None:
+    def tell() -> None:
+        noted = int((tmp_path / "pid").read_text())
+        os.waitpid(noted, 0)
+        raise KeyboardInterrupt
+
+    command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 0.5"]
+    with pytest.raises(KeyboardInterrupt):
+        build.run_group(command, os.environ, tell, interval=0.3)
+
+
 @pytest.mark.parametrize("given", ["yesterday", "-5", "1.5"])
 def test_a_bad_date(given: str) -> None:
     with pytest.raises(SettingError, match=f"SOURCE_DATE_EPOCH: expected .* got '{given}'"):
