@@ -69,7 +69,7 @@ STEPS = (
     Step("conformance", "tests", 200,
          "-m tests.conformance --seconds 150 --seed 1 --json {out}/conformance.json",
          "conformance.json"),
-    Step("tests-of-ranks", "together", 400, f"{_PYTEST}/test_ranks.py"),
+    Step("tests-of-ranks", "together", 400, f"{_PYTEST}/ranks"),
     Step("ranks", "together", 90, "-m torch.distributed.run --standalone --nproc-per-node 2 "
          "-m tests.benchmarks.ranks --wheel {wheel} --out {out}/ranks.json", "ranks.json"),
 )  # fmt: skip

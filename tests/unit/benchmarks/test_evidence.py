@@ -54,6 +54,9 @@ def test_every_step_names_something_that_exists(step: Step) -> None:
         if module.startswith("tests."):
             path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+    for word in words:
+        if word.startswith("tests/"):
+            assert (ROOT / word).exists(), word
     if not modules:
         assert (ROOT / words[place]).exists()
 
