@@ -95,6 +95,17 @@ def test_steps_run_and_fail_alone(tmp_path: Path, gpus: int) -> None:
     assert recorded["sources"] == SOURCES
 
 
+def test_a_step_that_may_end_too_late_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = started(tmp_path / "out")
+    steps = (python("long", "times", "0", limit=50), python("short", "times", "0", limit=20))
+    write = functools.partial(write_outcomes, out, BEGUN)
+    found = running.run_all(steps, GIVEN, 1, out, write, seconds=40)
+    assert [one.name for one in found] == ["short"]
+    assert "left out, as it may take 50 s: long" in capsys.readouterr().out
+
+
 def test_results_of_other_kernels_are_not_installed(tmp_path: Path) -> None:
     out = started(tmp_path / "out")
     with pytest.raises(ValueError, match="cpp differ"):
