@@ -61,7 +61,7 @@ def add_command(commands: Any) -> None:
         type=float,
         default=60,
         metavar="S",
-        help="with --attention: after S seconds no further row of one attention starts (60)",
+        help="with --attention: after S seconds no further case of one attention starts (60)",
     )
     parser.add_argument(
         "--ranks",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import xml.etree.ElementTree
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 import torch
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.errors import ArgumentError
-from flash_attn_deterministic.verify.scoreboard import attention, drawing, rows, trial
+from flash_attn_deterministic.verify.scoreboard import attention, drawing, rows, times, trial
 
 SMALL = rows.Sizes("cpu", ((2, 1),), (32,), 130, (2,))
 
@@ -70,7 +72,25 @@ def test_another_function_is_not_judged() -> None:
 
 
 def test_time_ends_a_trial() -> None:
-    assert set(statuses(run_rows("good", seconds=-1)).values()) == {"not-run"}
+    found = statuses(run_rows("good", seconds=-1))
+    for name in ("capacity", "neighbour-9-10", "workspace-256MB"):
+        assert found.pop(name) == "not-applicable"
+    assert set(found.values()) == {"not-run"}
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [pytest.param("good", "not-run", id="kept"), pytest.param("split_by_batch", "broken", id="no")],
+)
+def test_time_ends_a_row(name: str, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is cut off after some cases is not kept, but may be broken."""
+    clock = itertools.chain((0.0, 0.0, 0.0), itertools.repeat(100.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(trial, "ROWS", [row for row in rows.ROWS if row.id == "batch"])
+    (peer,) = attention.find(f"verify.scoreboard_peers:{name}", "cpu")
+    sizes = dataclasses.replace(SMALL, batches=(2, 3, 4))
+    result = trial.try_rows(peer, attention.ours().attend, sizes, 50, lambda row: None)["batch"]
+    assert (result["status"], result["cases"]) == (status, 2)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +159,7 @@ def test_the_command_writes_table_picture_and_record(
     ]
     assert record["unavailable"] == {"fa3": "it runs on CUDA devices only"}
     assert record["times"] == {}
+    assert record["complete"]
     table = (tmp_path / "scoreboard.md").read_text()
     assert table in capsys.readouterr().out
     assert "| batch: who else is in the batch (prefill) | 1/1 | 0/1 |" in table
@@ -152,6 +173,43 @@ def test_the_command_writes_table_picture_and_record(
     assert ">deterministic_<" in drawn
     assert "Quick run" not in table
     assert drawing.markdown({**record, "quick": True}).splitlines()[2].startswith("Quick run,")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuntimeError("an illegal access")], ids=["cut", "error"]
+)
+def test_what_was_found_before_an_end_is_on_disk(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trial.try_rows
+
+    def try_rows(peer: attention.Attention, *arguments: Any) -> Any:
+        if peer.name != "ours":
+            raise error
+        return real(peer, *arguments)
+
+    monkeypatch.setattr(trial, "try_rows", try_rows)
+    monkeypatch.setattr(rows, "CPU", SMALL)
+    arguments = ["verify", "--attention", "sdpa-math", "--device", "cpu", "--out", str(tmp_path)]
+    if isinstance(error, KeyboardInterrupt):
+        assert main(arguments) == 130
+    else:
+        with pytest.raises(RuntimeError, match="illegal access"):
+            main(arguments)
+    record = json.loads((tmp_path / "scoreboard.json").read_text())
+    assert [one["name"] for one in record["attentions"]] == ["ours"]
+    assert not record["complete"]
+    assert "Incomplete: the run was cut off. CPU" in (tmp_path / "scoreboard.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the calls would run")
+def test_times_of_a_gpu_that_is_broken_say_why() -> None:
+    own = attention.ours()
+    found = dict(times.measure([own, own], repeats=1))
+    assert len(found) == 3
+    for one in found.values():
+        assert one["ms"] == one["ratio"] == [None, None]
+        assert all(one["failed"])
 
 
 def test_the_command_fails_if_ours_breaks_a_row(

@@ -10,10 +10,13 @@ from typing import Any
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs all rows on the named attention and on ours, prints the table, and writes the files.
+    """Runs all rows on the named attention and on ours, and prints the table.
+
+    The files are written after each attention and each problem that is timed, so that a run that is
+    cut off leaves what it had found.
 
     Returns:
-        0; Exit.CONTRACT if ours breaks a row.
+        0; Exit.CONTRACT if ours breaks a row; Exit.INTERRUPTED after Ctrl-C or SIGTERM.
 
     Raises:
         ArgumentError: there is no such attention, or the number of seconds is negative or NaN.
@@ -22,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from ...errors import ArgumentError
+    from ..ending import sigterm_interrupts
     from ..outcome import Exit
     from ..report import write_files
     from .attention import UnavailableError, find, ours
@@ -41,17 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
             attentions += find(name, device)
         except UnavailableError as error:
             unavailable[name] = str(error)
-    tried: list[dict[str, Any]] = []
-    for attention in attentions:
-        one = {name: getattr(attention, name) for name in ("name", "setting", "version")}
-
-        def show(row: str, one: dict[str, Any] = one) -> None:
-            print(f"{title(one)}: {row}", file=sys.stderr)
-
-        rows = try_rows(attention, attentions[0].attend, sizes, arguments.seconds, show)
-        tried.append({**one, "rows": rows})
-    record = {
+    record: dict[str, Any] = {
         "schema_version": 1,
+        "complete": False,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "device": device,
         "device_name": torch.cuda.get_device_name() if cuda else "CPU, the reference path",
@@ -59,18 +55,42 @@ def run(arguments: argparse.Namespace) -> int:
         "cuda": torch.version.cuda if cuda else None,
         "quick": arguments.quick,
         "rows": [{"id": r.id, "promise": r.promise, "source": r.source} for r in ROWS],
-        "attentions": tried,
+        "attentions": [],
         "unavailable": unavailable,
-        # The CPU runs the reference, whose times mean nothing.
-        "times": measure(attentions) if cuda else {},
+        "times": {},
     }
-    texts = {
-        "scoreboard.json": json.dumps(record, indent=2) + "\n",
-        "scoreboard.md": markdown(record),
-        "scoreboard.svg": svg(record),
-    }
-    write_files(arguments.out, texts)
-    print(texts["scoreboard.md"])
+
+    def write() -> None:
+        texts = {
+            "scoreboard.json": json.dumps(record, indent=2) + "\n",
+            "scoreboard.md": markdown(record),
+            "scoreboard.svg": svg(record),
+        }
+        write_files(arguments.out, texts)
+
+    write()  # a folder that cannot be written ends the command before the rows run
+    with sigterm_interrupts():
+        try:
+            for attention in attentions:
+                one = {name: getattr(attention, name) for name in ("name", "setting", "version")}
+
+                def show(row: str, one: dict[str, Any] = one) -> None:
+                    print(f"{title(one)}: {row}", file=sys.stderr)
+
+                rows = try_rows(attention, attentions[0].attend, sizes, arguments.seconds, show)
+                record["attentions"].append({**one, "rows": rows})
+                write()
+            # The CPU runs the reference, whose times mean nothing.
+            for name, times in measure(attentions) if cuda else ():
+                record["times"][name] = times
+                write()
+            record["complete"] = True
+            write()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+    print(markdown(record))
     print(f"written: {arguments.out / 'scoreboard.svg'}, .md, .json")
-    broken = [r for r in tried[0]["rows"].values() if r["status"] in (BROKEN, RAISED)]
-    return int(Exit.CONTRACT if broken else Exit.PASSED)
+    if not record["complete"]:
+        return int(Exit.INTERRUPTED)
+    own = record["attentions"][0]["rows"].values()
+    return int(Exit.CONTRACT if any(r["status"] in (BROKEN, RAISED) for r in own) else Exit.PASSED)

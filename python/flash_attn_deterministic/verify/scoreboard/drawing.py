@@ -108,7 +108,8 @@ def svg(record: Mapping[str, Any]) -> str:
 
 def _where(record: Mapping[str, Any]) -> str:
     quick = "Quick run, fewer shapes. " if record["quick"] else ""
-    return f"{quick}{record['device_name']}, torch {record['torch']}, {record['date']}"
+    cut = "" if record["complete"] else "Incomplete: the run was cut off. "
+    return f"{cut}{quick}{record['device_name']}, torch {record['torch']}, {record['date']}"
 
 
 def _text(

@@ -30,7 +30,8 @@ def try_rows(
         attention: the attention under test.
         expected: computes the same function, up to roundings.
         sizes: of the problems.
-        seconds: after which no further row starts.
+        seconds: after which no further case starts. A row that is cut off has no verdict, unless
+            one of its cases was broken.
         on_row: called with the id of each row that starts.
 
     Returns:
@@ -45,10 +46,8 @@ def try_rows(
             on_row(row.id)
             if problem:
                 results[row.id] = _result(RAISED, reason=problem)
-            elif time.monotonic() > end:
-                results[row.id] = _result(NOT_RUN, reason=f"{seconds:.0f} s were over")
             else:
-                results[row.id] = _try(row, attention, sizes)
+                results[row.id] = _try(row, attention, sizes, end, f"{seconds:.0f} s were over")
     return results
 
 
@@ -63,7 +62,7 @@ def _result(
     return {**counts, "reason": reason, "counter_example": counter_example}
 
 
-def _try(row: Row, attention: Attention, sizes: Sizes) -> dict[str, Any]:
+def _try(row: Row, attention: Attention, sizes: Sizes, end: float, why_cut: str) -> dict[str, Any]:
     if row.lengths and not attention.lengths:
         return _result(NOT_APPLICABLE, reason="its calls take no lengths of keys")
     if row.gradients and not attention.gradients:
@@ -77,6 +76,10 @@ def _try(row: Row, attention: Attention, sizes: Sizes) -> dict[str, Any]:
 
     with torch.set_grad_enabled(row.gradients):
         for name, pairs in row.cases(attend, sizes):
+            if time.monotonic() > end:
+                if example is not None:
+                    break
+                return _result(NOT_RUN, tried, equal, why_cut)
             found = None
             try:
                 for what, (left, right) in pairs:
