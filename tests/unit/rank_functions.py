@@ -346,9 +346,11 @@ def heads_raised(change: dict[int, dict[str, Any]], heads_ranks: int) -> str:
     rank = dist.get_rank()
     groups = trial.groups_of(dist.get_world_size() // heads_ranks, heads_ranks)
     given: dict[str, Any] = {"seqlen": 8, **change.get(rank, {})}
-    q = draw((1, given.pop("seqlen"), 4, 16), 1)
+    shape = (1, given.pop("seqlen"), 4, 16)
+    gradients = given.pop("gradients", ())
+    q, k, v = (draw(shape, 1).requires_grad_(name in gradients) for name in "qkv")
     try:
-        distributed.flash_attn_func(q, q, q, **groups, **given)
+        distributed.flash_attn_func(q, k, v, **groups, **given)
     except package.FlashAttnError as error:
         return f"{type(error).__name__}: {error}"
     return ""

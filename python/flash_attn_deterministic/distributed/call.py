@@ -156,9 +156,11 @@ def attend(
     head_dim = q.shape[-1]
     heads, tokens = q.dim() - 2, q.dim() - 3  # dimensions
     by_heads = settings.groups.heads
+    backward = has_backward((q, k, v), None)
+    wanted = [int(backward and tensor.requires_grad) for tensor in (q, k, v)]
     q, k, v = padded(q), padded(k), padded(v)
     if by_heads.size > 1:
-        agreed = [*q.shape, *k.shape, int(settings.with_lse)]
+        agreed = [*q.shape, *k.shape, int(settings.with_lse), *wanted]
         swap = torch.ops.flash_attn_deterministic.swap
         q = swap(q, heads, tokens, by_heads.name, agreed, settings.groups.sequence.name)
         k, v = (swap(tensor, heads, tokens, by_heads.name, [], "") for tensor in (k, v))
@@ -174,6 +176,7 @@ def attend(
         settings.order,
         min(settings.heads_k, k.shape[heads]),
         ops.GATHER,
+        backward,
         scale,
         left,
         right,

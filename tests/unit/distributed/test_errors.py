@@ -18,6 +18,8 @@ from flash_attn_deterministic.distributed.messages.ranks import Ranks
 from flash_attn_deterministic.errors import UnsupportedError
 from rank_pool import Pool, pool_of
 
+from tests.gpu.ranks import dying_rank
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
@@ -52,6 +54,21 @@ def test_one_rank_with_a_wrong_argument(pool: Pool) -> None:
     assert second.startswith("UnsupportedError: dropout_p: expected 0.0 on several ranks, got 0.5")
     assert first.startswith("RankError: rank 1 of 2 did not make the call that rank 0 makes")
     assert "UnsupportedError: dropout_p" in first
+
+
+def test_a_gradient_on_one_rank(pool: Pool) -> None:
+    """Otherwise a rank would wait in its backward for one that has none."""
+    for message in pool.run(ranks.raised, {1: {"requires_grad": True}}):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert "whether an input requires a gradient: 0 on rank 0, 1 on rank 1" in message
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_gradient_on_one_rank_of_heads(pool: Pool, name: str) -> None:
+    """Otherwise the gradient of one tensor would be exchanged with that of another."""
+    for message in pool.run(ranks.heads_raised, {1: {"gradients": [name]}}, 2):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert f"whether {name} requires a gradient: 0 on rank 0, 1 on rank 1" in message
 
 
 def test_parts_of_different_lengths(pool: Pool) -> None:
@@ -181,6 +198,15 @@ def test_a_rank_that_is_late() -> None:
         (_, message), (_, late) = two.results()
         assert message.startswith("RankError: rank 0 of 2: what the ranks are called with did not")
         assert late == ""
+
+
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_a_process_that_dies(how: str) -> None:
+    """The program of the tests on two GPUs, which end as soon as the first rank does."""
+    ended = dying_rank.run("cpu", how, 5, 20, {})
+    assert ended.status == 1
+    assert "RankError: rank 0 of 2: what the ranks are called with did not arrive" in ended.text
+    assert ended.seconds < 30
 
 
 def test_no_process_group() -> None:
