@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,19 @@ _PROBLEMS: tuple[Problem, ...] = (
 )
 
 
-def measure(attentions: Sequence[Attention], repeats: int = 20) -> dict[str, dict[str, Any]]:
+def measure(
+    attentions: Sequence[Attention], repeats: int = 20
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Times every attention on the current GPU, in turns; the first is ours.
 
     Args:
         attentions: what is timed.
         repeats: timed rounds.
 
-    Returns:
-        By problem, `ms` (median), `ratio` to ours, and `failed` (reasons), each a list in the order
-        of attentions with None where there is nothing.
+    Yields:
+        A problem, and its `ms` (median), `ratio` to ours, and `failed` (reasons), each a list in
+        the order of attentions with None where there is nothing.
     """
-    results = {}
     for name, shape, batch, seqlen_q, seqlen_k, backward in _PROBLEMS:
         calls: dict[str, Callable[[], object]] = {}
         failed: list[str | None] = []
@@ -52,8 +53,7 @@ def measure(attentions: Sequence[Attention], repeats: int = 20) -> dict[str, dic
         ms = [medians.get(str(index)) for index in range(len(attentions))]
         ours = ms[0]
         ratio = [None if one is None or not ours else round(one / ours, 3) for one in ms]
-        results[name] = {"ms": ms, "ratio": ratio, "failed": failed}
-    return results
+        yield name, {"ms": ms, "ratio": ratio, "failed": failed}
 
 
 def _call(
