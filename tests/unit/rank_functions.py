@@ -332,10 +332,11 @@ def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) ->
     return ""
 
 
-def unshard_raised() -> str:
-    """Returns what `unshard` raises if each rank's part has a different length."""
+def unshard_raised(change: dict[int, dict[str, Any]]) -> str:
+    """Returns what `unshard` raises if ranks pass different arguments or parts."""
+    part = torch.zeros(4 if change else 3 + dist.get_rank())
     try:
-        distributed.unshard(torch.zeros(3 + dist.get_rank()), 0)
+        distributed.unshard(part, 0, **change.get(dist.get_rank(), {}))
     except package.FlashAttnError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -8,17 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._checks import kernels, tensors
-from .._checks.describe import shown, type_name
 from .._checks.numbers import check_flag, check_int
 from .._ops.arguments import Options
-from ..errors import ArgumentError, ArgumentTypeError, FlashAttnError, UnsupportedError
+from ..errors import ArgumentError, FlashAttnError, UnsupportedError
 from ..interface._call import has_backward, padded, resolve_options
 from . import ops
 
 # Defines the ops.
 from .messages import agreement
 from .messages.groups import Groups, find_groups
-from .planning.layout import ORDERS
+from .planning.layout import ORDERS, check_order
 
 _Result = TypeVar("_Result")
 
@@ -123,10 +122,7 @@ def resolve(
             "got True: the backward over ranks has no argument for the residual; make the call "
             "inside deterministic_mode(keep_residual=False)"
         )
-    if not isinstance(order, str):
-        raise ArgumentTypeError(f"order: expected a str, got {type_name(order)}")
-    if order not in ORDERS:
-        raise ArgumentError(f"order: expected one of {', '.join(ORDERS)}, got {shown(order)}")
+    order = check_order(order)
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     size = groups.heads.size
     if nheads_k % size:

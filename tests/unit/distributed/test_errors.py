@@ -72,9 +72,15 @@ def test_a_gradient_on_one_rank_of_heads(pool: Pool, name: str) -> None:
 
 
 def test_parts_of_different_lengths(pool: Pool) -> None:
-    for message in pool.run(ranks.unshard_raised):
+    for message in pool.run(ranks.unshard_raised, {}):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")
         assert "tensor.shape[0]: 3 on rank 0, 4 on rank 1" in message
+
+
+def test_parts_that_are_joined_in_different_orders(pool: Pool) -> None:
+    for message in pool.run(ranks.unshard_raised, {1: {"order": "zigzag"}}):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert "found a difference in order: " in message
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -163,7 +169,19 @@ def test_errors_reach_the_ranks_of_both_groups() -> None:
 ONE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "q": ({"q": None}, "ArgumentTypeError: q: expected a torch.Tensor"),
     "packed": ({"parts": 2}, "ArgumentError: qkv: expected shape"),
-    "slice": ({"place": slice(None, 8)}, "ArgumentTypeError: local_k_slice: expected a slice"),
+    "slice": (
+        {"place": slice(None, 8)},
+        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(None, 8)",
+    ),
+    "slice of a tensor": (
+        {"place": slice(torch.ones(2), 8)},
+        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(a tensor of "
+        "dtype torch.float32 and shape (2,), 8)",
+    ),
+    "tensor": (
+        {"place": torch.ones(2)},
+        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got a tensor of dtype",
+    ),
     "lengths": ({"starts": [0, 8]}, "ArgumentTypeError: cu_seqlens_k: expected a torch.Tensor"),
     "flag": ({"causal": "yes"}, "ArgumentTypeError: causal: expected a bool"),
 }
@@ -302,16 +320,19 @@ def test_one_rank_keeps_a_residual(pool: Pool) -> None:
         pytest.param({"dim": 2}, r"dim: expected a dimension .* \(1, 4\), got 2", id="dimension"),
         pytest.param({"dim": "1"}, "dim: expected an int, got str", id="dimension-type"),
         pytest.param(
+            {"order": torch.zeros(2)}, r"order: expected a str, got torch\.Tensor$", id="order"
+        ),
+        pytest.param(
             {"cu_seqlens": [0, 4]}, "cu_seqlens: expected a torch.Tensor, got list", id="lengths"
         ),
     ],
 )
 def test_wrong_arguments_of_shard(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(package.FlashAttnError, match=message):
-        distributed.shard(**{"tensor": torch.zeros(1, 4), **arguments})
+        distributed.shard(**{"tensor": torch.zeros(1, 4), "dim": 1, **arguments})
     if "cu_seqlens" not in arguments:
         with pytest.raises(package.FlashAttnError, match=message):
-            distributed.unshard(**{"tensor": torch.zeros(1, 4), **arguments})
+            distributed.unshard(**{"tensor": torch.zeros(1, 4), "dim": 1, **arguments})
 
 
 @pytest.mark.parametrize(
