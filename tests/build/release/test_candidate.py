@@ -145,15 +145,17 @@ def test_a_tree_that_lacks_what_the_wheel_is_held_to(project: Project) -> None:
     ids=["no backward", "nothing", "twice", "one more"],
 )
 def test_a_wheel_with_other_kernels_than_the_tree_has(
-    intact: Project, held: list[tuple[str, int]], missing: str, tmp_path: Path
+    intact: Project, held: list[tuple[str, int]], missing: str
 ) -> None:
     instances = [{"direction": d, "dtype": "bf16", "head_dim": n} for d, n in held]
-    wheel = release_samples.wheel(tmp_path / "wheel", instances=instances)
-    release_samples.describe(wheel)
-    expected = f"wheel: its kernels are not those of cpp/instances.json: missing are {missing}"
-    found = read_candidate(wheel, intact.root).faults
-    assert expected in found
-    assert len(found) == 1 or not held
+    (found,) = instance_faults({"instances": instances}, intact.root)
+    assert found.endswith(f"not those of cpp/instances.json: missing are {missing}")
+
+
+def test_a_tree_with_another_kernel(project: Project) -> None:
+    table = project.root / "cpp" / "instances.json"
+    edit(table, lambda content: content["dtypes"].update(fp16="half_t"))
+    assert "missing are bwd fp16 64, fwd fp16 64" in project.reasons()
 
 
 def test_several_families_of_a_kernel_are_one_kernel_of_the_real_table() -> None:
