@@ -159,7 +159,8 @@ def test_every_wheel_and_manifest_needs_an_attestation(
         assert call.startswith("attestation verify ")
         assert call.split()[2].endswith(suffix)
         assert "--repo o/n --signer-workflow o/n/.github/workflows/release.yml" in call
-        assert "--deny-self-hosted-runners" in call
+        # A page holds what was built from its tag, not from that of another release.
+        assert call.endswith("--deny-self-hosted-runners --source-ref=refs/tags/v0.1.0")
     assert not (pages.parent / "index").exists()
 
 

@@ -133,7 +133,7 @@ def test_attestations_are_asked_for_before_anything_is_read(
 ) -> None:
     calls = gh("")
     assert run(project, out, "--attested", "o/n", "c0ffee") == 0
-    assert calls.read_text().count("--source-digest c0ffee") == 2
+    assert calls.read_text().count("--source-digest=c0ffee") == 2
     project.add_report(wheel=OTHER_WHEEL)
     assert run(project, out) == 0
     assert run(project, out, "--attested", "o/n", "c0ffee") == RefusedError.exit_code
