@@ -60,8 +60,8 @@ STEPS = (
     _benchmark("peers_backward", 120, f"{_PEERS} backward --seconds 90 --budget-ms 60", "peers"),
     _benchmark("startup", 40, "--repeats 5"),
     Step("bench", "times", 90, f"{_OURS} bench --out {{out}}/bench", "bench"),
-    Step("scoreboard", "times", 240, f"{_OURS} verify --attention sdpa-flash,sdpa-cudnn,flex,fa3 "
-         "--seconds 15 --out {out}/scoreboard", "scoreboard"),
+    Step("scoreboard", "times", 270, f"{_OURS} verify --attention sdpa-flash,sdpa-cudnn,flex,fa3 "
+         "--seconds 30 --out {out}/scoreboard", "scoreboard"),
     Step("tests", "tests", 300, f'{_PYTEST} -n 12 -m "not slow"'),
     Step("slow-tests", "tests", 240, f"{_PYTEST} -m slow"),
     _benchmark("accuracy", 40, lane="tests"),

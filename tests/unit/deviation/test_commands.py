@@ -50,8 +50,9 @@ def test_they_run_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert read_json(tmp_path / "tokens" / "tokens.json")["tokens"] > 0
 
 
+@pytest.mark.parametrize("trained", [False, True])
 def test_a_study_that_fails_or_hangs_costs_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: dict[str, float] = {}
     now = 0.0
@@ -64,6 +65,11 @@ def test_a_study_that_fails_or_hangs_costs_no_other(
         if "--seconds" in command:
             # What a study takes at most leaves time for its start.
             assert float(command[command.index("--seconds") + 1]) <= max(1, timeout - STARTS)
+        if name == "training" and trained:  # its first run, before it failed
+            (tmp_path / "training").mkdir()
+            (tmp_path / "training" / "base.pt").touch()
+        if name in ("gradients", "tokens"):
+            assert ("--checkpoint" in command) == trained
         if name == "gradients":
             now += timeout
             raise subprocess.TimeoutExpired(command, timeout)
