@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TOOLS = {"PYTHONPATH": str(ROOT / "python")}  # flash_attn_build
 PYTHONS = ("3.10", "3.14")  # the oldest and the newest that the wheel is tested on
+NVCC_PATH = r"[\w./+@-]+"  # nvcc hands paths to a shell, partly without quotes
 BUILD_PYTHON = (3, 11)  # the oldest that builds and gates: torch-abi-audit needs it
 
 
@@ -248,6 +251,11 @@ def install(session: nox.Session, group: str, *options: str, locked: bool = Fals
     if sys.version_info < BUILD_PYTHON:
         floor = ".".join(map(str, BUILD_PYTHON))
         session.error(f"building needs Python {floor} or newer; the wheel runs on 3.10 too")
+    if group == "build" and not re.fullmatch(NVCC_PATH, str(ROOT)):
+        session.error(
+            f"nvcc does not compile in {str(ROOT)!r}: move this folder to a path of "
+            "letters, digits and . _ - + @ only"
+        )
     if locked:
         session.install(*options, "--require-hashes", "-r", f"locks/{group}.txt")
     else:
@@ -260,7 +268,12 @@ def run_tool(
     """Runs a module of flash_attn_build; returns what it printed, if silent."""
     command = ["python", "-m", f"flash_attn_build.{name}", *arguments]
     environ = {**TOOLS, "CUDACXX": cudacxx} if cudacxx else TOOLS
-    said = session.run(*command, env=environ, silent=silent)
+    # SIGTERM would end nox and leave the compilers running; now it does what Ctrl-C does. After
+    # half a second nox would kill the build, before it has removed its files.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    said = session.run(
+        *command, env=environ, silent=silent, interrupt_timeout=3, terminate_timeout=30
+    )
     return str(said).strip() if silent else ""
 
 

@@ -66,6 +66,9 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
         lambda m: (m["translation_units"].pop(), m["totals"].update(translation_units=1)),
         "1 CUDA translation units of 1 for 2 kernels",
     ),
+    "another date": (
+        lambda m: m["build"].update(source_date_epoch=1), "source_date_epoch is not the date in"
+    ),
     "units left out": (
         lambda m: m["totals"].update(translation_units=3), "2 CUDA translation units of 3"
     ),

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import fake_wheel
 import package_server
 import pytest
 import release_samples
@@ -125,14 +126,15 @@ def test_what_lacks_its_proof_is_refused(
 def later(pages: Path) -> None:
     """Puts the page of a later release beside the first."""
     first = the_wheel(pages)
-    wheel = pages / "v0.2.0" / first.name.replace("0.1.0", "0.2.0")
-    wheel.parent.mkdir()
-    with zipfile.ZipFile(first) as old, zipfile.ZipFile(wheel, "w") as new:
+    files = {}
+    with zipfile.ZipFile(first) as old:
         for name in old.namelist():
             data = old.read(name)
             if name.endswith("METADATA"):
                 data = data.replace(b"0.1.0", b"0.2.0")
-            new.writestr(name.replace("0.1.0.dist-info", "0.2.0.dist-info"), data)
+            if not name.endswith("RECORD"):
+                files[name.replace("0.1.0.dist-info", "0.2.0.dist-info")] = data
+    wheel = fake_wheel.pack(pages / "v0.2.0", files, version="0.2.0")
     release_samples.describe(wheel)
     release_samples.write_report(wheel, wheel.with_name(f"{wheel.name}.verification-1.json"))
 

@@ -60,11 +60,7 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     assert listed == there - {"SHA256SUMS"}
     assert list((out / "kernels-hub" / "build").iterdir())
     upload_and_install(out / "package-index" / wheel, tmp_path)
-    shutil.copytree(out / "assets", tmp_path / "pages" / "v0.1.0")
-    made = tmp_path / "index"
-    arguments = ["--pages", str(tmp_path / "pages"), "--out", str(made), "--unattested"]
-    assert index.main(arguments) == 0
-    assert (made / "packages" / wheel).read_bytes() == project.wheel.read_bytes()
+    write_index(out, project.wheel, tmp_path)
 
 
 def upload_and_install(wheel: Path, folder: Path) -> Path:
@@ -83,6 +79,15 @@ def upload_and_install(wheel: Path, folder: Path) -> Path:
     (bill,) = (folder / "environment").rglob("sboms/*.cdx.json")
     assert hashlib.sha256(library.read_bytes()).hexdigest() in bill.read_text()
     return library
+
+
+def write_index(out: Path, wheel: Path, folder: Path) -> None:
+    """The static index of what the gate wrote."""
+    shutil.copytree(out / "assets", folder / "pages" / "v0.1.0")
+    made = folder / "index"
+    arguments = ["--pages", str(folder / "pages"), "--out", str(made), "--unattested"]
+    assert index.main(arguments) == 0
+    assert (made / "packages" / wheel.name).read_bytes() == wheel.read_bytes()
 
 
 def test_what_the_gate_refuses_is_not_written(
@@ -138,9 +143,9 @@ def test_the_real_wheel_takes_the_whole_way(
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(root)], check=True)
     project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name, POLICY)
     project.dist.mkdir()
+    text = manifest.read(manifest.path_of(built))
     shutil.copy(built, project.wheel)
-    shutil.copy(manifest.path_of(built), manifest.path_of(project.wheel))
-    text = manifest.read(project.manifest_path)
+    shutil.copy(manifest.path_of(built), project.manifest_path)
     release_samples.write_report(project.wheel, project.report_path)
     release_samples.write_ptx_run(project)
     project.tag()
@@ -148,3 +153,4 @@ def test_the_real_wheel_takes_the_whole_way(
     library = upload_and_install(out / "package-index" / built.name, tmp_path)
     info = json.loads(library.with_name("_build_info.json").read_text())
     assert info["cuda_toolkit"] == text["cuda_toolkit"]
+    write_index(out, project.wheel, tmp_path)

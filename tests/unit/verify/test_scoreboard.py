@@ -16,7 +16,7 @@ import pytest
 import torch
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.errors import ArgumentError
-from flash_attn_deterministic.verify.scoreboard import attention, drawing, rows, trial
+from flash_attn_deterministic.verify.scoreboard import attention, drawing, rows, times, trial
 
 SMALL = rows.Sizes("cpu", ((2, 1),), (32,), 130, (2,))
 
@@ -200,6 +200,16 @@ def test_the_command_writes_table_picture_and_record(
     assert "Quick run" not in table
     assert "Incomplete" not in table
     assert drawing.markdown({**record, "quick": True}).splitlines()[2].startswith("Quick run,")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the calls would run")
+def test_times_of_a_gpu_that_is_broken_say_why() -> None:
+    own = attention.ours()
+    found = dict(times.measure([own, own], repeats=1))
+    assert len(found) == 3
+    for one in found.values():
+        assert one["ms"] == one["ratio"] == [None, None]
+        assert all(one["failed"])
 
 
 def test_the_command_fails_if_ours_breaks_a_row(
