@@ -41,7 +41,7 @@ def build_dev(session: nox.Session) -> None:
 
 @nox.session(requires=["build_dev"])
 def test(session: nox.Session) -> None:
-    """Test the small wheel, installed in a clean environment (-- ARGS: pytest's)."""
+    """Build the small wheel and test it, in 10 to 20 minutes on two cores (-- ARGS: pytest's)."""
     wheel = the_wheel(session, "dist/dev")
     # First with its own requirements only: it must not depend on packages of the tests.
     session.install(str(wheel), *groups("torch"))

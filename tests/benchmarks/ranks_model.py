@@ -299,10 +299,10 @@ def main() -> int:
         print("| " + " | ".join([*words, *(f"{size:.1f}" for size in sizes)]) + " |")
     record = json.loads(MEASURED.read_text(encoding="utf-8"))
     print("\n| measured | ms | by the model | GB | by the model |\n|---|---|---|---|---|")
-    for one in checked(record["cases"][0], record["ranks"], 1, NVLINK.link):
+    for run in checked(record["cases"][0], record["ranks"], 1, NVLINK.link):
         print(
-            f"| {one.name} | {one.measured_seconds * 1e3:.0f} | {one.seconds * 1e3:.0f} "
-            f"| {one.measured_bytes / 1e9:.2f} | {one.bytes / 1e9:.2f} |"
+            f"| {run.name} | {run.measured_seconds * 1e3:.0f} | {run.seconds * 1e3:.0f} "
+            f"| {run.measured_bytes / 1e9:.2f} | {run.bytes / 1e9:.2f} |"
         )
     return 0
 

@@ -14,6 +14,7 @@ import rank_functions as ranks
 import torch
 from flash_attn_deterministic.distributed.messages.ranks import Pending, Ranks
 from flash_attn_deterministic.distributed.passes import forward, gathered_backward, op_calls
+from flash_attn_deterministic.distributed.planning import steps
 from flash_attn_deterministic.distributed.planning.layout import dense_tokens
 from flash_attn_deterministic.distributed.planning.steps import find_units
 from rank_pool import pool_of
@@ -90,7 +91,7 @@ def test_the_model_beside_two_gpus() -> None:
     for one in found:
         assert one.seconds == pytest.approx(one.measured_seconds, rel=0.13), one.name
         assert one.bytes == pytest.approx(one.measured_bytes, rel=0.12), one.name
-    assert model.steps.UNIT_HEADS is None
+    assert steps.UNIT_HEADS is None
 
 
 def test_the_first_heads_are_waited_for() -> None:

@@ -18,6 +18,7 @@ from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
 from flash_attn_deterministic.deviation.report import page as page_module
 from flash_attn_deterministic.deviation.report import plots
 from flash_attn_deterministic.deviation.report.claims import CLAIMS
+from flash_attn_deterministic.deviation.report.judging import NOT_TESTED, QUICK
 from flash_attn_deterministic.deviation.report.page import CAPTIONS, read_study, write_report
 from flash_attn_deterministic.deviation.report.plots import MissingExtraError
 from flash_attn_deterministic.deviation.training.training_study import plan_of, run_training
@@ -94,7 +95,10 @@ def test_the_text_links_the_figures(folders: list[Path], tmp_path: Path) -> None
 def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Path) -> None:
     """Verdicts come from the data: a repeat that differs is not a control."""
     value = json.loads((folders[2] / "training.json").read_text())
-    _, text = write_report([folders[2]], tmp_path / "before")
+    value["configuration"]["workload"] = "drawings-small"  # not quick
+    (tmp_path / "as-it-was").mkdir()
+    (tmp_path / "as-it-was" / "training.json").write_text(json.dumps(value))
+    _, text = write_report([tmp_path / "as-it-was"], tmp_path / "before")
     claim = next(claim for claim in CLAIMS if claim.key == "repeat")
     row = f"| {claim.text} | {claim.source} | **{{}}** |"
     assert row.format("holds") in text.read_text()
@@ -104,6 +108,17 @@ def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Pat
     (tmp_path / "changed" / "training.json").write_text(json.dumps(value))
     _, text = write_report([tmp_path / "changed"], tmp_path / "after")
     assert row.format("does not hold") in text.read_text()
+
+
+def test_quick_studies_get_no_verdict(page: str) -> None:
+    top = page[: page.index("<table>")]
+    assert "Quick studies (forward, kernels, training): too few draws" in top
+    found = re.findall(r"<span class='verdict (\w+)'>([^<]*)</span>", page)
+    # Only the study of gradients is a whole one.
+    of_gradients = {claim.key for claim in CLAIMS if claim.study.startswith("gradients")}
+    judged = [text for _, text in found if text not in (QUICK, NOT_TESTED)]
+    assert len(judged) <= 2 * len(of_gradients)
+    assert ("none", QUICK) in found
 
 
 @pytest.mark.usefixtures("drawn")

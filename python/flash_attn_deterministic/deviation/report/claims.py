@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from .failure_claims import FAILURE_CLAIMS
 from .forward_claims import FORWARD_CLAIMS
 from .judging import Claim, Evidence, Outcome
@@ -16,9 +18,9 @@ CLAIMS: tuple[Claim, ...] = (
 )
 
 
-def judge_all(evidence: Evidence) -> list[tuple[Claim, Outcome]]:
-    """Judges every claim.
+def judge_all(evidence: Evidence, quick: Collection[str] = ()) -> list[tuple[Claim, Outcome]]:
+    """Judges every claim; those of the studies in `quick` get numbers, and no verdict.
 
     Nothing here is typed in but claims and ranges: numbers and verdicts come from the studies.
     """
-    return [(claim, claim.judge(evidence)) for claim in CLAIMS]
+    return [(claim, claim.judge(evidence, quick)) for claim in CLAIMS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ CONDITIONAL = "holds only under stated conditions"
 NOT_REPRODUCED = "does not hold"
 UNDECIDED = "not decided by this data"
 NOT_TESTED = "not tested"
+QUICK = "no verdict: a quick study"
 Range = tuple[float, float]
 _NAMED = 4  # conditions that are named; the list of numbers has all
 
@@ -74,6 +75,13 @@ def emulated(figure: str) -> str:
     return f"emulated attention, {figure}"
 
 
+def is_quick(configuration: Mapping[str, Any]) -> bool:
+    """Returns whether a study of this configuration is too small for verdicts."""
+    names = (configuration.get("workload", ""), configuration.get("model", ""))
+    tiny = any(str(name).endswith("-tiny") for name in names)
+    return bool(configuration.get("quick")) or tiny
+
+
 def evidence_of(results: Mapping[str, dict[str, Any]]) -> Evidence:
     """Returns what claims are judged by.
 
@@ -118,10 +126,14 @@ class Claim:
     cases: Callable[[Any], Iterable[Case]]
     figures: tuple[str, ...] = ()
 
-    def judge(self, evidence: Evidence) -> Outcome:
+    def judge(self, evidence: Evidence, quick: Collection[str] = ()) -> Outcome:
+        """Returns what the data says; of the studies in `quick` the numbers only."""
         if self.study not in evidence:
             return Outcome(NOT_TESTED, [], f"the study of {self.study} was not run")
-        return decide(list(self.cases(evidence[self.study])))
+        outcome = decide(list(self.cases(evidence[self.study])))
+        if self.study in quick and outcome.verdict != NOT_TESTED:
+            return Outcome(QUICK, outcome.numbers)
+        return outcome
 
 
 def decide(cases: Sequence[Case]) -> Outcome:

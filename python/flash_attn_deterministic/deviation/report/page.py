@@ -18,7 +18,7 @@ from .claims import judge_all
 from .document import Section, html_page, markdown
 from .forward_plots import forward_plots
 from .gradient_plots import MEASURES, gradient_plots
-from .judging import Claim, Outcome, evidence_of
+from .judging import Claim, Outcome, evidence_of, is_quick
 from .kernel_plots import kernel_plots
 from .names import attention_name, title
 from .plots import Panels, draw_all
@@ -106,11 +106,19 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
         if study.kind in studies:
             raise ArgumentError(f"results: expected one study of a kind, got two of {study.kind}")
         studies[study.kind] = study
-    judged = judge_all(evidence_of({kind: study.value for kind, study in studies.items()}))
+    results = {kind: study.value for kind, study in studies.items()}
+    small = {kind: value for kind, value in results.items() if is_quick(value["configuration"])}
+    judged = judge_all(evidence_of(results), evidence_of(small))
     sections = list(_sections(judged, list(studies.values())))
     counts = Counter(outcome.verdict for _, outcome in judged)
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    intro = (
+    notice = ""
+    if small:
+        notice = (
+            f"Quick studies ({', '.join(small)}): too few draws, lengths or steps for verdicts. "
+            "This page shows what a report looks like, not what is true. "
+        )
+    intro = notice + (
         "The claims of Golden et al., “Is Flash Attention Stable?” (arXiv 2405.02803), of newer "
         "work, and of this project. Numbers and verdicts are worked out from the studies named "
         f"below: {found}. Brackets: 95 % bootstrap intervals over draws, seeds or batches. "
