@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..kernels.agreement import CONTROL
+from ..kernels.kernel_study import CONTROL
 from ..numbers.intervals import Interval, median_interval
 from .forward_claims import MORE, OURS, PAPER, TENFOLD
 from .judging import KERNELS, ON_GPU, Case, Claim, Range, range_text, ratio
