@@ -46,7 +46,6 @@ def add_command(commands: _Parsers) -> None:
     _option(training, "--steps", 0, "optimizer steps; 0: as many as fit into --seconds")
     _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_numbers)
     _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
-    _option(training, "--noise", False, "also explicit attention in 5 to 24 bits")
     _option(training, "--base", "", "attention of the base run")
     _option(training, "--seconds", None, "start no run that would end later", type=float)
 
@@ -241,11 +240,11 @@ def _kernels(arguments: argparse.Namespace) -> object:
 
 
 def _training(arguments: argparse.Namespace) -> None:
-    from .training.training_study import NOISE, plan_of, printed, run_training
+    from .training.training_study import plan_of, printed, run_training
 
     plan = plan_of(
         arguments.workload, arguments.device, arguments.steps, arguments.runs, arguments.seeds,
-        arguments.base, NOISE if arguments.noise else (),
+        arguments.base,
     )  # fmt: skip
     value = run_training(plan, arguments.out, arguments.seconds)
     print(printed(value))

@@ -299,7 +299,7 @@ def test_bad_workloads_are_refused(workload: str) -> None:
         pytest.param({"workload": "huge"}, "workload: expected one of", id="workload"),
         pytest.param({"steps": -1}, "steps: expected at least 0", id="steps"),
         pytest.param({"runs": ["flashy"]}, "attention: expected one of", id="runs"),
-        pytest.param({"more": ["explicit:p99"]}, "format: expected", id="more"),
+        pytest.param({"runs": ["explicit:p99"]}, "format: expected", id="format"),
         pytest.param({"seeds": [-1]}, "seeds: expected at least one", id="seeds"),
         pytest.param({"seeds": []}, "seeds: expected at least one", id="no-seeds"),
         pytest.param({"base": "flashy"}, "attention: expected one of", id="base"),

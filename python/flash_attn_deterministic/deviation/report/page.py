@@ -18,7 +18,7 @@ from .claims import judge_all
 from .document import Section, html_page, markdown
 from .forward_plots import forward_plots
 from .judging import Claim, Outcome, evidence_of
-from .names import attention_name, title
+from .names import title
 from .plots import Panels, draw_all
 from .study_plots import MEASURES, gradient_plots, kernel_plots, training_plots
 
@@ -132,7 +132,7 @@ def _setup(value: dict[str, Any]) -> str:
     text = f"{machine}; torch {where['torch']}; {where['date']}; {total:.0f} s"
     if kind == "training":
         text += f"; {setup['workload']}, {setup['steps']} steps, {len(value['seeds'])} "
-        text += f"paired seeds, base: {attention_name(setup['base'])}"
+        text += f"paired seeds, base: {title(setup['base'])}"
     if kind == "gradients":
         text += f"; {setup['model']}, {setup['precision']}, {value['done']} batches"
     if kind == "forward":
@@ -156,12 +156,11 @@ def _tables(value: dict[str, Any]) -> Iterator[Section]:
 def whole_table(value: dict[str, Any]) -> Section:
     """Returns the errors of the gradients of a whole model, by attention."""
     rows = [
-        [attention_name(name), *(str(Interval.read(whole[measure])) for measure in MEASURES)]
+        [title(name), *(str(Interval.read(whole[measure])) for measure in MEASURES)]
         for name, whole in value["whole"].items()
     ]
     rows += [
-        [attention_name(name), f"not run: {reason}", "", ""]
-        for name, reason in value["missing"].items()
+        [title(name), f"not run: {reason}", "", ""] for name, reason in value["missing"].items()
     ]
     name = f"Gradients of {value['configuration']['model']} against exact attention"
     return Section(name, header=["attention", *MEASURES], rows=rows)
@@ -200,7 +199,7 @@ def _gradients_table(points: list[dict[str, Any]]) -> Section:
     for p in points:
         if p["seqlen"] == seqlen:
             key = (title(p["inputs"]), p["format"].upper(), str(p["head_dim"]),
-                   attention_name(p["backend"]))  # fmt: skip
+                   title(p["backend"]))  # fmt: skip
             rows.setdefault(key, list(key)).append(_median(p["result"]["relative"], ".2e"))
     header = ["inputs", "format", "d", "attention", "dq", "dk", "dv"]
     name = f"Deviation of gradients, length {seqlen}: ‖d‖ / ‖gradient‖"

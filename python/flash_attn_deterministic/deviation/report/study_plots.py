@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels.kernel_study import COMPARED
 from ..training.training_study import by_seed, minus
-from .names import attention_name, title
+from .names import title
 from .plots import DotPanels, Line, LinePanels, Panels
 
 MEASURES = {
@@ -24,14 +24,14 @@ def gradient_plots(value: dict[str, Any]) -> dict[str, DotPanels]:
     def layers(*measures: str) -> dict[str, list[tuple[str, dict[str, Any]]]]:
         return {
             MEASURES[measure]: [
-                (attention_name(name), {row: value["layers"][row][name][measure] for row in rows})
+                (title(name), {row: value["layers"][row][name][measure] for row in rows})
                 for name in value["whole"]
             ]
             for measure in measures
         }
 
     calls = [
-        (attention_name(name), {row: found[name] for row, found in value["forward"].items()
+        (title(name), {row: found[name] for row, found in value["forward"].items()
                                 if name in found})
         for name in value["whole"]
     ]  # fmt: skip
@@ -64,7 +64,7 @@ def _kernel_outputs(points: list[dict[str, Any]]) -> LinePanels:
     inputs = [n for n in ("uniform", "normal") if any(p["inputs"] == n for p in shown)]
     columns = {
         f"inputs: {title(name)}": [
-            Line(attention_name(backend), [
+            Line(title(backend), [
                 (p["seqlen"], p["result"]["max"])
                 for p in shown
                 if (p["inputs"], p["backend"]) == (name, backend)
@@ -89,7 +89,7 @@ def _kernel_gradients(points: list[dict[str, Any]]) -> DotPanels:
     rows = list(dict.fromkeys(row for found in values.values() for row in found))
     columns = {
         f"{gradient}, length {seqlen}": [
-            (attention_name(name), values.get((gradient, name), {})) for name in _backends(shown)
+            (title(name), values.get((gradient, name), {})) for name in _backends(shown)
         ]
         for gradient in ("dq", "dk", "dv")
     }
@@ -124,7 +124,7 @@ def training_plots(value: dict[str, Any]) -> dict[str, Panels]:
 
 
 def _label(name: str) -> str:
-    return _LABELS.get(name, attention_name(name))
+    return _LABELS.get(name, title(name))
 
 
 def _series(value: dict[str, Any], name: str, measure: str) -> Series:

@@ -77,12 +77,14 @@ def run_all(out: Path, seconds: float, device: str) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # a study that is stopped has printed too
     wrong: dict[str, str] = {}
     shares = sum(share for share, _ in STUDIES.values())
-    for name, (share, _) in STUDIES.items():
+    for number, (name, (share, _)) in enumerate(STUDIES.items()):
         start = time.monotonic()
-        limit = max(0.0, end - start) * share / shares
+        # What the starts of this one and of those after it leave is divided.
+        work = max(0.0, end - start - starts * (len(STUDIES) - number)) * share / shares
+        limit = starts + work
         shares -= share
-        # Its own bound leaves time for the start, and for what comes after the last piece of work.
-        line = command_line(name, device, 0.8 * (limit - starts))
+        # Its own bound leaves time for what comes after the last piece of work.
+        line = command_line(name, device, 0.8 * work)
         if not (out / _CHECKPOINT).exists():
             line = line.replace(f"--checkpoint {_CHECKPOINT} ", "")  # weights as they begin
         print(f"{name}, {limit:.0f} s: deviation {line}", flush=True)

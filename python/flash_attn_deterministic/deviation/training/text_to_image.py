@@ -79,10 +79,6 @@ class Size:
     heads: int
     batch: int
 
-    @property
-    def tokens(self) -> int:
-        return (self.side // self.patch) ** 2 + TEXT_LENGTH
-
 
 SIZES = {
     "tiny": Size(side=16, patch=4, width=32, depth=2, heads=2, batch=8),
@@ -100,7 +96,8 @@ class TextToImage(nn.Module):
         self.size = size
         pixels = 3 * size.patch**2
         self.patch_in = nn.Linear(pixels, size.width)
-        self.position = nn.Parameter(0.02 * torch.randn(1, size.tokens, size.width))
+        tokens = (size.side // size.patch) ** 2 + TEXT_LENGTH
+        self.position = nn.Parameter(0.02 * torch.randn(1, tokens, size.width))
         self.words = nn.Embedding(len(WORDS), size.width)
         self.time = nn.Sequential(
             nn.Linear(size.width, size.width), nn.SiLU(), nn.Linear(size.width, size.width)

@@ -34,7 +34,6 @@ _NAMED = {
 _CONTROLS = ("repeat", "nudge", "init", "data")
 _ON_GPU = ("ours-atomics", "sdpa-flash", "sdpa-cudnn", "explicit")
 _ON_CPU = ("sdpa", "kernel", "paper", "fp32", "fp16", "pure_bf16")
-NOISE = tuple(f"explicit:p{bits}" for bits in (5, 6, 8, 11, 16, 24))
 
 
 def run_of(name: str) -> Run:
@@ -67,7 +66,6 @@ def plan_of(
     runs: Sequence[str] = (),
     seeds: Sequence[int] = (0, 1, 2, 3, 4),
     base: str = "",
-    more: Sequence[str] = (),
 ) -> TrainingPlan:
     """Makes a plan of names, see `find_workload`, `run_of` and `find_attention`.
 
@@ -84,7 +82,7 @@ def plan_of(
     if not seeds or min(seeds) < 0:
         raise ArgumentError(f"seeds: expected at least one, from 0, got {tuple(seeds)}")
     usual, others = ("ours", _ON_GPU) if device == "cuda" else ("explicit", _ON_CPU)
-    names = (*(runs or (*_CONTROLS, *others)), *more)
+    names = tuple(runs) or (*_CONTROLS, *others)
     for name in names:
         run_of(name)
     find_attention(base or usual)
