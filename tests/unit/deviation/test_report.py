@@ -99,10 +99,12 @@ def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Pat
     assert row.format("holds") in text.read_text()
     for histories in value["seeds"].values():
         histories["repeat"]["max_difference"][-1] = 1e-9
+    value["seeds"]["2"] = {}  # for which there was no time
     (tmp_path / "changed").mkdir()
     (tmp_path / "changed" / "training.json").write_text(json.dumps(value))
     _, text = write_report([tmp_path / "changed"], tmp_path / "after")
     assert row.format("does not hold") in text.read_text()
+    assert "2 paired seeds" in text.read_text()
 
 
 @pytest.mark.usefixtures("drawn")

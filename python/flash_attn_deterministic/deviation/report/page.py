@@ -13,7 +13,7 @@ from ..forward.plan import Points, forward_points
 from ..numbers.intervals import Interval, median_interval
 from ..numbers.metrics import METRICS
 from ..study.files import read_result, write_text
-from ..training.training_study import SUMMARY_HEADER, summary
+from ..training.training_study import SUMMARY_HEADER, by_seed, summary
 from .claims import judge_all
 from .document import Section, html_page, markdown
 from .forward_plots import forward_plots
@@ -131,7 +131,7 @@ def _setup(value: dict[str, Any]) -> str:
     total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
     text = f"{machine}; torch {where['torch']}; {where['date']}; {total:.0f} s"
     if kind == "training":
-        text += f"; {setup['workload']}, {setup['steps']} steps, {len(value['seeds'])} "
+        text += f"; {setup['workload']}, {setup['steps']} steps, {len(by_seed(value, 'base'))} "
         text += f"paired seeds, base: {title(setup['base'])}"
     if kind == "gradients":
         text += f"; {setup['model']}, {setup['precision']}, {value['done']} batches"
