@@ -48,29 +48,17 @@ figure{overflow-x:auto}figure img{min-width:34rem}}
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a document.
-
-    Args:
-        title: its heading.
-        text: a paragraph.
-        items: a list, folded where it is long.
-        figures: captions and SVG files.
-        header: of a table.
-        rows: of a table.
-        key: of a section on a claim: where the table of claims links to.
-        source: who makes the claim.
-        verdict: what the data say of it.
-    """
+    """A part of a document; one with a verdict is on a claim, and listed at the top."""
 
     title: str
-    text: str = ""
-    items: Sequence[str] = ()
-    figures: Sequence[tuple[str, Path]] = ()
-    header: Sequence[str] = ()
+    text: str = ""  # a paragraph
+    items: Sequence[str] = ()  # a list, folded where it is long
+    figures: Sequence[tuple[str, Path]] = ()  # captions and SVG files
+    header: Sequence[str] = ()  # of a table
     rows: Sequence[Sequence[str]] = ()
-    key: str = ""
-    source: str = ""
-    verdict: str = ""
+    key: str = ""  # what the list of claims links to
+    source: str = ""  # who makes the claim
+    verdict: str = ""  # what the data say of it
 
 
 def html_page(title: str, intro: str, sections: Sequence[Section]) -> str:
