@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "../tree/softmax_steps.h"
+#include "bwd_sums.cuh"
 #include "bwd_tile.h"
 #include "bwd_walk.h"
 #include "fragment.h"
@@ -27,129 +28,6 @@ __device__ __forceinline__ void clear_rows(uint32_t tile, int row, int thread) {
       store_shared(tile + box * kRows * kBoxRowBytes + at * 16, make_float4(0.f, 0.f, 0.f, 0.f));
     }
   }
-}
-
-// Where a thread's part of dk or dv lies: eights of columns of the keys `key` and `key + 8`.
-struct KeyFragment {
-  int key;     // in the sequence
-  int end;     // of the sequence
-  int column;  // of the first of two neighbouring columns, in each eight
-};
-
-// fp32 sums that the caller keeps: (batch, seqlen_k, nheads, head_dim), or packed.
-template <int kCount, typename Visit>
-__device__ __forceinline__ void each_sum(const BwdParams& params, const BwdWork& work,
-                                         const KeyFragment& at, float* sums, float (&acc)[kCount],
-                                         Visit visit) {
-  const int64_t first = params.cu_seqlens_k == nullptr
-                            ? static_cast<int64_t>(work.bidb) * params.seqlen_k
-                            : work.k_row;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int key = at.key + 8 * r;
-    float* const row = sums + ((first + key) * params.h + work.bidh) * params.d + at.column;
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      if (key < at.end && 8 * j + at.column < params.d) {
-        visit(reinterpret_cast<float2*>(row + 8 * j), acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
-      }
-    }
-  }
-}
-
-// The sums of a group's query heads, first to last. Returns whether this head is the last one.
-template <typename T, int kCount>
-__device__ __forceinline__ bool add_heads(const BwdParams& params, const BwdWork& work, int thread,
-                                          float (&dk)[kCount], float (&dv)[kCount]) {
-  const int group = params.h_h_k_ratio;
-  if (group == 1) {
-    return true;
-  }
-  const int head = work.bidh % group;
-  const int64_t block = group_of(params, work, T::kKeys);
-  float4* const sums =
-      reinterpret_cast<float4*>(params.key_sums + block * (2 * T::kKeys * T::kHeadDim)) + thread;
-  constexpr int kEights = kCount / 4;
-  const auto add = [&](float (&acc)[kCount], int first) {
-#pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      const float4 sum = __ldcg(sums + (first + j) * T::kConsumers);
-      acc[4 * j] = __fadd_rn(sum.x, acc[4 * j]);
-      acc[4 * j + 1] = __fadd_rn(sum.y, acc[4 * j + 1]);
-      acc[4 * j + 2] = __fadd_rn(sum.z, acc[4 * j + 2]);
-      acc[4 * j + 3] = __fadd_rn(sum.w, acc[4 * j + 3]);
-    }
-  };
-  const auto leave = [&](const float (&acc)[kCount], int first) {
-#pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      __stcg(sums + (first + j) * T::kConsumers,
-             make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
-    }
-  };
-  if (head > 0) {
-    if (thread == 0) {
-      wait_for(params.key_turns + block, head);
-    }
-    named_barrier_sync(kConsumersMeet, T::kConsumers);
-    add(dk, 0);
-    add(dv, kEights);
-  }
-  if (head == group - 1) {
-    return true;
-  }
-  leave(dk, 0);
-  leave(dv, kEights);
-  named_barrier_sync(kConsumersMeet, T::kConsumers);
-  if (thread == 0) {
-    store_release(params.key_turns + block, head + 1);
-  }
-  return false;
-}
-
-// Rounds and writes a thread's part of dk or dv. Four threads exchange columns, so that each stores
-// eight of them at once.
-template <typename Element, int kCount>
-__device__ __forceinline__ void write_gradient(Element* gradient, int64_t row_stride,
-                                               const KeyFragment& at, int head_dim,
-                                               const float (&acc)[kCount]) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int key = at.key + 8 * r;
-#pragma unroll
-    for (int j = 0; j < kCount / 4; j += 4) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* const a = acc + 4 * (j + i) + 2 * r;
-        pairs[i] = packed<Element>(a[0], a[1]);
-      }
-      const uint4 eight = quad_transpose(pairs[0], pairs[1], pairs[2], pairs[3]);
-      const int column = 8 * j + 4 * at.column;  // at.column is twice the thread's place of four
-      if (key < at.end && column < head_dim) {
-        *reinterpret_cast<uint4*>(gradient + key * row_stride + column) = eight;
-      }
-    }
-  }
-}
-
-// The first of a key head's rows of dk or dv.
-template <typename Element>
-__device__ __forceinline__ Element* gradient_rows(const BwdParams& params, const BwdWork& work,
-                                                  void* gradient, int64_t batch_stride,
-                                                  int64_t row_stride, int64_t head_stride) {
-  return static_cast<Element*>(gradient) +
-         (params.cu_seqlens_k == nullptr ? work.bidb * batch_stride : work.k_row * row_stride) +
-
-         work.bidh / params.h_h_k_ratio * head_stride;
-}
-
-// The eights of columns of two keys that a thread holds of dk and dv.
-template <typename T>
-__device__ __forceinline__ KeyFragment key_fragment(const BwdWork& work) {
-  const int thread = read_thread() - 128;
-  return {work.n_block * T::kKeys + thread / 32 * 16 + thread % 32 / 4, work.seqlen_k,
-          thread % 4 * 2};
 }
 
 // Packed sequences: what lies behind the end of this one becomes zeros, in the key block and in the
@@ -212,23 +90,64 @@ __device__ __forceinline__ RowBlocks all_seeing(const BwdParams& params, const B
   return {num_blocks(max(first_row, 0), T::kRows), max(last_row + 1, 0) / T::kRows};
 }
 
+// One warpgroup with its registers: dk and dv of its keys.
 template <typename T>
-__device__ __forceinline__ void compute_gradients(const BwdParams& params, uint32_t shared,
-                                                  int group) {
+struct GradientConsumer {
   using Element = typename T::Element;
-  constexpr int kScores = T::kRows / 2;        // of a thread
-  constexpr int kGradients = T::kHeadDim / 2;  // of dk and dv each
-  const int lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+  static constexpr int kScores = T::kRows / 2;        // of a thread
+  static constexpr int kGradients = T::kHeadDim / 2;  // of dk and dv each
+
+  const BwdParams& params;
+  uint32_t shared;
+  int group;
+  int lane;
+  int warp;  // of the warpgroup
+
+  // Operands that stay where they are. Of K^T, 64 columns: a box.
+  uint64_t k_rows, v_rows, k_columns;
+  // This thread's places in dS (row lane % 8 of matrix lane / 8 of store_transposed, whose swizzle
+  // is that of the copy engine) and in dq, whose rows of 256 bytes are swizzled by 32.
+  uint32_t scores_at, dq_at;
 
   float dk[kGradients], dv[kGradients];
-#pragma unroll
-  for (int i = 0; i < kGradients; ++i) {
-    dk[i] = dv[i] = 0.f;
-  }
+  uint32_t weights[kScores / 2], gradients[kScores / 2];  // P^T and dS^T, in 16 bit
   RowBlocks blocks, seeing;
-  barrier_wait(shared + T::kKFull, 0);
-  if (const BwdWork work = read_bwd_work(shared + T::kWorkAt); true) {
+  Ring ring;  // of Q, dO and numbers, and of the buffers of dS and dq
+
+  __device__ __forceinline__ GradientConsumer(const BwdParams& params_, uint32_t shared_,
+                                              int group_)
+      : params(params_),
+        shared(shared_),
+        group(group_),
+        lane(threadIdx.x % 32),
+        warp(__shfl_sync(~0u, threadIdx.x / 32 % 4, 0)) {}
+
+  __device__ __forceinline__ void run() {
+    start();
+    k_rows = operand(shared + T::kKAt + group * T::kGroupKeys * kBoxRowBytes, 16);
+    v_rows = operand(shared + T::kVAt + group * T::kGroupKeys * kBoxRowBytes, 16);
+    k_columns = operand(shared + T::kKAt + (T::kSplitsRows ? 0 : group * T::kKeyBoxBytes), 16);
+    scores_at = shared + T::kScoresAt + group * T::kScoreBoxBytes +
+                (lane / 16 * 8 + lane % 8) * kBoxRowBytes +
+                ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+    dq_at = shared + T::kDqAt + group * T::kDqPartBytes + (16 * warp + lane / 4) * 256 +
+            lane / 4 * 32 + lane % 4 * 8;
+#pragma unroll 1
+    for (int m_block = blocks.end - 1; m_block >= blocks.begin; --m_block) {
+      add_row_block(m_block);
+    }
+    finish();
+  }
+
+ private:
+  // The sums that the caller gives, or zeros; and the row blocks to go over.
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int i = 0; i < kGradients; ++i) {
+      dk[i] = dv[i] = 0.f;
+    }
+    barrier_wait(shared + T::kKFull, 0);
+    const BwdWork work = read_bwd_work(shared + T::kWorkAt);
     blocks = row_blocks<T>(params, work);
     seeing = all_seeing<T>(params, work, group);
     if (params.dk_sums != nullptr) {
@@ -246,56 +165,17 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& params, uint3
     }
   }
 
-  // Operands that stay where they are. Of K^T, 64 columns: a box.
-  const uint64_t k_rows = operand(shared + T::kKAt + group * T::kGroupKeys * kBoxRowBytes, 16);
-  const uint64_t v_rows = operand(shared + T::kVAt + group * T::kGroupKeys * kBoxRowBytes, 16);
-  const uint64_t k_columns =
-      operand(shared + T::kKAt + (T::kSplitsRows ? 0 : group * T::kKeyBoxBytes), 16);
-  // This thread's places in dS (row lane % 8 of matrix lane / 8 of store_transposed, whose swizzle
-  // is that of the copy engine) and in dq, whose rows of 256 bytes are swizzled by 32.
-  const uint32_t scores_at = shared + T::kScoresAt + group * T::kScoreBoxBytes +
-                             (lane / 16 * 8 + lane % 8) * kBoxRowBytes +
-                             ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-  const uint32_t dq_at = shared + T::kDqAt + group * T::kDqPartBytes +
-                         (16 * warp + lane / 4) * 256 + lane / 4 * 32 + lane % 4 * 8;
-
-  Ring ring;  // of Q, dO and numbers, and of the buffers of dS and dq
-#pragma unroll 1
-  for (int m_block = blocks.end - 1; m_block >= blocks.begin; --m_block) {
+  __device__ __forceinline__ void add_row_block(int m_block) {
     const uint32_t q_tile = shared + T::kQAt + ring.slot * T::kRowBytes;
     const uint32_t do_tile = shared + T::kDoAt + ring.slot * T::kRowBytes;
     const uint32_t numbers = shared + T::kNumbersAt + ring.slot * T::kNumberBytes + lane % 4 * 8;
 
     float scores[kScores], dp[kScores];
     barrier_wait(shared + T::kQFull + 8 * ring.slot, ring.parity);
-    hold(scores);
-    wgmma_fence();
-    {
-      const uint64_t q_rows = operand(q_tile, 16);
-#pragma unroll
-      for (int i = 0; i < T::kHeadDim / 16; ++i) {
-        const int in_box = i % 4 * kOperandColumns16;
-        SharedProduct<Element, T::kRows>::issue(
-            scores, k_rows + (i / 4 * T::kKeyBoxBytes / 16 + in_box),
-            q_rows + (i / 4 * T::kRowBoxBytes / 16 + in_box), i > 0);
-      }
-    }
-    wgmma_commit();
+    issue_keys_by_rows(k_rows, q_tile, scores);
     barrier_wait(shared + T::kVFull, 0);
     barrier_wait(shared + T::kDoFull + 8 * ring.slot, ring.parity);
-    hold(dp);
-    wgmma_fence();
-    {
-      const uint64_t do_rows = operand(do_tile, 16);
-#pragma unroll
-      for (int i = 0; i < T::kHeadDim / 16; ++i) {
-        const int in_box = i % 4 * kOperandColumns16;
-        SharedProduct<Element, T::kRows>::issue(
-            dp, v_rows + (i / 4 * T::kKeyBoxBytes / 16 + in_box),
-            do_rows + (i / 4 * T::kRowBoxBytes / 16 + in_box), i > 0);
-      }
-    }
-    wgmma_commit();
+    issue_keys_by_rows(v_rows, do_tile, dp);
     barrier_wait(shared + T::kNumbersFull + 8 * ring.slot, ring.parity);
     wgmma_wait<1>();
     hold(scores);
@@ -303,52 +183,17 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& params, uint3
     if (m_block < seeing.begin || m_block >= seeing.end) {
       hide_keys<T>(params, shared, m_block, scores);
     }
-#pragma unroll
-    for (int j = 0; j < T::kRows / 8; ++j) {
-      const float2 scaled = load_shared_pair(numbers + 32 * j);
-      float* const s = scores + 4 * j;
-      s[0] = scaled_exp2(s[0], params.scale_softmax_log2, scaled.x);
-      s[1] = scaled_exp2(s[1], params.scale_softmax_log2, scaled.y);
-      s[2] = scaled_exp2(s[2], params.scale_softmax_log2, scaled.x);
-      s[3] = scaled_exp2(s[3], params.scale_softmax_log2, scaled.y);
-    }
-
-    uint32_t weights[kScores / 2], gradients[kScores / 2];  // P^T and dS^T, in 16 bit
-    const auto add_to_dv = [&] {
-#pragma unroll
-      for (int j = 0; j < kScores / 2; ++j) {
-        weights[j] = packed<Element>(scores[2 * j], scores[2 * j + 1]);
-      }
-      hold(weights);
-      hold(dv);
-      wgmma_fence();
-      const uint64_t do_columns = operand(do_tile, T::kRowBoxBytes);
-#pragma unroll
-      for (int i = 0; i < T::kRows / 16; ++i) {
-        RegisterProduct<Element, T::kHeadDim>::issue(dv, weights + 4 * i,
-                                                     do_columns + i * kOperandRows16, true);
-      }
-      wgmma_commit();
-    };
+    exponentiate(numbers, scores);
     if constexpr (T::kDvBesideScores) {
-      add_to_dv();
+      issue_dv(do_tile, scores);
       wgmma_wait<1>();
     } else {
       wgmma_wait<0>();
     }
     hold(dp);
-#pragma unroll
-    for (int j = 0; j < T::kRows / 8; ++j) {
-      const float2 sums = load_shared_pair(numbers + 4 * T::kRows + 32 * j);
-      const float* const s = scores + 4 * j;
-      const float* const d = dp + 4 * j;
-      gradients[2 * j] =
-          packed<Element>(score_gradient(s[0], d[0], sums.x), score_gradient(s[1], d[1], sums.y));
-      gradients[2 * j + 1] =
-          packed<Element>(score_gradient(s[2], d[2], sums.x), score_gradient(s[3], d[3], sums.y));
-    }
+    find_score_gradients(numbers, scores, dp);
     if constexpr (!T::kDvBesideScores) {
-      add_to_dv();
+      issue_dv(do_tile, scores);
     }
 #pragma unroll
     for (int i = 0; i < T::kRows / 16; ++i) {
@@ -359,31 +204,7 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& params, uint3
     named_barrier_sync(kConsumersMeet, T::kConsumers);
 
     float dq[32];
-    hold(gradients);
-    hold(dq);
-    hold(dk);
-    wgmma_fence();
-    {
-      const uint64_t ds_rows = operand(shared + T::kScoresAt + ring.slot * T::kScoreBytes +
-                                           (T::kSplitsRows ? group * 64 * kBoxRowBytes : 0),
-                                       16);
-#pragma unroll
-      for (int i = 0; i < T::kKeys / 16; ++i) {
-        SharedPlainProduct<Element, 64>::issue(
-            dq, ds_rows + (i / 4 * T::kScoreBoxBytes / 16 + i % 4 * kOperandColumns16),
-            k_columns + i * kOperandRows16, i > 0);
-      }
-    }
-    wgmma_commit();
-    {
-      const uint64_t q_columns = operand(q_tile, T::kRowBoxBytes);
-#pragma unroll
-      for (int i = 0; i < T::kRows / 16; ++i) {
-        RegisterProduct<Element, T::kHeadDim>::issue(dk, gradients + 4 * i,
-                                                     q_columns + i * kOperandRows16, true);
-      }
-    }
-    wgmma_commit();
+    issue_dq_and_dk(q_tile, dq);
     wgmma_wait<1>();
     hold(dv);
     hold(weights);
@@ -391,7 +212,102 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& params, uint3
     if (lane == 0) {
       barrier_arrive(shared + T::kDoEmpty + 8 * ring.slot);
     }
+    hand_over(dq);
+    wgmma_wait<0>();
+    hold(dk);
+    hold(gradients);
+    barrier_arrive(shared + T::kQEmpty + 8 * ring.slot);
+    ring.advance(T::kStages);
+  }
 
+  // K Q^T or V dO^T.
+  __device__ __forceinline__ void issue_keys_by_rows(uint64_t keys, uint32_t tile,
+                                                     float (&product)[kScores]) const {
+    hold(product);
+    wgmma_fence();
+    const uint64_t rows = operand(tile, 16);
+#pragma unroll
+    for (int i = 0; i < T::kHeadDim / 16; ++i) {
+      const int in_box = i % 4 * kOperandColumns16;
+      SharedProduct<Element, T::kRows>::issue(
+          product, keys + (i / 4 * T::kKeyBoxBytes / 16 + in_box),
+          rows + (i / 4 * T::kRowBoxBytes / 16 + in_box), i > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void exponentiate(uint32_t numbers, float (&scores)[kScores]) const {
+#pragma unroll
+    for (int j = 0; j < T::kRows / 8; ++j) {
+      const float2 scaled = load_shared_pair(numbers + 32 * j);
+      float* const s = scores + 4 * j;
+      s[0] = scaled_exp2(s[0], params.scale_softmax_log2, scaled.x);
+      s[1] = scaled_exp2(s[1], params.scale_softmax_log2, scaled.y);
+      s[2] = scaled_exp2(s[2], params.scale_softmax_log2, scaled.x);
+      s[3] = scaled_exp2(s[3], params.scale_softmax_log2, scaled.y);
+    }
+  }
+
+  // dv += P^T dO
+  __device__ __forceinline__ void issue_dv(uint32_t do_tile, const float (&scores)[kScores]) {
+#pragma unroll
+    for (int j = 0; j < kScores / 2; ++j) {
+      weights[j] = packed<Element>(scores[2 * j], scores[2 * j + 1]);
+    }
+    hold(weights);
+    hold(dv);
+    wgmma_fence();
+    const uint64_t do_columns = operand(do_tile, T::kRowBoxBytes);
+#pragma unroll
+    for (int i = 0; i < T::kRows / 16; ++i) {
+      RegisterProduct<Element, T::kHeadDim>::issue(dv, weights + 4 * i,
+                                                   do_columns + i * kOperandRows16, true);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void find_score_gradients(uint32_t numbers,
+                                                       const float (&scores)[kScores],
+                                                       const float (&dp)[kScores]) {
+#pragma unroll
+    for (int j = 0; j < T::kRows / 8; ++j) {
+      const float2 sums = load_shared_pair(numbers + 4 * T::kRows + 32 * j);
+      const float* const s = scores + 4 * j;
+      const float* const d = dp + 4 * j;
+      gradients[2 * j] =
+          packed<Element>(score_gradient(s[0], d[0], sums.x), score_gradient(s[1], d[1], sums.y));
+      gradients[2 * j + 1] =
+          packed<Element>(score_gradient(s[2], d[2], sums.x), score_gradient(s[3], d[3], sums.y));
+    }
+  }
+
+  // This warpgroup's part of dq = dS K, and dk += dS^T Q.
+  __device__ __forceinline__ void issue_dq_and_dk(uint32_t q_tile, float (&dq)[32]) {
+    hold(gradients);
+    hold(dq);
+    hold(dk);
+    wgmma_fence();
+    const uint64_t ds_rows = operand(shared + T::kScoresAt + ring.slot * T::kScoreBytes +
+                                         (T::kSplitsRows ? group * 64 * kBoxRowBytes : 0),
+                                     16);
+#pragma unroll
+    for (int i = 0; i < T::kKeys / 16; ++i) {
+      SharedPlainProduct<Element, 64>::issue(
+          dq, ds_rows + (i / 4 * T::kScoreBoxBytes / 16 + i % 4 * kOperandColumns16),
+          k_columns + i * kOperandRows16, i > 0);
+    }
+    wgmma_commit();
+    const uint64_t q_columns = operand(q_tile, T::kRowBoxBytes);
+#pragma unroll
+    for (int i = 0; i < T::kRows / 16; ++i) {
+      RegisterProduct<Element, T::kHeadDim>::issue(dk, gradients + 4 * i,
+                                                   q_columns + i * kOperandRows16, true);
+    }
+    wgmma_commit();
+  }
+
+  // dq goes to shared memory, for the warp that adds it.
+  __device__ __forceinline__ void hand_over(const float (&dq)[32]) const {
     barrier_wait(shared + T::kDqEmpty + 8 * ring.slot, ring.parity ^ 1);
     const uint32_t part = dq_at + ring.slot * T::kDqBytes;
 #pragma unroll
@@ -401,53 +317,39 @@ __device__ __forceinline__ void compute_gradients(const BwdParams& params, uint3
       store_shared(to + 8 * 256, make_float2(dq[4 * j + 2], dq[4 * j + 3]));
     }
     barrier_arrive(shared + T::kDqFull + 8 * ring.slot);
-    wgmma_wait<0>();
-    hold(dk);
-    hold(gradients);
-    barrier_arrive(shared + T::kQEmpty + 8 * ring.slot);
-    ring.advance(T::kStages);
   }
 
-  const BwdWork work = read_bwd_work(shared + T::kWorkAt);
-  const KeyFragment fragment = key_fragment<T>(work);
-  if (params.dk_sums != nullptr) {
-    const auto store = [](float2* at, float left, float right) { *at = make_float2(left, right); };
-    each_sum(params, work, fragment, params.dk_sums, dk, store);
-    each_sum(params, work, fragment, params.dv_sums, dv, store);
-    return;
-  }
-  if (!add_heads<T>(params, work, read_thread() - 128, dk, dv)) {
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kGradients; ++i) {
-    dk[i] = __fmul_rn(dk[i], params.scale_softmax_rp_dropout);
-  }
-  write_gradient(gradient_rows<Element>(params, work, params.dk_ptr, params.dk_batch_stride,
-                                        params.dk_row_stride, params.dk_head_stride),
-                 params.dk_row_stride, fragment, params.d, dk);
-  write_gradient(gradient_rows<Element>(params, work, params.dv_ptr, params.dv_batch_stride,
-                                        params.dv_row_stride, params.dv_head_stride),
-                 params.dv_row_stride, fragment, params.d, dv);
-}
-
-// Of a key block that no row sees. All threads of the CTA.
-template <typename T>
-__device__ __forceinline__ void write_zeros(const BwdParams& params, const BwdWork& work) {
-  using Element = typename T::Element;
-  Element* const dk = gradient_rows<Element>(params, work, params.dk_ptr, params.dk_batch_stride,
-                                             params.dk_row_stride, params.dk_head_stride);
-  Element* const dv = gradient_rows<Element>(params, work, params.dv_ptr, params.dv_batch_stride,
-                                             params.dv_row_stride, params.dv_head_stride);
-  constexpr int kEights = T::kHeadDim / 8;
-  for (int at = threadIdx.x; at < T::kKeys * kEights; at += T::kThreads) {
-    const int64_t key = work.n_block * T::kKeys + at / kEights;
-    const int column = at % kEights * 8;
-    if (key < work.seqlen_k && column < params.d) {
-      *reinterpret_cast<uint4*>(dk + key * params.dk_row_stride + column) = uint4{};
-      *reinterpret_cast<uint4*>(dv + key * params.dv_row_stride + column) = uint4{};
+  __device__ __forceinline__ void finish() {
+    const BwdWork work = read_bwd_work(shared + T::kWorkAt);
+    const KeyFragment fragment = key_fragment<T>(work);
+    if (params.dk_sums != nullptr) {
+      const auto store = [](float2* at, float left, float right) {
+        *at = make_float2(left, right);
+      };
+      each_sum(params, work, fragment, params.dk_sums, dk, store);
+      each_sum(params, work, fragment, params.dv_sums, dv, store);
+      return;
     }
+    if (!add_heads<T>(params, work, read_thread() - 128, dk, dv)) {
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kGradients; ++i) {
+      dk[i] = __fmul_rn(dk[i], params.scale_softmax_rp_dropout);
+    }
+    write_gradient(gradient_rows<Element>(params, work, params.dk_ptr, params.dk_batch_stride,
+                                          params.dk_row_stride, params.dk_head_stride),
+                   params.dk_row_stride, fragment, params.d, dk);
+    write_gradient(gradient_rows<Element>(params, work, params.dv_ptr, params.dv_batch_stride,
+                                          params.dv_row_stride, params.dv_head_stride),
+                   params.dv_row_stride, fragment, params.d, dv);
   }
+};
+
+template <typename T>
+__device__ __forceinline__ void compute_gradients(const BwdParams& params, uint32_t shared,
+                                                  int group) {
+  GradientConsumer<T>(params, shared, group).run();
 }
 
 }  // namespace fad::sm90
