@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "sm80/scores_first.h"
-#include "sm90/fwd_shape.h"
+#include "sm80/decode/scores_first.h"
+#include "sm90/forward/fwd_shape.h"
 
 namespace fad {
 

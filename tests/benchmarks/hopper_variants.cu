@@ -2,7 +2,7 @@
 // this for one head dim (-DFAD_HEAD_DIM=...) and calls it. bf16, no softcap.
 #include <cmath>
 
-#include "sm90/fwd_launch.cuh"
+#include "sm90/forward/fwd_launch.cuh"
 
 // Shapes that lost against the product's, or are yet to be measured: types, as fwd_tile.h takes
 // them. Not in a namespace without a name: kernels are named after them.

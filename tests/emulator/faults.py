@@ -16,10 +16,10 @@ class Fault(NamedTuple):
 
 
 _CONSUMER, _PRODUCER, _PRODUCTS, _ROWS, _WALK = (
-    f"sm90/fwd_{name}"
+    f"sm90/forward/fwd_{name}"
     for name in ("consumer.cuh", "producer.cuh", "products.cuh", "rows.cuh", "walk.h")
 )
-_LAUNCH = "sm90/fwd_launch.cuh"
+_LAUNCH = "sm90/forward/fwd_launch.cuh"
 
 FAULTS = [
     Fault(

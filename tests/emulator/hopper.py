@@ -115,7 +115,8 @@ def build(
         if text.count(fault.text) != 1:
             raise ValueError(f"{fault.file}: {text.count(fault.text)} places have {fault.text!r}")
         path.write_text(text.replace(fault.text, fault.instead), encoding="utf-8")
-    for path in [*(sources / "sm90").iterdir(), sources / "sm80/row_block.h", sources / "turns.h"]:
+    headers = (path for path in (sources / "sm90").rglob("*") if path.is_file())
+    for path in [*headers, sources / "sm80/row_block.h", sources / "turns.h"]:
         text = path.read_text(encoding="utf-8")
         without = _without_ptx(text)
         if without != text:

@@ -6,8 +6,8 @@
 #include "sm80/fwd.cuh"
 
 #include "hopper.h"
-#include "sm90/fwd_entry.h"
-#include "sm90/fwd_launch.cuh"
+#include "sm90/forward/fwd_entry.h"
+#include "sm90/forward/fwd_launch.cuh"
 
 #include "draws.h"
 #include "hopper_elements.h"

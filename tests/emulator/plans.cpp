@@ -8,8 +8,8 @@
 #include "sm80/fwd.cuh"
 
 #include "hopper.h"
-#include "sm90/fwd_entry.h"
-#include "sm90/fwd_launch.cuh"
+#include "sm90/forward/fwd_entry.h"
+#include "sm90/forward/fwd_launch.cuh"
 
 #include "hopper_table.h"  // made by hopper.py
 #include "plan.h"

@@ -4,15 +4,15 @@
 
 #include <c10/cuda/CUDAException.h>
 
-#include "few_rows.cuh"
 #include "flash_fwd_kernel.h"  // upstream
 #include "fwd.h"
 #include "launch.h"
 #include "merge.cuh"
-#include "scores.h"
-#include "scores_first.h"
+#include "sm80/decode/few_rows.cuh"
+#include "sm80/decode/scores.h"
+#include "sm80/decode/scores_first.h"
+#include "sm80/decode/values.h"
 #include "tree/masking.h"
-#include "values.h"
 
 namespace fad {
 

@@ -1,0 +1,63 @@
+// dq from its sums, which this family keeps row after row. (In the sm80 family each thread keeps
+// its part of a tile together, so its kernel cannot read these.)
+#pragma once
+
+#include "launch.h"
+#include "params.h"
+#include "sm90/fragment.h"
+#include "tree/lengths.h"
+#include "turns.h"
+
+namespace fad::sm90 {
+
+constexpr int kDqThreads = 256;
+
+// Scales and rounds a row block. Sums of -0 become 0 first, as in the sm80 family.
+template <typename T>
+__global__ void __launch_bounds__(kDqThreads)
+    bwd_dq_sm90_kernel(const __grid_constant__ BwdParams params) {
+  using Element = typename T::Element;
+  constexpr int kEights = T::kHeadDim / 8;
+  const int num_blocks_q = num_blocks(params.seqlen_q, T::kRows);
+  const int head = blockIdx.x / num_blocks_q;
+  const int first_row = (static_cast<int>(blockIdx.x) - head * num_blocks_q) * T::kRows;
+  const int bidb = head / params.h, bidh = head % params.h;
+  int first_q = 0, seqlen_q = params.seqlen_q;
+  if (params.cu_seqlens_q != nullptr) {
+    first_q = params.cu_seqlens_q[bidb];
+    seqlen_q = within(params.cu_seqlens_q[bidb + 1] - first_q, params.seqlen_q);
+  }
+  const float* const sums =
+      static_cast<const float*>(params.dq_accum_ptr) +
+      (sum_rows_before(params, first_q, bidb, bidh) + first_row) * T::kHeadDim;
+  Element* const dq = static_cast<Element*>(params.dq_ptr) +
+                      (params.cu_seqlens_q == nullptr ? bidb * params.dq_batch_stride
+                                                      : first_q * params.dq_row_stride) +
+                      first_row * params.dq_row_stride + bidh * params.dq_head_stride;
+  const auto rounded = [&](float a, float b) {
+    return packed<Element>(__fmul_rn(__fadd_rn(0.f, a), params.scale_softmax_rp_dropout),
+                           __fmul_rn(__fadd_rn(0.f, b), params.scale_softmax_rp_dropout));
+  };
+  const int rows = min(T::kRows, seqlen_q - first_row);
+  for (int at = threadIdx.x; at < rows * kEights; at += kDqThreads) {
+    const int row = at / kEights;
+    const int column = at % kEights * 8;
+    if (column < params.d) {
+      const auto* const from = reinterpret_cast<const float4*>(sums + row * T::kHeadDim + column);
+      const float4 low = from[0], high = from[1];
+      *reinterpret_cast<uint4*>(dq + row * params.dq_row_stride + column) =
+          make_uint4(rounded(low.x, low.y), rounded(low.z, low.w), rounded(high.x, high.y),
+                     rounded(high.z, high.w));
+    }
+  }
+}
+
+// The grid is that of the row sums before the loop, which has been checked.
+template <typename T>
+void launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
+  const auto ctas =
+      static_cast<unsigned>(num_blocks(params.seqlen_q, T::kRows)) * params.b * params.h;
+  launch<&bwd_dq_sm90_kernel<T>>(ctas, kDqThreads, 0, 0, stream, params);
+}
+
+}  // namespace fad::sm90

@@ -1,0 +1,49 @@
+// The sm90 family's rows of the table of backward kernels. Plain C++: the table and these kernels
+// are compiled apart, for different architectures.
+#pragma once
+
+#include "bwd.h"
+#include "bwd_shape.h"
+#include "sm90/tma.h"
+
+namespace fad::sm90 {
+
+struct BwdTensors {
+  MappedTensor q, k, v, dout;
+};
+
+inline BwdTensors bwd_tensors(const BwdParams& params) {
+  const auto tensor = [&](const void* data, bool packed, int64_t batch_stride, int64_t row_stride,
+                          int64_t head_stride, int64_t rows, int64_t total, int heads) {
+    return MappedTensor{
+        data,  batch_stride, row_stride, head_stride, packed ? 1 : params.b, packed ? total : rows,
+        heads, params.d};
+  };
+  const bool packed_q = params.cu_seqlens_q != nullptr;
+  const bool packed_k = params.cu_seqlens_k != nullptr;
+  return {tensor(params.q_ptr, packed_q, params.q_batch_stride, params.q_row_stride,
+                 params.q_head_stride, params.seqlen_q, params.total_q, params.h),
+          tensor(params.k_ptr, packed_k, params.k_batch_stride, params.k_row_stride,
+                 params.k_head_stride, params.seqlen_k, params.total_k, params.h_k),
+          tensor(params.v_ptr, packed_k, params.v_batch_stride, params.v_row_stride,
+                 params.v_head_stride, params.seqlen_k, params.total_k, params.h_k),
+          tensor(params.do_ptr, packed_q, params.do_batch_stride, params.do_row_stride,
+                 params.do_head_stride, params.seqlen_q, params.total_q, params.h)};
+}
+
+// Whether the kernels take tensors laid out like this.
+inline bool takes(const BwdParams& params) {
+  const auto [q, k, v, dout] = bwd_tensors(params);
+  const int64_t ctas =
+      static_cast<int64_t>((params.seqlen_k + kBwdKeys - 1) / kBwdKeys) * params.b * params.h;
+  return ctas < (int64_t{1} << 31) && params.d % 8 == 0 && params.seqlen_q < (1 << 29) &&
+         params.seqlen_k < (1 << 29) && can_map(q) && can_map(k) && can_map(v) && can_map(dout);
+}
+
+// The launchers are compiled for Hopper; block_m is the sm80 family's.
+template <int kBlockM, Features kCovers>
+constexpr BwdKernel bwd_entry(BwdLauncher launch, BwdLauncher after) {
+  return {Family::kSm90, kCovers, kBlockM, kBwdKeys, kBwdSharedBytes, launch, after, &takes};
+}
+
+}  // namespace fad::sm90

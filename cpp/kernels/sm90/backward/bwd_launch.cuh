@@ -1,0 +1,114 @@
+// The Hopper backward's loop over row blocks for one (dtype, head dim): a CTA to a key block of a
+// head, in the order of tickets.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "bwd_consumer.cuh"
+#include "bwd_dq.cuh"
+#include "bwd_entry.h"
+#include "bwd_producer.cuh"
+#include "bwd_reducer.cuh"
+#include "bwd_tile.h"
+#include "bwd_walk.h"
+#include "launch.h"
+#include "tree/masking.h"
+
+namespace fad::sm90 {
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    bwd_sm90_kernel(const __grid_constant__ CUtensorMap q_map,
+                    const __grid_constant__ CUtensorMap k_map,
+                    const __grid_constant__ CUtensorMap v_map,
+                    const __grid_constant__ CUtensorMap do_map,
+                    const __grid_constant__ BwdParams params) {
+  extern __shared__ __align__(1024) char memory[];
+  const uint32_t shared = shared_address(memory);
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(q_map);
+    prefetch_tensor_map(k_map);
+    prefetch_tensor_map(v_map);
+    prefetch_tensor_map(do_map);
+    // Where threads read or wrote, each arrives for itself, which is what racecheck follows; where
+    // only tensor cores did, one of a warp.
+    constexpr int kConsumerWarps = T::kConsumers / 32;
+    barrier_init(shared + T::kKFull, 1);
+    barrier_init(shared + T::kVFull, 1);
+    for (int i = 0; i < T::kStages; ++i) {
+      barrier_init(shared + T::kQFull + 8 * i, 1);
+      barrier_init(shared + T::kQEmpty + 8 * i, T::kConsumers);
+      barrier_init(shared + T::kDoFull + 8 * i, 1);
+      barrier_init(shared + T::kDoEmpty + 8 * i, kConsumerWarps);
+      barrier_init(shared + T::kNumbersFull + 8 * i, 32);
+      barrier_init(shared + T::kDqFull + 8 * i, T::kConsumers);
+      barrier_init(shared + T::kDqEmpty + 8 * i, T::kReducers);
+    }
+    fence_barrier_init();
+    fence_async_proxy();
+    const unsigned ticket = atomicAdd(params.tickets, 1u);
+    write_work(
+        shared + T::kWorkAt,
+        bwd_work(params, place_of_ticket(params, ticket, num_blocks(params.seqlen_k, T::kKeys))));
+  }
+  __syncthreads();
+
+  if (const BwdWork work = read_bwd_work(shared + T::kWorkAt); true) {
+    // Nothing waits for a key block behind the end of its sequence.
+    if (work.n_block * T::kKeys >= work.seqlen_k) {
+      return;
+    }
+    const auto [begin, end] = row_blocks<T>(params, work);
+    if (begin >= end) {
+      if (params.dk_sums == nullptr) {
+        write_zeros<T>(params, work);
+      }
+      if (threadIdx.x == 0) {
+        pass_turns<T>(params, work);
+      }
+      return;
+    }
+  }
+
+  if (warpgroup == 0) {
+    give_registers<T::kHelperRegisters>();
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      load_inputs<T>(params, q_map, k_map, v_map, do_map, shared);
+    } else if (warp == 1) {
+      end_turns<T>(params, shared);
+    } else {
+      add_dq<T>(params, shared);
+    }
+  } else {
+    take_registers<T::kConsumerRegisters>();
+    compute_gradients<T>(params, shared, warpgroup - 1);
+  }
+}
+
+template <typename T>
+void launch_bwd_sm90(const BwdParams& call, cudaStream_t stream) {
+  BwdParams params = call;
+  limit_windows(params);
+  constexpr CUtensorMapDataType kType = std::is_same_v<typename T::Element, __half>
+                                            ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto map = [&](const MappedTensor& tensor, int box_rows) {
+    return tensor_map(tensor, kType, box_rows);
+  };
+  const BwdTensors tensors = bwd_tensors(params);
+  const long long ctas =
+      static_cast<long long>(num_blocks(params.seqlen_k, T::kKeys)) * params.b * params.h;
+  launch<&bwd_sm90_kernel<T>>(dim3(static_cast<unsigned>(ctas)), T::kThreads, T::kBytes, T::kBytes,
+                              stream, map(tensors.q, T::kRows), map(tensors.k, T::kKeys),
+                              map(tensors.v, T::kKeys), map(tensors.dout, T::kRows), params);
+}
+
+using fp16 = __half;
+using bf16 = __nv_bfloat16;
+
+}  // namespace fad::sm90

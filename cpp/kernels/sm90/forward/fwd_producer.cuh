@@ -1,0 +1,251 @@
+// The warps that feed the consumers: one takes tiles and loads K and V (and what goes through the
+// ring of Q), one loads Q, one clears rows of V behind the end of a sequence.
+#pragma once
+
+#include "fwd_tile.h"
+#include "fwd_walk.h"
+#include "sm90/barrier.h"
+#include "sm90/tma.h"
+#include "tree/lengths.h"
+
+namespace fad::sm90 {
+
+// Tiles of the last rows first: where the mask is causal they take longest. All heads of a batch
+// of heads, whose K and V fit in L2, before the next. Parts of the first split of all tiles before
+// those of the next: they share keys, and it is the last splits that a mask cuts.
+template <typename T>
+__device__ __forceinline__ Work work_of(const FwdCall& call, int number, int& k_row) {
+  const int split = number / call.split_tiles;
+  const int tile = call.first_tile + number - split * call.split_tiles;
+  const int section = tile / (call.units_at_a_time * call.row_tiles);
+  const int first_unit = section * call.units_at_a_time;
+  const int here = min(call.units_at_a_time, call.batch * call.units - first_unit);
+  const int rest = tile - first_unit * call.row_tiles;
+  const int row_tile = rest / here;
+  const int unit = first_unit + rest - row_tile * here;
+  Work work;
+  work.split = split;
+  work.first_row = (call.row_tiles - 1 - row_tile) * T::kRows;
+  work.bidb = unit / call.units;
+  work.bidh = (unit - work.bidb * call.units) << call.group_bits;
+  const int b = work.bidb;
+  work.q_row = call.cu_seqlens_q == nullptr ? 0 : call.cu_seqlens_q[b];
+  work.rows =
+      within(call.cu_seqlens_q == nullptr ? call.seqlen_q : call.cu_seqlens_q[b + 1] - work.q_row,
+             call.seqlen_q)
+      << call.group_bits;
+  const int pad = call.leftpad_k == nullptr ? 0 : call.leftpad_k[b];
+  const int first_k = call.cu_seqlens_k == nullptr ? 0 : call.cu_seqlens_k[b];
+  int length = call.cu_seqlens_k == nullptr ? call.seqlen_k : call.cu_seqlens_k[b + 1] - first_k;
+  length = (call.seqused_k == nullptr ? length : call.seqused_k[b]) + call.seqlen_new - pad;
+  work.seqlen_k = within(length, call.seqlen_k - pad);
+  k_row = call.block_table == nullptr ? first_k + pad : 0;
+  return work;
+}
+
+// Tile number `turn` of this CTA, where each CTA has a fixed list of tiles: CTAs in ascending, then
+// in descending order, so that each gets long and short ones.
+__device__ __forceinline__ int dealt_tile(int turn) {
+  const int cta = static_cast<int>(blockIdx.x);
+  const int ctas = static_cast<int>(gridDim.x);
+  return turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
+}
+
+// The number of a tile that no other CTA takes; call.tiles or above: none is left. taken: how many
+// this CTA took before.
+template <typename T>
+__device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
+  if (call.tile_counter == nullptr) {
+    return dealt_tile(taken);
+  }
+  if constexpr (T::kCounting == Counting::kAll) {
+    return static_cast<int>(atomicAdd(call.tile_counter, 1u));
+  }
+  if (taken == 0) {
+    return static_cast<int>(blockIdx.x);
+  }
+  // Each CTA draws none for its first tile, but one beyond the last: as many draws as tiles, after
+  // which kReturns has the counter at 0 again.
+  const unsigned count = T::kCounting == Counting::kReturns
+                             ? atomicInc(call.tile_counter, static_cast<unsigned>(call.tiles - 1))
+                             : atomicAdd(call.tile_counter, 1u);
+  return static_cast<int>(gridDim.x + count);
+}
+
+// Boxes `begin` to `end` of Q, of one warpgroup's rows.
+template <typename T>
+__device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUtensorMap& q_map,
+                                                 const Work& work, int group, int begin, int end,
+                                                 uint32_t to, uint32_t full) {
+  const int row = work.q_row + ((work.first_row + group * kGroupRows) >> call.group_bits);
+  const int batch = call.cu_seqlens_q == nullptr ? work.bidb : 0;
+#pragma unroll
+  for (int box = begin; box < end; ++box) {
+    load_box(to + (box - begin) * T::kQBoxBytes, q_map, full, box * kBoxColumns, work.bidh, row,
+             batch);
+  }
+}
+
+// One thread.
+template <typename T>
+__device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const CUtensorMap& q_map,
+                                                     const CUtensorMap& k_map,
+                                                     const CUtensorMap& v_map, uint32_t shared) {
+  Ring ring;
+  int taken = 0;
+  for (int turn = 0;; ++turn) {
+    Work work;
+    KeyRange blocks{};
+    int k_row = 0;
+    for (;;) {
+      const int tile = next_tile<T>(call, taken++);
+      if (tile >= call.tiles) {
+        work.first_row = -1;
+        break;
+      }
+      work = work_of<T>(call, tile, k_row);
+      if (work.first_row < work.rows) {
+        blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
+        // Rows without keys get their zeros here, or where parts are merged.
+        if (blocks.end > blocks.begin || call.parts.acc == nullptr) {
+          break;
+        }
+      }
+    }
+    const bool done = work.first_row < 0;
+    const int count = blocks.end - blocks.begin;
+
+    // The block that holds the end of the sequence is the first one loaded.
+    const bool may_have_tail =
+        call.cu_seqlens_k != nullptr || call.seqused_k != nullptr || call.leftpad_k != nullptr;
+    const int behind = work.seqlen_k - (blocks.end - 1) * T::kKeys;
+    const bool tail = may_have_tail && count > 0 && behind < T::kKeys;
+    // V's first block comes to the ring after Q's and two blocks of K, or the only one.
+    const int tail_slot = (ring.slot + T::kRingQueryBlocks + (count == 1 ? 1 : 2)) % call.blocks;
+    work.tail = tail ? tail_slot * T::kKeys + behind : -1;
+
+    const int note = turn & 1;
+    barrier_wait(shared + T::kWorkEmpty + 8 * note, (turn >> 1 & 1) ^ 1);
+    write_work(shared + T::kWorkAt + 32 * note, work);
+    barrier_arrive(shared + T::kWorkFull + 8 * note);
+    if (done) {
+      return;
+    }
+
+    const int batch = call.cu_seqlens_k != nullptr      ? 0
+                      : call.cache_batch_idx != nullptr ? call.cache_batch_idx[work.bidb]
+                                                        : work.bidb;
+    const int head = work.bidh / call.heads_per_kv;
+    const auto load = [&](const CUtensorMap& map, int block, bool is_tail) {
+      int row = k_row + block * T::kKeys;
+      int sequence = batch;
+      if constexpr (T::kTakesPages) {
+        if (call.block_table != nullptr) {  // before the wait, which hides the read
+          const int page = block / call.page_blocks;
+          row -= page * call.page_size;
+          sequence = call.block_table[work.bidb * call.block_table_batch_stride + page];
+        }
+      }
+      barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
+      const uint32_t full =
+          shared + (is_tail ? T::kTailLoaded + 8 * note : T::kFull + 8 * ring.slot);
+      const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
+      barrier_expect(full, T::kBlockBytes);
+#pragma unroll
+      for (int box = 0; box < T::kBoxes; ++box) {
+        load_box(to + box * T::kBoxBytes, map, full, box * kBoxColumns, head, row, sequence);
+      }
+      ring.advance(call.blocks);
+    };
+    if (count > 0) {
+#pragma unroll 1
+      for (int block = 0; block < T::kRingQueryBlocks; ++block) {
+        barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
+        const uint32_t full = shared + T::kFull + 8 * ring.slot;
+        const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
+        constexpr int kGroups = T::kWarpgroups / (T::kQueriesThroughRing ? T::kRingQueryBlocks : 1);
+        constexpr int kGroupBytes = T::kRingBoxes * T::kQBoxBytes;
+        barrier_expect(full, kGroups * kGroupBytes);
+#pragma unroll 1
+        for (int i = 0; i < kGroups; ++i) {
+          load_query_boxes<T>(call, q_map, work, block * kGroups + i, 0, T::kRingBoxes,
+                              to + i * kGroupBytes, full);
+        }
+        ring.advance(call.blocks);
+      }
+    }
+    // Each block of V comes after the next block of K, as the consumers need them.
+    for (int block = blocks.end; block >= blocks.begin && count > 0; --block) {
+      if (block > blocks.begin) {
+        load(k_map, block - 1, false);
+      }
+      if (block < blocks.end) {
+        load(v_map, block, tail && block == blocks.end - 1);
+      }
+    }
+  }
+}
+
+// One thread.
+template <typename T>
+__device__ __forceinline__ void load_queries(const FwdCall& call, const CUtensorMap& q_map,
+                                             uint32_t shared) {
+  uint32_t parity = 0;
+  for (int turn = 0;; ++turn) {
+    const int note = turn & 1;
+    barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);
+    const Work work = read_work(shared + T::kWorkAt + 32 * note);
+    barrier_arrive(shared + T::kWorkEmpty + 8 * note);
+    if (work.first_row < 0) {
+      return;
+    }
+    constexpr int kGroups = T::kQueriesInShared ? T::kWarpgroups : 0;
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      const uint32_t full = shared + T::kQFull + 8 * group;
+      barrier_wait(shared + T::kQEmpty + 8 * group, parity ^ 1);
+      barrier_expect(full, T::kQGroupBytes);
+      load_query_boxes<T>(call, q_map, work, group, T::kRingBoxes, T::kBoxes,
+                          shared + group * T::kQGroupBytes, full);
+    }
+    parity ^= 1;
+  }
+}
+
+// One warp. What lies behind the end of a sequence may be NaN, and 0 * NaN is NaN.
+template <typename T>
+__device__ __forceinline__ void clear_tails(uint32_t shared) {
+  const int lane = threadIdx.x % 32;
+  uint32_t parities = 0;  // a bit for each note
+  for (int turn = 0;; ++turn) {
+    const int note = turn & 1;
+    barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);
+    const Work work = read_work_by_warp(shared + T::kWorkAt + 32 * note);
+    if (work.first_row < 0) {
+      return;
+    }
+    if (work.tail >= 0) {
+      barrier_wait(shared + T::kTailLoaded + 8 * note, parities >> note & 1);
+      parities ^= 1u << note;
+      const int slot = work.tail / T::kKeys;
+      const uint32_t block = shared + T::kRingAt + slot * T::kBlockBytes;
+      for (int row = work.tail % T::kKeys + lane / 8; row < T::kKeys; row += 4) {
+#pragma unroll
+        for (int box = 0; box < T::kBoxes; ++box) {
+          store_shared(block + box * T::kBoxBytes + row * kBoxRowBytes + lane % 8 * 16,
+                       make_float4(0.f, 0.f, 0.f, 0.f));
+        }
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+        barrier_arrive(shared + T::kFull + 8 * slot);
+      }
+    }
+    if (lane == 0) {
+      barrier_arrive(shared + T::kWorkEmpty + 8 * note);
+    }
+  }
+}
+
+}  // namespace fad::sm90
