@@ -265,6 +265,7 @@ def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, 4096, 4096, 32, 128, "sm90", "one-cta"),
         (4, 16, 32_768, 32, 128, "sm90", "parts"),
         (8, 5, 4096, 32, 128, "sm90", "parts"),
+        (1, 5, 4096, 32, 128, "sm80", "scores-first"),
         (64, 4, 4096, 32, 128, "sm80", "few-rows"),
         (64, 5, 4096, 56, 128, "sm80", "few-rows"),
     ],
@@ -275,6 +276,7 @@ def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         "prefill",
         "16-queries",
         "5-queries",
+        "5-queries-of-one",
         "4-queries",
         "group-of-7",
     ],
@@ -289,7 +291,10 @@ def test_parts_are_left_where_they_pay(
     path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SMs would idle, or a few queries have more rows than the lowest tile of few-rows."""
+    """SMs would idle, or a few queries have more rows than the lowest tile of few-rows.
+
+    Where these fill few SMs, the path scores-first fills more of them.
+    """
     skip_unless_built(head_dim, "bf16")
     monkeypatch.setenv(VARIABLE, "sms=132")
     one = torch.empty(1, 1, 1, head_dim, device="cuda", dtype=torch.bfloat16)
