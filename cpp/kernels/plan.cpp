@@ -385,7 +385,7 @@ bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num
 // under a causal mask, where each has fewer rows than the one before, for most of their time. With
 // many heads at a time, key blocks of one head start one after another, and do not wait. But what
 // they read and add to should stay in L2: with more heads, less of it does.
-int heads_in_flight(const BwdParams& params, const BwdKernel& kernel, const Device& device) {
+int heads_in_flight(const BwdParams& params, const Device& device) {
   if (device.heads_in_flight > 0) {
     return device.heads_in_flight;
   }
@@ -522,7 +522,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
     }
   }
   if (plan.kernel == nullptr) {
-    throw std::runtime_error(
+    throw TooLittleSharedMemory(
         "q: the backward for head_dim " + std::to_string(params.d) + " needs " +
         std::to_string(instance.kernels[instance.num_kernels - 1].shared_bytes) +
         " bytes of shared memory per block, this GPU offers " +
@@ -531,7 +531,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
   plan.whole_heads = deterministic && suits_whole_heads(params, *plan.kernel, device.num_sms);
   plan.in_turns = deterministic && !plan.whole_heads;
   if (plan.in_turns) {
-    plan.heads_in_flight = heads_in_flight(params, *plan.kernel, device);
+    plan.heads_in_flight = heads_in_flight(params, device);
   }
   return plan;
 }

@@ -50,6 +50,13 @@ def test_shared_memory_is_overridden() -> None:
         assert explain(flash_attn_func, q, k, v, split_size=512).path == "parts"
 
 
+def test_explain_tells_whether_the_backward_fits() -> None:
+    q, k, v = make_qkv((1, 300, 2, 128))
+    assert explain(flash_attn_func, q, k, v, deterministic=True).backward is not None
+    with device_override(f"shared={SMALL_SHARED}"):
+        assert explain(flash_attn_func, q, k, v, deterministic=True).backward is None
+
+
 @DEVICE
 @pytest.mark.parametrize("feature", ["full", "causal", "everything"])
 @CONFIGS
