@@ -189,12 +189,21 @@ def test_cache_with_nan_behind_its_ends(
     )
 
 
+@CONFIGS
+def test_negative_zeros(head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a chain adds to nothing in one family, and to 0 in the other."""
+    skip_unless_built(head_dim, dtype)
+    q, k, _ = make_qkv((2, 200, 8, head_dim), 700, 2, dtype=DTYPES[dtype])
+    v = -torch.zeros_like(k)
+    assert_schedules_agree(monkeypatch, flash_attn_func, q, k, v, causal=True, split_size=SPLIT)
+
+
 @pytest.mark.parametrize("sms", [1, 7, 132, 10_000])
 @CONFIGS
 def test_however_many_take_parts(
     head_dim: int, dtype: str, sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One CTA takes all parts, or each its own, without a counter."""
+    """One CTA takes all parts, or each its own."""
     skip_unless_built(head_dim, dtype)
     q, k, v = make_qkv((2, 200, 8, head_dim), 1100, 2, dtype=DTYPES[dtype])
     expected = assert_schedules_agree(
