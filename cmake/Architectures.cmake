@@ -19,6 +19,7 @@ list(GET _numbers 0 _lowest)
 set(_codes "")
 set(_codes_below_90 "") # of the lowest PTX too; the rest is made of PTX for 9.0
 set(_codes_from_90 "")
+set(_own_ptx "")
 foreach(_architecture IN LISTS _every_gpu)
   if(NOT _architecture MATCHES "^([0-9]+)(-real|-virtual)?$")
     message(FATAL_ERROR "CMAKE_CUDA_ARCHITECTURES: expected numbers like 80, 80-real or 80-virtual, "
@@ -39,9 +40,7 @@ foreach(_architecture IN LISTS _every_gpu)
       list(APPEND _codes "compute_${_number}")
       list(APPEND _codes_below_90 "compute_${_number}")
     else() # PTX of its own: the front end runs once more
-      target_compile_options(
-        fad_kernels
-        PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_${_number},code=[compute_${_number}]>")
+      list(APPEND _own_ptx "${_number}")
     endif()
   endif()
 endforeach()
@@ -71,6 +70,12 @@ if(_lowest LESS 90)
 else()
   fad_generate_code(fad_kernels_early "${_lowest}" "${_codes}")
 endif()
+
+foreach(_target IN ITEMS fad_kernels fad_kernels_early)
+  foreach(_number IN LISTS _own_ptx)
+    fad_generate_code(${_target} ${_number} "compute_${_number}")
+  endforeach()
+endforeach()
 
 if(FAD_SM90_SOURCES)
   add_library(fad_kernels_sm90 OBJECT ${FAD_SM90_SOURCES})

@@ -40,6 +40,10 @@ constexpr double kTallTile = 1.15;
 // head dim 256 take 75 and 68, 78 take 40 and 45 to 48, 128 take 52 and 66.)
 constexpr double kSplitsFullEnough = 0.55;
 
+// The same share where Hopper's parts take the place of the few-rows kernel: their taller tiles
+// cost less, and the two kernels more. (A model, to be measured.)
+constexpr double kTallSplitsFullEnough = 0.25;
+
 // Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
 // 0.75 us a block, and 4 us; with 13 blocks of one split both paths take 14 us.)
 constexpr int kShortWalk = 8;
@@ -319,31 +323,32 @@ double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree
          (std::ceil(each) * std::min(split, keys.most) + each * kPartKeys + kLaunchKeys);
 }
 
-// Whether CTAs that each walk a split fill enough of the GPU, or are so short that they end before
-// a second kernel could.
-bool walks_fill(const FwdParams& params, const Candidate& few_rows, const Tree& tree,
-                const Device& device) {
+// Whether CTAs that each walk a split fill this share of the GPU, or are so short that they end
+// before a second kernel could.
+bool walks_fill(const FwdParams& params, const Candidate& walks, const Tree& tree,
+                const Device& device, double share) {
   int blocks = key_blocks(params);
   if (params.window_size_left >= 0) {  // and the rest of the keys is hidden
     const int seen = params.window_size_left + std::max(params.window_size_right, 0);
     blocks = std::min(blocks, num_blocks(seen + params.seqlen_q, kKeysPerBlock) + 1);
   }
   const int longest = std::min(blocks, tree.blocks_per_split);
-  return longest <= kShortWalk ||
-         few_rows.row_blocks * blocks >= kSplitsFullEnough * device.num_sms * longest;
+  return longest <= kShortWalk || walks.row_blocks * blocks >= share * device.num_sms * longest;
 }
 
 // Whether a few queries make more rows, of whole groups, than the lowest tile of the few-rows
 // kernel has. Its taller ones take longer; one of the sm90 family reads keys as fast with 64 rows
-// as with 1.
-bool suits_tall_tiles(const FwdParams& params, const Candidate& parts, int num_splits) {
+// as with 1. Few CTAs are left to the path scores-first.
+bool suits_tall_tiles(const FwdParams& params, const Candidate& parts, const Tree& tree,
+                      int num_splits, const Device& device) {
   if (!parts.possible || parts.kernel->ctas_per_sm == 0 || params.seqlen_q > kFewQueries ||
       params.window_size_left >= 0) {
     return false;
   }
   const int group = group_of(params, parts.kernel->family, Path::kParts);
   return group == params.h_h_k_ratio && params.seqlen_q * group > kFewRowsTiles[0] &&
-         fits_scratch(params, parts, num_splits);
+         fits_scratch(params, parts, num_splits) &&
+         walks_fill(params, parts, tree, device, kTallSplitsFullEnough);
 }
 
 // One CTA per row block, or one per split of it.
@@ -380,7 +385,7 @@ bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num
 // under a causal mask, where each has fewer rows than the one before, for most of their time. With
 // many heads at a time, key blocks of one head start one after another, and do not wait. But what
 // they read and add to should stay in L2: with more heads, less of it does.
-int heads_in_flight(const BwdParams& params, const BwdKernel& kernel, const Device& device) {
+int heads_in_flight(const BwdParams& params, const Device& device) {
   if (device.heads_in_flight > 0) {
     return device.heads_in_flight;
   }
@@ -449,7 +454,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
       return one_cta;
     }
     const Candidate parts = on(Path::kParts);
-    if (suits_tall_tiles(params, parts, plan.num_splits)) {
+    if (suits_tall_tiles(params, parts, plan.tree, plan.num_splits, device)) {
       return parts;
     }
     // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it
@@ -458,9 +463,8 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
     if (few_rows.possible &&
         (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits))) {
       const Candidate scores_first = on(Path::kScoresFirst);
-      return scores_first.possible && !walks_fill(params, few_rows, plan.tree, device)
-                 ? scores_first
-                 : few_rows;
+      const bool fill = walks_fill(params, few_rows, plan.tree, device, kSplitsFullEnough);
+      return scores_first.possible && !fill ? scores_first : few_rows;
     }
     return better(params, one_cta, parts, plan.tree, plan.num_splits, device);
   };
@@ -518,7 +522,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
     }
   }
   if (plan.kernel == nullptr) {
-    throw std::runtime_error(
+    throw TooLittleSharedMemory(
         "q: the backward for head_dim " + std::to_string(params.d) + " needs " +
         std::to_string(instance.kernels[instance.num_kernels - 1].shared_bytes) +
         " bytes of shared memory per block, this GPU offers " +
@@ -527,7 +531,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
   plan.whole_heads = deterministic && suits_whole_heads(params, *plan.kernel, device.num_sms);
   plan.in_turns = deterministic && !plan.whole_heads;
   if (plan.in_turns) {
-    plan.heads_in_flight = heads_in_flight(params, *plan.kernel, device);
+    plan.heads_in_flight = heads_in_flight(params, device);
   }
   return plan;
 }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 
 #include "bwd.h"
 #include "fwd.h"
@@ -58,7 +59,12 @@ struct BwdPlan {
   int heads_in_flight;  // (batch, head) pairs whose key blocks run at the same time
 };
 
-// Throws std::runtime_error for a call that no kernel can take on this device.
+// No kernel that covers a call fits a block of this device.
+struct TooLittleSharedMemory : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Throws TooLittleSharedMemory.
 BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
                  const Device& device);
 

@@ -168,6 +168,11 @@ struct Call {
     params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
 
     starts_q.resize(batch + 1), starts_k.resize(batch + 1);
+    // In some calls a single row of the last block lies behind the end, where NaN is.
+    const auto used = [&](int length, int most) {
+      const int one_less = (length / 128 + 1) * 128 - 1;
+      return seed % 8 == 6 && one_less <= most ? one_less : length;
+    };
     for (int b = 0; b < batch; ++b) {
       lengths_q.push_back(!packed_q    ? seqlen_q
                           : chance(20) ? 0
@@ -178,10 +183,13 @@ struct Call {
                           : chance(30) ? rows_k
                           : chance(30) ? std::min(rows_k, about(64 * draw(1, 6)))
                                        : draw(0, rows_k));
+      if (cache) {
+        lengths_k[b] = used(lengths_k[b], rows_k);
+      }
       leftpad.push_back(draw(0, lengths_k[b]));
       starts_q[b + 1] = starts_q[b] + lengths_q[b];
       starts_k[b + 1] = starts_k[b] + lengths_k[b];
-      used_k.push_back(layout == 2 ? draw(0, lengths_k[b]) : lengths_k[b]);
+      used_k.push_back(layout == 2 ? used(draw(0, lengths_k[b]), lengths_k[b]) : lengths_k[b]);
       index.push_back((b + 1) % batch);
     }
     const int total_q = packed_q ? starts_q[batch] + 3 : batch * seqlen_q;

@@ -8,11 +8,13 @@
 
 #include <c10/cuda/CUDAException.h>
 #include <cuda.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace fad::sm90 {
 
@@ -58,8 +60,12 @@ inline auto encode_tensor_map() {
   return encode;
 }
 
-inline CUtensorMap tensor_map(const MappedTensor& tensor, CUtensorMapDataType type, int box_rows,
-                              int box_heads = 1) {
+// Element: __half or __nv_bfloat16.
+template <typename Element>
+CUtensorMap tensor_map(const MappedTensor& tensor, int box_rows, int box_heads = 1) {
+  constexpr CUtensorMapDataType kType = std::is_same_v<Element, __half>
+                                            ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   // The stride of a dimension of size 1 may be anything, but the driver checks it.
   const auto bytes = [](int64_t stride, int64_t size) {
     return static_cast<cuuint64_t>(size == 1 ? 16 : 2 * stride);
@@ -75,8 +81,8 @@ inline CUtensorMap tensor_map(const MappedTensor& tensor, CUtensorMapDataType ty
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =
-      encode_tensor_map()(&map, type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      encode_tensor_map()(&map, kType, 4, const_cast<void*>(tensor.data), sizes, strides, box,
+                          steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(result));

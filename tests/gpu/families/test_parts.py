@@ -189,12 +189,21 @@ def test_cache_with_nan_behind_its_ends(
     )
 
 
+@CONFIGS
+def test_negative_zeros(head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a chain adds to nothing in one family, and to 0 in the other."""
+    skip_unless_built(head_dim, dtype)
+    q, k, _ = make_qkv((2, 200, 8, head_dim), 700, 2, dtype=DTYPES[dtype])
+    v = -torch.zeros_like(k)
+    assert_schedules_agree(monkeypatch, flash_attn_func, q, k, v, causal=True, split_size=SPLIT)
+
+
 @pytest.mark.parametrize("sms", [1, 7, 132, 10_000])
 @CONFIGS
 def test_however_many_take_parts(
     head_dim: int, dtype: str, sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One CTA takes all parts, or each its own, without a counter."""
+    """One CTA takes all parts, or each its own."""
     skip_unless_built(head_dim, dtype)
     q, k, v = make_qkv((2, 200, 8, head_dim), 1100, 2, dtype=DTYPES[dtype])
     expected = assert_schedules_agree(
@@ -265,6 +274,7 @@ def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, 4096, 4096, 32, 128, "sm90", "one-cta"),
         (4, 16, 32_768, 32, 128, "sm90", "parts"),
         (8, 5, 4096, 32, 128, "sm90", "parts"),
+        (1, 5, 4096, 32, 128, "sm80", "scores-first"),
         (64, 4, 4096, 32, 128, "sm80", "few-rows"),
         (64, 5, 4096, 56, 128, "sm80", "few-rows"),
     ],
@@ -275,6 +285,7 @@ def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         "prefill",
         "16-queries",
         "5-queries",
+        "5-queries-of-one",
         "4-queries",
         "group-of-7",
     ],
@@ -289,7 +300,10 @@ def test_parts_are_left_where_they_pay(
     path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SMs would idle, or a few queries have more rows than the lowest tile of few-rows."""
+    """SMs would idle, or a few queries have more rows than the lowest tile of few-rows.
+
+    Where these fill few SMs, the path scores-first fills more of them.
+    """
     skip_unless_built(head_dim, "bf16")
     monkeypatch.setenv(VARIABLE, "sms=132")
     one = torch.empty(1, 1, 1, head_dim, device="cuda", dtype=torch.bfloat16)

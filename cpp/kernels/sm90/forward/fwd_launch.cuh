@@ -93,25 +93,12 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
             : static_cast<int>(std::min<int64_t>(
                   kv_heads * call.heads_per_kv, static_cast<int64_t>(params.batch) * params.heads));
 
-  constexpr CUtensorMapDataType kType = std::is_same_v<typename T::Element, __half>
-                                            ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const bool packed_q = params.cu_seqlens_q != nullptr;
-  const bool packed_k = keys_are_packed(params);
-  const auto map = [&](const Rows& rows, bool packed, int batch, int64_t count, int heads,
-                       int box_rows, int box_heads = 1) {
-    return tensor_map({rows.data, rows.batch_stride, rows.row_stride, rows.head_stride,
-                       packed ? 1 : batch, count, heads, params.head_dim},
-                      kType, box_rows, box_heads);
-  };
+  using Element = typename T::Element;
+  const FwdTensors tensors = fwd_tensors(params);
   const CUtensorMap q_map =
-      map(params.q, packed_q, params.batch, packed_q ? params.total_q : params.seqlen_q,
-          params.heads, kGroupRows >> call.group_bits, 1 << call.group_bits);
-  const int64_t rows_k = key_rows(params);
-  const CUtensorMap k_map =
-      map(params.k, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);
-  const CUtensorMap v_map =
-      map(params.v, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);
+      tensor_map<Element>(tensors.q, kGroupRows >> call.group_bits, 1 << call.group_bits);
+  const CUtensorMap k_map = tensor_map<Element>(tensors.k, T::kKeys);
+  const CUtensorMap v_map = tensor_map<Element>(tensors.v, T::kKeys);
 
   if (T::kCounting != Counting::kReturns && params.tile_counter != nullptr) {
     C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));

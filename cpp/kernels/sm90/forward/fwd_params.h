@@ -85,16 +85,28 @@ inline int64_t key_rows(const FwdParams& params) {
                                        : params.seqlen_k;
 }
 
-// Whether the kernel takes tensors laid out like this.
-inline bool supports(const FwdParams& params) {
-  const auto fits = [&](const Rows& rows, int64_t batch, int64_t count, int heads) {
-    return can_map({rows.data, rows.batch_stride, rows.row_stride, rows.head_stride, batch, count,
-                    heads, params.head_dim});
+struct FwdTensors {
+  MappedTensor q, k, v;
+};
+
+inline FwdTensors fwd_tensors(const FwdParams& params) {
+  const auto tensor = [&](const Rows& rows, bool packed, int batch, int64_t count, int heads) {
+    return MappedTensor{
+        rows.data, rows.batch_stride, rows.row_stride, rows.head_stride, packed ? 1 : batch, count,
+        heads,     params.head_dim};
   };
   const bool packed_q = params.cu_seqlens_q != nullptr;
   const bool packed_k = keys_are_packed(params);
-  const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
   const int64_t rows_k = key_rows(params);
+  return {tensor(params.q, packed_q, params.batch, packed_q ? params.total_q : params.seqlen_q,
+                 params.heads),
+          tensor(params.k, packed_k, params.kv_batch, rows_k, params.heads_k),
+          tensor(params.v, packed_k, params.kv_batch, rows_k, params.heads_k)};
+}
+
+// Whether the kernel takes tensors laid out like this.
+inline bool supports(const FwdParams& params) {
+  const auto [q, k, v] = fwd_tensors(params);
   // The kernel numbers its tiles, of 64 rows or more, with an int.
   const int64_t tiles =
       static_cast<int64_t>(params.batch) * params.heads * ((params.seqlen_q + 63) / 64);
@@ -103,12 +115,10 @@ inline bool supports(const FwdParams& params) {
     return false;
   }
   return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 &&
-         params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
-         fits(params.q, packed_q ? 1 : params.batch, rows_q, params.heads) &&
-         fits(params.k, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
-         fits(params.v, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
-         reinterpret_cast<uintptr_t>(params.out) % 16 == 0 && params.out_row_stride % 8 == 0 &&
-         params.out_head_stride % 8 == 0 && params.out_batch_stride % 8 == 0;
+         params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) && can_map(q) && can_map(k) &&
+         can_map(v) && reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
+         params.out_row_stride % 8 == 0 && params.out_head_stride % 8 == 0 &&
+         params.out_batch_stride % 8 == 0;
 }
 
 }  // namespace fad::sm90
