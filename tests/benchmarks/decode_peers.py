@@ -68,6 +68,10 @@ CASES = (
     Case(1, 1, 20_000, 32, 8, 128, 256),
     Case(32, 1, 6000, 32, 8, 128, 16),
     Case(64, 1, 2000, 28, 4, 128, 64),
+    # Where parts of a few queries and the path scores-first should be equally fast.
+    Case(2, 5, 4096, 32, 8, 128),
+    Case(4, 5, 4096, 32, 8, 128),
+    Case(4, 1, 8192, 64, 2, 128),
 )
 
 

@@ -126,6 +126,17 @@ FAULTS = [
         *(64, _PRODUCER, "(count == 1 ? 1 : 2)", "2"),
     ),
     Fault(
+        "a single row behind the end is not cleared",
+        *(64, _PRODUCER, "behind < T::kKeys;", "behind < T::kKeys - 1;"),
+    ),
+    Fault(
+        "the counter of tiles is not cleared",
+        96,
+        _LAUNCH,
+        "    C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));\n",
+        "",
+    ),
+    Fault(
         "too few bytes are expected",
         *(
             64,
