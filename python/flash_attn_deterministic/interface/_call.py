@@ -73,18 +73,20 @@ def resolve_options(
         ArgumentTypeError: a wrong type.
         MissingInstanceError: deterministic is True, and the wheel holds no deterministic kernels.
     """
+    mode = get_deterministic_mode()
     plain = head_dim, dropout_p, softmax_scale, causal, softcap, split_size, deterministic
     if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
-        arguments = *window_size, *plain
+        arguments = plain + window_size
         if _PYTHON_TYPES.issuperset(map(type, arguments)):
-            return _known_options(get_deterministic_mode(), *arguments)
-    return _find_options(get_deterministic_mode(), window_size, *plain)
+            return _known_options(mode, *arguments)
+    return _find_options(mode, window_size, *plain)
 
 
 # typed: True == 1 == 1.0, but not each of them is a valid value of each argument.
 @functools.lru_cache(maxsize=256, typed=True)
-def _known_options(mode: Mode, left: Any, right: Any, *plain: Any) -> Options:
+def _known_options(mode: Mode, *arguments: Any) -> Options:
     """Calls `_find_options` with Python numbers and strings, which can be keys of a cache."""
+    *plain, left, right = arguments
     return _find_options(mode, (left, right), *plain)
 
 
