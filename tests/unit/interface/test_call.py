@@ -188,6 +188,15 @@ def test_valid_call_skips_our_checks(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("op_checks")
+def test_lengths_that_are_no_ints_are_checked_first() -> None:
+    call = varlen_call()
+    assert bits_equal(call(max_seqlen_q=torch.tensor(5)), call())
+    message = "max_seqlen_q: expected 0 to 1073741823 tokens, got -1"
+    with pytest.raises(FlashAttnError, match=message):
+        call(max_seqlen_q=torch.tensor(-1))
+
+
+@pytest.mark.usefixtures("op_checks")
 def test_wrong_call_with_dropout_draws_no_seed() -> None:
     state = torch.get_rng_state()
     error_of(lambda: qkv_call()(v=normal(2, 8, 2, 32), dropout_p=0.5))
