@@ -67,35 +67,37 @@ def run(name: str, arguments: tuple[Any, ...], through_dispatcher: bool) -> Any:
     if through_dispatcher or torch.compiler.is_compiling():
         return op(*arguments)
     if name in _FUNCTIONS and torch.is_grad_enabled():
-        function, wanting = _FUNCTIONS[name]
+        apply, wanting = _FUNCTIONS[name]
         if _C._any_requires_grad(*arguments[:wanting]):
-            return function.apply(*arguments[:wanting], arguments[wanting:])
+            return apply(*arguments[:wanting], arguments)
     with _C._AutoDispatchBelowAutograd():
         # _op is what the object calls: one Python function less.
         return getattr(op, "_op", op)(*arguments)
 
 
-def _function(name: str, formula: _Formula) -> tuple[Any, int]:
+def _function(name: str, formula: _Formula) -> tuple[Callable[..., Any], int]:
     """Returns an op's autograd function for calls that skip the dispatcher.
 
-    It does the same as the kernel of torch.library.register_autograd. It takes all arguments that
-    get no gradient as one, since torch processes each argument in Python.
+    It does the same as the kernel of torch.library.register_autograd. It takes the tensors that get
+    gradients, and all arguments of the op as one more: torch processes each argument in Python.
 
     Returns:
-        A torch.autograd.Function, and the number of arguments that get gradients: the op's first.
+        The apply of a torch.autograd.Function, and the number of arguments that get gradients: the
+        op's first.
     """
 
     def forward(ctx: Any, *inputs: Any) -> Results:
-        arguments = (*inputs[:-1], *inputs[-1])
-        output: Results = run(
-            name, arguments, through_dispatcher=False
-        )  # torch has turned gradients off
+        arguments = inputs[-1]
+        # torch has turned gradients off.
+        output: Results = run(name, arguments, through_dispatcher=False)
         formula.setup_context(ctx, arguments, output)
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(formula.backward)}
-    function = type(name, (torch.autograd.Function,), methods)
-    return function, 2 if "qkvpacked" in name else 3
+    function: Any = type(name, (torch.autograd.Function,), methods)
+    # Not Function's own apply, which in Python prepares calls under torch.func, and calls this one.
+    apply = super(torch.autograd.Function, function).apply
+    return apply, 2 if "qkvpacked" in name else 3
 
 
 class CheckedLibrary:

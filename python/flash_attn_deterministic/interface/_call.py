@@ -25,6 +25,8 @@ WithProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WithLse = tuple[torch.Tensor, torch.Tensor]
 # (q, k, v), (None, qkv) or (q, kv).
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor] | tuple[torch.Tensor | None, torch.Tensor]
+# Raises if inputs or lengths are wrong; returns the lengths, with Python ints.
+Check = Callable[[Any, Any], Lengths | None]
 Arguments = ParamSpec("Arguments")
 _PYTHON_TYPES = frozenset((bool, int, float, str, type(None)))
 
@@ -71,18 +73,20 @@ def resolve_options(
         ArgumentTypeError: a wrong type.
         MissingInstanceError: deterministic is True, and the wheel holds no deterministic kernels.
     """
+    mode = get_deterministic_mode()
     plain = head_dim, dropout_p, softmax_scale, causal, softcap, split_size, deterministic
     if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
-        arguments = *window_size, *plain
+        arguments = plain + window_size
         if _PYTHON_TYPES.issuperset(map(type, arguments)):
-            return _known_options(get_deterministic_mode(), *arguments)
-    return _find_options(get_deterministic_mode(), window_size, *plain)
+            return _known_options(mode, *arguments)
+    return _find_options(mode, window_size, *plain)
 
 
 # typed: True == 1 == 1.0, but not each of them is a valid value of each argument.
 @functools.lru_cache(maxsize=256, typed=True)
-def _known_options(mode: Mode, left: Any, right: Any, *plain: Any) -> Options:
+def _known_options(mode: Mode, *arguments: Any) -> Options:
     """Calls `_find_options` with Python numbers and strings, which can be keys of a cache."""
+    *plain, left, right = arguments
     return _find_options(mode, (left, right), *plain)
 
 
@@ -105,22 +109,24 @@ def _find_options(
 
 
 def attend(
+    rank: int,
     inputs: Inputs,
+    lengths: Lengths | None,
+    check: Check,
+    options_given: tuple[Any, ...],
     alibi_slopes: torch.Tensor | None,
-    options: Options,
     return_attn_probs: Any,
-    lengths: Lengths | None = None,
-    check: Callable[[], object] | None = None,
 ) -> torch.Tensor | WithProbs:
-    """Runs a dense or a packed call.
+    """Runs a dense or a packed call. All arguments are as the caller gave them, unchecked.
 
     Args:
-        inputs: the tensors that get gradients; checked, unless `check` is given; lengths too.
-        alibi_slopes: unchecked; return_attn_probs too.
-        options: of the call; checked.
-        return_attn_probs: see alibi_slopes.
+        rank: expected dimensions of the first tensor.
+        inputs: the tensors that get gradients.
         lengths: of packed sequences; None: dense.
-        check: raises if inputs or lengths are wrong; for calls of which `op_checks` is True.
+        check: of inputs and lengths.
+        options_given: the arguments of `resolve_options` after head_dim.
+        alibi_slopes: as of `flash_attn_func`.
+        return_attn_probs: see alibi_slopes.
 
     Returns:
         What `flash_attn_func` or `flash_attn_varlen_func` returns.
@@ -128,28 +134,25 @@ def attend(
     Raises:
         As `flash_attn_func`.
     """
-    with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
     q: torch.Tensor = inputs[1] if inputs[0] is None else inputs[0]
-    packed = len(inputs) == 2
+    checked = not (op_checks(rank, q, *inputs) and (lengths is None or has_ints(lengths)))
+    if checked:
+        lengths = check(inputs, lengths)
     head_dim = q.shape[-1]
+    options = resolve_options(head_dim, *options_given)
+    with_probs = numbers.check_flag("return_attn_probs", return_attn_probs)
+    if options.dropout_p and not checked:  # a wrong call draws no seed
+        check(inputs, lengths)
+        checked = True
+    if checked:
+        _check_rest(q, lengths, alibi_slopes, options)
 
-    def check_rest() -> None:
-        if check is not None:
-            check()
-        batch = q.shape[0] if lengths is None else lengths.cu_seqlens_q.shape[0] - 1
-        tensors.check_alibi(alibi_slopes, batch, q.shape[-2], q.device)
-        kernels.check_kernels(q.device, q.dtype, head_dim)
-        kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
-
-    # With dropout all checks come first, so that a wrong call draws no seed.
-    op_checks_first = check is not None and options.dropout_p == 0
-    if not op_checks_first:
-        check_rest()
     slopes = slopes_for_op(alibi_slopes)
     rng_state = draw_rng_state(options.dropout_p, q.device) if options.dropout_p else None
     qkv: tuple[torch.Tensor | None, ...] = inputs
     if head_dim % 8:
         qkv = tuple(map(padded, qkv))
+    packed = len(inputs) == 2
     dropout_p, scores, *tree, keep_residual = options
     suffix = WITH_RESIDUAL if keep_residual and has_backward(qkv, lengths) else ""
     if lengths is None:
@@ -161,10 +164,11 @@ def attend(
         others = () if packed else (seqused_k, leftpad_k, block_table)
         indices = map(contiguous, (cu_seqlens_q, cu_seqlens_k, *others))
         arguments = *qkv, *indices, slopes, rng_state, *longest, dropout_p, *scores, *tree
-    if op_checks_first:
-        out, softmax_lse, *_ = run_then_check(name, arguments, check_rest)
-    else:
+    if checked:
         out, softmax_lse, *_ = run(name, arguments, needs_dispatcher(*qkv))
+    else:
+        unchecked = check, inputs, lengths, alibi_slopes, options
+        out, softmax_lse, *_ = run_then_check(name, arguments, _check_all, unchecked)
     if head_dim % 8:
         out = out[..., :head_dim]
     if not with_probs:
@@ -176,6 +180,30 @@ def attend(
 
     q, k, _ = parts_of(*inputs) if len(inputs) == 2 else inputs
     return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, slopes, rng_state, options)
+
+
+def _check_all(
+    check: Check,
+    inputs: Inputs,
+    lengths: Lengths | None,
+    alibi_slopes: torch.Tensor | None,
+    options: Options,
+) -> None:
+    lengths = check(inputs, lengths)
+    q: torch.Tensor = inputs[1] if inputs[0] is None else inputs[0]
+    _check_rest(q, lengths, alibi_slopes, options)
+
+
+def _check_rest(
+    q: torch.Tensor,
+    lengths: Lengths | None,
+    alibi_slopes: torch.Tensor | None,
+    options: Options,
+) -> None:
+    batch = q.shape[0] if lengths is None else lengths.cu_seqlens_q.shape[0] - 1
+    tensors.check_alibi(alibi_slopes, batch, q.shape[-2], q.device)
+    kernels.check_kernels(q.device, q.dtype, q.shape[-1])
+    kernels.check_combination(q.device, options.scores.softcap, options.dropout_p)
 
 
 def has_backward(inputs: Sequence[torch.Tensor | None], lengths: Lengths | None) -> bool:
@@ -201,19 +229,24 @@ def op_checks(rank: int, q: Any, *others: Any) -> bool:
         q: the argument.
         others: other tensors of the call.
     """
-    if (
-        not isinstance(q, torch.Tensor)
-        or needs_dispatcher(q, *others)
-        or not q.is_cuda
-        or q.is_nested
-    ):
+    if q is None or needs_dispatcher(q, *others) or not q.is_cuda or q.is_nested:
         return False
     shape = q.shape
     # Other head dims are padded first: the op would check the copies.
     return len(shape) == rank and shape[-1] > 0 and shape[-1] % 8 == 0
 
 
-def run_then_check(name: str, arguments: tuple[Any, ...], check: Callable[[], object]) -> Any:
+def has_ints(lengths: Lengths) -> bool:
+    """Returns whether the lengths of the longest sequences are ints; the op checks their range."""
+    return type(lengths.max_seqlen_q) is int and type(lengths.max_seqlen_k) is int
+
+
+def run_then_check(
+    name: str,
+    arguments: tuple[Any, ...],
+    check: Callable[..., object],
+    unchecked: tuple[Any, ...],
+) -> Any:
     """Runs an op that checks its arguments, and explains a refusal with our own checks.
 
     A valid call skips our checks, which take the host longer than the op's.
@@ -223,13 +256,14 @@ def run_then_check(name: str, arguments: tuple[Any, ...], check: Callable[[], ob
         arguments: of the op.
         check: raises the error for the caller; if it finds nothing wrong, the op's own error is
             raised.
+        unchecked: the arguments of check.
     """
     try:
         return run(name, arguments, through_dispatcher=False)
     except Exception as error:
         problem = error
     try:
-        check()
+        check(*unchecked)
         raise problem
     finally:
         del problem  # its traceback refers to this frame, and so to the tensors

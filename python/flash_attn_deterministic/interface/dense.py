@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,10 +9,28 @@ import torch
 
 from .._checks import tensors
 from .._checks.determinism import Deterministic
-from ._call import WithProbs, attend, op_checks, resolve_options, typed
+from ._call import WithProbs, attend, typed
 
 _QKV = tensors.Names("qkv", "qkv", "qkv")
 _KV = tensors.Names("q", "kv", "kv")
+
+
+def _check_qkv(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: None) -> None:
+    tensors.check_dense(*inputs)
+
+
+def _check_qkvpacked(inputs: tuple[None, torch.Tensor], lengths: None) -> None:
+    _, qkv = inputs
+    tensors.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
+    q, k, v = qkv.unbind(2)
+    tensors.check_dense(q, k, v, _QKV)
+
+
+def _check_kvpacked(inputs: tuple[torch.Tensor, torch.Tensor], lengths: None) -> None:
+    q, kv = inputs
+    tensors.check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
+    k, v = kv.unbind(2)
+    tensors.check_dense(q, k, v, _KV)
 
 
 @typed
@@ -120,14 +137,8 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([1, 4, 2, 64])
     """
-    check = None
-    if op_checks(4, q, k, v):
-        check = functools.partial(tensors.check_dense, q, k, v)
-    else:
-        tensors.check_dense(q, k, v)
-    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    options = resolve_options(q.shape[-1], *numbers)
-    return attend((q, k, v), alibi_slopes, options, return_attn_probs, check=check)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    return attend(4, (q, k, v), None, _check_qkv, options, alibi_slopes, return_attn_probs)
 
 
 @typed
@@ -160,19 +171,8 @@ def flash_attn_qkvpacked_func(
     Source:
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
-
-    def check() -> None:
-        tensors.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
-        q, k, v = qkv.unbind(2)
-        tensors.check_dense(q, k, v, _QKV)
-
-    op_checks_first = op_checks(5, qkv)
-    if not op_checks_first:
-        check()
-    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    options = resolve_options(qkv.shape[-1], *numbers)
-    later = check if op_checks_first else None
-    return attend((None, qkv), alibi_slopes, options, return_attn_probs, check=later)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    return attend(5, (None, qkv), None, _check_qkvpacked, options, alibi_slopes, return_attn_probs)
 
 
 @typed
@@ -207,16 +207,5 @@ def flash_attn_kvpacked_func(
     Source:
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
-
-    def check() -> None:
-        tensors.check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
-        k, v = kv.unbind(2)
-        tensors.check_dense(q, k, v, _KV)
-
-    op_checks_first = op_checks(4, q, kv)
-    if not op_checks_first:
-        check()
-    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    options = resolve_options(q.shape[-1], *numbers)
-    later = check if op_checks_first else None
-    return attend((q, kv), alibi_slopes, options, return_attn_probs, check=later)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    return attend(4, (q, kv), None, _check_kvpacked, options, alibi_slopes, return_attn_probs)

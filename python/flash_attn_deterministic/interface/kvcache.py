@@ -121,51 +121,35 @@ def flash_attn_with_kvcache(
     numbers.check_num_splits(num_splits)
     interleaved = numbers.check_flag("rotary_interleaved", rotary_interleaved)
     with_lse = numbers.check_flag("return_softmax_lse", return_softmax_lse)
-    numbers_of_scores = softmax_scale, causal, window_size, softcap
-
-    def check() -> tuple[int | torch.Tensor | None, Options]:
-        capacity = checks.check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
-        batch, _, nheads, head_dim = q.shape
-        seqlen_new = checks.check_new(q, k_cache, k, v, cache_seqlens, capacity)
-        seqlens = checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
-        checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
-        tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-        options = resolve_options(head_dim, 0.0, *numbers_of_scores, split_size)
-        checks.check_rotary(q, k, rotary_cos, rotary_sin, seqlens, capacity, options.scores)
-        kernels.check_kernels(q.device, q.dtype, head_dim)
-        if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
-            checks.check_rows_aligned("k_cache", k_cache)
-            checks.check_rows_aligned("v_cache", v_cache)
-        derivatives.check_no_tangent((q, k_cache, v_cache, k, v))
-        return seqlens, options
-
+    options_given = 0.0, softmax_scale, causal, window_size, softcap, split_size
+    given = (
+        *(q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx),
+        *(cache_leftpad, block_table, alibi_slopes),
+    )
     seqlens = cache_seqlens
     # A length that is an int is checked here: the op does not read the tensor made of it.
     op_checks_first = (seqlens is None or isinstance(seqlens, torch.Tensor)) and op_checks(
         4, q, k_cache, v_cache, k, v
     )
     if op_checks_first:
-        options = resolve_options(q.shape[3], 0.0, *numbers_of_scores, split_size)
+        options = resolve_options(q.shape[3], *options_given)
     else:
-        seqlens, options = check()
+        seqlens, options = _check(given, options_given)
     if seqlens is not None and not isinstance(seqlens, torch.Tensor):
         seqlens = torch.full((q.shape[0],), seqlens, dtype=torch.int32, device=q.device)
-    head_dim = q.shape[3]
-    others = rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
+    others = seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
     settings = *options.scores, interleaved, options.split_size, options.deterministic
-
-    def arguments(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-        indices = map(contiguous, (seqlens, *others))
-        return *tensors, *indices, slopes_for_op(alibi_slopes), *settings
-
+    rest = *map(contiguous, others), slopes_for_op(alibi_slopes), *settings
     if op_checks_first:
-        given = arguments(q, k_cache, v_cache, k, v)
-        out, softmax_lse = run_then_check("kvcache_fwd", given, check)
+        arguments = q, k_cache, v_cache, k, v, *rest
+        unchecked = given, options_given
+        out, softmax_lse = run_then_check("kvcache_fwd", arguments, _check, unchecked)
     else:
+        head_dim = q.shape[3]
         with torch.no_grad():
             copies = padded(k_cache), padded(v_cache)
-            given = arguments(padded(q), *copies, padded(k), padded(v))
-            out, softmax_lse = run("kvcache_fwd", given, needs_dispatcher(*given[:5]))
+            qkv = padded(q), *copies, padded(k), padded(v)
+            out, softmax_lse = run("kvcache_fwd", (*qkv, *rest), needs_dispatcher(*qkv))
             if head_dim % 8:
                 out = out[..., :head_dim]
                 if k is not None:
@@ -177,3 +161,30 @@ def flash_attn_with_kvcache(
         torch.autograd.graph.increment_version(k_cache)
         torch.autograd.graph.increment_version(v_cache)
     return (out, softmax_lse) if with_lse else out
+
+
+def _check(
+    given: tuple[Any, ...], options_given: tuple[Any, ...]
+) -> tuple[int | torch.Tensor | None, Options]:
+    """Checks a call, and returns the lengths before k is appended, and the options.
+
+    Args:
+        given: the tensors and cache_seqlens.
+        options_given: the arguments of `resolve_options` after head_dim.
+    """
+    q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, *others = given
+    cache_batch_idx, cache_leftpad, block_table, alibi_slopes = others
+    capacity = checks.check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
+    batch, _, nheads, head_dim = q.shape
+    seqlen_new = checks.check_new(q, k_cache, k, v, cache_seqlens, capacity)
+    seqlens = checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
+    checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
+    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
+    options = resolve_options(head_dim, *options_given)
+    checks.check_rotary(q, k, rotary_cos, rotary_sin, seqlens, capacity, options.scores)
+    kernels.check_kernels(q.device, q.dtype, head_dim)
+    if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
+        checks.check_rows_aligned("k_cache", k_cache)
+        checks.check_rows_aligned("v_cache", v_cache)
+    derivatives.check_no_tangent((q, k_cache, v_cache, k, v))
+    return seqlens, options

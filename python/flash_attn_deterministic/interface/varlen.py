@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,9 +11,31 @@ from .._checks import tensors
 from .._checks import varlen as checks
 from .._checks.determinism import Deterministic
 from .._ops.arguments import Lengths
-from ._call import WithProbs, attend, op_checks, resolve_options, typed
+from ._call import WithProbs, attend, typed
 
 _KV = checks.NAMES._replace(k="kv", v="kv")
+
+
+def _check_qkv(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths
+) -> Lengths:
+    lengths = checks.check_varlen(*inputs, lengths)
+    checks.check_no_gradient(inputs, lengths)
+    return lengths
+
+
+def _check_qkvpacked(inputs: tuple[None, torch.Tensor], lengths: Lengths) -> Lengths:
+    _, qkv = inputs
+    tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
+    q, k, v = qkv.unbind(1)
+    return checks.check_varlen(q, k, v, lengths, checks.NAMES_QKV)
+
+
+def _check_kvpacked(inputs: tuple[torch.Tensor, torch.Tensor], lengths: Lengths) -> Lengths:
+    q, kv = inputs
+    tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
+    k, v = kv.unbind(1)
+    return checks.check_varlen(q, k, v, lengths, _KV)
 
 
 @typed
@@ -95,16 +116,8 @@ def flash_attn_varlen_func(
     lengths = Lengths(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
-    check = None
-    if op_checks(3, q, k, v):
-        check = functools.partial(checks.check_varlen, q, k, v, lengths)
-        lengths = checks.with_ints(lengths)
-    else:
-        lengths = checks.check_varlen(q, k, v, lengths)
-        checks.check_no_gradient((q, k, v), lengths)
-    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    options = resolve_options(q.shape[-1], *numbers)
-    return attend((q, k, v), alibi_slopes, options, return_attn_probs, lengths, check)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    return attend(3, (q, k, v), lengths, _check_qkv, options, alibi_slopes, return_attn_probs)
 
 
 @typed
@@ -143,18 +156,10 @@ def flash_attn_varlen_qkvpacked_func(
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
     lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-
-    def check() -> Lengths:
-        tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
-        q, k, v = qkv.unbind(1)
-        return checks.check_varlen(q, k, v, lengths, checks.NAMES_QKV)
-
-    op_checks_first = op_checks(4, qkv)
-    found = checks.with_ints(lengths, checks.NAMES_QKV) if op_checks_first else check()
-    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    options = resolve_options(qkv.shape[-1], *numbers)
-    later = check if op_checks_first else None
-    return attend((None, qkv), alibi_slopes, options, return_attn_probs, found, later)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    return attend(
+        4, (None, qkv), lengths, _check_qkvpacked, options, alibi_slopes, return_attn_probs
+    )
 
 
 @typed
@@ -199,15 +204,5 @@ def flash_attn_varlen_kvpacked_func(
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-
-    def check() -> Lengths:
-        tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
-        k, v = kv.unbind(1)
-        return checks.check_varlen(q, k, v, lengths, _KV)
-
-    op_checks_first = op_checks(3, q, kv)
-    found = checks.with_ints(lengths, _KV) if op_checks_first else check()
-    numbers = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    options = resolve_options(q.shape[-1], *numbers)
-    later = check if op_checks_first else None
-    return attend((q, kv), alibi_slopes, options, return_attn_probs, found, later)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
+    return attend(3, (q, kv), lengths, _check_kvpacked, options, alibi_slopes, return_attn_probs)

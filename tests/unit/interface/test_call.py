@@ -27,7 +27,7 @@ from flash_attn_deterministic._checks import tensors
 from flash_attn_deterministic._checks import varlen as varlen_checks
 from flash_attn_deterministic._ops import autograd, dispatch
 from flash_attn_deterministic.errors import FlashAttnError
-from flash_attn_deterministic.interface import _call, dense, kvcache, varlen
+from flash_attn_deterministic.interface import _call, kvcache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CALLS: dict[str, Callable[[], Call]] = {
@@ -53,11 +53,12 @@ def op_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         return (
             isinstance(q, torch.Tensor)
             and not dispatch.needs_dispatcher(q, *others)
-            and _call.op_checks(rank, q.as_subclass(Cuda))
+            and on_cuda(rank, q.as_subclass(Cuda))
         )
 
+    on_cuda = _call.op_checks
     monkeypatch.setattr(_call, "needs_dispatcher", lambda *tensors: False)
-    for module in (dense, varlen, kvcache):
+    for module in (_call, kvcache):
         monkeypatch.setattr(module, "op_checks", on_cpu)
 
 
@@ -184,6 +185,15 @@ def test_valid_call_skips_our_checks(name: str, monkeypatch: pytest.MonkeyPatch)
     ):
         monkeypatch.setattr(module, check, lambda *arguments: pytest.fail("checked"))
     assert bits_equal(CALLS[name]()(), expected)
+
+
+@pytest.mark.usefixtures("op_checks")
+def test_lengths_that_are_no_ints_are_checked_first() -> None:
+    call = varlen_call()
+    assert bits_equal(call(max_seqlen_q=torch.tensor(5)), call())
+    message = "max_seqlen_q: expected 0 to 1073741823 tokens, got -1"
+    with pytest.raises(FlashAttnError, match=message):
+        call(max_seqlen_q=torch.tensor(-1))
 
 
 @pytest.mark.usefixtures("op_checks")
