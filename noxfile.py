@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TOOLS = {"PYTHONPATH": str(ROOT / "python")}  # flash_attn_build
 PYTHONS = ("3.10", "3.14")  # the oldest and the newest that the wheel is tested on
+NVCC_PATH = r"[\w./+@-]+"  # nvcc hands paths to a shell, partly without quotes
 BUILD_PYTHON = (3, 11)  # the oldest that builds and gates: torch-abi-audit needs it
 
 
@@ -38,7 +41,7 @@ def build_dev(session: nox.Session) -> None:
 
 @nox.session(requires=["build_dev"])
 def test(session: nox.Session) -> None:
-    """Test the small wheel, installed in a clean environment (-- ARGS: pytest's)."""
+    """Build the small wheel and test it, in 10 to 20 minutes on two cores (-- ARGS: pytest's)."""
     wheel = the_wheel(session, "dist/dev")
     # First with its own requirements only: it must not depend on packages of the tests.
     session.install(str(wheel), *groups("torch"))
@@ -247,6 +250,11 @@ def install(session: nox.Session, group: str, *options: str, locked: bool = Fals
     if sys.version_info < BUILD_PYTHON:
         floor = ".".join(map(str, BUILD_PYTHON))
         session.error(f"building needs Python {floor} or newer; the wheel runs on 3.10 too")
+    if group == "build" and not re.fullmatch(NVCC_PATH, str(ROOT)):
+        session.error(
+            f"nvcc does not compile in {str(ROOT)!r}: move this folder to a path of "
+            "letters, digits and . _ - + @ only"
+        )
     if locked:
         session.install(*options, "--require-hashes", "-r", f"locks/{group}.txt")
     else:
@@ -259,7 +267,12 @@ def run_tool(
     """Runs a module of flash_attn_build; returns what it printed, if silent."""
     command = ["python", "-m", f"flash_attn_build.{name}", *arguments]
     environ = {**TOOLS, "CUDACXX": cudacxx} if cudacxx else TOOLS
-    said = session.run(*command, env=environ, silent=silent)
+    # SIGTERM would end nox and leave the compilers running; now it does what Ctrl-C does. After
+    # half a second nox would kill the build, before it has removed its files.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    said = session.run(
+        *command, env=environ, silent=silent, interrupt_timeout=3, terminate_timeout=30
+    )
     return str(said).strip() if silent else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Collection
 
@@ -27,6 +28,9 @@ def exit_status(work: Callable[[], object], left: str = "") -> int:
     except OSError as error:
         print(f"error: {error}. {left}".rstrip(), file=sys.stderr)
         return StepError.exit_code
+    except KeyboardInterrupt:
+        print(f"error: interrupted. {left}".rstrip(), file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 

@@ -2,19 +2,23 @@
 
     python -m tests.benchmarks.ranks_model
 
-Rates are those of one GPU and of its links; nothing here is measured on several. `ranks` writes
-what the model says beside what it measures.
+Rates are those of one GPU and of its links. `ranks` writes what the model says beside what it
+measures; `checked` compares the two with the rates of the GPU that was measured.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from flash_attn_deterministic.distributed.passes.chained_backward import LAG
+from flash_attn_deterministic.distributed.planning import steps
 from flash_attn_deterministic.distributed.planning.layout import dense_tokens
 from flash_attn_deterministic.distributed.planning.plan import Mask
 from flash_attn_deterministic.distributed.planning.steps import (
@@ -23,6 +27,8 @@ from flash_attn_deterministic.distributed.planning.steps import (
     head_slices,
     heads_of_forward,
 )
+
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "results" / "ranks.json"
 
 CAUSAL = Mask(-1, 0)
 
@@ -135,20 +141,21 @@ def chain_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) 
     units = find_units(shape.nheads, shape.nheads_k, heads_k, ranks)
     # Shares of rows and keys do not depend on the length.
     tokens = dense_tokens(1, 2, ranks, "zigzag")
-    steps = sorted(find_steps(tokens, tokens, CAUSAL, True).steps, key=lambda step: step.number)
+    found = find_steps(tokens, tokens, CAUSAL, True).steps
+    in_order = sorted(found, key=lambda step: step.number)
     parts = 2 * ranks  # of a sequence
     piece = {(rank, i): p for rank, own in enumerate(tokens.layout) for i, p in enumerate(own)}
     # Pairs of a row's part and a key's part: a part of rows sees half of its own keys.
     costs = [
         sum(part + 0.5 for part in range(p.begin, p.end))
-        for p in (piece[step.rank, step.piece] for step in steps)
+        for p in (piece[step.rank, step.piece] for step in in_order)
     ]
     pair = compute / len(units) / (parts * parts / 2)
     per_key = 8.0 * shape.batch * (shape.nheads // len(units)) * shape.head_dim
     gathering = shape.keys(heads_k) * (ranks - 1) / ranks / machine.link + machine.latency
     computed, sent, arrived = ([0.0] * ranks for _ in range(3))
     gathered = gathering
-    for wave in range(len(units) + LAG * (len(steps) - 1)):
+    for wave in range(len(units) + LAG * (len(in_order) - 1)):
         begin = list(map(max, computed, arrived))
         if wave < len(units) and units[wave].first:
             begin = [max(one, gathered) for one in begin]
@@ -156,7 +163,7 @@ def chain_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) 
             if units[wave].number + 1 < units[-1].number:
                 sent = [gathered] * ranks
         ready, arrived = list(map(max, begin, sent)), begin.copy()
-        for step, following in itertools.pairwise(steps):
+        for step, following in itertools.pairwise(in_order):
             if 0 <= wave - 1 - LAG * step.number < len(units):
                 size = (step.goes[1] - step.goes[0]) * shape.seqlen / parts * per_key
                 ends = (step.rank, following.rank)
@@ -165,7 +172,7 @@ def chain_seconds(shape: Shape, ranks: int, machine: Machine, heads_k: int = 1) 
                     arrived[end] = max(arrived[end], there)
         sent = list(map(max, sent, arrived))
         computed = begin
-        for step, cost in zip(steps, costs, strict=True):
+        for step, cost in zip(in_order, costs, strict=True):
             if 0 <= wave - LAG * step.number < len(units):
                 computed[step.rank] += cost * pair
     return max(computed)
@@ -210,8 +217,58 @@ def memory(shape: Shape, ranks: int, heads_k: int, chain: bool) -> float:
     return min(slices + 1, 3) * slice_of_rows + unused
 
 
+class Checked(NamedTuple):
+    """A measured run beside the model, with the measured rates of one GPU.
+
+    Args:
+        name: of the run in the record.
+        seconds: of forward and backward, by the model.
+        measured_seconds: the same, measured.
+        bytes: that a rank has at its peak beside q, k, v and dout, by the model.
+        measured_bytes: the same, measured.
+    """
+
+    name: str
+    seconds: float
+    measured_seconds: float
+    bytes: float
+    measured_bytes: float
+
+
+def checked(case: Mapping[str, Any], ranks: int, heads_k: int, link: float) -> list[Checked]:
+    """Compares the model with a case of docs/results/ranks.json.
+
+    Args:
+        case: the measured case.
+        ranks: of the case.
+        heads_k: KV heads that its forward gathered at a time.
+        link: bytes per second in one direction.
+    """
+    shape, seconds = Shape(**case["shape"]), case["seconds"]
+    alone = seconds["one"]["forward"], seconds["one"]["both"] - seconds["one"]["forward"]
+    machine = Machine(shape.products() / alone[0], 2.5 * shape.products() / alone[1], link)
+    forward = forward_seconds(shape, ranks, machine, heads_k)
+    # out, softmax_lse and the gradients, which the measurement counts.
+    rows = shape.batch * shape.seqlen / ranks * shape.nheads
+    returned = rows * (4.0 * shape.head_dim + 4) + shape.keys(shape.nheads_k) / ranks
+    found = []
+    for name, measured in seconds.items():
+        if not name.startswith("ours_"):
+            continue
+        chain = name != "ours_gathered"
+        before, steps.UNIT_HEADS = steps.UNIT_HEADS, int(name.split("_")[-1]) if chain else None
+        try:
+            backward = (chain_seconds if chain else gathered_seconds)(shape, ranks, machine)
+            held = memory(shape, ranks, 1, chain) + returned
+        finally:
+            steps.UNIT_HEADS = before
+        at_peak = case["peak_bytes"][name]
+        found.append(Checked(name, forward + backward, measured["both"], held, at_peak))
+    return found
+
+
 def main() -> int:
-    """Prints the table."""
+    """Prints the table, and what was measured beside the model."""
     print(
         "| tokens | ranks | link | forward | gathered | chain | bubble "
         "| forward GB | gathered GB | chain GB |"
@@ -240,6 +297,13 @@ def main() -> int:
         sizes += [memory(shape, ranks, 1, chain) / 1e9 for chain in (False, True)]
         words = [f"{seqlen:,}", str(ranks), name, *(f"{100 * share:.0f} %" for share in shares)]
         print("| " + " | ".join([*words, *(f"{size:.1f}" for size in sizes)]) + " |")
+    record = json.loads(MEASURED.read_text(encoding="utf-8"))
+    print("\n| measured | ms | by the model | GB | by the model |\n|---|---|---|---|---|")
+    for run in checked(record["cases"][0], record["ranks"], 1, NVLINK.link):
+        print(
+            f"| {run.name} | {run.measured_seconds * 1e3:.0f} | {run.seconds * 1e3:.0f} "
+            f"| {run.measured_bytes / 1e9:.2f} | {run.bytes / 1e9:.2f} |"
+        )
     return 0
 
 

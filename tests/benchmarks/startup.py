@@ -51,6 +51,7 @@ def main() -> int:
         **environment(options.wheel, sys.argv),
         "repeats": options.repeats,
         "call": {name: getattr(options, name) for name in ("head_dim", "dtype", "causal")},
+        "times": {},
         "failed": [],
     }
     call = [str(options.head_dim), options.dtype, "causal" if options.causal else "full"]
@@ -66,8 +67,8 @@ def main() -> int:
             record["failed"].append(fail(error))
         except (subprocess.TimeoutExpired, OSError) as error:
             record["failed"].append(fail(error))
-    record["times"] = {name: summary(values) for name, values in times.items() if len(values) > 1}
-    write_json(options.out, record)
+        record["times"] = {name: summary(own) for name, own in times.items() if len(own) > 1}
+        write_json(options.out, record)
     print(record["times"])
     return 1 if record["failed"] or not record["times"] else 0
 

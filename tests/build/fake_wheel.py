@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import stat
 import struct
@@ -66,7 +68,7 @@ def library(
     folder: Path,
     calls: Iterable[str] = SHIMS,
     code: bytes | None = None,
-    needed: Iterable[str] = ("torch_cpu", "torch_cuda"),
+    needed: Iterable[str] = ("torch_cpu", "torch_cuda", "stdc++", "gcc_s"),
     options: Iterable[str] = ("-s",),
 ) -> bytes:
     """Links a shared library that calls the given functions and holds the given GPU code."""
@@ -75,6 +77,8 @@ def library(
     flags = ["-x", "c", "-shared", "-fPIC", "-nostdlib"]
     calls = list(calls)
     for name in needed:
+        if name in ("stdc++", "gcc_s"):  # the compiler's own
+            continue
         source = "".join(f"void {call}(void) {{}}\n" for call in calls)
         _compile([compiler, *flags, "-", "-o", f"lib{name}.so"], source, folder)
     data = fatbin() if code is None else code
@@ -99,7 +103,7 @@ def contents(binary: bytes, tag: str = check.TAG) -> dict[str, bytes]:
     """The files of a wheel that is as it should be."""
     metadata = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n"
     dist_info = "flash_attn_deterministic-0.1.0.dist-info"
-    files = {
+    return {
         "flash_attn_deterministic/__init__.py": b"",
         "flash_attn_deterministic/py.typed": b"",
         check.LIBRARY: binary,
@@ -110,15 +114,29 @@ def contents(binary: bytes, tag: str = check.TAG) -> dict[str, bytes]:
         f"{dist_info}/WHEEL": metadata.encode(),
         f"{dist_info}/sboms/{sbom.FILE_NAME}": sbom.describe("0.1.0", INFO, binary, PARTS, 0),
     }
-    # auditwheel looks at the files that are recorded.
-    record = "".join(f"{name},,\n" for name in [*files, f"{dist_info}/RECORD"])
-    return {**files, f"{dist_info}/RECORD": record.encode()}
 
 
-def pack(folder: Path, files: Mapping[str, bytes], tag: str = check.TAG, mode: int = 0o644) -> Path:
-    """Zips a wheel whose files have a mode."""
+def record(files: Mapping[str, bytes], name: str) -> bytes:
+    """RECORD of files, under a name."""
+    lines = [f"{name},,\n"]
+    for each, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        lines.append(f"{each},sha256={digest},{len(data)}\n")
+    return "".join(lines).encode()
+
+
+def pack(
+    folder: Path,
+    files: Mapping[str, bytes],
+    tag: str = check.TAG,
+    mode: int = 0o644,
+    version: str = "0.1.0",
+) -> Path:
+    """Zips a wheel whose files have a mode; its RECORD is made, unless it is among the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"flash_attn_deterministic-0.1.0-{tag}.whl"
+    path = folder / f"flash_attn_deterministic-{version}-{tag}.whl"
+    name = f"flash_attn_deterministic-{version}.dist-info/RECORD"
+    files = {name: record(files, name), **files}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
             item = zipfile.ZipInfo(name)

@@ -235,8 +235,4 @@ def wheel(folder: Path, files: Mapping[str, bytes] | None = None, **info: Any) -
     contents[check.BUILD_INFO] = json.dumps(stated).encode()
     bill = next(name for name in contents if name.endswith(sbom.FILE_NAME))
     contents[bill] = sbom.describe("0.1.0", stated, contents[check.LIBRARY], fake_wheel.PARTS, 0)
-    contents |= files or {}
-    # pip reads names and hashes there.
-    record = next(name for name in contents if name.endswith("/RECORD"))
-    contents[record] = "".join(f"{name},,\n" for name in contents).encode()
-    return fake_wheel.pack(folder, contents)
+    return fake_wheel.pack(folder, {**contents, **(files or {})})

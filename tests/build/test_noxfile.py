@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from flash_attn_build.compile import build
 from flash_attn_build.files import ROOT
 
 
@@ -29,8 +35,9 @@ class Session:
     def install(self, *arguments: str) -> None:
         self.commands.append(("install", *arguments))
 
-    def run(self, *arguments: str, **_: Any) -> str:
+    def run(self, *arguments: str, **options: Any) -> str:
         self.commands.append(arguments)
+        self.options = options
         return "/packages/nvcc\n"
 
 
@@ -42,6 +49,13 @@ def noxfile() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -114,3 +128,50 @@ def test_pytest_skips_no_folder_of_tests(pytestconfig: pytest.Config) -> None:
     for rule in pytestconfig.getini("norecursedirs"):
         skipped = [folder for folder in folders if any(fnmatch(part, rule) for part in folder)]
         assert skipped == [], rule
+
+
+@pytest.mark.parametrize("name", ["a b", "a(1)", "a,b", "it's", "$x"])
+def test_a_path_that_nvcc_does_not_take_is_told_before_anything_is_installed(
+    sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert build.NVCC_PATH.pattern == sessions.NVCC_PATH
+    monkeypatch.setattr(sessions, "ROOT", tmp_path / name)
+    session = Session()
+    with pytest.raises(Stopped, match="nvcc does not compile in"):
+        sessions.run_build(session, "--preset", "dev")
+    assert session.commands == []
+
+
+def test_a_build_that_is_stopped_gets_the_time_to_clean_up(sessions: ModuleType) -> None:
+    session = Session()
+    sessions.run_tool(session, "compile.build")
+    assert session.options["interrupt_timeout"] >= 1
+    assert session.options["terminate_timeout"] >= 10
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+
+
+def test_the_script_that_runs_nox_wants_the_same_python(
+    noxfile: ModuleType, tmp_path: Path
+) -> None:
+    """An older `python3` is passed over; without another one the reason is given."""
+    script = (ROOT / ".ci" / "nox").read_text()
+    assert f"sys.version_info < {noxfile.BUILD_PYTHON}" in script
+    (tmp_path / ".ci").mkdir()
+    copy = Path(shutil.copy(ROOT / ".ci" / "nox", tmp_path / ".ci"))
+    environ = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.defpath}"}
+    tried = re.search(r'for python in (.+) ""', script)
+    assert tried
+    for name in tried[1].split():
+        put_script(tmp_path / name, "echo Python 3.10.1; exit 1")
+    done = subprocess.run([copy], capture_output=True, text=True, check=False, env=environ)
+    assert done.returncode == 1
+    assert "error: Python 3.11 or newer is needed" in done.stderr
+    assert "on PATH: Python 3.10.1" in done.stderr
+    put_script(tmp_path / "python3.12", f'echo "$@" >> {tmp_path}/calls; [ "$1" = -c ]')
+    subprocess.run([copy], capture_output=True, check=False, env=environ)
+    assert (tmp_path / "calls").read_text().endswith("-m venv --clear .nox/ci\n")
+
+
+def put_script(path: Path, program: str) -> None:
+    path.write_text(f"#!/bin/sh\n{program}\n")
+    path.chmod(0o755)

@@ -36,12 +36,6 @@ def names(project: Any, requirements: list[Any]) -> set[str]:
     return found
 
 
-def test_pyproject_is_valid() -> None:
-    command = [sys.executable, "-m", "validate_pyproject", str(ROOT / "pyproject.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_build_requirements_are_in_the_build_group(project: Any) -> None:
     # The build runs without isolation, so nothing else installs them.
     wanted = names(project, project["build-system"]["requires"])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic import as_flash_attn
+from flash_attn_deterministic.verify.ending import sigterm_interrupts
 
 from tests import conftest as _finds_flash_attn_build  # noqa: F401
 
@@ -38,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        Exit status: 0 every failure is listed; 1 another failure, or nothing passed; 2 wrong usage.
+        Exit status: 0 every failure is listed; 1 another failure, or nothing passed; 2 wrong usage;
+        130 after Ctrl-C or SIGTERM, with the results so far.
     """
     arguments = _parser().parse_args(argv)
     if arguments.file is None and not torch.cuda.is_available():
@@ -53,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         upstream = None if arguments.file is not None else _unpack(tree)
         with as_flash_attn():
             _add_to_flash_attn(tree / "flash_attn")
-            _run(arguments.file or tree / _FILES[0], tree, plugin)
+            with sigterm_interrupts():
+                complete = _run(arguments.file or tree / _FILES[0], tree, plugin)
     record = {
+        "complete": complete,
         "seed": seed,
         "seconds": round(time.monotonic() - begin, 1),
         "upstream": upstream,
@@ -70,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     _print(record)
+    if not complete:
+        print("interrupted", file=sys.stderr)
+        return 130
     return int(bool(plugin.failed) or not plugin.outcomes["passed"])
 
 
@@ -118,12 +125,15 @@ def _add_to_flash_attn(folder: Path) -> None:
     sys.modules["flash_attn"].__path__.append(str(folder))
 
 
-def _run(file: Path, folder: Path, plugin: Conformance) -> None:
+def _run(file: Path, folder: Path, plugin: Conformance) -> bool:
+    """Returns whether it came to an end of its own."""
     # Upstream's tests know nothing of the strict settings in pyproject.toml.
     settings = folder / "pytest.ini"
     settings.write_text("[pytest]\n", encoding="utf-8")
     options = ["-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-p", "no:warnings"]
-    pytest.main([str(file), "-c", str(settings), "--rootdir", str(folder), *options], [plugin])
+    words = [str(file), "-c", str(settings), "--rootdir", str(folder), *options]
+    interrupted = pytest.main(words, [plugin]) == pytest.ExitCode.INTERRUPTED
+    return plugin.stopped or not interrupted
 
 
 def _print(record: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ class Conformance:
         self.failed: list[dict[str, str]] = []
         self._seed, self._per_test, self._differences = seed, per_test, differences
         self._end = time.monotonic() + seconds
+        self.stopped = False  # whether the plugin itself ended the run
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pycollect_makeitem(self, name: str, obj: Any) -> None:
@@ -78,6 +79,7 @@ class Conformance:
         else:
             return
         self._session.shouldstop = self._stop
+        self.stopped = True
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Keeps the session, to end it."""

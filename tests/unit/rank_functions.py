@@ -332,10 +332,11 @@ def raised(change: dict[int, dict[str, Any]], ranks: int = 2, **options: Any) ->
     return ""
 
 
-def unshard_raised() -> str:
-    """Returns what `unshard` raises if each rank's part has a different length."""
+def unshard_raised(change: dict[int, dict[str, Any]]) -> str:
+    """Returns what `unshard` raises if ranks pass different arguments or parts."""
+    part = torch.zeros(4 if change else 3 + dist.get_rank())
     try:
-        distributed.unshard(torch.zeros(3 + dist.get_rank()), 0)
+        distributed.unshard(part, 0, **change.get(dist.get_rank(), {}))
     except package.FlashAttnError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -346,9 +347,11 @@ def heads_raised(change: dict[int, dict[str, Any]], heads_ranks: int) -> str:
     rank = dist.get_rank()
     groups = trial.groups_of(dist.get_world_size() // heads_ranks, heads_ranks)
     given: dict[str, Any] = {"seqlen": 8, **change.get(rank, {})}
-    q = draw((1, given.pop("seqlen"), 4, 16), 1)
+    shape = (1, given.pop("seqlen"), 4, 16)
+    gradients = given.pop("gradients", ())
+    q, k, v = (draw(shape, 1).requires_grad_(name in gradients) for name in "qkv")
     try:
-        distributed.flash_attn_func(q, q, q, **groups, **given)
+        distributed.flash_attn_func(q, k, v, **groups, **given)
     except package.FlashAttnError as error:
         return f"{type(error).__name__}: {error}"
     return ""

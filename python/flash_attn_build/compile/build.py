@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from . import build_folder, jobs, launcher, manifest, toolchain
 
 # Dates the files of a wheel that is built outside a git checkout.
 FIXED_EPOCH = "1764547200"
+# nvcc hands paths to a shell, partly without quotes.
+NVCC_PATH = re.compile(r"[\w./+@-]+")
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,8 @@ def run_group(
                 except subprocess.TimeoutExpired:
                     tell()
         except BaseException:
-            os.killpg(child.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it ended by itself just now
+                os.killpg(child.pid, signal.SIGTERM)
             child.wait()
             raise
 
@@ -261,6 +265,12 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
     for define in given.defines:
         if "=" not in define:
             parser.error(f"-D: expected NAME=VALUE, got {define!r}")
+    build_dir = (given.build_dir or root / "build" / given.preset).resolve()
+    if not NVCC_PATH.fullmatch(str(build_dir)):
+        parser.error(
+            f"nvcc does not compile in {str(build_dir)!r}: --build-dir takes a path of letters, "
+            "digits and . _ - + @ only"
+        )
     if given.local and not (given.local.isascii() and given.local.isalnum()):
         parser.error(f"--local: expected letters and digits, got {given.local!r}")
     # A small wheel has the name of the full one, and must not replace it.
@@ -268,7 +278,7 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
     return Request(
         preset=given.preset,
         out_dir=(given.out_dir or dist).resolve(),
-        build_dir=(given.build_dir or root / "build" / given.preset).resolve(),
+        build_dir=build_dir,
         defines=tuple(given.defines),
         local=given.local.lower(),
         locked=given.locked,

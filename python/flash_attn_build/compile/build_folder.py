@@ -79,7 +79,7 @@ def renew(build_dir: Path, made_with: Mapping[str, Any]) -> None:
     (build_dir / "CMakeCache.txt").unlink(missing_ok=True)
     same = stamp.exists() and stamp.read_text(encoding="utf-8") == wanted
     # Folders named by CMake's version hold what it detected of the compilers.
-    for folder in state.glob("[0-9]*") if same else [state]:
+    for folder in state.glob("[0-9]*") if same else [state, build_dir / LOGS]:
         if folder.exists():
             shutil.rmtree(folder)
     files.write_text(stamp, wanted)

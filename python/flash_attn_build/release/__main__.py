@@ -39,7 +39,8 @@ def release(
         RefusedError: The gate refuses a wheel; the message has every reason.
     """
     if attested:
-        check_attestations(dist, *attested, root)
+        repository, commit = attested
+        check_attestations(dist, repository, f"--source-digest={commit}", root)
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
@@ -123,13 +124,13 @@ def gh(root: Path, *words: str) -> str:
     return done.stdout
 
 
-def check_attestations(folder: Path, repository: str, commit: str, root: Path = ROOT) -> None:
+def check_attestations(folder: Path, repository: str, source: str, root: Path = ROOT) -> None:
     """Checks with GitHub that this project's build workflow made the wheels and manifests.
 
     Args:
         folder: Folder with wheels and their manifests.
         repository: Such as "owner/name".
-        commit: The commit that they must be built from.
+        source: Option of gh: the commit or the tag that they must be built from.
         root: The source tree.
 
     Raises:
@@ -137,7 +138,7 @@ def check_attestations(folder: Path, repository: str, commit: str, root: Path = 
     """
     workflow = f"{repository}/.github/workflows/release.yml"
     options = ["--repo", repository, "--signer-workflow", workflow, "--deny-self-hosted-runners"]
-    options += ["--source-digest", commit] if commit else []
+    options.append(source)
     wheels = find_wheels(folder)
     if not wheels:
         raise RefusedError(f"{folder.name}: holds no wheel")

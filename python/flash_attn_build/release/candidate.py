@@ -7,6 +7,7 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from ..compile import manifest, sources
 from ..errors import WheelError, first_of
 from ..files import read_tree
-from ..wheel import check
+from ..wheel import check, sbom
 
 _PIN = "cpp/upstream/upstream.json"
 _INSTANCES = "cpp/instances.json"
@@ -96,11 +97,20 @@ def read_candidate(wheel: Path, root: Path | None = None) -> Candidate:
         try:
             with zipfile.ZipFile(wheel) as archive:
                 info = json.loads(archive.read(check.BUILD_INFO))
+                faults += _date_faults(archive, text) if text else []
                 faults += _source_faults(archive, info, root)
             faults += instance_faults(info, root)
         except Exception as error:  # as above
             faults.append(f"wheel: cannot be compared with the tree ({error!r})")
     return Candidate(wheel, version, local, digest, text, tuple(faults))
+
+
+def _date_faults(archive: zipfile.ZipFile, text: Mapping[str, Any]) -> Iterator[str]:
+    """The date that the manifest states is the one in the wheel's bill of materials."""
+    (bill,) = (name for name in archive.namelist() if name.endswith(f"/{sbom.FILE_NAME}"))
+    stated = datetime.fromtimestamp(text["build"]["source_date_epoch"], timezone.utc)
+    if json.loads(archive.read(bill))["metadata"]["timestamp"] != stated.isoformat():
+        yield "manifest: source_date_epoch is not the date in the wheel"
 
 
 def _source_faults(archive: zipfile.ZipFile, info: Mapping[str, Any], root: Path) -> Iterator[str]:

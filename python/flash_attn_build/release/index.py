@@ -54,7 +54,7 @@ def write_index(pages: Sequence[Path], out: Path, repository: str | None) -> Non
             if not find_wheels(page):
                 raise RefusedError(f"{page.name}: its release page holds no wheel")
             if repository is not None:
-                check_attestations(page, repository, "")
+                check_attestations(page, repository, f"--source-ref=refs/tags/{page.name}")
         found = [read_candidate(wheel) for page in pages for wheel in find_wheels(page)]
         newest = max((Version(wheel.version or "0") for wheel in found), default=None)
         for wheel in found:

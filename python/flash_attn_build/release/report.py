@@ -134,6 +134,8 @@ def faults(report: Report, wheel: Candidate, policy: Policy) -> Iterator[str]:
         return
     if report.sha256 != wheel.sha256:
         yield f"is for other bytes (sha256 {report.sha256 or 'not named'})"
+    elif (found := at(content, "wheel", "filename")) != wheel.path.name:
+        yield f"is for a wheel of another name ({found})"
     if content.get("quick") is not False:
         yield "is of a quick run"
     for name in report.names("ran"):
@@ -245,7 +247,7 @@ def state_faults(
     ):
         for name in (*wanted, *(name for name in states if name not in wanted)):
             state = states.get(name, "missing")
-            if state in _BAD or (name in wanted and state != "passed"):
+            if state.startswith(_BAD) or (name in wanted and state != "passed"):
                 yield f"{kind} {name}: {state}"
 
 
@@ -258,6 +260,10 @@ def _states(rows: list[dict[str, Any]]) -> dict[str, str]:
     states: dict[str, str] = {}
     for row in rows:
         name, state = str(row.get("id")), str(row.get("status"))
+        if state == "passed" and row.get("cases") == 0:
+            state = "error: passed without a case"
+        if state == "passed" and row.get("failed"):
+            state = f"failed: {row['failed']} cases"
         # A section that occurs twice has passed only if both have.
         states[name] = state if states.get(name, "passed") == "passed" else states[name]
     return states

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
 import io
 import json
 import re
@@ -40,10 +43,10 @@ LICENCE_TEXTS = (
 
 # These come with torch, which Python loads first.
 TORCH = frozenset({"libtorch_cpu.so", "libtorch_cuda.so"})
+# Shared, so that exceptions pass between torch and this library, and not linked in.
+RUNTIME = frozenset({"libstdc++.so.6", "libgcc_s.so.1"})
 _SYSTEM = frozenset(
     {
-        "libstdc++.so.6",
-        "libgcc_s.so.1",
         "libc.so.6",
         "libm.so.6",
         "libdl.so.2",
@@ -52,6 +55,7 @@ _SYSTEM = frozenset(
         "ld-linux-x86-64.so.2",
     }
 )
+_METADATA = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses", "sboms")
 _SHIM = re.compile(r"(aoti_)?torch_\w+\Z")
 
 
@@ -69,7 +73,7 @@ def check(wheel: Path) -> dict[str, Any]:
     """
     with zipfile.ZipFile(wheel) as archive:
         names = [n for n in archive.namelist() if not n.endswith("/")]
-        problems = [*_name(wheel), *_contents(names)]
+        problems = [*_name(wheel), *_contents(names, wheel), *_record(archive, names)]
         info: dict[str, Any] = {}
         if BUILD_INFO in names:
             info = json.loads(archive.read(BUILD_INFO))
@@ -125,7 +129,8 @@ def _metadata(data: bytes, wheel: Path, names: list[str]) -> Iterator[str]:
             yield f"contents: the licence text {text} is missing"
 
 
-def _contents(names: list[str]) -> Iterator[str]:
+def _contents(names: list[str], wheel: Path) -> Iterator[str]:
+    dist_info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
     for name in (LIBRARY, BUILD_INFO, *LICENSES):
         if name not in names:
             yield f"contents: {name} is missing"
@@ -138,9 +143,26 @@ def _contents(names: list[str]) -> Iterator[str]:
         in_package = top == PACKAGE and (
             known or path.name == "py.typed" or path.parts[1] == "licenses"
         )
-        in_metadata = top.startswith(f"{PACKAGE}-") and top.endswith(".dist-info")
-        if not in_package and not (in_metadata and path.suffix not in (".py", ".so")):
+        in_metadata = top == dist_info and path.parts[1] in _METADATA
+        if not in_package and not in_metadata:
             yield f"contents: {name} does not belong into the wheel"
+
+
+def _record(archive: zipfile.ZipFile, names: list[str]) -> Iterator[str]:
+    """Installers refuse a wheel whose RECORD is not that of its files."""
+    (record, *_) = [name for name in names if name.endswith(".dist-info/RECORD")] or [""]
+    lines = archive.read(record).decode().splitlines() if record else []
+    stated = {row[0]: row[1:] for row in csv.reader(lines) if row}
+    for name in sorted({*names, *stated}):
+        expected = None
+        if name == record:
+            expected = ["", ""]
+        elif name in names:
+            data = archive.read(name)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            expected = [f"sha256={digest}", str(len(data))]
+        if stated.get(name) != expected:
+            yield f"RECORD: what it states of {name} is not what the wheel holds"
 
 
 def _library(library: ELFFile) -> Iterator[str]:
@@ -148,7 +170,9 @@ def _library(library: ELFFile) -> Iterator[str]:
     needed = {tag.needed for tag in dynamic.iter_tags("DT_NEEDED")}
     for name in sorted(TORCH - needed):
         yield f"{LIBRARY}: does not name {name}, so torch's functions would not be found"
-    for name in sorted(needed - TORCH - _SYSTEM):
+    for name in sorted(RUNTIME - needed):
+        yield f"{LIBRARY}: does not name {name}, which must not be linked in"
+    for name in sorted(needed - TORCH - RUNTIME - _SYSTEM):
         yield f"{LIBRARY}: needs {name}, which the wheel cannot count on"
     for kind in ("rpath", "runpath"):
         for tag in dynamic.iter_tags(f"DT_{kind.upper()}"):

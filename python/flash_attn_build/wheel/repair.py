@@ -58,8 +58,9 @@ def repair(
             return made[0].rename(destination / made[0].name)
         raise StepError(
             f"auditwheel refuses {wheel.name} as {PLATFORM} (exit status {done.returncode}, "
-            "see above). `auditwheel show` on the wheel names the symbols and libraries that "
-            "are too new; a NotImplementedError means a library that would have to be copied in."
+            "see above). Unless the disk is full: `auditwheel show` on the wheel names the symbols "
+            "and libraries that are too new; a NotImplementedError means a library that would have "
+            "to be copied in."
         )
 
 

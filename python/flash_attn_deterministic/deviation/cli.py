@@ -10,6 +10,7 @@ from typing import Any
 
 _Parser = argparse.ArgumentParser
 _Parsers = Any  # argparse's action has no public name
+_MODEL = "language-small"
 _Run = Callable[[argparse.Namespace], object]  # what it returns is false where all went well
 
 
@@ -23,7 +24,6 @@ def add_command(commands: _Parsers) -> None:
     gradients = _add(studies, "gradients", _gradients,
                      "gradients of a model, each attention against exact attention")  # fmt: skip
     _add_model(gradients, "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit")
-    _option(gradients, "--force", False, "replace another comparison there")
     _option(gradients, "--no-plots", False, "results only, no matplotlib")
 
     tokens = _add(studies, "tokens", _tokens,
@@ -46,10 +46,8 @@ def add_command(commands: _Parsers) -> None:
     _option(training, "--steps", 0, "optimizer steps; 0: as many as fit into --seconds")
     _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_numbers)
     _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
-    _option(training, "--noise", False, "also explicit attention in 5 to 24 bits")
     _option(training, "--base", "", "attention of the base run")
     _option(training, "--seconds", None, "start no run that would end later", type=float)
-    _option(training, "--force", False, "replace another study there")
 
     forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
     _option(forward, "--preset", "paper,kernel,tree", "paper, lines, kernel, tree, fa4 or fp8",
@@ -57,10 +55,8 @@ def add_command(commands: _Parsers) -> None:
     _option(forward, "--figures", "all", "3, 4, 5, 6a, 6b, 6c, ablation, bias, backward; or all",
             type=_names)  # fmt: skip
     _option(forward, "--inputs", (), "distributions, or a .pt file of captured calls", type=_names)
-    _option(forward, "--formats", (), "of figure 3, such as bf16,fp16:sr,p9", type=_names)
     _option(forward, "--seeds", 8, "draws per point")
     _option(forward, "--head-dim", 64, "of the inputs")
-    _option(forward, "--sram", 16384, "on-chip memory in elements, for block sizes")
     _option(forward, "--quick", False, "fewer points: less than a minute")
 
     kernels = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
@@ -85,6 +81,7 @@ def add_command(commands: _Parsers) -> None:
     _option(repeat, "--times", 3, "repeats")
 
     every = _add(studies, "all", _all, "every study on a GPU, each in a process of its own")
+    _device(every, "cuda")
     _option(every, "--seconds", 330.0, "in which all of them end")
 
 
@@ -114,7 +111,7 @@ def _device(parser: _Parser, default: str) -> None:
 
 
 def _add_model(parser: _Parser, attention: str) -> None:
-    _option(parser, "--model", "language-small",
+    _option(parser, "--model", _MODEL,
             "MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours")  # fmt: skip
     _option(parser, "--checkpoint", None, "weights, safetensors or torch", type=Path)
     _option(parser, "--batches", "", "MODULE:FUNCTION or a .pt file; none: the workload's own")
@@ -122,7 +119,7 @@ def _add_model(parser: _Parser, attention: str) -> None:
     _option(parser, "--attention", attention, "names, with commas", type=_names)
     _option(parser, "--precision", "bf16", "of q, k and v", choices=("bf16", "fp16", "fp32"))
     _device(parser, "cpu")
-    _option(parser, "--quick", False, "a tiny model of ours, 3 batches")
+    _option(parser, "--quick", False, "3 batches, and a tiny model of ours without --model")
     _option(parser, "--seconds", None, "start no batch later, after the second", type=float)
 
 
@@ -145,7 +142,9 @@ def _target(arguments: argparse.Namespace) -> Any:
 
     check_device(arguments.device)
     if arguments.quick:
-        arguments.model, arguments.count = "language-tiny", 3
+        arguments.count = 3
+        if arguments.model == _MODEL:
+            arguments.model = "language-tiny"
     return load_target(
         arguments.model, arguments.batches, arguments.count, arguments.device, arguments.checkpoint
     )
@@ -171,7 +170,7 @@ def _gradients(arguments: argparse.Namespace) -> None:
         arguments.model, arguments.attention, arguments.precision, arguments.device,
         str(arguments.checkpoint or ""),
     )  # fmt: skip
-    value = run_gradients(plan, target, arguments.out, arguments.force, arguments.seconds)
+    value = run_gradients(plan, target, arguments.out, arguments.seconds)
     if value["done"] < len(target.batches):
         print(
             f"{value['done']} of {len(target.batches)} batches; run the same command for the rest"
@@ -226,15 +225,12 @@ def _forward(arguments: argparse.Namespace) -> None:
         inputs=arguments.inputs or DISTRIBUTIONS,
         seeds=arguments.seeds,
         head_dim=arguments.head_dim,
-        sram=arguments.sram,
-        formats=arguments.formats,
     )
     run_forward(quick_plan(plan) if arguments.quick else plan, arguments.out)
 
 
 def _kernels(arguments: argparse.Namespace) -> object:
-    from .kernels.kernel_study import run_kernels
-    from .kernels.plan import KernelPlan
+    from .kernels.kernel_study import KernelPlan, run_kernels
 
     plan = KernelPlan(arguments.device, arguments.quick, arguments.seeds)
     value = run_kernels(plan, arguments.out)
@@ -244,13 +240,13 @@ def _kernels(arguments: argparse.Namespace) -> object:
 
 
 def _training(arguments: argparse.Namespace) -> None:
-    from .training.training_study import NOISE, plan_of, printed, run_training
+    from .training.training_study import plan_of, printed, run_training
 
     plan = plan_of(
         arguments.workload, arguments.device, arguments.steps, arguments.runs, arguments.seeds,
-        arguments.base, NOISE if arguments.noise else (),
+        arguments.base,
     )  # fmt: skip
-    value = run_training(plan, arguments.out, arguments.seconds, arguments.force)
+    value = run_training(plan, arguments.out, arguments.seconds)
     print(printed(value))
 
 
@@ -288,5 +284,5 @@ def _all(arguments: argparse.Namespace) -> object:
     from .study.all_studies import run_all
     from .study.environment import check_device
 
-    check_device("cuda")
-    return run_all(arguments.out, arguments.seconds)
+    check_device(arguments.device)
+    return run_all(arguments.out, arguments.seconds, arguments.device)

@@ -8,17 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._checks import kernels, tensors
-from .._checks.describe import shown, type_name
 from .._checks.numbers import check_flag, check_int
 from .._ops.arguments import Options
-from ..errors import ArgumentError, ArgumentTypeError, FlashAttnError, UnsupportedError
+from ..errors import ArgumentError, FlashAttnError, UnsupportedError
 from ..interface._call import has_backward, padded, resolve_options
 from . import ops
 
 # Defines the ops.
 from .messages import agreement
 from .messages.groups import Groups, find_groups
-from .planning.layout import ORDERS
+from .planning.layout import ORDERS, check_order
 
 _Result = TypeVar("_Result")
 
@@ -123,10 +122,7 @@ def resolve(
             "got True: the backward over ranks has no argument for the residual; make the call "
             "inside deterministic_mode(keep_residual=False)"
         )
-    if not isinstance(order, str):
-        raise ArgumentTypeError(f"order: expected a str, got {type_name(order)}")
-    if order not in ORDERS:
-        raise ArgumentError(f"order: expected one of {', '.join(ORDERS)}, got {shown(order)}")
+    order = check_order(order)
     nheads, nheads_k = q.shape[-2], k.shape[-2]
     size = groups.heads.size
     if nheads_k % size:
@@ -156,9 +152,11 @@ def attend(
     head_dim = q.shape[-1]
     heads, tokens = q.dim() - 2, q.dim() - 3  # dimensions
     by_heads = settings.groups.heads
+    backward = has_backward((q, k, v), None)
+    wanted = [int(backward and tensor.requires_grad) for tensor in (q, k, v)]
     q, k, v = padded(q), padded(k), padded(v)
     if by_heads.size > 1:
-        agreed = [*q.shape, *k.shape, int(settings.with_lse)]
+        agreed = [*q.shape, *k.shape, int(settings.with_lse), *wanted]
         swap = torch.ops.flash_attn_deterministic.swap
         q = swap(q, heads, tokens, by_heads.name, agreed, settings.groups.sequence.name)
         k, v = (swap(tensor, heads, tokens, by_heads.name, [], "") for tensor in (k, v))
@@ -174,6 +172,7 @@ def attend(
         settings.order,
         min(settings.heads_k, k.shape[heads]),
         ops.GATHER,
+        backward,
         scale,
         left,
         right,

@@ -83,8 +83,8 @@ def flash_attn_func(
 
     Raises:
         As on one device, and:
-        ArgumentError: an argument or a shape differs between ranks, heads or tokens don't divide by
-            the ranks, or there is no process group.
+        ArgumentError: an argument or a shape differs between ranks, only some of them want a
+            gradient, heads or tokens don't divide by the ranks, or there is no process group.
         UnsupportedError: dropout, ALiBi, a mode with keep_residual where an input requires a
             gradient, or a group with another backend.
         RankError: a RuntimeError; another rank has ended, failed, or not answered within the

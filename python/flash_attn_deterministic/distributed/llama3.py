@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .._checks.describe import shown
 from .._checks.determinism import Deterministic
 from .._checks.index_values import check_starts
 from .._checks.numbers import check_flag, check_int
@@ -141,9 +142,10 @@ def llama3_flash_attn_varlen_func(
         for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             check_cu_seqlens(name, starts, None, q.device)
         if not isinstance(local_k_slice, slice) or not isinstance(local_k_slice.start, int):
-            raise ArgumentTypeError(
-                f"local_k_slice: expected a slice of two ints, got {local_k_slice!r}"
-            )
+            given = shown(local_k_slice)
+            if isinstance(local_k_slice, slice):
+                given = f"slice({shown(local_k_slice.start)}, {shown(local_k_slice.stop)})"
+            raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
         return check_flag("causal", causal)
 
     causal = checked(groups, (q, k, v), prepare)

@@ -25,19 +25,21 @@ from .planning.steps import find_units
 NAMESPACE = "flash_attn_deterministic"
 
 # q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
-# ranks' tokens. `order` is an index in ORDERS. `gather` selects the gathered backward.
+# ranks' tokens. `order` is an index in ORDERS. `gather` selects the gathered backward. `backward`:
+# whether a gradient is wanted, which has to be the same on all ranks.
 _CALL = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, str heads_group, int order, "
-    "int heads_k, bool gather, float softmax_scale, int window_left, int window_right, "
-    "float softcap, int split_size, bool deterministic, bool deterministic_bwd"
+    "int heads_k, bool gather, bool backward, float softmax_scale, int window_left, "
+    "int window_right, float softcap, int split_size, bool deterministic, bool deterministic_bwd"
 )
 _SCHEMAS = {
     "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor softmax_lse)",
     "sequence_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
     f"{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
     # An all-to-all: cuts dimension `scatter`, and joins the received parts along `gather`. `agreed`
-    # (the shapes of q and k, and whether softmax_lse is returned) has to be the same on all ranks;
-    # empty: not checked. An error is reported to the ranks of `then`.
+    # (the shapes of q and k, whether softmax_lse is returned, and which of q, k and v get a
+    # gradient) has to be the same on all ranks; empty: not checked. An error is reported to the
+    # ranks of `then`.
     "swap": "(Tensor tensor, int scatter, int gather, str group, SymInt[] agreed, str then) "
     "-> Tensor",
 }
@@ -58,6 +60,7 @@ def _sequence_fwd(
     order: int,
     heads_k: int,
     gather: bool,
+    backward: bool,
     *numbers: Any,
 ) -> Outputs:
     ranks, scores = Ranks.named(group), _scores(numbers)
@@ -69,7 +72,7 @@ def _sequence_fwd(
         cu_seqlens_q,
         cu_seqlens_k,
         order,
-        (heads_k, gather),
+        (heads_k, gather, backward),
         scores,
     )
     out, softmax_lse = forward.forward(
@@ -95,6 +98,7 @@ def _sequence_bwd(
     order: int,
     heads_k: int,
     gather: bool,
+    backward: bool,
     *numbers: Any,
 ) -> Gradients:
     ranks, scores = Ranks.named(group), _scores(numbers)
@@ -102,8 +106,9 @@ def _sequence_bwd(
     if not scores.deterministic_bwd:
         alert_atomics(q.device)
     # The ranks of the heads agreed in the forward.
+    settings = (heads_k, gather, backward)
     tokens_q, tokens_k = _agreed(
-        ranks, Ranks(None), q, k, cu_seqlens_q, cu_seqlens_k, order, (heads_k, gather), scores
+        ranks, Ranks(None), q, k, cu_seqlens_q, cu_seqlens_k, order, settings, scores
     )
     # In the chained backward, ranks wait for up to 2 (ranks - 1) units; the gathered one doubles
     # the work. Both have the same bits.
@@ -129,8 +134,10 @@ def _swap(
 ) -> torch.Tensor:
     ranks = Ranks.named(group)
     if agreed:
-        sizes = [f"{name}.shape[{index}]" for name in "qk" for index in range(tensor.dim())]
-        facts = dict(zip((*sizes, "return_attn_probs"), agreed, strict=True))
+        names = [f"{name}.shape[{index}]" for name in "qk" for index in range(tensor.dim())]
+        # A gradient has an all-to-all of its own, which would meet that of another tensor.
+        names += ["return_attn_probs", *(f"whether {name} requires a gradient" for name in "qkv")]
+        facts = dict(zip(names, agreed, strict=True))
         check(ranks, {"q.dtype": tensor.dtype, **facts}, tensor.device, Ranks.named(then))
     # (ranks, part of the scattered dimension, ...), a row of bytes for each rank.
     parts = torch.stack(tensor.chunk(ranks.size, scatter))
@@ -157,7 +164,7 @@ def _agreed(
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
     order: int,
-    numbers: tuple[int, bool],
+    numbers: tuple[int, bool, bool],
     scores: Scores,
 ) -> tuple[Tokens, Tokens]:
     """Checks that all ranks make the same call, and returns where the tokens of q and k are."""
@@ -175,6 +182,7 @@ def _agreed(
         "order": ORDERS[order],
         "heads_k_stride (0: None)": numbers[0],
         "gather": int(numbers[1]),
+        "whether an input requires a gradient": int(numbers[2]),
         "softmax_scale": scores.softmax_scale,
         "the left window": scores.mask.left,
         "the right window": scores.mask.right,

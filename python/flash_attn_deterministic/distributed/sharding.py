@@ -12,7 +12,7 @@ from .._checks.varlen import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
 from .messages import agreement
 from .messages.groups import Groups, find_groups
-from .planning.layout import CONTIGUOUS, ORDERS, Layout, dense_tokens, packed_tokens
+from .planning.layout import CONTIGUOUS, Layout, check_order, dense_tokens, packed_tokens
 
 
 def shard(
@@ -73,16 +73,21 @@ def unshard(
         The whole tensor, on every rank, without gradient.
 
     Raises:
-        ArgumentError: as `shard`; the ranks' parts differ in shape or dtype.
+        ArgumentError: as `shard`; the ranks' parts differ in shape or dtype, or their arguments.
         ArgumentTypeError: as `shard`.
         RankError: another rank has ended, or does not answer.
     """
     groups = find_groups(group, heads_group, mesh)
-    dim = _dimension(tensor, dim)
+    dim, order = _dimension(tensor, dim), check_order(order)
+    starts = None
+    if cu_seqlens is not None:
+        check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
+        starts = tuple(cu_seqlens.tolist())
     part = tensor.detach()
     for ranks in (groups.heads, groups.sequence):
         if ranks.size > 1:  # gloo would abort the process if sizes differ
-            facts: dict[str, Any] = {"tensor.dtype": part.dtype}
+            facts: dict[str, Any] = {"tensor.dtype": part.dtype, "dim": dim, "order": order}
+            facts["cu_seqlens"] = starts
             facts.update((f"tensor.shape[{at}]", size) for at, size in enumerate(part.shape))
             agreement.check(ranks, facts, part.device)
         parts = ranks.all_gather(part.contiguous(), "parts of a tensor")
@@ -107,8 +112,7 @@ def _order(
     tokens: int, groups: Groups, order: str, cu_seqlens: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Returns, for each rank of the sequence, the indices of its tokens."""
-    if order not in ORDERS:
-        raise ArgumentError(f"order: expected one of {', '.join(ORDERS)}, got {order!r}")
+    order = check_order(order)
     ranks = groups.sequence.size
     every = ranks * groups.heads.size
     if tokens % every:

@@ -54,14 +54,14 @@ def add_command(commands: Any) -> None:
         metavar="LIST",
         help="instead of all that: which rows of the contract other attention keeps, beside ours: "
         "sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math, flex, fa3 or MODULE:FUNCTION, "
-        "separated by commas; writes scoreboard.json, .md and .svg",
+        "separated by commas; writes scoreboard.json, .md and .svg after each row",
     )
     parser.add_argument(
         "--seconds",
         type=float,
-        default=60,
         metavar="S",
-        help="with --attention: after S seconds no further row of one attention starts (60)",
+        help="with --attention: after S seconds no further case of one attention starts "
+        "(default: 60)",
     )
     parser.add_argument(
         "--ranks",
@@ -89,29 +89,47 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    if arguments.ranks is None and arguments.attention is None:
-        return _verify(arguments)
-    from . import environment
+    from . import environment, installed
 
+    _check_options(arguments)
+    wheel = None if arguments.wheel is None else installed.read_wheel(arguments.wheel)
+    if arguments.ranks is None and arguments.attention is None:
+        return _verify(arguments, wheel)
+    if wheel is not None:
+        installed.check(installed.inspect(wheel), wheel, arguments.allow_source)
     environment.check_device(arguments.device)
     if arguments.ranks is not None:
         from .ranks.cli import run as run_ranks
 
-        return run_ranks(arguments)
+        return run_ranks(arguments, wheel)
     from .scoreboard.cli import run as run_scoreboard
 
-    return run_scoreboard(arguments)
+    return run_scoreboard(arguments, wheel)
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Refuses options that the chosen kind of run would ignore."""
+    from ..errors import ArgumentError
+
+    ignored = {"--ranks": ("attention", "seconds", "baseline"), "--attention": ("baseline",)}
+    for kind, names in ignored.items():
+        if getattr(arguments, kind[2:]) is None:
+            continue
+        for name in names:
+            if getattr(arguments, name) is not None:
+                raise ArgumentError(f"--{name}: cannot be combined with {kind}")
+    if arguments.seconds is not None and arguments.attention is None:
+        raise ArgumentError("--seconds: expected together with --attention only")
+
+
+def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
     from . import environment, installed, outcome, progress, tasks
     from . import run as runs
     from .ending import sigterm_interrupts
     from .supervisor import Supervisor
 
-    wheel = None if arguments.wheel is None else installed.read_wheel(arguments.wheel)
     found = installed.inspect(wheel)
-    _check_installation(found, arguments)
+    installed.check(found, wheel, arguments.allow_source)
     environment.check_device(arguments.device)
     baseline = _baseline(arguments)
     device, quick = arguments.device, arguments.quick
@@ -143,22 +161,6 @@ def _verify(arguments: argparse.Namespace) -> int:
         )
         status = status or outcome.Exit.REPORT
     return int(status)
-
-
-def _check_installation(found: Any, arguments: argparse.Namespace) -> None:
-    from .installed import NotInstalledError
-
-    if found.source_tree and not arguments.allow_source:
-        raise NotInstalledError(
-            "this package runs from a source tree; install the wheel that you want to verify, and "
-            "run this outside of the tree"
-        )
-    if found.matches_wheel is False and not found.source_tree:
-        raise NotInstalledError(
-            f"--wheel: the installed files are not those of {arguments.wheel.name}: "
-            + "; ".join(found.problems)
-            + "; install it with pip install --force-reinstall --no-deps"
-        )
 
 
 def _baseline(arguments: argparse.Namespace) -> Path | None:

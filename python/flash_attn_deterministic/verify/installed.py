@@ -111,6 +111,30 @@ def inspect(wheel: Wheel | None) -> Installed:
     return Installed(distribution.version, False, files, _few(problems), matches)
 
 
+def check(found: Installed, wheel: Wheel | None, allow_source: bool) -> None:
+    """Checks that the package in use is installed, and from the wheel if one is given.
+
+    Args:
+        found: of `inspect`, for the same wheel.
+        wheel: that the installation must be of; None: any.
+        allow_source: whether a source tree will do.
+
+    Raises:
+        NotInstalledError: it is not.
+    """
+    if found.source_tree and not allow_source:
+        raise NotInstalledError(
+            "this package runs from a source tree; install the wheel that you want to verify, and "
+            "run this outside of the tree"
+        )
+    if wheel is not None and found.matches_wheel is False and not found.source_tree:
+        raise NotInstalledError(
+            f"--wheel: the installed files are not those of {wheel.path.name}: "
+            + "; ".join(found.problems)
+            + "; install it with pip install --force-reinstall --no-deps"
+        )
+
+
 def _editable(distribution: metadata.Distribution) -> bool:
     text = distribution.read_text("direct_url.json")
     if not text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -151,6 +152,7 @@ def run_all(
     gpus: int,
     out: Path,
     on_outcomes: Callable[[Sequence[Outcome]], None],
+    seconds: float = math.inf,
 ) -> list[Outcome]:
     """Runs steps, lane beside lane where there is a GPU for each.
 
@@ -160,6 +162,7 @@ def run_all(
         gpus: of this machine.
         out: folder of the results.
         on_outcomes: called after each step with all outcomes so far, one call at a time.
+        seconds: no step starts whose limit is later than that.
 
     Returns:
         How each ended; those for several GPUs are left out where there is one.
@@ -170,10 +173,13 @@ def run_all(
     steps = list(steps)
     outcomes: list[Outcome] = []
     lock, stop = threading.Lock(), threading.Event()
+    end = time.monotonic() + seconds
 
     def lane(name: str, gpu: int | None) -> None:
         for step in steps:
-            if step.lane == name and not stop.is_set():
+            if step.lane == name and time.monotonic() + step.limit > end:
+                print(f"left out, as it may take {step.limit} s: {step.name}", flush=True)
+            elif step.lane == name and not stop.is_set():
                 outcome = run_step(step, given, gpu, out, stop)
                 with lock:
                     outcomes.append(outcome)

@@ -139,6 +139,17 @@ def test_a_command_that_takes_long_is_asked_how_far_it_is(tmp_path: Path) -> Non
     assert 1 <= len(told) <= 5
 
 
+def test_a_signal_just_after_the_end_is_no_error_of_its_own(tmp_path: Path) -> None:
+    def tell() -> None:
+        noted = int((tmp_path / "pid").read_text())
+        os.waitpid(noted, 0)
+        raise KeyboardInterrupt
+
+    command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; sleep 0.5"]
+    with pytest.raises(KeyboardInterrupt):
+        build.run_group(command, os.environ, tell, interval=0.3)
+
+
 @pytest.mark.parametrize("given", ["yesterday", "-5", "1.5"])
 def test_a_bad_date(given: str) -> None:
     with pytest.raises(SettingError, match=f"SOURCE_DATE_EPOCH: expected .* got '{given}'"):
@@ -172,6 +183,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for wrong, expected in (
         (["-D", "A"], "expected NAME=VALUE, got 'A'"),
         (["--local", "cu-1"], "expected letters and digits, got 'cu-1'"),
+        (["--build-dir", "/a b"], "nvcc does not compile in '/a b'"),
     ):
         with pytest.raises(SystemExit):
             build.request_from(wrong)
@@ -212,12 +224,14 @@ child.wait()
 """
 
 
-def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     """A build that is stopped ends what it started, and removes its temporary folder."""
     noted, out = tmp_path / "pid", tmp_path / "dist"
     out.mkdir()
     script = (
-        "import sys, tempfile, os\n"
+        "import signal, sys, tempfile, os\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from flash_attn_build import errors\n"
         "from flash_attn_build.compile import build\n"
         "def work():\n"
@@ -232,8 +246,8 @@ def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert list(out.iterdir())
-    process.terminate()
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
     assert list(out.iterdir()) == []
     grandchild = Path("/proc", noted.read_text())
     while grandchild.exists() and "\nState:\tZ" not in (grandchild / "status").read_text():

@@ -31,14 +31,16 @@ def test_cmake_forgets_and_objects_go_where_ninja_would_not_see_a_change(
     build_folder.renew(folder, earlier or {})
     if earlier is None:
         (folder / build_folder.STAMP).unlink()
-    for name in ("CMakeCache.txt", "CMakeFiles/4.1.0/C.cmake", "CMakeFiles/x.dir/a.o", "lib.so"):
+    log = f"{build_folder.LOGS}/a.o.json"
+    made = ("CMakeCache.txt", "CMakeFiles/4.1.0/C.cmake", "CMakeFiles/x.dir/a.o", log, "lib.so")
+    for name in made:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
     build_folder.renew(folder, MADE_WITH)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    objects = ["CMakeFiles/x.dir/a.o"] if earlier == MADE_WITH else []
-    left = [path.relative_to(folder).as_posix() for path in paths]
-    assert left == [*objects, "lib.so", build_folder.STAMP]
+    kept = {"CMakeFiles/x.dir/a.o", log} if earlier == MADE_WITH else set()
+    left = {path.relative_to(folder).as_posix() for path in paths}
+    assert left == {*kept, "lib.so", build_folder.STAMP}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A release without tokens: gate, release page, upload to a package server, install from it.
+"""A release without tokens: gate, package server, static index, and pip installs from both.
 
 The wheel is a small one of the tests, or the one that FLASH_ATTN_REHEARSAL names (`nox -s
 rehearse`), with a report made for it, since there is no GPU here.
@@ -60,11 +60,7 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     assert listed == there - {"SHA256SUMS"}
     assert list((out / "kernels-hub" / "build").iterdir())
     upload_and_install(out / "package-index" / wheel, tmp_path)
-    shutil.copytree(out / "assets", tmp_path / "pages" / "v0.1.0")
-    made = tmp_path / "index"
-    arguments = ["--pages", str(tmp_path / "pages"), "--out", str(made), "--unattested"]
-    assert index.main(arguments) == 0
-    assert (made / "packages" / wheel).read_bytes() == project.wheel.read_bytes()
+    install_from_index(out, project.wheel, tmp_path)
 
 
 def upload_and_install(wheel: Path, folder: Path) -> Path:
@@ -83,6 +79,25 @@ def upload_and_install(wheel: Path, folder: Path) -> Path:
     (bill,) = (folder / "environment").rglob("sboms/*.cdx.json")
     assert hashlib.sha256(library.read_bytes()).hexdigest() in bill.read_text()
     return library
+
+
+def install_from_index(out: Path, wheel: Path, folder: Path) -> None:
+    """By pip, from the static index of what the gate wrote."""
+    shutil.copytree(out / "assets", folder / "pages" / "v0.1.0")
+    made = folder / "index"
+    arguments = ["--pages", str(folder / "pages"), "--out", str(made), "--unattested"]
+    assert index.main(arguments) == 0
+    command = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]
+    python = folder / "environment" / "bin" / "python"
+    (library,) = (folder / "environment").rglob("flash_attn_deterministic/_C.so")
+    library.unlink()
+    log = folder / "index.log"
+    with package_server.serve([*command, "--directory", str(made)], log) as address:
+        package_server.pip_install(python, f"{address}simple/", NAME)
+    # Metadata first (PEP 658), then the wheel.
+    for name in (f"{wheel.name}.metadata", wheel.name):
+        assert f'"GET /packages/{name} ' in log.read_text()
+    assert library.exists()
 
 
 def test_what_the_gate_refuses_is_not_written(
@@ -118,7 +133,7 @@ def test_attestations_are_asked_for_before_anything_is_read(
 ) -> None:
     calls = gh("")
     assert run(project, out, "--attested", "o/n", "c0ffee") == 0
-    assert calls.read_text().count("--source-digest c0ffee") == 2
+    assert calls.read_text().count("--source-digest=c0ffee") == 2
     project.add_report(wheel=OTHER_WHEEL)
     assert run(project, out) == 0
     assert run(project, out, "--attested", "o/n", "c0ffee") == RefusedError.exit_code
@@ -138,9 +153,9 @@ def test_the_real_wheel_takes_the_whole_way(
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(root)], check=True)
     project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name, POLICY)
     project.dist.mkdir()
+    text = manifest.read(manifest.path_of(built))
     shutil.copy(built, project.wheel)
-    shutil.copy(manifest.path_of(built), manifest.path_of(project.wheel))
-    text = manifest.read(project.manifest_path)
+    shutil.copy(manifest.path_of(built), project.manifest_path)
     release_samples.write_report(project.wheel, project.report_path)
     release_samples.write_ptx_run(project)
     project.tag()
@@ -148,3 +163,4 @@ def test_the_real_wheel_takes_the_whole_way(
     library = upload_and_install(out / "package-index" / built.name, tmp_path)
     info = json.loads(library.with_name("_build_info.json").read_text())
     assert info["cuda_toolkit"] == text["cuda_toolkit"]
+    install_from_index(out, project.wheel, tmp_path)

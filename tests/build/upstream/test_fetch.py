@@ -59,13 +59,6 @@ def test_http_index(pin: Pin, archive: Path, tmp_path: Path, announce: bool) -> 
         assert _download(pin, replace(SETTINGS, index_url=url)) == archive.read_bytes()
 
 
-@pytest.mark.parametrize("as_url", [False, True], ids=["path", "url"])
-def test_local_index(pin: Pin, archive: Path, tmp_path: Path, as_url: bool) -> None:
-    index = make_index(tmp_path / "index", archive)
-    place = index.as_uri() if as_url else str(index)
-    assert _download(pin, replace(SETTINGS, index_url=place)) == archive.read_bytes()
-
-
 def test_missing_folders_are_skipped(
     pin: Pin, archive: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def test_a_missing_file(tmp_path: Path, binary: bytes, name: str) -> None:
         "flash_attn_deterministic/fwd.cu",
         "flash_attn_deterministic.libs/libcudart.so.13",
         "setup.py",
-        "flash_attn_deterministic-0.1.0.dist-info/hook.py",
+        f"{INFO}/hook.py",
+        f"{INFO}/notes.txt",
+        "flash_attn_deterministic-0.2.0.dist-info/entry_points.txt",
     ],
 )
 def test_a_file_that_does_not_belong(tmp_path: Path, binary: bytes, name: str) -> None:
@@ -71,6 +74,10 @@ SHIMS = fake_wheel.SHIMS
 LIBRARIES: dict[str, tuple[dict[str, Any], str]] = {
     "symbols": ({"options": []}, "not stripped"),
     "rpath": ({"options": ["-s", "-Wl,-rpath,/opt/cuda"]}, "search paths: /opt/cuda"),
+    "a runtime linked in": (
+        {"needed": ["torch_cpu", "torch_cuda", "stdc++"]},
+        "does not name libgcc_s.so.1, which must not be linked in",
+    ),
     "torch not named": ({"needed": ["torch_cpu"]}, "does not name libtorch_cuda.so"),
     "CUDA": ({"needed": ["torch_cpu", "torch_cuda", "cudart"]}, "needs libcudart.so"),
     "C++ of torch": (
@@ -122,6 +129,25 @@ def test_a_folder_of_the_machine_in_the_library(tmp_path: Path, binary: bytes) -
     files = fake_wheel.contents(binary + b"\0./env/lib/site-packages/torch/stable/ops.h\0")
     text = problems(fake_wheel.pack(tmp_path, files))
     assert "built on (./env/lib/site-packages/torch/stable/ops.h)" in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(b"sha256=", b"sha256=A", 1),
+        lambda text: text.replace(b"flash_attn_deterministic/py.typed", b"elsewhere"),
+        lambda text: text + b"more.py,,\n",
+        lambda text: b"",
+    ],
+    ids=["another hash", "another name", "one more", "empty"],
+)
+def test_a_record_that_is_not_of_the_files(
+    tmp_path: Path, binary: bytes, change: Callable[[bytes], bytes]
+) -> None:
+    files = fake_wheel.contents(binary)
+    name = f"{INFO}/RECORD"
+    files[name] = change(fake_wheel.record(files, name))
+    assert "RECORD: what it states of " in problems(fake_wheel.pack(tmp_path, files))
 
 
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:

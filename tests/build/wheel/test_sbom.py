@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import base64
-import csv
 import hashlib
 import json
 import zipfile
@@ -72,13 +70,10 @@ def test_a_release_of_upstream_that_nobody_looked_at() -> None:
     assert load_pin().version in sbom.CUTLASS_IN
 
 
-def test_lies_in_the_wheel_and_its_record(contents: dict[str, bytes]) -> None:
-    name = f"{INFO}/sboms/flash-attn-deterministic.cdx.json"
-    data = contents[name]
-    rows = {row[0]: row[1:] for row in csv.reader(contents[f"{INFO}/RECORD"].decode().splitlines())}
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    assert rows[name] == [f"sha256={digest}", str(len(data))]
+def test_lies_in_the_wheel(repaired: Path, contents: dict[str, bytes]) -> None:
+    data = contents[f"{INFO}/sboms/flash-attn-deterministic.cdx.json"]
     assert json.loads(data)["metadata"]["component"]["version"] == "0.1.0"
+    check.check(repaired)
 
 
 def component(bill: Any, name: str) -> Any:

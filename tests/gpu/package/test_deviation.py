@@ -9,9 +9,11 @@ import pytest
 from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
 from flash_attn_deterministic.deviation.instrument.target import load_target
 from flash_attn_deterministic.deviation.instrument.tokens import run_tokens
-from flash_attn_deterministic.deviation.kernels.agreement import CONTROL
-from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
-from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
+from flash_attn_deterministic.deviation.kernels.kernel_study import (
+    CONTROL,
+    KernelPlan,
+    run_kernels,
+)
 from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.deviation.training.first_difference import first_difference
 from flash_attn_deterministic.deviation.training.runs import Setup

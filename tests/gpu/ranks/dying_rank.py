@@ -1,29 +1,117 @@
-"""Two ranks, of which the second stops taking part after the forward; see test_ranks.py."""
+"""Two ranks in processes of their own, of which the second stops taking part after the forward.
+
+    python -m tests.gpu.ranks.dying_rank cuda killed 20     # one rank, with torchrun's variables
+
+`run` starts both. torchrun would end the first rank as soon as the second one has ended.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from flash_attn_deterministic import distributed
 
+ROOT = Path(__file__).resolve().parents[3]
+_START = 90.0  # seconds that two processes may take to import torch and to connect
 
-def main() -> None:
+
+class Ended(NamedTuple):
+    """How the first rank ended.
+
+    Args:
+        status: exit status; negative: the signal.
+        text: stdout and stderr.
+        seconds: from its last message with the other rank to its end.
+    """
+
+    status: int
+    text: str
+    seconds: float
+
+
+def run(
+    device: str, how: str, timeout: float, more: float, environment: Mapping[str, str]
+) -> Ended:
+    """Runs both ranks, and waits for the first.
+
+    Args:
+        device: "cuda" (NCCL) or "cpu" (gloo).
+        how: what the second rank does: "killed", or "silent": it sleeps.
+        timeout: of the process group, in seconds.
+        more: seconds after the timeout in which the first rank has to end.
+        environment: variables of both ranks, besides those of this process.
+
+    Raises:
+        AssertionError: the first rank did not end in time; with what it printed.
+    """
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    command = [sys.executable, "-m", "tests.gpu.ranks.dying_rank", device, how, str(timeout)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **environment, **shared, "RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.STDOUT if rank == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    begin = time.monotonic()
+    try:
+        text, _ = ranks[0].communicate(timeout=_START + timeout + more)
+    except subprocess.TimeoutExpired as error:
+        printed = error.stdout or b""
+        shown = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
+        raise AssertionError(
+            f"rank 0 runs after {time.monotonic() - begin:.0f} s; it printed:\n{shown}"
+        ) from None
+    finally:
+        # No rank is left behind with a GPU, whatever happened.
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+    alone = [float(line.split()[1]) for line in text.splitlines() if line.startswith(_ALONE)]
+    assert alone, text
+    return Ended(ranks[0].returncode, text, time.time() - alone[0])
+
+
+_ALONE = "alone "  # begins the line with the time of the last message
+
+
+def main(device: str, how: str, timeout: float) -> None:
     rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=20))
-    q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    q = torch.randn(1, 256, 4, 64).to(device, torch.bfloat16).requires_grad_()
     out = distributed.flash_attn_func(q, q, q, causal=True)
-    torch.cuda.synchronize()
+    if device == "cuda":
+        torch.cuda.synchronize()
     if rank == 1:
-        # Alive for torchrun, which would end the other rank at once.
-        time.sleep(90)
-        return
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)  # the test kills it
+    print(f"{_ALONE}{time.time()}", flush=True)
     out.sum().backward()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))

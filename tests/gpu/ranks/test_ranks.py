@@ -6,16 +6,16 @@ And over threads on one GPU, which need no second one.
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, skip_unless_built
+from tests.gpu.ranks import dying_rank
 from tests.gpu.ranks.threads import NAMES, on_one, over_ranks, packed_call, scores_of
 
 pytestmark = pytest.mark.gpu
@@ -107,18 +107,29 @@ def test_training_has_the_bits_of_one_gpu() -> None:
     assert done.stdout.splitlines()[-1] == "losses and weights have the same bits: yes"
 
 
+TIMEOUT = 20.0  # of the process group
+
+
 @several
-def test_a_rank_that_dies_ends_the_others() -> None:
-    environment = {**os.environ, "TORCH_NCCL_BLOCKING_WAIT": "1"}
-    begin = time.monotonic()
-    done = subprocess.run(
-        [*TORCHRUN, "--nproc-per-node=2", "-m", "tests.gpu.ranks.dying_rank"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env=environment,
-    )
-    assert done.returncode != 0
-    assert "RankError" in done.stdout + done.stderr
-    assert time.monotonic() - begin < 120
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_a_rank_that_dies_is_an_error_on_the_others(how: str) -> None:
+    # `wait` of a message then blocks the host, and raises after the timeout. NCCL starts no thread
+    # that would end the process before.
+    environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    # The error aborts the communicator; the end of the process aborts it again, for at most the
+    # timeout.
+    ended = dying_rank.run("cuda", how, TIMEOUT, TIMEOUT + 20, environment)
+    assert ended.status != 0
+    assert "RankError: rank 0 of 2: " in ended.text
+    assert ended.seconds < 2 * TIMEOUT + 20
+
+
+@several
+def test_by_default_a_rank_that_dies_ends_the_others() -> None:
+    # torch's watchdog of NCCL finds the timeout, sleeps for four times this (by default 15 s) so
+    # that other ranks can write debug information, and aborts the process.
+    environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+    ended = dying_rank.run("cuda", "killed", TIMEOUT, 40, environment)
+    assert ended.status == -signal.SIGABRT
+    assert "Watchdog caught collective operation timeout" in ended.text
+    assert ended.seconds < TIMEOUT + 40

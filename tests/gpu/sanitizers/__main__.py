@@ -11,16 +11,20 @@ are right, and that a tool may report all the same. Writes controls.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from flash_attn_deterministic.verify.ending import sigterm_interrupts
 
 from tests.gpu.sanitizers.calls import HEAD_DIMS
 
@@ -93,15 +97,16 @@ def run_tool(
             processes[head_dim] = subprocess.Popen(
                 [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20",
                  sys.executable, str(CALLS), str(head_dim)],
-                stdout=log, stderr=subprocess.STDOUT, env=environment,
+                stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
             )  # fmt: skip
-    for head_dim, process in processes.items():
-        try:
+    try:
+        for head_dim, process in processes.items():
             left = max(0.1, begin + limit - time.monotonic())
-            statuses[head_dim] = process.wait(timeout=left)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                statuses[head_dim] = process.wait(timeout=left)
+    finally:
+        for process in processes.values():
+            _kill(process)
     found: dict[int, int | None] = {}
     for head_dim in head_dims:
         text = _log(out, tool, head_dim).read_text(encoding="utf-8", errors="replace")
@@ -110,20 +115,31 @@ def run_tool(
     return Result(tool, passed, round(time.monotonic() - begin, 1), limit, found)
 
 
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a sanitizer and the program under it, which would stay on the GPU without it."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def _log(out: Path, tool: str, head_dim: int) -> Path:
     return out / f"{tool}-d{head_dim}.log"
 
 
-def run_controls(out: Path, sanitizer: str, nvcc: str) -> dict[str, dict[str, int | None]]:
+def run_controls(
+    out: Path, sanitizer: str, nvcc: str, limit: float = 60.0
+) -> dict[str, dict[str, int | None]]:
     """Asks the tools about patterns that are right.
 
     Args:
         out: folder of the program, of the logs and of controls.json.
         sanitizer: the program.
         nvcc: likewise.
+        limit: seconds for each tool on each pattern.
 
     Returns:
-        By pattern and tool, errors or hazards that it reports; None: no summary.
+        By pattern and tool, errors or hazards that it reports; None: no summary, or no end.
     """
     program = out / "controls"
     source = CALLS.with_name("controls.cu")
@@ -133,14 +149,22 @@ def run_controls(out: Path, sanitizer: str, nvcc: str) -> dict[str, dict[str, in
     for name in names:
         for tool in ("racecheck", "synccheck"):
             command = [sanitizer, "--tool", tool, "--print-limit", "2", str(program), name]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            log = done.stdout + done.stderr
-            (out / f"{tool}-{name}.log").write_text(log, encoding="utf-8")
-            counts = [int(error or hazard) for error, hazard in _SUMMARY.findall(log)]
+            path = out / f"{tool}-{name}.log"
+            with path.open("wb") as log:
+                process = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                try:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=limit)
+                finally:
+                    _kill(process)
+            text = path.read_text(encoding="utf-8", errors="replace")
+            counts = [int(error or hazard) for error, hazard in _SUMMARY.findall(text)]
             found.setdefault(name, {})[tool] = counts[-1] if counts else None
         print(f"{name:<28} {found[name]}", flush=True)
-    text = json.dumps(found, indent=1)
-    (out / "controls.json").write_text(text + "\n", encoding="utf-8")
+        text = json.dumps(found, indent=1)
+        (out / "controls.json").write_text(text + "\n", encoding="utf-8")
     return found
 
 
@@ -159,6 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sanitizer is None:
         parser.error(f"--sanitizer: {options.sanitizer} is not a program that can be run")
     options.out.mkdir(parents=True, exist_ok=True)
+    # `timeout` ends this program alone: what it started is in sessions of its own.
+    with sigterm_interrupts():
+        return _run(options, sanitizer)
+
+
+def _run(options: argparse.Namespace, sanitizer: str) -> int:
     if options.controls:
         run_controls(options.out, sanitizer, options.nvcc)
         return 0

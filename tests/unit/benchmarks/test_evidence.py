@@ -54,6 +54,9 @@ def test_every_step_names_something_that_exists(step: Step) -> None:
         if module.startswith("tests."):
             path = ROOT / module.replace(".", "/")
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+    for word in words:
+        if word.startswith("tests/"):
+            assert (ROOT / word).exists(), word
     if not modules:
         assert (ROOT / words[place]).exists()
 
@@ -90,6 +93,17 @@ def test_steps_run_and_fail_alone(tmp_path: Path, gpus: int) -> None:
     recorded = json.loads((out / RECORD).read_text())
     assert {one["name"] for one in recorded["steps"]} == set(found)
     assert recorded["sources"] == SOURCES
+
+
+def test_a_step_that_may_end_too_late_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = started(tmp_path / "out")
+    steps = (python("long", "times", "0", limit=50), python("short", "times", "0", limit=20))
+    write = functools.partial(write_outcomes, out, BEGUN)
+    found = running.run_all(steps, GIVEN, 1, out, write, seconds=40)
+    assert [one.name for one in found] == ["short"]
+    assert "left out, as it may take 50 s: long" in capsys.readouterr().out
 
 
 def test_results_of_other_kernels_are_not_installed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import rank_functions as ranks
 import torch
 from flash_attn_deterministic.distributed.messages.ranks import Pending, Ranks
 from flash_attn_deterministic.distributed.passes import forward, gathered_backward, op_calls
+from flash_attn_deterministic.distributed.planning import steps
 from flash_attn_deterministic.distributed.planning.layout import dense_tokens
 from flash_attn_deterministic.distributed.planning.steps import find_units
 from rank_pool import pool_of
@@ -79,6 +81,17 @@ def test_few_heads_leave_multiprocessors_idle() -> None:
     # Measured on two H200s, one KV head at a time: 84 % (docs/results/ranks.json).
     assert shares[0] == pytest.approx(0.86, abs=0.005)
     assert shares[1] == pytest.approx(0.94, abs=0.005)
+
+
+def test_the_model_beside_two_gpus() -> None:
+    """docs/distributed.md has these numbers; the runs gathered one KV head at a time."""
+    record = json.loads(model.MEASURED.read_text())
+    found = model.checked(record["cases"][0], record["ranks"], 1, model.NVLINK.link)
+    assert [one.name for one in found] == ["ours_by_1", "ours_by_2", "ours_by_4", "ours_gathered"]
+    for one in found:
+        assert one.seconds == pytest.approx(one.measured_seconds, rel=0.13), one.name
+        assert one.bytes == pytest.approx(one.measured_bytes, rel=0.12), one.name
+    assert steps.UNIT_HEADS is None
 
 
 def test_the_first_heads_are_waited_for() -> None:

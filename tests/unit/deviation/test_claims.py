@@ -6,14 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flash_attn_deterministic.deviation.emulate.steps import LINES, TILING
 from flash_attn_deterministic.deviation.forward.cells import Cell
-from flash_attn_deterministic.deviation.forward.plan import (
-    LINES,
-    ON_CHIP,
-    TILING,
-    Points,
-)
-from flash_attn_deterministic.deviation.kernels.agreement import CONTROL
+from flash_attn_deterministic.deviation.forward.plan import ON_CHIP, Points
+from flash_attn_deterministic.deviation.kernels.kernel_study import CONTROL
 from flash_attn_deterministic.deviation.numbers.intervals import Interval
 from flash_attn_deterministic.deviation.numbers.metrics import METRICS
 from flash_attn_deterministic.deviation.report.claims import CLAIMS, judge_all
@@ -159,21 +155,20 @@ def test_larger_blocks(last: float, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "tiling", "rescale", "whole"),
-    [(0.05, 0.9, NOT_REPRODUCED, REPRODUCED), (0.7, 0.1, REPRODUCED, NOT_REPRODUCED)],
+    ("alone", "others", "expected"),
+    [(0.9, 0.1, REPRODUCED), (0.7, 0.8, CONDITIONAL), (0.05, 0.95, NOT_REPRODUCED)],
+    ids=["cause", "not-alone", "no-cause"],
 )
-def test_factors_alone_and_with_their_products(
-    factor: float, tiling: float, rescale: str, whole: str
-) -> None:
-    points: Points = [
-        (Cell(), _result(1)),
-        (Cell(only="rescale"), _result(factor)),
-        (Cell(only="state"), _result(0.5)),
-        (Cell(only=TILING), _result(tiling)),
-        (Cell(only=LINES), _result(0.2)),
-    ]
-    assert _verdict("rescale", _forward("ablation", points)) == rescale
-    assert _verdict("tiling", _forward("ablation", points)) == whole
+def test_steps_alone_and_all_steps_but_them(alone: float, others: float, expected: str) -> None:
+    for key, steps in (("rescale", "rescale"), ("tiling", TILING)):
+        points: Points = [
+            (Cell(), _result(1)),
+            (Cell(only="state"), _result(0.5)),
+            (Cell(only=LINES), _result(0.2)),
+            (Cell(only=steps), _result(alone)),
+            (Cell(exempt=steps), _result(others)),
+        ]
+        assert _verdict(key, _forward("ablation", points)) == expected
 
 
 def _bias(two: float, one: float, moved: float) -> Evidence:
@@ -321,15 +316,16 @@ def test_more_variable_needs_more_than_a_few_seeds_say() -> None:
     assert _verdict("variable", evidence) == UNDECIDED
 
 
-def _sinks(**change: tuple[float, float]) -> Evidence:
+LINES_NAME, MOVED, CURED = "torch-lines", "torch-lines-shifted", "kernel+residual"
+
+
+def _sinks(change: dict[str, tuple[float, float]]) -> Evidence:
     """Gradients on rows with equal maxima: (error, systematic share) of each attention."""
-    values = {"torch_lines": (150.0, 0.7), "torch_lines_shifted": (70.0, 0.0), "kernel": (20, 0.4),
-              "sdpa": (80, 0.9), "explicit": (20, 0.9), "kernel_residual": (0.9, 0.0)}  # fmt: skip
-    names = {"torch_lines": "torch-lines", "torch_lines_shifted": "torch-lines-shifted",
-             "kernel_residual": "kernel+residual"}  # fmt: skip
+    values = {LINES_NAME: (150.0, 0.7), MOVED: (70.0, 0.0), "kernel": (20, 0.4),
+              "sdpa": (80, 0.9), "explicit": (20, 0.9), CURED: (0.9, 0.0)}  # fmt: skip
     whole = {
-        names.get(name, name): {"error": [error * 0.9, error, error * 1.1],
-                                "systematic": [share - 0.05, share, share + 0.05]}
+        name: {"error": [error * 0.9, error, error * 1.1],
+               "systematic": [share - 0.05, share, share + 0.05]}
         for name, (error, share) in (values | change).items()
     }  # fmt: skip
     return {SINKS: whole}
@@ -339,19 +335,19 @@ def _sinks(**change: tuple[float, float]) -> Evidence:
     ("key", "change", "expected"),
     [
         ("failure-lines", {}, REPRODUCED),
-        ("failure-lines", {"torch_lines": (150.0, 0.0)}, CONDITIONAL),
-        ("failure-lines", {"torch_lines": (1.0, 0.0)}, NOT_REPRODUCED),
+        ("failure-lines", {LINES_NAME: (150.0, 0.0)}, CONDITIONAL),
+        ("failure-lines", {LINES_NAME: (1.0, 0.0)}, NOT_REPRODUCED),
         ("failure-remedy", {}, REPRODUCED),
-        ("failure-remedy", {"torch_lines_shifted": (70.0, 0.7)}, NOT_REPRODUCED),
-        ("failure-remedy", {"torch_lines_shifted": (70.0, 0.08)}, UNDECIDED),
+        ("failure-remedy", {MOVED: (70.0, 0.7)}, NOT_REPRODUCED),
+        ("failure-remedy", {MOVED: (70.0, 0.08)}, UNDECIDED),
         ("failure-kernels", {}, NOT_REPRODUCED),
         ("failure-kernels", {"kernel": (1.0, 0.0)}, CONDITIONAL),
         ("failure-residual", {}, REPRODUCED),
-        ("failure-residual", {"kernel_residual": (20.0, 0.4)}, NOT_REPRODUCED),
+        ("failure-residual", {CURED: (20.0, 0.4)}, NOT_REPRODUCED),
     ],
 )
 def test_failure_claims(key: str, change: dict[str, Any], expected: str) -> None:
-    assert _verdict(key, _sinks(**change)) == expected
+    assert _verdict(key, _sinks(change)) == expected
 
 
 def test_a_run_that_diverged_is_not_decided() -> None:

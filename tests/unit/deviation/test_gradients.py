@@ -109,7 +109,7 @@ def test_it_resumes_batch_by_batch(
     with pytest.raises(ArgumentError, match=r"holds another comparison \(other model\)"):
         run_gradients(GradientPlan("other", ("explicit",)), target, tmp_path / "parts")
     target.batches[0] = {name: 2 * value for name, value in target.batches[0].items()}
-    with pytest.raises(ArgumentError, match=r"\(other weights or batches\)"):
+    with pytest.raises(ArgumentError, match=r"\(other tensors\)"):
         run_gradients(plan, target, tmp_path / "parts")
 
 
@@ -212,9 +212,9 @@ def test_checkpoints_are_loaded_or_refused(module: str, tmp_path: Path) -> None:
     assert torch.equal(target.model.qkv.weight, other.qkv.weight)  # type: ignore[union-attr, arg-type]
     weights = other.state_dict()
     torch.save({**weights, "qkv.bias": weights["qkv.bias"] * math.nan}, tmp_path / "nan.pt")
-    with pytest.raises(ArgumentError, match=r"finite weights, got NaN .* in .*nan.pt: qkv.bias"):
+    with pytest.raises(ArgumentError, match=r"nan.pt: expected finite weights, .* in qkv.bias"):
         load_target(f"{module}:model", f"{module}:batches", 2, "cpu", tmp_path / "nan.pt")
-    with pytest.raises(ArgumentError, match=r"none.pt: expected weights .*, got .*No such file"):
+    with pytest.raises(ArgumentError, match=r"expected weights .*, got .*none.pt: .*No such file"):
         load_target(f"{module}:model", f"{module}:batches", 2, "cpu", tmp_path / "none.pt")
     torch.save({"other": torch.ones(2)}, tmp_path / "b.pt")
     with pytest.raises(ArgumentError, match="checkpoint: expected weights of"):
@@ -272,8 +272,6 @@ def test_the_residual_gives_back_what_rounding_took() -> None:
     for delta, bits in (("residual", 2.0**-16), ("residual8", 2.0**-15)):
         kept = kept_output(out, number_format, delta)
         assert float(((kept - out).abs() / out.abs()).max()) <= bits < float(lost.max()) / 100
-    with pytest.raises(ArgumentError, match="delta: expected one of"):
-        kept_output(out, number_format, "half")
 
 
 def test_the_command_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,12 @@ import pytest
 import torch
 from flash_attn_deterministic.deviation.attentions import registry
 from flash_attn_deterministic.deviation.kernels import kernel_study
-from flash_attn_deterministic.deviation.kernels.agreement import row_agreement
-from flash_attn_deterministic.deviation.kernels.deviations import run_to_run
-from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
-from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
+from flash_attn_deterministic.deviation.kernels.kernel_study import (
+    KernelPlan,
+    row_agreement,
+    run_kernels,
+    run_to_run,
+)
 from flash_attn_deterministic.deviation.numbers.formats import parse_format
 from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
@@ -124,9 +126,7 @@ def test_run_to_run_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr(
-        KernelPlan,
-        "attentions",
-        lambda *_, backward=False: {} if backward else {"ours": noisy},
+        KernelPlan, "attentions", lambda *_, backward=False: {} if backward else {"ours": noisy}
     )
     for point in run_to_run(PLAN):
         assert not point["same_bits"]
@@ -137,13 +137,12 @@ def test_a_part_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
     def fails(plan: KernelPlan) -> list[dict[str, Any]]:
         raise MemoryError("too small")
 
-    parts = ("forward_deviation", "agreement", "run_to_run", "backward_deviation")
-    for name in parts:
-        monkeypatch.setattr(kernel_study, name, lambda plan: [])
-    monkeypatch.setattr(kernel_study, "backward_deviation", fails)
+    for name in kernel_study.PARTS:
+        monkeypatch.setitem(kernel_study.PARTS, name, lambda plan: [])
+    monkeypatch.setitem(kernel_study.PARTS, "backward", fails)
     assert run_kernels(PLAN, tmp_path)["failed"] == {"backward": "MemoryError: too small"}
-    for name in parts:
-        monkeypatch.setattr(kernel_study, name, fails)
+    for name in kernel_study.PARTS:
+        monkeypatch.setitem(kernel_study.PARTS, name, fails)
     with pytest.raises(RuntimeError, match="every part of the study failed"):
         run_kernels(PLAN, tmp_path / "new")
     assert not (tmp_path / "new").exists()

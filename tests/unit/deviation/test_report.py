@@ -13,11 +13,11 @@ from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.deviation.forward.plan import FIGURES, Plan, run_forward
 from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
 from flash_attn_deterministic.deviation.instrument.target import load_target
-from flash_attn_deterministic.deviation.kernels.kernel_study import run_kernels
-from flash_attn_deterministic.deviation.kernels.plan import KernelPlan
+from flash_attn_deterministic.deviation.kernels.kernel_study import KernelPlan, run_kernels
 from flash_attn_deterministic.deviation.report import page as page_module
 from flash_attn_deterministic.deviation.report import plots
 from flash_attn_deterministic.deviation.report.claims import CLAIMS
+from flash_attn_deterministic.deviation.report.judging import NOT_TESTED, QUICK
 from flash_attn_deterministic.deviation.report.page import CAPTIONS, read_study, write_report
 from flash_attn_deterministic.deviation.report.plots import MissingExtraError
 from flash_attn_deterministic.deviation.training.training_study import plan_of, run_training
@@ -78,7 +78,7 @@ def test_every_figure_is_there_once_with_a_caption(page: str, folders: list[Path
 
 def test_figures_are_the_same_bytes_each_time(folders: list[Path]) -> None:
     before = {path: path.read_bytes() for path in (folders[0] / "plots").glob("*.svg")}
-    for path in read_study(folders[0]).plots:
+    for path in read_study(folders[0])[1]:
         assert path.read_bytes() == before[path]
 
 
@@ -94,16 +94,32 @@ def test_the_text_links_the_figures(folders: list[Path], tmp_path: Path) -> None
 def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Path) -> None:
     """Verdicts come from the data: a repeat that differs is not a control."""
     value = json.loads((folders[2] / "training.json").read_text())
-    _, text = write_report([folders[2]], tmp_path / "before")
+    value["configuration"]["workload"] = "drawings-small"  # not quick
+    (tmp_path / "as-it-was").mkdir()
+    (tmp_path / "as-it-was" / "training.json").write_text(json.dumps(value))
+    _, text = write_report([tmp_path / "as-it-was"], tmp_path / "before")
     claim = next(claim for claim in CLAIMS if claim.key == "repeat")
     row = f"| {claim.text} | {claim.source} | **{{}}** |"
     assert row.format("holds") in text.read_text()
     for histories in value["seeds"].values():
         histories["repeat"]["max_difference"][-1] = 1e-9
+    value["seeds"]["2"] = {}  # for which there was no time
     (tmp_path / "changed").mkdir()
     (tmp_path / "changed" / "training.json").write_text(json.dumps(value))
     _, text = write_report([tmp_path / "changed"], tmp_path / "after")
     assert row.format("does not hold") in text.read_text()
+    assert "2 paired seeds" in text.read_text()
+
+
+def test_quick_studies_get_no_verdict(page: str) -> None:
+    top = page[: page.index("<table>")]
+    assert "Quick studies (forward, kernels, training): too few draws" in top
+    found = re.findall(r"<span class='verdict (\w+)'>([^<]*)</span>", page)
+    # Only the study of gradients is a whole one.
+    of_gradients = {claim.key for claim in CLAIMS if claim.study.startswith("gradients")}
+    judged = [text for _, text in found if text not in (QUICK, NOT_TESTED)]
+    assert len(judged) <= 2 * len(of_gradients)
+    assert ("none", QUICK) in found
 
 
 @pytest.mark.usefixtures("drawn")
@@ -150,8 +166,6 @@ def test_command_runs_a_study_and_its_report(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         pytest.param(["forward", "--preset", "gpu"], "preset: expected", id="preset"),
-        pytest.param(["forward", "--formats", "fp9"], "format: expected", id="format"),
-        pytest.param(["forward", "--sram", "9"], "sram: expected", id="sram"),
         pytest.param(["training", "--steps", "-1"], "steps: expected", id="steps"),
         pytest.param(["training"], "steps: expected at least 1 without", id="no-steps"),
         pytest.param(["gradients", "--model", "x"], "workload: expected", id="model"),

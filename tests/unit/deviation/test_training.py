@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.deviation.attentions.registry import find_attention
-from flash_attn_deterministic.deviation.study.files import read_json, read_result
+from flash_attn_deterministic.deviation.study.files import read_result
 from flash_attn_deterministic.deviation.training import training_study
-from flash_attn_deterministic.deviation.training.images import TEXT_LENGTH, WORDS, draw_batch
 from flash_attn_deterministic.deviation.training.language import LANGUAGE_SIZES, Language, corpus
 from flash_attn_deterministic.deviation.training.runs import (
     MEASURES,
@@ -24,7 +23,13 @@ from flash_attn_deterministic.deviation.training.runs import (
     compare,
     train,
 )
-from flash_attn_deterministic.deviation.training.text_to_image import SIZES, Drawings
+from flash_attn_deterministic.deviation.training.text_to_image import (
+    SIZES,
+    TEXT_LENGTH,
+    WORDS,
+    Drawings,
+    draw_batch,
+)
 from flash_attn_deterministic.deviation.training.training_study import (
     TrainingPlan,
     plan_of,
@@ -167,9 +172,9 @@ def test_an_interrupted_study_goes_on_to_the_same(
     monkeypatch.setattr(training_study, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_training(PLAN, tmp_path / "parts")
-    assert len(read_json(tmp_path / "parts" / "training.json")["seeds"]["0"]) == 3
+    assert len(read_result(tmp_path / "parts", "training")["seeds"]["0"]) == 3
     run_training(PLAN, tmp_path / "parts")
-    whole, parts = (read_json(tmp_path / n / "training.json") for n in ("whole", "parts"))
+    whole, parts = (read_result(tmp_path / n, "training") for n in ("whole", "parts"))
     assert parts["seeds"] == whole["seeds"]
     # More seeds and runs may be added to a study, another setup may not.
     run_training(replace(PLAN, seeds=(0, 1, 2), runs=("repeat", "data")), tmp_path / "parts")
@@ -183,6 +188,8 @@ def test_steps_follow_from_the_seconds(tmp_path: Path) -> None:
     steps = value["configuration"]["steps"]
     assert steps >= 10
     assert run_training(plan, tmp_path)["configuration"]["steps"] == steps
+    # However short the time is, there is a first run: other studies begin with its weights.
+    assert set(run_training(plan, tmp_path / "late", seconds=0)["seeds"]["0"]) == {"base"}
     with pytest.raises(ArgumentError, match="steps: expected at least 1 without seconds"):
         run_training(plan, tmp_path / "new")
 
@@ -292,7 +299,7 @@ def test_bad_workloads_are_refused(workload: str) -> None:
         pytest.param({"workload": "huge"}, "workload: expected one of", id="workload"),
         pytest.param({"steps": -1}, "steps: expected at least 0", id="steps"),
         pytest.param({"runs": ["flashy"]}, "attention: expected one of", id="runs"),
-        pytest.param({"more": ["explicit:p99"]}, "format: expected", id="more"),
+        pytest.param({"runs": ["explicit:p99"]}, "format: expected", id="format"),
         pytest.param({"seeds": [-1]}, "seeds: expected at least one", id="seeds"),
         pytest.param({"seeds": []}, "seeds: expected at least one", id="no-seeds"),
         pytest.param({"base": "flashy"}, "attention: expected one of", id="base"),

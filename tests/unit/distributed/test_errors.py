@@ -18,6 +18,8 @@ from flash_attn_deterministic.distributed.messages.ranks import Ranks
 from flash_attn_deterministic.errors import UnsupportedError
 from rank_pool import Pool, pool_of
 
+from tests.gpu.ranks import dying_rank
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
@@ -54,10 +56,31 @@ def test_one_rank_with_a_wrong_argument(pool: Pool) -> None:
     assert "UnsupportedError: dropout_p" in first
 
 
+def test_a_gradient_on_one_rank(pool: Pool) -> None:
+    """Otherwise a rank would wait in its backward for one that has none."""
+    for message in pool.run(ranks.raised, {1: {"requires_grad": True}}):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert "whether an input requires a gradient: 0 on rank 0, 1 on rank 1" in message
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_gradient_on_one_rank_of_heads(pool: Pool, name: str) -> None:
+    """Otherwise the gradient of one tensor would be exchanged with that of another."""
+    for message in pool.run(ranks.heads_raised, {1: {"gradients": [name]}}, 2):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert f"whether {name} requires a gradient: 0 on rank 0, 1 on rank 1" in message
+
+
 def test_parts_of_different_lengths(pool: Pool) -> None:
-    for message in pool.run(ranks.unshard_raised):
+    for message in pool.run(ranks.unshard_raised, {}):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")
         assert "tensor.shape[0]: 3 on rank 0, 4 on rank 1" in message
+
+
+def test_parts_that_are_joined_in_different_orders(pool: Pool) -> None:
+    for message in pool.run(ranks.unshard_raised, {1: {"order": "zigzag"}}):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert "found a difference in order: " in message
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -146,7 +169,19 @@ def test_errors_reach_the_ranks_of_both_groups() -> None:
 ONE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "q": ({"q": None}, "ArgumentTypeError: q: expected a torch.Tensor"),
     "packed": ({"parts": 2}, "ArgumentError: qkv: expected shape"),
-    "slice": ({"place": slice(None, 8)}, "ArgumentTypeError: local_k_slice: expected a slice"),
+    "slice": (
+        {"place": slice(None, 8)},
+        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(None, 8)",
+    ),
+    "slice of a tensor": (
+        {"place": slice(torch.ones(2), 8)},
+        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got slice(a tensor of "
+        "dtype torch.float32 and shape (2,), 8)",
+    ),
+    "tensor": (
+        {"place": torch.ones(2)},
+        "ArgumentTypeError: local_k_slice: expected a slice of two ints, got a tensor of dtype",
+    ),
     "lengths": ({"starts": [0, 8]}, "ArgumentTypeError: cu_seqlens_k: expected a torch.Tensor"),
     "flag": ({"causal": "yes"}, "ArgumentTypeError: causal: expected a bool"),
 }
@@ -181,6 +216,15 @@ def test_a_rank_that_is_late() -> None:
         (_, message), (_, late) = two.results()
         assert message.startswith("RankError: rank 0 of 2: what the ranks are called with did not")
         assert late == ""
+
+
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_a_process_that_dies(how: str) -> None:
+    """The program of the tests on two GPUs, which end as soon as the first rank does."""
+    ended = dying_rank.run("cpu", how, 5, 20, {})
+    assert ended.status == 1
+    assert "RankError: rank 0 of 2: what the ranks are called with did not arrive" in ended.text
+    assert ended.seconds < 30
 
 
 def test_no_process_group() -> None:
@@ -276,16 +320,19 @@ def test_one_rank_keeps_a_residual(pool: Pool) -> None:
         pytest.param({"dim": 2}, r"dim: expected a dimension .* \(1, 4\), got 2", id="dimension"),
         pytest.param({"dim": "1"}, "dim: expected an int, got str", id="dimension-type"),
         pytest.param(
+            {"order": torch.zeros(2)}, r"order: expected a str, got torch\.Tensor$", id="order"
+        ),
+        pytest.param(
             {"cu_seqlens": [0, 4]}, "cu_seqlens: expected a torch.Tensor, got list", id="lengths"
         ),
     ],
 )
 def test_wrong_arguments_of_shard(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(package.FlashAttnError, match=message):
-        distributed.shard(**{"tensor": torch.zeros(1, 4), **arguments})
+        distributed.shard(**{"tensor": torch.zeros(1, 4), "dim": 1, **arguments})
     if "cu_seqlens" not in arguments:
         with pytest.raises(package.FlashAttnError, match=message):
-            distributed.unshard(**{"tensor": torch.zeros(1, 4), **arguments})
+            distributed.unshard(**{"tensor": torch.zeros(1, 4), "dim": 1, **arguments})
 
 
 @pytest.mark.parametrize(

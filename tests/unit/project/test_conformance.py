@@ -162,3 +162,17 @@ def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "need a CUDA device" in done.stderr
+
+
+def test_what_was_run_before_an_end_is_written(tmp_path: Path) -> None:
+    sample, out = tmp_path / "test_sample.py", tmp_path / "out.json"
+    sample.write_text(
+        "import os, signal\n\ndef test_one(): pass\n\n"
+        "def test_two(): os.kill(os.getpid(), signal.SIGTERM)\n\ndef test_three(): pass\n"
+    )
+    command = [sys.executable, "-m", "tests.conformance", "--file", str(sample), "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130, done.stderr
+    record = json.loads(out.read_text())
+    assert not record["complete"]
+    assert sum(record["outcomes"].values()) < 3  # in a mixed order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,26 @@ def test_controls_are_compiled_and_asked(tmp_path: Path) -> None:
         "one": {"racecheck": 0, "synccheck": 0},
         "two": {"racecheck": 4, "synccheck": 0},
     }
+
+
+def test_a_control_that_hangs_has_no_count_and_nothing_is_left(tmp_path: Path) -> None:
+    nvcc, tool = tmp_path / "nvcc", tmp_path / "tool"
+    nvcc.write_text("#!/bin/sh\nprintf '#!/bin/sh\\necho one\\n' > $4; chmod +x $4\n")
+    # As compute-sanitizer does, it starts the program as a child.
+    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >> {tmp_path}/children; wait\n")
+    for path in (nvcc, tool):
+        path.chmod(0o755)
+    found = sanitizers.run_controls(tmp_path, str(tool), str(nvcc), limit=0.5)
+    assert found == {"one": {"racecheck": None, "synccheck": None}}
+    children = (tmp_path / "children").read_text(encoding="utf-8").split()
+    end = time.monotonic() + 20  # a busy machine takes its time to end a process
+    while any(map(runs, children)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def runs(process: str) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False

@@ -15,14 +15,18 @@ from pathlib import Path
 
 import pytest
 import rank_functions as ranks
+import torch.distributed as dist
 from flash_attn_deterministic.__main__ import main
+from flash_attn_deterministic.verify import installed
+from flash_attn_deterministic.verify.installed import Installed
 from flash_attn_deterministic.verify.outcome import Exit
-from flash_attn_deterministic.verify.ranks import cli
+from flash_attn_deterministic.verify.ranks import cli, run
 from flash_attn_deterministic.verify.ranks.cases import (
     CPU,
     CPU_QUICK,
     CUDA,
     CUDA_QUICK,
+    Case,
     Scale,
     cases_of,
     counts_of,
@@ -165,6 +169,82 @@ def test_wrong_numbers_of_ranks(
     assert main(["verify", "--ranks", "2", "--device", "cpu"]) == Exit.USAGE
     assert "--ranks: expected 4, as torchrun has started, got 2" in capsys.readouterr().err
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            ["--attention", "sdpa-math"],
+            "--attention: cannot be combined with --ranks",
+            id="attention",
+        ),
+        pytest.param(
+            ["--seconds", "5"], "--seconds: cannot be combined with --ranks", id="seconds"
+        ),
+        pytest.param(
+            ["--baseline", "x.so"], "--baseline: cannot be combined with --ranks", id="baseline"
+        ),
+        pytest.param(["--wheel", "no.whl"], "--wheel: no.whl is not a file", id="wheel"),
+    ],
+)
+def test_other_options(
+    started: list[list[str]],
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", "--ranks", "2", "--device", "cpu", *options]) == Exit.USAGE
+    assert f"error: {message}" in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_wheel_is_compared_and_passed_on(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = Path("x.whl")
+    monkeypatch.setattr(installed, "read_wheel", lambda path: installed.Wheel(path, "0" * 64))
+    matches = True
+    monkeypatch.setattr(
+        installed, "inspect", lambda wheel: Installed("0.1.0", False, 90, (), matches)
+    )
+    arguments = ["verify", "--ranks", "2", "--device", "cpu", "--wheel", str(wheel)]
+    assert main(arguments) == 1
+    (command,) = started
+    assert command[command.index("--wheel") + 1] == str(wheel.resolve())
+    matches = False
+    assert main(arguments) == Exit.ENVIRONMENT
+    assert "--wheel: the installed files are not those of x.whl" in capsys.readouterr().err
+    assert len(started) == 1
+
+
+def test_a_run_that_ends_early_is_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the folder has the result of another run."""
+    (tmp_path / "ranks.json").write_text('{"status": "passed"}')
+    wheel = installed.Wheel(Path("x.whl"), "0" * 64)
+    ended: list[int] = []
+
+    def outcome_of(case: Case, device: str) -> dict[str, str]:
+        if case.ranks == 2:
+            raise RuntimeError("out of memory")
+        ended.append(case.ranks)
+        return {}
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(run, "outcome_of", outcome_of)
+    monkeypatch.setattr(run, "scale_of", lambda device, quick: TINY)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.run("cpu", True, tmp_path, wheel)
+    record = json.loads((tmp_path / "ranks.json").read_text())
+    assert (record["status"], record["counts"]) == ("incomplete", [1, 2])
+    assert record["wheel"] == {"name": "x.whl", "sha256": "0" * 64}
+    assert [row["cases"] for row in record["rows"]] == [len(ended)]
+    table = (tmp_path / "ranks.md").read_text()
+    assert "incomplete" in table
+    assert "| 2 | not run |" in table
 
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree
 from pathlib import Path
 from typing import Any
@@ -9,14 +16,14 @@ import pytest
 import torch
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.errors import ArgumentError
-from flash_attn_deterministic.verify.scoreboard import attention, drawing, rows, trial
+from flash_attn_deterministic.verify.scoreboard import attention, drawing, rows, times, trial
 
 SMALL = rows.Sizes("cpu", ((2, 1),), (32,), 130, (2,))
 
 
 def run_rows(name: str, seconds: float = 600) -> dict[str, dict[str, Any]]:
     (peer,) = attention.find(f"verify.scoreboard_peers:{name}", "cpu")
-    return trial.try_rows(peer, attention.ours().attend, SMALL, seconds, lambda row: None)
+    return dict(trial.try_rows(peer, attention.ours().attend, SMALL, seconds, lambda row: None))
 
 
 def statuses(results: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -25,7 +32,7 @@ def statuses(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def test_ours_keeps_every_row() -> None:
     own = attention.ours()
-    found = statuses(trial.try_rows(own, own.attend, SMALL, 600, lambda row: None))
+    found = statuses(dict(trial.try_rows(own, own.attend, SMALL, 600, lambda row: None)))
     assert found.pop("workspace-256MB") == "not-applicable"
     assert set(found.values()) == {"kept"}
     assert list(found) == [row.id for row in rows.ROWS if row.id != "workspace-256MB"]
@@ -70,7 +77,45 @@ def test_another_function_is_not_judged() -> None:
 
 
 def test_time_ends_a_trial() -> None:
-    assert set(statuses(run_rows("good", seconds=-1)).values()) == {"not-run"}
+    results = run_rows("good", seconds=-1)
+    assert statuses(results).pop("workspace-256MB") == "not-applicable"
+    for row in rows.ROWS:
+        if not row.lengths and row.id != "workspace-256MB":
+            assert results[row.id]["status"] == "not-run"
+            assert "time was over after 0 cases" in results[row.id]["reason"]
+
+
+def test_time_ends_a_row_between_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that was equal so far is not called kept; one that was not stays broken."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    results = run_rows("good", seconds=1.5)
+    assert statuses(results)["run-to-run"] == "not-run"
+    assert results["run-to-run"]["cases"] == 1
+    assert drawing.cell(results["run-to-run"]) == "not run"
+    (peer,) = attention.find("verify.scoreboard_peers:split_by_batch", "cpu")
+    row = next(row for row in rows.ROWS if row.id == "batch")
+    monkeypatch.setattr(trial, "ROWS", [row])
+    clock = itertools.count()
+    sizes = dataclasses.replace(SMALL, batches=(2, 3))
+    found = dict(trial.try_rows(peer, attention.ours().attend, sizes, 1.5, lambda row: None))
+    assert found[row.id]["status"] == "broken"
+    assert found[row.id]["cases"] == 1
+    assert found[row.id]["counter_example"]
+
+
+def test_cases_of_bug_reports() -> None:
+    sources = {row.source for row in rows.ROWS if row.source}
+    assert sources == {"vllm #51902", "vllm #54506", "flashinfer #2424", "cudnn-frontend #398"}
+    for row in rows.ROWS:
+        # What is tried needs a GPU for one of them; the cases themselves exist without it.
+        numbers = list(row.numbers(rows.CUDA))
+        assert len(numbers) >= 1, row.id
+    (workspace,) = (row for row in rows.ROWS if row.source == "cudnn-frontend #398")
+    shape = workspace.shape
+    assert shape is not None
+    sizes = [batch * shape.nheads * 2 * n**2 for batch, n in workspace.numbers(rows.CUDA)]
+    assert sizes[0] <= 2**28 < sizes[1]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +184,8 @@ def test_the_command_writes_table_picture_and_record(
     ]
     assert record["unavailable"] == {"fa3": "it runs on CUDA devices only"}
     assert record["times"] == {}
+    assert record["complete"] is True
+    assert record["wheel"] is None
     table = (tmp_path / "scoreboard.md").read_text()
     assert table in capsys.readouterr().out
     assert "| batch: who else is in the batch (prefill) | 1/1 | 0/1 |" in table
@@ -151,7 +198,18 @@ def test_the_command_writes_table_picture_and_record(
     assert ">use_<" in drawn
     assert ">deterministic_<" in drawn
     assert "Quick run" not in table
+    assert "Incomplete" not in table
     assert drawing.markdown({**record, "quick": True}).splitlines()[2].startswith("Quick run,")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the calls would run")
+def test_times_of_a_gpu_that_is_broken_say_why() -> None:
+    own = attention.ours()
+    found = dict(times.measure([own, own], repeats=1))
+    assert len(found) == 3
+    for one in found.values():
+        assert one["ms"] == one["ratio"] == [None, None]
+        assert all(one["failed"])
 
 
 def test_the_command_fails_if_ours_breaks_a_row(
@@ -174,3 +232,89 @@ def test_seconds_are_checked(seconds: str, capsys: pytest.CaptureFixture[str]) -
     arguments = ["--attention", "sdpa-math", "--device", "cpu", "--seconds", seconds]
     assert main(["verify", *arguments]) == 2
     assert "error: --seconds: expected 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+def test_an_interrupted_run_leaves_what_it_found(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "scoreboard.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    program = (
+        "from flash_attn_deterministic.__main__ import main\n"
+        "from flash_attn_deterministic.verify.scoreboard import rows\n"
+        "rows.CPU = rows.Sizes('cpu', ((2, 1),), (32,), 130, (2,))\n"
+        f"raise SystemExit(main({_slow(tmp_path)!r}))"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            end = time.monotonic() + 120
+            while not _results(out, 1)["run-to-run"]["cases"]:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            process.send_signal(number)
+            status = process.wait(60)
+        finally:
+            process.kill()
+    assert status == (-number if number == signal.SIGKILL else 130)
+    record = json.loads(out.read_text())
+    assert record["complete"] is False
+    assert set(statuses(_results(out, 0)).values()) == {"kept", "not-applicable"}
+    slow = statuses(_results(out, 1))
+    assert slow["run-to-run"] == "kept"
+    assert slow["tile-of-batch"] == "not-run"
+    table = (tmp_path / "scoreboard.md").read_text()
+    assert "Incomplete: the run was interrupted." in table
+    assert "the run ended before it" in table
+    xml.etree.ElementTree.parse(tmp_path / "scoreboard.svg")
+    if number != signal.SIGKILL:
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["scoreboard.json", "scoreboard.md", "scoreboard.svg"]
+
+
+def _slow(out: Path) -> list[str]:
+    peer = "verify.scoreboard_peers:slow"
+    return ["verify", "--attention", peer, "--device", "cpu", "--out", str(out)]
+
+
+def _results(out: Path, attention: int) -> dict[str, dict[str, Any]]:
+    """Returns the results of an attention so far; none of a run that has not written any."""
+    if not out.exists():
+        return {"run-to-run": {"cases": 0}}
+    found: dict[str, dict[str, Any]] = json.loads(out.read_text())["attentions"][attention]["rows"]
+    return found
+
+
+def test_seconds_limit_a_slow_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "CPU", SMALL)
+    assert main([*_slow(tmp_path), "--seconds", "2"]) == 0
+    record = json.loads((tmp_path / "scoreboard.json").read_text())
+    assert record["complete"] is True
+    slow = statuses(record["attentions"][1]["rows"])
+    assert slow["run-to-run"] == "kept"
+    assert slow["one-or-k+1"] == "not-run"
+    assert "| not run |" in (tmp_path / "scoreboard.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            ["--attention", "sdpa-math", "--baseline", "x.so"],
+            "--baseline: cannot be combined with --attention",
+            id="baseline",
+        ),
+        pytest.param(
+            ["--attention", "sdpa-math", "--wheel", "no.whl"],
+            "--wheel: no.whl is not a file",
+            id="wheel",
+        ),
+        pytest.param(
+            ["--seconds", "5"], "--seconds: expected together with --attention only", id="seconds"
+        ),
+    ],
+)
+def test_other_options(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "--device", "cpu", *options]) == 2
+    assert f"error: {message}" in capsys.readouterr().err

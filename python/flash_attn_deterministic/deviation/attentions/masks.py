@@ -10,26 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention, in the meaning of torch's scaled_dot_product_attention.
+    """One call of attention, in the meaning of torch's scaled_dot_product_attention."""
 
-    Args:
-        q: (batch, nheads, seqlen_q, head_dim).
-        k: (batch, nheads_k, seqlen_k, head_dim); nheads_k divides nheads.
-        v: like k.
-        mask: bool (True: visible) or added to the scores, broadcast to (batch, nheads, seqlen_q,
-            seqlen_k).
-        causal: hides keys after a query's own index, both counted from the start.
-        scale: factor of q k^T; None: head_dim**-0.5.
-        window: keys to the left and right of a query that it sees, -1: all; positions are aligned
-            at the end of the sequences, as in this package's functions.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: torch.Tensor  # (batch, nheads, seqlen_q, head_dim)
+    k: torch.Tensor  # (batch, nheads_k, seqlen_k, head_dim); nheads_k divides nheads
+    v: torch.Tensor  # like k
+    # Bool (True: visible) or added to the scores; broadcast to (batch, nheads, seqlen_q, seqlen_k).
     mask: torch.Tensor | None = None
-    causal: bool = False
-    scale: float | None = None
+    causal: bool = False  # hides keys after a query's own index, both counted from the start
+    scale: float | None = None  # factor of q k^T; None: head_dim**-0.5
+    # Keys to the left and right of a query that it sees, -1: all; positions are aligned at the end
+    # of the sequences, as in this package's functions.
     window: tuple[int, int] = (-1, -1)
 
     @property

@@ -35,7 +35,6 @@ from .torch_lines import torch_lines
 _SDPA = functional.scaled_dot_product_attention
 _SCORES = 1 << 26  # at once in explicit attention with a format: 512 MB in float64
 
-
 # Takes what torch's scaled_dot_product_attention takes.
 Attention = Callable[..., torch.Tensor]
 
@@ -181,15 +180,11 @@ LABELS = {name: label for name, (_, label) in _NAMED.items()}
 
 
 def find_attention(name: str) -> Attention:
-    """Returns an attention.
+    """Returns the attention of a name.
 
-    Args:
-        name: ours, ours-atomics, ours+residual (`keep_residual`); sdpa, sdpa-flash, sdpa-cudnn,
-            sdpa-efficient, sdpa-math; fa3; explicit, or explicit:FORMAT with every result rounded
-            to a format; exact, which is explicit:fp64; torch-lines, torch-lines-shifted
-            (`attentions.torch_lines`); PRESET, PRESET:FORMAT, PRESET+DELTA of the emulated ones; or
-            MODULE:FUNCTION or FILE.py:FUNCTION of a function with the signature of torch's
-            scaled_dot_product_attention.
+    Names are those of `LABELS`; explicit:FORMAT, every result rounded to a format; PRESET,
+    PRESET:FORMAT and PRESET+DELTA of emulated ones; and MODULE:FUNCTION or FILE.py:FUNCTION, with
+    the signature of torch's scaled_dot_product_attention.
 
     Raises:
         ArgumentError: there is none of this name.
@@ -198,14 +193,12 @@ def find_attention(name: str) -> Attention:
         return _attention(_NAMED[name][0])
     plain, _, delta = name.partition("+")
     base, _, rest = plain.partition(":")
-    if base == "explicit" and not delta:
+    if rest and base in ("explicit", *PRESETS):
         parse_format(rest)
+    if base == "explicit" and not delta:
         return _attention(functools.partial(_explicit_in, name=rest))
     if base in PRESETS and delta in ("", *DELTAS):
-        if rest:
-            parse_format(rest)
-        delta = delta or "rounded"
-        return _attention(lambda call: emulated_attention(call, base, rest, delta))
+        return _attention(lambda call: emulated_attention(call, base, rest, delta or "rounded"))
     if not rest or not (base.endswith(".py") or base.replace(".", "").isidentifier()):
         known = ", ".join((*_NAMED, "explicit:FORMAT", *PRESETS))
         raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")
@@ -230,8 +223,15 @@ def find_callable(name: str, argument: str) -> Any:
         ArgumentError: there is none, or it can't be called.
     """
     module, _, attribute = name.partition(":")
+    path = Path(module)
+    is_file = path.suffix == ".py"
+    folder = str(path.parent.resolve() if is_file else Path.cwd())
+    if folder not in sys.path:
+        # An installed command has its own folder there, and not the one that it runs in.
+        sys.path.append(folder)
     try:
-        found = getattr(_imported(module), attribute)
+        loaded = _of_file(path.resolve()) if is_file else importlib.import_module(module)
+        found = getattr(loaded, attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(
             f"{argument}: expected MODULE:NAME or FILE.py:NAME of a callable, got {name!r}: {error}"
@@ -239,17 +239,6 @@ def find_callable(name: str, argument: str) -> Any:
     if not callable(found):
         raise ArgumentError(f"{argument}: expected {name} to be a callable, got {found!r}")
     return found
-
-
-def _imported(module: str) -> Any:
-    """Imports a module; the folder of a file, or else the working directory, is searched too."""
-    path = Path(module)
-    is_file = path.suffix == ".py"
-    folder = str(path.parent.resolve() if is_file else Path.cwd())
-    if folder not in sys.path:
-        # An installed command has its own folder there, and not the one that it runs in.
-        sys.path.append(folder)
-    return _of_file(path.resolve()) if is_file else importlib.import_module(module)
 
 
 @functools.cache
@@ -285,11 +274,7 @@ def made_by(name: str, argument: str) -> Any:
 def missing(
     attention: Attention, device: str, dtype: torch.dtype, head_dim: int, backward: bool
 ) -> str:
-    """Tries an attention.
-
-    Returns:
-        "" where it works, otherwise the first line of what it raised.
-    """
+    """Tries an attention; returns "", or the first line of what it raised."""
     q, k, v = (
         torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=backward)
         for _ in range(3)
@@ -314,17 +299,12 @@ def reason_of(error: Exception) -> str:
     return re.sub(r"(?:/[\w.+-]+)+/", "", first)
 
 
+@functools.lru_cache
 def usable(
     names: tuple[str, ...], device: str, dtype: torch.dtype, head_dim: int, backward: bool = False
 ) -> tuple[dict[str, Attention], dict[str, str]]:
     """Returns the attentions of these names that work, and why the others don't."""
-    works: dict[str, Attention] = {}
-    reasons: dict[str, str] = {}
-    for name in names:
-        attention = find_attention(name)
-        reason = missing(attention, device, dtype, head_dim, backward)
-        if reason:
-            reasons[name] = reason
-        else:
-            works[name] = attention
-    return works, reasons
+    found = {name: find_attention(name) for name in names}
+    why = {name: missing(found[name], device, dtype, head_dim, backward) for name in names}
+    works = {name: attention for name, attention in found.items() if not why[name]}
+    return works, {name: reason for name, reason in why.items() if reason}

@@ -25,10 +25,6 @@ def replaced_attention(
     fused path in eval mode, which calls no function that can be seen, is switched off. Autocast
     turns tensors to 16 bits for torch's function; so it does for the replacement.
 
-    Args:
-        replacement: takes what torch's function takes.
-        needed: whether a block without a call is an error.
-
     Raises:
         ArgumentError: at the end, where a call was needed and there was none.
     """

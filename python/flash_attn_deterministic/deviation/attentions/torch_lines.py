@@ -76,10 +76,8 @@ def _scores(call: Call, keys: slice) -> torch.Tensor:
 def torch_lines(call: Call, shifted: bool) -> torch.Tensor:
     """Attention line by line in the dtype of its tensors.
 
-    Args:
-        call: what is computed.
-        shifted: the published remedy. Where a row has several scores at a block's maximum, the
-            maximum is doubled if it is positive, and 0 if it is negative: no P is 1 then.
+    `shifted` is the published remedy: where a row has several scores at a block's maximum, it is
+    doubled if it is positive, and 0 if it is negative, so that no P is 1.
     """
     call = call.plain()
     out: torch.Tensor = _Lines.apply(call.q, call.k, call.v, call, shifted)  # type: ignore[no-untyped-call]

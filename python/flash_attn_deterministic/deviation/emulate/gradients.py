@@ -18,30 +18,17 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
 from ..attentions.masks import Call
-from ..numbers.formats import NumberFormat, parse_format
+from ..numbers.formats import NAMES, NumberFormat, parse_format
 from .simulate import tiled_attention
 from .steps import find_preset
 
 DELTAS = ("rounded", "residual", "residual8", "exact")
 _BLOCK_C = 64  # keys of a block
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def kept_output(out: torch.Tensor, number_format: NumberFormat, delta: str) -> torch.Tensor:
-    """Returns the O that D is formed from.
-
-    Args:
-        out: the output before it is rounded, float32 or float64.
-        number_format: that of the output.
-        delta: see above.
-
-    Raises:
-        ArgumentError: an unknown delta.
-    """
-    if delta not in DELTAS:
-        raise ArgumentError(f"delta: expected one of {', '.join(DELTAS)}, got {delta!r}")
+    """Returns the O that D is formed from, of an output that is not yet rounded to the format."""
     if delta == "exact":
         return out
     rounded = number_format.round(out)
@@ -62,7 +49,7 @@ class _Emulated(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         call: Call, preset: str, name: str, delta: str,
     ) -> torch.Tensor:  # fmt: skip
-        number_format, found = parse_format(name or _FORMATS[q.dtype]), find_preset(preset)
+        number_format, found = parse_format(name or NAMES[q.dtype]), find_preset(preset)
         steps = {n: f for n, f in found.steps(number_format).items() if n != "out"}
         unrounded = tiled_attention(call.to(number_format.container), found, steps, _BLOCK_C)
         kept = kept_output(unrounded, number_format, delta)
@@ -89,14 +76,7 @@ class _Emulated(torch.autograd.Function):
 
 
 def emulated_attention(call: Call, preset: str, name: str, delta: str) -> torch.Tensor:
-    """Attention of a preset with a backward.
-
-    Args:
-        call: what is computed.
-        preset: name of a preset.
-        name: of the format under test; "": that of the tensors.
-        delta: what D is formed from.
-    """
+    """Attention of a preset with a backward; without a name, the format is that of the tensors."""
     call = call.plain()
     out: torch.Tensor = _Emulated.apply(call.q, call.k, call.v, call, preset, name, delta)  # type: ignore[no-untyped-call]
     return out

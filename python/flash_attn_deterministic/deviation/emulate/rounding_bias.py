@@ -23,12 +23,8 @@ Means = dict[str, dict[str, list[float]]]
 def measure_bias(format_name: str, values: str, ties: int, shifted: bool, seeds: int) -> Means:
     """Measures the signed error of rounding P V, summed in float32, to the format.
 
-    Args:
-        format_name: the format that P and P V are rounded to.
-        values: "one_sign": V = -|N(0, 1)| - 0.5; "two_signs": N(0, 1).
-        ties: keys that share the maximum of a row.
-        shifted: whether m is moved up so that P is below 1 everywhere.
-        seeds: how many draws of 64 rows, 64 keys and 64 columns.
+    V is -|N(0, 1)| - 0.5 ("one_sign") or N(0, 1) ("two_signs"); so many keys share the maximum of
+    a row (`ties`), which may be `shifted` up so that P is below 1 everywhere.
 
     Returns:
         For each place {"away": one mean per seed}. Errors are in gaps of the format and count

@@ -77,27 +77,15 @@ def _or_one(total: torch.Tensor) -> torch.Tensor:
 
 
 def tiled_attention(
-    call: Call,
-    preset: Preset,
-    steps: Steps,
-    block_c: int,
-    generator: torch.Generator | None = None,
+    call: Call, preset: Preset, steps: Steps, block_c: int, generator: torch.Generator | None = None
 ) -> torch.Tensor:
     """Computes tiled attention by a preset's algorithm.
 
     Rows do not touch each other: B_r, the rows of a tile, is no part of the arithmetic.
 
-    Args:
-        call: its tensors in float32 or float64.
-        preset: gives the algorithm.
-        steps: number format of each step.
-        block_c: keys of a block.
-        generator: random bits of stochastic formats.
-
-    Raises:
-        ArgumentError: see `check_block`.
+    A block has `block_c` keys, the last one of a split the rest; each step has a number format.
+    Tensors are float32 or float64.
     """
-    check_block(preset, block_c)
     call = call.plain()
     rounded = {name: rounder(steps.get(name), generator) for name in STEP_NAMES}
 
@@ -109,15 +97,6 @@ def tiled_attention(
     # As many rows at a time as the caches hold.
     lead = math.prod(call.q.shape[:-2]) * max(block_c, call.q.shape[-1])
     return rounded["out"](_by_rows(call, max(64, _CHUNK // lead), attend))
-
-
-def check_block(preset: Preset, block_c: int) -> None:
-    """Raises ArgumentError for a block without keys, or that is no divisor of a split."""
-    if block_c < 1 or preset.split_size % block_c:
-        raise ArgumentError(
-            f"block_c: expected at least 1, and a divisor of the split size {preset.split_size} "
-            f"with the preset {preset.name}, got {block_c}"
-        )
 
 
 _State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # m, l and O of each row

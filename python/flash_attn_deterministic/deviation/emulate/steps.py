@@ -29,23 +29,11 @@ STEP_NAMES = (
     "state",  # O, after each block
     "out",  # the output
 )
-# What tiling adds to a line of the algorithm: factors of the maximum, and what is multiplied by
-# them. One rounding per line leaves the latter out.
-TILING_STEPS = ("rescale", "sum_terms", "weight", "products", "mixed")
+# What tiling adds to a line of the algorithm: products with factors of the maximum, their sum, and
+# the factors. One rounding per line leaves out what is within a line.
 WITHIN_LINES = ("sum_terms", "weight", "products", "mixed")
-
-
-def step_names(text: str) -> tuple[str, ...]:
-    """Reads names of steps with a + between them.
-
-    Raises:
-        ArgumentError: an unknown step.
-    """
-    names = tuple(text.split("+")) if text else ()
-    unknown = [name for name in names if name not in STEP_NAMES]
-    if unknown:
-        raise ArgumentError(f"steps: expected names of {', '.join(STEP_NAMES)}, got {unknown[0]!r}")
-    return names
+LINES = "+".join(WITHIN_LINES)
+TILING = f"rescale+{LINES}"
 
 
 def rounder(number_format: NumberFormat | None, generator: torch.Generator | None) -> Round:
@@ -57,30 +45,18 @@ def rounder(number_format: NumberFormat | None, generator: torch.Generator | Non
 
 @dataclass(frozen=True)
 class Preset:
-    """A way to compute attention.
-
-    Args:
-        name: how it is asked for.
-        algorithm: "renormalised": FlashAttention's algorithm 1, O divided by l after each block,
-            first to last; "running": O is divided once, blocks last to first, as the kernels do.
-        rounded: the steps that are in the format; the others are in the container.
-        split_size: tokens per split of the deterministic tree; 0: one.
-        threshold: the maximum is raised only where it would grow by more than this many powers of
-            two (decided row by row).
-        cubic: whether 2^x of the fraction of x is a cubic polynomial.
-        probs: name of P's format in the place of the format under test, with P scaled by
-            `probs_scale` before it is rounded.
-        probs_scale: see `probs`.
-    """
+    """A way to compute attention."""
 
     name: str
+    # "renormalised": FlashAttention's algorithm 1, O divided by l after each block, first to last;
+    # "running": O is divided once, blocks last to first, as the kernels do.
     algorithm: str
-    rounded: tuple[str, ...]
-    split_size: int = 0
-    threshold: float = 0.0
-    cubic: bool = False
-    probs: str = ""
-    probs_scale: float = 1.0
+    rounded: tuple[str, ...]  # steps that are in the format; the others are in the container
+    split_size: int = 0  # tokens per split of the deterministic tree; 0: one
+    threshold: float = 0.0  # powers of two by which a row's maximum has to grow to be raised
+    cubic: bool = False  # whether 2^x of the fraction of x is a cubic polynomial
+    probs: str = ""  # P's format in the place of the format under test, with P scaled
+    probs_scale: float = 1.0  # by this before it is rounded
 
     def steps(self, number_format: NumberFormat) -> Steps:
         steps = dict.fromkeys(self.rounded, number_format)

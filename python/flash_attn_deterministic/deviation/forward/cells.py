@@ -9,18 +9,12 @@ from pathlib import Path
 
 import torch
 
-from ...errors import ArgumentError
 from ..attentions.masks import Call
 from ..attentions.registry import gradients_of
 from ..emulate.gradients import DELTAS
 from ..emulate.rounding_bias import measure_bias
-from ..emulate.simulate import (
-    baseline_attention,
-    check_block,
-    golden_attention,
-    tiled_attention,
-)  # fmt: skip
-from ..emulate.steps import STEP_NAMES, Steps, find_preset, step_names
+from ..emulate.simulate import baseline_attention, golden_attention, tiled_attention
+from ..emulate.steps import Steps, find_preset
 from ..numbers.formats import NumberFormat, parse_format
 from ..numbers.metrics import Metrics, deviation
 from .inputs import draw, read_calls
@@ -31,58 +25,30 @@ _BATCH_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Cell:
-    """The configuration of one point.
-
-    Args:
-        preset: name of a preset.
-        format: name of a number format.
-        inputs: name of a distribution, or a file of captured calls.
-        seqlen: rows of q, k and v.
-        head_dim: columns.
-        block_r: rows of a tile; no part of the arithmetic.
-        block_c: keys of a block.
-        seeds: how many draws.
-        only: rounds these steps alone, with a + between them.
-        exempt: rounds every step of the preset but these.
-        kind: "attention"; "gradients": dq, dk and dv of the preset; "bias": the experiment on
-            biased rounding of P V.
-        ties: with "bias": how many keys share the maximum of a row.
-        shifted: with "bias": whether the maximum is moved so that no P is exactly 1.
-    """
+    """The configuration of one point."""
 
     preset: str = "paper"
     format: str = "bf16"
-    inputs: str = "uniform"
-    seqlen: int = 1024
+    inputs: str = "uniform"  # a distribution, or a file of captured calls
+    seqlen: int = 1024  # rows of q, k and v
     head_dim: int = 64
-    block_r: int = 64
-    block_c: int = 64
-    seeds: int = 8
-    only: str = ""
-    exempt: str = ""
-    kind: str = "attention"
-    ties: int = 0
-    shifted: bool = False
-
-    def check(self) -> None:
-        """Finds unknown names and sizes before anything is computed.
-
-        Raises:
-            ArgumentError: what is unknown.
-        """
-        check_block(find_preset(self.preset), self.block_c)
-        self.number_formats()
-        for name in ("seqlen", "head_dim", "seeds"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(f"{name}: expected at least 1, got {getattr(self, name)}")
+    block_r: int = 64  # rows of a tile; no part of the arithmetic
+    block_c: int = 64  # keys of a block
+    seeds: int = 8  # draws
+    only: str = ""  # rounds these steps alone, with a + between them
+    exempt: str = ""  # rounds every step of the preset but these
+    kind: str = "attention"  # "gradients": dq, dk, dv; "bias": the experiment on rounding P V
+    ties: int = 0  # with "bias": how many keys share the maximum of a row
+    shifted: bool = False  # with "bias": whether the maximum is moved so that no P is exactly 1
 
     def number_formats(self) -> tuple[NumberFormat, Steps]:
         """Returns the format, and that of each step."""
         number_format = parse_format(self.format)
-        only, exempt = step_names(self.only) or STEP_NAMES, step_names(self.exempt)
-        steps = find_preset(self.preset).steps(number_format)
-        steps = {name: f for name, f in steps.items() if name in only and name not in exempt}
-        return number_format, steps
+        only, exempt = (steps.split("+") if steps else () for steps in (self.only, self.exempt))
+        steps = find_preset(self.preset).steps(number_format).items()
+        return number_format, {
+            name: f for name, f in steps if name in (only or (name,)) and name not in exempt
+        }
 
 
 def run_cell(cell: Cell) -> Result:

@@ -11,7 +11,7 @@ import torch
 from ...errors import ArgumentError
 from ..attentions.masks import Call
 from ..emulate.simulate import check_inputs
-from ..study.files import whole_file
+from ..study.files import load_tensors, whole_file
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 DISTRIBUTIONS = ("uniform", "normal", "normal_mean", "scaled_logits", "outliers")
@@ -29,21 +29,11 @@ def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 def draw(name: str, seed: int, seqlen: int, head_dim: int) -> QKV:
-    """Draws q, k and v, each (seqlen, head_dim) in float64.
+    """Draws q, k and v, each (seqlen, head_dim) in float64, the same on every machine.
 
-    Args:
-        name: uniform: [0, 1); normal: N(0, 1); normal_mean: N(1, 1); scaled_logits: N(0, 1) with q
-            four times as large, for peaked rows; outliers: N(0, 1), one entry of 1000 ten times as
-            large.
-        seed: of the generator; a seed gives the same values on every machine.
-        seqlen: rows.
-        head_dim: columns.
-
-    Raises:
-        ArgumentError: an unknown name.
+    uniform: [0, 1); normal: N(0, 1); normal_mean: N(1, 1); scaled_logits: N(0, 1) with q four times
+    as large, for peaked rows; outliers: N(0, 1), one entry of 1000 ten times as large.
     """
-    if name not in DISTRIBUTIONS:
-        raise ArgumentError(f"inputs: expected one of {', '.join(DISTRIBUTIONS)}, got {name!r}")
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (_values(name, (seqlen, head_dim), generator) for _ in range(3))
     return 4.0 * q if name == "scaled_logits" else q, k, v
@@ -64,12 +54,7 @@ def read_calls(path: Path) -> list[Call]:
     Raises:
         ArgumentError: the file is missing, is not such a file, or holds NaN or infinite values.
     """
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises what its format's parsers raise
-        raise ArgumentError(
-            f"inputs: expected a file of captured tensors, got {path}: {error}"
-        ) from error
+    found = load_tensors(path, "inputs: expected a file of captured tensors")
     if not isinstance(found, list) or not found:
         raise ArgumentError(
             f"inputs: expected a list of calls in {path}, got {type(found).__name__}"

@@ -29,19 +29,12 @@ from ..forward.inputs import save_calls
 
 @dataclass(frozen=True)
 class Captured:
-    """One call of attention.
+    """One call of attention."""
 
-    Args:
-        layer: qualified name of the module that called, "" for the model itself.
-        function: scaled_dot_product_attention, or the name of this package's op.
-        call: its tensors, on the CPU, with mask, causal, scale and window.
-        out: what the model itself computed, like call.q; None with dropout.
-    """
-
-    layer: str
-    function: str
-    call: Call
-    out: torch.Tensor | None
+    layer: str  # qualified name of the module that called, "" for the model itself
+    function: str  # scaled_dot_product_attention, or the name of this package's op
+    call: Call  # on the CPU, with mask, causal, scale and window
+    out: torch.Tensor | None  # what the model itself computed, like call.q; None with dropout
 
 
 @dataclass
@@ -50,7 +43,7 @@ class Record:
 
     calls: list[Captured] = field(default_factory=list)
     skipped: dict[str, int] = field(default_factory=dict)
-    layers: list[str] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)  # that run, the innermost last
 
     def save(self, path: Path) -> None:
         """Writes every call, for `deviation forward --inputs`."""

@@ -9,13 +9,13 @@ For each parameter tensor:
   bias from products of different batches. What they have in common adds up over steps.
 
 Intervals are bootstraps over batches. At most SAMPLE entries of each tensor are kept, drawn once
-from a seed: memory is attentions x batches x tensors x SAMPLE x 4 bytes beside the model's own. For
-the whole model each entry that was kept counts for those of its tensor that were not.
+from a seed; for the whole model each of them counts for those of its tensor that were not.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import shutil
 import time
 from collections.abc import Sequence
@@ -40,39 +40,25 @@ _SMALLEST = 1e-300  # for a gradient of 0
 
 @dataclass(frozen=True)
 class GradientPlan:
-    """What is compared.
+    """What is compared."""
 
-    Args:
-        model: name of the model, for the record.
-        attentions: names, see `find_attention`.
-        precision: "bf16", "fp16": autocast; "fp32": none.
-        device: cpu or cuda.
-        checkpoint: for the record.
-    """
-
-    model: str
-    attentions: tuple[str, ...]
-    precision: str = "bf16"
+    model: str  # its name, for the record
+    attentions: tuple[str, ...]  # names, see `find_attention`
+    precision: str = "bf16"  # bf16, fp16: autocast; fp32: none
     device: str = "cpu"
-    checkpoint: str = ""
+    checkpoint: str = ""  # for the record
 
 
 def run_gradients(
     plan: GradientPlan,
     target: Target,
     folder: Path,
-    force: bool = False,
     seconds: float | None = None,
 ) -> dict[str, Any]:
     """Runs or resumes the comparison; each batch is kept until all of them are done.
 
-    Args:
-        plan: what to compare.
-        target: the model with its batches.
-        folder: of the result and of what is kept.
-        force: whether another comparison in the folder is replaced.
-        seconds: batches after the second are not started if they would end later; the same call
-            again computes the rest. None: all batches.
+    Batches after the second are not started if they would end later than `seconds`; the same call
+    again computes the rest.
 
     Returns:
         gradients.json: {"layers": {parameter: {attention: {"error", "noise", "systematic"}}},
@@ -85,35 +71,37 @@ def run_gradients(
             gradients are NaN; or the folder holds another comparison.
     """
     start, slowest = time.monotonic(), 0.0
+    if not plan.attentions:
+        raise ArgumentError("attention: expected at least one name, got none")
     found = {name: find_attention(name) for name in plan.attentions}
+    weights = {n: p.numel() for n, p in target.model.named_parameters() if p.requires_grad}
+    if not weights:
+        raise ArgumentError("model: expected parameters that require a gradient, got none")
     identity = {**asdict(plan), "attentions": list(plan.attentions)}
     identity["batches"] = len(target.batches)
     identity["tensors"] = _digest([target.model.state_dict(), target.batches])
     store = folder / "batches"
-    if not plan.attentions:
-        raise ArgumentError("attention: expected at least one name, got none")
-    weights = {n: p.numel() for n, p in target.model.named_parameters() if p.requires_grad}
-    if not weights:
-        raise ArgumentError("model: expected parameters that require a gradient, got none")
-    if (folder / "gradients.json").exists() and not force:
+    if (folder / "gradients.json").exists():
         value = read_result(folder, "gradients")
-        _same(value["configuration"], identity, folder)
-        if value.get("done") == len(target.batches):
+        _check_same(value["configuration"], identity, folder)
+        if value["done"] == len(target.batches):
             return value
     samples: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     progress = Progress("gradients", len(target.batches))
     with repeatable(plan.device):
         for number, batch in enumerate(target.batches):
-            kept = _kept(store / f"{number:04}.pt", identity, force)
-            if kept is None:
+            path = store / f"{number:04}.pt"
+            if path.exists():
+                kept = torch.load(path, weights_only=True)
+                _check_same(kept["identity"], identity, folder)
+            else:
                 before = time.monotonic()
-                late = seconds is not None and before - start + slowest > seconds
-                if late and number >= 2:
+                if seconds is not None and number >= 2 and before - start + slowest > seconds:
                     break
                 kept = _one_batch(plan, target, batch, found, missing)
                 slowest = max(slowest, time.monotonic() - before)
-                with whole_file(store / f"{number:04}.pt") as temporary:
+                with whole_file(path) as temporary:
                     torch.save({"identity": identity, **kept}, temporary)
             missing.update(kept["missing"])
             samples.append(kept)
@@ -141,46 +129,19 @@ def run_gradients(
 
 
 def _digest(value: Any) -> str:
-    """Returns a digest of all tensors and numbers in dicts and lists."""
-    found = hashlib.sha256()
-
-    def add(part: Any) -> None:
-        if isinstance(part, torch.Tensor):
-            found.update(f"{part.dtype} {tuple(part.shape)}".encode())
-            part = part.detach().cpu().contiguous().flatten()
-            found.update(memoryview(part.view(torch.uint8).numpy()))
-        elif isinstance(part, dict):
-            add(list(part.items()))
-        elif isinstance(part, (list, tuple)):
-            for item in part:
-                add(item)
-        else:
-            found.update(repr(part).encode())
-
-    add(value)
-    return found.hexdigest()[:16]
+    """Returns a digest of tensors in dicts and lists."""
+    saved = io.BytesIO()
+    torch.save(value, saved)
+    return hashlib.sha256(saved.getbuffer()).hexdigest()[:16]
 
 
-def _same(found: object, identity: dict[str, Any], folder: Path) -> None:
-    if found != identity:
+def _check_same(found: dict[str, Any], identity: dict[str, Any], folder: Path) -> None:
+    others = [name for name, value in identity.items() if found.get(name) != value]
+    if others:
         raise ArgumentError(
-            f"out: {folder} holds another comparison (other {_others(found, identity)}); give "
-            "another folder, or --force to replace it"
+            f"out: {folder} holds another comparison (other {', '.join(others)}); give another "
+            "folder with --out"
         )
-
-
-def _others(found: object, identity: dict[str, Any]) -> str:
-    there: dict[str, Any] = found if isinstance(found, dict) else {}
-    names = {"tensors": "weights or batches", "batches": "count"}
-    return ", ".join(names.get(n, n) for n in identity if there.get(n) != identity[n])
-
-
-def _kept(path: Path, identity: dict[str, Any], force: bool) -> dict[str, Any] | None:
-    if not path.exists() or force:
-        return None
-    saved: dict[str, Any] = torch.load(path, weights_only=True)
-    _same(saved.get("identity"), identity, path.parent)
-    return saved
 
 
 def _one_batch(
@@ -218,7 +179,7 @@ def _one_batch(
     if broken:
         raise ArgumentError(
             "model: expected finite gradients with exact attention, got NaN or infinite ones of "
-            + _listed(broken)
+            + ", ".join(broken[:4])
         )
     for name, attention in attentions.items():
         if name not in missing:
@@ -239,38 +200,23 @@ def _gradient(
     with autocast(plan.device, plan.precision), replaced_attention(attention):
         loss = target.loss(batch)
     torch.autograd.backward([loss * factor])
-    return {
-        name: _sampled(
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, name
-        )
-        / factor
-        for name, parameter in target.model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _sampled(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    flat = gradient.detach().flatten()
-    if flat.numel() > SAMPLE:
-        generator = torch.Generator().manual_seed(sum(name.encode()))
-        flat = flat[torch.randint(flat.numel(), (SAMPLE,), generator=generator).to(flat.device)]
-    return flat.float().cpu()
+    kept = {}
+    for name, parameter in target.model.named_parameters():
+        if parameter.requires_grad:
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            flat = found.detach().flatten()
+            if len(flat) > SAMPLE:
+                generator = torch.Generator().manual_seed(sum(name.encode()))
+                place = torch.randint(len(flat), (SAMPLE,), generator=generator)
+                flat = flat[place.to(flat.device)]
+            kept[name] = flat.float().cpu() / factor
+    return kept
 
 
 def _statistics(
     samples: Sequence[dict[str, Any]], names: Sequence[str], sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """Returns the errors of each layer, of the whole model, and of outputs.
-
-    Args:
-        samples: of each batch.
-        names: of the attentions.
-        sizes: elements of each parameter.
-    """
+    """Returns the errors of each parameter (`sizes`: its elements), of all, and of outputs."""
     layers: dict[str, dict[str, Any]] = {}
     whole, whole_exact = torch.zeros(()), torch.zeros(())
     for parameter in samples[0]["gradients"]["exact"]:
@@ -300,13 +246,9 @@ def _statistics(
 
 
 def _of_grams(errors: torch.Tensor, exact: torch.Tensor) -> list[dict[str, list[float]]]:
-    """Statistics from the products of all pairs of batches.
+    """Statistics from products of pairs of batches: errors (attentions, n, n), and exact (n, n).
 
     A resample is how often it draws each batch, which makes every sum a product of matrices.
-
-    Args:
-        errors: (attentions, batches, batches).
-        exact: (batches, batches).
     """
     count = len(exact)
     drawn = functional.one_hot(resamples(count), count).sum(1).double()
@@ -321,7 +263,7 @@ def _of_grams(errors: torch.Tensor, exact: torch.Tensor) -> list[dict[str, list[
     mean = squares / count
     measures = {
         "error": (squares / size.clamp(min=_SMALLEST)).sqrt(),
-        "noise": (mean / spread.clamp(min=_SMALLEST)).sqrt(),
+        "noise": (mean / spread.clamp(min=0)).sqrt(),  # infinite where batches are alike
         "systematic": common / mean.clamp(min=_SMALLEST),
     }
     tail = expanded_tail(count)

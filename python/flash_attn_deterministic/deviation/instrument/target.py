@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,9 @@ from torch.nn import functional
 
 from ...errors import ArgumentError
 from ..attentions.registry import made_by
-from ..training.workload import Workload, find_workload
+from ..study.files import load_tensors
+from ..training.workload import Workload, checked_workload, find_workload
 
-_WORKLOAD_PARTS = ("model", "batch", "outputs", "loss")
 _DATA_SEED = 10**9 + 7
 
 
@@ -27,17 +26,11 @@ def _sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 @dataclass
 class Target:
-    """A model, its batches, and what it says of them.
+    """A model, its batches, and what it says of them."""
 
-    Args:
-        model: on its device.
-        batches: all of them.
-        workload: gives loss and outputs; None: the model itself does.
-    """
-
-    model: torch.nn.Module
+    model: torch.nn.Module  # on its device
     batches: list[Any]
-    workload: Workload | None
+    workload: Workload | None  # gives loss and outputs; None: the model itself does
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Returns the loss of a batch, a scalar."""
@@ -90,7 +83,7 @@ def load_target(
         batches: MODULE:FUNCTION of a callable that returns an iterable, or a .pt file of a list;
             "": the workload's own.
         count: how many are used.
-        device: cpu or cuda.
+        device: of the model.
         checkpoint: a state dict of the model, safetensors or torch; None: its initial weights.
 
     Raises:
@@ -101,23 +94,11 @@ def load_target(
     torch.manual_seed(0)
     found: Any = made_by(model, "model") if ":" in model else find_workload(model)
     is_module = isinstance(found, torch.nn.Module)
-    if not is_module and not all(hasattr(found, part) for part in _WORKLOAD_PARTS):
-        raise ArgumentError(
-            f"model: expected {model} to return a torch.nn.Module or a workload, got "
-            f"{type(found).__name__}"
-        )
-    workload: Workload | None = None if is_module else found
-    module: torch.nn.Module = found if is_module else found.model(_sdpa)
+    workload = None if is_module else checked_workload(found, "model", model)
+    module: torch.nn.Module = found if workload is None else workload.model(_sdpa)
     if checkpoint is not None:
-        weights = read_weights(checkpoint)
-        broken = [name for name, value in weights.items() if not value.isfinite().all()]
-        if broken:
-            raise ArgumentError(
-                f"checkpoint: expected finite weights, got NaN or infinite ones in {checkpoint}: "
-                f"{', '.join(broken[:4])}"
-            )
         try:
-            module.load_state_dict(weights)
+            module.load_state_dict(read_weights(checkpoint))
         except RuntimeError as error:
             raise ArgumentError(
                 f"checkpoint: expected weights of {model}, got {checkpoint}: {error}"
@@ -136,12 +117,7 @@ def _batches(name: str, count: int, workload: Workload | None) -> Iterator[Any]:
             yield workload.batch(torch.Generator().manual_seed(_DATA_SEED + number))
         return
     if name.endswith(".pt"):
-        try:
-            source = torch.load(name, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch.load raises what its format's parsers raise
-            raise ArgumentError(
-                f"batches: expected a list in {name}, got {_refusal(error)}"
-            ) from error
+        source = load_tensors(Path(name), "batches: expected a list of batches")
     else:
         source = made_by(name, "batches")
     if not isinstance(source, Iterable) or isinstance(source, (dict, torch.Tensor)):
@@ -155,34 +131,26 @@ def _batches(name: str, count: int, workload: Workload | None) -> Iterator[Any]:
     yield from found
 
 
-def _refusal(error: Exception) -> str:
-    """Returns what is wrong with a file; torch.load's own advice is to load it unsafely."""
-    if isinstance(error, pickle.UnpicklingError):
-        return "a file that torch.load(weights_only=True) does not read"
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Reads a state dict: safetensors, or what torch.save wrote ({"model": ...} is looked into).
 
     Raises:
-        ArgumentError: the file is neither, or the safetensors package is missing.
+        ArgumentError: the file is neither, the safetensors package is missing, or weights are NaN.
     """
-    try:
-        if path.suffix == ".safetensors":
+    expected = "checkpoint: expected weights (safetensors, or a state dict of torch.save)"
+    if path.suffix == ".safetensors":
+        try:
             from safetensors.torch import load_file
 
-            return dict(load_file(str(path)))
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except ImportError as error:
-        raise ArgumentError(
-            f"{path}: reading it needs the package safetensors, which is not installed"
-        ) from error
-    except Exception as error:  # parsers raise what they raise
-        raise ArgumentError(
-            f"{path}: expected weights (safetensors, or a state dict of torch.save), got "
-            f"{_refusal(error)}"
-        ) from error
+            found: Any = load_file(str(path))
+        except ImportError as error:
+            raise ArgumentError(
+                f"{path}: reading it needs the package safetensors, which is not installed"
+            ) from error
+        except Exception as error:  # parsers raise what they raise
+            raise ArgumentError(f"{expected}, got {path}: {error}") from error
+    else:
+        found = load_tensors(path, expected)
     for key in ("model", "state_dict"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]
@@ -193,4 +161,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     }
     if not weights:
         raise ArgumentError(f"{path}: expected tensors by name, got {type(found).__name__}")
+    broken = [name for name, value in weights.items() if not value.isfinite().all()]
+    if broken:
+        raise ArgumentError(
+            f"{path}: expected finite weights, got NaN or infinite ones in {', '.join(broken[:4])}"
+        )
     return weights

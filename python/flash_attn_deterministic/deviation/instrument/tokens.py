@@ -12,8 +12,8 @@ from ...errors import ArgumentError
 from ..attentions.registry import Attention, find_attention
 from ..attentions.substitute import replaced_attention
 from ..numbers.intervals import bootstrap
-from ..study.environment import autocast, environment
-from ..study.files import SCHEMA, write_json
+from ..study.environment import autocast
+from ..study.files import new_result, write_result
 from .target import Target
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999, 1.0)
@@ -27,15 +27,9 @@ def run_tokens(
     out: Path,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Compares the next-token distributions that two attentions give.
+    """Compares next-token distributions with the attentions that sample and that train.
 
-    Args:
-        target: a language model with its batches.
-        attentions: names, see `find_attention`: the one that samples, and the one that trains.
-        precision: bf16, fp16: autocast; fp32: none.
-        device: cpu or cuda.
-        out: folder of tokens.json.
-        seconds: no batch but the first two is started later than this; None: all are.
+    No batch but the first two is started later than `seconds`.
 
     Returns:
         tokens.json: "kl": mean over tokens of KL(first || second) in nats, with its interval over
@@ -78,9 +72,10 @@ def run_tokens(
     changes = torch.cat(differences)
     sums = torch.tensor([kls, [float(len(change)) for change in differences]], dtype=torch.float64)
     ordered = changes.abs().sort().values
+    configuration = {"attentions": list(attentions), "precision": precision}
     value = {
-        "kind": "tokens", "schema": SCHEMA, "attentions": list(attentions), "precision": precision,
-        "environment": environment(device), "tokens": len(changes),
+        **new_result("tokens", configuration, device),
+        "tokens": len(changes),
         "kl": bootstrap(len(kls), lambda i: sums[0][i].sum(-1) / sums[1][i].sum(-1)).listed(),
         "difference": {
             **{f"q{q:g}": float(ordered[round(q * (len(ordered) - 1))]) for q in QUANTILES},
@@ -89,8 +84,8 @@ def run_tokens(
         },
         "same": float((changes == 0).double().mean()),
         "batch_invariant": invariant,
-    }  # fmt: skip
-    write_json(out / "tokens.json", value, indent=1, digits=4)
+    }
+    write_result(out, value)
     return value
 
 

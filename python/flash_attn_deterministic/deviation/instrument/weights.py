@@ -12,7 +12,7 @@ import torch
 from ...errors import ArgumentError
 from ..numbers.intervals import bootstrap, mean_interval
 from ..numbers.metrics import wasserstein
-from ..study.files import SCHEMA, write_json
+from ..study.files import new_result, write_result
 from .target import read_weights
 
 MEASURES = ("l2", "l1", "max_difference", "wasserstein")
@@ -32,16 +32,14 @@ def compare_runs(
         run_a: folder of checkpoints (.safetensors, .pt, .pth, .bin; shards of a checkpoint count as
             one, files of optimizers and schedulers are left out), or one file.
         run_b: like run_a.
-        references: what is known to differ, by name: a repeat, another order of the data, another
-            initialisation, another precision.
+        references: what is known to differ, by name: a repeat, other data or initial weights.
         out: folder of weights.json.
 
     Returns:
         weights.json: {"checkpoints": {name: {run: {measure: [low, middle, high]}}}, "over": {name:
-        {reference: {measure: ...}}}, "without": {reference: [checkpoints that it lacks]}}: the mean
+        {reference: {measure: ...}}}, "without": {reference: [checkpoints that it lacks]}}: means
         over weight matrices of l2 (|w - w'| / |w'|), l1, max_difference and the Wasserstein
-        distance of the entries; "over" is B's distance over the reference's. Intervals are over
-        the matrices of these runs: they say nothing of another seed.
+        distance of the entries, with intervals over the matrices; "over": B's over the reference's.
 
     Raises:
         ArgumentError: a folder without checkpoints, no names in common, other tensors or shapes,
@@ -60,26 +58,22 @@ def compare_runs(
     over: dict[str, Any] = {}
     for checkpoint in shared:
         base = _matrices(files["A"][checkpoint])
-        found = {
-            name: _distances(files[name][checkpoint], base)
-            for name in runs
-            if checkpoint in files[name]
-        }
+        has = [name for name in runs if checkpoint in files[name]]
+        found = {name: _distances(files[name][checkpoint], base) for name in has}
         checkpoints[checkpoint] = {
-            name: {m: mean_interval(distances[m]).listed() for m in MEASURES}
-            for name, distances in found.items()
+            name: {m: mean_interval(found[name][m]).listed() for m in MEASURES} for name in has
         }
         over[checkpoint] = {
-            name: {measure: _over(found["B"][measure], found[name][measure])
-                   for measure in MEASURES}
-            for name in found
-            if name != "B"
-        }  # fmt: skip
+            name: {m: _over(found["B"][m], found[name][m]) for m in MEASURES} for name in has[1:]
+        }
+    configuration = {"A": run_a.name, **{name: path.name for name, path in runs.items()}}
     value = {
-        "kind": "weights", "schema": SCHEMA, "checkpoints": checkpoints, "over": over,
+        **new_result("weights", configuration),
+        "checkpoints": checkpoints,
+        "over": over,
         "without": {name: [c for c in shared if c not in files[name]] for name in references},
-    }  # fmt: skip
-    write_json(out / "weights.json", value, indent=1, digits=4)
+    }
+    write_result(out, value)
     return value
 
 
@@ -103,32 +97,22 @@ def _matrices(files: Files) -> dict[str, torch.Tensor]:
     weights = {n: t for n, t in every.items() if t.ndim >= 2 and t.is_floating_point()}
     if not weights:
         raise ArgumentError(f"{files[0]}: expected weight matrices, got none")
-    for name, weight in weights.items():
-        bad = int(weight.numel() - weight.isfinite().sum())
-        if bad:
-            raise ArgumentError(
-                f"{files[0]}: expected finite weights, got {bad} NaN or infinite ones in {name}"
-            )
     return weights
 
 
 def _distances(files: Files, base: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     result: dict[str, list[float]] = {measure: [] for measure in MEASURES}
     weights = _matrices(files)
-    if weights.keys() != base.keys():
-        lacks, more = sorted(base.keys() - weights.keys()), sorted(weights.keys() - base.keys())
+    here, there = ({(n, tuple(t.shape)) for n, t in found.items()} for found in (weights, base))
+    if here != there:
+        only_a, only_here = (", ".join(f"{n} {s}" for n, s in sorted(found)[:4]) or "-"
+                             for found in (there - here, here - there))  # fmt: skip
         raise ArgumentError(
-            f"{files[0]}: expected the weight matrices of run A, got "
-            f"{len(lacks)} fewer ({', '.join(lacks[:4]) or '-'}) and "
-            f"{len(more)} more ({', '.join(more[:4]) or '-'})"
+            f"{files[0]}: expected the weight matrices of run A; only A has {only_a}, only this "
+            f"one {only_here}"
         )
     for name, right in base.items():
         left = weights[name]
-        if left.shape != right.shape:
-            raise ArgumentError(
-                f"{files[0]}: expected {name} of shape {tuple(right.shape)}, got "
-                f"{tuple(left.shape)}"
-            )
         size = (left.double() - right.double()).abs()
         result["l2"].append(float(size.norm() / right.double().norm().clamp(min=1e-300)))
         result["l1"].append(float(size.mean()))

@@ -21,24 +21,14 @@ _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A binary floating-point format.
+    """A binary floating-point format; what rounds beyond `largest` becomes `overflow`."""
 
-    Args:
-        name: as `parse_format` reads it.
-        precision: bits of the significand, the implicit one included (float32: 24).
-        emin: exponent of the smallest normal number; None: that of the container.
-        largest: the largest finite number; None: that of the container. What rounds beyond it
-            becomes `overflow`.
-        overflow: infinity, or NaN for a format without infinities.
-        stochastic: whether a value goes up with the probability of its distance from below, in
-            units of the gap, rather than to the nearest number, ties to even.
-    """
-
-    name: str
-    precision: int
-    emin: int | None = None
-    largest: float | None = None
-    overflow: float = math.inf
+    name: str  # as `parse_format` reads it
+    precision: int  # bits of the significand, the implicit one included (float32: 24)
+    emin: int | None = None  # exponent of the smallest normal number; None: that of the container
+    largest: float | None = None  # the largest finite number; None: that of the container
+    overflow: float = math.inf  # NaN for a format without infinities
+    # Up with the probability of the distance from below in gaps; else to nearest, ties to even.
     stochastic: bool = False
 
     @property
@@ -55,14 +45,9 @@ class NumberFormat:
         return _EMIN[self.container] if self.emin is None else self.emin
 
     def round(self, values: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Rounds values to this format.
+        """Rounds values, float32 or float64, any shape, to this format; the dtype stays.
 
-        Args:
-            values: any shape; float32 or float64, no narrower than `container`.
-            generator: random bits of a stochastic format; None: torch's own generator.
-
-        Returns:
-            The rounded values in the dtype of `values`. NaN stays NaN, infinities stay.
+        NaN and infinities stay. A stochastic format takes its random bits from the generator.
 
         Raises:
             ArgumentError: values has a dtype that does not hold this format.
@@ -71,7 +56,7 @@ class NumberFormat:
             raise ArgumentError(
                 f"values: expected {self.container} or wider for {self.name}, got {values.dtype}"
             )
-        dtype = None if self.stochastic else _NATIVE.get(self.name)
+        dtype = None if self.stochastic else DTYPES.get(self.name)
         if dtype is values.dtype:
             return values
         # torch casts float64 to 16 bits by way of float32, which rounds twice.
@@ -135,12 +120,13 @@ class NumberFormat:
         return ((exponent.long().clamp(min=-1022) + 1023) << 52).view(torch.float64)
 
 
-_NATIVE = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
+DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FORMATS = {
     "fp64": NumberFormat("fp64", 53),
     "fp32": NumberFormat("fp32", 24, -126, float(torch.finfo(torch.float32).max)),
@@ -154,12 +140,10 @@ FORMAT_NAMES = tuple(_FORMATS)
 
 
 def parse_format(name: str) -> NumberFormat:
-    """Returns the format of a name.
+    """Returns the format of a name: those of FORMAT_NAMES, or pN.
 
-    Args:
-        name: fp64, fp32, tf32, bf16, fp16, fp8_e4m3 (the finite-only variant of OCP), fp8_e5m2, or
-            pN: a significand of N bits, 2 to 53, with the exponents of float32 (N up to 24) or
-            float64. A trailing ":sr" rounds stochastically.
+    fp8_e4m3 is OCP's finite-only variant. pN has a significand of N bits, 2 to 53, and the
+    exponents of float32 (N up to 24) or float64. A trailing ":sr" rounds stochastically.
 
     Raises:
         ArgumentError: there is no such format.

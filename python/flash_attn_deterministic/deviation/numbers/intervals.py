@@ -40,11 +40,8 @@ class Interval:
     def shown(self, number: Callable[[float], str]) -> str:
         """Returns the number with its bounds, where they differ from it."""
         low, middle, high = map(number, (self.low, self.middle, self.high))
-        return (
-            middle
-            if math.isnan(self.low) or low == middle == high
-            else (f"{middle} [{low}, {high}]")
-        )
+        plain = math.isnan(self.low) or low == middle == high
+        return middle if plain else f"{middle} [{low}, {high}]"
 
     def listed(self) -> list[float]:
         """Returns the three numbers as results have them."""
@@ -70,13 +67,6 @@ def short(value: float) -> str:
 def finite(values: Iterable[float | None]) -> list[float]:
     """Returns the values that are there: JSON has null where a result was infinite or NaN."""
     return [value for value in values if value is not None]
-
-
-def median(values: Iterable[float | None]) -> float | None:
-    """Returns the median; None where a value is missing, which is then the study's result."""
-    listed = list(values)
-    there = finite(listed)
-    return statistics.median(there) if there and len(there) == len(listed) else None
 
 
 @functools.lru_cache
@@ -114,11 +104,8 @@ def expanded_tail(count: int) -> float:
 def bounds(values: torch.Tensor, tail: float) -> torch.Tensor:
     """Returns (..., 3), low, middle and high, of a statistic of `resamples`, (..., 1 + RESAMPLES).
 
-    A resample of one item again and again may have no such statistic: NaN.
-
-    Args:
-        values: of all items, then of each resample.
-        tail: share of resamples beyond each bound, see `expanded_tail`; NaN: there are no bounds.
+    A resample of one item again and again may have no such statistic: NaN. `tail` is the share of
+    resamples beyond each bound, see `expanded_tail`; NaN: there are no bounds.
     """
     whole, drawn = values[..., 0].double(), values[..., 1:].double()
     if math.isnan(tail):
@@ -129,11 +116,9 @@ def bounds(values: torch.Tensor, tail: float) -> torch.Tensor:
 
 
 def bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
-    """Returns a statistic of independent items with its expanded bootstrap interval.
+    """Returns a statistic of `count` independent items with its expanded bootstrap interval.
 
-    Args:
-        count: how many items.
-        statistic: maps indices of items (resamples, count) to values (resamples,).
+    The statistic maps indices of items (resamples, count) to values (resamples,).
     """
     return Interval(*bounds(statistic(resamples(count)), expanded_tail(count)).tolist())
 
@@ -141,8 +126,6 @@ def bootstrap(count: int, statistic: Callable[[torch.Tensor], torch.Tensor]) -> 
 def median_interval(values: Sequence[float | None]) -> Interval:
     """Returns the median of independent draws with its interval; NaN where one is missing."""
     data = _complete(values)
-    if data is None:
-        return Interval(math.nan, math.nan, math.nan)
     medians = data[resamples(len(data))].quantile(0.5, dim=-1)
     return Interval(*bounds(medians, _TAIL if len(data) >= _FEWEST else math.nan).tolist())
 
@@ -150,8 +133,6 @@ def median_interval(values: Sequence[float | None]) -> Interval:
 def mean_interval(values: Sequence[float | None]) -> Interval:
     """Returns the mean of independent draws with Student's interval; NaN where one is missing."""
     data = _complete(values)
-    if data is None:
-        return Interval(math.nan, math.nan, math.nan)
     mean, count = float(data.mean()), len(data)
     if count < _FEWEST:
         return Interval(math.nan, mean, math.nan)
@@ -159,7 +140,8 @@ def mean_interval(values: Sequence[float | None]) -> Interval:
     return Interval(mean - half, mean, mean + half)
 
 
-def _complete(values: Sequence[float | None]) -> torch.Tensor | None:
+def _complete(values: Sequence[float | None]) -> torch.Tensor:
+    """Returns the values, or one NaN where not all are there."""
     there = finite(values)
     whole = there and len(there) == len(values)
-    return torch.tensor(there, dtype=torch.float64) if whole else None
+    return torch.tensor(there if whole else [math.nan], dtype=torch.float64)

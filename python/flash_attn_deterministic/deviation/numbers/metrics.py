@@ -19,16 +19,14 @@ def deviation(
     Args:
         actual: (seeds, ...).
         golden: like actual; finite.
-        number_format: the format whose gaps count as units in the last place. A row (the last
-            dimension) is counted in the gap at its largest |golden|: at an element near 0 the gap
-            is that of a number which the row's sums never resolve.
+        number_format: the format whose gaps are units in the last place, ulp. A row (the last
+            dimension) has the gap at its largest |golden|: its sums resolve no smaller one.
         keep: leading dimensions that are counted apart; 0 and 1: the first one.
 
     Returns:
         For each metric one number per seed: max |d|; mean |d|; std of d; rmse, the root of mean
         d^2; relative, |d|_2 / |golden|_2; max_relative, max |d| / max |golden|; ulp_max and
-        ulp_mean of |d| in gaps at the row's maximum; bias, mean d. All in units of the values, but
-        for the relative and ulp ones, which have none.
+        ulp_mean of |d|; bias, mean d. All in units of the values, but for relative and ulp ones.
 
     Raises:
         ArgumentError: shapes differ.

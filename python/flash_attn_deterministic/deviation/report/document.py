@@ -9,11 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .judging import NOT_REPRODUCED, NOT_TESTED, REPRODUCED, UNDECIDED
+from .judging import NOT_REPRODUCED, NOT_TESTED, QUICK, REPRODUCED, UNDECIDED
 
 _CLAIMS = ("claim", "source", "verdict")
 _MANY = 8  # items that are shown without being asked for
-_CLASSES = {REPRODUCED: "yes", NOT_REPRODUCED: "no", UNDECIDED: "none", NOT_TESTED: "none"}
+_CLASSES = {
+    REPRODUCED: "yes",
+    NOT_REPRODUCED: "no",
+    UNDECIDED: "none",
+    NOT_TESTED: "none",
+    QUICK: "none",
+}
 _STYLE = """
 :root{color-scheme:light}
 body{font:16px/1.5 system-ui,sans-serif;color:#1b1b1b;background:#fff;margin:0 auto;
@@ -21,7 +27,12 @@ max-width:60rem;padding:1rem 1.25rem 4rem}
 h1{font-size:1.7rem;line-height:1.2}h2{font-size:1.2rem;margin:2.6rem 0 .3rem;line-height:1.3}
 table{border-collapse:collapse;width:100%;font-size:.92rem}
 th,td{text-align:left;vertical-align:top;padding:.4rem .6rem;border-bottom:1px solid #ddd}
-.scroll{overflow-x:auto}
+.scroll{overflow-x:auto;background-repeat:no-repeat;
+background-size:2.5rem 100%,2.5rem 100%,.9rem 100%,.9rem 100%;
+background-position:0 0,100% 0,0 0,100% 0;background-attachment:local,local,scroll,scroll;
+background-image:linear-gradient(to right,#fff 40%,transparent),
+linear-gradient(to left,#fff 40%,transparent),linear-gradient(to right,#bbb,transparent),
+linear-gradient(to left,#bbb,transparent)}
 .verdict{display:inline-block;padding:.05rem .5rem;border-radius:.3rem;font-size:.85rem;
 font-weight:600}
 .yes{background:#d8f0e3;color:#0b4f2c}.some{background:#fdeccb;color:#5f3c00}
@@ -37,29 +48,17 @@ figure{overflow-x:auto}figure img{min-width:34rem}}
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a document.
-
-    Args:
-        title: its heading.
-        text: a paragraph.
-        items: a list, folded where it is long.
-        figures: captions and SVG files.
-        header: of a table.
-        rows: of a table.
-        key: of a section on a claim: where the table of claims links to.
-        source: who makes the claim.
-        verdict: what the data say of it.
-    """
+    """A part of a document; one with a verdict is on a claim, and listed at the top."""
 
     title: str
-    text: str = ""
-    items: Sequence[str] = ()
-    figures: Sequence[tuple[str, Path]] = ()
-    header: Sequence[str] = ()
+    text: str = ""  # a paragraph
+    items: Sequence[str] = ()  # a list, folded where it is long
+    figures: Sequence[tuple[str, Path]] = ()  # captions and SVG files
+    header: Sequence[str] = ()  # of a table
     rows: Sequence[Sequence[str]] = ()
-    key: str = ""
-    source: str = ""
-    verdict: str = ""
+    key: str = ""  # what the list of claims links to
+    source: str = ""  # who makes the claim
+    verdict: str = ""  # what the data say of it
 
 
 def html_page(title: str, intro: str, sections: Sequence[Section]) -> str:

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..emulate.steps import STEP_NAMES
+from ..emulate.steps import LINES, STEP_NAMES, TILING
 from ..forward.cells import Cell, Result
-from ..forward.plan import FOUR_FORMATS, LINES, TILING, Points
+from ..forward.plan import FOUR_FORMATS, Points
 from ..numbers.formats import parse_format
 from .names import inputs_of, presets_of, select, title
 from .plots import DotPanels, Line, LinePanels, Panels
@@ -16,30 +16,28 @@ from .plots import DotPanels, Line, LinePanels, Panels
 
 def forward_plots(figures: dict[str, Points]) -> dict[str, Panels]:
     """Returns each figure of what the study holds, by file name."""
-    known: dict[str, dict[str, Callable[[Points], Panels]]] = {
-        "3": {"fig3": _formats},
-        "4": {"fig4": _golden},
-        "5": {"fig5a": _lengths_max, "fig5b": _lengths_mean, "fig5-ratio": _ratio},
-        "6a": {"fig6a": functools.partial(
+    known: dict[str, tuple[str, Callable[[Points], Panels]]] = {
+        "fig3": ("3", _formats),
+        "fig4": ("4", _golden),
+        "fig5a": ("5", _lengths_max),
+        "fig5b": ("5", _lengths_mean),
+        "fig5-ratio": ("5", _ratio),
+        "fig6a": ("6a", functools.partial(
             _swept, lambda cell: cell.block_c, "ceil(M/4d)",
             ("as the paper", "sizes exchanged", "loops exchanged"),
-        )},
-        "6b": {"fig6b": functools.partial(
+        )),
+        "fig6b": ("6b", functools.partial(
             _swept, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c",
             ("square", "wide", "tall"),
-        )},
-        "6c": {"fig6c": functools.partial(
+        )),
+        "fig6c": ("6c", functools.partial(
             _swept, lambda cell: cell.block_c, "B_c, keys per block", ("",)
-        )},
-        "ablation": {"ablation": _ablation},
-        "bias": {"bias": _bias},
-        "backward": {"backward": _backward},
+        )),
+        "ablation": ("ablation", _ablation),
+        "bias": ("bias", _bias),
+        "backward": ("backward", _backward),
     }  # fmt: skip
-    return {
-        name: function(points)
-        for figure, points in figures.items()
-        for name, function in known.get(figure, {}).items()
-    }
+    return {name: draw(figures[of]) for name, (of, draw) in known.items() if of in figures}
 
 
 def _formats(points: Points) -> LinePanels:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ CONDITIONAL = "holds only under stated conditions"
 NOT_REPRODUCED = "does not hold"
 UNDECIDED = "not decided by this data"
 NOT_TESTED = "not tested"
+QUICK = "no verdict: a quick study"
 Range = tuple[float, float]
 _NAMED = 4  # conditions that are named; the list of numbers has all
 
@@ -23,23 +24,17 @@ _NAMED = 4  # conditions that are named; the list of numbers has all
 class Case:
     """One number that a claim says something about.
 
-    Args:
-        name: the condition that it was measured under.
-        value: with its interval.
-        low: the claim holds where the whole interval lies from here,
-        high: to here; it does not where none of it does; else the data do not decide.
-        unit: behind the number.
-        note: more to say.
-        outside: whether the claim is that the interval lies outside of that range.
+    The claim holds where the whole interval lies in [low, high], and does not where none of it
+    does; else the data do not decide.
     """
 
-    name: str
+    name: str  # the condition that it was measured under
     value: Interval
     low: float = -math.inf
     high: float = math.inf
     unit: str = ""
     note: str = ""
-    outside: bool = False
+    outside: bool = False  # whether the claim is that the interval lies outside of the range
 
     @property
     def holds(self) -> bool | None:
@@ -50,7 +45,7 @@ class Case:
         side = "above" if self.value.low > self.high else "below"
         side = "inside" if self.outside else side
         word = {True: "", False: f" ({side} the range)", None: " (not decided)"}[self.holds]
-        number = "overflow" if math.isnan(self.value.middle) else f"{self.value}{self.unit}"
+        number = "no number" if math.isnan(self.value.middle) else f"{self.value}{self.unit}"
         return f"{self.name}: {number}{self.note}{word}"
 
 
@@ -74,54 +69,52 @@ def emulated(figure: str) -> str:
     return f"emulated attention, {figure}"
 
 
-def evidence_of(results: Mapping[str, dict[str, Any]]) -> Evidence:
-    """Returns what claims are judged by.
+def is_quick(configuration: Mapping[str, Any]) -> bool:
+    """Returns whether a study of this configuration is too small for verdicts."""
+    names = (configuration.get("workload", ""), configuration.get("model", ""))
+    tiny = any(str(name).endswith("-tiny") for name in names)
+    return bool(configuration.get("quick")) or tiny
 
-    Args:
-        results: what studies wrote, by what they call themselves.
-    """
+
+def evidence_of(results: Mapping[str, dict[str, Any]]) -> Evidence:
+    """Returns what claims are judged by, from what studies wrote, by their kinds."""
     evidence: Evidence = {}
     if "forward" in results:
         for figure, points in forward_points(results["forward"]).items():
             evidence[emulated(figure)] = points
-    for name, kind in ((KERNELS, "kernels"), (TRAINING, "training")):
-        if kind in results:
-            evidence[name] = results[kind]
-    if KERNELS in evidence and evidence[KERNELS]["configuration"]["device"] == "cuda":
-        evidence[ON_GPU] = evidence[KERNELS]
-    gradients = results.get("gradients")
+    if "training" in results:
+        evidence[TRAINING] = results["training"]
+    if "kernels" in results:
+        evidence[KERNELS] = results["kernels"]
+        if results["kernels"]["configuration"]["device"] == "cuda":
+            evidence[ON_GPU] = results["kernels"]
     # Gradients of another model say nothing of the failure's mechanism.
-    if gradients is not None and gradients["configuration"]["model"].startswith("sinks"):
+    gradients = results.get("gradients")
+    if gradients and gradients["configuration"]["model"].startswith("sinks"):
         evidence[SINKS] = gradients["whole"]
     return evidence
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim.
+    """A claim."""
 
-    Args:
-        key: short name.
-        source: where it is made.
-        text: the claim, in our words.
-        how: how it is tested.
-        study: name of what it is tested by, see `evidence_of`.
-        cases: takes what that study found.
-        figures: names of the plots that show it.
-    """
+    key: str  # short name
+    source: str  # where it is made
+    text: str  # the claim, in our words
+    how: str  # how it is tested
+    study: str  # what it is tested by, see `evidence_of`
+    cases: Callable[[Any], Iterable[Case]]  # of what that study found
+    figures: tuple[str, ...] = ()  # the plots that show it
 
-    key: str
-    source: str
-    text: str
-    how: str
-    study: str
-    cases: Callable[[Any], Iterable[Case]]
-    figures: tuple[str, ...] = ()
-
-    def judge(self, evidence: Evidence) -> Outcome:
+    def judge(self, evidence: Evidence, quick: Collection[str] = ()) -> Outcome:
+        """Returns what the data says; of the studies in `quick` the numbers only."""
         if self.study not in evidence:
             return Outcome(NOT_TESTED, [], f"the study of {self.study} was not run")
-        return decide(list(self.cases(evidence[self.study])))
+        outcome = decide(list(self.cases(evidence[self.study])))
+        if self.study in quick and outcome.verdict != NOT_TESTED:
+            return Outcome(QUICK, outcome.numbers)
+        return outcome
 
 
 def decide(cases: Sequence[Case]) -> Outcome:

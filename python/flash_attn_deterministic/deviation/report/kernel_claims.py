@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..kernels.agreement import CONTROL
+from ..kernels.kernel_study import CONTROL
 from ..numbers.intervals import Interval, median_interval
 from .forward_claims import MORE, OURS, PAPER, TENFOLD
 from .judging import KERNELS, ON_GPU, Case, Claim, Range, range_text, ratio
-from .names import attention_name, title
+from .names import title
 
 NO_MORE = (0.0, 1.1)
 BEATS = (0.0, 0.5)  # share of unequal elements over that of the control
@@ -37,7 +37,7 @@ def _over_explicit(
             found: dict[str, list[Interval]] = {}
             for p in shown:
                 if p["backend"] in names:
-                    label = f"{attention_name(p['backend'])}, {p['format'].upper()}, "
+                    label = f"{title(p['backend'])}, {p['format'].upper()}, "
                     label += title(p["inputs"]) + (f", {gradient}" if gradient else "")
                     over = ratio(p["result"][metric], explicit[_place(p)][metric])
                     found.setdefault(label, []).append(over)

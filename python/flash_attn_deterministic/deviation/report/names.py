@@ -8,6 +8,7 @@ from ..forward.inputs import DISTRIBUTIONS
 from ..forward.plan import Points
 
 _TITLES = {
+    **LABELS,
     "uniform": "uniform [0, 1)",
     "normal": "normal (0, 1)",
     "normal_mean": "normal (1, 1)",
@@ -16,14 +17,9 @@ _TITLES = {
 }
 
 
-def title(inputs: str) -> str:
-    """Returns what a distribution is called."""
-    return _TITLES.get(inputs, inputs)
-
-
-def attention_name(name: str) -> str:
-    """Returns what an attention is called."""
-    return LABELS.get(name, name)
+def title(name: str) -> str:
+    """Returns what a distribution or an attention is called."""
+    return _TITLES.get(name, name)
 
 
 def inputs_of(points: Points) -> list[str]:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
 from ..forward.plan import Points, forward_points
-from ..numbers.intervals import Interval, median
+from ..numbers.intervals import Interval, median_interval
 from ..numbers.metrics import METRICS
 from ..study.files import read_result, write_text
-from ..training.training_study import SUMMARY_HEADER, summary
+from ..training.training_study import SUMMARY_HEADER, by_seed, summary
 from .claims import judge_all
 from .document import Section, html_page, markdown
 from .forward_plots import forward_plots
-from .gradient_plots import MEASURES, gradient_plots
-from .judging import Claim, Outcome, evidence_of
-from .kernel_plots import kernel_plots
-from .names import attention_name, title
+from .judging import Claim, Outcome, evidence_of, is_quick
+from .names import title
 from .plots import Panels, draw_all
-from .training_plots import training_plots
+from .study_plots import MEASURES, gradient_plots, kernel_plots, training_plots
 
 TITLE = "Is flash attention stable? A reproduction"
 CAPTIONS = {
@@ -49,7 +47,6 @@ CAPTIONS = {
     "fig8": "Fig. 8. Wasserstein distance of weights, and distance as functions, less that at "
     "step 0.",
     "noise": "Distance from base (8 bits) by the bits of explicit attention.",
-    "training-loss": "Loss of held-out batches at the end, paired by seed.",
     "gradients": "Errors of the gradient of each parameter tensor, forward and backward together.",
     "systematic": "Share of these errors that batches have in common.",
     "outputs": "Relative error of the output of each call of attention on the same tensors.",
@@ -63,16 +60,7 @@ _FIGURES: dict[str, Callable[[dict[str, Any]], Mapping[str, Panels]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Study:
-    """A folder's result, and its plots."""
-
-    kind: str
-    value: dict[str, Any]
-    plots: list[Path]
-
-
-def read_study(folder: Path) -> Study:
+def read_study(folder: Path) -> tuple[dict[str, Any], list[Path]]:
     """Reads a folder's result and draws its plots into its folder `plots`.
 
     Raises:
@@ -81,39 +69,42 @@ def read_study(folder: Path) -> Study:
     for kind, figures in _FIGURES.items():
         if (folder / f"{kind}.json").exists():
             value = read_result(folder, kind)
-            return Study(kind, value, draw_all(figures(value), folder / "plots"))
+            return value, draw_all(figures(value), folder / "plots")
     raise ArgumentError(f"results: expected folders of finished studies, got {folder}")
 
 
 def write_report(folders: list[Path], out: Path) -> list[Path]:
     """Writes report.html, which needs no other file, and report.md, which links the plots.
 
-    Args:
-        folders: of finished studies, one of a kind.
-        out: folder of the report.
-
-    Returns:
-        The two files.
-
     Raises:
         ArgumentError: no folders, one without a result, or two of a kind.
     """
     if not folders:
         raise ArgumentError("results: expected folders of finished studies, got none")
-    studies: dict[str, Study] = {}
+    values: dict[str, dict[str, Any]] = {}
+    plots: dict[str, Path] = {}
     for folder in folders:
-        study = read_study(folder)
-        if study.kind in studies:
-            raise ArgumentError(f"results: expected one study of a kind, got two of {study.kind}")
-        studies[study.kind] = study
-    judged = judge_all(evidence_of({kind: study.value for kind, study in studies.items()}))
-    sections = list(_sections(judged, list(studies.values())))
+        value, drawn = read_study(folder)
+        kind = value["kind"]
+        if kind in values:
+            raise ArgumentError(f"results: expected one study of a kind, got two of {kind}")
+        values[kind] = value
+        plots |= {path.stem: path for path in drawn}
+    small = {kind: value for kind, value in values.items() if is_quick(value["configuration"])}
+    judged = judge_all(evidence_of(values), evidence_of(small))
+    sections = list(_sections(judged, values, plots))
     counts = Counter(outcome.verdict for _, outcome in judged)
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    intro = (
+    notice = ""
+    if small:
+        notice = (
+            f"Quick studies ({', '.join(small)}): too few draws, lengths or steps for verdicts. "
+            "This page shows what a report looks like, not what is true. "
+        )
+    intro = notice + (
         "The claims of Golden et al., “Is Flash Attention Stable?” (arXiv 2405.02803), of newer "
         "work, and of this project. Numbers and verdicts are worked out from the studies named "
-        f"below: {found}. Brackets: 95 % bootstrap intervals over draws, seeds or batches. "
+        f"below: {found}. Brackets: 95 % intervals over draws, seeds or batches. "
         "What the words mean: docs/deviation.md."
     )
     page, text = out / "report.html", out / "report.md"
@@ -122,9 +113,10 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
     return [page, text]
 
 
-def _sections(judged: list[tuple[Claim, Outcome]], studies: list[Study]) -> Iterator[Section]:
-    yield Section("Studies", items=[f"{found.kind}: {_setup(found)}" for found in studies])
-    plots = {path.stem: path for found in studies for path in found.plots}
+def _sections(
+    judged: list[tuple[Claim, Outcome]], values: dict[str, dict[str, Any]], plots: dict[str, Path]
+) -> Iterator[Section]:
+    yield Section("Studies", items=[f"{kind}: {_setup(value)}" for kind, value in values.items()])
     for claim, outcome in judged:
         # Each figure is shown once, with the first claim that it is about.
         figures = [(CAPTIONS[name], plots.pop(name)) for name in claim.figures if name in plots]
@@ -135,49 +127,47 @@ def _sections(judged: list[tuple[Claim, Outcome]], studies: list[Study]) -> Iter
                       source=claim.source, verdict=outcome.verdict)  # fmt: skip
     if plots:
         yield Section("More figures", figures=[(CAPTIONS[name], plots[name]) for name in plots])
-    for found in studies:
-        yield from _tables(found)
+    for value in values.values():
+        yield from _tables(value)
 
 
-def _setup(found: Study) -> str:
-    where, setup = found.value["environment"], found.value["configuration"]
+def _setup(value: dict[str, Any]) -> str:
+    where, setup, kind = value["environment"], value["configuration"], value["kind"]
     machine = where.get("gpu") or f"{where['machine']}, {where['cores']} cores"
-    seconds = found.value["seconds"]
+    seconds = value["seconds"]
     total = sum(seconds.values()) if isinstance(seconds, dict) else seconds
     text = f"{machine}; torch {where['torch']}; {where['date']}; {total:.0f} s"
-    if found.kind == "training":
-        text += f"; {setup['workload']}, {setup['steps']} steps, {len(found.value['seeds'])} "
-        text += f"paired seeds, base: {attention_name(setup['base'])}"
-    if found.kind == "gradients":
-        text += f"; {setup['model']}, {setup['precision']}, {found.value['done']} batches"
-    if found.kind == "forward":
+    if kind == "training":
+        text += f"; {setup['workload']}, {setup['steps']} steps, {len(by_seed(value, 'base'))} "
+        text += f"paired seeds, base: {title(setup['base'])}"
+    if kind == "gradients":
+        text += f"; {setup['model']}, {setup['precision']}, {value['done']} batches"
+    if kind == "forward":
         text += f"; {setup['seeds']} draws a point, d = {setup['head_dim']}, M = {setup['sram']}"
     return text
 
 
-def _tables(found: Study) -> Iterator[Section]:
-    """Tables that no claim has: every metric, errors of the gradients, times, every run."""
-    value = found.value
-    if found.kind == "forward" and "5" in value["figures"]:
+def _tables(value: dict[str, Any]) -> Iterator[Section]:
+    """Tables that no claim has: every metric, errors of the gradients, every run."""
+    kind = value["kind"]
+    if kind == "forward" and "5" in value["figures"]:
         yield _metrics_table(forward_points(value)["5"])
-    if found.kind == "training":
-        name = "Every run of the training study"
-        yield Section(name, header=SUMMARY_HEADER, rows=summary(value))
-    if found.kind == "gradients":
+    if kind == "training":
+        yield Section("Every run of the training study", header=SUMMARY_HEADER, rows=summary(value))
+    if kind == "gradients":
         yield whole_table(value)
-    if found.kind == "kernels" and value["backward"]:
+    if kind == "kernels" and value["backward"]:
         yield _gradients_table(value["backward"])
 
 
 def whole_table(value: dict[str, Any]) -> Section:
     """Returns the errors of the gradients of a whole model, by attention."""
     rows = [
-        [attention_name(name), *(str(Interval.read(whole[measure])) for measure in MEASURES)]
+        [title(name), *(str(Interval.read(whole[measure])) for measure in MEASURES)]
         for name, whole in value["whole"].items()
     ]
     rows += [
-        [attention_name(name), f"not run: {reason}", "", ""]
-        for name, reason in value["missing"].items()
+        [title(name), f"not run: {reason}", "", ""] for name, reason in value["missing"].items()
     ]
     name = f"Gradients of {value['configuration']['model']} against exact attention"
     return Section(name, header=["attention", *MEASURES], rows=rows)
@@ -194,7 +184,7 @@ def write_gradients_page(folder: Path) -> Path:
     setup = value["configuration"]
     intro = (
         f"{setup['model']}, {value['parameters'] / 1e6:.3g} million parameters, "
-        f"{setup['precision']}, {value.get('done', setup['batches'])} batches on "
+        f"{setup['precision']}, {value['done']} batches on "
         f"{setup['device']}, {value['seconds']:.0f} s, {value['memory_bytes'] / 1e6:.0f} MB of "
         "kept gradients. Each attention against exact (FP64) attention in the same model; numbers "
         "with 95 % bootstrap intervals over batches. error: relative size of the gradient's error. "
@@ -216,7 +206,7 @@ def _gradients_table(points: list[dict[str, Any]]) -> Section:
     for p in points:
         if p["seqlen"] == seqlen:
             key = (title(p["inputs"]), p["format"].upper(), str(p["head_dim"]),
-                   attention_name(p["backend"]))  # fmt: skip
+                   title(p["backend"]))  # fmt: skip
             rows.setdefault(key, list(key)).append(_median(p["result"]["relative"], ".2e"))
     header = ["inputs", "format", "d", "attention", "dq", "dk", "dv"]
     name = f"Deviation of gradients, length {seqlen}: ‖d‖ / ‖gradient‖"
@@ -224,8 +214,8 @@ def _gradients_table(points: list[dict[str, Any]]) -> Section:
 
 
 def _median(values: Sequence[float | None], digits: str) -> str:
-    found = median(values)
-    return "overflow" if found is None else f"{found:{digits}}"
+    found = median_interval(values).middle
+    return "overflow" if math.isnan(found) else f"{found:{digits}}"
 
 
 def _metrics_table(points: Points) -> Section:

@@ -16,7 +16,6 @@ from ..study.files import write_text
 
 # Okabe and Ito's colours: told apart by most people, and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-_BOTH_SIGNS = (-0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 Values = Sequence[float | None]  # of all draws
@@ -112,38 +111,23 @@ def name_ticks(axes: Any) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """Points of a line: x, and values of all draws.
-
-    Args:
-        label: in the legend.
-        points: (x, values).
-        colour: its number; from 8 on lines are dashed and markers hollow.
-        style: of the line; "": by the colour.
-    """
+    """Points of a line: x, and values of all draws."""
 
     label: str
     points: Sequence[tuple[float, Values]]
-    colour: int
-    style: str = ""
+    colour: int  # from 8 on lines are dashed and markers hollow
+    style: str = ""  # "": by the colour
 
 
 @dataclass(frozen=True)
 class LinePanels:
-    """A figure of medians over draws, with bands from the least to the largest.
+    """A figure of medians over draws, with bands from the least to the largest."""
 
-    Args:
-        shown: of each panel, by its title.
-        labels: of the x and the y axes, which are logarithmic.
-        ticks: of the x axes, with their names; none: matplotlib's.
-        levels: at which horizontal lines are drawn.
-        sharey: whether panels have one range of y.
-    """
-
-    shown: Mapping[str, Sequence[Line]]
-    labels: tuple[str, str]
-    ticks: Mapping[float, str] | Iterable[float] = ()
-    levels: Iterable[float] = ()
-    sharey: bool = True
+    shown: Mapping[str, Sequence[Line]]  # of each panel, by its title
+    labels: tuple[str, str]  # of the x and the y axes, which are logarithmic
+    ticks: Mapping[float, str] | Iterable[float] = ()  # of the x axes; none: matplotlib's
+    levels: Iterable[float] = ()  # at which horizontal lines are drawn
+    sharey: bool = True  # whether panels have one range of y
 
     def draw(self, pyplot: Any) -> Any:
         figure, grid = _grid(pyplot, list(self.shown), 3.4, self.sharey)
@@ -213,19 +197,13 @@ def _legend_below(figure: Any, grid: Any) -> None:
 
 @dataclass(frozen=True)
 class DotPanels:
-    """A figure of medians as points on named rows, with bars from the least to the largest.
+    """A figure of medians as points on named rows, with bars from the least to the largest."""
 
-    Args:
-        shown: of each panel, by its title: labels, and values of each row.
-        rows: their names, from above.
-        label: of the x axes.
-        scale: of the x axes; "symlog": of small numbers of both signs.
-    """
-
+    # Of each panel, by its title: labels, and values of each row.
     shown: Mapping[str, Sequence[tuple[str, Mapping[str, Values]]]]
-    rows: Sequence[str]
-    label: str
-    scale: str = "log"
+    rows: Sequence[str]  # their names, from above
+    label: str  # of the x axes
+    scale: str = "log"  # of the x axes, or "linear"
 
     def draw(self, pyplot: Any) -> Any:
         most = max(len(series) for series in self.shown.values())
@@ -233,7 +211,7 @@ class DotPanels:
         each = 0.26 if count > 20 else max(0.26, 0.07 * most)
         figure, grid = _grid(pyplot, list(self.shown), 1.2 + each * count)
         for axes, series in zip(grid.flat, self.shown.values(), strict=False):
-            axes.set_xscale("log" if self.scale == "log" else "linear")
+            axes.set_xscale(self.scale)
             axes.set_xlabel(self.label)
             for number, (name, values) in enumerate(series):
                 offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
@@ -244,10 +222,6 @@ class DotPanels:
             axes.tick_params(axis="y", labelsize=8 if count < 20 else 7)
             if self.scale != "log":
                 axes.axvline(0, color="#333333", linewidth=0.8)
-            if self.scale == "symlog":  # at last: ticks widen the view
-                axes.set_xscale("symlog", linthresh=1e-4)
-                axes.set_xticks(_BOTH_SIGNS, [f"{tick:g}" for tick in _BOTH_SIGNS])
-                axes.minorticks_off()
         _legend_below(figure, grid)
         return figure
 

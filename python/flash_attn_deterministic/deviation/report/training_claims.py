@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from ..numbers.intervals import Interval, bootstrap, finite, mean_interval
-from ..training.training_study import by_seed, probe_changes
+from ..training.training_study import by_seed, minus, probe_changes
 from .forward_claims import GROWS, OURS, PAPER
 from .judging import TRAINING, Case, Claim, Range, range_text, ratio
 
@@ -30,17 +29,17 @@ def _flash(training: Training) -> list[str]:
     return [name for name in names if by_seed(training, name)]
 
 
-def _at(place: int) -> Value:
-    return lambda history, measure: history[measure][place]
+def _start(history: History, measure: str) -> float | None:
+    return history[measure][0]
 
 
-_START, _END = _at(0), _at(-1)
+def _end(history: History, measure: str) -> float | None:
+    return history[measure][-1]
 
 
 def _added(history: History, measure: str) -> float | None:
     """A distance at the end less its value at step 0."""
-    last, first = _END(history, measure), _START(history, measure)
-    return None if last is None or first is None else last - first
+    return minus(_end(history, measure), _start(history, measure))
 
 
 def _over(
@@ -72,7 +71,7 @@ def _init(training: Training) -> Iterator[Case]:
     for name in _flash(training):
         for measure in ("max_difference", "l2", "function"):
             label, unit = f"{name}, {measure.replace('_', ' ')}", "x of another init's"
-            yield from _over(training, (name, "init"), measure, _END, (0.0, 0.99), label, unit)
+            yield from _over(training, (name, "init"), measure, _end, (0.0, 0.99), label, unit)
 
 
 def _grows(training: Training) -> Iterator[Case]:
@@ -102,28 +101,29 @@ def _variable(training: Training) -> Iterator[Case]:
     for name in _flash(training):
         flash = by_seed(training, name)
         pairs = [
-            (_END(low[seed], "wasserstein"), _END(flash[seed], "wasserstein"))
+            (low[seed]["wasserstein"][-1], flash[seed]["wasserstein"][-1])
             for seed in low.keys() & flash.keys()
         ]
-        if len(pairs) < 3 or any(None in pair for pair in pairs):
-            continue
-        ends = torch.tensor(sorted(pairs), dtype=torch.float64)
-        found = bootstrap(len(pairs), functools.partial(_spreads, ends))
-        yield Case(f"FP16 over {name}", found, 1.25, unit="x")
+        if len(pairs) >= 3 and not any(None in pair for pair in pairs):
+            ends = torch.tensor(sorted(pairs), dtype=torch.float64)
+            yield Case(f"FP16 over {name}", bootstrap(len(pairs), _spreads(ends)), 1.25, unit="x")
 
 
-def _spreads(ends: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+def _spreads(ends: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """The relative spread of the first column over that of the second; ends is (seeds, 2)."""
-    drawn = ends[seeds]
-    spread = drawn.std(1, correction=0) / drawn.mean(1)
-    return torch.where(spread[:, 1] > 0, spread[:, 0] / spread[:, 1], torch.nan)
+
+    def ratios(seeds: torch.Tensor) -> torch.Tensor:
+        spread = ends[seeds].std(1, correction=0) / ends[seeds].mean(1)
+        return torch.where(spread[:, 1] > 0, spread[:, 0] / spread[:, 1], torch.nan)
+
+    return ratios
 
 
 def _null(training: Training) -> Iterator[Case]:
     """The Wasserstein distance over that of two fresh initialisations."""
     for name in _flash(training):
         runs, unit = (name, "init"), "x of two fresh models'"
-        yield from _over(training, runs, "wasserstein", _END, (0.0, 1.0), name, unit, _START)
+        yield from _over(training, runs, "wasserstein", _end, (0.0, 1.0), name, unit, _start)
 
 
 def _ranks(training: Training) -> Iterator[Case]:
@@ -138,7 +138,7 @@ def _ranks(training: Training) -> Iterator[Case]:
 def _nudged(training: Training) -> Iterator[Case]:
     count = len(by_seed(training, "nudge").keys() & by_seed(training, "data").keys())
     runs, unit = ("nudge", "data"), "x of other data"
-    yield from _over(training, runs, "l2", _END, (0.1, math.inf), f"{count} seeds", unit)
+    yield from _over(training, runs, "l2", _end, (0.1, math.inf), f"{count} seeds", unit)
 
 
 def _loss(training: Training) -> Iterator[Case]:
@@ -211,6 +211,6 @@ TRAINING_CLAIMS: tuple[Claim, ...] = (
         "The choice of attention moves the loss of held-out batches by at most 0.01.",
         "Loss at the end less that of the run it is compared with, paired by seed: within "
         f"{range_text(*NEARLY)}.",
-        TRAINING, _loss, ("training-loss",),
+        TRAINING, _loss,
     ),
 )  # fmt: skip

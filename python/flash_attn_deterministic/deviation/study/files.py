@@ -1,15 +1,16 @@
-"""Files that are whole or not there."""
+"""Results of studies, as files that are whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import os
-import tempfile
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...errors import ArgumentError
 from .environment import environment
@@ -21,39 +22,32 @@ SCHEMA = 2  # of the fields of every result
 def whole_file(path: Path) -> Iterator[Path]:
     """Gives a temporary path, which at the end is moved to `path`; after an error it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.part")
     try:
         yield temporary
-        temporary.chmod(0o644)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def load_tensors(path: Path, expected: str) -> Any:
+    """Reads what torch.save wrote: tensors in lists and dicts, on the CPU.
+
+    Raises:
+        ArgumentError: it is no such file; the message begins with what was expected.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises what its format's parsers raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch's advice is to load it unsafely
+            reason = "torch.load(weights_only=True) does not read it"
+        raise ArgumentError(f"{expected}, got {path}: {reason}") from error
+
+
 def write_text(path: Path, text: str) -> None:
     with whole_file(path) as temporary:
         temporary.write_text(text)
-
-
-def write_json(path: Path, value: Any, indent: int | None = None, digits: int = 8) -> None:
-    """Writes JSON; numbers to so many digits, NaN and infinities, which JSON lacks, as null."""
-    separators = (",", ":") if indent is None else None
-    text = json.dumps(_plain(value, digits), indent=indent, sort_keys=True, separators=separators)
-    write_text(path, text + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """Reads JSON.
-
-    Raises:
-        ArgumentError: the file is missing or no JSON.
-    """
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path}: expected a JSON file of a study, got {error}") from error
 
 
 def new_result(kind: str, configuration: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
@@ -63,8 +57,9 @@ def new_result(kind: str, configuration: dict[str, Any], device: str = "cpu") ->
 
 
 def write_result(folder: Path, value: dict[str, Any], digits: int = 4) -> None:
-    """Writes the result of a study, a file of the name that it gives itself."""
-    write_json(folder / f"{value['kind']}.json", value, digits=digits)
+    """Writes KIND.json: numbers to so many digits, NaN and infinities as null."""
+    text = json.dumps(_plain(value, digits), sort_keys=True, separators=(",", ":"))
+    write_text(folder / f"{value['kind']}.json", text + "\n")
 
 
 def read_result(folder: Path, kind: str) -> dict[str, Any]:
@@ -74,7 +69,10 @@ def read_result(folder: Path, kind: str) -> dict[str, Any]:
         ArgumentError: the file is missing, no JSON, no result of this study, or of other fields.
     """
     path = folder / f"{kind}.json"
-    value = read_json(path)
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path}: expected a JSON file of a study, got {error}") from error
     if not isinstance(value, dict) or (value.get("kind"), value.get("schema")) != (kind, SCHEMA):
         raise ArgumentError(
             f"{path}: expected the result of `deviation {kind}` with schema {SCHEMA}; run it again"

@@ -11,12 +11,7 @@ from ..attentions.registry import Attention
 class Block(nn.Module):
     """Attention and an MLP, each after a layer norm and added to its input.
 
-    Args:
-        width: of the tokens.
-        heads: of attention.
-        attention: what computes it.
-        conditioned: whether norms are scaled by a condition, in the place of weights of their own.
-        causal: whether a token sees none that come after it.
+    With a condition, norms are scaled by it and have no weights of their own.
     """
 
     def __init__(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,31 +23,21 @@ _HERE = ("/torch/", "first_difference.py")
 
 @dataclass(frozen=True)
 class Difference:
-    """The first operation whose result differs.
+    """The first operation whose result differs."""
 
-    Args:
-        operation: its name, such as aten.addmm.default or flash_attn_deterministic.bwd.default;
-            where another one ran than the first time, both.
-        number: how many operations came before.
-        step: optimizer steps before it.
-        shapes: of its results.
-        differs: whether each of them differs.
-        where: the line that called it; in a backward, that of the call of backward().
-        time: which of the repeats differed, counted from 1.
-    """
-
+    # Such as aten.addmm.default; where another one ran than the first time, both.
     operation: str
-    number: int
-    step: int
-    shapes: tuple[tuple[int, ...], ...]
-    differs: tuple[bool, ...]
-    where: str
-    time: int
+    number: int  # of operations that came before
+    step: int  # optimizer steps before it
+    shapes: tuple[tuple[int, ...], ...]  # of its results
+    differs: tuple[bool, ...]  # each of them
+    where: str  # the line that called it; in a backward, "backward"
+    time: int  # which of the repeats differed, counted from 1
 
     def __str__(self) -> str:
         which = ", ".join(
             f"{shape} {'differs' if differs else 'is equal'}"
-            for shape, differs in zip(self.shapes, self.differs, strict=True)
+            for shape, differs in zip(self.shapes, self.differs, strict=False)
         )
         return (
             f"repeat {self.time}, step {self.step}: {self.operation} (operation {self.number}, "
@@ -56,14 +45,15 @@ class Difference:
         )
 
 
-@dataclass
-class _Entry:
+class _Entry(NamedTuple):
     operation: str
     step: int
     where: str
     shapes: tuple[tuple[int, ...], ...]
-    prints: list[torch.Tensor]  # where the model is, until the training is over
-    bits: list[int] = field(default_factory=list)
+    bits: tuple[int, ...] = ()
+
+
+_END = _Entry("the end", 0, "-", ())
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -72,6 +62,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[_Entry] = []
+        self.prints: list[torch.Tensor] = []  # where the model is, until the training is over
         self.step = 0
 
     def __torch_dispatch__(
@@ -87,13 +78,9 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
             results = _tensors([out, *written])
-            self.entries.append(
-                _Entry(
-                    str(func), self.step, _caller(sys._getframe(1)),
-                    tuple(tuple(tensor.shape) for tensor in results),
-                    [_fingerprint(tensor) for tensor in results],
-                )
-            )  # fmt: skip
+            shapes = tuple(tuple(tensor.shape) for tensor in results)
+            self.entries.append(_Entry(str(func), self.step, _caller(sys._getframe(1)), shapes))
+            self.prints += map(_fingerprint, results)
         return out
 
 
@@ -125,9 +112,6 @@ def _caller(frame: FrameType | None) -> str:
     return "backward"
 
 
-_END = _Entry("the end", 0, "-", (), [])
-
-
 def first_difference(setup: Setup, times: int = 3) -> Difference | None:
     """Repeats a training and compares every operation's result with the first time, bit by bit.
 
@@ -151,16 +135,15 @@ def first_difference(setup: Setup, times: int = 3) -> Difference | None:
     for time in range(1, times + 1):
         other = _traced(setup)
         for number, (left, right) in enumerate(itertools.zip_longest(first, other, fillvalue=_END)):
+            operation, bits = left.operation, right.bits
             if (left.operation, left.shapes) != (right.operation, right.shapes):
-                name = f"{right.operation} in the place of {left.operation}"
-                differs = (True,) * len(right.shapes)
-            else:
-                name = right.operation
-                differs = tuple(map(operator.ne, left.bits, right.bits))
-            if any(differs) or name != left.operation:
-                return Difference(
-                    name, number, right.step, right.shapes, differs, right.where, time
-                )
+                operation = f"{right.operation} in the place of {left.operation}"
+            elif left.bits == bits:
+                continue
+            differs = tuple(map(operator.ne, left.bits, bits))
+            return Difference(
+                operation, number, right.step, right.shapes, differs, right.where, time
+            )
     return None
 
 
@@ -177,10 +160,5 @@ def _traced(setup: Setup) -> list[_Entry]:
     finally:
         handle.remove()
     # One transfer for all; those of the few results on the CPU go to the device first.
-    prints = (each for entry in trace.entries for each in entry.prints)
-    flat = torch.stack([each.to(setup.device) for each in prints])
-    values: Iterator[int] = iter(flat.tolist())
-    for entry in trace.entries:
-        entry.bits = [next(values) for _ in entry.prints]
-        entry.prints = []
-    return trace.entries
+    bits = iter(torch.stack([each.to(setup.device) for each in trace.prints]).tolist())
+    return [entry._replace(bits=tuple(next(bits) for _ in entry.shapes)) for entry in trace.entries]

@@ -92,7 +92,6 @@ class Language:
     size: LanguageSize
 
     def model(self, attention: Attention) -> nn.Module:
-        """Builds the model; torch's generator, seeded before, decides its initial weights."""
         return Transformer(self.size, attention)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

@@ -20,42 +20,26 @@ _PROBE_SEED = 2**31
 
 @dataclass(frozen=True)
 class Run:
-    """What a run does. Runs of one seed are alike but in one thing.
-
-    Args:
-        name: of the run.
-        attention: name of an attention; "": that of the study's base.
-        precision: bf16, fp16: autocast with float32 weights (fp16 with loss scaling); fp32: none;
-            pure_bf16: bfloat16 weights and optimizer states too.
-        init: 1: other initial weights.
-        data: 1: other batches.
-        nudge: whether one weight starts one float32 gap higher.
-        against: the run of the same seed that it is compared with; "": it is compared with none.
-    """
+    """What a run does. Runs of one seed are alike but in one thing."""
 
     name: str
-    attention: str = ""
+    attention: str = ""  # "": that of the study's base
+    # bf16, fp16: autocast with float32 weights (fp16 with loss scaling); fp32: none; pure_bf16:
+    # bfloat16 weights and optimizer states too.
     precision: str = "bf16"
-    init: int = 0
-    data: int = 0
-    nudge: bool = False
-    against: str = "base"
+    init: int = 0  # 1: other initial weights
+    data: int = 0  # 1: other batches
+    nudge: bool = False  # whether one weight starts one float32 gap higher
+    against: str = "base"  # the run of the same seed that it is compared with; "": none
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs of a study have in common.
+    """What all runs of a study have in common."""
 
-    Args:
-        workload: see `find_workload`.
-        base: attention of the base run.
-        steps: optimizer steps.
-        device: cpu or cuda.
-    """
-
-    workload: str
-    base: str
-    steps: int
+    workload: str  # see `find_workload`
+    base: str  # attention of the base run
+    steps: int  # of the optimizer
     device: str
 
     def points(self) -> list[int]:
@@ -105,15 +89,7 @@ def compare(mine: State, other: State) -> dict[str, float]:
 def train(
     setup: Setup, run: Run, seed: int, reference: States | None, keep: bool
 ) -> tuple[dict[str, Any], States, torch.nn.Module]:
-    """Trains one run.
-
-    Args:
-        setup: of the study.
-        run: of the run.
-        seed: of initial weights and batches: all runs of a seed have the same, but where they
-            differ by design.
-        reference: the run to compare with.
-        keep: whether other runs will be compared with this one.
+    """Trains one run: all runs of a seed are the same but where they differ by design.
 
     Returns:
         {"steps": [...], "loss": [mean since the last point], "probe": loss of four held-out batches

@@ -14,27 +14,13 @@ are equal, V and dO have one sign. W_q alone is trained. With exact attention it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from ..attentions.registry import Attention
 
-
-@dataclass(frozen=True)
-class SinksSize:
-    """Keys that share a row's maximum, tokens, and columns of a head."""
-
-    ties: int
-    tokens: int
-    head_dim: int
-    batch: int
-
-
-SINKS_SIZES = {
-    "small": SinksSize(ties=2, tokens=64, head_dim=64, batch=8),
-}
+_TIES = 2  # keys that share a row's maximum
+_TOKENS, _HEAD_DIM, _BATCH = 64, 64, 8
 _LOGIT = 6.0  # scores of the keys at the maximum; the others have its negative
 
 
@@ -43,18 +29,17 @@ class _OneHead(nn.Module):
 
     direction: torch.Tensor
 
-    def __init__(self, size: SinksSize, attention: Attention) -> None:
+    def __init__(self, attention: Attention) -> None:
         super().__init__()
-        self.size, self.attention = size, attention
-        width = size.head_dim
+        self.attention = attention
         # Key: the first entry of a token, in one direction, whose square is the head's width.
-        direction = torch.randn(width).sign()
+        direction = torch.randn(_HEAD_DIM).sign()
         self.register_buffer("direction", direction)
-        self.query = nn.Linear(width, width, bias=False)
+        self.query = nn.Linear(_HEAD_DIM, _HEAD_DIM, bias=False)
         with torch.no_grad():
             self.query.weight.mul_(0.02)
             # Every token has 1 in its second entry: all queries look for the same key.
-            self.query.weight[:, 1] = direction * _LOGIT * width**-0.5
+            self.query.weight[:, 1] = direction * _LOGIT * _HEAD_DIM**-0.5
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, tokens, head_dim) to the same."""
@@ -68,15 +53,11 @@ class _OneHead(nn.Module):
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
 class Sinks:
     """The workload: tokens of which a few have the largest key."""
 
-    size: SinksSize
-
     def model(self, attention: Attention) -> nn.Module:
-        """Builds the model; torch's generator, seeded before, decides its initial weights."""
-        return _OneHead(self.size, attention)
+        return _OneHead(attention)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Plain SGD: an error that adds up shows as a distance that grows with the steps."""
@@ -84,10 +65,9 @@ class Sinks:
 
     def batch(self, generator: torch.Generator) -> Batch:
         """Draws tokens (batch, tokens, head_dim), and what the outputs are weighed with."""
-        size = self.size
-        x = torch.randn((size.batch, size.tokens, size.head_dim), generator=generator)
-        order = torch.rand((size.batch, size.tokens), generator=generator).argsort(-1)
-        x[..., 0] = torch.where(order < size.ties, 1.0, -1.0)
+        x = torch.randn((_BATCH, _TOKENS, _HEAD_DIM), generator=generator)
+        order = torch.rand((_BATCH, _TOKENS), generator=generator).argsort(-1)
+        x[..., 0] = torch.where(order < _TIES, 1.0, -1.0)
         x[..., 1] = 1.0
         return x, torch.randn(x.shape, generator=generator).abs()
 

@@ -1,4 +1,4 @@
-"""A small text-to-image transformer, trained by flow matching."""
+"""A small text-to-image transformer, trained by flow matching on drawings made by a formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,62 @@ from torch import nn
 
 from ..attentions.registry import Attention
 from .block import Block
-from .images import TEXT_LENGTH, WORDS, draw_batch
+
+_COLOURS = {
+    "red": (0.9, 0.1, 0.1),
+    "green": (0.1, 0.8, 0.2),
+    "blue": (0.1, 0.3, 0.9),
+    "yellow": (0.9, 0.9, 0.1),
+}
+_SHAPES = ("circle", "square", "diamond", "ring")
+_RADII = {"small": 0.2, "large": 0.35}
+_COLUMNS = {"left": 0.35, "right": 0.65}
+_ROWS = {"top": 0.35, "bottom": 0.65}
+_BACKGROUNDS = {"dark": 0.1, "light": 0.8}
+_FIELDS = tuple(map(tuple, (_COLOURS, _SHAPES, _RADII, _COLUMNS, _ROWS, _BACKGROUNDS)))
+WORDS = tuple(word for words in _FIELDS for word in words)
+TEXT_LENGTH = len(_FIELDS)
+
+
+def draw_batch(
+    batch: int, side: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws images and their texts.
+
+    Args:
+        batch: how many.
+        side: height and width in pixels.
+        generator: of the choices.
+
+    Returns:
+        images (batch, 3, side, side) in [-1, 1], float32, and texts (batch, TEXT_LENGTH), indices
+        into WORDS: one word for colour, shape, size, column, row and background.
+    """
+    choice = [torch.randint(len(words), (batch,), generator=generator) for words in _FIELDS]
+    colour, shape, size, column, row, background = choice
+    radius, x0, y0, grey = (
+        torch.tensor(list(values.values()))[index][:, None, None]
+        for values, index in (
+            (_RADII, size), (_COLUMNS, column), (_ROWS, row), (_BACKGROUNDS, background),
+        )
+    )  # fmt: skip
+    # A little off, so that no two images are the same.
+    x0 = x0 + 0.04 * torch.randn((batch, 1, 1), generator=generator)
+    y0 = y0 + 0.04 * torch.randn((batch, 1, 1), generator=generator)
+    line = (torch.arange(side) + 0.5) / side
+    x, y = (line[None, None, :] - x0).abs(), (line[None, :, None] - y0).abs()
+    disc = (x.square() + y.square()).sqrt()
+    distances = torch.stack(
+        [disc - radius, torch.maximum(x, y) - radius, x + y - radius,
+         (disc - radius).abs() - 0.3 * radius], 1,
+    )  # fmt: skip
+    distance = distances[torch.arange(batch), shape]
+    # One pixel of blur at the edge.
+    inside = (0.5 - distance * side).clamp(0, 1)[:, None]
+    ink = torch.tensor(list(_COLOURS.values()))[colour][:, :, None, None]
+    images = (inside * ink + (1 - inside) * grey[:, None]) * 2 - 1
+    offsets = torch.tensor([0, *map(len, _FIELDS[:-1])]).cumsum(0)
+    return images, torch.stack(choice, 1) + offsets
 
 
 @dataclass(frozen=True)
@@ -23,10 +78,6 @@ class Size:
     depth: int
     heads: int
     batch: int
-
-    @property
-    def tokens(self) -> int:
-        return (self.side // self.patch) ** 2 + TEXT_LENGTH
 
 
 SIZES = {
@@ -45,7 +96,8 @@ class TextToImage(nn.Module):
         self.size = size
         pixels = 3 * size.patch**2
         self.patch_in = nn.Linear(pixels, size.width)
-        self.position = nn.Parameter(0.02 * torch.randn(1, size.tokens, size.width))
+        tokens = (size.side // size.patch) ** 2 + TEXT_LENGTH
+        self.position = nn.Parameter(0.02 * torch.randn(1, tokens, size.width))
         self.words = nn.Embedding(len(WORDS), size.width)
         self.time = nn.Sequential(
             nn.Linear(size.width, size.width), nn.SiLU(), nn.Linear(size.width, size.width)
@@ -84,7 +136,6 @@ class Drawings:
     size: Size
 
     def model(self, attention: Attention) -> nn.Module:
-        """Builds the model; torch's generator, seeded before, decides its initial weights."""
         return TextToImage(self.size, attention)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

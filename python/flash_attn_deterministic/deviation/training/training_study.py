@@ -34,7 +34,6 @@ _NAMED = {
 _CONTROLS = ("repeat", "nudge", "init", "data")
 _ON_GPU = ("ours-atomics", "sdpa-flash", "sdpa-cudnn", "explicit")
 _ON_CPU = ("sdpa", "kernel", "paper", "fp32", "fp16", "pure_bf16")
-NOISE = tuple(f"explicit:p{bits}" for bits in (5, 6, 8, 11, 16, 24))
 
 
 def run_of(name: str) -> Run:
@@ -46,17 +45,11 @@ def run_of(name: str) -> Run:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A study.
+    """A study."""
 
-    Args:
-        setup: of all runs.
-        runs: names, see `run_of`; base is always there.
-        seeds: paired: all runs of a seed share initial weights and batches.
-    """
-
-    setup: Setup
-    runs: tuple[str, ...]
-    seeds: tuple[int, ...]
+    setup: Setup  # of all runs
+    runs: tuple[str, ...]  # names, see `run_of`; base is always there
+    seeds: tuple[int, ...]  # paired: all runs of a seed share initial weights and batches
 
     def ordered(self) -> list[Run]:
         """Returns the runs, each after the one that it is compared with."""
@@ -73,19 +66,11 @@ def plan_of(
     runs: Sequence[str] = (),
     seeds: Sequence[int] = (0, 1, 2, 3, 4),
     base: str = "",
-    more: Sequence[str] = (),
 ) -> TrainingPlan:
-    """Makes a plan.
+    """Makes a plan of names, see `find_workload`, `run_of` and `find_attention`.
 
-    Args:
-        workload: see `find_workload`.
-        device: cpu or cuda.
-        steps: optimizer steps; 0: as many as fit into `seconds` of `run_training`.
-        runs: names, see `run_of`; none: on a GPU the controls and real kernels, on a CPU the
-            controls, number formats and emulated attentions.
-        seeds: of the paired runs.
-        base: attention of the base run; "": ours on a GPU, explicit on a CPU.
-        more: names of runs beside `runs`.
+    Without a base it is ours on a GPU and explicit on a CPU; without runs there are, beside the
+    controls, real kernels on a GPU, number formats and emulated attentions on a CPU.
 
     Raises:
         ArgumentError: an unknown name, a negative number of steps, or no such device.
@@ -96,24 +81,19 @@ def plan_of(
         raise ArgumentError(f"steps: expected at least 0, got {steps}")
     if not seeds or min(seeds) < 0:
         raise ArgumentError(f"seeds: expected at least one, from 0, got {tuple(seeds)}")
-    for name in (*runs, *more):
-        run_of(name)
     usual, others = ("ours", _ON_GPU) if device == "cuda" else ("explicit", _ON_CPU)
+    names = tuple(runs) or (*_CONTROLS, *others)
+    for name in names:
+        run_of(name)
     find_attention(base or usual)
-    setup = Setup(workload, base or usual, steps, device)
-    return TrainingPlan(setup, (*(runs or (*_CONTROLS, *others)), *more), tuple(seeds))
+    return TrainingPlan(Setup(workload, base or usual, steps, device), names, tuple(seeds))
 
 
-def run_training(
-    plan: TrainingPlan, folder: Path, seconds: float | None = None, force: bool = False
-) -> dict[str, Any]:
+def run_training(plan: TrainingPlan, folder: Path, seconds: float | None = None) -> dict[str, Any]:
     """Runs or resumes the study in a folder; training.json is written after each run.
 
-    Args:
-        plan: what to run. With 0 steps as many are taken as fit into `seconds`, by measurement.
-        folder: of the study.
-        seconds: no run is started that would end later than this; None: all are.
-        force: whether another study in the folder is replaced.
+    No run is started that would end later than `seconds`; with 0 steps as many are taken as fit,
+    by measurement.
 
     Returns:
         training.json: {"runs": {name: run}, "seeds": {seed: {name: history}}, "missing": {name of
@@ -124,16 +104,14 @@ def run_training(
         ArgumentError: the folder holds another study; or 0 steps without seconds.
     """
     start = time.monotonic()
-    value = _opened(plan, folder, force)
+    value = _opened(plan, folder)
     steps = value["configuration"]["steps"] or plan.setup.steps
     if not steps and seconds is None:
         raise ArgumentError("steps: expected at least 1 without seconds, got 0")
     runs = plan.ordered()
-    new = sum(
-        run.name not in value["seeds"].get(str(seed), {}) for seed in plan.seeds for run in runs
-    )
-    slowest = 0.0
-    progress = Progress("training", new)
+    names, seeds = {run.name for run in runs}, [str(seed) for seed in plan.seeds]
+    new_runs = sum(len(names - value["seeds"].get(seed, {}).keys()) for seed in seeds)
+    slowest, progress = 0.0, Progress("training", new_runs)
     with repeatable(plan.setup.device) as warned, one_thread(plan.setup.device):
         if not steps:
             steps = _fitting_steps(plan, runs, start + (seconds or 0.0))
@@ -141,17 +119,16 @@ def run_training(
         value["configuration"]["steps"] = steps
         for seed in plan.seeds:
             histories = value["seeds"].setdefault(str(seed), {})
-            todo = {run.name for run in runs} - histories.keys()
+            todo = names - histories.keys()
             needed = {run.against for run in runs if run.name in todo}
             kept: dict[str, States] = {}
             for run in runs:
-                keep = run.name in needed
-                if run.name not in todo and not keep:
-                    continue
-                if {run.name, run.against} & value["missing"].keys():
+                keep, new = run.name in needed, run.name in todo
+                if not (keep or new) or {run.name, run.against} & value["missing"].keys():
                     continue
                 before = time.monotonic()
-                if seconds is not None and before - start + slowest > seconds:
+                # The first run is what other studies of the model begin with.
+                if seconds is not None and slowest and before - start + slowest > seconds:
                     break
                 try:
                     history, states, model = train(setup, run, seed, kept.get(run.against), keep)
@@ -162,10 +139,10 @@ def run_training(
                     continue
                 if keep:
                     kept[run.name] = states
-                if run.name in todo:
+                if new:
                     value["runs"][run.name], histories[run.name] = asdict(run), history
                     progress.advance(f"seed {seed} {run.name}")
-                if run.name == "base" and run.name in todo and seed == plan.seeds[0]:
+                if new and run.name == "base" and seed == plan.seeds[0]:
                     with whole_file(folder / "base.pt") as temporary:
                         torch.save(model.state_dict(), temporary)
                 slowest = max(slowest, 1.1 * (time.monotonic() - before))
@@ -177,22 +154,21 @@ def run_training(
     return value
 
 
-def _opened(plan: TrainingPlan, folder: Path, force: bool) -> dict[str, Any]:
+def _opened(plan: TrainingPlan, folder: Path) -> dict[str, Any]:
     configuration = asdict(plan.setup)
     fresh = {
         **new_result("training", configuration, plan.setup.device),
         "seconds": 0.0, "runs": {}, "seeds": {}, "missing": {}, "unrepeatable": [],
     }  # fmt: skip
-    if not (folder / "training.json").exists() or force:
+    if not (folder / "training.json").exists():
         return fresh
     found = {**fresh, **read_result(folder, "training"), "missing": {}}
     # Without a number of steps, those of the study in the folder are meant.
-    same = {**found["configuration"], "steps": configuration["steps"]}
-    steps = configuration["steps"] in (0, found["configuration"]["steps"])
-    if same != configuration or not steps:
+    configuration["steps"] = configuration["steps"] or found["configuration"]["steps"]
+    if found["configuration"] != configuration:
         raise ArgumentError(
             f"out: {folder} holds a study of another configuration "
-            f"({found['configuration']}); give another folder, or --force to replace it"
+            f"({found['configuration']}); give another folder with --out"
         )
     return found
 
@@ -200,6 +176,8 @@ def _opened(plan: TrainingPlan, folder: Path, force: bool) -> dict[str, Any]:
 def _fitting_steps(plan: TrainingPlan, runs: Sequence[Run], end: float) -> int:
     """Measures how long runs take, and returns how many steps fit for all of them until `end`."""
     base = next(run for run in runs if run.name == "base")
+    # Where runs are slow to start, those not measured by then count as the slowest.
+    middle = (time.monotonic() + end) / 2
 
     def seconds(run: Run, steps: int, reference: States | None = None) -> float:
         before = time.monotonic()
@@ -214,6 +192,9 @@ def _fitting_steps(plan: TrainingPlan, runs: Sequence[Run], end: float) -> int:
     for run in runs:
         kind = (run.attention, run.precision)
         if kind not in of_steps:
+            if of_steps and time.monotonic() > middle:
+                of_steps[kind] = max(of_steps.values())
+                continue
             try:
                 seconds(run, 2)  # the first calls of a kernel take longer
                 of_steps[kind] = max(6e-4, seconds(run, 6) - start) / 6
@@ -238,11 +219,15 @@ def by_seed(value: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 def probe_changes(value: dict[str, Any], name: str) -> list[float | None]:
     """Returns, for each seed, a run's held-out loss less that of the run it is compared with."""
     against = value["runs"].get(name, {}).get("against", "")
-    pairs = [
-        (history["probe"], value["seeds"][seed][against]["probe"])
+    return [
+        minus(history["probe"], value["seeds"][seed].get(against, {}).get("probe"))
         for seed, history in by_seed(value, name).items()
     ]
-    return [None if mine is None or other is None else mine - other for mine, other in pairs]
+
+
+def minus(left: float | None, right: float | None) -> float | None:
+    """Returns left - right; None where one is missing."""
+    return None if left is None or right is None else left - right
 
 
 def summary(value: dict[str, Any]) -> list[list[str]]:

@@ -9,7 +9,7 @@ import torch
 from ...errors import ArgumentError
 from ..attentions.registry import Attention, made_by
 from .language import LANGUAGE_SIZES, Language
-from .sinks import SINKS_SIZES, Sinks
+from .sinks import Sinks
 from .text_to_image import SIZES, Drawings
 
 
@@ -17,7 +17,7 @@ class Workload(Protocol):
     """A model with its data and optimizer."""
 
     def model(self, attention: Attention) -> torch.nn.Module:
-        """Builds a model, on torch's default device, whose layers call `attention`."""
+        """Builds a model, on torch's default device and seed, whose layers call `attention`."""
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Returns the optimizer; its learning rate is the peak, after a linear start."""
@@ -35,7 +35,7 @@ class Workload(Protocol):
 _OURS: dict[str, Workload] = {
     **{f"drawings-{name}": Drawings(size) for name, size in SIZES.items()},
     **{f"language-{name}": Language(size) for name, size in LANGUAGE_SIZES.items()},
-    **{f"sinks-{name}": Sinks(size) for name, size in SINKS_SIZES.items()},
+    "sinks-small": Sinks(),
 }
 _PARTS = ("model", "optimizer", "batch", "outputs", "loss")
 
@@ -56,11 +56,17 @@ def find_workload(name: str) -> Workload:
         raise ArgumentError(
             f"workload: expected one of {', '.join(_OURS)} or MODULE:FUNCTION, got {name!r}"
         )
-    found: Any = made_by(name, "workload")
+    return checked_workload(made_by(name, "workload"), "workload", name)
+
+
+def checked_workload(found: Any, argument: str, name: str) -> Workload:
+    """Returns what a callable of this name made; raises ArgumentError for what is no workload."""
     lacks = [part for part in _PARTS if not hasattr(found, part)]
     if lacks:
         raise ArgumentError(
-            f"workload: expected {name} to return an object with {', '.join(_PARTS)}, got "
+            f"{argument}: expected {name} to return an object with {', '.join(_PARTS)}"
+            f"{' or a torch.nn.Module' if argument == 'model' else ''}, got "
             f"{type(found).__name__} without {', '.join(lacks)}"
         )
-    return found  # type: ignore[no-any-return]
+    workload: Workload = found
+    return workload

@@ -5,13 +5,27 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...errors import ArgumentError
+from ..._checks.describe import shown, type_name
+from ...errors import ArgumentError, ArgumentTypeError
 
 CONTIGUOUS = "contiguous"
 ZIGZAG = "zigzag"
 ORDERS = (CONTIGUOUS, ZIGZAG)
+
+
+def check_order(order: Any) -> str:
+    """Returns the argument `order`.
+
+    Raises:
+        ArgumentError: it is none of ORDERS; ArgumentTypeError: it is no str.
+    """
+    if not isinstance(order, str):
+        raise ArgumentTypeError(f"order: expected a str, got {type_name(order)}")
+    if order not in ORDERS:
+        raise ArgumentError(f"order: expected one of {', '.join(ORDERS)}, got {shown(order)}")
+    return order
 
 
 class Piece(NamedTuple):

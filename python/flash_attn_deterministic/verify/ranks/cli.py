@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import ArgumentError
 from ..ending import sigterm_interrupts
-from ..installed import NotInstalledError
+from ..installed import NotInstalledError, Wheel
 from ..outcome import PASSED, Exit
 
 _MODULE = "flash_attn_deterministic.verify.ranks.run"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
     """Runs the row "ranks" on N ranks of this machine, or as one rank of a running torchrun.
 
     Args:
-        arguments: `ranks`, `device`, `quick`, `out`.
+        arguments: `ranks`, `device`, `quick`, `out`, `allow_source`.
+        wheel: that of the installed files, to be named in the report.
 
     Returns:
         Exit status: of `outcome.Exit`; 1 where a rank ended early.
@@ -37,6 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ArgumentError(f"--ranks: expected at least 2, got {count}")
     settings = ["--device", arguments.device, "--out", str(arguments.out.resolve())]
     settings += ["--quick"] * arguments.quick
+    if wheel is not None:
+        settings += ["--wheel", str(wheel.path.resolve())]
+        settings += ["--allow-source"] * arguments.allow_source
     world = os.environ.get("WORLD_SIZE")
     if world is not None and "RANK" in os.environ:
         if int(world) != count:
@@ -51,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
     environment = {n: v for n, v in os.environ.items() if not n.startswith("FA2_")}
     environment.setdefault("OMP_NUM_THREADS", "1")
+    # If a rank hangs, torch's watchdog of NCCL ends the others after the group's timeout and four
+    # times this, which is time for debug information that this command does not use. The default is
+    # 15,000.
+    environment.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={count}", "-m", _MODULE, *settings, "--launched"),

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ...errors import FlashAttnError
-from ..outcome import FAILED, PASSED, Exit
+from .. import installed
+from ..outcome import FAILED, INCOMPLETE, PASSED, Exit
 from ..report.markdown import table_lines
 from ..report.tables import Table
 from ..tasks import holds
+from . import trial
 from .cases import Case, cases_of, counts_of, scale_of
 from .trial import groups_of, together, try_case
 
@@ -32,30 +34,42 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("verification"))
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S")
+    parser.add_argument("--wheel", type=Path, help="the wheel that the installation must be of")
+    parser.add_argument("--allow-source", action="store_true", help="run on a source tree")
     parser.add_argument(
         "--launched", action="store_true", help="exit with 0 once ranks.json has the result"
     )
     arguments = parser.parse_args(argv)
+    wheel = None
+    if arguments.wheel is not None:
+        wheel = installed.read_wheel(arguments.wheel)
+        installed.check(installed.inspect(wheel), wheel, arguments.allow_source)
     torch.set_num_threads(1)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=arguments.timeout)}
+    trial.TIMEOUT = options["timeout"]
     if arguments.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         options["device_id"] = device
-    dist.init_process_group(
-        "gloo" if arguments.device == "cpu" else "nccl",
-        timeout=datetime.timedelta(seconds=arguments.timeout),
-        **options,
-    )
-    try:
-        status = run(arguments.device, arguments.quick, arguments.out)
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("gloo" if arguments.device == "cpu" else "nccl", **options)
+    status = run(arguments.device, arguments.quick, arguments.out, wheel)
+    # Not after an error: NCCL would wait here for the other ranks, and the error would be printed
+    # only after their timeout.
+    dist.destroy_process_group()
     return 0 if arguments.launched else status
 
 
-def run(device: str, quick: bool, out: Path) -> int:
+def run(device: str, quick: bool, out: Path, wheel: installed.Wheel | None = None) -> int:
     """Runs all cases on the ranks of the world; rank 0 prints, and writes ranks.json and ranks.md.
+
+    Both are written before the first case and after each number of ranks, so that a run that ends
+    early leaves "incomplete", and not the result of another run.
+
+    Args:
+        device: "cpu" or "cuda".
+        quick: whether to run fewer cases.
+        out: folder of the files.
+        wheel: to be named in them.
 
     Returns:
         Exit status, on every rank the same.
@@ -66,8 +80,30 @@ def run(device: str, quick: bool, out: Path) -> int:
     from ..report import write_files
 
     begin, size, first = time.monotonic(), dist.get_world_size(), dist.get_rank() == 0
-    rows = []
-    for ranks in counts_of(size):
+    rows: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
+        "schema_version": 1,
+        "id": "ranks",
+        "promise": PROMISE,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "wheel": None if wheel is None else {"name": wheel.path.name, "sha256": wheel.sha256},
+        "quick": quick,
+        "status": INCOMPLETE,
+        "seconds": 0.0,
+        "counts": counts_of(size),
+        "rows": rows,
+    }
+
+    def write() -> None:
+        record["seconds"] = round(time.monotonic() - begin, 1)
+        texts = {"ranks.json": json.dumps(record, indent=2) + "\n", "ranks.md": _table(record)}
+        write_files(out, texts)
+
+    if first:
+        write()
+    for ranks in record["counts"]:
         row: dict[str, Any] = {"ranks": ranks, "cases": 0, "failed": 0, "counter_example": None}
         began = time.monotonic()
         for case in cases_of(ranks, scale_of(device, quick), holds(device)):
@@ -83,22 +119,11 @@ def run(device: str, quick: bool, out: Path) -> int:
         if first:
             verdict = "passed" if not row["failed"] else f"{row['failed']} failed"
             print(f"\rranks: {ranks} against one device: {row['cases']} cases, {verdict}")
+            write()
     failed = any(row["failed"] or not row["cases"] for row in rows)
     if first:
-        record = {
-            "schema_version": 1,
-            "id": "ranks",
-            "promise": PROMISE,
-            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "quick": quick,
-            "status": FAILED if failed else PASSED,
-            "seconds": round(time.monotonic() - begin, 1),
-            "rows": rows,
-        }
-        texts = {"ranks.json": json.dumps(record, indent=2) + "\n", "ranks.md": _table(record)}
-        write_files(out, texts)
+        record["status"] = FAILED if failed else PASSED
+        write()
         print(f"{record['status']}: {out / 'ranks.json'}")
     return int(Exit.CONTRACT if failed else Exit.PASSED)
 
@@ -120,8 +145,9 @@ def outcome_of(case: Case, device: str) -> dict[str, Any]:
 def _table(record: dict[str, Any]) -> str:
     title = f"{PROMISE}: {record['status']} ({record['device']}, torch {record['torch']})."
     header = ("ranks", "cases", "failed", "seconds")
-    rows = tuple(tuple(str(row[name]) for name in header) for row in record["rows"])
-    return "\n".join([title, "", *table_lines(Table(header, rows))]) + "\n"
+    rows = [tuple(str(row[name]) for name in header) for row in record["rows"]]
+    rows += [(str(count), "not run", "", "") for count in record["counts"][len(rows) :]]
+    return "\n".join([title, "", *table_lines(Table(header, tuple(rows)))]) + "\n"
 
 
 if __name__ == "__main__":

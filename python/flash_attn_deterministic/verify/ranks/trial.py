@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 from typing import Any
@@ -17,6 +18,8 @@ from .cases import Case
 
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
 Tensors = dict[str, torch.Tensor]
+# Of the groups below; None: torch's default, whatever that of the world is.
+TIMEOUT: datetime.timedelta | None = None
 
 
 @functools.cache
@@ -33,7 +36,7 @@ def groups_of(ranks: int, heads_ranks: int) -> dict[str, Any]:
         *(("group", [s * heads_ranks + h for s in range(ranks)]) for h in range(heads_ranks)),
         *(("heads_group", [s * heads_ranks + h for h in range(heads_ranks)]) for s in range(ranks)),
     ):
-        group = dist.new_group(members)
+        group = dist.new_group(members, timeout=TIMEOUT)
         if rank in members and rank < size and not (name == "heads_group" and heads_ranks == 1):
             found[name] = group
     if heads_ranks > 1 and ranks == 1:
@@ -44,7 +47,7 @@ def groups_of(ranks: int, heads_ranks: int) -> dict[str, Any]:
 @functools.cache
 def together(size: int) -> Any:
     """Makes the group of the first ranks; all ranks of the world have to call this."""
-    return dist.new_group(list(range(size)))
+    return dist.new_group(list(range(size)), timeout=TIMEOUT)
 
 
 def try_case(case: Case, device: str) -> dict[str, str] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import warnings
@@ -181,25 +182,31 @@ def _flex() -> list[Attention]:
     torch.compiler.reset()
     compiled: Any = torch.compile(flex_attention)
 
+    def mask(batch: int, seqlen_q: int, seqlen_k: int, causal: bool, seqlens_k: Tensor) -> Any:
+        # Tensors, because each new number would be compiled in.
+        ahead = seqlens_k - seqlen_q if causal else seqlens_k
+
+        def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            return (key < seqlens_k[batch]) & (key <= row + ahead[batch])
+
+        device = str(seqlens_k.device)
+        return create_block_mask(visible, batch, None, seqlen_q, seqlen_k, device=device)
+
+    @functools.lru_cache(maxsize=4)  # made once, as programs do: it takes longer than the call
+    def causal_mask(batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> Any:
+        lengths = torch.full((batch,), seqlen_k, dtype=torch.int32, device=device)
+        return mask(batch, seqlen_q, seqlen_k, True, lengths)
+
     def make(options: dict[str, Any]) -> Attend:
         def attend(
             q: Tensor, k: Tensor, v: Tensor, causal: bool = False, seqlens_k: Tensor | None = None
         ) -> Tensor:
+            sizes = q.shape[0], q.shape[1], k.shape[1]
             block_mask = None
-            if seqlens_k is not None or causal:
-                # Tensors, because each new number would be compiled in.
-                batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-                lengths = seqlens_k
-                if lengths is None:
-                    lengths = torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device)
-                ahead = lengths - seqlen_q if causal else lengths
-
-                def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-                    return (key < lengths[batch]) & (key <= row + ahead[batch])
-
-                block_mask = create_block_mask(
-                    visible, batch, None, seqlen_q, seqlen_k, device=str(q.device)
-                )
+            if seqlens_k is not None:
+                block_mask = mask(*sizes, causal, seqlens_k)
+            elif causal:
+                block_mask = causal_mask(*sizes, q.device)
             out: Any = compiled(
                 *(t.transpose(1, 2) for t in (q, k, v)),
                 block_mask=block_mask,

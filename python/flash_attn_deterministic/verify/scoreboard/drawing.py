@@ -13,7 +13,8 @@ _COLOURS = {KEPT: "#1a7f4b", BROKEN: "#c0392b", RAISED: "#8a6d1a"}
 _GREY = "#9aa5b1"
 _LEGEND = (
     "Equal bits in so many of the cases tried. n/a: the calls have no way to ask. raises: the call "
-    "raised an error. Times are medians over those of ours, in one process."
+    "raised an error. not run: time was over, or the run was interrupted. Times are medians over "
+    "those of ours, in one process."
 )
 
 
@@ -108,6 +109,7 @@ def svg(record: Mapping[str, Any]) -> str:
 
 def _where(record: Mapping[str, Any]) -> str:
     quick = "Quick run, fewer shapes. " if record["quick"] else ""
+    quick += "" if record["complete"] else "Incomplete: the run was interrupted. "
     return f"{quick}{record['device_name']}, torch {record['torch']}, {record['date']}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,39 +21,54 @@ _PROBLEMS: tuple[Problem, ...] = (
 )
 
 
-def measure(attentions: Sequence[Attention], repeats: int = 20) -> dict[str, dict[str, Any]]:
+def measure(
+    attentions: Sequence[Attention], repeats: int = 20
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Times every attention on the current GPU, in turns; the first is ours.
 
     Args:
         attentions: what is timed.
         repeats: timed rounds.
 
-    Returns:
-        By problem, `ms` (median), `ratio` to ours, and `failed` (reasons), each a list in the order
-        of attentions with None where there is nothing.
+    Yields:
+        The name of each problem; with it `ms` (median), `ratio` to ours, and `failed` (reasons),
+        each a list in the order of attentions with None where there is nothing.
     """
-    results = {}
     for name, shape, batch, seqlen_q, seqlen_k, backward in _PROBLEMS:
-        calls: dict[str, Callable[[], object]] = {}
-        failed: list[str | None] = []
-        inputs = [t.requires_grad_(backward) for t in shape.inputs(batch, seqlen_q, seqlen_k)]
-        for index, attention in enumerate(attentions):
-            try:
-                call = _call(attention, inputs, seqlen_q > 1, backward)
-                call()
-            except Exception as error:
-                failed.append(first_line(error))
-                continue
-            failed.append(None)
-            calls[str(index)] = call
-        with torch.set_grad_enabled(backward):
-            timed = interleaved(calls, repeats=repeats)
-        medians = {index: summary(values)["median"] for index, values in timed.items()}
-        ms = [medians.get(str(index)) for index in range(len(attentions))]
-        ours = ms[0]
-        ratio = [None if one is None or not ours else round(one / ours, 3) for one in ms]
-        results[name] = {"ms": ms, "ratio": ratio, "failed": failed}
-    return results
+        try:
+            inputs = [t.requires_grad_(backward) for t in shape.inputs(batch, seqlen_q, seqlen_k)]
+            yield name, _measure(attentions, inputs, seqlen_q > 1, backward, repeats)
+        except Exception as error:  # out of memory, or a GPU that an attention before left broken
+            nothing = [None] * len(attentions)
+            failed = [first_line(error)] * len(attentions)
+            yield name, {"ms": nothing, "ratio": nothing, "failed": failed}
+
+
+def _measure(
+    attentions: Sequence[Attention],
+    inputs: list[torch.Tensor],
+    causal: bool,
+    backward: bool,
+    repeats: int,
+) -> dict[str, Any]:
+    calls: dict[str, Callable[[], object]] = {}
+    failed: list[str | None] = []
+    for index, attention in enumerate(attentions):
+        try:
+            call = _call(attention, inputs, causal, backward)
+            call()
+        except Exception as error:
+            failed.append(first_line(error))
+            continue
+        failed.append(None)
+        calls[str(index)] = call
+    with torch.set_grad_enabled(backward):
+        timed = interleaved(calls, repeats=repeats)
+    medians = {index: summary(values)["median"] for index, values in timed.items()}
+    ms = [medians.get(str(index)) for index in range(len(attentions))]
+    ours = ms[0]
+    ratio = [None if one is None or not ours else round(one / ours, 3) for one in ms]
+    return {"ms": ms, "ratio": ratio, "failed": failed}
 
 
 def _call(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from .rows import ROWS, Row, Shape, Sizes
 
 KEPT, BROKEN = "kept", "broken"
 NOT_APPLICABLE, RAISED, NOT_RUN = "not-applicable", "raised", "not-run"
+Result = dict[str, Any]
 
 
 def try_rows(
@@ -23,33 +24,34 @@ def try_rows(
     sizes: Sizes,
     seconds: float,
     on_row: Callable[[str], None],
-) -> dict[str, dict[str, Any]]:
+) -> Iterator[tuple[str, Result]]:
     """Runs every row.
 
     Args:
         attention: the attention under test.
         expected: computes the same function, up to roundings.
         sizes: of the problems.
-        seconds: after which no further row starts.
+        seconds: after which no further case starts.
         on_row: called with the id of each row that starts.
 
-    Returns:
-        By row: `status`, `cases` and `equal` (how many were tried, and how many kept their bits),
-        `reason` and `counter_example`, both None where there is none.
+    Yields:
+        The id of a row, and its result: `status`, `cases` and `equal` (how many were tried, and how
+        many kept their bits), `reason` and `counter_example`, both None where there is none.
     """
-    results: dict[str, dict[str, Any]] = {}
     with attention.inside():
         problem = _other_function(attention.attend, expected, sizes)
         end = time.monotonic() + seconds  # what is compiled at the first call does not count
         for row in ROWS:
             on_row(row.id)
             if problem:
-                results[row.id] = _result(RAISED, reason=problem)
-            elif time.monotonic() > end:
-                results[row.id] = _result(NOT_RUN, reason=f"{seconds:.0f} s were over")
+                yield row.id, _result(RAISED, reason=problem)
             else:
-                results[row.id] = _try(row, attention, sizes)
-    return results
+                yield row.id, _try(row, attention, sizes, end)
+
+
+def not_run() -> dict[str, Result]:
+    """Returns the results of a run that has not begun, by row."""
+    return {row.id: _result(NOT_RUN, reason="the run ended before it") for row in ROWS}
 
 
 def _result(
@@ -58,12 +60,12 @@ def _result(
     equal: int = 0,
     reason: str | None = None,
     counter_example: str | None = None,
-) -> dict[str, Any]:
+) -> Result:
     counts = {"status": status, "cases": cases, "equal": equal}
     return {**counts, "reason": reason, "counter_example": counter_example}
 
 
-def _try(row: Row, attention: Attention, sizes: Sizes) -> dict[str, Any]:
+def _try(row: Row, attention: Attention, sizes: Sizes, end: float) -> Result:
     if row.lengths and not attention.lengths:
         return _result(NOT_APPLICABLE, reason="its calls take no lengths of keys")
     if row.gradients and not attention.gradients:
@@ -77,6 +79,11 @@ def _try(row: Row, attention: Attention, sizes: Sizes) -> dict[str, Any]:
 
     with torch.set_grad_enabled(row.gradients):
         for name, pairs in row.cases(attend, sizes):
+            if time.monotonic() > end:
+                # A row is kept only if all of its cases ran; one that differs breaks it anyway.
+                status = NOT_RUN if equal == tried else BROKEN
+                reason = f"time was over after {tried} cases, of which {equal} were equal"
+                return _result(status, tried, equal, reason, example)
             found = None
             try:
                 for what, (left, right) in pairs:
