@@ -153,7 +153,7 @@ def test_ranks_of_heads_that_disagree(
 
 
 def test_errors_reach_the_ranks_of_both_groups() -> None:
-    with pool_of(4, timeout=20) as four:
+    with pool_of(4, timeout=60) as four:
         begin = time.monotonic()
         assert four.run(ranks.heads_raised, {}, 2) == [""] * 4
         found = four.run(ranks.heads_raised, {0: {"split_size": 7}}, 2)
@@ -163,7 +163,7 @@ def test_errors_reach_the_ranks_of_both_groups() -> None:
             assert "ArgumentError: split_size: " in message
         for message in four.run(ranks.heads_raised, {1: {"causal": True}}, 2):
             assert "found a difference in the right window" in message
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60
 
 
 ONE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
