@@ -96,14 +96,7 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   params.seqlen_q = seqlen_q, params.seqlen_k = rows_k;
   params.p_dropout = 1.f, params.rp_dropout = 1.f;
   params.is_bf16 = true;
-  params.scale_softmax = 1.f / std::sqrt(static_cast<float>(d));
-  if (chance(20)) {
-    params.softcap = params.scale_softmax / 5.f;
-    params.scale_softmax = 5.f;
-  }
-  params.scale_softmax_log2 = params.scale_softmax * 1.44269504f;
-  params.window_size_left = chance(25) ? draw(0, 300) : -1;
-  params.window_size_right = chance(25) ? draw(0, 20) : chance(50) ? 0 : -1;
+  draw_scores(params, d, 20);
   params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
 
   // Lengths.

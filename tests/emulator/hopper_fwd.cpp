@@ -157,14 +157,7 @@ struct Call {
     params.d = d, params.d_rounded = HEAD_DIM;
     params.seqlen_q = seqlen_q, params.seqlen_k = rows_k;
     params.p_dropout = 1.f, params.rp_dropout = 1.f;
-    params.scale_softmax = 1.f / std::sqrt(static_cast<float>(d));
-    if (chance(20)) {
-      params.softcap = params.scale_softmax / 5.f;
-      params.scale_softmax = 5.f;
-    }
-    params.scale_softmax_log2 = params.scale_softmax * 1.44269504f;
-    params.window_size_left = chance(25) ? draw(0, 300) : -1;
-    params.window_size_right = chance(25) ? draw(0, 100) : chance(50) ? 0 : -1;
+    draw_scores(params, d, 100);
     params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
 
     starts_q.resize(batch + 1), starts_k.resize(batch + 1);

@@ -44,6 +44,10 @@ class Wheel:
     path: Path
     sha256: str
 
+    def record(self) -> dict[str, str]:
+        """Returns how results name it."""
+        return {"name": self.path.name, "sha256": self.sha256}
+
 
 def read_wheel(path: Path) -> Wheel:
     """Checks that a file is a wheel of this package.

@@ -88,7 +88,7 @@ def run(device: str, quick: bool, out: Path, wheel: installed.Wheel | None = Non
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
-        "wheel": None if wheel is None else {"name": wheel.path.name, "sha256": wheel.sha256},
+        "wheel": None if wheel is None else wheel.record(),
         "quick": quick,
         "status": INCOMPLETE,
         "seconds": 0.0,

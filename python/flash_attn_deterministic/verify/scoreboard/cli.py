@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
         "device_name": torch.cuda.get_device_name() if cuda else "CPU, the reference path",
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "wheel": None if wheel is None else {"name": wheel.path.name, "sha256": wheel.sha256},
+        "wheel": None if wheel is None else wheel.record(),
         "quick": arguments.quick,
         "rows": [{"id": r.id, "promise": r.promise, "source": r.source} for r in ROWS],
         "attentions": [

@@ -108,9 +108,9 @@ def svg(record: Mapping[str, Any]) -> str:
 
 
 def _where(record: Mapping[str, Any]) -> str:
-    quick = "Quick run, fewer shapes. " if record["quick"] else ""
-    quick += "" if record["complete"] else "Incomplete: the run was interrupted. "
-    return f"{quick}{record['device_name']}, torch {record['torch']}, {record['date']}"
+    notes = "Quick run, fewer shapes. " if record["quick"] else ""
+    notes += "" if record["complete"] else "Incomplete: the run was interrupted. "
+    return f"{notes}{record['device_name']}, torch {record['torch']}, {record['date']}"
 
 
 def _text(
