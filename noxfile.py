@@ -47,8 +47,7 @@ def test(session: nox.Session) -> None:
     session.install(str(wheel), *groups("torch"))
     session.run("flash-attn-deterministic", "info")
     session.install(*groups("test-build"))
-    arguments = session.posargs or test_folders()
-    session.run("pytest", *arguments, env={"FLASH_ATTN_WHEEL": str(wheel)})
+    session.run("pytest", *session.posargs, env={"FLASH_ATTN_WHEEL": str(wheel)})
 
 
 @nox.session(python=PYTHONS, default=False)
@@ -291,12 +290,6 @@ def the_wheel(session: nox.Session, folder: str) -> Path:
 def groups(*names: str) -> tuple[str, ...]:
     """Requirements of dependency groups in pyproject.toml."""
     return nox.project.dependency_groups(PROJECT, *names)
-
-
-def test_folders() -> list[str]:
-    """Folders of tests, by name, because pytest by itself skips folders called build."""
-    found = (path.relative_to(ROOT) for path in ROOT.glob("tests/*/**/test_*.py"))
-    return sorted({str(Path(*path.parts[:2])) for path in found})
 
 
 def sources(folder: str, suffixes: str) -> list[str]:

@@ -25,7 +25,7 @@ enum class Path {
   kScoresFirst,
 };
 
-// What the last two paths take: so many queries, and rows (queries times heads of a group).
+// The most queries, and rows (queries times heads of a group), that the last two paths take.
 constexpr int kFewQueries = 16;
 constexpr int kMostGroupRows = 128;
 
@@ -53,8 +53,8 @@ struct FwdKernel {
   int shared_bytes;  // of a CTA that walks one split
   int state_bytes;   // the same, with room for the state of later splits
   void (*launch)(const FwdParams& params, unsigned ctas, cudaStream_t stream);
-  // Whether CTAs, at most one to an SM, take row blocks one after another.
-  bool persistent = false;
+  // How many CTAs to an SM, at most, take row blocks one after another; 0: each CTA has one.
+  int ctas_per_sm = 0;
   // Whether it takes tensors laid out like this, and splits of this size; nullptr: all.
   bool (*takes)(const FwdParams& params, const Tree& tree) = nullptr;
 };

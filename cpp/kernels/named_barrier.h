@@ -4,7 +4,7 @@
 
 namespace fad {
 
-// Waits until so many threads have come to a barrier (1 to 15; 0 is that of __syncthreads).
+// Waits until this many threads have reached a barrier (1 to 15; 0 is that of __syncthreads).
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -8,7 +8,7 @@
 
 namespace fad {
 
-// Where CTAs that share a row block leave their parts, one per split, and which row blocks one
+// Where CTAs that share a row block write their parts, one per split, and which row blocks one
 // launch works on: a call may take several launches, so that parts fit a bounded scratch memory.
 struct Parts {
   float* acc;     // (num_splits, ctas, rows, head dim of the kernel), not normalised
@@ -37,8 +37,8 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   int total_k;     // rows of packed k and v
   unsigned* tile_counter;  // for CTAs that take row blocks one after another; nullptr: one to each
   Parts parts;
-  // Query heads of one key head whose rows stand in one row block: row = token * group + head. 1
-  // where each head has row blocks of its own, as upstream's body needs it.
+  // Query heads of one key head whose rows share a row block: row = token * group + head. 1 if each
+  // head has its own row blocks, as upstream's body needs it.
   int group;
   ScoresFirst scores;
   // Like the output, bfloat16: what rounding takes from it. nullptr: it is not kept.
@@ -51,7 +51,7 @@ struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   bool in_turns;
   // Whether a CTA works on all key blocks of a head, one after another.
   bool whole_heads;
-  // (batch, head) pairs whose key blocks are worked on side by side.
+  // (batch, head) pairs whose key blocks run at the same time.
   int heads_in_flight;
   // How many CTAs have started.
   unsigned* tickets;

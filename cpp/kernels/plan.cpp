@@ -6,7 +6,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "sm80/scores_first.h"
+#include "sm80/decode/scores_first.h"
+#include "sm90/forward/fwd_shape.h"
 
 namespace fad {
 
@@ -18,29 +19,38 @@ constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
 constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: a y of the grid
 constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 
-// Parts are computed in tiles of fewer rows, and written and read once more: the one-CTA path is
-// faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
+// Parts of the sm80 family are computed in tiles of fewer rows, and written and read once more: the
+// one-CTA path is faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
 constexpr double kFullEnough = 0.76;
 
-// The same for the sm90 family, whose CTAs are one to an SM and take row blocks in turns: the share
-// of these turns that have a row block. (H100, 512 queries on 32768 keys, 32 heads, head dim 128:
-// 0.46 ms where 97 % have one and 0.64 ms where 73 % have; parts take 1.2 ms.)
-constexpr double kTurnsFullEnough = 0.4;
+// The sm90 family, whose CTAs take one tile after another, computes parts in the same tiles. There
+// a part costs an SM as much time as this many keys: each row is written and read in fp32, 8 bytes
+// a column. (From an H100's numbers, to be measured: 25 GB/s and 4.5 TFLOP/s an SM.)
+constexpr double kPartKeys = 360;
+
+// A launch, with that of the merge kernel and the end of both, costs as much as this many keys.
+constexpr double kLaunchKeys = 400;
 
 // Rows that a tile of 192 has done while a tile of 128 does one: it loads keys less often.
 constexpr double kTallTile = 1.15;
 
 // A CTA of the few-rows kernel walks a split block by block; at this share of an SM each, whole
 // splits read memory as fast as two kernels that share out scores and columns. (H100, splits of
-// 2048: 94 CTAs on 132 SMs take 52 us where the other path takes 59; 78 CTAs take 51 and 48.)
-constexpr double kSplitsFullEnough = 0.65;
+// 2048, few-rows and the other path: 32 CTAs on 132 SMs take 33 and 29 us, 49 take 39 and 36, 64 of
+// head dim 256 take 75 and 68, 78 take 40 and 45 to 48, 128 take 52 and 66.)
+constexpr double kSplitsFullEnough = 0.55;
+
+// The same share where Hopper's parts take the place of the few-rows kernel: their taller tiles
+// cost less, and the two kernels more. (A model, to be measured.)
+constexpr double kTallSplitsFullEnough = 0.25;
 
 // Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
 // 0.75 us a block, and 4 us; with 13 blocks of one split both paths take 14 us.)
 constexpr int kShortWalk = 8;
 
-// Rows of the few-rows kernel's lower tile.
-constexpr int kShortTile = 16;
+// Rows of the few-rows kernel's tiles: the time of a block of keys grows with them. (H100, head dim
+// 128, few CTAs: 0.8 us with 16, 2.1 us with 64.)
+constexpr int kFewRowsTiles[] = {16, 32, 64};
 
 // The scores kernel brings values into L2 for the kernel after it, where they take at most this
 // share of the cache: keys go through it too.
@@ -76,43 +86,65 @@ int splits_by_occupancy(long long row_blocks, int key_blocks, int num_sms) {
   return 1;
 }
 
-bool takes_groups(Path path) { return path == Path::kFewRows || path == Path::kScoresFirst; }
+bool few_queries(Path path) { return path == Path::kFewRows || path == Path::kScoresFirst; }
 
-// Query heads whose rows stand in one row block, of a path that takes groups: those that share a
-// key head, or some of them.
-int group_of(const FwdParams& params) {
-  if (params.seqlen_q > kFewQueries) {
-    return 1;
-  }
-  int group = params.h_h_k_ratio;
-  while (params.h_h_k_ratio % group != 0 || params.seqlen_q * group > kMostGroupRows) {
-    --group;
+// Query heads whose rows share a row block: those that share a key head, or some of them.
+int group_of(const FwdParams& params, Family family, Path path) {
+  int group = 1;
+  if (path == Path::kParts && family == Family::kSm90) {
+    // The copy engine loads the 64 rows of a warpgroup as boxes of `heads` heads of some queries.
+    const auto fits = [&](int heads) {
+      return params.h_h_k_ratio % heads == 0 && heads <= sm90::kGroupRows &&
+             params.seqlen_q < (1 << 29) / heads;
+    };
+    while (fits(2 * group)) {
+      group *= 2;
+    }
+  } else if (few_queries(path) && params.seqlen_q <= kFewQueries) {
+    group = params.h_h_k_ratio;
+    while (params.h_h_k_ratio % group != 0 || params.seqlen_q * group > kMostGroupRows) {
+      --group;
+    }
   }
   return group;
 }
 
-// Rows of queries that stand together.
-int rows_of(const FwdParams& params, Path path) {
-  return takes_groups(path) ? params.seqlen_q * group_of(params) : params.seqlen_q;
+// Rows of a sequence and a group of heads.
+int rows_of(const FwdParams& params, Family family, Path path) {
+  return params.seqlen_q * group_of(params, family, path);
 }
 
-long long row_blocks(const FwdParams& params, Path path, int block_m) {
-  const int group = takes_groups(path) ? group_of(params) : 1;
+// The lowest tile of the few-rows kernel that holds this many rows, or else the tallest.
+int few_rows_tile(int rows) {
+  int tile = kFewRowsTiles[0];
+  for (const int tall : kFewRowsTiles) {
+    tile = tile < rows ? tall : tile;
+  }
+  return tile;
+}
+
+long long row_blocks(const FwdParams& params, Family family, Path path, int block_m) {
+  const int group = group_of(params, family, path);
   return ceil_div(params.seqlen_q * group, block_m) * params.b * (params.h / group);
 }
 
 long long row_blocks(const FwdParams& params, const FwdKernel& kernel) {
-  return row_blocks(params, kernel.path, kernel.block_m);
+  return row_blocks(params, kernel.family, kernel.path, kernel.block_m);
 }
 
 bool runs_on(Family family, const Device& device) {
   return family == Family::kSm80 || device.capability == 90;
 }
 
-// Time of the CTA that has most to do, where CTAs take row blocks one after another: in rows.
-double longest_turns(const FwdParams& params, const FwdKernel& kernel, int num_sms) {
-  const double rows = kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
-  return rows * ceil_div(row_blocks(params, kernel), num_sms);
+// Time that an SM takes for a key, where CTAs take one tile after another: in rows.
+double key_time(const FwdKernel& kernel) {
+  return kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
+}
+
+// Rounds of CTAs in such kernels.
+long long turns(const FwdParams& params, const FwdKernel& kernel, int num_splits, int num_sms) {
+  const int parts = kernel.path == Path::kParts ? num_splits : 1;
+  return ceil_div(row_blocks(params, kernel) * parts, num_sms);
 }
 
 // Whether a kernel can run a call. One without windows masks in one way only: causal, or not.
@@ -121,21 +153,23 @@ bool covers(Features covered, Features features) {
   return same_mask && (features & ~covered) == 0;
 }
 
-// The kernel of a family and path for a call. Of persistent ones, the one with the best tile; of
-// others, the first that covers the call: those that cover least come first. Of the few-rows
-// kernels, the one that the rows fill best.
+// The kernel of a family and path for a call. Where CTAs take row blocks one after another, the one
+// with the best tile; of others, the first that covers the call: those that cover least come first.
+// Of the few-rows kernels, the one that the rows fill best.
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
-                             Path path, const Tree& tree, int num_sms) {
+                             Path path, const Tree& tree, int num_splits, int num_sms) {
+  const auto time = [&](const FwdKernel& kernel) {
+    return key_time(kernel) * turns(params, kernel, num_splits, num_sms);
+  };
   const Features features = features_of(params) | (params.residual != nullptr ? kResidual : 0);
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];
-    const bool fits = path != Path::kFewRows ||
-                      (kernel.block_m > kShortTile) == (rows_of(params, path) > kShortTile);
+    const bool fits =
+        path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, family, path));
     if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
-        (best == nullptr || (kernel.persistent && longest_turns(params, kernel, num_sms) <
-                                                      longest_turns(params, *best, num_sms)))) {
+        (best == nullptr || (kernel.ctas_per_sm > 0 && time(kernel) < time(*best)))) {
       best = &kernel;
     }
   }
@@ -153,8 +187,8 @@ Tree tree_of(const FwdParams& params, int split_tokens, bool deterministic, int 
   constexpr int kPartRows = 64;  // that upstream's rule counts in
   const int key_blocks = static_cast<int>(ceil_div(params.seqlen_k, tree.keys_per_block));
   const Path path = params.seqlen_q <= kFewQueries ? Path::kFewRows : Path::kParts;
-  const int splits =
-      splits_by_occupancy(row_blocks(params, path, kPartRows), std::max(key_blocks, 1), num_sms);
+  const int splits = splits_by_occupancy(row_blocks(params, Family::kSm80, path, kPartRows),
+                                         std::max(key_blocks, 1), num_sms);
   if (splits > 1) {
     tree.blocks_per_split = static_cast<int>(ceil_div(key_blocks, splits));
   }
@@ -166,24 +200,37 @@ int key_blocks(const FwdParams& params) { return num_blocks(params.seqlen_k, kKe
 // The row blocks that one launch must take together, ...
 int row_blocks_of_unit(const FwdParams& params, const FwdKernel& kernel) {
   return kernel.path == Path::kScoresFirst
-             ? std::max(num_blocks(rows_of(params, kernel.path), kScoreRows), 1)
+             ? std::max(num_blocks(rows_of(params, kernel.family, kernel.path), kScoreRows), 1)
              : 1;
 }
 
 // ... the rows of each that parts hold, ...
 int part_rows(const FwdParams& params, const FwdKernel& kernel) {
-  return std::max(std::min(kernel.block_m, rows_of(params, kernel.path)), 1);
+  return std::max(std::min(kernel.block_m, rows_of(params, kernel.family, kernel.path)), 1);
 }
 
-// ... and the scratch memory that so many take.
+// ... and the scratch memory that this many row blocks take.
 std::size_t scratch_bytes(const FwdParams& params, const FwdKernel& kernel, bool writes_parts,
                           int num_splits, long long ctas) {
   const int head_dim = kernel_head_dim(params.d);
   if (kernel.path == Path::kScoresFirst) {
     return scores_first_room(ctas, key_blocks(params), num_splits, head_dim).end;
   }
+  if (!writes_parts) {
+    return 0;
+  }
   const std::size_t row_bytes = head_dim * sizeof(float) + sizeof(float2);
-  return writes_parts ? ctas * num_splits * part_rows(params, kernel) * row_bytes : 0;
+  const std::size_t counter = kernel.ctas_per_sm > 0 ? sizeof(unsigned) : 0;
+  return ctas * num_splits * part_rows(params, kernel) * row_bytes + counter;
+}
+
+// Launches that row blocks are shared out to, so that each one's scratch memory stays bounded.
+long long launches_of(const FwdParams& params, const FwdKernel& kernel, bool writes_parts,
+                      int num_splits, long long row_blocks) {
+  const int together = row_blocks_of_unit(params, kernel);
+  const std::size_t unit = scratch_bytes(params, kernel, writes_parts, num_splits, together);
+  const long long most = std::max<long long>(kScratchBytes / unit, 1);
+  return ceil_div(ceil_div(row_blocks, together), most);
 }
 
 // Whether what one launch must take together fits its scratch memory.
@@ -209,7 +256,8 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
   if (!runs_on(family, device)) {
     return {};
   }
-  const FwdKernel* kernel = find_kernel(params, instance, family, path, tree, device.num_sms);
+  const FwdKernel* kernel =
+      find_kernel(params, instance, family, path, tree, num_splits, device.num_sms);
   if (kernel == nullptr) {
     return {};
   }
@@ -219,43 +267,104 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
     const int shared = splits ? kernel->state_bytes : kernel->shared_bytes;
     return {kernel, blocks, false, shared <= device.shared_bytes_per_block && blocks <= kMaxCtas};
   }
-  const bool in_grid = num_splits <= kMaxSplits && blocks <= kMaxCtas;
-  const bool rows_fit = !takes_groups(path) || params.seqlen_q <= kFewQueries;
+  const bool in_grid = num_splits <= kMaxSplits && blocks <= kMaxCtas &&
+                       kernel->shared_bytes <= device.shared_bytes_per_block;
+  const bool rows_fit = !few_queries(path) || params.seqlen_q <= kFewQueries;
   return {kernel, blocks, splits && path != Path::kScoresFirst,
           rows_fit && in_grid && (splits || path != Path::kParts) &&
               (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};
 }
 
-// Whether a CTA per row block has enough of the GPU to do.
+// Whether a CTA per row block fills enough of the GPU.
 bool fills(const Candidate& one_cta, const Device& device) {
-  if (one_cta.kernel->persistent) {
-    return one_cta.row_blocks >=
-           kTurnsFullEnough * device.num_sms * ceil_div(one_cta.row_blocks, device.num_sms);
-  }
   return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
 }
 
-// Whether CTAs that each walk a split have enough of the GPU to do, or so little that they end
+// Keys that a row block sees: the last one, which sees most, and the average one.
+struct SeenKeys {
+  double most, average;
+  bool differ;
+};
+
+SeenKeys seen_keys(const FwdParams& params, int block_m) {
+  double most = params.seqlen_k;
+  const double right = std::max(params.window_size_right, 0);
+  if (params.window_size_left >= 0) {
+    most = std::min(most, params.window_size_left + right + block_m);
+    return {most, most, false};
+  }
+  const bool bounded = params.is_causal || params.window_size_right >= 0;
+  const double first = std::clamp(params.seqlen_k - params.seqlen_q + right, 0., most);
+  return bounded ? SeenKeys{most, (first + most) / 2, true} : SeenKeys{most, most, false};
+}
+
+// Time of CTAs that take row blocks one after another and walk all splits: in keys of one row. Row
+// blocks with most keys come first, so that those with few fill up the last turn.
+double time_of_one_cta(const FwdParams& params, const Candidate& one_cta, const Device& device) {
+  const SeenKeys keys = seen_keys(params, one_cta.kernel->block_m);
+  const double all = keys.most * turns(params, *one_cta.kernel, 1, device.num_sms);
+  const double shared = one_cta.row_blocks * keys.average / device.num_sms;
+  const double filled = std::max(keys.most, shared + (2 * keys.average - keys.most) / 2);
+  return key_time(*one_cta.kernel) * (keys.differ ? std::min(all, filled) : all);
+}
+
+// The same where each split writes a part. Splits that a left window hides count too: CTAs skip
+// them one by one.
+double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree& tree,
+                     int num_splits, const Device& device) {
+  const SeenKeys keys = seen_keys(params, parts.kernel->block_m);
+  const double split = static_cast<double>(tree.blocks_per_split) * tree.keys_per_block;
+  const double seen =
+      keys.differ ? std::clamp<double>(keys.average / split + 0.5, 1, num_splits) : num_splits;
+  const auto launches =
+      static_cast<double>(launches_of(params, *parts.kernel, true, num_splits, parts.row_blocks));
+  const double each = parts.row_blocks * seen / launches / device.num_sms;
+  return key_time(*parts.kernel) * launches *
+         (std::ceil(each) * std::min(split, keys.most) + each * kPartKeys + kLaunchKeys);
+}
+
+// Whether CTAs that each walk a split fill this share of the GPU, or are so short that they end
 // before a second kernel could.
-bool walks_fill(const FwdParams& params, const Candidate& few_rows, const Tree& tree,
-                const Device& device) {
+bool walks_fill(const FwdParams& params, const Candidate& walks, const Tree& tree,
+                const Device& device, double share) {
   int blocks = key_blocks(params);
   if (params.window_size_left >= 0) {  // and the rest of the keys is hidden
     const int seen = params.window_size_left + std::max(params.window_size_right, 0);
     blocks = std::min(blocks, num_blocks(seen + params.seqlen_q, kKeysPerBlock) + 1);
   }
   const int longest = std::min(blocks, tree.blocks_per_split);
-  return longest <= kShortWalk ||
-         few_rows.row_blocks * blocks >= kSplitsFullEnough * device.num_sms * longest;
+  return longest <= kShortWalk || walks.row_blocks * blocks >= share * device.num_sms * longest;
+}
+
+// Whether a few queries make more rows, of whole groups, than the lowest tile of the few-rows
+// kernel has. Its taller ones take longer; one of the sm90 family reads keys as fast with 64 rows
+// as with 1. Few CTAs are left to the path scores-first.
+bool suits_tall_tiles(const FwdParams& params, const Candidate& parts, const Tree& tree,
+                      int num_splits, const Device& device) {
+  if (!parts.possible || parts.kernel->ctas_per_sm == 0 || params.seqlen_q > kFewQueries ||
+      params.window_size_left >= 0) {
+    return false;
+  }
+  const int group = group_of(params, parts.kernel->family, Path::kParts);
+  return group == params.h_h_k_ratio && params.seqlen_q * group > kFewRowsTiles[0] &&
+         fits_scratch(params, parts, num_splits) &&
+         walks_fill(params, parts, tree, device, kTallSplitsFullEnough);
 }
 
 // One CTA per row block, or one per split of it.
 Candidate better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
-                 int num_splits, const Device& device) {
+                 const Tree& tree, int num_splits, const Device& device) {
   if (!parts.possible || !one_cta.possible) {
     return parts.possible ? parts : one_cta;
   }
-  return fits_scratch(params, parts, num_splits) && !fills(one_cta, device) ? parts : one_cta;
+  if (!fits_scratch(params, parts, num_splits)) {
+    return one_cta;
+  }
+  const bool faster = one_cta.kernel->ctas_per_sm > 0 && parts.kernel->ctas_per_sm > 0
+                          ? time_of_parts(params, parts, tree, num_splits, device) <
+                                time_of_one_cta(params, one_cta, device)
+                          : !fills(one_cta, device);
+  return faster ? parts : one_cta;
 }
 
 // Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
@@ -271,24 +380,22 @@ bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num
          heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
 }
 
-// Heads whose key blocks are worked on side by side where CTAs take turns: no bits depend on it.
-// With many key blocks of a head side by side these share rows in L2, which counts most where
-// sequences of uneven lengths pull them apart; with few they wait less for each other under a
-// causal mask, where each has fewer rows than the one before.
-int heads_in_flight(const BwdParams& params, const BwdKernel& kernel, int num_sms) {
-  const bool full = params.window_size_left < 0 && params.window_size_right < 0;
-  if (kernel.family == Family::kSm90) {
-    // One CTA to an SM: this many key blocks of a head side by side, or half of those that a short
-    // head has. Measured on an H100 with equal lengths, full and causal (docs/adr/0019); windows
-    // are taken to be like causal masks, as their key blocks end at different rows too.
-    const int beside = full ? 33 : 16;
-    const int blocks = num_blocks(params.seqlen_k, kernel.block_n);
-    return std::max({num_sms / beside, num_sms / std::max(2 * blocks, 1), 1});
+// How many heads' key blocks run at the same time where CTAs take turns: no bits depend on it. Key
+// blocks of one head that start together wait for each other, one step apart: in a short sequence
+// under a causal mask, where each has fewer rows than the one before, for most of their time. With
+// many heads at a time, key blocks of one head start one after another, and do not wait. But what
+// they read and add to should stay in L2: with more heads, less of it does.
+int heads_in_flight(const BwdParams& params, const Device& device) {
+  if (device.heads_in_flight > 0) {
+    return device.heads_in_flight;
   }
-  // The best of those tried on an H200 (docs/adr/0008).
-  const bool packed = params.cu_seqlens_k != nullptr;
-  const int beside = full || (packed && kernel.block_m <= 64) ? 8 : 4;
-  return std::max(num_sms / beside, 1);
+  // Windows are taken to be like causal masks, as their key blocks end at different rows too.
+  const bool full = params.window_size_left < 0 && params.window_size_right < 0;
+  // Rounded here: the op rounds lengths after it has made the plan, and explain never does.
+  const int64_t rows = ceil_div(params.seqlen_q, 128) * 128;
+  const int64_t sums = int64_t{4} * rows * kernel_head_dim(params.d);
+  const int64_t fit = device.l2_bytes / (full ? 6 : 3) / std::max<int64_t>(sums, 1);
+  return static_cast<int>(std::min<int64_t>(std::max<int64_t>(fit, full ? 2 : 4), device.num_sms));
 }
 
 }  // namespace
@@ -346,17 +453,20 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
         one_cta.kernel->family == Family::kSm90) {
       return one_cta;
     }
+    const Candidate parts = on(Path::kParts);
+    if (suits_tall_tiles(params, parts, plan.tree, plan.num_splits, device)) {
+      return parts;
+    }
     // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it
     // fills.
     const Candidate few_rows = on(Path::kFewRows);
     if (few_rows.possible &&
         (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits))) {
       const Candidate scores_first = on(Path::kScoresFirst);
-      return scores_first.possible && !walks_fill(params, few_rows, plan.tree, device)
-                 ? scores_first
-                 : few_rows;
+      const bool fill = walks_fill(params, few_rows, plan.tree, device, kSplitsFullEnough);
+      return scores_first.possible && !fill ? scores_first : few_rows;
     }
-    return better(params, one_cta, on(Path::kParts), plan.num_splits, device);
+    return better(params, one_cta, parts, plan.tree, plan.num_splits, device);
   };
   const Candidate chosen = choose();
   if (!chosen.possible) {
@@ -375,28 +485,25 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
   }
   plan.kernel = chosen.kernel;
   plan.writes_parts = chosen.writes_parts;
-  const bool groups = takes_groups(plan.kernel->path);
-  plan.group = groups ? group_of(params) : 1;
-  const long long most_ctas = plan.kernel->persistent ? device.num_sms : kMaxCtas;
+  plan.group = group_of(params, plan.kernel->family, plan.kernel->path);
   plan.ctas = plan.ctas_per_launch =
-      static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, most_ctas));
+      static_cast<unsigned>(std::clamp(chosen.row_blocks, 1LL, kMaxCtas));
+  const int ctas_per_sm = plan.kernel->ctas_per_sm;
+  plan.most_ctas = ctas_per_sm > 0 ? ctas_per_sm * device.num_sms : plan.ctas;
   // CTAs that take row blocks one after another count those that are taken.
-  plan.scratch_bytes = chosen.row_blocks > plan.ctas ? sizeof(unsigned) : 0;
+  plan.scratch_bytes = plan.ctas > plan.most_ctas ? sizeof(unsigned) : 0;
   const double value_bytes = 2.0 * params.b * params.h_k * params.seqlen_k * params.d;
   plan.prefetches = value_bytes <= kPrefetchedShare * device.l2_bytes;
   if (plan.writes_parts || plan.kernel->path == Path::kScoresFirst) {
     plan.part_rows = part_rows(params, *plan.kernel);
     const int together = row_blocks_of_unit(params, *plan.kernel);
-    const auto bytes = [&](long long units) {
-      return scratch_bytes(params, *plan.kernel, plan.writes_parts, plan.num_splits,
-                           units * together);
-    };
-    const long long units = ceil_div(plan.ctas, together);
-    const long long most = std::max<long long>(kScratchBytes / bytes(1), 1);
     // Launches of equal size, rather than full ones and a small rest.
-    const long long each = ceil_div(units, ceil_div(units, most));
+    const long long each =
+        ceil_div(ceil_div(plan.ctas, together),
+                 launches_of(params, *plan.kernel, plan.writes_parts, plan.num_splits, plan.ctas));
     plan.ctas_per_launch = static_cast<unsigned>(each * together);
-    plan.scratch_bytes = bytes(each);
+    plan.scratch_bytes = scratch_bytes(params, *plan.kernel, plan.writes_parts, plan.num_splits,
+                                       plan.ctas_per_launch);
   }
   return plan;
 }
@@ -415,7 +522,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
     }
   }
   if (plan.kernel == nullptr) {
-    throw std::runtime_error(
+    throw TooLittleSharedMemory(
         "q: the backward for head_dim " + std::to_string(params.d) + " needs " +
         std::to_string(instance.kernels[instance.num_kernels - 1].shared_bytes) +
         " bytes of shared memory per block, this GPU offers " +
@@ -424,7 +531,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
   plan.whole_heads = deterministic && suits_whole_heads(params, *plan.kernel, device.num_sms);
   plan.in_turns = deterministic && !plan.whole_heads;
   if (plan.in_turns) {
-    plan.heads_in_flight = heads_in_flight(params, *plan.kernel, device.num_sms);
+    plan.heads_in_flight = heads_in_flight(params, device);
   }
   return plan;
 }
@@ -440,7 +547,7 @@ void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream) {
 
 namespace {
 
-// Where the kernels of a plan leave what they hand over.
+// Where the kernels of a plan write results for the next kernel.
 void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
   if (plan.kernel->path == Path::kScoresFirst) {
     const int blocks = key_blocks(params);
@@ -460,6 +567,9 @@ void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
   params.parts.acc = reinterpret_cast<float*>(scratch);
   params.parts.state =
       reinterpret_cast<float2*>(params.parts.acc + rows * kernel_head_dim(params.d));
+  if (plan.kernel->ctas_per_sm > 0) {
+    params.tile_counter = reinterpret_cast<unsigned*>(params.parts.state + rows);
+  }
 }
 
 }  // namespace
@@ -471,7 +581,7 @@ void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t
   params.parts = Parts{};
   if (!plan.writes_parts && plan.kernel->path != Path::kScoresFirst) {
     params.tile_counter = static_cast<unsigned*>(scratch);
-    plan.kernel->launch(params, plan.ctas, stream);
+    plan.kernel->launch(params, std::min(plan.ctas, plan.most_ctas), stream);
     return;
   }
   place_scratch(plan, static_cast<char*>(scratch), params);
@@ -480,7 +590,10 @@ void run_plan(const FwdPlan& plan, FwdParams params, void* scratch, cudaStream_t
   for (unsigned first = 0; first < plan.ctas; first += plan.ctas_per_launch) {
     params.parts.first_cta = first;
     params.parts.ctas = std::min(plan.ctas_per_launch, plan.ctas - first);
-    plan.kernel->launch(params, params.parts.ctas, stream);
+    const unsigned ctas = plan.kernel->ctas_per_sm > 0
+                              ? std::min(params.parts.ctas * plan.num_splits, plan.most_ctas)
+                              : params.parts.ctas;
+    plan.kernel->launch(params, ctas, stream);
     if (plan.writes_parts) {
       plan.instance->merge(params, stream);
     }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 
 #include "bwd.h"
 #include "fwd.h"
@@ -20,6 +21,7 @@ struct Device {
   std::optional<Path> path;      // run this one where it can run at all
   std::optional<Family> family;  // likewise
   int l2_bytes = 0;              // of the cache that all SMs share
+  int heads_in_flight = 0;       // of a backward in turns; 0: the plan's choice
 };
 
 // Scratch memory of one launch: parts beyond it are computed by several launches.
@@ -33,9 +35,10 @@ struct FwdPlan {
   Tree tree;
   int num_splits;            // of the longest sequence
   bool writes_parts;         // for the merge kernel
-  int group;                 // query heads whose rows stand in one row block
+  int group;                 // query heads whose rows share a row block
   unsigned ctas;             // row blocks of all heads and sequences, ...
-  unsigned ctas_per_launch;  // ... of which one launch takes so many
+  unsigned ctas_per_launch;  // ... and how many of them one launch takes
+  unsigned most_ctas;        // that a launch has, where CTAs take work one after another
   int part_rows;             // rows of a row block that parts hold
   bool prefetches;           // values into L2, for the second kernel of the path scores-first
   std::size_t scratch_bytes;
@@ -53,10 +56,15 @@ struct BwdPlan {
   const BwdKernel* kernel;
   bool whole_heads;     // a CTA works on all key blocks of a head, so that none waits for another
   bool in_turns;        // CTAs wait for each other, so that sums have one order
-  int heads_in_flight;  // (batch, head) pairs whose key blocks are worked on side by side
+  int heads_in_flight;  // (batch, head) pairs whose key blocks run at the same time
 };
 
-// Throws std::runtime_error for a call that no kernel can take on this device.
+// No kernel that covers a call fits a block of this device.
+struct TooLittleSharedMemory : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Throws TooLittleSharedMemory.
 BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
                  const Device& device);
 

@@ -60,8 +60,8 @@ struct KeyPlace {
   int bidb, bidh, n_block;
 };
 
-// The place that belongs to a ticket, where each head has so many key blocks. Key blocks come in
-// order, those of heads_in_flight heads side by side. The first heads of all groups come before the
+// The key block that belongs to a ticket; num_n_blocks: of each head. Key blocks are in order,
+// those of heads_in_flight heads at the same time. The first heads of all groups come before the
 // second ones, so that heads of one group, which wait for each other at every key block, do not
 // start together.
 template <typename Params>
@@ -107,7 +107,7 @@ __device__ __forceinline__ int64_t group_of(const Params& params, const KeyPlace
          place.bidh / params.h_h_k_ratio;
 }
 
-// Rows of dq's sums and of the row sums before a head's own: the rows of a head stand together,
+// Rows of dq's sums and of the row sums before a head's own: the rows of a head are contiguous,
 // packed sequences 128 rows apart. sum_s_q: where the sequence starts among packed ones.
 template <typename Params>
 __device__ __forceinline__ int64_t sum_rows_before(const Params& params, int sum_s_q, int bidb,

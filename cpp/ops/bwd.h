@@ -112,7 +112,8 @@ void check_gradient_inputs(const torch::stable::Tensor& dout, const torch::stabl
 // How a call will be carried out. Checks what is left to check; launches nothing.
 BwdPlan plan_call(const BwdParams& params, const torch::stable::Tensor& like, bool deterministic);
 
-// family (as in kernels/fwd.h), rows and keys to a tile, whole_heads, in_turns, heads_in_flight.
+// family (as in kernels/fwd.h; -1: the device has too little shared memory), rows and keys to a
+// tile, whole_heads, in_turns, heads_in_flight.
 using BwdPlanOutputs =
     std::tuple<std::int64_t, std::int64_t, std::int64_t, bool, bool, std::int64_t>;
 

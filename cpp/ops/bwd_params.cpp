@@ -20,10 +20,6 @@ std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, in
   return cu_seqlens == nullptr ? batch * ceil_div(seqlen, block) : total / block + batch;
 }
 
-Tensor scratch(const Tensor& like, std::int64_t elements, ScalarType dtype) {
-  return allocate(like, {elements}, dtype);
-}
-
 }  // namespace
 
 void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& out,
@@ -120,25 +116,34 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   params.seqlen_q_rounded = static_cast<int>(ceil_div(params.seqlen_q, 128) * 128);
   const std::int64_t rows = packed ? params.total_q + 128ll * params.b
                                    : static_cast<std::int64_t>(params.b) * params.seqlen_q_rounded;
-  const Tensor row_sums = scratch(like, rows * params.h, ScalarType::Float);
-  const Tensor dq_sums = scratch(like, rows * params.h * params.d_rounded, ScalarType::Float);
-  params.dsoftmax_sum = row_sums.data_ptr();
-  params.dq_accum_ptr = dq_sums.data_ptr();
-
   const int block_n = plan.kernel->block_n;
   const std::int64_t key_blocks =
       all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, block_n);
   const std::int64_t positions = params.h * key_blocks;
   const std::int64_t key_turns = params.h == params.h_k ? 0 : params.h_k * key_blocks;
   const std::int64_t num_counters = 1 + positions + key_turns;
-  const Tensor counters = scratch(like, num_counters, ScalarType::Int);
-  C10_CUDA_CHECK(cudaMemsetAsync(counters.data_ptr(), 0, num_counters * sizeof(int), stream));
-  params.tickets = static_cast<unsigned*>(counters.data_ptr());
+
+  // One allocation for all four: allocations are most of the host's time here. Parts start at
+  // multiples of 256 bytes, and are counted in words of 4.
+  std::int64_t words = 0;
+  const auto reserve = [&](std::int64_t part) {
+    const std::int64_t start = words;
+    words += ceil_div(part, 64) * 64;
+    return start;
+  };
+  const std::int64_t row_sums = reserve(rows * params.h);
+  const std::int64_t dq_sums = reserve(rows * params.h * params.d_rounded);
+  const std::int64_t counters = reserve(num_counters);
+  const std::int64_t key_sums = reserve(key_turns * 2 * block_n * params.d_rounded);
+  const Tensor scratch = allocate(like, {words}, ScalarType::Float);
+  float* const first = static_cast<float*>(scratch.data_ptr());
+  params.dsoftmax_sum = first + row_sums;
+  params.dq_accum_ptr = first + dq_sums;
+  params.tickets = reinterpret_cast<unsigned*>(first + counters);
   params.progress = params.tickets + 1;
   params.key_turns = params.progress + positions;
-  const Tensor key_sums =
-      scratch(like, key_turns * 2 * block_n * params.d_rounded, ScalarType::Float);
-  params.key_sums = static_cast<float*>(key_sums.data_ptr());
+  params.key_sums = first + key_sums;
+  C10_CUDA_CHECK(cudaMemsetAsync(params.tickets, 0, num_counters * sizeof(int), stream));
 
   run_plan(plan, params, stream);
 }

@@ -1,5 +1,8 @@
 #include "checks.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/util/shim_utils.h>
+
 namespace fad {
 
 using torch::headeronly::ScalarType;
@@ -19,6 +22,21 @@ void write(Text& out, const Numbers& numbers) {
     comma = ", ";
   }
   out << ")";
+}
+
+// torch's own number of a dtype. scalar_type() compares it with that of each dtype in turn.
+std::int32_t dtype_number(const Tensor& tensor) {
+  std::int32_t number = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  return number;
+}
+
+struct Dtype {  // its name
+  const Tensor& tensor;
+};
+
+Text& operator<<(Text& out, Dtype dtype) {
+  return out << torch::headeronly::toString(dtype.tensor.scalar_type());
 }
 
 // An expected shape.
@@ -53,7 +71,7 @@ Text& operator<<(Text& out, Shape shape) {
 
 Text& operator<<(Text& out, Described described) {
   const Tensor& tensor = described.tensor;
-  out << torch::headeronly::toString(tensor.scalar_type()) << " " << Shape{tensor} << ", strides ";
+  out << Dtype{tensor} << " " << Shape{tensor} << ", strides ";
   write(out, tensor.strides());
   out << (tensor.is_cuda() ? ", on cuda:" : ", not on a GPU");
   return tensor.is_cuda() ? out << tensor.get_device_index() : out;
@@ -64,8 +82,8 @@ void check_attention_input(const Tensor& tensor, const char* name, const Tensor&
   check(tensor.is_cuda(), name, ": expected a CUDA tensor, got ", Described{tensor});
   check(tensor.get_device_index() == q.get_device_index(), name,
         ": expected the device of q, cuda:", q.get_device_index(), ", got ", Described{tensor});
-  check(tensor.scalar_type() == q.scalar_type(), name, ": expected the dtype of q, ",
-        torch::headeronly::toString(q.scalar_type()), ", got ", Described{tensor});
+  check(dtype_number(tensor) == dtype_number(q), name, ": expected the dtype of q, ", Dtype{q},
+        ", got ", Described{tensor});
   check(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ", Shape{tensor});
 }
 

@@ -103,8 +103,10 @@ void override(std::string_view rest, Device& device) {
       device.path = path(value);
     } else if (key == "family") {
       device.family = family(kTestDevice, value);
+    } else if (key == "heads") {
+      device.heads_in_flight = number(key, value);
     } else {
-      check(false, kTestDevice, ": expected sms, shared, path or family, got ", key);
+      check(false, kTestDevice, ": expected sms, shared, path, family or heads, got ", key);
     }
   }
 }
@@ -122,7 +124,7 @@ Device read_device(int device) {
           attribute(cudaDevAttrL2CacheSize, device)};
 }
 
-// The runtime is asked once for each device: every call plans, and four attributes take it longer
+// The runtime is queried once for each device: every call plans, and four attributes take it longer
 // than the plan.
 Device known_device(int device) {
   constexpr int kCached = 64;

@@ -9,7 +9,7 @@ namespace fad {
 
 namespace {
 
-// Stands for what lies on the device: a plan only asks whether it is there.
+// Stands for device memory: a plan only depends on whether a pointer is null.
 int somewhere;
 
 // Contiguous tensors, as large as the longest sequence allows.
@@ -92,13 +92,17 @@ BwdPlanOutputs bwd_plan(const torch::stable::Tensor& like, std::int64_t batch,
   params.do_batch_stride = params.q_batch_stride;
   params.do_row_stride = params.q_row_stride;
   params.do_head_stride = params.q_head_stride;
-  const BwdPlan plan = plan_call(params, like, deterministic);
-  return {static_cast<std::int64_t>(plan.kernel->family),
-          plan.kernel->block_m,
-          plan.kernel->block_n,
-          plan.whole_heads,
-          plan.in_turns,
-          plan.heads_in_flight};
+  try {
+    const BwdPlan plan = plan_call(params, like, deterministic);
+    return {static_cast<std::int64_t>(plan.kernel->family),
+            plan.kernel->block_m,
+            plan.kernel->block_n,
+            plan.whole_heads,
+            plan.in_turns,
+            plan.heads_in_flight};
+  } catch (const TooLittleSharedMemory&) {
+    return {-1, 0, 0, false, false, 0};
+  }
 }
 
 }  // namespace fad

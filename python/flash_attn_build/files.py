@@ -9,9 +9,8 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,7 @@ def tree_sha256(named: Mapping[str, bytes]) -> str:
 
 
 def read_tree(root: Path, starts: Iterable[str] = (".",)) -> dict[str, bytes]:
-    """Reads files below a folder, again if another process puts a new one in its place meanwhile.
+    """Reads files below a folder.
 
     Args:
         root: The folder.
@@ -109,15 +108,6 @@ def read_tree(root: Path, starts: Iterable[str] = (".",)) -> dict[str, bytes]:
     Raises:
         FileNotFoundError: One of `starts` holds no file.
     """
-    starts = list(starts)
-    for _ in range(2):
-        with suppress(FileNotFoundError):
-            return _read_tree(root, starts)
-        time.sleep(0.1)
-    return _read_tree(root, starts)
-
-
-def _read_tree(root: Path, starts: Iterable[str]) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for start in starts:
         at = root / start

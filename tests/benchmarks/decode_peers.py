@@ -68,6 +68,10 @@ CASES = (
     Case(1, 1, 20_000, 32, 8, 128, 256),
     Case(32, 1, 6000, 32, 8, 128, 16),
     Case(64, 1, 2000, 28, 4, 128, 64),
+    # Where parts of a few queries and the path scores-first should be equally fast.
+    Case(2, 5, 4096, 32, 8, 128),
+    Case(4, 5, 4096, 32, 8, 128),
+    Case(4, 1, 8192, 64, 2, 128),
 )
 
 
@@ -87,10 +91,27 @@ def _paged(tensor: torch.Tensor, table: torch.Tensor, size: int) -> torch.Tensor
     return pages
 
 
+def _is_wanted(side: str, only: Sequence[str]) -> bool:
+    return not only or side == "ours" or side in only
+
+
 def measure(
-    case: Case, baseline: Baseline | None, with_fa3: bool, repeats: int, budget_ms: float
+    case: Case,
+    baseline: Baseline | None,
+    with_fa3: bool,
+    repeats: int,
+    budget_ms: float,
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Times one case; `with_fa3` says whether FlashAttention-3 is loaded.
+    """Times one case.
+
+    Args:
+        case: shape.
+        baseline: upstream's own kernels, if there.
+        with_fa3: whether FlashAttention-3 is loaded.
+        repeats: timed replays of each side, at most.
+        budget_ms: milliseconds of GPU time for them; at least 5 are made.
+        only: sides to time beside ours; empty: all.
 
     Returns:
         Milliseconds of a call per side, ratios of medians, and what the plan says.
@@ -129,11 +150,13 @@ def measure(
         sides["fa3"] = lambda i: fa3.attend(q[i], *caches[i], causal=True, **paged)
     if baseline is not None and not options and case.seqlen_q == 1:
         sides["fa2"] = lambda i: baseline.forward(q[i], *dense[i], num_splits=0)[0]
+    sides = {name: step for name, step in sides.items() if _is_wanted(name, only)}
     results = {name: step(0).float() for name, step in sides.items()}
     expected = results["ours"]
     differences = {name: float((one - expected).abs().max()) for name, one in results.items()}
     expect_close(differences, 0.05 * float(expected.abs().max()))
-    sides["read"] = lambda i: read(kv[i])
+    if _is_wanted("read", only):
+        sides["read"] = lambda i: read(kv[i])
     timer = functools.partial(within, budget_ms=budget_ms, most=repeats)
     times = time_graphs(sides, sets, calls, timer)
     return {
@@ -161,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = timing_parser(__doc__, repeats=20, budget_ms=300, seconds=600)
     add_baseline(parser)
     peer_libraries.add_arguments(parser, with_fa4=False)
+    parser.add_argument("--sides", nargs="+", default=[], help="to time beside ours; default: all")
     options = parser.parse_args(arguments)
     peer_libraries.find(options, parser)
     record = begin_record(options, peers=peer_libraries.versions(), means={})
@@ -171,7 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record,
         CASES,
         built=lambda case: is_built(case.head_dim, "bf16"),
-        measure=lambda case: measure(case, baseline, with_fa3, options.repeats, options.budget_ms),
+        measure=lambda case: measure(
+            case, baseline, with_fa3, options.repeats, options.budget_ms, options.sides
+        ),
         summarise=summarise,
     )
     print("\n".join(lines(record["means"])))

@@ -2,53 +2,186 @@
 // this for one head dim (-DFAD_HEAD_DIM=...) and calls it. bf16, no softcap.
 #include <cmath>
 
-#include "sm90/fwd_launch.cuh"
+#include "sm90/forward/fwd_launch.cuh"
+
+// Shapes that lost against the product's, or are yet to be measured: types, as fwd_tile.h takes
+// them. Not in a namespace without a name: kernels are named after them.
+namespace shapes {
+
+using fad::sm90::FwdShape;
+
+template <int kKeys, int kStateColumns, bool kTurns, bool kWaits, int kQueries, bool kRing = false>
+struct Plain {
+  static constexpr FwdShape value = {kKeys, kStateColumns, kTurns, kWaits, kQueries, kRing};
+};
+
+template <typename Base>
+struct InLines {
+  static constexpr FwdShape with_lines(FwdShape shape) {
+    shape.waits_in_lines = true;
+    return shape;
+  }
+  static constexpr FwdShape value = with_lines(Base::value);
+};
+
+template <typename Base>
+struct Late {
+  static constexpr FwdShape merging_late(FwdShape shape) {
+    shape.merges_late = true;
+    return shape;
+  }
+  static constexpr FwdShape value = merging_late(Base::value);
+};
+
+template <typename Base, fad::sm90::BeforeValues kBefore>
+struct Before {
+  static constexpr FwdShape with(FwdShape shape) {
+    shape.before_values = kBefore;
+    return shape;
+  }
+  static constexpr FwdShape value = with(Base::value);
+};
+
+// So many CTAs to an SM.
+template <typename Base, int kCtas>
+struct Side {
+  static constexpr FwdShape with(FwdShape shape) {
+    shape.ctas_per_sm = kCtas;
+    return shape;
+  }
+  static constexpr FwdShape value = with(Base::value);
+};
+
+// kReturns leaves out the clearing of the counter: each variant has its own, 0 before the first
+// call.
+template <typename Base, bool kLate, fad::sm90::Counting kCounting>
+struct Short {
+  static constexpr FwdShape with(FwdShape shape) {
+    shape.ends_late = kLate;
+    shape.counting = kCounting;
+    return shape;
+  }
+  static constexpr FwdShape value = with(Base::value);
+};
+
+// Other bits: docs/adr/0022.
+template <typename Base, int kStepKeys, bool kLazyMaxima>
+struct Other {
+  static constexpr FwdShape with(FwdShape shape) {
+    shape.step = kStepKeys;
+    shape.lazy = kLazyMaxima;
+    return shape;
+  }
+  static constexpr FwdShape value = with(Base::value);
+};
+
+}  // namespace shapes
 
 namespace {
 
 using namespace fad::sm90;
+using shapes::Before;
+using shapes::InLines;
+using shapes::Late;
+using shapes::Other;
+using shapes::Plain;
+using shapes::Short;
+using shapes::Side;
 
 struct Variant {
   const char* name;
-  int rows;
+  int rows, ctas_per_sm;
   void (*launch)(const FwdParams&, unsigned, cudaStream_t);
 };
 
-// warpgroups, keys, state_columns, takes_turns, waits_last, register_queries, queries_through_ring:
-// fwd_shape.h.
-template <int kWarpgroups, int kKeys, int kStateColumns, bool kTurns, bool kWaits, int kQueries,
-          bool kRing = false>
+template <int kWarpgroups, typename Shape>
 constexpr Variant variant(const char* name) {
-  return {name, kWarpgroups * kGroupRows,
-          &launch_fwd<FwdTile<__nv_bfloat16, FAD_HEAD_DIM, false, kWarpgroups, kKeys, kStateColumns,
-                              kTurns, kWaits, kQueries, kRing>>};
+  return {name, kWarpgroups * kGroupRows, Shape::value.ctas_per_sm,
+          &launch_fwd<FwdTile<__nv_bfloat16, FAD_HEAD_DIM, false, kWarpgroups, Shape>>};
 }
 
-// The first is the product's. Names: two, three: warpgroups; k128: 128 keys to a product; turns,
-// free: with turns and without; wait: waits_last; q8: eight sixteens of Q in registers, ring: they
-// come through the ring.
+template <int kBlockM>
+constexpr Variant product(const char* name) {
+  return variant<kBlockM / kGroupRows, ShapeOf<FAD_HEAD_DIM, kBlockM>>(name);
+}
+
+// The first is the product's. Names: one to four: warpgroups; twice, four-times: CTAs to an SM;
+// k128: 128 keys to a product; turns, free: with turns and without; wait: waits_last; q8: eight
+// sixteens of Q in registers, ring: they come through the ring; s24: eights of columns of what
+// waits in shared memory; lines, late, maxima, first, ends: waits_in_lines, merges_late,
+// before_values, ends_late of fwd_shape.h; there, returns: its counting. other-: other bits, steps
+// of 128 keys (step128) and lazy maxima.
 constexpr Variant kVariants[] = {
-#if FAD_HEAD_DIM == 64
-    variant<3, 128, 8, false, false, 0>("three-k128-free"),
-    variant<3, 128, 8, true, false, 0>("three-k128-turns"),
+#if FAD_HEAD_DIM == 32
+    product<128>("two-free-wait-q2-twice"),
+    variant<2, Side<Plain<64, 4, false, true, 0>, 2>>("two-free-wait-twice"),
+    variant<2, Side<Plain<64, 4, false, false, 2>, 2>>("two-free-q2-twice"),
+    variant<2, Short<ShapeOf<32, 128>, false, Counting::kFromThere>>(
+        "two-free-wait-q2-twice-there"),
+    variant<2, Short<ShapeOf<32, 128>, true, Counting::kFromThere>>(
+        "two-free-wait-q2-twice-there-ends"),
+    variant<1, Side<Plain<64, 4, false, true, 2>, 4>>("one-free-wait-q2-four-times"),
+    variant<3, Plain<128, 4, false, false, 0>>("three-k128-free"),
+    variant<3, Plain<128, 4, false, false, 2>>("three-k128-free-q2"),
+    variant<4, Plain<64, 4, false, true, 2>>("four-free-wait-q2"),
+#elif FAD_HEAD_DIM == 64
+    product<192>("three-k128-free"),
+    variant<3, Before<ShapeOf<64, 192>, BeforeValues::kMaxima>>("three-k128-free-maxima"),
+    variant<3, Before<ShapeOf<64, 192>, BeforeValues::kFirstStep>>("three-k128-free-first"),
+    variant<3, Short<ShapeOf<64, 192>, false, Counting::kFromThere>>("three-k128-free-there"),
+    variant<3, Short<ShapeOf<64, 192>, true, Counting::kFromThere>>("three-k128-free-there-ends"),
+    variant<3,
+            Short<Before<ShapeOf<64, 192>, BeforeValues::kFirstStep>, true, Counting::kFromThere>>(
+        "three-k128-free-first-there-ends"),
+    variant<3, Short<ShapeOf<64, 192>, true, Counting::kReturns>>("three-k128-free-returns-ends"),
+    variant<4, Plain<64, 8, false, false, 0>>("four-free"),
+    variant<4, Plain<64, 8, false, true, 0>>("four-free-wait"),
+    variant<3, Other<ShapeOf<64, 192>, 64, true>>("other-three-k128-free-lazy"),
+    variant<3, Other<ShapeOf<64, 192>, 128, false>>("other-three-k128-free-step128"),
+    variant<3, Other<ShapeOf<64, 192>, 128, true>>("other-three-k128-free-step128-lazy"),
+    variant<3, Other<Plain<128, 8, false, true, 0>, 128, true>>(
+        "other-three-k128-free-wait-step128-lazy"),
 #elif FAD_HEAD_DIM == 96
-    variant<3, 64, 12, true, false, 0>("three-turns"),
-    variant<3, 64, 12, true, false, 6>("three-turns-q6"),
-    variant<3, 64, 12, false, false, 6>("three-free-q6"),
-    variant<3, 64, 12, false, true, 6>("three-free-wait-q6"),
+    product<192>("three-turns"),
+    variant<3, Plain<64, 12, true, false, 6>>("three-turns-q6"),
+    variant<3, Plain<64, 12, false, false, 6>>("three-free-q6"),
+    variant<3, Late<ShapeOf<96, 192>>>("three-turns-late"),
+    variant<3, Short<Late<ShapeOf<96, 192>>, true, Counting::kFromThere>>("three-turns-late-ends"),
+    variant<3, Other<ShapeOf<96, 192>, 64, true>>("other-three-turns-lazy"),
+    variant<2, Other<Plain<128, 12, true, true, 6>, 128, true>>(
+        "other-two-k128-turns-wait-q6-step128-lazy"),
 #elif FAD_HEAD_DIM == 128
-    variant<3, 64, 16, true, true, 4>("three-turns-wait-q4"),
-    variant<3, 64, 16, true, false, 0>("three-turns"),
-    variant<2, 128, 16, false, false, 0>("two-k128-free"),
+    product<192>("three-turns-wait-q4"),
+    product<128>("two-k128-free"),
+    variant<3, Late<ShapeOf<128, 192>>>("three-turns-wait-q4-late"),
+    variant<3, Short<ShapeOf<128, 192>, true, Counting::kFromThere>>("three-turns-wait-q4-ends"),
+    variant<2, Short<ShapeOf<128, 128>, true, Counting::kFromThere>>("two-k128-free-ends"),
+    variant<3, Plain<64, 16, true, true, 4, true>>("three-turns-wait-q4-ring"),
+    variant<3, Short<Late<Plain<64, 16, true, true, 4, true>>, true, Counting::kFromThere>>(
+        "three-turns-wait-q4-ring-late-ends"),
+    variant<3, Other<ShapeOf<128, 192>, 64, true>>("other-three-turns-wait-q4-lazy"),
+    variant<2, Other<Plain<128, 16, true, true, 8>, 128, false>>(
+        "other-two-k128-turns-wait-q8-step128"),
+    variant<2, Other<Plain<128, 16, true, true, 8>, 128, true>>(
+        "other-two-k128-turns-wait-q8-step128-lazy"),
 #elif FAD_HEAD_DIM == 192
-    variant<2, 64, 12, false, true, 12>("two-free-wait-q12"),
-    variant<2, 64, 12, true, true, 12>("two-turns-wait-q12"),
-    variant<2, 64, 12, true, false, 0>("two-turns"),
+    product<128>("two-free-wait-q12"),
+    // Seven, six and five blocks in the ring; without it, five with twelve columns.
+    variant<2, Plain<64, 14, false, true, 12, true>>("two-free-wait-q12-ring-s14"),
+    variant<2, Plain<64, 20, false, true, 12, true>>("two-free-wait-q12-ring-s20"),
+    variant<2, Plain<64, 24, false, true, 12, true>>("two-free-wait-q12-ring-s24"),
+    variant<2, InLines<Plain<64, 20, false, true, 12, true>>>("two-free-wait-q12-ring-s20-lines"),
+    variant<2, Late<Plain<64, 24, false, true, 12, true>>>("two-free-wait-q12-ring-s24-late"),
+    variant<2, Short<Late<Plain<64, 24, false, true, 12, true>>, true, Counting::kFromThere>>(
+        "two-free-wait-q12-ring-s24-late-ends"),
+    variant<2, Other<Plain<64, 24, false, true, 12, true>, 64, true>>(
+        "other-two-free-wait-q12-ring-s24-lazy"),
 #elif FAD_HEAD_DIM == 256
-    variant<2, 64, 16, true, true, 8, true>("two-turns-wait-q8-ring"),
-    variant<2, 64, 16, false, true, 8, true>("two-free-wait-q8-ring"),
-    variant<2, 64, 16, true, true, 8>("two-turns-wait-q8"),
-    variant<2, 64, 16, false, false, 0>("two-free"),
+    product<128>("two-free-wait-q8-ring"),
+    variant<2, InLines<ShapeOf<256, 128>>>("two-free-wait-q8-ring-lines"),
+    variant<2, Late<InLines<ShapeOf<256, 128>>>>("two-free-wait-q8-ring-lines-late"),
+    variant<2, Other<InLines<ShapeOf<256, 128>>, 64, true>>(
+        "other-two-free-wait-q8-ring-lines-lazy"),
 #endif
 };
 
@@ -61,11 +194,12 @@ int fad_variants() { return static_cast<int>(sizeof(kVariants) / sizeof(kVariant
 const char* fad_name(int variant) { return kVariants[variant].name; }
 
 // q, out: (batch, seqlen_q, heads, head dim), k, v: (batch, seqlen_k, heads_k, head dim), bf16,
-// contiguous; softmax_lse: (batch, heads, seqlen_q), fp32; counter: 4 bytes of the device.
+// contiguous; softmax_lse: (batch, heads, seqlen_q), fp32; counters: 4 bytes of the device for each
+// variant, 0 before the first call.
 // window_left, window_right: below 0, no limit; causal is (-1, 0). Returns 0, or 1 where the
 // variant does not take the call.
 int fad_run(int variant, const void* q, const void* k, const void* v, void* out, float* softmax_lse,
-            unsigned* counter, int batch, int seqlen_q, int seqlen_k, int heads, int heads_k,
+            unsigned* counters, int batch, int seqlen_q, int seqlen_k, int heads, int heads_k,
             int window_left, int window_right, int split_tokens, int sms, void* stream) {
   const auto rows = [&](const void* data, int seqlen, int count) {
     const int64_t row = static_cast<int64_t>(count) * FAD_HEAD_DIM;
@@ -99,11 +233,12 @@ int fad_run(int variant, const void* q, const void* k, const void* v, void* out,
   const Variant& chosen = kVariants[variant];
   const int64_t tiles =
       static_cast<int64_t>(batch) * heads * ((seqlen_q + chosen.rows - 1) / chosen.rows);
-  params.tile_counter = tiles > sms ? counter : nullptr;
+  const int64_t slots = int64_t{sms} * chosen.ctas_per_sm;
+  params.tile_counter = tiles > slots ? counters + variant : nullptr;
   if (!supports(params) || split_tokens % 128 != 0) {
     return 1;
   }
-  chosen.launch(params, static_cast<unsigned>(tiles < sms ? tiles : sms),
+  chosen.launch(params, static_cast<unsigned>(tiles < slots ? tiles : slots),
                 static_cast<cudaStream_t>(stream));
   return 0;
 }

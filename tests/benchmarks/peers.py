@@ -113,7 +113,8 @@ def chosen(options: argparse.Namespace) -> list[Case]:
     return [
         case
         for case in cases
-        if options.only in case.name and (not options.groups or case.group in options.groups)
+        if any(part in case.name for part in options.only)
+        and (not options.groups or case.group in options.groups)
     ]
 
 

@@ -15,22 +15,23 @@ class Fault(NamedTuple):
     instead: str
 
 
-_CONSUMER, _PRODUCER, _WALK = (
-    f"sm90/fwd_{name}" for name in ("consumer.cuh", "producer.cuh", "walk.h")
+_CONSUMER, _PRODUCER, _PRODUCTS, _ROWS, _WALK = (
+    f"sm90/forward/fwd_{name}"
+    for name in ("consumer.cuh", "producer.cuh", "products.cuh", "rows.cuh", "walk.h")
 )
-_LAUNCH = "sm90/fwd_launch.cuh"
+_LAUNCH = "sm90/forward/fwd_launch.cuh"
 
 FAULTS = [
     Fault(
         "values are not waited for",
         64,
         _CONSUMER,
-        "        wait_full(v_at);\n        hold(scores);",
+        "    supply.wait_full(v_at);\n    hold(scores);",
         "",
     ),
     Fault(
         "the last values are not waited for",
-        *(96, _CONSUMER, "      wait_full(ring);\n      hold(acc);\n", ""),
+        *(96, _CONSUMER, "    supply.wait_full(supply.ring);\n    hold(acc);\n", ""),
     ),
     Fault(
         "a parity is swapped",
@@ -40,26 +41,31 @@ FAULTS = [
         "a block of keys is freed while products read it",
         64,
         _CONSUMER,
-        "        wgmma_wait<1>();\n        hold(scores);\n        free_block(k_at);\n",
-        "        free_block(k_at);\n        wgmma_wait<1>();\n        hold(scores);\n",
+        "      wgmma_wait<1>();\n      hold(scores);\n    }\n    supply.free_block(k_at);\n",
+        "      supply.free_block(k_at);\n      wgmma_wait<1>();\n      hold(scores);\n    }\n",
     ),
     Fault(
         "scores are read before their products end",
         64,
         _CONSUMER,
-        "        end_turn();\n        wgmma_wait<1>();\n",
-        "        end_turn();\n        wgmma_wait<2>();\n",
+        "      supply.end_turn();\n      wgmma_wait<1>();\n",
+        "      supply.end_turn();\n      wgmma_wait<2>();\n",
     ),
     Fault(
         "weights are packed before the products of the last ones end",
         128,
         _CONSUMER,
-        "wgmma_wait<0>();\n        hold(acc);\n        hold(weights);\n        free_block(v_at);",
-        "wgmma_wait<1>();\n        hold(acc);\n        hold(weights);\n        free_block(v_at);",
+        "wgmma_wait<0>();\n    hold(acc);\n    hold(weights);\n    supply.free_block(v_at);",
+        "wgmma_wait<1>();\n    hold(acc);\n    hold(weights);\n    supply.free_block(v_at);",
     ),
     Fault(
         "one fence of registers is left out",
-        *(64, _CONSUMER, "        await_turn();\n        wgmma_fence();", "        await_turn();"),
+        *(
+            64,
+            _CONSUMER,
+            "    supply.await_turn();\n    wgmma_fence();",
+            "    supply.await_turn();",
+        ),
     ),
     Fault(
         "a mask ends a key late", 96, _CONSUMER, "at >= end || at < begin", "at > end || at < begin"
@@ -74,6 +80,33 @@ FAULTS = [
     Fault(
         "a split begins a block late",
         *(96, _CONSUMER, "block / call.split_blocks *", "(block + 1) / call.split_blocks *"),
+    ),
+    Fault(
+        "a part takes a block of the next split",
+        *(
+            96,
+            _WALK,
+            "min(seen.end, first + call.part_blocks)",
+            "min(seen.end, first + call.part_blocks + 1)",
+        ),
+    ),
+    Fault(
+        "masks of a left window take a warp's first row for its last",
+        *(96, _CONSUMER, "last_token = (warp_row + 15) >>", "last_token = warp_row >>"),
+    ),
+    Fault(
+        "parts: Q of the wrong queries",
+        96,
+        _PRODUCER,
+        "((work.first_row + group * kGroupRows) >> call.group_bits)",
+        "(work.first_row + group * kGroupRows)",
+    ),
+    Fault(
+        "parts: the order of tiles is not that of the merge",
+        96,
+        _ROWS,
+        "(unit + 1) * call.row_tiles - 1 - work.first_row / T::kRows",
+        "unit * call.row_tiles + work.first_row / T::kRows",
     ),
     Fault(
         "cleared rows lack the proxy fence",
@@ -91,6 +124,17 @@ FAULTS = [
     Fault(
         "the tail lies in another block",
         *(64, _PRODUCER, "(count == 1 ? 1 : 2)", "2"),
+    ),
+    Fault(
+        "a single row behind the end is not cleared",
+        *(64, _PRODUCER, "behind < T::kKeys;", "behind < T::kKeys - 1;"),
+    ),
+    Fault(
+        "the counter of tiles is not cleared",
+        96,
+        _LAUNCH,
+        "    C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));\n",
+        "",
     ),
     Fault(
         "too few bytes are expected",
@@ -113,9 +157,9 @@ FAULTS = [
     Fault(
         "a descriptor has the wrong stride",
         128,
-        _CONSUMER,
-        "operand(block_at(at) + first * kBoxRowBytes, T::kBoxBytes)",
-        "operand(block_at(at) + first * kBoxRowBytes, T::kBoxBytes / 2)",
+        _PRODUCTS,
+        "operand(block + first * kBoxRowBytes, T::kBoxBytes)",
+        "operand(block + first * kBoxRowBytes, T::kBoxBytes / 2)",
     ),
     Fault(
         "the next sixteen of k lie elsewhere",
@@ -123,14 +167,14 @@ FAULTS = [
     ),
     Fault(
         "words of Q are loaded without the swizzle",
-        *(256, _CONSUMER, "(i % 4 * 2 + half) ^ (row % 8)", "(i % 4 * 2 + half)"),
+        *(256, _PRODUCTS, "(i % 4 * 2 + half) ^ (row % 8)", "(i % 4 * 2 + half)"),
     ),
     Fault(
         "Q of the ring lacks the proxy fence",
         256,
         _CONSUMER,
-        "        fence_async_proxy();\n        __syncwarp();\n        free_block(ring);",
-        "        __syncwarp();\n        free_block(ring);",
+        "      fence_async_proxy();\n      supply.pass(T::kRingQueryBlocks);",
+        "      supply.pass(T::kRingQueryBlocks);",
     ),
     Fault(
         "lanes pass a block by themselves",
@@ -144,7 +188,7 @@ FAULTS = [
         *(
             96,
             _CONSUMER,
-            "      pass(2);\n      await_turn();\n      end_turn();",
+            "      pass(2);\n      pass_turn();",
             "      pass(2);",
         ),
     ),
@@ -172,7 +216,7 @@ FAULTS = [
         "one block more in the ring than there is room for",
         64,
         _LAUNCH,
-        "splits ? T::kBlocks : T::kBlocksAlone",
+        "splits && !parts ? T::kBlocks : T::kBlocksAlone",
         "T::kBlocksAlone",
     ),
 ]

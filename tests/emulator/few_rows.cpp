@@ -5,10 +5,10 @@
 
 #include "sm80/fwd.cuh"
 #ifndef OLD_TREE
-#if __has_include("sm80/scores.cu")
-#include "sm80/scores.cu"
+#if __has_include("sm80/decode/scores.cu")
+#include "sm80/decode/scores.cu"
 #endif
-#include "sm80/values.cu"
+#include "sm80/decode/values.cu"
 #endif
 
 #include "draws.h"

@@ -728,6 +728,8 @@ inline void add_to(float* address, float4 value) {
 
 // fwd_consumer.cuh
 inline float tanh_approx(float x) { return std::tanh(x); }
+
+// fwd_waiting.cuh
 inline float4 load_four(const char* from) {
   emulator::sometimes_yield();
   float4 four;

@@ -3,11 +3,13 @@
     python -m tests.emulator.hopper --upstream build/dev/upstream --head-dims 32 256 --count 20
     python -m tests.emulator.hopper --upstream build/dev/upstream --tree TREE
     python -m tests.emulator.hopper --upstream build/dev/upstream --faults
+    python -m tests.emulator.hopper --upstream build/dev/upstream --plans --count 10000
 
 Drawn calls go through every kernel of instances.json, and with --variants through the shapes of
 tests/benchmarks/hopper_variants.cu. --faults plants known faults, one after another, each of which
-must be found. --backward runs the backward's loop against plain loops (hopper_bwd.cpp). Needs g++
-and the CUDA runtime (headers and libcudart_static.a), but no GPU. See hopper.h for what this shows.
+must be found. --plans runs no kernel, but checks the plans of drawn calls and devices (plans.cpp).
+--backward runs the backward's loop against plain loops (hopper_bwd.cpp). Needs g++ and the CUDA
+runtime (headers and libcudart_static.a), but no GPU. See hopper.h for what this shows.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ def build(
         if text.count(fault.text) != 1:
             raise ValueError(f"{fault.file}: {text.count(fault.text)} places have {fault.text!r}")
         path.write_text(text.replace(fault.text, fault.instead), encoding="utf-8")
-    for path in [*(sources / "sm90").iterdir(), sources / "sm80/row_block.h", sources / "turns.h"]:
+    headers = (path for path in (sources / "sm90").rglob("*") if path.is_file())
+    for path in [*headers, sources / "sm80/row_block.h", sources / "turns.h"]:
         text = path.read_text(encoding="utf-8")
         without = _without_ptx(text)
         if without != text:
@@ -157,7 +160,8 @@ def find(fault: Fault, tree: Path, upstream: Path, cuda: Path, first: int, count
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; the exit status is 1 where bits differ, or a planted fault is not found."""
+    """Command line; the exit status is 1 where bits differ, a plan is wrong, or a planted fault is
+    not found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upstream", type=Path, required=True)
     parser.add_argument("--tree", type=Path, default=ROOT, help="another state of the repository")
@@ -167,20 +171,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", help="default: all")
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16"], default=["bf16"])
     parser.add_argument("--first", type=int, default=1)
-    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--count", type=int, help="calls; default: 10, for a fault at most 40")
     parser.add_argument("--variants", action="store_true")
-    parser.add_argument("--faults", action="store_true")
-    parser.add_argument("--backward", action="store_true")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--faults", action="store_true")
+    which.add_argument("--plans", action="store_true")
+    which.add_argument("--backward", action="store_true")
     options = parser.parse_args(arguments)
     kernels = head_dims(options.tree, "bwd_kernels" if options.backward else "fwd_kernels")
     chosen = options.head_dims or kernels
     if not set(chosen) <= set(kernels):
         parser.error(f"--head-dims: expected some of {kernels}, got {chosen}")
-    source = "hopper_bwd.cpp" if options.backward else "hopper_fwd.cpp"
+    name = "plans" if options.plans else "hopper_bwd" if options.backward else "hopper_fwd"
+    source = f"{name}.cpp"
+    count = options.count if options.count is not None else 40 if options.faults else 10
     failed = False
     for fault in FAULTS if options.faults else []:
         where = (options.tree, options.upstream, options.cuda)
-        how = find(fault, *where, options.first, options.count)
+        how = find(fault, *where, options.first, count)
         failed = failed or not how
         print(f"{fault.what}: {how or 'NOT FOUND'}", flush=True)
     if options.faults:
@@ -192,9 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
                     *(options.tree, options.upstream, options.cuda, Path(name) / "new"),
                     *(head_dim, dtype, options.variants, source),
                 )
-                run = subprocess.run(
-                    [str(program), str(options.first), str(options.count)], check=False
-                )
+                run = subprocess.run([str(program), str(options.first), str(count)], check=False)
                 failed = failed or run.returncode != 0
                 print(f"head dim {head_dim}, {dtype}: status {run.returncode}", flush=True)
     return 1 if failed else 0

@@ -5,7 +5,7 @@
 #include "emulator.h"
 
 #include "hopper.h"
-#include "sm90/bwd_launch.cuh"
+#include "sm90/backward/bwd_launch.cuh"
 
 #include "draws.h"
 #include "hopper_elements.h"

@@ -6,8 +6,8 @@
 #include "sm80/fwd.cuh"
 
 #include "hopper.h"
-#include "sm90/fwd_entry.h"
-#include "sm90/fwd_launch.cuh"
+#include "sm90/forward/fwd_entry.h"
+#include "sm90/forward/fwd_launch.cuh"
 
 #include "draws.h"
 #include "hopper_elements.h"
@@ -138,20 +138,25 @@ struct Call {
     const int heads = heads_k * group;
     const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
     // dense, packed, packed with lengths in use, a cache with lengths, the same in pages
-    const int layout = draw(0, 4);
+    int layout = draw(0, 4);
+    // In some calls a single row of the last block lies behind the end, where NaN is. Not in the
+    // first 25, in which planted faults are known to show.
+    const bool one_behind = seed > 25 && seed % 4 == 0;
+    layout = one_behind ? 2 + layout % 2 : layout;
     const bool packed = layout == 1 || layout == 2, cache = layout >= 3, paged = layout == 4;
     const bool packed_q = packed || (cache && chance(30));
     const int seqlen_q =
         chance(35) ? draw(1, 20) : std::min(260, about(pick({32, 64, 128, 192, 200})));
     split = pick({0, 64, 128, 128, 192, 256});
-    const int seqlen_k = chance(20) ? draw(1, 64)
-                         : chance(20)
-                             ? draw(1, 520)
-                             : about((split == 0 ? 64 : split) * draw(1, split <= 128 ? 4 : 2) +
-                                     (chance(30) ? 64 * draw(-1, 1) : 0));
+    int seqlen_k = chance(20)   ? draw(1, 64)
+                   : chance(20) ? draw(1, 520)
+                                : about((split == 0 ? 64 : split) * draw(1, split <= 128 ? 4 : 2) +
+                                        (chance(30) ? 64 * draw(-1, 1) : 0));
+    seqlen_k = one_behind ? std::max(seqlen_k, 128) : seqlen_k;
     const int page = 64 * draw(1, 3), pages = (seqlen_k + page - 1) / page;
     const int rows_k = paged ? pages * page : seqlen_k;
-    const bool indexed = cache && !paged && chance(40), padded = cache && !paged && chance(40);
+    const bool indexed = cache && !paged && chance(40),
+               padded = cache && !paged && chance(40) && !one_behind;
 
     params.b = batch, params.h = heads, params.h_k = heads_k, params.h_h_k_ratio = group;
     params.d = d, params.d_rounded = HEAD_DIM;
@@ -161,6 +166,10 @@ struct Call {
     params.is_causal = params.window_size_left < 0 && params.window_size_right == 0;
 
     starts_q.resize(batch + 1), starts_k.resize(batch + 1);
+    const auto used = [&](int length, int most) {
+      const int whole = std::min(length / 128 + 1, most / 128) * 128;
+      return one_behind && whole > 0 ? whole - 1 : length;
+    };
     for (int b = 0; b < batch; ++b) {
       lengths_q.push_back(!packed_q    ? seqlen_q
                           : chance(20) ? 0
@@ -171,10 +180,13 @@ struct Call {
                           : chance(30) ? rows_k
                           : chance(30) ? std::min(rows_k, about(64 * draw(1, 6)))
                                        : draw(0, rows_k));
+      if (one_behind) {
+        lengths_k[b] = cache ? used(lengths_k[b], rows_k) : rows_k;
+      }
       leftpad.push_back(draw(0, lengths_k[b]));
       starts_q[b + 1] = starts_q[b] + lengths_q[b];
       starts_k[b + 1] = starts_k[b] + lengths_k[b];
-      used_k.push_back(layout == 2 ? draw(0, lengths_k[b]) : lengths_k[b]);
+      used_k.push_back(layout == 2 ? used(draw(0, lengths_k[b]), lengths_k[b]) : lengths_k[b]);
       index.push_back((b + 1) % batch);
     }
     const int total_q = packed_q ? starts_q[batch] + 3 : batch * seqlen_q;
@@ -259,8 +271,9 @@ struct Call {
         params.leftpad_k != nullptr, keeps_residual);
   }
 
+  // returns: launches leave the counter at 0, and expect it there.
   template <typename Plan>
-  Result run(const Plan& plan) {
+  Result run(const Plan& plan, bool returns = false) {
     Result result{Numbers(rows * params.d), std::vector<float>(rows, NAN),
                   std::vector<cutlass::bfloat16_t>(rows * params.d + 8, cutlass::bfloat16_t(NAN))};
     FwdParams call = params;
@@ -272,8 +285,10 @@ struct Call {
     std::vector<unsigned char> scratch(plan.scratch_bytes + 1024, 0xff);
     auto* aligned = reinterpret_cast<unsigned char*>(
         (reinterpret_cast<uintptr_t>(scratch.data()) + 511) & ~511ull);
-    if (plan.scratch_bytes >= sizeof(unsigned)) {  // a counter that no launch sets is 0 before it
-      std::memset(aligned + plan.scratch_bytes - sizeof(unsigned), 0, sizeof(unsigned));
+    // Where the counter lies: if no launch clears it, no tile is left.
+    const unsigned before = returns ? 0 : 1 << 20;
+    if (plan.scratch_bytes >= sizeof before) {
+      std::memcpy(aligned + plan.scratch_bytes - sizeof before, &before, sizeof before);
     }
     fad::run_plan(plan, call, plan.scratch_bytes > 0 ? aligned : nullptr, nullptr);
     emulator::finish_grids();
@@ -344,7 +359,8 @@ bool run_kernel(Call& call, const Result& expected, const fad::Named& named, uns
                    seed, named.name.c_str(), kWhen[boxes], kWhen[products], sms,
                    emulator::resident_ctas);
     }
-    if (!(call.run(plan) == expected)) {
+    const bool returns = named.name.find("returns") != std::string::npos;
+    if (!(call.run(plan, returns) == expected)) {
       std::fprintf(stderr, "seed %u, %s, boxes %s, products %s, %d SMs: different\n", seed,
                    named.name.c_str(), kWhen[boxes], kWhen[products], sms);
       call.print();

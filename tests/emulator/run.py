@@ -42,7 +42,7 @@ def copy_sources(tree: Path, upstream: Path, folder: Path, head_dim: int, dtype:
     sources = folder / "kernels"
     shutil.copytree(tree / "cpp" / "kernels", sources)
     shutil.copytree(HERE / "stubs" / "overlay", sources, dirs_exist_ok=True)
-    copies = sources / "sm80" / "few_rows_copy.cuh"  # its one line of PTX is a hint
+    copies = sources / "sm80" / "decode" / "few_rows_copy.cuh"  # its one line of PTX is a hint
     lines = copies.read_text(encoding="utf-8").splitlines()
     copies.write_text(
         "\n".join(line for line in lines if "prefetch.global" not in line), encoding="utf-8"

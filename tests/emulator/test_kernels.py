@@ -58,6 +58,15 @@ def test_hopper_backward_equals_plain_loops(head_dim: int) -> None:
     assert hopper.main([*WHERE, *arguments]) == 0
 
 
+@pytest.mark.parametrize("head_dim", hopper.head_dims(ROOT, "fwd_kernels"))
+def test_plans_of_drawn_calls_are_right(head_dim: int) -> None:
+    assert hopper.main([*WHERE, "--plans", "--head-dims", str(head_dim), "--count", "300"]) == 0
+
+
+def test_plans_fail_if_none_is_checked() -> None:
+    assert hopper.main([*WHERE, "--plans", "--head-dims", "64", "--count", "0"]) == 1
+
+
 def test_paths_for_few_queries_are_equal() -> None:
     assert run.main([*WHERE, "--head-dims", "64", "--dtypes", "bf16", "--count", "8"]) == 0
 
@@ -72,4 +81,4 @@ def test_nothing_is_found_without_a_fault(head_dim: int) -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.what.replace(" ", "-") for fault in FAULTS])
 def test_planted_fault_is_found(fault: Fault) -> None:
     assert CUDA is not None
-    assert hopper.find(fault, ROOT, BUILD / "upstream", CUDA, 1, 10)
+    assert hopper.find(fault, ROOT, BUILD / "upstream", CUDA, 1, 40)

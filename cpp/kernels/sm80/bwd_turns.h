@@ -19,7 +19,7 @@ __device__ __forceinline__ Place row_place(const Params& params) {
   return {head / params.h, head % params.h, static_cast<int>(blockIdx.x) - head * num_m_blocks};
 }
 
-// Where a row block of dq is added up, in fp32. The rows of a head stand together, like its row
+// Where a row block of dq is added up, in fp32. The rows of a head are contiguous, like its row
 // sums: their distance is then a constant, which saves upstream's loop 79 of 926 instructions (head
 // dim 128), and 2 to 5 % of the time.
 template <typename Traits, typename Params, typename BlockInfo>

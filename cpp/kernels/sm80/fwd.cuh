@@ -1,18 +1,18 @@
 // The sm80 family's forward for one (dtype, head dim): upstream's body, for one CTA per row block
-// or one per split of it; the few-rows kernel; the scores kernel; the merge kernel.
+// or one per split of it; the few-rows kernel; the merge kernel.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
 
-#include "few_rows.cuh"
 #include "flash_fwd_kernel.h"  // upstream
 #include "fwd.h"
 #include "launch.h"
 #include "merge.cuh"
-#include "scores.cuh"
-#include "scores_first.h"
+#include "sm80/decode/few_rows.cuh"
+#include "sm80/decode/scores.h"
+#include "sm80/decode/scores_first.h"
+#include "sm80/decode/values.h"
 #include "tree/masking.h"
-#include "values.h"
 
 namespace fad {
 
@@ -72,11 +72,7 @@ void launch_few_rows(const FwdParams& params, unsigned ctas, cudaStream_t stream
 // ctas: row blocks, all those of some (sequence, group of heads).
 template <typename Element, int kHeadDim>
 void launch_scores_first(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  using Traits = ScoresTraits<Element, kHeadDim>;
-  const unsigned units = ctas / num_blocks(params.seqlen_q * params.group, kScoreRows);
-  launch<&scores_kernel<Traits>>(units * num_blocks(params.scores.blocks, Traits::kWarps),
-                                 Traits::kThreads, Traits::kSharedBytes, Traits::kSharedBytes,
-                                 stream, params);
+  launch_scores<Element, kHeadDim>(params, ctas, stream);
   launch_values<Element>(params, ctas, stream);
 }
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../named_barrier.h"
+#include "named_barrier.h"
 
 namespace fad::sm90 {
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ uint4 quad_transpose(uint32_t a, uint32_t b, uint32_t
 }
 
 // Four 8 x 8 matrices of 16-bit values, each transposed: thread i gives the address of row i % 8 of
-// matrix i / 8 as it shall lie in shared memory, 16 bytes.
+// matrix i / 8 as it will be in shared memory, 16 bytes.
 __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_t* pairs) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),

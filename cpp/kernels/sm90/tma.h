@@ -1,17 +1,20 @@
 // The copy engine (TMA): tensor maps on the host, loads of boxes on the device.
 //
-// A tensor of (batch, rows, heads, head_dim) is loaded in boxes of 64 columns of one head and some
-// rows, each row 128 bytes of shared memory, swizzled as wgmma.h reads it. Columns from head_dim on
-// and rows beyond the tensor are filled with zeros.
+// A tensor of (batch, rows, heads, head_dim) is loaded in boxes of 64 columns of some heads, mostly
+// one, and of some rows. Each row of a head takes 128 bytes of shared memory, those of one row
+// follow one another, swizzled as wgmma.h reads them. Columns from head_dim on and rows beyond the
+// tensor are filled with zeros.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
 #include <cuda.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace fad::sm90 {
 
@@ -36,7 +39,7 @@ inline bool can_map(const MappedTensor& tensor) {
          stride(tensor.batch_stride, tensor.batch);
 }
 
-// The driver's function, asked for at run time, so that nothing links libcuda.
+// The driver's function, looked up at run time, so that nothing links libcuda.
 inline auto encode_tensor_map() {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
@@ -57,7 +60,12 @@ inline auto encode_tensor_map() {
   return encode;
 }
 
-inline CUtensorMap tensor_map(const MappedTensor& tensor, CUtensorMapDataType type, int box_rows) {
+// Element: __half or __nv_bfloat16.
+template <typename Element>
+CUtensorMap tensor_map(const MappedTensor& tensor, int box_rows, int box_heads = 1) {
+  constexpr CUtensorMapDataType kType = std::is_same_v<Element, __half>
+                                            ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   // The stride of a dimension of size 1 may be anything, but the driver checks it.
   const auto bytes = [](int64_t stride, int64_t size) {
     return static_cast<cuuint64_t>(size == 1 ? 16 : 2 * stride);
@@ -68,12 +76,13 @@ inline CUtensorMap tensor_map(const MappedTensor& tensor, CUtensorMapDataType ty
   const cuuint64_t strides[3] = {bytes(tensor.head_stride, tensor.heads),
                                  bytes(tensor.row_stride, tensor.rows),
                                  bytes(tensor.batch_stride, tensor.batch)};
-  const cuuint32_t box[4] = {kBoxColumns, 1, static_cast<cuuint32_t>(box_rows), 1};
+  const cuuint32_t box[4] = {kBoxColumns, static_cast<cuuint32_t>(box_heads),
+                             static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =
-      encode_tensor_map()(&map, type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      encode_tensor_map()(&map, kType, 4, const_cast<void*>(tensor.data), sizes, strides, box,
+                          steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(result));

@@ -86,6 +86,7 @@ struct RegisterProduct;
       "+f"(acc[i + 5]), "+f"(acc[i + 6]), "+f"(acc[i + 7])
 #define FAD_ACC32(acc, i) \
   FAD_ACC8(acc, i), FAD_ACC8(acc, i + 8), FAD_ACC8(acc, i + 16), FAD_ACC8(acc, i + 24)
+#define FAD_NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FAD_NAMES32                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -114,6 +115,7 @@ struct RegisterProduct;
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FAD_ACC_OF16 FAD_ACC8(acc, 0), FAD_ACC8(acc, 8)
 #define FAD_ACC_OF32 FAD_ACC32(acc, 0)
 #define FAD_ACC_OF48 FAD_ACC32(acc, 0), FAD_ACC8(acc, 32), FAD_ACC8(acc, 40)
 #define FAD_ACC_OF64 FAD_ACC32(acc, 0), FAD_ACC32(acc, 32)
@@ -160,6 +162,7 @@ struct RegisterProduct;
   FAD_SHARED_PRODUCT(SharedPlainProduct, Element, type, 64, 32, "%32", "%33", "%34", "1")         \
   FAD_REGISTER_PRODUCT(Element, type, 64, 32, "%32, %33, %34, %35", "%36", "%37", kK, "0")        \
   FAD_REGISTER_PRODUCT(Element, type, 128, 64, "%64, %65, %66, %67", "%68", "%69", kK, "0")       \
+  FAD_REGISTER_PRODUCT(Element, type, 32, 16, "%16, %17, %18, %19", "%20", "%21", kColumns, "1")  \
   FAD_REGISTER_PRODUCT(Element, type, 64, 32, "%32, %33, %34, %35", "%36", "%37", kColumns, "1")  \
   FAD_REGISTER_PRODUCT(Element, type, 96, 48, "%48, %49, %50, %51", "%52", "%53", kColumns, "1")  \
   FAD_REGISTER_PRODUCT(Element, type, 128, 64, "%64, %65, %66, %67", "%68", "%69", kColumns, "1") \
@@ -174,6 +177,8 @@ FAD_PRODUCTS(__half, "f16")
 #undef FAD_PRODUCTS
 #undef FAD_REGISTER_PRODUCT
 #undef FAD_SHARED_PRODUCT
+#undef FAD_ACC_OF16
+#undef FAD_NAMES16
 #undef FAD_ACC_OF32
 #undef FAD_NAMES32
 #undef FAD_ACC_OF48

@@ -3,7 +3,7 @@
 
 #include <cutlass/numeric_types.h>
 
-#include "../params.h"
+#include "params.h"
 #include "softmax_steps.h"
 
 namespace fad {

@@ -132,7 +132,33 @@ def _apply(patch: Path, pin: Pin, tree: Path) -> None:
 
 
 def _holds(dest: Path, wanted: str) -> bool:
-    """Returns whether `dest` is up to date; raises if it must not be replaced."""
+    """Returns whether `dest` is up to date; raises if it must not be replaced.
+
+    Another build may put a new tree there meanwhile. Then what was read may be of both trees, and
+    is read again.
+    """
+    while True:
+        before = _identity(dest)
+        try:
+            holds = _holds_now(dest, wanted)
+        except (DestinationError, FileNotFoundError):
+            if _identity(dest) == before:
+                raise
+        else:
+            if _identity(dest) == before:
+                return holds
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Returns what differs between a folder and another one that is moved to its place."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_ctime_ns  # moving sets the time: an inode may be used again
+
+
+def _holds_now(dest: Path, wanted: str) -> bool:
     advice = "delete it, or choose another destination"
     if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
         return False

@@ -163,14 +163,11 @@ def _backward_plan(request: Request) -> BackwardPlan | None:
     held = not instance_problem(request.dtype, request.head_dim, "bwd")
     if request.deterministic_bwd is None or not held:
         return None
-    try:
-        family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
-            *_shared_arguments(request), request.deterministic_bwd
-        )
-    except RuntimeError as error:
-        if "bytes of shared memory per block" not in str(error):
-            raise
-        return None  # the GPU has too little shared memory for the backward
+    family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
+        *_shared_arguments(request), request.deterministic_bwd
+    )
+    if family < 0:  # the GPU has too little shared memory for the backward
+        return None
     return BackwardPlan(FAMILIES[family], *numbers)
 
 

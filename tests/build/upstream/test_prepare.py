@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from flash_attn_build import errors
+from flash_attn_build import errors, files
 from flash_attn_build.files import ROOT
+from flash_attn_build.upstream import prepare as prepare_module
 from flash_attn_build.upstream.__main__ import main
 from flash_attn_build.upstream.pin import Pin
 from flash_attn_build.upstream.prepare import CUTLASS_LICENCE, STAMP, prepare
@@ -194,6 +195,31 @@ def test_concurrent_calls(pin: Pin, dest: Path) -> None:
     assert all(run.result()["dest"] == str(dest) for run in runs)
     assert set(tree_of(dest)) == PREPARED | {STAMP}
     assert list(dest.parent.iterdir()) == [dest]
+
+
+@pytest.mark.parametrize("moment", [0, 1], ids=["before the first read", "before the second"])
+def test_tree_that_is_exchanged_while_it_is_read(
+    pin: Pin, dest: Path, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = dest.parent / "other"
+    prepare(dest, pin, patched=False)
+    prepare(other, pin)
+    before = tree_of(other)
+    reads = 0
+
+    def read_after_exchange(root: Path) -> dict[str, bytes]:
+        nonlocal reads
+        if reads == moment:
+            dest.rename(dest.parent / "old")
+            other.rename(dest)
+        reads += 1
+        return files.read_tree(root)
+
+    monkeypatch.setattr(prepare_module, "read_tree", read_after_exchange)
+    monkeypatch.setattr(prepare_module, "_make", None)  # nothing has to be made
+    prepare(dest, pin)
+    assert reads == moment + 3
+    assert tree_of(dest) == before
 
 
 def test_full_disk_leaves_the_old_tree(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -34,18 +35,21 @@ def _hash(tensors: tuple[torch.Tensor, ...]) -> str:
 
 
 def unequal_paths(call: DecodeCall, paths: tuple[str, ...] = _PATHS) -> list[str]:
-    """Returns the paths whose bits differ from those of the path that the plan takes."""
+    """Returns the paths whose bits differ from those of the path that the plan takes.
+
+    Paths that both families have run in both.
+    """
     expected = call()
     different = []
-    for path in paths:
-        os.environ[_VARIABLE] = f"path={path}"
+    for path, family in itertools.product(paths, ("sm80", "sm90")):
+        os.environ[_VARIABLE] = f"path={path},family={family}"
         try:
-            ran = call.path == path.replace("_", "-")
+            ran = (call.family, call.path) == (family, path.replace("_", "-"))
             result = call()
         finally:
             del os.environ[_VARIABLE]
         if ran and not all(map(same_bits, result, expected)):
-            different.append(path)
+            different.append(f"{path} of {family}")
     return different
 
 

@@ -48,6 +48,11 @@ class DecodeCall:
         """Returns the path of its plan."""
         return explain(self.function, *self.arguments, **self.options).path
 
+    @property
+    def family(self) -> str:
+        """Returns the family of kernels that it runs in."""
+        return explain(self.function, *self.arguments, **self.options).family
+
 
 def draw(seed: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> DecodeCall:
     """Draws a call; the same for a seed, whatever was drawn before."""

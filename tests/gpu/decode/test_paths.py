@@ -44,8 +44,15 @@ def test_drawn_calls(seed: int) -> None:
     ids=["one-sequence", "queries", "batch", "queries-of-a-batch", "short"],
 )
 def test_the_path_follows_from_what_fills_the_gpu(
-    batch: int, seqlen_q: int, seqlen_k: int, nheads: int, nheads_k: int, path: str
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    nheads: int,
+    nheads_k: int,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_FAMILY", "sm80")  # Hopper's: ../families/test_parts.py
     one = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
     q = one.expand(batch, seqlen_q, nheads, 64)
     k = one.expand(batch, seqlen_k, nheads_k, 64)
@@ -113,6 +120,45 @@ def test_replay_and_streams(
     torch.cuda.synchronize()
     for result in results:
         assert_same((result,), (expected,), ("out",))
+
+
+@PATHS
+@pytest.mark.parametrize("queries", [1, 5])
+def test_the_order_of_kernels_around_a_call(
+    queries: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that starts early reads what was written before the call, and ends before the next.
+
+    Keys and values are written right before each call and made NaN right after it, so that a kernel
+    out of its turn would show; eagerly, and in a graph.
+    """
+    monkeypatch.setenv(VARIABLE, f"path={path}")
+    q, k, v = make_qkv((2, queries, 16, 64), 3000, 4)
+    other_k, other_v = k.flip(1).contiguous(), v.flip(1).contiguous()
+    pairs = ((k, v), (other_k, other_v)) * 4
+    expected = tuple(flash_attn_func(q, *pair, causal=True) for pair in pairs)
+    keys, values = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        results = []
+        for from_k, from_v in pairs:
+            keys.copy_(from_k)
+            values.copy_(from_v)
+            results.append(flash_attn_func(q, keys, values, causal=True))
+            keys.fill_(float("nan"))
+            values.fill_(float("nan"))
+        return tuple(results)
+
+    names = tuple(f"call {i}" for i in range(len(pairs)))
+    assert_same(run(), expected, names)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(20):
+        for result in captured:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert_same(captured, expected, names)
 
 
 @PATHS

@@ -28,8 +28,9 @@ from tests.gpu.gradients import draw_call as draw_gradient_call
 pytestmark = pytest.mark.gpu
 
 VARIABLE = "FLASH_ATTENTION_FAMILY"
+PARTS = "FLASH_ATTENTION_TEST_DEVICE", "path=parts"  # calls of one split run as without
 CONFIGS = each_config(
-    [(d, t) for d in (40, 64, 96, 112, 128, 160, 192, 256) for t in ("bf16", "fp16")]
+    [(d, t) for d in (8, 32, 40, 64, 96, 112, 128, 160, 192, 256) for t in ("bf16", "fp16")]
 )
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -52,11 +53,14 @@ def _hopper() -> None:
 
 
 def assert_families_agree(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Outputs]) -> None:
-    results = {}
-    for family in ("sm80", "sm90"):
-        monkeypatch.setenv(VARIABLE, family)
-        results[family] = run()
-    assert_same(results["sm90"], results["sm80"])
+    """Hopper's kernels in both of their schedules against the others."""
+    monkeypatch.setenv(VARIABLE, "sm80")
+    expected = run()
+    monkeypatch.setenv(VARIABLE, "sm90")
+    assert_same(run(), expected)
+    with monkeypatch.context() as parts:
+        parts.setenv(*PARTS)
+        assert_same(run(), expected)
 
 
 @pytest.mark.parametrize("seqlen_q", [40, 700, 1100])
@@ -208,15 +212,16 @@ def test_pages_with_nan_behind_their_ends(
 
     monkeypatch.setenv(VARIABLE, "sm90")
     plan = explain(flash_attn_with_kvcache, q, k, v, split_size=split_size, **arguments)
-    # At head dims up to 64 products are 128 keys wide, and pages left to the other family.
-    assert (plan.family == "sm90") == (head_dim > 64 and page_size % 64 == 0)
+    # At head dims 33 to 64 products are 128 keys wide, and pages left to the other family.
+    takes_pages = head_dim <= 32 or head_dim > 64
+    assert (plan.family == "sm90") == (takes_pages and page_size % 64 == 0)
     assert_families_agree(monkeypatch, run)
     assert_families_agree(monkeypatch, packed)
 
 
 # Head dims of each kernel, those padded to it included.
-RANGES = {64: range(33, 65), 96: range(65, 97), 128: range(97, 129), 192: range(129, 193)}
-RANGES[256] = range(193, 257)
+RANGES = {32: range(1, 33), 64: range(33, 65), 96: range(65, 97), 128: range(97, 129)}
+RANGES |= {192: range(129, 193), 256: range(193, 257)}
 
 
 @pytest.mark.parametrize(
@@ -235,9 +240,14 @@ def test_drawn_calls(
         monkeypatch.setenv(VARIABLE, "sm90")
         taken += call.family() == "sm90"
         found = call()
+        with monkeypatch.context() as context:
+            context.setenv(*PARTS)
+            parts = call()
         monkeypatch.setenv(VARIABLE, "sm80")
         assert call.family() == "sm80"
-        assert_same(found, call(), tuple(f"{name} of {call.words}" for name in ("out", "lse")))
+        expected = call()
+        assert_same(found, expected, tuple(f"{name} of {call.words}" for name in ("out", "lse")))
+        assert_same(parts, expected, tuple(f"{name} of {call.words}" for name in ("out", "lse")))
     # Splits of 64 and 192 keys at head dim 64, for instance, are left to the sm80 family.
     assert taken >= 0.7 * calls
 
@@ -282,25 +292,25 @@ def test_gradients(
 
 
 @pytest.mark.parametrize(
-    ("sms", "seqlen", "window", "family", "heads"),
+    ("sms", "seqlen", "window", "family", "share", "least"),
     [
-        pytest.param(132, 4096, (-1, -1), "sm90", 4, id="full"),
-        pytest.param(132, 4096, (-1, 0), "sm90", 8, id="causal"),
-        pytest.param(132, 4096, (256, 0), "sm90", 8, id="window"),
-        pytest.param(132, 512, (-1, 0), "sm90", 16, id="short"),
-        pytest.param(132, 513, (-1, 0), "sm90", 13, id="one-more-key-block"),
-        pytest.param(132, 512, (-1, -1), "sm90", 16, id="short-full"),
-        pytest.param(1, 4096, (-1, -1), "sm90", 1, id="one-sm"),
-        pytest.param(132, 4096, (-1, -1), "sm80", 16, id="sm80-full"),
-        pytest.param(132, 4096, (-1, 0), "sm80", 33, id="sm80-causal"),
+        pytest.param(132, 4096, (-1, -1), "sm90", 6, 2, id="full"),
+        pytest.param(132, 4096, (-1, 0), "sm90", 3, 4, id="causal"),
+        pytest.param(132, 4096, (256, 0), "sm90", 3, 4, id="window"),
+        pytest.param(132, 512, (-1, 0), "sm90", 3, 4, id="short"),
+        pytest.param(132, 64, (-1, 0), "sm90", 3, 4, id="as-many-as-SMs"),
+        pytest.param(132, 32_768, (-1, -1), "sm90", 6, 2, id="long"),
+        pytest.param(1, 4096, (-1, -1), "sm90", 6, 2, id="one-sm"),
+        pytest.param(132, 4096, (-1, 0), "sm80", 3, 4, id="sm80-causal"),
     ],
 )
-def test_heads_whose_gradients_are_computed_side_by_side(
+def test_sums_of_heads_side_by_side_fit_into_a_share_of_l2(
     sms: int,
     seqlen: int,
     window: tuple[int, int],
     family: str,
-    heads: int,
+    share: int,
+    least: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     skip_unless_built(128, "bf16", "bwd")
@@ -309,7 +319,19 @@ def test_heads_whose_gradients_are_computed_side_by_side(
     with device_override(f"sms={sms}"):
         plan = explain(flash_attn_func, q, k, v, window_size=window, deterministic=True)
     assert plan.backward is not None
-    assert (plan.backward.in_turns, plan.backward.heads_in_flight) == (True, heads)
+    sums = 4 * -(-seqlen // 128) * 128 * 128
+    fit = torch.cuda.get_device_properties(0).L2_cache_size // share // sums
+    expected = min(max(fit, least), sms)
+    assert (plan.backward.in_turns, plan.backward.heads_in_flight) == (True, expected)
+
+
+def test_heads_side_by_side_may_be_set() -> None:
+    skip_unless_built(128, "bf16", "bwd")
+    q, k, v = make_qkv((1, 512, 6, 128))
+    with device_override("heads=7"):
+        plan = explain(flash_attn_func, q, k, v, deterministic=True)
+    assert plan.backward is not None
+    assert plan.backward.heads_in_flight == 7
 
 
 @pytest.mark.parametrize("feature", BACKWARD_FEATURES)

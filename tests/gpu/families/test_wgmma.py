@@ -88,6 +88,7 @@ def run(
         pytest.param(128, False, "shared", id="qk-128"),
         pytest.param(64, False, "registers", id="qk-64-registers"),
         pytest.param(128, False, "registers", id="qk-128-registers"),
+        pytest.param(32, True, "registers", id="pv-32"),
         pytest.param(64, True, "registers", id="pv-64"),
         pytest.param(96, True, "registers", id="pv-96"),
         pytest.param(128, True, "registers", id="pv-128"),

@@ -171,7 +171,8 @@ template <typename Element, Way kWay>
 Run find(int columns, bool transposed) {
   if constexpr (kWay != Way::kShared) {
     if (transposed) {
-      return columns == 64    ? run<Element, 64, true, kWay>
+      return columns == 32    ? run<Element, 32, true, kWay>
+             : columns == 64  ? run<Element, 64, true, kWay>
              : columns == 96  ? run<Element, 96, true, kWay>
              : columns == 128 ? run<Element, 128, true, kWay>
              : columns == 192 ? run<Element, 192, true, kWay>

@@ -30,7 +30,7 @@ from tests.gpu.gradients import (
 pytestmark = pytest.mark.gpu
 
 OPS = torch.ops.flash_attn_deterministic
-CONFIG = each_config([(d, t) for d in (40, 64, 96, 128, 192, 256) for t in ("bf16", "fp16")])
+CONFIG = each_config([(d, t) for d in (32, 40, 64, 96, 128, 192, 256) for t in ("bf16", "fp16")])
 FEATURE = pytest.mark.parametrize("feature", ALL_FEATURES)
 SPLIT = pytest.mark.parametrize("split_size", [0, 128], ids=["one-split", "splits-of-128"])
 FAMILY = "FLASH_ATTENTION_FAMILY"

@@ -37,7 +37,7 @@ CONFIGS = each_config((*BIT_CONFIGS, (32, "bf16"), (96, "fp16"), (192, "bf16")))
 
 @pytest.mark.parametrize(("sms", "path"), [(1, "one-cta"), (10_000, "parts")])
 def test_the_number_of_sms_is_overridden(sms: int, path: str) -> None:
-    q, k, v = make_qkv((4, 1000, 8, 64))
+    q, k, v = make_qkv((1, 4000, 8, 64))
     with device_override(f"sms={sms}"):
         assert explain(flash_attn_func, q, k, v, split_size=512).path == path
 
@@ -48,6 +48,13 @@ def test_shared_memory_is_overridden() -> None:
         assert explain(flash_attn_func, q, k, v, split_size=512).path == "one-cta"
     with device_override(f"sms=1,shared={SMALL_SHARED}"):
         assert explain(flash_attn_func, q, k, v, split_size=512).path == "parts"
+
+
+def test_explain_tells_whether_the_backward_fits() -> None:
+    q, k, v = make_qkv((1, 300, 2, 128))
+    assert explain(flash_attn_func, q, k, v, deterministic=True).backward is not None
+    with device_override(f"shared={SMALL_SHARED}"):
+        assert explain(flash_attn_func, q, k, v, deterministic=True).backward is None
 
 
 @DEVICE

@@ -456,8 +456,9 @@ def test_schedule(
     with device_override("path=parts"):
         assert call.path == "parts"
         expected = call()
-    assert often.path == "one-cta"
-    results = often()
+    with device_override("path=one_cta"):  # parts may be faster: heads of a group share tiles
+        assert often.path == "one-cta"
+        results = often()
     for index in (0, results[0].shape[0] // 2, results[0].shape[0] - 1):
         assert_same(sequence(results, index), expected)
 

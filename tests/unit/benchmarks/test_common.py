@@ -31,7 +31,7 @@ def result(case: Case) -> dict[str, Any]:
 
 def run(out: Path, record: dict[str, Any], only: str = "", **options: Any) -> int:
     return run_cases(
-        argparse.Namespace(out=out, only=only, seconds=math.inf),
+        argparse.Namespace(out=out, only=[only], seconds=math.inf),
         record,
         CASES,
         built=lambda case: "absent" not in case.name,

@@ -283,6 +283,7 @@ def test_a_decode_case(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(found["ms"]) == sides | ({"contiguous"} if case.page_block_size else set())
     assert set(found["ours_over"]) == set(found["ms"]) - {"ours"}
     json.dumps(found)
+    assert set(decode_peers.measure(case, None, True, 2, 1.0, ["fa3"])["ms"]) == {"ours", "fa3"}
 
 
 def test_decode_cases_are_unique() -> None:

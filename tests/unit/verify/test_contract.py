@@ -438,6 +438,14 @@ def forced_family(*args: Any, **kwargs: Any) -> str:
     return os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family=")
 
 
+def other_bits_in_parts(*args: Any, **kwargs: Any) -> Any:
+    """The last bit of one number depends on whether splits leave parts."""
+    out, *rest = flash_attn_func(*args, **kwargs)
+    if forced_family() == "sm90,path=parts":
+        out.view(torch.int16).flatten()[7] ^= 1
+    return out, *rest
+
+
 def other_bits_by_family(*args: Any, **kwargs: Any) -> Any:
     """The last bit of one number depends on the family."""
     out, *rest = flash_attn_func(*args, **kwargs)
@@ -478,6 +486,12 @@ def test_family_fails_where_they_differ() -> None:
     assert "dense: sm90 against sm80: out" in what
 
 
+def test_family_fails_where_parts_differ() -> None:
+    failed, what = run_family(other_bits_in_parts)
+    assert failed == 1
+    assert "dense: parts of sm90 against sm80: out" in what
+
+
 def test_family_fails_where_a_cache_differs() -> None:
     failed, what = run_family(kvcache=other_bits_in_a_cache)
     assert failed == 1
@@ -512,6 +526,6 @@ def test_family_needs_a_hopper_gpu_and_its_kernels(
 
 def test_family_has_cases_of_what_both_take() -> None:
     cases = list(BY_ID["family"].cases(size_of("cuda", quick=False)))
-    assert {case.head_dim for case in cases} == {40, 64, 72, 96, 112, 128, 192, 256}
+    assert {case.head_dim for case in cases} == {32, 40, 64, 72, 96, 112, 128, 192, 256}
     assert {"softcap", "window-left"} <= {case.feature for case in cases}
     assert not {"alibi", "everything"} & {case.feature for case in cases}

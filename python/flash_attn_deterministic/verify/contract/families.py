@@ -16,16 +16,16 @@ from .enumerate_cases import cases_of
 from .sizes import FEATURES, Size
 
 _FAMILIES = ("sm80", "sm90")
+_PARTS = "sm90,path=parts"  # where a call has several splits; otherwise as without
 
 
 def family_cases(size: Size) -> Iterator[Case]:
-    """Yields calls that kernels of both families take."""
-    # Splits of 64 end within the 128 keys that Hopper's kernels take at a time at head dim 64.
+    """Returns calls that kernels of both families take."""
+    # Splits of 64 end within the 128 keys that Hopper's kernels take at a time at head dims 33 to
+    # 64.
     splits = [*(split for split in size.splits if split % 128 == 0), 0]
     features = [name for name in size.features if not FEATURES[name].get("alibi")]
-    for case in cases_of(size, features, seqlen_q=(70, 1100), split_size=splits):
-        if case.head_dim > 32:
-            yield case
+    return cases_of(size, features, seqlen_q=(70, 1100), split_size=splits)
 
 
 def unavailable(size: Size) -> str:
@@ -61,10 +61,12 @@ def family(case: Case, attention: Attention, size: Size) -> None:
 
 def _compare(call: Call, form: str, run: Callable[[], Tensors]) -> None:
     results = []
-    for name in _FAMILIES:
+    for name in (*_FAMILIES, _PARTS):
         with device_override(f"family={name}"):
             results.append(run())
-    expect_same(call, f"{form}: {_FAMILIES[1]} against {_FAMILIES[0]}", results[1], results[0])
+    expected, whole, parts = results
+    expect_same(call, f"{form}: {_FAMILIES[1]} against {_FAMILIES[0]}", whole, expected)
+    expect_same(call, f"{form}: parts of {_FAMILIES[1]} against {_FAMILIES[0]}", parts, expected)
 
 
 def _packed(call: Call) -> Tensors:

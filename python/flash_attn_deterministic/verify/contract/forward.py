@@ -211,7 +211,9 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
     # Alone it may fill the GPU with a thread block per row block.
     with device_override("path=parts"):
         path, alone = call.path, call()
-    paths = (path, often.path)
+    # On Hopper parts may be faster for both: heads of a group share tiles.
+    with device_override("path=one_cta"):
+        paths, together = (path, often.path), often()
     # Where one thread block's state does not fit its shared memory there is one path only.
     small = 0 < getattr(gpu, "shared_memory_per_block_optin", 0) < _SHARED_BYTES
     if paths != ("parts", "one-cta") and not (
@@ -222,7 +224,6 @@ def schedule(case: Case, attention: Attention, size: Size) -> None:
             f"{paths[0]}, {often.q.shape[0]} times {paths[1]}",
             call,
         )
-    together = often()
     for place in (0, often.q.shape[0] // 2, often.q.shape[0] - 1):
         what = f"place {place} of {often.q.shape[0]} against the same alone"
         expect_same(call, what, pick(together, place), alone)

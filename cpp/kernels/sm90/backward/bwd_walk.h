@@ -2,15 +2,15 @@
 // walked from the last one down.
 #pragma once
 
-#include "../params.h"
-#include "../tree/lengths.h"
-#include "../turns.h"
-#include "barrier.h"
+#include "params.h"
+#include "sm90/barrier.h"
+#include "tree/lengths.h"
+#include "turns.h"
 
 namespace fad::sm90 {
 
-// A key block of a head, noted in shared memory: held in registers beside the loop over row blocks,
-// it would not leave enough of them.
+// A key block of a head. It is kept in shared memory, because the loop over row blocks needs the
+// registers.
 struct BwdWork : KeyPlace {
   int q_row, k_row;  // of the sequence's first query and key among packed ones; dense: 0
   int seqlen_q, seqlen_k;

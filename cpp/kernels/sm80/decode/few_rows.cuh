@@ -1,8 +1,8 @@
-// Attention of a few rows (decode): one CTA takes up to 16 or 64 rows (row_group.cuh) and one
-// split. Upstream's body gives each warp rows of its own, most of which a decode leaves empty; here
+// Attention of a few rows (decode): one CTA takes up to 16, 32 or 64 rows (row_group.cuh) and one
+// split. Upstream's body gives each warp its own rows, most of which would be empty in decode; here
 // the warps of 16 rows divide the keys of a block among them for q k^T, the columns of the head dim
-// for P V. A decode waits for latency and for shared memory, not for arithmetic: q k^T of the next
-// block stands beside P V of this one.
+// for P V. Latency and shared memory limit a decode, not arithmetic: q k^T of the next block is
+// computed together with P V of this one.
 //
 // The bits are those of upstream's patched body: it sees the same blocks of 64 keys in the same
 // order, each element of q k^T and P V is the same chain of the same tensor core instructions, and
@@ -14,7 +14,7 @@
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
 #include "few_rows_traits.h"
-#include "row_group.cuh"
+#include "sm80/row_group.cuh"
 #include "tree/row_end.h"
 #include "tree/softmax_steps.h"
 

@@ -1,12 +1,13 @@
 // Scores of a few rows, the first kernel of the path scores-first (scores_first.h): a warp takes
-// one block of 64 keys and all rows over it, and leaves scores as the tensor core gives them to
-// threads, finished but for the softmax, and each row's maximum.
+// one block of 64 keys and all rows, and writes scores as the tensor core gives them to threads,
+// ready for the softmax, and each row's maximum.
 #pragma once
 
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
-#include "row_group.cuh"
 #include "scores_first.h"
+#include "sm80/kernel_order.h"
+#include "sm80/row_group.cuh"
 
 namespace fad {
 
@@ -115,6 +116,7 @@ __global__ __launch_bounds__(Traits::kThreads) void scores_kernel(
     const __grid_constant__ FwdParams params) {
   constexpr int kSteps = Traits::kHeadDim / 16;
   extern __shared__ char smem[];
+  let_next_kernel_start();  // it copies its first values while the last scores are computed
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const ScoresFirst& to = params.scores;

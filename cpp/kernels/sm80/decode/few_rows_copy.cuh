@@ -6,8 +6,8 @@
 #include "kernel_traits.h"  // upstream; its other headers lean on this one
 
 #include "few_rows_traits.h"
-#include "kv_rows.h"
-#include "row_group.cuh"
+#include "sm80/kv_rows.h"
+#include "sm80/row_group.cuh"
 
 namespace fad {
 

@@ -2,11 +2,11 @@
 // its part of a tile together, so its kernel cannot read these.)
 #pragma once
 
-#include "../launch.h"
-#include "../params.h"
-#include "../tree/lengths.h"
-#include "../turns.h"
-#include "fragment.h"
+#include "bwd_walk.h"
+#include "launch.h"
+#include "params.h"
+#include "sm90/fragment.h"
+#include "turns.h"
 
 namespace fad::sm90 {
 
@@ -21,24 +21,19 @@ __global__ void __launch_bounds__(kDqThreads)
   const int num_blocks_q = num_blocks(params.seqlen_q, T::kRows);
   const int head = blockIdx.x / num_blocks_q;
   const int first_row = (static_cast<int>(blockIdx.x) - head * num_blocks_q) * T::kRows;
-  const int bidb = head / params.h, bidh = head % params.h;
-  int first_q = 0, seqlen_q = params.seqlen_q;
-  if (params.cu_seqlens_q != nullptr) {
-    first_q = params.cu_seqlens_q[bidb];
-    seqlen_q = within(params.cu_seqlens_q[bidb + 1] - first_q, params.seqlen_q);
-  }
+  const BwdWork work = bwd_work(params, {head / params.h, head % params.h, 0});
   const float* const sums =
       static_cast<const float*>(params.dq_accum_ptr) +
-      (sum_rows_before(params, first_q, bidb, bidh) + first_row) * T::kHeadDim;
+      (sum_rows_before(params, work.q_row, work.bidb, work.bidh) + first_row) * T::kHeadDim;
   Element* const dq = static_cast<Element*>(params.dq_ptr) +
-                      (params.cu_seqlens_q == nullptr ? bidb * params.dq_batch_stride
-                                                      : first_q * params.dq_row_stride) +
-                      first_row * params.dq_row_stride + bidh * params.dq_head_stride;
+                      (params.cu_seqlens_q == nullptr ? work.bidb * params.dq_batch_stride
+                                                      : work.q_row * params.dq_row_stride) +
+                      first_row * params.dq_row_stride + work.bidh * params.dq_head_stride;
   const auto rounded = [&](float a, float b) {
     return packed<Element>(__fmul_rn(__fadd_rn(0.f, a), params.scale_softmax_rp_dropout),
                            __fmul_rn(__fadd_rn(0.f, b), params.scale_softmax_rp_dropout));
   };
-  const int rows = min(T::kRows, seqlen_q - first_row);
+  const int rows = min(T::kRows, work.seqlen_q - first_row);
   for (int at = threadIdx.x; at < rows * kEights; at += kDqThreads) {
     const int row = at / kEights;
     const int column = at % kEights * 8;

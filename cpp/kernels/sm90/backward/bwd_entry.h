@@ -2,9 +2,9 @@
 // are compiled apart, for different architectures.
 #pragma once
 
-#include "../bwd.h"
+#include "bwd.h"
 #include "bwd_shape.h"
-#include "tma.h"
+#include "sm90/tma.h"
 
 namespace fad::sm90 {
 

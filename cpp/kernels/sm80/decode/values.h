@@ -2,7 +2,7 @@
 // columns, and so is compiled once for each dtype, apart from the kernels of a head dim.
 #pragma once
 
-#include "../fwd.h"
+#include "fwd.h"
 
 namespace fad {
 

@@ -1,14 +1,14 @@
 // How the backward's tiles share an SM's threads, registers and memory.
 //
 // A CTA owns a block of 128 keys and walks row blocks. Each of its two computing warpgroups owns 64
-// of the keys: scores stand transposed, keys by rows, so that P^T and dS^T are in registers what
-// their products with dO and Q want as first operand. dQ needs dS of all keys: it goes through
+// of the keys. Scores are transposed, keys by rows, so that P^T and dS^T are already in registers
+// as first operands of their products with dO and Q. dQ needs dS of all keys: it goes through
 // shared memory.
 #pragma once
 
 #include "bwd_shape.h"
 #include "bwd_walk.h"
-#include "tma.h"
+#include "sm90/tma.h"
 
 namespace fad::sm90 {
 

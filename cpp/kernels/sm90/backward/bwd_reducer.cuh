@@ -1,5 +1,5 @@
-// The warps that add a row block's dq to its sums, in turns where bits must not depend on who comes
-// first, so that the warps that compute need not wait.
+// The warps that add a row block's dq to its sums, so that the warps that compute need not wait. In
+// deterministic calls they add in turns.
 #pragma once
 
 #include "bwd_tile.h"
@@ -14,10 +14,10 @@ __device__ __forceinline__ void add_to(float* address, float4 value) {
                : "memory");
 }
 
-// What a key block waits for: in shared memory, as registers are few. Only one thread uses it.
+// What a key block waits for. In shared memory, to save registers; only one thread uses it.
 struct KeyTurns {
   unsigned* counter;  // of this key block; that of the one before lies params.h before it
-  // Row blocks from here on are free: the key block before has added to them, or never will.
+  // From this row block on, the key block before has added, or will not add: no need to wait.
   int free_above;
   int m_block;  // that is added to next
 };
@@ -47,7 +47,7 @@ __device__ __forceinline__ void start_turns(const BwdParams& params, const BwdWo
   write_turns(at, turns);
 }
 
-// Waits until the next row block is free, and goes on to the one after it.
+// Waits until the key block before has added to the next row block, then steps to the one after.
 __device__ __forceinline__ void await_turn(const BwdParams& params, uint32_t at) {
   KeyTurns turns = read_turns(at);
   if (turns.m_block < turns.free_above) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared)
   const int lane = threadIdx.x % 32;
   const int first_row = lane / 16;
   const int column = (T::kSplitsRows ? 0 : 64 * part) + lane % 16 * 4;
-  const auto leads = [] { return read_thread() % T::kReducers == 0; };  // anew: registers are few
+  const auto leads = [] { return read_thread() % T::kReducers == 0; };  // saves registers
   const BwdWork work = read_bwd_work(shared + T::kWorkAt);
   const auto [begin, end] = row_blocks<T>(params, work);
   if (params.in_turns && leads()) {

@@ -7,8 +7,6 @@
 
 #include <type_traits>
 
-#include "../launch.h"
-#include "../tree/masking.h"
 #include "bwd_consumer.cuh"
 #include "bwd_dq.cuh"
 #include "bwd_entry.h"
@@ -16,6 +14,8 @@
 #include "bwd_reducer.cuh"
 #include "bwd_tile.h"
 #include "bwd_walk.h"
+#include "launch.h"
+#include "tree/masking.h"
 
 namespace fad::sm90 {
 
@@ -94,18 +94,15 @@ template <typename T>
 void launch_bwd_sm90(const BwdParams& call, cudaStream_t stream) {
   BwdParams params = call;
   limit_windows(params);
-  constexpr CUtensorMapDataType kType = std::is_same_v<typename T::Element, __half>
-                                            ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const auto map = [&](const MappedTensor& tensor, int box_rows) {
-    return tensor_map(tensor, kType, box_rows);
-  };
+  using Element = typename T::Element;
   const BwdTensors tensors = bwd_tensors(params);
   const long long ctas =
       static_cast<long long>(num_blocks(params.seqlen_k, T::kKeys)) * params.b * params.h;
   launch<&bwd_sm90_kernel<T>>(dim3(static_cast<unsigned>(ctas)), T::kThreads, T::kBytes, T::kBytes,
-                              stream, map(tensors.q, T::kRows), map(tensors.k, T::kKeys),
-                              map(tensors.v, T::kKeys), map(tensors.dout, T::kRows), params);
+                              stream, tensor_map<Element>(tensors.q, T::kRows),
+                              tensor_map<Element>(tensors.k, T::kKeys),
+                              tensor_map<Element>(tensors.v, T::kKeys),
+                              tensor_map<Element>(tensors.dout, T::kRows), params);
 }
 
 using fp16 = __half;

@@ -4,10 +4,10 @@
 
 #include <cmath>
 
-#include "../tree/softmax_steps.h"
 #include "bwd_tile.h"
 #include "bwd_walk.h"
-#include "tma.h"
+#include "sm90/tma.h"
+#include "tree/softmax_steps.h"
 
 namespace fad::sm90 {
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_inputs(const BwdParams& params, const CUten
     }
   };
   const auto load_rows = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int m_block) {
-    const BwdWork work = read_bwd_work(shared + T::kWorkAt);  // anew: registers are few
+    const BwdWork work = read_bwd_work(shared + T::kWorkAt);  // read again: saves registers
     load(map, to, full, T::kRowBoxBytes, work.bidh, work.q_row + m_block * T::kRows,
          params.cu_seqlens_q == nullptr ? work.bidb : 0);
   };

@@ -1,21 +1,21 @@
 // The Hopper forward for one (dtype, head dim): producer and consumer warpgroups in a persistent
-// grid of at most one CTA to an SM.
+// grid.
 #pragma once
 
 #include <algorithm>
 
-#include "../launch.h"
 #include "fwd_consumer.cuh"
 #include "fwd_params.h"
 #include "fwd_producer.cuh"
 #include "fwd_tile.h"
 #include "fwd_walk.h"
-#include "tma.h"
+#include "launch.h"
+#include "sm90/tma.h"
 
 namespace fad::sm90 {
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, 1)
+__global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     fwd_sm90_kernel(const __grid_constant__ CUtensorMap q_map,
                     const __grid_constant__ CUtensorMap k_map,
                     const __grid_constant__ CUtensorMap v_map,
@@ -61,52 +61,50 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
-// ctas: at most one to an SM.
+// ctas: at most T::kCtasPerSm to an SM, and at most the number of tiles.
 template <typename T>
 void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   FwdCall call{};
   static_cast<FwdParams&>(call) = params;
   call.window_left = params.window_left < 0 ? kUnlimited : params.window_left;
   call.window_right = params.window_right < 0 ? kUnlimited : params.window_right;
-  call.row_tiles = (params.seqlen_q + T::kRows - 1) / T::kRows;
-  call.tiles = call.row_tiles * params.batch * params.heads;
+  while (1 << call.group_bits < params.group) {
+    ++call.group_bits;
+  }
+  call.units = params.heads >> call.group_bits;
+  call.row_tiles = ((params.seqlen_q << call.group_bits) + T::kRows - 1) / T::kRows;
+  const bool parts = params.parts.acc != nullptr;
+  call.first_tile = params.parts.first_tile;
+  call.split_tiles = parts ? params.parts.tiles : call.row_tiles * params.batch * params.heads;
+  call.tiles = call.split_tiles * (parts ? params.parts.splits : 1);
   call.heads_per_kv = params.heads / params.heads_k;
   const bool splits = params.split_tokens > 0 && params.seqlen_k > params.split_tokens;
   call.split_blocks = splits ? params.split_tokens / T::kKeys : kUnlimited;
+  call.part_blocks = parts ? call.split_blocks : kUnlimited;
   call.page_blocks = params.page_size / T::kKeys;
-  call.blocks = splits ? T::kBlocks : T::kBlocksAlone;
-  // K and V of the heads that are worked on together should stay in L2.
+  call.blocks = splits && !parts ? T::kBlocks : T::kBlocksAlone;
+  // K and V of the heads that are worked on together should stay in L2. Parts of one split are
+  // worked on together, head by head.
   constexpr int64_t kL2Bytes = 24 << 20;
   const int64_t head_bytes = int64_t{4} * params.seqlen_k * params.head_dim;
   const int64_t kv_heads = std::max<int64_t>(1, kL2Bytes / std::max<int64_t>(1, head_bytes));
-  call.heads_at_a_time = static_cast<int>(std::min<int64_t>(
-      kv_heads * call.heads_per_kv, static_cast<int64_t>(params.batch) * params.heads));
+  call.units_at_a_time =
+      parts ? 1
+            : static_cast<int>(std::min<int64_t>(
+                  kv_heads * call.heads_per_kv, static_cast<int64_t>(params.batch) * params.heads));
 
-  constexpr CUtensorMapDataType kType = std::is_same_v<typename T::Element, __half>
-                                            ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const bool packed_q = params.cu_seqlens_q != nullptr;
-  const bool packed_k = keys_are_packed(params);
-  const auto map = [&](const Rows& rows, bool packed, int batch, int64_t count, int heads,
-                       int box_rows) {
-    return tensor_map({rows.data, rows.batch_stride, rows.row_stride, rows.head_stride,
-                       packed ? 1 : batch, count, heads, params.head_dim},
-                      kType, box_rows);
-  };
+  using Element = typename T::Element;
+  const FwdTensors tensors = fwd_tensors(params);
   const CUtensorMap q_map =
-      map(params.q, packed_q, params.batch, packed_q ? params.total_q : params.seqlen_q,
-          params.heads, kGroupRows);
-  const int64_t rows_k = key_rows(params);
-  const CUtensorMap k_map =
-      map(params.k, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);
-  const CUtensorMap v_map =
-      map(params.v, packed_k, params.kv_batch, rows_k, params.heads_k, T::kKeys);
+      tensor_map<Element>(tensors.q, kGroupRows >> call.group_bits, 1 << call.group_bits);
+  const CUtensorMap k_map = tensor_map<Element>(tensors.k, T::kKeys);
+  const CUtensorMap v_map = tensor_map<Element>(tensors.v, T::kKeys);
 
-  if (params.tile_counter != nullptr) {
+  if (T::kCounting != Counting::kReturns && params.tile_counter != nullptr) {
     C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));
   }
-  launch<&fwd_sm90_kernel<T>>(dim3(ctas), T::kThreads, kSharedBytes, kSharedBytes, stream, q_map,
-                              k_map, v_map, call);
+  launch<&fwd_sm90_kernel<T>>(dim3(ctas), T::kThreads, T::kSharedBytes, T::kSharedBytes, stream,
+                              q_map, k_map, v_map, call);
 }
 
 using fp16 = __half;
@@ -114,6 +112,7 @@ using bf16 = __nv_bfloat16;
 
 template <typename Element, int kHeadDim, int kBlockM>
 void fwd_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
+  static_assert(!TileOf<Element, kHeadDim, kBlockM, false>::kEndsLate, "it leaves parts");
   if (params.softcap > 0.f) {
     launch_fwd<TileOf<Element, kHeadDim, kBlockM, true>>(params, ctas, stream);
   } else {

@@ -2,34 +2,38 @@
 // ring of Q), one loads Q, one clears rows of V behind the end of a sequence.
 #pragma once
 
-#include "../tree/lengths.h"
-#include "barrier.h"
 #include "fwd_tile.h"
 #include "fwd_walk.h"
-#include "tma.h"
+#include "sm90/barrier.h"
+#include "sm90/tma.h"
+#include "tree/lengths.h"
 
 namespace fad::sm90 {
 
 // Tiles of the last rows first: where the mask is causal they take longest. All heads of a batch
-// of heads, whose K and V fit in L2, before the next.
+// of heads, whose K and V fit in L2, before the next. Parts of the first split of all tiles before
+// those of the next: they share keys, and it is the last splits that a mask cuts.
 template <typename T>
-__device__ __forceinline__ Work work_of(const FwdCall& call, int tile, int& k_row) {
-  const int heads = call.batch * call.heads;
-  const int section = tile / (call.heads_at_a_time * call.row_tiles);
-  const int first_head = section * call.heads_at_a_time;
-  const int here = min(call.heads_at_a_time, heads - first_head);
-  const int rest = tile - first_head * call.row_tiles;
+__device__ __forceinline__ Work work_of(const FwdCall& call, int number, int& k_row) {
+  const int split = number / call.split_tiles;
+  const int tile = call.first_tile + number - split * call.split_tiles;
+  const int section = tile / (call.units_at_a_time * call.row_tiles);
+  const int first_unit = section * call.units_at_a_time;
+  const int here = min(call.units_at_a_time, call.batch * call.units - first_unit);
+  const int rest = tile - first_unit * call.row_tiles;
   const int row_tile = rest / here;
-  const int head = first_head + rest - row_tile * here;
+  const int unit = first_unit + rest - row_tile * here;
   Work work;
+  work.split = split;
   work.first_row = (call.row_tiles - 1 - row_tile) * T::kRows;
-  work.bidb = head / call.heads;
-  work.bidh = head - work.bidb * call.heads;
+  work.bidb = unit / call.units;
+  work.bidh = (unit - work.bidb * call.units) << call.group_bits;
   const int b = work.bidb;
   work.q_row = call.cu_seqlens_q == nullptr ? 0 : call.cu_seqlens_q[b];
-  work.seqlen_q =
+  work.rows =
       within(call.cu_seqlens_q == nullptr ? call.seqlen_q : call.cu_seqlens_q[b + 1] - work.q_row,
-             call.seqlen_q);
+             call.seqlen_q)
+      << call.group_bits;
   const int pad = call.leftpad_k == nullptr ? 0 : call.leftpad_k[b];
   const int first_k = call.cu_seqlens_k == nullptr ? 0 : call.cu_seqlens_k[b];
   int length = call.cu_seqlens_k == nullptr ? call.seqlen_k : call.cu_seqlens_k[b + 1] - first_k;
@@ -39,18 +43,33 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int tile, int& k_ro
   return work;
 }
 
-// Tile number `turn` of this CTA, where tiles are dealt out beforehand: back and forth, so that
-// long ones and short ones come to the same CTA.
+// Tile number `turn` of this CTA, where each CTA has a fixed list of tiles: CTAs in ascending, then
+// in descending order, so that each gets long and short ones.
 __device__ __forceinline__ int dealt_tile(int turn) {
   const int cta = static_cast<int>(blockIdx.x);
   const int ctas = static_cast<int>(gridDim.x);
   return turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
 }
 
+// The number of a tile that no other CTA takes; call.tiles or above: none is left. taken: how many
+// this CTA took before.
 template <typename T>
-__device__ __forceinline__ KeyRange tile_blocks(const FwdCall& call, const Work& work) {
-  const int last_row = min(work.first_row + T::kRows, work.seqlen_q) - 1;
-  return blocks_of<T>(visible_keys(call, work.seqlen_q, work.seqlen_k, work.first_row, last_row));
+__device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
+  if (call.tile_counter == nullptr) {
+    return dealt_tile(taken);
+  }
+  if constexpr (T::kCounting == Counting::kAll) {
+    return static_cast<int>(atomicAdd(call.tile_counter, 1u));
+  }
+  if (taken == 0) {
+    return static_cast<int>(blockIdx.x);
+  }
+  // Each CTA draws none for its first tile, but one beyond the last: as many draws as tiles, after
+  // which kReturns has the counter at 0 again.
+  const unsigned count = T::kCounting == Counting::kReturns
+                             ? atomicInc(call.tile_counter, static_cast<unsigned>(call.tiles - 1))
+                             : atomicAdd(call.tile_counter, 1u);
+  return static_cast<int>(gridDim.x + count);
 }
 
 // Boxes `begin` to `end` of Q, of one warpgroup's rows.
@@ -58,7 +77,7 @@ template <typename T>
 __device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUtensorMap& q_map,
                                                  const Work& work, int group, int begin, int end,
                                                  uint32_t to, uint32_t full) {
-  const int row = work.q_row + work.first_row + group * kGroupRows;
+  const int row = work.q_row + ((work.first_row + group * kGroupRows) >> call.group_bits);
   const int batch = call.cu_seqlens_q == nullptr ? work.bidb : 0;
 #pragma unroll
   for (int box = begin; box < end; ++box) {
@@ -76,22 +95,24 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
   int taken = 0;
   for (int turn = 0;; ++turn) {
     Work work;
+    KeyRange blocks{};
     int k_row = 0;
     for (;;) {
-      const int tile = call.tile_counter == nullptr
-                           ? dealt_tile(taken++)
-                           : static_cast<int>(atomicAdd(call.tile_counter, 1u));
+      const int tile = next_tile<T>(call, taken++);
       if (tile >= call.tiles) {
         work.first_row = -1;
         break;
       }
       work = work_of<T>(call, tile, k_row);
-      if (work.first_row < work.seqlen_q) {
-        break;
+      if (work.first_row < work.rows) {
+        blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
+        // Rows without keys get their zeros here, or where parts are merged.
+        if (blocks.end > blocks.begin || call.parts.acc == nullptr) {
+          break;
+        }
       }
     }
     const bool done = work.first_row < 0;
-    const KeyRange blocks = done ? KeyRange{0, 0} : tile_blocks<T>(call, work);
     const int count = blocks.end - blocks.begin;
 
     // The block that holds the end of the sequence is the first one loaded.
@@ -100,10 +121,8 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     const int behind = work.seqlen_k - (blocks.end - 1) * T::kKeys;
     const bool tail = may_have_tail && count > 0 && behind < T::kKeys;
     // V's first block comes to the ring after Q's and two blocks of K, or the only one.
-    const int tail_slot =
-        (ring.slot + (T::kQueriesThroughRing ? 1 : 0) + (count == 1 ? 1 : 2)) % call.blocks;
-    work.tail_slot = tail ? tail_slot : -1;
-    work.tail_row = behind;
+    const int tail_slot = (ring.slot + T::kRingQueryBlocks + (count == 1 ? 1 : 2)) % call.blocks;
+    work.tail = tail ? tail_slot * T::kKeys + behind : -1;
 
     const int note = turn & 1;
     barrier_wait(shared + T::kWorkEmpty + 8 * note, (turn >> 1 & 1) ^ 1);
@@ -138,16 +157,19 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
       }
       ring.advance(call.blocks);
     };
-    if constexpr (T::kQueriesThroughRing) {
-      if (count > 0) {
+    if (count > 0) {
+#pragma unroll 1
+      for (int block = 0; block < T::kRingQueryBlocks; ++block) {
         barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
         const uint32_t full = shared + T::kFull + 8 * ring.slot;
         const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
-        barrier_expect(full, T::kRingQueryBytes);
+        constexpr int kGroups = T::kWarpgroups / (T::kQueriesThroughRing ? T::kRingQueryBlocks : 1);
+        constexpr int kGroupBytes = T::kRingBoxes * T::kQBoxBytes;
+        barrier_expect(full, kGroups * kGroupBytes);
 #pragma unroll 1
-        for (int group = 0; group < T::kWarpgroups; ++group) {
-          load_query_boxes<T>(call, q_map, work, group, 0, T::kRingBoxes,
-                              to + group * T::kRingBoxes * T::kQBoxBytes, full);
+        for (int i = 0; i < kGroups; ++i) {
+          load_query_boxes<T>(call, q_map, work, block * kGroups + i, 0, T::kRingBoxes,
+                              to + i * kGroupBytes, full);
         }
         ring.advance(call.blocks);
       }
@@ -177,8 +199,9 @@ __device__ __forceinline__ void load_queries(const FwdCall& call, const CUtensor
     if (work.first_row < 0) {
       return;
     }
+    constexpr int kGroups = T::kQueriesInShared ? T::kWarpgroups : 0;
 #pragma unroll 1
-    for (int group = 0; group < T::kWarpgroups; ++group) {
+    for (int group = 0; group < kGroups; ++group) {
       const uint32_t full = shared + T::kQFull + 8 * group;
       barrier_wait(shared + T::kQEmpty + 8 * group, parity ^ 1);
       barrier_expect(full, T::kQGroupBytes);
@@ -201,11 +224,12 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
     if (work.first_row < 0) {
       return;
     }
-    if (work.tail_slot >= 0) {
+    if (work.tail >= 0) {
       barrier_wait(shared + T::kTailLoaded + 8 * note, parities >> note & 1);
       parities ^= 1u << note;
-      const uint32_t block = shared + T::kRingAt + work.tail_slot * T::kBlockBytes;
-      for (int row = work.tail_row + lane / 8; row < T::kKeys; row += 4) {
+      const int slot = work.tail / T::kKeys;
+      const uint32_t block = shared + T::kRingAt + slot * T::kBlockBytes;
+      for (int row = work.tail % T::kKeys + lane / 8; row < T::kKeys; row += 4) {
 #pragma unroll
         for (int box = 0; box < T::kBoxes; ++box) {
           store_shared(block + box * T::kBoxBytes + row * kBoxRowBytes + lane % 8 * 16,
@@ -215,7 +239,7 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) {
-        barrier_arrive(shared + T::kFull + 8 * work.tail_slot);
+        barrier_arrive(shared + T::kFull + 8 * slot);
       }
     }
     if (lane == 0) {

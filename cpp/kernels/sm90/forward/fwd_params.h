@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "tma.h"
+#include "sm90/tma.h"
 
 namespace fad::sm90 {
 
@@ -17,17 +17,32 @@ struct Rows {
   int64_t head_stride;
 };
 
+// Where the splits of a tile of rows write their parts, for the merge kernel, and which tiles one
+// launch takes: numbered by head, those of the last rows first.
+struct PartRoom {
+  // (splits, tiles, rows, head dim of the kernel), not normalised; nullptr: a CTA walks all splits
+  // of its tile, and merges them itself
+  float* acc;
+  float2* state;  // (splits, tiles, rows): maximum and sum
+  int splits, first_tile, tiles;
+  int rows;  // of a tile
+};
+
 struct FwdParams {
   Rows q;  // (batch, seqlen_q, heads, head_dim), or packed: (total_q, heads, head_dim)
   Rows k;  // (kv_batch, seqlen_k, heads_k, head_dim), or packed: (total_k, heads_k, head_dim)
   Rows v;
-  // Like q. Its rows also hold waiting accumulators until they get their results.
+  // Like q. Before they get their results, its rows also hold accumulators of later splits.
   void* out;
   int64_t out_batch_stride, out_row_stride, out_head_stride;
   void* residual;  // like out, bfloat16: what rounding takes from it; nullptr: it is not kept
   // (batch, heads, seqlen_q), or packed: (heads, total_q); fp32. Rows without keys get +inf.
   float* softmax_lse;
   int64_t lse_batch_stride, lse_head_stride;
+
+  // Query heads of one key head whose rows stand in one tile: row = token * group + head. It
+  // divides kGroupRows. 1 where a CTA walks all splits.
+  int group;
 
   int batch, kv_batch;
   int seqlen_q, seqlen_k;    // of the longest sequence; below 2^29
@@ -52,9 +67,10 @@ struct FwdParams {
   float scale;                    // of scores in softmax_lse
   float scale_log2;               // of scores in exp2
   int split_tokens;               // a multiple of 64; 0: one split
+  PartRoom parts;
 
-  // Set to 0 by the launcher, on the stream: CTAs take tiles from it one by one. nullptr: tiles are
-  // dealt out beforehand.
+  // Set to 0 by the launcher, on the stream: CTAs take tiles from it one by one. nullptr: each CTA
+  // has a fixed list of tiles.
   unsigned* tile_counter;
 };
 
@@ -69,16 +85,28 @@ inline int64_t key_rows(const FwdParams& params) {
                                        : params.seqlen_k;
 }
 
-// Whether the kernel takes tensors laid out like this.
-inline bool supports(const FwdParams& params) {
-  const auto fits = [&](const Rows& rows, int64_t batch, int64_t count, int heads) {
-    return can_map({rows.data, rows.batch_stride, rows.row_stride, rows.head_stride, batch, count,
-                    heads, params.head_dim});
+struct FwdTensors {
+  MappedTensor q, k, v;
+};
+
+inline FwdTensors fwd_tensors(const FwdParams& params) {
+  const auto tensor = [&](const Rows& rows, bool packed, int batch, int64_t count, int heads) {
+    return MappedTensor{
+        rows.data, rows.batch_stride, rows.row_stride, rows.head_stride, packed ? 1 : batch, count,
+        heads,     params.head_dim};
   };
   const bool packed_q = params.cu_seqlens_q != nullptr;
   const bool packed_k = keys_are_packed(params);
-  const int64_t rows_q = packed_q ? params.total_q : params.seqlen_q;
   const int64_t rows_k = key_rows(params);
+  return {tensor(params.q, packed_q, params.batch, packed_q ? params.total_q : params.seqlen_q,
+                 params.heads),
+          tensor(params.k, packed_k, params.kv_batch, rows_k, params.heads_k),
+          tensor(params.v, packed_k, params.kv_batch, rows_k, params.heads_k)};
+}
+
+// Whether the kernel takes tensors laid out like this.
+inline bool supports(const FwdParams& params) {
+  const auto [q, k, v] = fwd_tensors(params);
   // The kernel numbers its tiles, of 64 rows or more, with an int.
   const int64_t tiles =
       static_cast<int64_t>(params.batch) * params.heads * ((params.seqlen_q + 63) / 64);
@@ -87,12 +115,10 @@ inline bool supports(const FwdParams& params) {
     return false;
   }
   return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 &&
-         params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) &&
-         fits(params.q, packed_q ? 1 : params.batch, rows_q, params.heads) &&
-         fits(params.k, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
-         fits(params.v, packed_k ? 1 : params.kv_batch, rows_k, params.heads_k) &&
-         reinterpret_cast<uintptr_t>(params.out) % 16 == 0 && params.out_row_stride % 8 == 0 &&
-         params.out_head_stride % 8 == 0 && params.out_batch_stride % 8 == 0;
+         params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) && can_map(q) && can_map(k) &&
+         can_map(v) && reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
+         params.out_row_stride % 8 == 0 && params.out_head_stride % 8 == 0 &&
+         params.out_batch_stride % 8 == 0;
 }
 
 }  // namespace fad::sm90

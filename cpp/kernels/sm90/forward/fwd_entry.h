@@ -2,7 +2,7 @@
 // compiled apart, for different architectures.
 #pragma once
 
-#include "../fwd.h"
+#include "fwd.h"
 #include "fwd_params.h"
 #include "fwd_shape.h"
 
@@ -29,6 +29,7 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
   params.total_k = call.total_k;
   params.heads = call.h;
   params.heads_k = call.h_k;
+  params.group = call.group;
   params.head_dim = call.d;
   params.cu_seqlens_q = call.cu_seqlens_q;
   if (call.is_seqlens_k_cumulative) {
@@ -50,6 +51,12 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
   params.scale_log2 = call.scale_softmax_log2;
   params.split_tokens = tree.blocks_per_split * tree.keys_per_block;
   params.tile_counter = call.tile_counter;
+  params.parts = {call.parts.acc,
+                  call.parts.state,
+                  call.num_splits,
+                  static_cast<int>(call.parts.first_cta),
+                  static_cast<int>(call.parts.ctas),
+                  call.parts.rows};
   return params;
 }
 
@@ -63,13 +70,22 @@ bool takes(const fad::FwdParams& call, const Tree& tree) {
   return params.split_tokens % kKeys == 0 && whole_blocks && supports(params);
 }
 
-// launch is compiled for Hopper.
-template <int kHeadDim, int kBlockM, Features kCovers>
+// launch is compiled for Hopper; it serves both paths.
+template <int kHeadDim, int kBlockM, Path kPath, Features kCovers>
 constexpr FwdKernel fwd_entry(void (*launch)(const fad::FwdParams&, unsigned, cudaStream_t)) {
-  static_assert((kCovers & kPaged) == 0 || takes_pages(fwd_shape(kHeadDim, kBlockM).keys));
-  return {Family::kSm90, Path::kOneCta,       kCovers,
-          kBlockM,       kSharedBytes,        kSharedBytes,
-          launch,        /*persistent=*/true, &takes<kHeadDim, kBlockM>};
+  static_assert(kPath == Path::kOneCta || kPath == Path::kParts);
+  constexpr FwdShape kShape = fwd_shape(kHeadDim, kBlockM);
+  static_assert((kCovers & kPaged) == 0 || takes_pages(kShape.keys));
+  constexpr int kShared = shared_bytes(kShape.ctas_per_sm);
+  return {Family::kSm90,
+          kPath,
+          kCovers,
+          kBlockM,
+          kShared,
+          kShared,
+          launch,
+          kShape.ctas_per_sm,
+          &takes<kHeadDim, kBlockM>};
 }
 
 }  // namespace fad::sm90

@@ -1,0 +1,97 @@
+// How large the forward's tiles are, for each head dim. No bits depend on it.
+#pragma once
+
+#include "tree/tree.h"
+
+namespace fad::sm90 {
+
+constexpr int kStep = kKeysPerBlock;  // keys of one softmax step
+constexpr int kGroupRows = 64;        // rows of a consumer warpgroup: the height of wgmma
+
+// The most shared memory that a CTA may have on compute capability 9.0 if this many share an SM.
+// The system keeps 1 KB for each.
+constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 1024; }
+
+// keys: of one product q k^T, one or two steps.
+// state_columns: how many eights of columns of the later splits' accumulator are kept in shared
+// memory; the rest, at most half, is kept in the rows of the output.
+// takes_turns: whether warpgroups issue their products one after another, so that one computes its
+// softmax during the products of the others.
+// waits_last: whether the wait for the next keys is bound to come after a step's softmax. Otherwise
+// the compiler moves part of the softmax behind that wait.
+// register_queries: how many sixteens of columns of Q are operands in registers. A product of 64
+// keys with Q from shared memory reads as much as shared memory gives in its time, half of it Q.
+// queries_through_ring: whether these sixteens are loaded through the ring of K and V, so that
+// their shared memory is one more block of the ring. Where they are all of Q, each warpgroup's is a
+// block.
+// waits_in_lines: whether state that is kept in the rows of the output fills whole lines there, 16
+// bytes a lane, where a warp has all of its rows. Otherwise every thread uses its own two rows.
+// merges_late: whether a split that is done is merged while the next scores but one of the split
+// before it are computed. Otherwise this warpgroup leaves the tensor cores idle during the merge.
+// before_values: of products of two steps, what of the softmax is bound to come before the wait for
+// the first step's values. Otherwise the compiler moves all of it behind that wait.
+// ends_late: whether the rows of a tile are normalised and stored while the first scores of the
+// warpgroup's next tile are computed, and after those were issued; such a shape writes no parts.
+// ctas_per_sm: how many share an SM. A tile of a short sequence has too few steps to hide its own
+// waiting times; the tile of another CTA hides them.
+// counting: how tiles are counted where CTAs take them one by one.
+// step: keys of a softmax step. lazy: whether a row's maximum is raised only when it would grow by
+// more than kLazyGrowth powers of two. Both change bits: no product's shape sets them
+// (docs/adr/0022).
+//
+// Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
+constexpr float kLazyGrowth = 8.f;
+
+enum class BeforeValues { kNothing, kMaxima, kFirstStep };
+
+enum class Counting {
+  kAll,        // a CTA takes its first one from the counter too
+  kFromThere,  // a CTA's first tile has the CTA's number
+  // The same, and the counter is 0 again when all CTAs have ended: no call has to clear it, if only
+  // one call uses it at a time.
+  kReturns
+};
+
+struct FwdShape {
+  int keys, state_columns;
+  bool takes_turns;
+  bool waits_last = false;
+  int register_queries = 0;
+  bool queries_through_ring = false;
+  bool waits_in_lines = false;
+  bool merges_late = false;
+  BeforeValues before_values = BeforeValues::kNothing;
+  bool ends_late = false;
+  Counting counting = Counting::kAll;
+  int step = kStep;
+  bool lazy = false;
+  int ctas_per_sm = 1;
+};
+
+constexpr FwdShape two_ctas(FwdShape shape) {
+  shape.ctas_per_sm = 2;
+  return shape;
+}
+
+// block_m: query rows to a CTA, 64 to a warpgroup that computes.
+constexpr FwdShape fwd_shape(int head_dim, int block_m) {
+  return head_dim == 32                      ? two_ctas({64, 4, false, true, 2})
+         : head_dim == 64                    ? FwdShape{128, 8, false}
+         : head_dim == 96                    ? FwdShape{64, 12, true}
+         : head_dim == 128 && block_m == 192 ? FwdShape{64, 16, true, true, 4}
+         : head_dim == 128                   ? FwdShape{128, 16, false}
+         : head_dim == 192                   ? FwdShape{64, 12, false, true, 12}
+                                             : FwdShape{64, 16, false, true, 8, true};
+}
+
+// The product's shapes as types, as a tile takes them.
+template <int kHeadDim, int kBlockM>
+struct ShapeOf {
+  static constexpr FwdShape value = fwd_shape(kHeadDim, kBlockM);
+};
+
+// Keys in pages: with 128 keys to a product the code for them spills in the loop (head dim 64 with
+// softcap, nvcc 13.0).
+constexpr bool takes_pages(int keys) { return keys == kStep; }
+
+}  // namespace fad::sm90

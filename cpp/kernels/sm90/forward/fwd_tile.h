@@ -1,0 +1,106 @@
+// How the forward's tiles share an SM's threads, registers and memory.
+#pragma once
+
+#include <type_traits>
+
+#include "fwd_shape.h"
+#include "sm90/tma.h"
+
+namespace fad::sm90 {
+
+// Shape: a type whose `value` is a FwdShape.
+template <typename Element_, int kHeadDim_, bool kSoftcap_, int kWarpgroups_, typename Shape>
+struct FwdTile {
+  static constexpr int kKeys = Shape::value.keys;
+  static constexpr int kStateColumns = Shape::value.state_columns;
+  static constexpr bool kTakesTurns = Shape::value.takes_turns;
+  static constexpr bool kWaitsLast = Shape::value.waits_last;
+  static constexpr int kRegisterQueries = Shape::value.register_queries;
+  static constexpr bool kQueriesThroughRing = Shape::value.queries_through_ring;
+  static constexpr bool kWaitsInLines = Shape::value.waits_in_lines;
+  static constexpr bool kMergesLate = Shape::value.merges_late;
+  static constexpr BeforeValues kBeforeValues = Shape::value.before_values;
+  static constexpr bool kEndsLate = Shape::value.ends_late;
+  static constexpr Counting kCounting = Shape::value.counting;
+  static constexpr int kStep = Shape::value.step;
+  static constexpr bool kLazy = Shape::value.lazy;
+  static constexpr int kCtasPerSm = Shape::value.ctas_per_sm;
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
+  static constexpr bool kSoftcap = kSoftcap_;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr bool kTakesPages = takes_pages(kKeys);
+  static constexpr int kSteps = kKeys / kStep;
+  static constexpr int kRows = kGroupRows * kWarpgroups;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  // A CTA keeps the registers it is launched with, a multiple of 8 for each thread, of an SM's
+  // 65536: if warpgroups asked for more in all, one would wait for them forever. The producer needs
+  // 24, and gets what is left.
+  static constexpr int kLaunchRegisters = 65536 / (kCtasPerSm * kThreads) / 8 * 8;
+  static constexpr int kCtaRegisters = (kWarpgroups + 1) * kLaunchRegisters;
+  static constexpr int kConsumerRegisters = (kCtaRegisters - 24) / kWarpgroups / 8 * 8;
+  static constexpr int kProducerRegisters = kCtaRegisters - kWarpgroups * kConsumerRegisters;
+  static_assert(kConsumerRegisters > kLaunchRegisters && kConsumerRegisters <= 240);
+
+  static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
+  // Accesses of 16 bytes that a merge has under way where state waits in lines: while the next
+  // split begins, and at the end of the rows, where more registers are free.
+  static constexpr int kFarColumns = kWaitsInLines ? kColumns - kStateColumns : 1;
+  static constexpr int kFarLoads = kFarColumns < 8 ? kFarColumns : 8;
+  static constexpr int kLastFarLoads = kFarColumns;
+  static_assert(kFarColumns > 0);
+  static_assert(2 * kStateColumns >= kColumns && kSteps * kStep == kKeys);
+  static_assert(kSteps == 1 || !kWaitsLast);
+  static_assert(kSteps == 2 || kBeforeValues == BeforeValues::kNothing);
+
+  // Shared memory: Q, a ring of blocks of K and V, state of the later splits, barriers. The
+  // first kRingBoxes boxes of Q come through the ring.
+  static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kRingBoxes = kQueriesThroughRing ? kRegisterQueries / 4 : 0;
+  static constexpr int kQBoxBytes = kGroupRows * kBoxRowBytes;
+  static constexpr int kQGroupBytes = (kBoxes - kRingBoxes) * kQBoxBytes;
+  static constexpr int kQBytes = kWarpgroups * kQGroupBytes;
+  static constexpr int kBoxBytes = kKeys * kBoxRowBytes;
+  static constexpr int kBlockBytes = kBoxes * kBoxBytes;
+  static constexpr int kRingQueryBytes = kWarpgroups * kRingBoxes * kQBoxBytes;
+  // One block of the ring, or one for each warpgroup.
+  static constexpr int kRingQueryBlocks = !kQueriesThroughRing             ? 0
+                                          : kRingQueryBytes <= kBlockBytes ? 1
+                                                                           : kWarpgroups;
+  static_assert(!kQueriesThroughRing || (kRegisterQueries % 4 == 0 && kRingBoxes > 0));
+  static_assert(kRingQueryBlocks <= 1 || kRingBoxes * kQBoxBytes <= kBlockBytes);
+  // Whether some of Q has shared memory of its own.
+  static constexpr bool kQueriesInShared = kRingBoxes < kBoxes;
+  static constexpr int kSharedBytes = shared_bytes(kCtasPerSm);
+  static constexpr int kStateBytes = kRows * 32 * kStateColumns;
+  static constexpr int kBarrierBytes = 512;
+  static constexpr int kMaxBlocks = 12;
+  static constexpr int blocks_in(int bytes) {
+    return bytes / kBlockBytes < kMaxBlocks ? bytes / kBlockBytes : kMaxBlocks;
+  }
+  // Blocks in the ring beside the state of later splits, and with a single split, which has none.
+  static constexpr int kBlocks = blocks_in(kSharedBytes - kBarrierBytes - kQBytes - kStateBytes);
+  static constexpr int kBlocksAlone = blocks_in(kSharedBytes - kBarrierBytes - kQBytes);
+  static_assert(kBlocks >= 3 && kBlocks > kRingQueryBlocks + 1);
+  static constexpr int kRingAt = kQBytes;
+  static constexpr int kStateAt = kRingAt + kBlocks * kBlockBytes;
+  static constexpr int kBarriersAt = kSharedBytes - kBarrierBytes;
+
+  // Barriers, 8 bytes each.
+  static constexpr int kFull = kBarriersAt;               // of each block of the ring
+  static constexpr int kEmpty = kFull + 8 * kMaxBlocks;   // likewise
+  static constexpr int kQFull = kEmpty + 8 * kMaxBlocks;  // of each warpgroup's Q
+  static constexpr int kQEmpty = kQFull + 8 * kWarpgroups;
+  static constexpr int kWorkFull = kQEmpty + 8 * kWarpgroups;  // of the two notes on work
+  static constexpr int kWorkEmpty = kWorkFull + 16;
+  static constexpr int kTailLoaded = kWorkEmpty + 16;  // V whose rows behind the end must go
+  static constexpr int kWorkAt = kBarriersAt + kBarrierBytes - 2 * 32;
+  static_assert(kTailLoaded + 16 <= kWorkAt && kWorkAt % 16 == 0);
+};
+
+template <typename Element, int kHeadDim, int kBlockM, bool kSoftcap>
+using TileOf =
+    FwdTile<Element, kHeadDim, kSoftcap, kBlockM / kGroupRows, ShapeOf<kHeadDim, kBlockM>>;
+
+}  // namespace fad::sm90

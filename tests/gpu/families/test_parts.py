@@ -1,0 +1,313 @@
+"""Hopper's forward with a part for each split has the bits of its walk over all splits.
+
+test_families.py runs its calls in both ways too. Here are the edges of splits and tiles, and what
+only parts have: several launches, with a counter in each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_deterministic import (
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn_deterministic.info.build_info import build_info
+
+from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, skip_unless_built
+from tests.gpu.gradients import int32
+
+pytestmark = pytest.mark.gpu
+
+VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
+SCHEDULES = ("family=sm80,path=one_cta", "family=sm90,path=one_cta", "family=sm90,path=parts")
+CONFIGS = each_config(
+    [
+        (32, "bf16"),
+        (40, "fp16"),
+        (64, "bf16"),
+        (96, "bf16"),
+        (128, "fp16"),
+        (192, "bf16"),
+        (256, "fp16"),
+    ]
+)
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (300, 20)},
+    "narrow": {"window_size": (0, 0)},
+    "softcap": {"softcap": 20.0, "causal": True},
+}
+MASK = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+# nheads, nheads_k: of a group of 1, 4, 8 and 3 heads
+HEADS = pytest.mark.parametrize(
+    ("nheads", "nheads_k"), [(2, 2), (8, 2), (8, 1), (6, 2)], ids=["g1", "g4", "g8", "g3"]
+)
+SPLIT = 256
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the sm90 family runs on compute capability 9.0 alone")
+    if not any(name.startswith("90a") for name in build_info().architectures):
+        pytest.skip("this wheel holds no 90a-real")
+
+
+def assert_schedules_agree(
+    monkeypatch: pytest.MonkeyPatch, function: Any, *tensors: Any, **options: Any
+) -> Outputs:
+    """Runs a call in each schedule, and returns its results."""
+    lse = "return_softmax_lse" if function is flash_attn_with_kvcache else "return_attn_probs"
+    results: list[Outputs] = []
+    for schedule in SCHEDULES:
+        monkeypatch.setenv(VARIABLE, schedule)
+        plan = explain(function, *tensors, **options)
+        family, path = (word.split("=")[1] for word in schedule.split(","))
+        assert (plan.family, plan.path) == (family, path.replace("_", "-"))
+        out, softmax_lse, *_ = function(*tensors, **options, **{lse: True})
+        assert not out.isnan().any()
+        results.append((out, softmax_lse))
+    for other in results[1:]:
+        assert_same(other, results[0])
+    return results[0]
+
+
+@pytest.mark.parametrize("seqlen_k", [257, 511, 512, 513, 575, 577, 1100])
+@MASK
+@HEADS
+@CONFIGS
+def test_edges_of_splits(
+    head_dim: int,
+    dtype: str,
+    nheads: int,
+    nheads_k: int,
+    options: dict[str, Any],
+    seqlen_k: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((2, 200, nheads, head_dim), seqlen_k, nheads_k, dtype=DTYPES[dtype])
+    assert_schedules_agree(monkeypatch, flash_attn_func, q, k, v, split_size=SPLIT, **options)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 16, 17, 63, 65, 127, 129, 193, 385, 900])
+@MASK
+@HEADS
+@CONFIGS
+def test_edges_of_tiles(
+    head_dim: int,
+    dtype: str,
+    nheads: int,
+    nheads_k: int,
+    options: dict[str, Any],
+    seqlen_q: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With 900 queries on 700 keys some rows see none."""
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((2, seqlen_q, nheads, head_dim), 700, nheads_k, dtype=DTYPES[dtype])
+    assert_schedules_agree(monkeypatch, flash_attn_func, q, k, v, split_size=SPLIT, **options)
+
+
+@MASK
+@HEADS
+@CONFIGS
+def test_ragged(
+    head_dim: int,
+    dtype: str,
+    nheads: int,
+    nheads_k: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sequences without queries or keys, and such as end at, before and behind a split's end."""
+    skip_unless_built(head_dim, dtype)
+    lengths_q = [300, 0, 1, 65, 640, 5, 40, 129]
+    lengths_k = [300, 17, 900, 0, 129, 256, 257, 511]
+    q, _, _ = make_qkv((1, sum(lengths_q), nheads, head_dim), dtype=DTYPES[dtype])
+    _, k, v = make_qkv((1, sum(lengths_k), nheads_k, head_dim), dtype=DTYPES[dtype], seed=1)
+    starts_q = int32([sum(lengths_q[:i]) for i in range(len(lengths_q) + 1)])
+    starts_k = int32([sum(lengths_k[:i]) for i in range(len(lengths_k) + 1)])
+    assert_schedules_agree(
+        monkeypatch,
+        flash_attn_varlen_func,
+        *(q[0], k[0], v[0], starts_q, starts_k, max(lengths_q), max(lengths_k)),
+        split_size=SPLIT,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("page_size", [0, 64, 256])
+@pytest.mark.parametrize("seqlen_q", [3, 16, 100])
+@MASK
+@HEADS
+@CONFIGS
+def test_cache_with_nan_behind_its_ends(
+    head_dim: int,
+    dtype: str,
+    nheads: int,
+    nheads_k: int,
+    options: dict[str, Any],
+    seqlen_q: int,
+    page_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skip_unless_built(head_dim, dtype)
+    if page_size > 0 and 32 < head_dim <= 64:
+        pytest.skip("pages of head dims 33 to 64 are left to the sm80 family")
+    used = [1000, 63, 0, 256, 257, 512]
+    page, batch = page_size or 1024, len(used)
+    q, _, _ = make_qkv((batch, seqlen_q, nheads, head_dim), dtype=DTYPES[dtype])
+    pages = batch * 1024 // page
+    _, k, v = make_qkv((pages, 1, nheads, head_dim), page, nheads_k, dtype=DTYPES[dtype], seed=1)
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(2)).view(batch, -1)
+    for sequence, length in enumerate(used):
+        for place, which in enumerate(table[sequence].tolist()):
+            first = max(0, length - place * page)
+            k[which, first:] = v[which, first:] = float("nan")
+    where = (
+        {"block_table": table.to("cuda", torch.int32)}
+        if page_size > 0
+        else {"cache_batch_idx": int32(table[:, 0].tolist())}
+    )
+    assert_schedules_agree(
+        monkeypatch,
+        flash_attn_with_kvcache,
+        *(q, k, v),
+        cache_seqlens=int32(used),
+        split_size=SPLIT,
+        **where,
+        **options,
+    )
+
+
+@CONFIGS
+def test_negative_zeros(head_dim: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a chain adds to nothing in one family, and to 0 in the other."""
+    skip_unless_built(head_dim, dtype)
+    q, k, _ = make_qkv((2, 200, 8, head_dim), 700, 2, dtype=DTYPES[dtype])
+    v = -torch.zeros_like(k)
+    assert_schedules_agree(monkeypatch, flash_attn_func, q, k, v, causal=True, split_size=SPLIT)
+
+
+@pytest.mark.parametrize("sms", [1, 7, 132, 10_000])
+@CONFIGS
+def test_however_many_take_parts(
+    head_dim: int, dtype: str, sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One CTA takes all parts, or each its own."""
+    skip_unless_built(head_dim, dtype)
+    q, k, v = make_qkv((2, 200, 8, head_dim), 1100, 2, dtype=DTYPES[dtype])
+    expected = assert_schedules_agree(
+        monkeypatch, flash_attn_func, q, k, v, causal=True, split_size=SPLIT
+    )
+    monkeypatch.setenv(VARIABLE, f"family=sm90,path=parts,sms={sms}")
+    out, softmax_lse, _ = flash_attn_func(
+        q, k, v, causal=True, split_size=SPLIT, return_attn_probs=True
+    )
+    assert_same((out, softmax_lse), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids=lambda d: f"d{d}")
+def test_several_launches(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_built(head_dim, "bf16")
+    batch = 3
+    q, k, v = make_qkv((batch, 400, 8, head_dim), 16_000, 2)
+    monkeypatch.setenv(VARIABLE, SCHEDULES[-1])
+    plan = explain(flash_attn_func, q, k, v, causal=True, split_size=128)
+    assert plan.launches > 4
+    assert 2**24 < plan.scratch_bytes <= 2**26
+    expected = assert_schedules_agree(
+        monkeypatch, flash_attn_func, q, k, v, causal=True, split_size=128
+    )
+    for i in range(batch):
+        alone = tuple(t[i : i + 1] for t in (q, k, v))
+        out, softmax_lse, _ = flash_attn_func(
+            *alone, causal=True, split_size=128, return_attn_probs=True
+        )
+        assert_same((out, softmax_lse), (expected[0][i : i + 1], expected[1][i : i + 1]))
+
+
+def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters are cleared inside each launch, and belong to its call alone."""
+    skip_unless_built(128, "bf16")
+    q, k, v = make_qkv((3, 300, 16, 128), 3000, 4)
+    monkeypatch.setenv(VARIABLE, SCHEDULES[-1])
+
+    def run() -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=True, split_size=SPLIT)
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(20):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert_same((captured,), (expected,), ("out",))
+    streams = [torch.cuda.Stream() for _ in range(4)]  # type: ignore[no-untyped-call, unused-ignore]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(run())
+    torch.cuda.synchronize()
+    for result in results:
+        assert_same((result,), (expected,), ("out",))
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "seqlen_k", "nheads", "head_dim", "family", "path"),
+    [
+        (1, 512, 32_768, 32, 64, "sm90", "parts"),
+        (1, 512, 32_768, 32, 128, "sm90", "one-cta"),
+        (1, 128, 32_768, 32, 128, "sm90", "parts"),
+        (1, 4096, 4096, 32, 128, "sm90", "one-cta"),
+        (4, 16, 32_768, 32, 128, "sm90", "parts"),
+        (8, 5, 4096, 32, 128, "sm90", "parts"),
+        (1, 5, 4096, 32, 128, "sm80", "scores-first"),
+        (64, 4, 4096, 32, 128, "sm80", "few-rows"),
+        (64, 5, 4096, 56, 128, "sm80", "few-rows"),
+    ],
+    ids=[
+        "idle-sms",
+        "few-idle-sms",
+        "short-chunk",
+        "prefill",
+        "16-queries",
+        "5-queries",
+        "5-queries-of-one",
+        "4-queries",
+        "group-of-7",
+    ],
+)
+def test_parts_are_left_where_they_pay(
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    nheads: int,
+    head_dim: int,
+    family: str,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SMs would idle, or a few queries have more rows than the lowest tile of few-rows.
+
+    Where these fill few SMs, the path scores-first fills more of them.
+    """
+    skip_unless_built(head_dim, "bf16")
+    monkeypatch.setenv(VARIABLE, "sms=132")
+    one = torch.empty(1, 1, 1, head_dim, device="cuda", dtype=torch.bfloat16)
+    q = one.expand(batch, seqlen_q, nheads, head_dim)
+    k = one.expand(batch, seqlen_k, 8, head_dim)
+    plan = explain(flash_attn_func, q, k, k, causal=True)
+    assert (plan.family, plan.path) == (family, path)
