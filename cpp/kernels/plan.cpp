@@ -25,7 +25,7 @@ constexpr double kFullEnough = 0.76;
 
 // The sm90 family, whose CTAs take one tile after another, computes parts in the same tiles. There
 // a part costs an SM as much time as this many keys: each row is written and read in fp32, 8 bytes
-// a column. (From an H100's numbers, to be measured: 25 GB/s and 4.5 TFLOP/s an SM.)
+// a column. (A model, from an H100's 25 GB/s and 4.5 TFLOP/s an SM.)
 constexpr double kPartKeys = 360;
 
 // A launch, with that of the merge kernel and the end of both, costs as much as this many keys.
@@ -34,15 +34,36 @@ constexpr double kLaunchKeys = 400;
 // Rows that a tile of 192 has done while a tile of 128 does one: it loads keys less often.
 constexpr double kTallTile = 1.15;
 
-// A CTA of the few-rows kernel walks a split block by block; at this share of an SM each, whole
-// splits read memory as fast as two kernels that share out scores and columns. (H100, splits of
-// 2048, few-rows and the other path: 32 CTAs on 132 SMs take 33 and 29 us, 49 take 39 and 36, 64 of
-// head dim 256 take 75 and 68, 78 take 40 and 45 to 48, 128 take 52 and 66.)
+// Up to 16 queries can run in three ways. A CTA of the few-rows kernel walks a split block by
+// block; a CTA of Hopper's parts takes as long for 64 rows as for one; the path scores-first shares
+// out the keys and columns of a split, a CTA to 8 rows. What is fastest depends on the share of the
+// SMs that CTAs which each walk a split fill, on rows, and on how long a block takes. Times on an
+// H200, bf16, splits of 2048, us:
+//
+//   CTAs on 132 SMs, rows, head dim   few-rows   parts   scores-first
+//   16, 4, 128                              32      29             19
+//   32, 16, 128                             33      30             27
+//   32, 32, 128                             40      30             33
+//   49, 8, 128                              39      36             32
+//   64, 20, 128                             41      32             55
+//   64, 8, 256                              73      45             53
+//   80, 4, 128, in pages                    41      37             39
+//   128, 20, 128                            43      46             89
+//   512, 64, 128                           195     151            768
+//
+// From this share on, the few-rows kernel is taken rather than scores-first.
 constexpr double kSplitsFullEnough = 0.55;
 
-// The same share where Hopper's parts take the place of the few-rows kernel: their taller tiles
-// cost less, and the two kernels more. (A model, to be measured.)
-constexpr double kTallSplitsFullEnough = 0.25;
+// Within these shares parts are taken rather than both: for more than 32 rows, for more than 16,
+// and for fewer where the few-rows kernel takes long for a block, at large head dims and in pages.
+struct Share {
+  double from, to;
+};
+constexpr Share kManyRows = {0.2, 1e9};
+constexpr Share kMiddleRows = {0.2, 0.9};
+constexpr Share kFewRowsOfSlowBlocks = {0.45, 0.9};
+constexpr Share kNever = {1e9, 1e9};
+constexpr int kSlowHeadDim = 192;
 
 // Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
 // 0.75 us a block, and 4 us; with 13 blocks of one split both paths take 14 us.)
@@ -147,6 +168,34 @@ long long turns(const FwdParams& params, const FwdKernel& kernel, int num_splits
   return ceil_div(row_blocks(params, kernel) * parts, num_sms);
 }
 
+// Keys that a row block sees: the last one, which sees most, and the average one.
+struct SeenKeys {
+  double most, average;
+  bool differ;
+};
+
+SeenKeys seen_keys(const FwdParams& params, int block_m) {
+  double most = params.seqlen_k;
+  const double right = std::max(params.window_size_right, 0);
+  if (params.window_size_left >= 0) {
+    most = std::min(most, params.window_size_left + right + block_m);
+    return {most, most, false};
+  }
+  const bool bounded = params.is_causal || params.window_size_right >= 0;
+  const double first = std::clamp(params.seqlen_k - params.seqlen_q + right, 0., most);
+  return bounded ? SeenKeys{most, (first + most) / 2, true} : SeenKeys{most, most, false};
+}
+
+// Time of CTAs that take row blocks one after another and walk all splits: in keys of one row. Row
+// blocks with most keys come first, so that those with few fill up the last turn.
+double time_of_one_cta(const FwdParams& params, const FwdKernel& kernel, int num_sms) {
+  const SeenKeys keys = seen_keys(params, kernel.block_m);
+  const double all = keys.most * turns(params, kernel, 1, num_sms);
+  const double shared = row_blocks(params, kernel) * keys.average / num_sms;
+  const double filled = std::max(keys.most, shared + (2 * keys.average - keys.most) / 2);
+  return key_time(kernel) * (keys.differ ? std::min(all, filled) : all);
+}
+
 // Whether a kernel can run a call. One without windows masks in one way only: causal, or not.
 bool covers(Features covered, Features features) {
   const bool same_mask = (covered & kWindow) != 0 || (covered & kCausal) == (features & kCausal);
@@ -159,7 +208,8 @@ bool covers(Features covered, Features features) {
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
                              Path path, const Tree& tree, int num_splits, int num_sms) {
   const auto time = [&](const FwdKernel& kernel) {
-    return key_time(kernel) * turns(params, kernel, num_splits, num_sms);
+    return path == Path::kOneCta ? time_of_one_cta(params, kernel, num_sms)
+                                 : key_time(kernel) * turns(params, kernel, num_splits, num_sms);
   };
   const Features features = features_of(params) | (params.residual != nullptr ? kResidual : 0);
   const FwdKernel* best = nullptr;
@@ -280,34 +330,6 @@ bool fills(const Candidate& one_cta, const Device& device) {
   return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
 }
 
-// Keys that a row block sees: the last one, which sees most, and the average one.
-struct SeenKeys {
-  double most, average;
-  bool differ;
-};
-
-SeenKeys seen_keys(const FwdParams& params, int block_m) {
-  double most = params.seqlen_k;
-  const double right = std::max(params.window_size_right, 0);
-  if (params.window_size_left >= 0) {
-    most = std::min(most, params.window_size_left + right + block_m);
-    return {most, most, false};
-  }
-  const bool bounded = params.is_causal || params.window_size_right >= 0;
-  const double first = std::clamp(params.seqlen_k - params.seqlen_q + right, 0., most);
-  return bounded ? SeenKeys{most, (first + most) / 2, true} : SeenKeys{most, most, false};
-}
-
-// Time of CTAs that take row blocks one after another and walk all splits: in keys of one row. Row
-// blocks with most keys come first, so that those with few fill up the last turn.
-double time_of_one_cta(const FwdParams& params, const Candidate& one_cta, const Device& device) {
-  const SeenKeys keys = seen_keys(params, one_cta.kernel->block_m);
-  const double all = keys.most * turns(params, *one_cta.kernel, 1, device.num_sms);
-  const double shared = one_cta.row_blocks * keys.average / device.num_sms;
-  const double filled = std::max(keys.most, shared + (2 * keys.average - keys.most) / 2);
-  return key_time(*one_cta.kernel) * (keys.differ ? std::min(all, filled) : all);
-}
-
 // The same where each split writes a part. Splits that a left window hides count too: CTAs skip
 // them one by one.
 double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree& tree,
@@ -323,32 +345,44 @@ double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree
          (std::ceil(each) * std::min(split, keys.most) + each * kPartKeys + kLaunchKeys);
 }
 
-// Whether CTAs that each walk a split fill this share of the GPU, or are so short that they end
-// before a second kernel could.
-bool walks_fill(const FwdParams& params, const Candidate& walks, const Tree& tree,
-                const Device& device, double share) {
+// CTAs that each walk a split: blocks of the longest, and the share of the SMs that they fill,
+// where shorter ones count for less.
+struct Walks {
+  int longest;
+  double share;
+};
+
+Walks walks_of(const FwdParams& params, const Candidate& walks, const Tree& tree,
+               const Device& device) {
   int blocks = key_blocks(params);
   if (params.window_size_left >= 0) {  // and the rest of the keys is hidden
     const int seen = params.window_size_left + std::max(params.window_size_right, 0);
     blocks = std::min(blocks, num_blocks(seen + params.seqlen_q, kKeysPerBlock) + 1);
   }
-  const int longest = std::min(blocks, tree.blocks_per_split);
-  return longest <= kShortWalk || walks.row_blocks * blocks >= share * device.num_sms * longest;
+  const int longest = std::max(std::min(blocks, tree.blocks_per_split), 1);
+  return {longest, static_cast<double>(walks.row_blocks) * blocks / longest / device.num_sms};
 }
 
-// Whether a few queries make more rows, of whole groups, than the lowest tile of the few-rows
-// kernel has. Its taller ones take longer; one of the sm90 family reads keys as fast with 64 rows
-// as with 1. Few CTAs are left to the path scores-first.
-bool suits_tall_tiles(const FwdParams& params, const Candidate& parts, const Tree& tree,
-                      int num_splits, const Device& device) {
+// Whether parts of the sm90 family are the fastest way for a few queries.
+bool suits_parts(const FwdParams& params, const Candidate& parts, const Tree& tree, int num_splits,
+                 const Device& device) {
   if (!parts.possible || parts.kernel->ctas_per_sm == 0 || params.seqlen_q > kFewQueries ||
-      params.window_size_left >= 0) {
+      params.window_size_left >= 0 || !fits_scratch(params, parts, num_splits)) {
     return false;
   }
   const int group = group_of(params, parts.kernel->family, Path::kParts);
-  return group == params.h_h_k_ratio && params.seqlen_q * group > kFewRowsTiles[0] &&
-         fits_scratch(params, parts, num_splits) &&
-         walks_fill(params, parts, tree, device, kTallSplitsFullEnough);
+  if (group != params.h_h_k_ratio) {
+    return false;
+  }
+  const int rows = params.seqlen_q * group;
+  const bool slow = kernel_head_dim(params.d) >= kSlowHeadDim || params.block_table != nullptr;
+  const Share share = rows > kFewRowsTiles[1]   ? kManyRows
+                      : rows > kFewRowsTiles[0] ? kMiddleRows
+                      : slow                    ? kFewRowsOfSlowBlocks
+                                                : kNever;
+  const Walks walks = walks_of(params, parts, tree, device);
+  const bool short_walks = rows > kFewRowsTiles[0] && walks.longest <= kShortWalk;
+  return (short_walks || walks.share >= share.from) && walks.share < share.to;
 }
 
 // One CTA per row block, or one per split of it.
@@ -362,7 +396,7 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
   }
   const bool faster = one_cta.kernel->ctas_per_sm > 0 && parts.kernel->ctas_per_sm > 0
                           ? time_of_parts(params, parts, tree, num_splits, device) <
-                                time_of_one_cta(params, one_cta, device)
+                                time_of_one_cta(params, *one_cta.kernel, device.num_sms)
                           : !fills(one_cta, device);
   return faster ? parts : one_cta;
 }
@@ -454,7 +488,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
       return one_cta;
     }
     const Candidate parts = on(Path::kParts);
-    if (suits_tall_tiles(params, parts, plan.tree, plan.num_splits, device)) {
+    if (suits_parts(params, parts, plan.tree, plan.num_splits, device)) {
       return parts;
     }
     // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it
@@ -463,7 +497,8 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
     if (few_rows.possible &&
         (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits))) {
       const Candidate scores_first = on(Path::kScoresFirst);
-      const bool fill = walks_fill(params, few_rows, plan.tree, device, kSplitsFullEnough);
+      const Walks walks = walks_of(params, few_rows, plan.tree, device);
+      const bool fill = walks.longest <= kShortWalk || walks.share >= kSplitsFullEnough;
       return scores_first.possible && !fill ? scores_first : few_rows;
     }
     return better(params, one_cta, parts, plan.tree, plan.num_splits, device);

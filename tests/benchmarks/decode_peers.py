@@ -35,7 +35,7 @@ from tests.benchmarks.shared.run import (
 )
 from tests.gpu.attention import is_built
 
-_FORCED = ("few_rows", "scores_first")
+_FORCED = ("few_rows", "scores_first", "parts")
 _DEVICE = "cuda"
 
 Step = Callable[[int], torch.Tensor]
@@ -72,6 +72,7 @@ CASES = (
     Case(2, 5, 4096, 32, 8, 128),
     Case(4, 5, 4096, 32, 8, 128),
     Case(4, 1, 8192, 64, 2, 128),
+    Case(8, 5, 4096, 32, 8, 64),
 )
 
 

@@ -54,8 +54,6 @@ struct Thread {
   const char* waits_for = "";   // and the rest of what a report of a deadlock says
   long waits_at = 0, waits_value = 0;
   bool done = false, blocked = false;
-  bool waits_for_grid = false;  // blocked until the grid before has run
-  bool waited_for_grid = false;
   int vote = 0;
   std::vector<Copy> open;                 // copies of the group that is not closed yet
   std::vector<std::vector<Copy>> groups;  // closed
@@ -238,28 +236,6 @@ inline void arrive_at_named(int number, int threads, bool waits) {
   sometimes_yield();
 }
 
-// The grid launched last, which runs when the next is launched: or, where that one may start before
-// it has ended, when threads wait for it.
-inline std::function<void()> grid_before;
-
-inline void finish_grids() {
-  if (grid_before) {
-    const auto run = std::move(grid_before);
-    grid_before = nullptr;
-    run();
-  }
-}
-
-inline void wait_for_grid_before() {
-  current->waited_for_grid = true;
-  if (grid_before) {
-    current->blocked = current->waits_for_grid = true;
-    while (current->blocked) {
-      yield();
-    }
-  }
-}
-
 inline void carry_out(const Copy& copy) {
   if (copy.inside) {
     std::memcpy(copy.to, copy.from, 16);
@@ -310,24 +286,6 @@ namespace emulator {
 
 constexpr int kSharedBytes = 256 * 1024;  // that there are
 
-// Runs the grid before, between two moments of the CTAs at hand; their threads that waited go on.
-inline void run_grid_before(char* shared, const std::vector<std::unique_ptr<Cta>>& ctas) {
-  const std::vector<char> memory(shared, shared + kSharedBytes);
-  const auto its_body = body;
-  const dim3 grid = gridDim, threads = blockDim;
-  finish_grids();
-  std::memcpy(shared, memory.data(), kSharedBytes);
-  body = its_body;
-  gridDim = grid;
-  blockDim = threads;
-  for (const auto& cta : ctas) {
-    for (Thread& thread : cta->threads) {
-      thread.blocked = thread.blocked && !thread.waits_for_grid;
-      thread.waits_for_grid = false;
-    }
-  }
-}
-
 inline std::vector<std::unique_ptr<Cta>> unused_ctas;  // their stacks are used again
 
 inline std::unique_ptr<Cta> start_cta(const uint3& index, int threads, int shared_bytes) {
@@ -355,7 +313,6 @@ inline std::unique_ptr<Cta> start_cta(const uint3& index, int threads, int share
     thread.cta = cta.get();
     thread.ready = nullptr;
     thread.done = thread.blocked = false;
-    thread.waits_for_grid = thread.waited_for_grid = false;
     thread.vote = 0;
     thread.open.clear();
     thread.groups.clear();
@@ -372,7 +329,7 @@ inline std::unique_ptr<Cta> start_cta(const uint3& index, int threads, int share
 }
 
 // Each thread that can run does so until it yields. Returns whether any could.
-inline bool run_round(Cta& cta, bool early, bool& any_held) {
+inline bool run_round(Cta& cta, bool& any_held) {
   const int warps = static_cast<int>(cta.held.size());
   const int first = static_cast<int>(random_source() % warps);
   const bool backwards = random_source() % 2 != 0;
@@ -401,9 +358,6 @@ inline bool run_round(Cta& cta, bool early, bool& any_held) {
       emulator_switch(&scheduler_stack_pointer, thread.stack_pointer);
       if (thread.done) {
         --cta.alive;
-        if (early && !thread.waited_for_grid) {
-          fail("a thread ended that did not wait for the grid before");
-        }
       }
     }
   }
@@ -429,10 +383,9 @@ inline bool run_round(Cta& cta, bool early, bool& any_held) {
   std::exit(3);
 }
 
-// Runs a grid, its CTAs in random order. early: it may start before the grid launched before it has
-// ended; then no thread may end without having waited for that one.
+// Runs a grid, its CTAs in random order.
 template <typename Kernel, typename... Arguments>
-void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, bool early, Kernel kernel,
+void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, Kernel kernel,
               const Arguments&... arguments) {
   std::vector<uint3> order;
   for (unsigned z = 0; z < grid.z; ++z) {
@@ -455,7 +408,7 @@ void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, bool early
     }
     bool progress = false, any_held = false;
     for (const auto& cta : ctas) {
-      progress = run_round(*cta, early, any_held) || progress;
+      progress = run_round(*cta, any_held) || progress;
     }
     for (auto cta = ctas.begin(); cta != ctas.end();) {
       if ((*cta)->alive == 0) {
@@ -486,8 +439,6 @@ void run_grid(dim3 grid, int threads, char* shared, int shared_bytes, bool early
       for (const auto& cta : ctas) {
         std::fill(cta->held.begin(), cta->held.end(), 0);
       }
-    } else if (!advanced && grid_before) {
-      run_grid_before(shared, ctas);
     } else if (!advanced) {
       report_deadlock(ctas);
     }

@@ -291,7 +291,6 @@ struct Call {
       std::memcpy(aligned + plan.scratch_bytes - sizeof before, &before, sizeof before);
     }
     fad::run_plan(plan, call, plan.scratch_bytes > 0 ? aligned : nullptr, nullptr);
-    emulator::finish_grids();
     for (std::size_t i = aligned - scratch.data() + plan.scratch_bytes; i < scratch.size(); ++i) {
       if (scratch[i] != 0xff) {
         emulator::fail("scratch memory is written behind its end");

@@ -6,7 +6,6 @@
 #include "few_rows_copy.cuh"
 #include "few_rows_fragments.cuh"
 #include "scores_first.h"
-#include "sm80/kernel_order.h"
 #include "sm80/row_group.cuh"
 
 namespace fad {
@@ -116,7 +115,6 @@ __global__ __launch_bounds__(Traits::kThreads) void scores_kernel(
     const __grid_constant__ FwdParams params) {
   constexpr int kSteps = Traits::kHeadDim / 16;
   extern __shared__ char smem[];
-  let_next_kernel_start();  // it copies its first values while the last scores are computed
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const ScoresFirst& to = params.scores;

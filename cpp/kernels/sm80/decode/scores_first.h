@@ -3,8 +3,7 @@
 // A split is a chain: each block of 64 keys waits for the accumulator of the block after it. But
 // scores wait for nothing, and a column of the accumulator waits for no other column. So one kernel
 // computes all scores, a warp to a block of keys; a second one computes probabilities and P V, a
-// CTA to 32 columns of a split, of 8 or 16 rows. Even one sequence then has enough warps and CTAs
-// for the whole GPU.
+// CTA to 32 columns of a split. Even one sequence then has enough warps and CTAs for the whole GPU.
 #pragma once
 
 #include <algorithm>
@@ -50,20 +49,15 @@ struct ScoresTraits {
   static constexpr int kSharedBytes = kWarps * kSlotBytes;
 };
 
-// kRowBlocks: of a CTA, 1 or 2. With 2 all 16 rows of the tensor core are used, and values are read
-// half as often.
-template <typename Element_, bool kPaged_, int kRowBlocks_>
+template <typename Element_, bool kPaged_>
 struct ValuesTraits {
   using Element = Element_;
   static constexpr bool kPaged = kPaged_;
-  static constexpr int kRowBlocks = kRowBlocks_;
-  static constexpr int kRows = kRowBlocks * kScoreRows;
-  // Blocks of keys whose values are copied and whose probabilities are computed side by side, by a
-  // warp each and row block. One more warp multiplies them; one for each row block sums up the
-  // probabilities of each row.
+  // Blocks of keys whose probabilities are computed at the same time, by a warp each. One more warp
+  // multiplies them by values; one copies values, and sums up the probabilities of each row.
   static constexpr int kChunk = 3;
-  static constexpr int kThreads = 32 * (1 + kRowBlocks + kRowBlocks * kChunk);
-  static constexpr int kCtas = kRowBlocks == 1 ? 4 : 2;  // to an SM
+  static constexpr int kThreads = 32 * (kChunk + 2);
+  static constexpr int kCtas = 4;  // to an SM
   // Shared memory: values, of a chunk that is multiplied and of two on their way; probabilities, of
   // a chunk that is multiplied and of the next; maxima and sums in the end.
   static constexpr int kValueChunks = 3;
@@ -71,13 +65,12 @@ struct ValuesTraits {
   static constexpr int kValueBytes = kKeysPerBlock * kValueColumns * 2;
   static constexpr int kProbsBytes = kScoreFloats * (4 + 2) + kScoreRows * 8;
   static constexpr int kProbs = kValueChunks * kChunk * kValueBytes;
-  static constexpr int kEnd = kProbs + kProbsChunks * kChunk * kRowBlocks * kProbsBytes;
-  static constexpr int kSharedBytes = kEnd + kRows * 8;
-  // Afterwards: parts that a warp merges, eight columns of a row block and the state of each.
-  static constexpr int kMergedAtOnce = kRowBlocks == 1 ? 40 : 28;
+  static constexpr int kEnd = kProbs + kProbsChunks * kChunk * kProbsBytes;
+  static constexpr int kSharedBytes = kEnd + kScoreRows * 8;
+  // Afterwards: parts that a warp merges, eight columns and the state of each.
+  static constexpr int kMergedAtOnce = 40;
   static constexpr int kMergeBytes = kMergedAtOnce * kScoreRows * (8 + 2) * 4;
-  static constexpr int kMergeWarps = kRowBlocks * (kValueColumns / 8);
-  static_assert(32 * kMergeWarps <= kThreads && kMergeWarps * kMergeBytes <= kSharedBytes);
+  static_assert(kValueColumns / 8 * kMergeBytes <= kSharedBytes);
 };
 
 }  // namespace fad

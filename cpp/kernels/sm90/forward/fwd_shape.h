@@ -39,7 +39,7 @@ constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 
 // more than kLazyGrowth powers of two. Both change bits: no product's shape sets them
 // (docs/adr/0022).
 //
-// Measured on an H100 (docs/adr/0016), as block_m in instances.json was.
+// Measured on an H200, as block_m in instances.json was: docs/results/hopper_variants.json.
 constexpr float kLazyGrowth = 8.f;
 
 enum class BeforeValues { kNothing, kMaxima, kFirstStep };
@@ -75,13 +75,13 @@ constexpr FwdShape two_ctas(FwdShape shape) {
 
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.
 constexpr FwdShape fwd_shape(int head_dim, int block_m) {
-  return head_dim == 32                      ? two_ctas({64, 4, false, true, 2})
-         : head_dim == 64                    ? FwdShape{128, 8, false}
-         : head_dim == 96                    ? FwdShape{64, 12, true}
+  return head_dim == 32                      ? two_ctas({64, 4, false, false, 2})
+         : head_dim == 64                    ? FwdShape{64, 8, false}
+         : head_dim == 96                    ? FwdShape{64, 12, false, false, 6}
          : head_dim == 128 && block_m == 192 ? FwdShape{64, 16, true, true, 4}
          : head_dim == 128                   ? FwdShape{128, 16, false}
-         : head_dim == 192                   ? FwdShape{64, 12, false, true, 12}
-                                             : FwdShape{64, 16, false, true, 8, true};
+         : head_dim == 192                   ? FwdShape{64, 20, false, true, 12, true, true}
+                                             : FwdShape{64, 16, false, true, 8, true, true};
 }
 
 // The product's shapes as types, as a tile takes them.

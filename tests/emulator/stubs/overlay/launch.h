@@ -6,7 +6,6 @@
 #include "emulator.h"
 
 inline cudaError_t emulated_memset(void* to, int value, std::size_t bytes, cudaStream_t) {
-  emulator::finish_grids();
   std::memset(to, value, bytes);
   return cudaSuccess;
 }
@@ -21,30 +20,13 @@ namespace fad {
 
 extern char smem[];
 
-// A kernel runs when the next one is launched (emulator::finish_grids).
 template <auto kKernel, typename... Arguments>
 void launch(dim3 grid, int threads, int shared, int, cudaStream_t, const Arguments&... arguments) {
   if (emulator::observe) {
     emulator::observe(grid, {&arguments...});
-    return;
+  } else if (grid.x > 0) {
+    emulator::run_grid(grid, threads, smem, shared, kKernel, arguments...);
   }
-  if (grid.x == 0) {
-    return;
-  }
-  emulator::finish_grids();
-  emulator::grid_before = [=] {
-    emulator::run_grid(grid, threads, smem, shared, /*early=*/false, kKernel, arguments...);
-  };
-}
-
-template <auto kKernel, typename... Arguments>
-void launch_early(dim3 grid, int threads, int shared, int, cudaStream_t,
-                  const Arguments&... arguments) {
-  if (grid.x == 0) {
-    return;
-  }
-  emulator::run_grid(grid, threads, smem, shared, /*early=*/true, kKernel, arguments...);
-  emulator::finish_grids();  // where no thread had to wait
 }
 
 }  // namespace fad
