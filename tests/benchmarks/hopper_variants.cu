@@ -4,8 +4,8 @@
 
 #include "sm90/forward/fwd_launch.cuh"
 
-// Shapes that lost against the product's, or are yet to be measured: types, as fwd_tile.h takes
-// them. Not in a namespace without a name: kernels are named after them.
+// Shapes that lost against the product's: types, as fwd_tile.h takes them. Not in a namespace
+// without a name: kernels are named after them.
 namespace shapes {
 
 using fad::sm90::FwdShape;
@@ -118,51 +118,62 @@ constexpr Variant kVariants[] = {
     variant<2, Side<Plain<64, 4, false, false, 0>, 2>>("two-free-twice"),
     variant<2, Short<ShapeOf<32, 128>, false, Counting::kFromThere>>("two-free-q2-twice-there"),
     variant<2, Late<ShapeOf<32, 128>>>("two-free-q2-twice-late"),
-    variant<4, Plain<64, 4, false, true, 2>>("four-free-wait-q2"),
+    variant<1, Side<Plain<64, 4, false, true, 2>, 4>>("one-free-wait-q2-four-times"),
+    variant<3, Plain<128, 4, false, false, 2>>("three-k128-free-q2"),
     variant<4, Plain<64, 4, false, false, 2>>("four-free-q2"),
 #elif FAD_HEAD_DIM == 64
     product<256>("four-free"),
-    variant<3, Plain<128, 8, false, false, 0>>("three-k128-free"),
     variant<4, Plain<64, 8, true, false, 0>>("four-turns"),
+    variant<4, Plain<64, 8, false, true, 0>>("four-free-wait"),
     variant<4, Late<ShapeOf<64, 256>>>("four-free-late"),
     variant<4, Short<ShapeOf<64, 256>, false, Counting::kFromThere>>("four-free-there"),
     variant<4, Short<ShapeOf<64, 256>, true, Counting::kFromThere>>("four-free-there-ends"),
-    variant<4, Plain<64, 8, false, false, 2>>("four-free-q2"),
+    variant<3, Plain<128, 8, false, false, 0>>("three-k128-free"),
+    variant<3, Before<Plain<128, 8, false, false, 0>, BeforeValues::kFirstStep>>(
+        "three-k128-free-first"),
     variant<3, Plain<64, 8, false, false, 4>>("three-free-q4"),
-    variant<3, Plain<64, 8, false, true, 4>>("three-free-wait-q4"),
+    variant<4, Other<ShapeOf<64, 256>, 64, true>>("other-four-free-lazy"),
+    variant<3, Other<Plain<128, 8, false, false, 0>, 128, false>>("other-three-k128-free-step128"),
+    variant<3, Other<Plain<128, 8, false, true, 0>, 128, true>>(
+        "other-three-k128-free-wait-step128-lazy"),
 #elif FAD_HEAD_DIM == 96
     product<192>("three-free-q6"),
     variant<3, Plain<64, 12, true, false, 0>>("three-turns"),
     variant<3, Plain<64, 12, false, true, 6>>("three-free-wait-q6"),
     variant<3, Plain<64, 12, true, true, 6>>("three-turns-wait-q6"),
-    variant<3, Plain<64, 12, false, false, 4>>("three-free-q4"),
-    variant<3, Plain<64, 12, false, false, 2>>("three-free-q2"),
     variant<3, Late<ShapeOf<96, 192>>>("three-free-q6-late"),
-    variant<3, Late<Plain<64, 12, false, true, 6>>>("three-free-wait-q6-late"),
+    variant<3, Other<ShapeOf<96, 192>, 64, true>>("other-three-free-q6-lazy"),
+    variant<2, Other<Plain<128, 12, true, true, 6>, 128, true>>(
+        "other-two-k128-turns-wait-q6-step128-lazy"),
 #elif FAD_HEAD_DIM == 128
     product<192>("three-turns-wait-q4"),
     product<128>("two-k128-free"),
+    variant<3, Late<ShapeOf<128, 192>>>("three-turns-wait-q4-late"),
+    variant<3, Short<ShapeOf<128, 192>, true, Counting::kFromThere>>("three-turns-wait-q4-ends"),
+    variant<3, Plain<64, 16, true, true, 4, true>>("three-turns-wait-q4-ring"),
     variant<3, Plain<64, 16, false, true, 4>>("three-free-wait-q4"),
-    variant<3, Plain<64, 16, false, false, 4>>("three-free-q4"),
     variant<3, Plain<64, 16, true, false, 4>>("three-turns-q4"),
-    variant<3, Plain<64, 16, true, true, 2>>("three-turns-wait-q2"),
     variant<2, Plain<64, 16, false, true, 8>>("two-free-wait-q8"),
-    variant<2, Plain<128, 16, true, false, 0>>("two-k128-turns"),
-    variant<2, Plain<128, 16, false, false, 4>>("two-k128-free-q4"),
+    variant<3, Other<ShapeOf<128, 192>, 64, true>>("other-three-turns-wait-q4-lazy"),
+    variant<2, Other<Plain<128, 16, true, true, 8>, 128, false>>(
+        "other-two-k128-turns-wait-q8-step128"),
+    variant<2, Other<Plain<128, 16, true, true, 8>, 128, true>>(
+        "other-two-k128-turns-wait-q8-step128-lazy"),
 #elif FAD_HEAD_DIM == 192
     product<128>("two-free-wait-q12-ring-s20-lines"),
+    // Five and seven blocks in the ring instead of six.
     variant<2, Plain<64, 12, false, true, 12>>("two-free-wait-q12"),
     variant<2, InLines<Plain<64, 16, false, true, 12, true>>>("two-free-wait-q12-ring-s16-lines"),
+    variant<2, Plain<64, 20, false, true, 12, true>>("two-free-wait-q12-ring-s20"),
     variant<2, Late<ShapeOf<192, 128>>>("two-free-wait-q12-ring-s20-lines-late"),
-    variant<2, InLines<Plain<64, 20, false, false, 12, true>>>("two-free-q12-ring-s20-lines"),
     variant<2, InLines<Plain<64, 20, true, true, 12, true>>>("two-turns-wait-q12-ring-s20-lines"),
+    variant<2, Other<ShapeOf<192, 128>, 64, true>>("other-two-free-wait-q12-ring-s20-lines-lazy"),
 #elif FAD_HEAD_DIM == 256
     product<128>("two-free-wait-q8-ring-lines"),
     variant<2, Plain<64, 16, false, true, 8, true>>("two-free-wait-q8-ring"),
-    variant<2, InLines<Plain<64, 20, false, true, 8, true>>>("two-free-wait-q8-ring-s20-lines"),
+    variant<2, Late<ShapeOf<256, 128>>>("two-free-wait-q8-ring-lines-late"),
     variant<2, InLines<Plain<64, 16, true, true, 8, true>>>("two-turns-wait-q8-ring-lines"),
-    variant<2, InLines<Plain<64, 16, false, false, 8, true>>>("two-free-q8-ring-lines"),
-    variant<2, InLines<Plain<64, 16, false, true, 4, true>>>("two-free-wait-q4-ring-lines"),
+    variant<2, Other<ShapeOf<256, 128>, 64, true>>("other-two-free-wait-q8-ring-lines-lazy"),
 #endif
 };
 

@@ -273,7 +273,11 @@ def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         (1, 128, 32_768, 32, 128, "sm90", "parts"),
         (1, 4096, 4096, 32, 128, "sm90", "one-cta"),
         (4, 16, 32_768, 32, 128, "sm90", "parts"),
-        (8, 5, 4096, 32, 128, "sm90", "parts"),
+        (4, 5, 4096, 32, 128, "sm90", "parts"),
+        (8, 5, 4096, 32, 128, "sm80", "few-rows"),
+        (4, 1, 4096, 32, 256, "sm90", "parts"),
+        (8, 1, 4096, 32, 256, "sm80", "few-rows"),
+        (4, 1, 4096, 32, 128, "sm80", "scores-first"),
         (1, 5, 4096, 32, 128, "sm80", "scores-first"),
         (64, 4, 4096, 32, 128, "sm80", "few-rows"),
         (64, 5, 4096, 56, 128, "sm80", "few-rows"),
@@ -285,6 +289,10 @@ def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         "prefill",
         "16-queries",
         "5-queries",
+        "5-queries-of-all-sms",
+        "head-dim-256",
+        "head-dim-256-of-all-sms",
+        "one-query",
         "5-queries-of-one",
         "4-queries",
         "group-of-7",
@@ -300,7 +308,7 @@ def test_parts_are_left_where_they_pay(
     path: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SMs would idle, or a few queries have more rows than the lowest tile of few-rows.
+    """SMs would idle, or a few queries take the few-rows kernel long.
 
     Where these fill few SMs, the path scores-first fills more of them.
     """
