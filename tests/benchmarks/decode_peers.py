@@ -139,8 +139,10 @@ def measure(
         caches = [(_paged(k, table, size), _paged(v, table, size)) for k, v in dense]
         options = {"block_table": table}
         sides["contiguous"] = contiguous
+        paged_call: dict[str, Any] = {"cache_seqlens": lengths, "block_table": table}
+        plan = explain(flash_attn_with_kvcache, q[0], *caches[0], causal=True, **paged_call)
         sides["ours"] = lambda i: flash_attn_with_kvcache(
-            q[i], *caches[i], cache_seqlens=lengths, block_table=table, causal=True
+            q[i], *caches[i], causal=True, **paged_call
         )
     for name in _FORCED:
         sides[name] = _forced(sides["ours"], name)
