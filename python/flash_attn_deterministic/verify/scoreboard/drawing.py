@@ -62,7 +62,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-_ROW, _COLUMN, _LEFT, _TOP = 24, 92, 330, 64
+_ROW, _COLUMN, _LEFT, _TOP = 24, 92, 430, 76
 
 
 def svg(record: Mapping[str, Any]) -> str:
@@ -78,11 +78,11 @@ def svg(record: Mapping[str, Any]) -> str:
     ]
     for column, one in enumerate(attentions):
         middle = _LEFT + _COLUMN * (column + 0.5)
-        parts.append(_text(middle, _TOP - 34, one["name"], "middle", bold=True))
+        parts.append(_text(middle, _TOP - 46, one["name"], "middle", bold=True))
         # Also between the words of an option such as use_deterministic_algorithms.
         words = one["setting"].replace("_", "_ ")
-        for line, text in enumerate(textwrap.wrap(words, 15)[:2]):
-            y = _TOP - 20 + 12 * line
+        for line, text in enumerate(textwrap.wrap(words, 15)[:3]):
+            y = _TOP - 32 + 12 * line
             parts.append(_text(middle, y, text.replace("_ ", "_"), "middle", size=9))
     for number, row in enumerate(rows):
         y = _TOP + _ROW * number
