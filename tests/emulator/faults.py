@@ -185,12 +185,7 @@ FAULTS = [
     ),
     Fault(
         "a turn is left out",
-        *(
-            96,
-            _CONSUMER,
-            "      pass(2);\n      pass_turn();",
-            "      pass(2);",
-        ),
+        *(128, _CONSUMER, "      pass(2);\n      pass_turn();", "      pass(2);"),
     ),
     Fault(
         "a note is not waited for",
@@ -214,7 +209,7 @@ FAULTS = [
     ),
     Fault(
         "one block more in the ring than there is room for",
-        64,
+        96,
         _LAUNCH,
         "splits && !parts ? T::kBlocks : T::kBlocksAlone",
         "T::kBlocksAlone",
