@@ -127,7 +127,7 @@ def test_replay_and_streams(
 def test_the_order_of_kernels_around_a_call(
     queries: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that starts early reads what was written before the call, and ends before the next.
+    """Kernels of a call read what was written before it, and end before the next.
 
     Keys and values are written right before each call and made NaN right after it, so that a kernel
     out of its turn would show; eagerly, and in a graph.
