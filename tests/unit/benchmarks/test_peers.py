@@ -279,7 +279,7 @@ def test_a_decode_case(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> Non
         lambda calls, budget_ms, most: {n: [c() or 8.0] * most for n, c in calls.items()},
     )
     found = decode_peers.measure(case, None, True, 2, 1.0)
-    sides = {"ours", "few_rows", "scores_first", "fa3", "read"}
+    sides = {"ours", "few_rows", "scores_first", "parts", "fa3", "read"}
     assert set(found["ms"]) == sides | ({"contiguous"} if case.page_block_size else set())
     assert set(found["ours_over"]) == set(found["ms"]) - {"ours"}
     json.dumps(found)
