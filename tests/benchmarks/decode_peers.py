@@ -129,7 +129,6 @@ def measure(
         return flash_attn_func(q[i], *dense[i], causal=True)
 
     sides: dict[str, Step] = {"ours": contiguous}
-    plan = explain(flash_attn_func, q[0], *dense[0], causal=True)
     options: dict[str, torch.Tensor] = {}
     caches = dense
     if case.page_block_size:
@@ -144,6 +143,8 @@ def measure(
         sides["ours"] = lambda i: flash_attn_with_kvcache(
             q[i], *caches[i], causal=True, **paged_call
         )
+    else:
+        plan = explain(flash_attn_func, q[0], *dense[0], causal=True)
     for name in _FORCED:
         sides[name] = _forced(sides["ours"], name)
     if with_fa3:

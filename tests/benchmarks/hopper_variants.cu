@@ -52,8 +52,6 @@ struct Side {
   static constexpr FwdShape value = with(Base::value);
 };
 
-// kReturns leaves out the clearing of the counter: each variant has its own, 0 before the first
-// call.
 template <typename Base, bool kLate, fad::sm90::Counting kCounting>
 struct Short {
   static constexpr FwdShape with(FwdShape shape) {
@@ -108,9 +106,9 @@ constexpr Variant product(const char* name) {
 // The first is the product's. Names: one to four: warpgroups; twice, four-times: CTAs to an SM;
 // k128: 128 keys to a product; turns, free: with turns and without; wait: waits_last; q8: eight
 // sixteens of Q in registers, ring: they come through the ring; s24: eights of columns of what
-// waits in shared memory; lines, late, maxima, first, ends: waits_in_lines, merges_late,
-// before_values, ends_late of fwd_shape.h; there, returns: its counting. other-: other bits, steps
-// of 128 keys (step128) and lazy maxima.
+// waits in shared memory; lines, late, first, ends: waits_in_lines, merges_late, before_values,
+// ends_late of fwd_shape.h; there: its counting. other-: other bits, steps of 128 keys (step128)
+// and lazy maxima.
 constexpr Variant kVariants[] = {
 #if FAD_HEAD_DIM == 32
     product<128>("two-free-q2-twice"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -258,6 +258,33 @@ def assert_same(
     for name, a, b in zip(names, left, right, strict=True):
         assert a.shape == b.shape, f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)}"
         assert same_bits(a, b), f"{name}: {_describe(a, b)}"
+
+
+def assert_same_in_a_graph(
+    run: Callable[[], torch.Tensor], expected: torch.Tensor, replays: int
+) -> None:
+    """Asserts that each replay of a captured call writes all of its result, with the same bits."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(replays):
+        captured.fill_(float("nan"))
+        graph.replay()
+        assert_same((captured,), (expected,), ("out",))
+
+
+def assert_same_on_streams(run: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
+    """Asserts that a call has the same bits on four streams that run at the same time."""
+    streams = [torch.cuda.Stream() for _ in range(4)]  # type: ignore[no-untyped-call, unused-ignore]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(run())
+    torch.cuda.synchronize()
+    for result in results:
+        assert_same((result,), (expected,), ("out",))
 
 
 def _describe(left: torch.Tensor, right: torch.Tensor) -> str:

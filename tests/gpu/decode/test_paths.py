@@ -9,7 +9,16 @@ import pytest
 import torch
 from flash_attn_deterministic import explain, flash_attn_func, flash_attn_with_kvcache
 
-from tests.gpu.attention import BIT_CONFIGS, DTYPES, assert_same, each_config, is_built, make_qkv
+from tests.gpu.attention import (
+    BIT_CONFIGS,
+    DTYPES,
+    assert_same,
+    assert_same_in_a_graph,
+    assert_same_on_streams,
+    each_config,
+    is_built,
+    make_qkv,
+)
 from tests.gpu.decode.bits import unequal_paths
 from tests.gpu.decode.calls import HEAD_DIMS, draw
 from tests.gpu.gradients import int32
@@ -103,23 +112,8 @@ def test_replay_and_streams(
         return flash_attn_func(q, k, v, causal=True, split_size=256)
 
     expected = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(20):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert_same((captured,), (expected,), ("out",))
-    streams = [torch.cuda.Stream() for _ in range(4)]  # type: ignore[no-untyped-call, unused-ignore]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(run())
-    torch.cuda.synchronize()
-    for result in results:
-        assert_same((result,), (expected,), ("out",))
+    assert_same_in_a_graph(run, expected, replays=20)
+    assert_same_on_streams(run, expected)
 
 
 @PATHS

@@ -20,7 +20,15 @@ from flash_attn_deterministic import (
 from flash_attn_deterministic.info.build_info import build_info
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
-from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, skip_unless_built
+from tests.gpu.attention import (
+    DTYPES,
+    assert_same,
+    assert_same_in_a_graph,
+    assert_same_on_streams,
+    each_config,
+    make_qkv,
+    skip_unless_built,
+)
 from tests.gpu.drawn_calls import draw_call
 from tests.gpu.gradients import GradientCall, Gradients, assert_same_gradients, int32, run_packed
 from tests.gpu.gradients import draw_call as draw_gradient_call
@@ -425,33 +433,18 @@ def test_a_graph_replays_what_was_captured(
     def run() -> torch.Tensor:
         return flash_attn_func(q, k, v, causal=True, split_size=split_size)
 
-    expected = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(3):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert_same((captured,), (expected,), ("out",))
+    assert_same_in_a_graph(run, run(), replays=3)
 
 
 def test_streams_do_not_share_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_built(64, "bf16")
     monkeypatch.setenv(VARIABLE, "sm90")
     q, k, v = make_qkv((8, 1100, 16, 64))
-    expected = flash_attn_func(q, k, v, causal=True)
-    streams: list[Any] = []
-    for _ in range(4):
-        streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call, unused-ignore]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(flash_attn_func(q, k, v, causal=True))
-    torch.cuda.synchronize()
-    for result in results:
-        assert_same((result,), (expected,), ("out",))
+
+    def run() -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=True)
+
+    assert_same_on_streams(run, run())
 
 
 def test_a_wrong_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,15 @@ from flash_attn_deterministic import (
 )
 from flash_attn_deterministic.info.build_info import build_info
 
-from tests.gpu.attention import DTYPES, assert_same, each_config, make_qkv, skip_unless_built
+from tests.gpu.attention import (
+    DTYPES,
+    assert_same,
+    assert_same_in_a_graph,
+    assert_same_on_streams,
+    each_config,
+    make_qkv,
+    skip_unless_built,
+)
 from tests.gpu.gradients import int32
 
 pytestmark = pytest.mark.gpu
@@ -244,23 +252,8 @@ def test_replay_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         return flash_attn_func(q, k, v, causal=True, split_size=SPLIT)
 
     expected = run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(20):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert_same((captured,), (expected,), ("out",))
-    streams = [torch.cuda.Stream() for _ in range(4)]  # type: ignore[no-untyped-call, unused-ignore]
-    torch.cuda.synchronize()
-    results = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                results.append(run())
-    torch.cuda.synchronize()
-    for result in results:
-        assert_same((result,), (expected,), ("out",))
+    assert_same_in_a_graph(run, expected, replays=20)
+    assert_same_on_streams(run, expected)
 
 
 @pytest.mark.parametrize(

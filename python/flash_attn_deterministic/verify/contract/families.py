@@ -21,8 +21,7 @@ _PARTS = "sm90,path=parts"  # where a call has several splits; otherwise as with
 
 def family_cases(size: Size) -> Iterator[Case]:
     """Returns calls that kernels of both families take."""
-    # Splits of 64 end within the 128 keys that Hopper's kernels take at a time at head dims 33 to
-    # 64.
+    # At head dim 128 one of Hopper's tiles takes 128 keys at a time: splits of 64 would end within.
     splits = [*(split for split in size.splits if split % 128 == 0), 0]
     features = [name for name in size.features if not FEATURES[name].get("alibi")]
     return cases_of(size, features, seqlen_q=(70, 1100), split_size=splits)
