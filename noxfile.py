@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import signal
@@ -67,6 +68,8 @@ def quick(session: nox.Session) -> None:
     )
     package = "flash_attn_deterministic"
     installed = Path(str(where).strip(), package)
+    for path in installed.rglob("*.py"):  # also those that the sources no longer have
+        path.unlink()
     shutil.copytree(ROOT / "python" / package, installed, dirs_exist_ok=True)
     session.run(
         "pytest", *(session.posargs or ["tests/unit"]), env={"FLASH_ATTN_WHEEL": str(wheel)}
@@ -81,8 +84,9 @@ def verify_dev(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def verify(session: nox.Session) -> None:
-    """Verify the wheel in dist/, installed in a clean environment, on this machine's GPU."""
-    run_verify(session, the_wheel(session, "dist"), *session.posargs)
+    """Verify each wheel in dist/, installed in a clean environment, on this machine's GPU."""
+    for wheel in wheels(session, "dist"):
+        run_verify(session, wheel, *session.posargs)
 
 
 @nox.session(default=False)
@@ -105,29 +109,23 @@ def vllm(session: nox.Session) -> None:
 @nox.session(default=False)
 def gate(session: nox.Session) -> None:
     """Run the release gate; write the release into build/release (-- --locked: tools by hash)."""
-    arguments = list(session.posargs)
-    if locked := "--locked" in arguments:
-        arguments.remove("--locked")
-    install(session, "gate", locked=locked)
-    session.run("python", "-m", "flash_attn_build.release", *arguments, env=TOOLS)
+    run_gate(session, "release", *session.posargs)
 
 
-@nox.session(requires=["gate"], default=False)
+@nox.session(default=False)
 def publish(session: nox.Session) -> None:
-    """Run the gate, then upload the wheel (-- ARGS: twine's)."""
+    """Run the gate, then upload the wheel (-- --locked: the gate's; other ARGS: twine's)."""
+    arguments = [argument for argument in session.posargs if argument != "--locked"]
+    run_gate(session, "release", *(["--locked"] * (len(arguments) < len(session.posargs))))
     wheel = the_wheel(session, "build/release/package-index")
     session.install(*groups("publish"))
-    session.run("twine", "upload", "--non-interactive", *session.posargs, str(wheel))
+    session.run("twine", "upload", "--non-interactive", *arguments, str(wheel))
 
 
 @nox.session(default=False)
 def index(session: nox.Session) -> None:
     """Write the static package index of all releases into build/index (-- --locked)."""
-    arguments = list(session.posargs)
-    if locked := "--locked" in arguments:
-        arguments.remove("--locked")
-    install(session, "gate", locked=locked)
-    session.run("python", "-m", "flash_attn_build.release.index", *arguments, env=TOOLS)
+    run_gate(session, "release.index", *session.posargs)
 
 
 @nox.session(default=False)
@@ -154,7 +152,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
-    session.run("clang-format", "--dry-run", "--Werror", *sources("cpp", ".cpp .h .cu .cuh"))
+    session.run("clang-format", "--dry-run", "--Werror", *native_sources())
     session.run("codespell")
     session.run("python", "-m", "tests.benchmarks.tables", "--check", env=TOOLS)
     session.run("validate-pyproject", "pyproject.toml", silent=True)
@@ -208,8 +206,20 @@ LOCKS = ("build", "cuda", "cuda12", "gate", "nox", "torch")
 
 def run_build(session: nox.Session, *arguments: str) -> None:
     """Installs compilers and builds a wheel."""
-    nvcc = install_compilers(session, locked="--locked" in arguments, cuda12="--cuda" in arguments)
+    # What decides the compilers; the module reads the rest, and refuses abbreviations, too.
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--locked", action="store_true")
+    parser.add_argument("--cuda")
+    given, _ = parser.parse_known_args(arguments)
+    nvcc = install_compilers(session, locked=given.locked, cuda12=given.cuda is not None)
     run_tool(session, "compile.build", *arguments, cudacxx=nvcc)
+
+
+def run_gate(session: nox.Session, name: str, *arguments: str) -> None:
+    """Runs a module of flash_attn_build that gates; --locked: with tools by hash."""
+    install(session, "gate", locked="--locked" in arguments)
+    others = [argument for argument in arguments if argument != "--locked"]
+    session.run("python", "-m", f"flash_attn_build.{name}", *others, env=TOOLS)
 
 
 def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
@@ -276,15 +286,21 @@ def run_tool(
     return str(said).strip() if silent else ""
 
 
+def wheels(session: nox.Session, folder: str) -> list[Path]:
+    """Finds the wheels in a folder, oldest first; fails where there is none."""
+    found = sorted((ROOT / folder).glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        session.error(f"{folder}: expected a wheel, found none; build one")
+    return found
+
+
 def the_wheel(session: nox.Session, folder: str) -> Path:
     """Finds the only wheel in a folder (in dist/dev the newest), or fails with advice."""
-    wheels = sorted((ROOT / folder).glob("*.whl"), key=lambda path: path.stat().st_mtime)
-    if folder == "dist/dev":
-        wheels = wheels[-1:]  # after a change of the version, the last one's is there too
-    if len(wheels) != 1:
-        names = ", ".join(wheel.name for wheel in wheels) or "none"
-        session.error(f"{folder}: expected one wheel, found {names}; remove others, or build one")
-    return wheels[0]
+    found = wheels(session, folder)
+    if folder != "dist/dev" and len(found) > 1:  # after a change of the version, there are two
+        names = ", ".join(wheel.name for wheel in found)
+        session.error(f"{folder}: expected one wheel, found {names}; remove others")
+    return found[-1]
 
 
 def groups(*names: str) -> tuple[str, ...]:
@@ -292,10 +308,11 @@ def groups(*names: str) -> tuple[str, ...]:
     return nox.project.dependency_groups(PROJECT, *names)
 
 
-def sources(folder: str, suffixes: str) -> list[str]:
-    """Files under a folder, by suffix."""
-    found = (path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes.split())
-    return sorted(str(path.relative_to(ROOT)) for path in found)
+def native_sources() -> list[str]:
+    """C++ and CUDA files of the kernels and of the tests."""
+    found = (path for folder in ("cpp", "tests") for path in (ROOT / folder).rglob("*"))
+    suffixes = (".cpp", ".h", ".cu", ".cuh")
+    return sorted(str(path.relative_to(ROOT)) for path in found if path.suffix in suffixes)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,3 @@ class RankError(FlashAttnError, RuntimeError):
 
 class BuildInfoError(FlashAttnError, RuntimeError):
     """The record of what the wheel holds is missing or unreadable."""
-
-
-class LibraryError(FlashAttnError, ImportError):
-    """The wheel's shared library does not load into this torch."""

@@ -28,6 +28,7 @@ class Session:
 
     def __init__(self) -> None:
         self.commands: list[tuple[str, ...]] = []
+        self.posargs: list[str] = []
 
     def error(self, message: str) -> None:
         raise Stopped(message)
@@ -75,7 +76,7 @@ def test_the_wheel_that_is_meant(sessions: ModuleType, tmp_path: Path) -> None:
     """Of small wheels the last one that was built; a release is never a guess."""
     put(tmp_path / "dist" / "dev", "a-0.9.0.whl", "a-0.10.0.whl")
     assert sessions.the_wheel(Session(), "dist/dev").name == "a-0.10.0.whl"
-    with pytest.raises(Stopped, match="dist: expected one wheel, found none"):
+    with pytest.raises(Stopped, match="dist: expected a wheel, found none"):
         sessions.the_wheel(Session(), "dist")
     put(tmp_path / "dist", "a-0.1.0.whl", "a-0.2.0.whl")
     with pytest.raises(Stopped, match=r"expected one wheel, found a-0\.1\.0\.whl, a-0\.2\.0\.whl"):
@@ -107,6 +108,54 @@ def test_a_locked_build_installs_by_hash_only_and_compiles_with_the_locked_nvcc(
     assert session.commands[-1][-1] == "--packages"
     assert sessions.install_compilers(session, locked=True, cuda12=True) == "/packages/nvcc"
     assert session.commands[-1][:3] == ("python", "-m", "flash_attn_build.compile.debian_cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "locks", "nvcc"),
+    [
+        pytest.param(("--cuda", "12"), False, True, id="cuda"),
+        pytest.param(("--cuda=12", "--locked"), True, True, id="cuda-equals"),
+        pytest.param(("--preset", "dev"), False, False, id="neither"),
+    ],
+)
+def test_compilers_are_those_that_the_build_is_asked_for(
+    sessions: ModuleType, arguments: tuple[str, ...], locks: bool, nvcc: bool
+) -> None:
+    session = Session()
+    sessions.run_build(session, *arguments)
+    installs = [command for command in session.commands if command[0] == "install"]
+    assert all(("--require-hashes" in command) == locks for command in installs)
+    debian = [c for c in session.commands if "flash_attn_build.compile.debian_cuda" in c]
+    assert bool(debian) == nvcc
+    assert session.commands[-1] == ("python", "-m", "flash_attn_build.compile.build", *arguments)
+
+
+@pytest.mark.parametrize("short", ["--lock", "--cud=12", "--pre=dev"])
+def test_the_build_takes_no_abbreviations(short: str) -> None:
+    """The session that installs the compilers would not know them."""
+    with pytest.raises(SystemExit, match="2"):
+        build.request_from([short])
+
+
+def test_publish_gives_the_gate_its_option_and_twine_the_rest(
+    sessions: ModuleType, tmp_path: Path
+) -> None:
+    put(tmp_path / "build" / "release" / "package-index", "a-0.1.0.whl")
+    session = Session()
+    session.posargs = ["--locked", "--repository", "test"]
+    sessions.publish(session)
+    gate, upload = (command for command in session.commands if command[0] != "install")
+    assert gate == ("python", "-m", "flash_attn_build.release")
+    assert session.commands[0][-1] == "locks/gate.txt"
+    assert upload[:5] == ("twine", "upload", "--non-interactive", "--repository", "test")
+
+
+def test_every_wheel_of_a_release_is_verified(sessions: ModuleType, tmp_path: Path) -> None:
+    put(tmp_path / "dist", "a-0.1.0.whl", "a-0.1.0+cu12.whl")
+    session = Session()
+    sessions.verify(session)
+    reports = [c[c.index("--wheel") + 1] for c in session.commands if "--wheel" in c]
+    assert [Path(path).name for path in reports] == ["a-0.1.0.whl", "a-0.1.0+cu12.whl"]
 
 
 def test_an_older_python_is_told_before_anything_is_installed(

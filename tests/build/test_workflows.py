@@ -78,7 +78,9 @@ def test_the_script_and_the_workflow_run_the_same() -> None:
     run |= sessions_of(WORKFLOWS["test"]["jobs"]["test"])
     assert set(found[1].split()) == run
     (line,) = re.findall(
-        r"`\.ci/run` is what CI runs: (.+)\.$", (ROOT / "CONTRIBUTING.md").read_text(), re.M
+        r"`\.ci/run` runs what the jobs lint and test of CI run: (.+)\.$",
+        (ROOT / "CONTRIBUTING.md").read_text(),
+        re.M,
     )
     assert set(re.findall(r"`(\w+)`", line)) == run
 

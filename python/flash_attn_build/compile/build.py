@@ -245,7 +245,9 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
     Returns:
         What to build.
     """
-    parser = argparse.ArgumentParser(prog="nox -s build --", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="nox -s build --", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--preset", default="release", help="of CMakePresets.json (%(default)s)")
     parser.add_argument(
         "--out-dir", type=Path, help="for the wheel (dist for release, dist/PRESET for others)"

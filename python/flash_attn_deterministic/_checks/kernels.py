@@ -66,7 +66,7 @@ def instance_problem(dtype: torch.dtype, head_dim: int, direction: str) -> str:
     held = [i for i in build_info().instances if i.direction == direction]
     if any((i.dtype, i.head_dim) == (name, kernel_head_dim) for i in held):
         return ""
-    holds = ", ".join(f"{i.dtype} {i.head_dim}" for i in held) or "none"
+    holds = ", ".join(dict.fromkeys(f"{i.dtype} {i.head_dim}" for i in held)) or "none"
     return (
         f"q: this wheel has no {_DIRECTIONS[direction]} kernel for {name} and head_dim {head_dim} "
         f"(it would be {name} {kernel_head_dim}); it holds: {holds}; install the release wheel"

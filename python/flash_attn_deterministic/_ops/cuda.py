@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import LibraryError, MissingInstanceError
+from ..errors import MissingInstanceError
 from .schemas import ACCUMULATE, BACKWARD, FORWARD, NAMESPACE
 
 
@@ -19,10 +19,8 @@ def load(path: Path) -> str:
         path: the shared library.
 
     Returns:
-        "" when loaded, otherwise the reason why not.
-
-    Raises:
-        LibraryError: the library exists but does not load.
+        "" when loaded, otherwise the reason why not. Importing the package never fails for it:
+        CPU tensors and the command `info` still work.
     """
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
@@ -31,9 +29,9 @@ def load(path: Path) -> str:
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call, unused-ignore]
     except (OSError, RuntimeError) as error:
-        raise LibraryError(
-            f"{path} does not load into torch {torch.__version__}; it needs torch >= 2.10: {error}"
-        ) from error
+        return (
+            f"{path} does not load into torch {torch.__version__}, it needs torch >= 2.10 ({error})"
+        )
     return ""
 
 

@@ -141,12 +141,13 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
         found = version(NAME)
     except PackageNotFoundError as error:
         raise NotInstalledError(f"{NAME} is not installed; install the wheel") from error
+    mode = get_deterministic_mode()
     return {
         "schema_version": 1,
         "complete": False,
         "version": found,
         "environment": collect(arguments.device),
-        "split_size": get_deterministic_mode().split_size,
+        "split_size": mode.split_size if mode.enabled else None,
         "repeats": arguments.repeats,
         "cases": [],
     }

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..verify.named import first_line
 from ..verify.speed.measure import peak_memory, rotations, summary, within
 from .compare import compare
 from .peers import OURS, Call, Peer, Result, Unavailable
@@ -158,8 +159,7 @@ def _reason(error: BaseException) -> str:
     """
     while error.__cause__ is not None and not isinstance(error, Unavailable):
         error = error.__cause__
-    line = next(iter(str(error).strip().splitlines()), "")
-    sentence = re.split(r"(?<=\w)[.;] ", re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", line))[0]
+    sentence = re.split(r"(?<=\w)[.;] ", first_line(error))[0]
     return textwrap.shorten(f"{type(error).__name__}: {sentence}", _REASON, placeholder=" ...")
 
 

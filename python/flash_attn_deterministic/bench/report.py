@@ -68,8 +68,10 @@ def _notice(record: Mapping[str, Any]) -> list[str]:
 def _machine(record: Mapping[str, Any]) -> str:
     environment = record["environment"]
     device = environment["gpu"] or f"CPU, {environment['cpus']} cores"
+    splits = record["split_size"]
+    mode = "not deterministic" if splits is None else f"split size {splits}"
     return (
         f"{device}, torch {environment['torch']}, flash-attn-deterministic {record['version']}, "
-        f"split size {record['split_size']}. Median (10th to 90th percentile) of "
+        f"{mode}. Median (10th to 90th percentile) of "
         f"{record['repeats']} calls in turns."
     )

@@ -87,6 +87,10 @@ def add_command(commands: _Parsers) -> None:
 
 def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
     def finished(arguments: argparse.Namespace) -> int:
+        if "out" in arguments:
+            from .study.files import check_writable
+
+            check_writable(arguments.out)
         failed = run(arguments)
         if "out" in arguments:
             print(f"results in {arguments.out}", file=sys.stderr)

@@ -72,7 +72,9 @@ class Info:
 
     def json(self) -> str:
         """Returns everything as one JSON object."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        # asdict keeps a named tuple, which JSON has as a list.
+        mode = None if self.mode is None else self.mode._asdict()
+        return json.dumps({**dataclasses.asdict(self), "mode": mode}, indent=2)
 
     def text(self) -> str:
         """Returns everything as lines for a terminal."""

@@ -111,6 +111,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
     """Refuses options that the chosen kind of run would ignore."""
     from ..errors import ArgumentError
 
+    if (
+        arguments.allow_source
+        and arguments.wheel is None
+        and (arguments.ranks is not None or arguments.attention is not None)
+    ):
+        raise ArgumentError("--allow-source: expected together with --wheel")
     ignored = {"--ranks": ("attention", "seconds", "baseline"), "--attention": ("baseline",)}
     for kind, names in ignored.items():
         if getattr(arguments, kind[2:]) is None:

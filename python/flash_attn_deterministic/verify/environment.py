@@ -17,6 +17,15 @@ NEEDED = ((64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16"))
 _DTYPES = ("bf16", "fp16")
 _DIRECTIONS = ("fwd", "bwd")
 
+# Variables that set the mode, choose kernels or stand in for another GPU: a report must be of what
+# the wheel does without them.
+_SETTINGS = ("FA2_", "FLASH_ATTENTION_")
+
+
+def without_settings() -> dict[str, str]:
+    """Returns the environment variables of this process but those that the package reads."""
+    return {n: value for n, value in os.environ.items() if not n.startswith(_SETTINGS)}
+
 
 def collect(device: str) -> dict[str, Any]:
     """Describes the machine, and for "cuda" its first GPU."""

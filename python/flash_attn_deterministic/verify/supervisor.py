@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from . import outcome
+from .environment import without_settings
 from .tasks import OnCase, Options
 
 OWN_WORKER = "flash_attn_deterministic.verify.worker:main"
@@ -103,8 +104,7 @@ class Supervisor:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None:
             return self._process
-        # The checks set what they need themselves; a user's mode must not change them.
-        environment = {n: v for n, v in os.environ.items() if not n.startswith("FA2_")}
+        # The checks set what they need themselves; a user's settings must not change them.
         self._errors.seek(0)
         self._errors.truncate()
         process = subprocess.Popen(
@@ -112,7 +112,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=environment,
+            env=without_settings(),
             encoding="utf-8",
             start_new_session=True,  # Ctrl-C is for the parent, which then writes its report
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.bench import measure as measuring
 from flash_attn_deterministic.bench import peers, problem
@@ -59,6 +60,16 @@ def test_shapes_have_names_of_their_own() -> None:
         found = problem.shapes(device, ("forward", "decode", "backward"))
         assert len({shape.name for shape in found}) == len(found)
         assert {shape.kind for shape in found} == {"forward", "decode", "backward"}
+
+
+def test_the_mode_is_that_of_the_caller(tmp_path: Path) -> None:
+    with deterministic_mode(split_size=128):
+        assert bench(tmp_path, "--peers", "sdpa", "--kinds", "decode") == 0
+    assert read(tmp_path)["split_size"] == 128
+    with deterministic_mode(False):
+        assert bench(tmp_path, "--peers", "sdpa", "--kinds", "decode") == 0
+    assert read(tmp_path)["split_size"] is None
+    assert ", not deterministic. Median" in (tmp_path / "bench.md").read_text()
 
 
 def test_ours_failing_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,12 @@ def test_missing_instance_lists_the_held_ones(
         kernels.check_kernels(CUDA, dtype, head_dim)
 
 
+def test_kernels_of_two_families_are_listed_once(pretend: Pretend) -> None:
+    pretend(instances=tuple(Instance("fwd", "bf16", 64, one) for one in ("sm80", "sm90")))
+    with pytest.raises(MissingInstanceError, match="it holds: bf16 64; install"):
+        kernels.check_kernels(CUDA, torch.bfloat16, 128)
+
+
 def test_instances_of_another_direction_do_not_count(pretend: Pretend) -> None:
     pretend(instances=(Instance("bwd", "bf16", 64),))
     with pytest.raises(MissingInstanceError, match="it holds: none"):

@@ -98,7 +98,7 @@ def test_an_attention_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fa3_says_what_is_missing() -> None:
-    with pytest.raises(ArgumentError, match="fa3 needs FlashAttention-3's package"):
+    with pytest.raises(ArgumentError, match="fa3 is not installed: flash_attn_interface"):
         _call("fa3")
 
 

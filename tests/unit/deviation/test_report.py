@@ -188,6 +188,15 @@ def test_command_says_what_is_wrong(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    assert main(["deviation", "forward", "--quick", "--out", str(out)]) == 1
+    assert f"cannot write to {out}" in capsys.readouterr().err
+
+
 def test_the_package_imports_without_the_studies() -> None:
     """Help is printed without importing torch's heavy parts, matplotlib or the studies."""
     code = (

@@ -140,7 +140,9 @@ def test_command_prints_json() -> None:
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout) == json.loads(info.collect().json())
+    found = json.loads(done.stdout)
+    assert found == json.loads(info.collect().json())
+    assert set(found["mode"]) == {"enabled", "split_size", "keep_residual"}
 
 
 def test_command_reports_a_source_tree(

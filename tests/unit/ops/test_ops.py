@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flash_attn_deterministic._ops.schemas import (
     FORWARD,
     argument_names,
 )
-from flash_attn_deterministic.errors import ArgumentError, LibraryError, MissingInstanceError
+from flash_attn_deterministic.errors import ArgumentError, MissingInstanceError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 OPS = torch.ops.flash_attn_deterministic
@@ -433,8 +434,13 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     broken = tmp_path / "_C.so"
     broken.write_bytes(b"not a library")
-    with pytest.raises(LibraryError, match=r"does not load into torch .* needs torch >= 2\.10"):
-        cuda.load(broken)
+    reason = cuda.load(broken)
+    assert re.search(r"_C\.so does not load into torch .* needs torch >= 2\.10 \(", reason)
+    monkeypatch.setattr(cuda, "has_kernel", lambda name: False)
+    library = _Library()
+    cuda.register_missing(library, reason)
+    with pytest.raises(MissingInstanceError, match=r"no CUDA kernels: .*_C\.so does not load"):
+        library.functions["varlen_fwd"](*varlen_fwd())
 
 
 def test_compiler_does_not_trace_the_reference() -> None:

@@ -104,12 +104,13 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     commands: list[list[str]] = []
 
     def run_command(command: Sequence[str], environment: dict[str, str]) -> int:
-        assert not any(name.startswith("FA2_") for name in environment)
+        assert not any(name.startswith(("FA2_", "FLASH_ATTENTION_")) for name in environment)
         commands.append(list(command))
         return 1
 
     monkeypatch.setattr(cli, "run_command", run_command)
     monkeypatch.setenv("FA2_SPLIT_SIZE", "64")
+    monkeypatch.setenv("FLASH_ATTENTION_FAMILY", "sm80")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.chdir(tmp_path)
     return commands

@@ -124,15 +124,27 @@ def test_cases_of_bug_reports() -> None:
         pytest.param(
             "nothing", "expected sdpa-flash, .* or MODULE:FUNCTION, .* 'nothing'", id="name"
         ),
-        pytest.param("no_such_module:f", "no_such_module cannot be imported", id="module"),
-        pytest.param(":f", "expected MODULE:FUNCTION, got ':f'", id="no-module"),
-        pytest.param(".x:f", "expected MODULE:FUNCTION, got '.x:f'", id="relative"),
-        pytest.param("verify.scoreboard_peers:no", "has no function 'no'", id="function"),
+        pytest.param("no_such_module:f", "No module named 'no_such_module'", id="module"),
+        pytest.param(":f", "expected MODULE:NAME or .*, got ':f'", id="no-module"),
+        pytest.param(".x:f", "expected MODULE:NAME or .*, got '.x:f'", id="relative"),
+        pytest.param("verify.scoreboard_peers:no", "has no attribute 'no'", id="function"),
     ],
 )
 def test_unknown_attention_is_named(name: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         attention.find(name, "cpu")
+
+
+def test_a_function_of_a_file_and_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "attention_of_mine.py").write_text("def attend(q, k, v, causal):\n    return q\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    for name in ("attention_of_mine:attend", f"{tmp_path}/attention_of_mine.py:attend"):
+        (peer,) = attention.find(name, "cpu")
+        assert not peer.lengths
+        assert peer.attend("q", "k", "v") == "q"
 
 
 def test_function_without_a_signature_takes_no_lengths() -> None:
@@ -310,6 +322,11 @@ def test_seconds_limit_a_slow_attention(tmp_path: Path, monkeypatch: pytest.Monk
         ),
         pytest.param(
             ["--seconds", "5"], "--seconds: expected together with --attention only", id="seconds"
+        ),
+        pytest.param(
+            ["--attention", "sdpa-math", "--allow-source"],
+            "--allow-source: expected together with --wheel",
+            id="allow-source",
         ),
     ],
 )

@@ -30,8 +30,8 @@ WORKER = """
         if task == "print":
             print("noise from a library")
             os.write(1, b"more noise\\n")
-        mode = os.environ.get("FA2_DETERMINISTIC")
-        data = {"pid": os.getpid(), "mode": mode, "quick": options.quick}
+        settings = [n for n in os.environ if n.startswith(("FA2_", "FLASH_ATTENTION_"))]
+        data = {"pid": os.getpid(), "settings": settings, "quick": options.quick}
         return {"status": "passed", "data": data, "broken": task == "broken"}
 
     def main():
@@ -128,8 +128,16 @@ def test_a_worker_that_does_not_start(
     assert found["data"]["stderr"] == "cannot start"
 
 
-def test_the_users_mode_does_not_reach_the_checks(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FA2_DETERMINISTIC", "0"),
+        ("FLASH_ATTENTION_FAMILY", "sm80"),
+        ("FLASH_ATTENTION_TEST_DEVICE", "family=sm80"),
+    ],
+)
+def test_the_users_settings_do_not_reach_the_checks(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    monkeypatch.setenv("FA2_DETERMINISTIC", "0")
-    assert supervisor.run("contract", "good", nothing)["data"]["mode"] is None
+    monkeypatch.setenv(name, value)
+    assert supervisor.run("contract", "good", nothing)["data"]["settings"] == []

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import inspect
 import math
-import re
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ArgumentError
+from ...verify.named import find_callable, first_line
+from ...verify.scoreboard import fa3
 from ..emulate.gradients import DELTAS, emulated_attention
 from ..emulate.steps import PRESETS
 from ..numbers.formats import parse_format
@@ -143,19 +140,14 @@ def _ours(call: Call, deterministic: bool = True, keep_residual: bool = False) -
 
 
 def _fa3(call: Call) -> torch.Tensor:
-    """FlashAttention-3's own package."""
+    """FlashAttention-3, of its package or of a library."""
     try:
-        module = importlib.import_module("flash_attn_interface")
+        fa3.load()
     except ImportError as error:
-        raise ArgumentError(
-            "attention: fa3 needs FlashAttention-3's package (flash_attn_interface), which is not "
-            f"installed: {error}"
-        ) from error
+        raise ArgumentError(f"attention: fa3 is not installed: {error}") from error
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
-    causal = _end_aligned(call, "fa3")
-    out = module.flash_attn_func(q, k, v, softmax_scale=call.scale, causal=causal)
-    result: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return result.transpose(1, 2)
+    scale = {} if call.scale is None else {"softmax_scale": call.scale}
+    return fa3.attend(q, k, v, causal=_end_aligned(call, "fa3"), **scale).transpose(1, 2)
 
 
 # How each is computed, and what reports call it.
@@ -216,43 +208,6 @@ def gradients_of(
     return torch.autograd.grad(out, leaves, dout)
 
 
-def find_callable(name: str, argument: str) -> Any:
-    """Imports MODULE:NAME, also from the working directory, or FILE.py:NAME.
-
-    Raises:
-        ArgumentError: there is none, or it can't be called.
-    """
-    module, _, attribute = name.partition(":")
-    path = Path(module)
-    is_file = path.suffix == ".py"
-    folder = str(path.parent.resolve() if is_file else Path.cwd())
-    if folder not in sys.path:
-        # An installed command has its own folder there, and not the one that it runs in.
-        sys.path.append(folder)
-    try:
-        loaded = _of_file(path.resolve()) if is_file else importlib.import_module(module)
-        found = getattr(loaded, attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ArgumentError(
-            f"{argument}: expected MODULE:NAME or FILE.py:NAME of a callable, got {name!r}: {error}"
-        ) from error
-    if not callable(found):
-        raise ArgumentError(f"{argument}: expected {name} to be a callable, got {found!r}")
-    return found
-
-
-@functools.cache
-def _of_file(path: Path) -> Any:
-    """Runs a file once: a model and its batches may be names of the same one."""
-    spec = importlib.util.spec_from_file_location(f"file_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"there is no file {path.name} in {path.parent}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def made_by(name: str, argument: str) -> Any:
     """Calls what `find_callable` finds.
 
@@ -289,14 +244,8 @@ def missing(
         if device == "cuda":
             torch.cuda.synchronize()
     except Exception as error:  # kernels raise what they raise
-        return reason_of(error)
+        return first_line(error)
     return ""
-
-
-def reason_of(error: Exception) -> str:
-    """Returns the first line of an error, without folders: results are published."""
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    return re.sub(r"(?:/[\w.+-]+)+/", "", first)
 
 
 @functools.lru_cache

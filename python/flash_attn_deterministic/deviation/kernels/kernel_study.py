@@ -15,8 +15,9 @@ from ... import deterministic_mode, flash_attn_func, reference
 from ...errors import ArgumentError
 from ...info.build_info import build_info
 from ...reference import Formats
+from ...verify.named import first_line
 from ..attentions.masks import Call
-from ..attentions.registry import Attention, gradients_of, reason_of, usable
+from ..attentions.registry import Attention, gradients_of, usable
 from ..emulate.simulate import golden_attention
 from ..forward.inputs import DISTRIBUTIONS, draw
 from ..numbers.formats import DTYPES, NumberFormat, parse_format
@@ -214,7 +215,7 @@ def run_kernels(plan: KernelPlan, folder: Path) -> dict[str, Any]:
             try:
                 value[name] = part(plan)
             except Exception as error:
-                value["failed"][name] = f"{type(error).__name__}: {reason_of(error)}"
+                value["failed"][name] = f"{type(error).__name__}: {first_line(error)}"
             value["seconds"][name] = time.monotonic() - start
             if len(value["failed"]) < len(value["seconds"]):
                 write_result(folder, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
+from ...verify.report.files import ReportError, write_files
 from .environment import environment
 
 SCHEMA = 2  # of the fields of every result
@@ -46,8 +48,23 @@ def load_tensors(path: Path, expected: str) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    with whole_file(path) as temporary:
-        temporary.write_text(text)
+    """Writes a file whole or not at all.
+
+    Raises:
+        ReportError: it cannot be written.
+    """
+    write_files(path.parent, {path.name: text})
+
+
+def check_writable(folder: Path) -> None:
+    """Fails before a study computes what it could not write.
+
+    Raises:
+        ReportError: the folder, or the one that it would be made in, cannot be written to.
+    """
+    there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ReportError(f"cannot write to {folder}; choose another folder with --out")
 
 
 def new_result(kind: str, configuration: dict[str, Any], device: str = "cpu") -> dict[str, Any]:
@@ -70,7 +87,7 @@ def read_result(folder: Path, kind: str) -> dict[str, Any]:
     """
     path = folder / f"{kind}.json"
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path}: expected a JSON file of a study, got {error}") from error
     if not isinstance(value, dict) or (value.get("kind"), value.get("schema")) != (kind, SCHEMA):

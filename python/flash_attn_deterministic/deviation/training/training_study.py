@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..attentions.registry import find_attention, reason_of
+from ...verify.named import first_line
+from ..attentions.registry import find_attention
 from ..numbers.intervals import mean_interval, short
 from ..study.environment import Progress, check_device, one_thread, repeatable
 from ..study.files import new_result, read_result, whole_file, write_result
@@ -135,7 +136,7 @@ def run_training(plan: TrainingPlan, folder: Path, seconds: float | None = None)
                 except Exception as error:  # the other runs still have a result
                     if run.name == "base":
                         raise
-                    value["missing"][run.name] = reason_of(error)
+                    value["missing"][run.name] = first_line(error)
                     continue
                 if keep:
                     kept[run.name] = states

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ...errors import ArgumentError
 from ..ending import sigterm_interrupts
+from ..environment import without_settings
 from ..installed import NotInstalledError, Wheel
 from ..outcome import PASSED, Exit
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
             f"--ranks: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got "
             f"{count}; use torchrun over several machines, or --device cpu"
         )
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("FA2_")}
+    environment = without_settings()
     environment.setdefault("OMP_NUM_THREADS", "1")
     # If a rank hangs, torch's watchdog of NCCL ends the others after the group's timeout and four
     # times this, which is time for debug information that this command does not use. The default is

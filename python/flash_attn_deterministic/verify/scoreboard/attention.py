@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import ArgumentError
+from ..named import find_callable
 from . import fa3
 
 # Takes q (batch, seqlen_q, nheads, head_dim), k and v (batch, seqlen_k, nheads_k, head_dim) in
@@ -51,7 +52,7 @@ def find(name: str, device: str) -> list[Attention]:
     """Returns an attention in its settings: the default, then the best deterministic one.
 
     Args:
-        name: one of NAMES, or MODULE:FUNCTION.
+        name: one of NAMES, MODULE:FUNCTION, also of the working directory, or FILE.py:FUNCTION.
         device: "cpu" or "cuda".
 
     Raises:
@@ -251,16 +252,7 @@ def _fa3(device: str) -> list[Attention]:
 
 
 def _function(name: str) -> Attention:
-    module_name, _, function_name = name.partition(":")
-    if not module_name or module_name.startswith("."):
-        raise ArgumentError(f"--attention: expected MODULE:FUNCTION, got {name!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ArgumentError(f"--attention: {module_name} cannot be imported ({error})") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ArgumentError(f"--attention: {module_name} has no function {function_name!r}")
+    function = find_callable(name, "--attention")
     try:
         lengths = "seqlens_k" in inspect.signature(function).parameters
     except ValueError:  # functions of extension modules may have no signature
@@ -274,5 +266,6 @@ def _function(name: str) -> Attention:
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
-    version = str(getattr(module, "__version__", "no version"))
-    return Attention(name, DEFAULT, f"{module_name} {version}", attend, lengths)
+    module = name.partition(":")[0]
+    version = getattr(sys.modules.get(module), "__version__", "no version")
+    return Attention(name, DEFAULT, f"{module} {version}", attend, lengths)

@@ -34,7 +34,9 @@ def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
     """
     import torch
 
+    from ... import deterministic_mode
     from ...errors import ArgumentError
+    from ...mode.current import DEFAULT_SPLIT_SIZE
     from ..outcome import Exit
     from .attention import UnavailableError, find, ours
     from .drawing import markdown
@@ -73,7 +75,9 @@ def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
     }
     _write(arguments.out, record)
     status = Exit.PASSED
-    with sigterm_interrupts():
+    # Ours has its default mode, whatever the environment variables say.
+    mode = deterministic_mode(True, DEFAULT_SPLIT_SIZE, keep_residual=False)
+    with sigterm_interrupts(), mode:
         try:
             _fill(record, attentions, sizes, seconds, arguments.out)
         except KeyboardInterrupt:

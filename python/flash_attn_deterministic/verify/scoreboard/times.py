@@ -10,7 +10,7 @@ import torch
 from ..speed.measure import interleaved, summary
 from .attention import Attention
 from .rows import Shape
-from .trial import first_line
+from .trial import reason_of
 
 # Name, shape, batch, seqlen_q, seqlen_k, whether the backward is timed.
 Problem = tuple[str, Shape, int, int, int, bool]
@@ -40,7 +40,7 @@ def measure(
             yield name, _measure(attentions, inputs, seqlen_q > 1, backward, repeats)
         except Exception as error:  # out of memory, or a GPU that an attention before left broken
             nothing = [None] * len(attentions)
-            failed = [first_line(error)] * len(attentions)
+            failed = [reason_of(error)] * len(attentions)
             yield name, {"ms": nothing, "ratio": nothing, "failed": failed}
 
 
@@ -58,7 +58,7 @@ def _measure(
             call = _call(attention, inputs, causal, backward)
             call()
         except Exception as error:
-            failed.append(first_line(error))
+            failed.append(reason_of(error))
             continue
         failed.append(None)
         calls[str(index)] = call

@@ -10,6 +10,7 @@ import torch
 
 from ...bench.compare import compare
 from ..bits import difference
+from ..named import first_line
 from .attention import Attend, Attention
 from .rows import ROWS, Row, Shape, Sizes
 
@@ -91,7 +92,7 @@ def _try(row: Row, attention: Attention, sizes: Sizes, end: float) -> Result:
                     if differs is not None and found is None:
                         found = f"{name}, {what}: {differs.words}"
             except Exception as error:
-                return _result(RAISED, tried, equal, f"{name}: {first_line(error)}", example)
+                return _result(RAISED, tried, equal, f"{name}: {reason_of(error)}", example)
             tried += 1
             equal += found is None
             example = example or found
@@ -108,11 +109,10 @@ def _other_function(attend: Attend, expected: Attend, sizes: Sizes) -> str:
         with torch.no_grad():
             compare([attend(*inputs, causal=True)], [expected(*inputs, causal=True)])
     except Exception as error:
-        return first_line(error)
+        return reason_of(error)
     return ""
 
 
-def first_line(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Returns the kind and the first line of an exception."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return f"{type(error).__name__}: {first_line(error)}"[:300]
