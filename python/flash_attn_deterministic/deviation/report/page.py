@@ -14,7 +14,7 @@ from ..numbers.intervals import Interval, median_interval
 from ..numbers.metrics import METRICS
 from ..study.files import read_result, write_text
 from ..training.training_study import SUMMARY_HEADER, by_seed, summary
-from .claims import judge_all
+from .claims import CLAIMS, judge_all
 from .document import Section, html_page, markdown
 from .forward_plots import forward_plots
 from .judging import Claim, Outcome, evidence_of, is_quick
@@ -91,7 +91,9 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
         values[kind] = value
         plots |= {path.stem: path for path in drawn}
     small = {kind: value for kind, value in values.items() if is_quick(value["configuration"])}
-    judged = judge_all(evidence_of(values), evidence_of(small))
+    evidence = evidence_of(values)
+    # Claims of studies that are not there are counted only.
+    judged = [one for one in judge_all(evidence, evidence_of(small)) if one[0].study in evidence]
     sections = list(_sections(judged, values, plots))
     counts = Counter(outcome.verdict for _, outcome in judged)
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -116,7 +118,10 @@ def write_report(folders: list[Path], out: Path) -> list[Path]:
 def _sections(
     judged: list[tuple[Claim, Outcome]], values: dict[str, dict[str, Any]], plots: dict[str, Path]
 ) -> Iterator[Section]:
-    yield Section("Studies", items=[f"{kind}: {_setup(value)}" for kind, value in values.items()])
+    items = [f"{kind}: {_setup(value)}" for kind, value in values.items()]
+    if left := len(CLAIMS) - len(judged):
+        items.append(f"not here: the studies that test {left} other claims")
+    yield Section("Studies", items=items)
     for claim, outcome in judged:
         # Each figure is shown once, with the first claim that it is about.
         figures = [(CAPTIONS[name], plots.pop(name)) for name in claim.figures if name in plots]

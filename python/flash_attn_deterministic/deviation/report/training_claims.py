@@ -15,8 +15,8 @@ from .judging import TRAINING, Case, Claim, Range, range_text, ratio
 
 LOWER = (2.0, 5.0)  # "2-5 times less significant than low-precision training"
 NEARLY = (-0.01, 0.01)  # of the loss, in its own units
-NOISE = ("nudge", "sdpa", "kernel", "paper", "explicit:p5", "explicit:p24", "ours-atomics",
-         "sdpa-flash", "sdpa-cudnn", "explicit", "kernel+residual")  # fmt: skip
+NOISE = ("nudge", "sdpa", "kernel", "paper", "explicit:p5", "explicit:p24", "ours",
+         "ours-atomics", "sdpa-flash", "sdpa-cudnn", "explicit", "kernel+residual")  # fmt: skip
 
 Training = dict[str, Any]
 History = dict[str, list[float | None]]
