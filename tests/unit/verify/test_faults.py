@@ -1,4 +1,9 @@
-"""Reports of wheels with a planted fault, made on a GPU: verify failed them at the right row."""
+"""Reports of wheels with a planted fault, made on a GPU: verify failed them at the right row.
+
+split-boundary: few-rows kernels end each split one block of keys late (`limit_to_split`).
+dq-atomics: the plan of the backward never takes turns. Both are of the dev preset, so that sections
+that want other head dims end with errors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from jsonschema import Draft202012Validator
 ROOT = Path(__file__).resolve().parents[3]
 FAULTS = ROOT / "tests" / "data" / "faults"
 # Name of the file to the row that must have failed.
-ROWS = {"split-boundary": "split-size", "dq-atomics": "backward"}
+ROWS = {"split-boundary": "schedule", "dq-atomics": "backward"}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -41,5 +46,5 @@ def test_only_gradients_suffer_from_atomics_in_dq() -> None:
     record: dict[str, Any] = json.loads(path.read_text())
     checks = {c["id"]: c for c in record["sections"][1]["data"]["checks"]}
     assert checks["backward"]["counter_example"]["tensor"] == "dq"
-    forward = set(checks) - {"backward", "dropout"}
+    forward = set(checks) - {"backward", "dropout", "golden"}  # those that look at gradients
     assert {checks[name]["status"] for name in forward} == {"passed"}
