@@ -34,17 +34,17 @@ def measure(case: Case, repeats: int, budget_ms: float) -> dict[str, Any]:
         bytes that a forward keeps, without and with.
     """
     shape = (case.batch, case.seqlen, case.nheads, case.head_dim)
-    leaves = [
+    q, k, v = leaves = tuple(
         tensor.requires_grad_()
         for tensor in make_qkv(shape, nheads_k=case.nheads_k, dtype=DTYPES[case.dtype])
-    ]
+    )
     sides: dict[str, Callable[[], object]] = {}
     kept: dict[str, int] = {}
     for keeps in (False, True):
 
         def forward(keeps: bool = keeps) -> torch.Tensor:
             with deterministic_mode(keep_residual=keeps):
-                return flash_attn_func(*leaves, causal=case.causal)
+                return flash_attn_func(q, k, v, causal=case.causal)
 
         out = forward()
         dout = torch.randn_like(out)

@@ -280,14 +280,17 @@ def _package_licence(name: str) -> bytes:
 
 def _cuda_licence(cuda: Toolchain) -> bytes:
     """The licence of the CUDA runtime: the toolkit's own text, or that of its package."""
-    text = cuda.root / "EULA.txt"
-    if text.is_file():
-        return text.read_bytes()
+    # Without an installer a toolkit may be NVIDIA's packages, unpacked, with their metadata.
+    texts = [cuda.root / "EULA.txt"]
+    texts += sorted(cuda.root.glob("dist-info/nvidia_cuda_runtime-*.dist-info/**/License.txt"))
+    for path in texts:
+        if path.is_file():
+            return path.read_bytes()
     major = cuda.version.partition(".")[0]
     for name in ("nvidia-cuda-runtime", f"nvidia-cuda-runtime-cu{major}"):
         with suppress(importlib.metadata.PackageNotFoundError, FileNotFoundError):
             return _package_licence(name)
-    raise FileNotFoundError(2, "no licence text of the CUDA runtime", str(text))
+    raise FileNotFoundError(2, "no licence text of the CUDA runtime", str(texts[0]))
 
 
 def _cudart_version(cuda: Toolchain) -> str:

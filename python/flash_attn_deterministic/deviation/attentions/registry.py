@@ -146,8 +146,8 @@ def _fa3(call: Call) -> torch.Tensor:
     except ImportError as error:
         raise ArgumentError(f"attention: fa3 is not installed: {error}") from error
     q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
-    scale = {} if call.scale is None else {"softmax_scale": call.scale}
-    return fa3.attend(q, k, v, causal=_end_aligned(call, "fa3"), **scale).transpose(1, 2)
+    causal = _end_aligned(call, "fa3")
+    return fa3.attend(q, k, v, causal=causal, softmax_scale=call.factor).transpose(1, 2)
 
 
 # How each is computed, and what reports call it.
