@@ -165,6 +165,16 @@ def test_a_full_toolkit_lists_the_version_of_its_runtime(cuda: toolchain.Toolcha
     assert sbom.find_parts(cuda)[0].version == "13.2.51"
 
 
+def test_a_toolkit_of_unpacked_packages_has_the_licence_in_their_metadata(
+    cuda: toolchain.Toolchain,
+) -> None:
+    info = cuda.root / "dist-info" / "nvidia_cuda_runtime-13.2.51.dist-info" / "licenses"
+    info.mkdir(parents=True)
+    (info / "License.txt").write_text("terms of the package")
+    (cuda.root / "EULA.txt").unlink()
+    assert sbom.find_parts(cuda)[0].text == b"terms of the package"
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
