@@ -115,11 +115,12 @@ def gate(session: nox.Session) -> None:
 @nox.session(default=False)
 def publish(session: nox.Session) -> None:
     """Run the gate, then upload the wheel (-- --locked: the gate's; other ARGS: twine's)."""
-    arguments = [argument for argument in session.posargs if argument != "--locked"]
-    run_gate(session, "release", *(["--locked"] * (len(arguments) < len(session.posargs))))
+    of_gate = [argument for argument in session.posargs if argument == "--locked"]
+    others = [argument for argument in session.posargs if argument != "--locked"]
+    run_gate(session, "release", *of_gate)
     wheel = the_wheel(session, "build/release/package-index")
     session.install(*groups("publish"))
-    session.run("twine", "upload", "--non-interactive", *arguments, str(wheel))
+    session.run("twine", "upload", "--non-interactive", *others, str(wheel))
 
 
 @nox.session(default=False)

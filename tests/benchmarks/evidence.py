@@ -58,6 +58,7 @@ STEPS = (
     _benchmark("host_time", 40, "--fa3 {fa3}"),
     _benchmark("peers_forward", 120, f"{_PEERS} forward --seconds 90 --budget-ms 40", "peers"),
     _benchmark("peers_backward", 120, f"{_PEERS} backward --seconds 90 --budget-ms 60", "peers"),
+    _benchmark("residual", 40, "--repeats 15 --budget-ms 120 --seconds 30"),
     _benchmark("startup", 40, "--repeats 5"),
     Step("bench", "times", 90, f"{_OURS} bench --out {{out}}/bench", "bench"),
     Step("scoreboard", "times", 270, f"{_OURS} verify --attention sdpa-flash,sdpa-cudnn,flex,fa3 "

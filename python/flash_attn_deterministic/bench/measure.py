@@ -159,8 +159,7 @@ def _reason(error: BaseException) -> str:
     """
     while error.__cause__ is not None and not isinstance(error, Unavailable):
         error = error.__cause__
-    line = first_line(error) if str(error).strip() else ""
-    sentence = re.split(r"(?<=\w)[.;] ", line)[0]
+    sentence = re.split(r"(?<=\w)[.;] ", first_line(error))[0]
     return textwrap.shorten(f"{type(error).__name__}: {sentence}", _REASON, placeholder=" ...")
 
 

@@ -56,5 +56,10 @@ def _of_file(path: Path) -> Any:
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, without folders: results are published."""
-    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), "")
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", line)
+
+
+def first_line_or_kind(error: BaseException) -> str:
+    """Returns the same; the kind of an error without words."""
+    return first_line(error) or type(error).__name__

@@ -104,7 +104,6 @@ class Supervisor:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is not None:
             return self._process
-        # The checks set what they need themselves; a user's settings must not change them.
         self._errors.seek(0)
         self._errors.truncate()
         process = subprocess.Popen(
@@ -112,7 +111,7 @@ class Supervisor:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=without_settings(),
+            env=without_settings(),  # the checks set what they need themselves
             encoding="utf-8",
             start_new_session=True,  # Ctrl-C is for the parent, which then writes its report
         )

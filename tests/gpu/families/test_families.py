@@ -17,7 +17,6 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_deterministic.info.build_info import build_info
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
@@ -33,7 +32,7 @@ from tests.gpu.drawn_calls import draw_call
 from tests.gpu.gradients import GradientCall, Gradients, assert_same_gradients, int32, run_packed
 from tests.gpu.gradients import draw_call as draw_gradient_call
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 VARIABLE = "FLASH_ATTENTION_FAMILY"
 PARTS = "FLASH_ATTENTION_TEST_DEVICE", "path=parts"  # calls of one split run as without
@@ -50,14 +49,6 @@ MASK = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 SPLIT = pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the sm90 family runs on compute capability 9.0 alone")
-    if not any(name.startswith("90a") for name in build_info().architectures):
-        pytest.skip("this wheel holds no 90a-real")
 
 
 def assert_families_agree(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Outputs]) -> None:

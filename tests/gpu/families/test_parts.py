@@ -16,7 +16,6 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from flash_attn_deterministic.info.build_info import build_info
 
 from tests.gpu.attention import (
     DTYPES,
@@ -29,7 +28,7 @@ from tests.gpu.attention import (
 )
 from tests.gpu.gradients import int32
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
 SCHEDULES = ("family=sm80,path=one_cta", "family=sm90,path=one_cta", "family=sm90,path=parts")
@@ -59,14 +58,6 @@ HEADS = pytest.mark.parametrize(
 SPLIT = 256
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the sm90 family runs on compute capability 9.0 alone")
-    if not any(name.startswith("90a") for name in build_info().architectures):
-        pytest.skip("this wheel holds no 90a-real")
 
 
 def assert_schedules_agree(

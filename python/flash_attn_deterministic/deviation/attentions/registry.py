@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ArgumentError
-from ...verify.named import find_callable, first_line
+from ...verify.named import find_callable, first_line_or_kind
 from ...verify.scoreboard import fa3
 from ..emulate.gradients import DELTAS, emulated_attention
 from ..emulate.steps import PRESETS
@@ -244,7 +244,7 @@ def missing(
         if device == "cuda":
             torch.cuda.synchronize()
     except Exception as error:  # kernels raise what they raise
-        return first_line(error)
+        return first_line_or_kind(error)
     return ""
 
 

@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional
 
 from ...errors import ArgumentError
-from ...verify.named import first_line
+from ...verify.named import first_line_or_kind
 from ..attentions.registry import Attention, find_attention
 from ..attentions.substitute import replaced_attention, running_modules
 from ..numbers.intervals import bounds, expanded_tail, mean_interval, resamples
@@ -166,7 +166,7 @@ def _one_batch(
                     error = attention(*args, **kwargs).double() - out.double()
                     outputs[layer][name] = float(error.norm() / size)
                 except Exception as failure:  # a kernel that does not take this call
-                    missing[name] = first_line(failure)
+                    missing[name] = first_line_or_kind(failure)
 
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
         """Exact attention, beside which every other is computed on the same tensors."""
@@ -187,7 +187,7 @@ def _one_batch(
             try:
                 gradients[name] = _gradient(plan, target, batch, attention)
             except Exception as failure:
-                missing[name] = first_line(failure)
+                missing[name] = first_line_or_kind(failure)
     return {"gradients": gradients, "outputs": outputs, "missing": dict(missing)}
 
 

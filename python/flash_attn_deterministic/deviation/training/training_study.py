@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ...verify.named import first_line
+from ...verify.named import first_line_or_kind
 from ..attentions.registry import find_attention
 from ..numbers.intervals import mean_interval, short
 from ..study.environment import Progress, check_device, one_thread, repeatable
@@ -136,7 +136,7 @@ def run_training(plan: TrainingPlan, folder: Path, seconds: float | None = None)
                 except Exception as error:  # the other runs still have a result
                     if run.name == "base":
                         raise
-                    value["missing"][run.name] = first_line(error)
+                    value["missing"][run.name] = first_line_or_kind(error)
                     continue
                 if keep:
                     kept[run.name] = states
