@@ -37,8 +37,8 @@ constexpr double kTallTile = 1.15;
 // Up to 16 queries can run in three ways. A CTA of the few-rows kernel walks a split block by
 // block; a CTA of Hopper's parts takes as long for 64 rows as for one; the path scores-first shares
 // out the keys and columns of a split, a CTA to 8 rows. What is fastest depends on the share of the
-// SMs that CTAs which each walk a split fill, on rows, and on how long a block takes. Times on an
-// H200, bf16, splits of 2048, us:
+// SMs that CTAs which each walk a split fill, on rows, and on how long a block takes. Times by
+// which these limits were chosen, on an H200, bf16, splits of 2048, us:
 //
 //   CTAs on 132 SMs, rows, head dim   few-rows   parts   scores-first
 //   16, 4, 128                              32      29             19
@@ -325,9 +325,12 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
               (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};
 }
 
-// Whether a CTA per row block fills enough of the GPU.
+// Whether a CTA per row block fills enough of the GPU. One of the sm90 family has an SM to itself,
+// and is about twice as fast as parts of the sm80 family (a model).
 bool fills(const Candidate& one_cta, const Device& device) {
-  return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
+  const int ctas_per_sm = one_cta.kernel->ctas_per_sm;
+  const double slots = ctas_per_sm > 0 ? 0.5 * ctas_per_sm * device.num_sms : 2. * device.num_sms;
+  return one_cta.row_blocks >= kFullEnough * slots;
 }
 
 // The same where each split writes a part. Splits that a left window hides count too: CTAs skip
@@ -474,7 +477,9 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
       return candidate(params, instance, family, path, plan.tree, plan.num_splits, device);
     };
     const Candidate newer = device.family == Family::kSm80 ? Candidate{} : of(Family::kSm90);
-    return newer.possible ? newer : of(Family::kSm80);
+    // Parts of the sm80 family have fewer rows, of which the scratch memory holds more splits.
+    return newer.possible && fits_scratch(params, newer, plan.num_splits) ? newer
+                                                                          : of(Family::kSm80);
   };
   const auto choose = [&] {
     if (device.path.has_value()) {

@@ -24,24 +24,6 @@ struct InLines {
   static constexpr FwdShape value = with_lines(Base::value);
 };
 
-template <typename Base>
-struct Late {
-  static constexpr FwdShape merging_late(FwdShape shape) {
-    shape.merges_late = true;
-    return shape;
-  }
-  static constexpr FwdShape value = merging_late(Base::value);
-};
-
-template <typename Base, fad::sm90::BeforeValues kBefore>
-struct Before {
-  static constexpr FwdShape with(FwdShape shape) {
-    shape.before_values = kBefore;
-    return shape;
-  }
-  static constexpr FwdShape value = with(Base::value);
-};
-
 // So many CTAs to an SM.
 template <typename Base, int kCtas>
 struct Side {
@@ -52,38 +34,13 @@ struct Side {
   static constexpr FwdShape value = with(Base::value);
 };
 
-template <typename Base, bool kLate, fad::sm90::Counting kCounting>
-struct Short {
-  static constexpr FwdShape with(FwdShape shape) {
-    shape.ends_late = kLate;
-    shape.counting = kCounting;
-    return shape;
-  }
-  static constexpr FwdShape value = with(Base::value);
-};
-
-// Other bits: docs/adr/0022.
-template <typename Base, int kStepKeys, bool kLazyMaxima>
-struct Other {
-  static constexpr FwdShape with(FwdShape shape) {
-    shape.step = kStepKeys;
-    shape.lazy = kLazyMaxima;
-    return shape;
-  }
-  static constexpr FwdShape value = with(Base::value);
-};
-
 }  // namespace shapes
 
 namespace {
 
 using namespace fad::sm90;
-using shapes::Before;
 using shapes::InLines;
-using shapes::Late;
-using shapes::Other;
 using shapes::Plain;
-using shapes::Short;
 using shapes::Side;
 
 struct Variant {
@@ -106,16 +63,12 @@ constexpr Variant product(const char* name) {
 // The first is the product's. Names: one to four: warpgroups; twice, four-times: CTAs to an SM;
 // k128: 128 keys to a product; turns, free: with turns and without; wait: waits_last; q8: eight
 // sixteens of Q in registers, ring: they come through the ring; s24: eights of columns of what
-// waits in shared memory; lines, late, first, ends: waits_in_lines, merges_late, before_values,
-// ends_late of fwd_shape.h; there: its counting. other-: other bits, steps of 128 keys (step128)
-// and lazy maxima.
+// waits in shared memory; lines: waits_in_lines of fwd_shape.h.
 constexpr Variant kVariants[] = {
 #if FAD_HEAD_DIM == 32
     product<128>("two-free-q2-twice"),
     variant<2, Side<Plain<64, 4, false, true, 2>, 2>>("two-free-wait-q2-twice"),
     variant<2, Side<Plain<64, 4, false, false, 0>, 2>>("two-free-twice"),
-    variant<2, Short<ShapeOf<32, 128>, false, Counting::kFromThere>>("two-free-q2-twice-there"),
-    variant<2, Late<ShapeOf<32, 128>>>("two-free-q2-twice-late"),
     variant<1, Side<Plain<64, 4, false, true, 2>, 4>>("one-free-wait-q2-four-times"),
     variant<3, Plain<128, 4, false, false, 2>>("three-k128-free-q2"),
     variant<4, Plain<64, 4, false, false, 2>>("four-free-q2"),
@@ -123,55 +76,31 @@ constexpr Variant kVariants[] = {
     product<256>("four-free"),
     variant<4, Plain<64, 8, true, false, 0>>("four-turns"),
     variant<4, Plain<64, 8, false, true, 0>>("four-free-wait"),
-    variant<4, Late<ShapeOf<64, 256>>>("four-free-late"),
-    variant<4, Short<ShapeOf<64, 256>, false, Counting::kFromThere>>("four-free-there"),
-    variant<4, Short<ShapeOf<64, 256>, true, Counting::kFromThere>>("four-free-there-ends"),
     variant<3, Plain<128, 8, false, false, 0>>("three-k128-free"),
-    variant<3, Before<Plain<128, 8, false, false, 0>, BeforeValues::kFirstStep>>(
-        "three-k128-free-first"),
     variant<3, Plain<64, 8, false, false, 4>>("three-free-q4"),
-    variant<4, Other<ShapeOf<64, 256>, 64, true>>("other-four-free-lazy"),
-    variant<3, Other<Plain<128, 8, false, false, 0>, 128, false>>("other-three-k128-free-step128"),
-    variant<3, Other<Plain<128, 8, false, true, 0>, 128, true>>(
-        "other-three-k128-free-wait-step128-lazy"),
 #elif FAD_HEAD_DIM == 96
     product<192>("three-free-q6"),
     variant<3, Plain<64, 12, true, false, 0>>("three-turns"),
     variant<3, Plain<64, 12, false, true, 6>>("three-free-wait-q6"),
     variant<3, Plain<64, 12, true, true, 6>>("three-turns-wait-q6"),
-    variant<3, Late<ShapeOf<96, 192>>>("three-free-q6-late"),
-    variant<3, Other<ShapeOf<96, 192>, 64, true>>("other-three-free-q6-lazy"),
-    variant<2, Other<Plain<128, 12, true, true, 6>, 128, true>>(
-        "other-two-k128-turns-wait-q6-step128-lazy"),
 #elif FAD_HEAD_DIM == 128
     product<192>("three-turns-wait-q4"),
     product<128>("two-k128-free"),
-    variant<3, Late<ShapeOf<128, 192>>>("three-turns-wait-q4-late"),
-    variant<3, Short<ShapeOf<128, 192>, true, Counting::kFromThere>>("three-turns-wait-q4-ends"),
     variant<3, Plain<64, 16, true, true, 4, true>>("three-turns-wait-q4-ring"),
     variant<3, Plain<64, 16, false, true, 4>>("three-free-wait-q4"),
     variant<3, Plain<64, 16, true, false, 4>>("three-turns-q4"),
     variant<2, Plain<64, 16, false, true, 8>>("two-free-wait-q8"),
-    variant<3, Other<ShapeOf<128, 192>, 64, true>>("other-three-turns-wait-q4-lazy"),
-    variant<2, Other<Plain<128, 16, true, true, 8>, 128, false>>(
-        "other-two-k128-turns-wait-q8-step128"),
-    variant<2, Other<Plain<128, 16, true, true, 8>, 128, true>>(
-        "other-two-k128-turns-wait-q8-step128-lazy"),
 #elif FAD_HEAD_DIM == 192
     product<128>("two-free-wait-q12-ring-s20-lines"),
     // Five and seven blocks in the ring instead of six.
     variant<2, Plain<64, 12, false, true, 12>>("two-free-wait-q12"),
     variant<2, InLines<Plain<64, 16, false, true, 12, true>>>("two-free-wait-q12-ring-s16-lines"),
     variant<2, Plain<64, 20, false, true, 12, true>>("two-free-wait-q12-ring-s20"),
-    variant<2, Late<ShapeOf<192, 128>>>("two-free-wait-q12-ring-s20-lines-late"),
     variant<2, InLines<Plain<64, 20, true, true, 12, true>>>("two-turns-wait-q12-ring-s20-lines"),
-    variant<2, Other<ShapeOf<192, 128>, 64, true>>("other-two-free-wait-q12-ring-s20-lines-lazy"),
 #elif FAD_HEAD_DIM == 256
     product<128>("two-free-wait-q8-ring-lines"),
     variant<2, Plain<64, 16, false, true, 8, true>>("two-free-wait-q8-ring"),
-    variant<2, Late<ShapeOf<256, 128>>>("two-free-wait-q8-ring-lines-late"),
     variant<2, InLines<Plain<64, 16, true, true, 8, true>>>("two-turns-wait-q8-ring-lines"),
-    variant<2, Other<ShapeOf<256, 128>, 64, true>>("other-two-free-wait-q8-ring-lines-lazy"),
 #endif
 };
 

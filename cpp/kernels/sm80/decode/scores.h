@@ -1,5 +1,5 @@
-// Launches the first kernel of the path scores-first (scores_first.h). Like the second one it is
-// compiled apart from the other kernels of a head dim: for 9.0 with instructions that 8.0 lacks.
+// Launches the first kernel of the path scores-first (scores_first.h). One source compiles it for
+// all head dims and dtypes: features are decided at run time, so that there are few instances.
 #pragma once
 
 #include "fwd.h"

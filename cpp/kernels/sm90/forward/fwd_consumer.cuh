@@ -187,9 +187,6 @@ struct Consumer {
   bool empty_acc;
   Waiting<T> waiting;
   RowState done;  // the split before, until it is merged
-  // If rows end late: those of the tile before.
-  RowState ended;
-  RowWords<T> ended_words;
 
   __device__ __forceinline__ Consumer(const FwdCall& call_, uint32_t shared_, int group_)
       : call(call_),
@@ -211,7 +208,6 @@ struct Consumer {
       barrier_wait(shared + T::kWorkFull + 8 * (turn & 1), turn >> 1 & 1);
       const Work work = ends.work_of(turn);
       if (work.first_row < 0) {
-        end_tile_before(turn);
         return;
       }
       const RowKeys<T> keys(call, work, group, thread / 32);
@@ -221,28 +217,16 @@ struct Consumer {
       } else {
         leave_to_others(turn, keys.tile);
       }
-      if constexpr (T::kEndsLate) {
-        ends.pack(turn, rows, acc, ended_words);
-        ended = rows;
-      } else if (call.parts.acc != nullptr) {
+      if (call.parts.acc != nullptr) {
         ends.store_part(turn, rows, acc);
       } else {
-        RowWords<T> words;
-        ends.pack(turn, rows, acc, words);
-        ends.end(turn, rows, words);
+        ends.end(turn, rows, acc);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void end_tile_before(int turn) const {
-    if (T::kEndsLate && turn > 0) {
-      ends.end(turn - 1, ended, ended_words);
-    }
-  }
-
   __device__ __forceinline__ void leave_to_others(int turn, KeyRange blocks) {
-    end_tile_before(turn);
     if (blocks.end > blocks.begin) {
       supply.pass(T::kRingQueryBlocks + 1);
       supply.pass_steps(blocks.end - blocks.begin - 1);
@@ -270,7 +254,7 @@ struct Consumer {
       supply.pass_steps(hidden_after - 1);
     }
     take_queries(turn);
-    first_scores(turn, keys, block);
+    first_scores(keys, block);
     if (hidden_after > 0) {
       supply.pass(1);
       supply.pass_turn();
@@ -284,21 +268,13 @@ struct Consumer {
 #pragma unroll 1
       while (block > split_begin) {
         --block;
-        step<false, false>(turn, keys, block);
+        step<false>(turn, keys, block);
       }
       if (block == keys.own.begin) {
         break;
       }
       --block;
-      step<true, false>(turn, keys, block);
-      if constexpr (T::kMergesLate) {
-        if (block > keys.own.begin && block % call.split_blocks != 0) {
-          --block;
-          step<false, true>(turn, keys, block);
-        } else {
-          keep_state(turn, find_lines(turn));
-        }
-      }
+      step<true>(turn, keys, block);
     }
     if constexpr (!T::kQueriesInRegisters) {
       supply.free_queries();
@@ -344,13 +320,12 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void first_scores(int turn, const RowKeys<T>& keys, int block) {
+  __device__ __forceinline__ void first_scores(const RowKeys<T>& keys, int block) {
     supply.wait_full(supply.ring);
     hold(scores);
     wgmma_fence();
     issue_scores<T>(queries, query_words, supply.block_at(supply.ring), scores);
     wgmma_commit();
-    end_tile_before(turn);
     wgmma_wait<0>();
     hold(scores);
     supply.free_block(supply.ring);
@@ -363,8 +338,8 @@ struct Consumer {
   }
 
   // Scores of `block`, and the values of the block after it. kNewSplit: that one was the first of
-  // its split. kSecond, if state is merged late: the one after that.
-  template <bool kNewSplit, bool kSecond>
+  // its split.
+  template <bool kNewSplit>
   __device__ __forceinline__ void step(int turn, const RowKeys<T>& keys, int block) {
     const Ring k_at = supply.take();
     const Ring v_at = supply.take();
@@ -381,23 +356,11 @@ struct Consumer {
     wgmma_fence();
     issue_scores<T>(queries, query_words, supply.block_at(k_at), scores);
     wgmma_commit();
-    if constexpr (kSecond) {
-      supply.end_turn();
-      keep_state(turn, find_lines(turn));
-      // Products that are under way together may not have an accumulator that is read meanwhile:
-      // ptxas would serialise them (C7514).
-      wgmma_wait<0>();
-      hold(scores);
-      wgmma_fence();
-      issue_values<T>(supply.block_at(v_at), 0, weights, false, acc);
-      wgmma_commit();
-    } else {
-      issue_values<T>(supply.block_at(v_at), 0, weights, !empty_acc, acc);
-      wgmma_commit();
-      supply.end_turn();
-      wgmma_wait<1>();
-      hold(scores);
-    }
+    issue_values<T>(supply.block_at(v_at), 0, weights, !empty_acc, acc);
+    wgmma_commit();
+    supply.end_turn();
+    wgmma_wait<1>();
+    hold(scores);
     supply.free_block(k_at);
     if constexpr (kNewSplit) {
       done = rows;
@@ -406,12 +369,6 @@ struct Consumer {
     keys.hide(call, row_in_group, lane, block, scores);
     find_maxima<T>(call, scores, rows, scales);
     if constexpr (T::kSteps == 2) {
-      if constexpr (T::kBeforeValues == BeforeValues::kMaxima) {
-        supply.wait_full_after(rows.max, v_at);  // already there: this only fixes the order
-      } else if constexpr (T::kBeforeValues == BeforeValues::kFirstStep) {
-        exponentiate_step<T>(call, 0, scores, rows, scales);
-        supply.wait_full_after(rows.sum, v_at);  // likewise
-      }
       wgmma_wait<0>();
       hold(acc);
       rescale(acc, last_factor);
@@ -421,14 +378,10 @@ struct Consumer {
       wgmma_commit();
     }
     [[maybe_unused]] WaitingLines<T> lines{};
-    if constexpr (kNewSplit && !T::kMergesLate) {
+    if constexpr (kNewSplit) {
       lines = find_lines(turn);  // as part of the softmax: the products are under way
     }
-    if constexpr (T::kBeforeValues == BeforeValues::kFirstStep) {
-      exponentiate_step<T>(call, T::kSteps - 1, scores, rows, scales);
-    } else {
-      exponentiate<T>(call, scores, rows, scales);
-    }
+    exponentiate<T>(call, scores, rows, scales);
     if constexpr (T::kWaitsLast) {
       supply.wait_full_after(rows.sum, supply.ring);  // the next keys, or the last values
     }
@@ -438,9 +391,7 @@ struct Consumer {
     supply.free_block(v_at);
     if constexpr (kNewSplit) {
       pack_weights<T>(scores, weights);  // leaves the registers of the scores to the merge
-      if constexpr (!T::kMergesLate) {
-        keep_state(turn, lines);
-      }
+      keep_state(turn, lines);
       empty_acc = true;
     } else {
       rescale(acc, scales.factor[0]);

@@ -100,7 +100,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const CUtensorMap k_map = tensor_map<Element>(tensors.k, T::kKeys);
   const CUtensorMap v_map = tensor_map<Element>(tensors.v, T::kKeys);
 
-  if (T::kCounting != Counting::kReturns && params.tile_counter != nullptr) {
+  if (params.tile_counter != nullptr) {
     C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));
   }
   launch<&fwd_sm90_kernel<T>>(dim3(ctas), T::kThreads, T::kSharedBytes, T::kSharedBytes, stream,
@@ -112,7 +112,6 @@ using bf16 = __nv_bfloat16;
 
 template <typename Element, int kHeadDim, int kBlockM>
 void fwd_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  static_assert(!TileOf<Element, kHeadDim, kBlockM, false>::kEndsLate, "it leaves parts");
   if (params.softcap > 0.f) {
     launch_fwd<TileOf<Element, kHeadDim, kBlockM, true>>(params, ctas, stream);
   } else {

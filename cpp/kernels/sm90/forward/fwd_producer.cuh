@@ -53,23 +53,9 @@ __device__ __forceinline__ int dealt_tile(int turn) {
 
 // The number of a tile that no other CTA takes; call.tiles or above: none is left. taken: how many
 // this CTA took before.
-template <typename T>
 __device__ __forceinline__ int next_tile(const FwdCall& call, int taken) {
-  if (call.tile_counter == nullptr) {
-    return dealt_tile(taken);
-  }
-  if constexpr (T::kCounting == Counting::kAll) {
-    return static_cast<int>(atomicAdd(call.tile_counter, 1u));
-  }
-  if (taken == 0) {
-    return static_cast<int>(blockIdx.x);
-  }
-  // Each CTA draws none for its first tile, but one beyond the last: as many draws as tiles, after
-  // which kReturns has the counter at 0 again.
-  const unsigned count = T::kCounting == Counting::kReturns
-                             ? atomicInc(call.tile_counter, static_cast<unsigned>(call.tiles - 1))
-                             : atomicAdd(call.tile_counter, 1u);
-  return static_cast<int>(gridDim.x + count);
+  return call.tile_counter == nullptr ? dealt_tile(taken)
+                                      : static_cast<int>(atomicAdd(call.tile_counter, 1u));
 }
 
 // Boxes `begin` to `end` of Q, of one warpgroup's rows.
@@ -98,7 +84,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     KeyRange blocks{};
     int k_row = 0;
     for (;;) {
-      const int tile = next_tile<T>(call, taken++);
+      const int tile = next_tile(call, taken++);
       if (tile >= call.tiles) {
         work.first_row = -1;
         break;

@@ -10,13 +10,10 @@
 
 namespace fad::sm90 {
 
-// Eights of columns of the thread's two rows, in 16 bit.
-template <typename T>
-using RowWords = uint32_t[2][T::kColumns];
-
 template <typename T>
 struct RowEnds {
   using Element = typename T::Element;
+  using RowWords = uint32_t[2][T::kColumns];  // eights of columns of the thread's two rows
 
   const FwdCall& call;
   uint32_t shared;
@@ -42,42 +39,11 @@ struct RowEnds {
     return row < work.rows ? row_of_out(work, row) : nullptr;
   }
 
-  // `acc` becomes the rows' result. What rounding takes from it is stored where it is wanted.
-  __device__ __forceinline__ void pack(int turn, const RowState& rows,
-                                       float (&acc)[T::kHeadDim / 2], RowWords<T>& words) const {
-    const float inverse[2] = {inverse_sum(rows.sum[0]), inverse_sum(rows.sum[1])};
-#pragma unroll
-    for (int j = 0; j < T::kHeadDim / 2; ++j) {
-      acc[j] = normalised(acc[j], inverse[j / 2 % 2]);
-    }
-    if (call.residual != nullptr) {
-      const Work work = work_of(turn);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int j = 0; j < T::kColumns; ++j) {
-          const float* const a = acc + 4 * j + 2 * r;
-          words[r][j] = packed_residual<Element>(a[0], a[1]);
-        }
-        Element* const out = out_row(work, r);
-        store(out == nullptr
-                  ? nullptr
-                  : static_cast<Element*>(call.residual) + (out - static_cast<Element*>(call.out)),
-              words[r]);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int j = 0; j < T::kColumns; ++j) {
-        const float* const a = acc + 4 * j + 2 * r;
-        words[r][j] = packed<Element>(a[0], a[1]);
-      }
-    }
-  }
-
+  // `acc` becomes the rows' result, which is stored.
   __device__ __forceinline__ void end(int turn, const RowState& rows,
-                                      const RowWords<T>& words) const {
+                                      float (&acc)[T::kHeadDim / 2]) const {
+    RowWords words;
+    pack(turn, rows, acc, words);
     const Work work = work_of(turn);
     const int64_t lse_at =
         (call.cu_seqlens_q == nullptr ? work.bidb * call.lse_batch_stride : work.q_row) +
@@ -120,6 +86,40 @@ struct RowEnds {
   }
 
  private:
+  // Normalised, in 16 bit. What rounding takes from it is stored where it is wanted.
+  __device__ __forceinline__ void pack(int turn, const RowState& rows,
+                                       float (&acc)[T::kHeadDim / 2], RowWords& words) const {
+    const float inverse[2] = {inverse_sum(rows.sum[0]), inverse_sum(rows.sum[1])};
+#pragma unroll
+    for (int j = 0; j < T::kHeadDim / 2; ++j) {
+      acc[j] = normalised(acc[j], inverse[j / 2 % 2]);
+    }
+    if (call.residual != nullptr) {
+      const Work work = work_of(turn);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int j = 0; j < T::kColumns; ++j) {
+          const float* const a = acc + 4 * j + 2 * r;
+          words[r][j] = packed_residual<Element>(a[0], a[1]);
+        }
+        Element* const out = out_row(work, r);
+        store(out == nullptr
+                  ? nullptr
+                  : static_cast<Element*>(call.residual) + (out - static_cast<Element*>(call.out)),
+              words[r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int j = 0; j < T::kColumns; ++j) {
+        const float* const a = acc + 4 * j + 2 * r;
+        words[r][j] = packed<Element>(a[0], a[1]);
+      }
+    }
+  }
+
   // Four threads exchange columns, so that each stores eight of them at once.
   __device__ __forceinline__ void store(Element* row, const uint32_t (&words)[T::kColumns]) const {
 #pragma unroll

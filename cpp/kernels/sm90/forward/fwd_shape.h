@@ -26,32 +26,10 @@ constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 
 // block.
 // waits_in_lines: whether state that is kept in the rows of the output fills whole lines there, 16
 // bytes a lane, where a warp has all of its rows. Otherwise every thread uses its own two rows.
-// merges_late: whether a split that is done is merged while the next scores but one of the split
-// before it are computed. Otherwise this warpgroup leaves the tensor cores idle during the merge.
-// before_values: of products of two steps, what of the softmax is bound to come before the wait for
-// the first step's values. Otherwise the compiler moves all of it behind that wait.
-// ends_late: whether the rows of a tile are normalised and stored while the first scores of the
-// warpgroup's next tile are computed, and after those were issued; such a shape writes no parts.
 // ctas_per_sm: how many share an SM. A tile of a short sequence has too few steps to hide its own
 // waiting times; the tile of another CTA hides them.
-// counting: how tiles are counted where CTAs take them one by one.
-// step: keys of a softmax step. lazy: whether a row's maximum is raised only when it would grow by
-// more than kLazyGrowth powers of two. Both change bits: no product's shape sets them
-// (docs/adr/0022).
 //
 // Measured on an H200, as block_m in instances.json was: docs/results/hopper_variants.json.
-constexpr float kLazyGrowth = 8.f;
-
-enum class BeforeValues { kNothing, kMaxima, kFirstStep };
-
-enum class Counting {
-  kAll,        // a CTA takes its first one from the counter too
-  kFromThere,  // a CTA's first tile has the CTA's number
-  // The same, and the counter is 0 again when all CTAs have ended: no call has to clear it, if only
-  // one call uses it at a time.
-  kReturns
-};
-
 struct FwdShape {
   int keys, state_columns;
   bool takes_turns;
@@ -59,12 +37,6 @@ struct FwdShape {
   int register_queries = 0;
   bool queries_through_ring = false;
   bool waits_in_lines = false;
-  bool merges_late = false;
-  BeforeValues before_values = BeforeValues::kNothing;
-  bool ends_late = false;
-  Counting counting = Counting::kAll;
-  int step = kStep;
-  bool lazy = false;
   int ctas_per_sm = 1;
 };
 

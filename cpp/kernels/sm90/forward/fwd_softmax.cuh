@@ -26,17 +26,17 @@ struct RowState {
   float sum[2] = {0.f, 0.f};
 };
 
-// What one block does to it, for each step of T::kStep keys: factors of what is there already, and
+// What one block does to it, for each step of kStep keys: factors of what is there already, and
 // the scaled maximum to take scores against.
 template <int kSteps>
 struct StepScales {
   float factor[kSteps][2], max_scaled[kSteps][2];
 };
 
-// Step 0 is the last T::kStep keys of the block.
+// Step 0 is the last kStep keys of the block.
 template <typename T>
 __device__ __forceinline__ constexpr int first_score(int step) {
-  return (T::kSteps - 1 - step) * (T::kStep / 2);
+  return (T::kSteps - 1 - step) * (kStep / 2);
 }
 
 template <typename T>
@@ -51,11 +51,11 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
       // Two chains: a maximum has no order.
       const float* const s = scores + first_score<T>(step) + 2 * r;
       float a = fmaxf(s[0], s[1]);
-      float b = fmaxf(s[T::kStep / 4], s[T::kStep / 4 + 1]);
+      float b = fmaxf(s[kStep / 4], s[kStep / 4 + 1]);
 #pragma unroll
-      for (int j = 4; j < T::kStep / 4; j += 4) {
+      for (int j = 4; j < kStep / 4; j += 4) {
         a = fmaxf(a, fmaxf(s[j], s[j + 1]));
-        b = fmaxf(b, fmaxf(s[T::kStep / 4 + j], s[T::kStep / 4 + j + 1]));
+        b = fmaxf(b, fmaxf(s[kStep / 4 + j], s[kStep / 4 + j + 1]));
       }
       maxima[step][r] = fmaxf(a, b);
     }
@@ -72,13 +72,7 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float before = rows.max[r];
-      if constexpr (T::kLazy) {
-        const float growth = __fmul_rn(__fsub_rn(maxima[step][r], before), call.scale_log2);
-        // The first one counts whatever the scale's sign.
-        rows.max[r] = before == -INFINITY || growth > kLazyGrowth ? maxima[step][r] : before;
-      } else {
-        rows.max[r] = fmaxf(before, maxima[step][r]);
-      }
+      rows.max[r] = fmaxf(before, maxima[step][r]);
       const float now = rows.max[r] == -INFINITY ? 0.f : rows.max[r];
       scales.factor[step][r] = rescale_factor(before, now, call.scale_log2);
       scales.max_scaled[step][r] = scaled_max(now, call.scale_log2);
@@ -86,30 +80,23 @@ __device__ __forceinline__ void find_maxima(const FwdCall& call,
   }
 }
 
-// Scores of one step become their exponentials, and are added to the rows' sums.
-template <typename T>
-__device__ __forceinline__ void exponentiate_step(const FwdCall& call, int step,
-                                                  float (&scores)[T::kKeys / 2], RowState& rows,
-                                                  const StepScales<T::kSteps>& scales) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    rows.sum[r] = rescaled_sum(rows.sum[r], scales.factor[step][r]);
-  }
-#pragma unroll
-  for (int j = 0; j < T::kStep / 2; ++j) {
-    const int r = j / 2 % 2;
-    float& s = scores[first_score<T>(step) + j];
-    s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
-    rows.sum[r] = __fadd_rn(rows.sum[r], s);
-  }
-}
-
+// Scores become their exponentials, and are added to the rows' sums.
 template <typename T>
 __device__ __forceinline__ void exponentiate(const FwdCall& call, float (&scores)[T::kKeys / 2],
                                              RowState& rows, const StepScales<T::kSteps>& scales) {
 #pragma unroll
   for (int step = 0; step < T::kSteps; ++step) {
-    exponentiate_step<T>(call, step, scores, rows, scales);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      rows.sum[r] = rescaled_sum(rows.sum[r], scales.factor[step][r]);
+    }
+#pragma unroll
+    for (int j = 0; j < kStep / 2; ++j) {
+      const int r = j / 2 % 2;
+      float& s = scores[first_score<T>(step) + j];
+      s = scaled_exp2(s, call.scale_log2, scales.max_scaled[step][r]);
+      rows.sum[r] = __fadd_rn(rows.sum[r], s);
+    }
   }
 }
 

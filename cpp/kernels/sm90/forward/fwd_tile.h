@@ -18,12 +18,6 @@ struct FwdTile {
   static constexpr int kRegisterQueries = Shape::value.register_queries;
   static constexpr bool kQueriesThroughRing = Shape::value.queries_through_ring;
   static constexpr bool kWaitsInLines = Shape::value.waits_in_lines;
-  static constexpr bool kMergesLate = Shape::value.merges_late;
-  static constexpr BeforeValues kBeforeValues = Shape::value.before_values;
-  static constexpr bool kEndsLate = Shape::value.ends_late;
-  static constexpr Counting kCounting = Shape::value.counting;
-  static constexpr int kStep = Shape::value.step;
-  static constexpr bool kLazy = Shape::value.lazy;
   static constexpr int kCtasPerSm = Shape::value.ctas_per_sm;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -52,7 +46,6 @@ struct FwdTile {
   static_assert(kFarColumns > 0);
   static_assert(2 * kStateColumns >= kColumns && kSteps * kStep == kKeys);
   static_assert(kSteps == 1 || !kWaitsLast);
-  static_assert(kSteps == 2 || kBeforeValues == BeforeValues::kNothing);
 
   // Shared memory: Q, a ring of blocks of K and V, state of the later splits, barriers. The
   // first kRingBoxes boxes of Q come through the ring.
