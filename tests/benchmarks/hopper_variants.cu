@@ -113,12 +113,11 @@ int fad_variants() { return static_cast<int>(sizeof(kVariants) / sizeof(kVariant
 const char* fad_name(int variant) { return kVariants[variant].name; }
 
 // q, out: (batch, seqlen_q, heads, head dim), k, v: (batch, seqlen_k, heads_k, head dim), bf16,
-// contiguous; softmax_lse: (batch, heads, seqlen_q), fp32; counters: 4 bytes of the device for each
-// variant, 0 before the first call.
+// contiguous; softmax_lse: (batch, heads, seqlen_q), fp32; counter: 4 bytes of the device.
 // window_left, window_right: below 0, no limit; causal is (-1, 0). Returns 0, or 1 where the
 // variant does not take the call.
 int fad_run(int variant, const void* q, const void* k, const void* v, void* out, float* softmax_lse,
-            unsigned* counters, int batch, int seqlen_q, int seqlen_k, int heads, int heads_k,
+            unsigned* counter, int batch, int seqlen_q, int seqlen_k, int heads, int heads_k,
             int window_left, int window_right, int split_tokens, int sms, void* stream) {
   const auto rows = [&](const void* data, int seqlen, int count) {
     const int64_t row = static_cast<int64_t>(count) * FAD_HEAD_DIM;
@@ -153,7 +152,7 @@ int fad_run(int variant, const void* q, const void* k, const void* v, void* out,
   const int64_t tiles =
       static_cast<int64_t>(batch) * heads * ((seqlen_q + chosen.rows - 1) / chosen.rows);
   const int64_t slots = int64_t{sms} * chosen.ctas_per_sm;
-  params.tile_counter = tiles > slots ? counters + variant : nullptr;
+  params.tile_counter = tiles > slots ? counter : nullptr;
   if (!supports(params) || split_tokens % 128 != 0) {
     return 1;
   }

@@ -136,7 +136,7 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
     from ..verify.environment import collect
     from ..verify.installed import NAME, NotInstalledError
 
-    build_info()
+    info = build_info()
     try:
         found = version(NAME)
     except PackageNotFoundError as error:
@@ -146,6 +146,9 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
         "schema_version": 1,
         "complete": False,
         "version": found,
+        # What the kernels were compiled from: digests by part of the source tree.
+        "bits_version": info.bits_version,
+        "sources": dict(info.sources),
         "environment": collect(arguments.device),
         "split_size": mode.split_size if mode.enabled else None,
         "repeats": arguments.repeats,

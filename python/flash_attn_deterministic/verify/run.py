@@ -124,6 +124,7 @@ class Run:
                 "architectures": list(info.architectures),
                 "deterministic": info.deterministic,
                 "bits_version": info.bits_version,
+                "sources": dict(info.sources),
                 "missing_kernels": environment.missing_kernels(info),
             },
             "architectures": environment.architectures(

@@ -139,11 +139,17 @@ def _expect_sources(sources: Mapping[str, str], record: Any, name: str) -> None:
 
 def of_other_kernels(sources: Mapping[str, str], record: Any) -> list[str]:
     """Returns the parts of the source tree in which a result differs; none if it names none."""
-    own = record.get("sources") if isinstance(record, dict) else None
+    own = None
+    if isinstance(record, dict):
+        own = record.get("sources") or record.get("build", {}).get("sources")  # a report of verify
     return [part for part in sources if own.get(part) != sources[part]] if own else []
 
 
 def left_behind(results: Path, sources: Mapping[str, str]) -> list[str]:
     """Returns the names of results that are of other kernels than the source tree's."""
-    paths = sorted(results.glob("*.json"))
-    return [path.name for path in paths if of_other_kernels(sources, _read(path))]
+    paths = sorted(results.rglob("*.json"))
+    return [
+        path.relative_to(results).as_posix()
+        for path in paths
+        if of_other_kernels(sources, _read(path))
+    ]

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from flash_attn_deterministic import explain, flash_attn_func
+from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import assert_same, make_qkv, skip_unless_built
 
@@ -85,6 +86,20 @@ def test_a_chunk_on_a_long_context(head_dim: int, split_size: int, causal: bool)
     assert taken <= ALLOWED
     for index in (0, 7):
         assert_same(result, (together[0][index : index + 1], together[1][index : index + 1]))
+
+
+def test_parts_of_hopper_that_exceed_the_limit() -> None:
+    """Parts of 1,024 splits: a tile of Hopper's takes 68 MB or more, one of the sm80 family 34 MB."""
+    skip_unless_built(128, "bf16")
+    q, k, v = make_qkv((1, 256, 8, 128), 65_536)
+    plan = explain(flash_attn_func, q, k, v, split_size=64)
+    assert (plan.path, plan.family, plan.num_splits) == ("parts", "sm80", 1024)
+    result, taken = run(q, k, v, False, 64)
+    assert taken <= LIMIT + ALLOWED
+    with device_override("path=one_cta"):
+        alone, taken = run(q, k, v, False, 64)
+    assert taken <= ALLOWED
+    assert_same(result, alone)
 
 
 @pytest.mark.parametrize("split_size", [64, 512])

@@ -65,7 +65,9 @@ def test_shapes_have_names_of_their_own() -> None:
 def test_the_mode_is_that_of_the_caller(tmp_path: Path) -> None:
     with deterministic_mode(split_size=128):
         assert bench(tmp_path, "--peers", "sdpa", "--kinds", "decode") == 0
-    assert read(tmp_path)["split_size"] == 128
+    found = read(tmp_path)
+    assert found["split_size"] == 128
+    assert found["sources"] == dict(record.build_info().sources)
     with deterministic_mode(False):
         assert bench(tmp_path, "--peers", "sdpa", "--kinds", "decode") == 0
     assert read(tmp_path)["split_size"] is None

@@ -308,11 +308,14 @@ def test_steps_of_the_same_wheel_stay_in_the_installed_record(tmp_path: Path) ->
         folder.mkdir()
         steps = [{"name": name, "status": 0}]
         (folder / RECORD).write_text(json.dumps({**BEGUN, "steps": steps}))
-    (results / "backward.json").write_text(json.dumps({"sources": {**SOURCES, "cpp": "x"}}))
+    others = {"sources": {**SOURCES, "cpp": "x"}}
+    (results / "backward.json").write_text(json.dumps(others))
+    (results / "verification").mkdir()
+    (results / "verification" / "verification.json").write_text(json.dumps({"build": others}))
     install(out, results, SOURCES, STEPS)
     steps = json.loads((results / RECORD).read_text())["steps"]
     assert [one["name"] for one in steps] == ["backward", "forward"]
-    assert left_behind(results, SOURCES) == ["backward.json"]
+    assert left_behind(results, SOURCES) == ["backward.json", "verification/verification.json"]
 
 
 @pytest.fixture

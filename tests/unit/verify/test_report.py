@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flash_attn_deterministic.info.build_info import build_info
 from flash_attn_deterministic.verify import environment, outcome, report, tasks
 from flash_attn_deterministic.verify.report import svg, tables
 from flash_attn_deterministic.verify.report.record import finite
@@ -238,7 +239,9 @@ def test_kernels_that_the_wheel_lacks_are_named(
 
 
 def test_a_wheel_with_all_kernels_is_not_said_to_lack_any(tmp_path: Path) -> None:
-    assert written(cuda_run(tmp_path))["build"]["missing_kernels"] == []
+    build = written(cuda_run(tmp_path))["build"]
+    assert build["missing_kernels"] == []
+    assert build["sources"] == dict(build_info().sources)
     for name in report.NAMES[1:]:
         assert "Not in the wheel" not in (tmp_path / name).read_text()
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, BuildInfoError
+from ...info.build_info import build_info
 
 
 class Progress:
@@ -57,6 +58,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name()
         found["cuda"] = torch.version.cuda
         found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        # What our kernels were compiled from: digests by part of the source tree.
+        with contextlib.suppress(BuildInfoError):
+            found["sources"] = dict(build_info().sources)
     return found
 
 
