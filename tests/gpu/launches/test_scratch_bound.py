@@ -89,7 +89,7 @@ def test_a_chunk_on_a_long_context(head_dim: int, split_size: int, causal: bool)
 
 
 def test_parts_of_hopper_that_exceed_the_limit() -> None:
-    """Parts of 1,024 splits: a tile of Hopper's takes 68 MB at least, one of the other family 34."""
+    """Parts of 1,024 splits: a tile of Hopper's takes 68 MB at least, one of the other 34."""
     skip_unless_built(128, "bf16")
     q, k, v = make_qkv((1, 256, 8, 128), 65_536)
     plan = explain(flash_attn_func, q, k, v, split_size=64)
