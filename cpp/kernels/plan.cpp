@@ -31,6 +31,9 @@ constexpr double kPartKeys = 360;
 // A launch, with that of the merge kernel and the end of both, costs as much as this many keys.
 constexpr double kLaunchKeys = 400;
 
+// Time of parts of the sm80 family, to that of the sm90 family for the same rows. (A model.)
+constexpr double kOlderFamily = 2;
+
 // Rows that a tile of 192 has done while a tile of 128 does one: it loads keys less often.
 constexpr double kTallTile = 1.15;
 
@@ -325,12 +328,9 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
               (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};
 }
 
-// Whether a CTA per row block fills enough of the GPU. One of the sm90 family has an SM to itself,
-// and is about twice as fast as parts of the sm80 family (a model).
+// Whether a CTA per row block fills enough of the GPU.
 bool fills(const Candidate& one_cta, const Device& device) {
-  const int ctas_per_sm = one_cta.kernel->ctas_per_sm;
-  const double slots = ctas_per_sm > 0 ? 0.5 * ctas_per_sm * device.num_sms : 2. * device.num_sms;
-  return one_cta.row_blocks >= kFullEnough * slots;
+  return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
 }
 
 // The same where each split writes a part. Splits that a left window hides count too: CTAs skip
@@ -397,11 +397,14 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
   if (!fits_scratch(params, parts, num_splits)) {
     return one_cta;
   }
-  const bool faster = one_cta.kernel->ctas_per_sm > 0 && parts.kernel->ctas_per_sm > 0
-                          ? time_of_parts(params, parts, tree, num_splits, device) <
-                                time_of_one_cta(params, *one_cta.kernel, device.num_sms)
-                          : !fills(one_cta, device);
-  return faster ? parts : one_cta;
+  if (one_cta.kernel->ctas_per_sm == 0) {
+    return fills(one_cta, device) ? one_cta : parts;
+  }
+  const double slower = parts.kernel->family == Family::kSm80 ? kOlderFamily : 1;
+  return slower * time_of_parts(params, parts, tree, num_splits, device) <
+                 time_of_one_cta(params, *one_cta.kernel, device.num_sms)
+             ? parts
+             : one_cta;
 }
 
 // Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
@@ -477,9 +480,14 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
       return candidate(params, instance, family, path, plan.tree, plan.num_splits, device);
     };
     const Candidate newer = device.family == Family::kSm80 ? Candidate{} : of(Family::kSm90);
-    // Parts of the sm80 family have fewer rows, of which the scratch memory holds more splits.
-    return newer.possible && fits_scratch(params, newer, plan.num_splits) ? newer
-                                                                          : of(Family::kSm80);
+    if (!newer.possible || fits_scratch(params, newer, plan.num_splits)) {
+      return newer.possible ? newer : of(Family::kSm80);
+    }
+    // Parts of the sm80 family have fewer rows, of which the scratch memory holds more splits. That
+    // they are faster than one CTA shows only where the host knows the lengths.
+    const bool wanted = device.family != Family::kSm90 && params.cu_seqlens_k == nullptr;
+    const Candidate older = wanted ? of(Family::kSm80) : Candidate{};
+    return older.possible ? older : newer;
   };
   const auto choose = [&] {
     if (device.path.has_value()) {

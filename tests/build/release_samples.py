@@ -37,7 +37,7 @@ Change = Callable[[dict[str, Any]], object]
 OTHER_WHEEL = {"filename": "x.whl", "sha256": "1" * 64}  # what a report of another wheel names
 # The real one, but for the toolkit: that of the samples.
 POLICY = replace(policies.POLICY, wheels={"": str(fake_wheel.INFO["cuda_toolkit"])})
-BUILD = ("cuda_toolkit", "architectures", "deterministic", "bits_version")  # in reports
+BUILD = ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources")  # in reports
 # What the library of the samples is said to be compiled from.
 _PIN = {
     "name": fake_wheel.INFO["upstream"]["name"],

@@ -388,14 +388,8 @@ int main(int count_of_arguments, char** arguments) {
 #ifdef VARIANTS
     for (const Variant& variant : kVariants) {
       const std::string name = variant.name;
-      if (name.starts_with("other")) {
-        continue;
-      }
       fad::variant_at_hand = &variant;
       for (const fad::Path path : {fad::Path::kOneCta, fad::Path::kParts}) {
-        if (path == fad::Path::kParts && name.find("ends") != std::string::npos) {
-          continue;
-        }
         const int shared = fad::sm90::shared_bytes(variant.ctas_per_sm);
         const fad::Named named{
             name + (path == fad::Path::kParts ? ", parts" : ""),

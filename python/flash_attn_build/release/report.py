@@ -207,7 +207,7 @@ def build_faults(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
         Every reason.
     """
     content = report.content
-    for key in ("cuda_toolkit", "architectures", "deterministic", "bits_version"):
+    for key in ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources"):
         if at(content, "build", key) != manifest.get(key):
             yield f"its build's {key} is not that of the manifest"
     for key in ("version", "sha256"):

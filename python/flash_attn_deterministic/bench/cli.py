@@ -146,8 +146,8 @@ def _begin(arguments: argparse.Namespace) -> dict[str, Any]:
         "schema_version": 1,
         "complete": False,
         "version": found,
-        # What the kernels were compiled from: digests by part of the source tree.
         "bits_version": info.bits_version,
+        # What the kernels were compiled from: digests by part of the source tree.
         "sources": dict(info.sources),
         "environment": collect(arguments.device),
         "split_size": mode.split_size if mode.enabled else None,

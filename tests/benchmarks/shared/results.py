@@ -115,8 +115,9 @@ def install(
     named = [step.result for step in steps if step.result and step.name in ended]
     copied = [name for name in named if (out / name).exists()]
     for name in copied:
-        if name.endswith(".json"):
-            _expect_sources(sources, _read(out / name), name)
+        inside = (out / name).rglob("*.json") if (out / name).is_dir() else [out / name]
+        for path in inside:
+            _expect_sources(sources, _read(path), name)
     for name in copied:
         if (out / name).is_dir():
             shutil.copytree(out / name, results / name, dirs_exist_ok=True)
@@ -139,9 +140,11 @@ def _expect_sources(sources: Mapping[str, str], record: Any, name: str) -> None:
 
 def of_other_kernels(sources: Mapping[str, str], record: Any) -> list[str]:
     """Returns the parts of the source tree in which a result differs; none if it names none."""
-    own = None
+    own: Mapping[str, str] | None = None
     if isinstance(record, dict):
-        own = record.get("sources") or record.get("build", {}).get("sources")  # a report of verify
+        # Of a benchmark; of a report of verify, or of a study.
+        parts = (record, record.get("build"), record.get("environment"))
+        own = next((p["sources"] for p in parts if isinstance(p, dict) and "sources" in p), None)
     return [part for part in sources if own.get(part) != sources[part]] if own else []
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +48,7 @@ def test_no_plan_takes_more(
 
 
 def run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, split_size: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], int]:
     """Runs a call twice.
 
@@ -59,9 +61,7 @@ def run(
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        out, softmax_lse, _ = flash_attn_func(
-            q, k, v, causal=causal, split_size=split_size, return_attn_probs=True
-        )
+        out, softmax_lse, _ = flash_attn_func(q, k, v, **options, return_attn_probs=True)
         torch.cuda.synchronize()
         taken = torch.cuda.max_memory_allocated() - before - out.nbytes - softmax_lse.nbytes
     assert out is not None
@@ -76,30 +76,50 @@ def test_a_chunk_on_a_long_context(head_dim: int, split_size: int, causal: bool)
     """Without a limit, the parts of D128 take 1.1 GB at splits of 2048."""
     skip_unless_built(head_dim, "bf16")
     q, k, v = make_qkv((1, 1024, 32, head_dim), 131_072, 8)
-    result, taken = run(q, k, v, causal, split_size)
+    result, taken = run(q, k, v, causal=causal, split_size=split_size)
     assert taken <= LIMIT + ALLOWED
     # The same sequence several times fills the GPU with row blocks: one CTA walks all splits.
     many = [t.expand(8, *t.shape[1:]) for t in (q, k, v)]
     plan = explain(flash_attn_func, *many, causal=causal, split_size=split_size)
     assert plan.path == "one-cta"
-    together, taken = run(many[0], many[1], many[2], causal, split_size)
+    together, taken = run(*many, causal=causal, split_size=split_size)
     assert taken <= ALLOWED
     for index in (0, 7):
         assert_same(result, (together[0][index : index + 1], together[1][index : index + 1]))
 
 
-def test_parts_of_hopper_that_exceed_the_limit() -> None:
-    """Parts of 1,024 splits: a tile of Hopper's takes 68 MB at least, one of the other 34."""
-    skip_unless_built(128, "bf16")
-    q, k, v = make_qkv((1, 256, 8, 128), 65_536)
-    plan = explain(flash_attn_func, q, k, v, split_size=64)
-    assert (plan.path, plan.family, plan.num_splits) == ("parts", "sm80", 1024)
-    result, taken = run(q, k, v, False, 64)
-    assert taken <= LIMIT + ALLOWED
-    with device_override("path=one_cta"):
-        alone, taken = run(q, k, v, False, 64)
-    assert taken <= ALLOWED
-    assert_same(result, alone)
+# Calls one of whose row blocks takes more than the limit in parts of Hopper's rows. On Hopper parts
+# of 64 rows run where that is faster than one CTA: seqlen_q, seqlen_k, nheads, window, split size.
+BEYOND = {
+    "few-row-blocks-long-splits": (64, 1_048_576, 8, -1, 512, "parts"),
+    "short-splits": (256, 131_072, 16, -1, 64, "one-cta"),
+    "window": (64, 1_048_576, 8, 4096, 512, "one-cta"),
+}
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "nheads", "window", "split_size", "path"), BEYOND.values(), ids=BEYOND
+)
+def test_a_row_block_beyond_the_limit(
+    seqlen_q: int, seqlen_k: int, nheads: int, window: int, split_size: int, path: str
+) -> None:
+    skip_unless_built(64, "bf16")
+    q, k, v = make_qkv((1, seqlen_q, nheads, 64), seqlen_k, 1)
+    options: dict[str, Any] = {
+        "window_size": (window, 0 if window >= 0 else -1),
+        "split_size": split_size,
+    }
+    plan = explain(flash_attn_func, q, k, v, **options)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert (plan.path, plan.family == "sm80") == (path, path == "parts")
+    results = []
+    for forced in (None, "path=one_cta", "family=sm80,path=parts"):
+        with contextlib.nullcontext() if forced is None else device_override(forced):
+            result, taken = run(q, k, v, **options)
+        assert taken <= LIMIT + ALLOWED
+        results.append(result)
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
 
 
 @pytest.mark.parametrize("split_size", [64, 512])
@@ -107,10 +127,10 @@ def test_a_few_rows_on_a_long_context(split_size: int) -> None:
     """Many splits of few rows in a large batch: without a limit 0.5 GB at splits of 64."""
     skip_unless_built(64, "bf16")
     q, k, v = make_qkv((16, 16, 16, 64), 32_768, 2)
-    result, taken = run(q, k, v, True, split_size)
+    result, taken = run(q, k, v, causal=True, split_size=split_size)
     assert taken <= LIMIT + ALLOWED
     # Fewer sequences need less scratch, and so may be kept otherwise.
     for index in (0, 15):
         own = [t[index : index + 1] for t in (q, k, v)]
-        alone, _ = run(own[0], own[1], own[2], True, split_size)
+        alone, _ = run(*own, causal=True, split_size=split_size)
         assert_same(alone, (result[0][index : index + 1], result[1][index : index + 1]))

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "fwd_shape.h"
 #include "fwd_walk.h"
 #include "tree/softmax_steps.h"
 
