@@ -115,9 +115,9 @@ def install(
     named = [step.result for step in steps if step.result and step.name in ended]
     copied = [name for name in named if (out / name).exists()]
     for name in copied:
-        inside = (out / name).rglob("*.json") if (out / name).is_dir() else [out / name]
+        inside = sorted((out / name).rglob("*.json")) if (out / name).is_dir() else [out / name]
         for path in inside:
-            _expect_sources(sources, _read(path), name)
+            _expect_sources(sources, _read(path), path.relative_to(out).as_posix())
     for name in copied:
         if (out / name).is_dir():
             shutil.copytree(out / name, results / name, dirs_exist_ok=True)

@@ -284,19 +284,31 @@ def test_a_folder_in_which_nothing_ended_is_not_installed(tmp_path: Path) -> Non
     assert (results / RECORD).read_text() == "before"
 
 
+OTHER = {"sources": {"cpp": "x"}}
+
+
 @pytest.mark.parametrize(
-    ("text", "message"), [('{"sources": {"cpp": "x"}}', "other kernels"), ('{"a', "not JSON")]
+    ("name", "text", "message"),
+    [
+        pytest.param("backward", json.dumps(OTHER), "other kernels", id="a-benchmark"),
+        pytest.param("backward", '{"a', "not JSON", id="not-json"),
+        pytest.param("verification", json.dumps({"build": OTHER}), "other kernels", id="a-report"),
+        pytest.param("bench", json.dumps(OTHER), "bench/bench.json: .*other kernels", id="bench"),
+    ],
 )
 def test_each_result_is_looked_at_before_one_is_copied(
-    tmp_path: Path, text: str, message: str
+    tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     out, results = tmp_path / "out", tmp_path / "results"
     out.mkdir()
     results.mkdir()
-    steps = [{"name": name, "status": 0} for name in ("backward", "forward")]
+    steps = [{"name": step, "status": 0} for step in ("forward", name)]
     (out / RECORD).write_text(json.dumps({**BEGUN, "steps": steps}))
     (out / "forward.json").write_text(json.dumps({"sources": SOURCES}))
-    (out / "backward.json").write_text(text)
+    result = next(step.result for step in STEPS if step.name == name)
+    path = out / result / f"{result}.json" if "." not in result else out / result
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
     with pytest.raises(ValueError, match=message):
         install(out, results, SOURCES, STEPS)
     assert list(results.iterdir()) == []
