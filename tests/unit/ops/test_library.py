@@ -34,7 +34,7 @@ def test_import_stays_light() -> None:
 
 
 def test_import_is_short(tmp_path: Path) -> None:
-    """20 ms of CPU time on top of torch; slow machines have taken 50 under load."""
+    """Some 20 ms of CPU time on top of torch, beside a loop that takes about 10: machines differ."""
     script = """
 import os, time, torch
 for _ in range(8):
@@ -42,19 +42,22 @@ for _ in range(8):
     if child:
         os.waitpid(child, 0)
         continue
-    begin = time.process_time()
+    times = [time.process_time()]
+    sum(i * i for i in range(400_000))
+    times.append(time.process_time())
     import flash_attn_deterministic
-    print(time.process_time() - begin, flush=True)
+    times.append(time.process_time())
+    print((times[2] - times[1]) / (times[1] - times[0]), flush=True)
     os._exit(0)
 """
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    _, *seconds = subprocess.run(
+    _, *ratios = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         capture_output=True, text=True, check=True, env=environ,
     ).stdout.split()  # fmt: skip
-    assert len(seconds) == 7
-    assert min(map(float, seconds)) < 0.080
+    assert len(ratios) == 7
+    assert min(map(float, ratios)) < 6
 
 
 @pytest.mark.parametrize("argv", ["sys.argv = []", "sys.argv = [None]", "del sys.argv"])
