@@ -34,7 +34,7 @@ def test_import_stays_light() -> None:
 
 
 def test_import_is_short(tmp_path: Path) -> None:
-    """Some 20 ms of CPU time on top of torch, beside a loop that takes about 10: machines differ."""
+    """Some 20 ms of CPU time on top of torch, beside a loop of about 10: machines differ."""
     script = """
 import os, time, torch
 for _ in range(8):
