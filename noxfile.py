@@ -189,8 +189,10 @@ def matrix(session: nox.Session, toolkit: str, torch: str) -> None:
         install(session, "build")
         session.install("--no-deps", *groups("torch"))
         session.install(f"cuda-toolkit[nvcc,cccl]=={toolkit}.*")
+        # This toolkit's, whatever nvcc the machine has.
+        nvcc = run_tool(session, "compile.toolchain", "--packages", silent=True)
         where = ["--out-dir", folder, "--build-dir", f"build/cuda-{toolkit}"]
-        run_tool(session, "compile.build", "--preset", "dev", *where)
+        run_tool(session, "compile.build", "--preset", "dev", *where, cudacxx=nvcc)
     session.install(str(the_wheel(session, folder)), f"torch=={torch}.*", *groups("test"))
     session.run("pytest", "tests/unit")
 

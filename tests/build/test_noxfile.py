@@ -28,6 +28,7 @@ class Session:
 
     def __init__(self) -> None:
         self.commands: list[tuple[str, ...]] = []
+        self.environments: list[dict[str, str]] = []  # of what was run
         self.posargs: list[str] = []
 
     def error(self, message: str) -> None:
@@ -39,6 +40,7 @@ class Session:
     def run(self, *arguments: str, **options: Any) -> str:
         self.commands.append(arguments)
         self.options = options
+        self.environments.append(options.get("env") or {})
         return "/packages/nvcc\n"
 
 
@@ -128,6 +130,18 @@ def test_compilers_are_those_that_the_build_is_asked_for(
     debian = [c for c in session.commands if "flash_attn_build.compile.debian_cuda" in c]
     assert bool(debian) == nvcc
     assert session.commands[-1] == ("python", "-m", "flash_attn_build.compile.build", *arguments)
+
+
+def test_a_cell_of_the_matrix_compiles_with_its_own_toolkit(sessions: ModuleType) -> None:
+    """The machine may have another nvcc on PATH."""
+    session = Session()
+    with pytest.raises(Stopped, match=r"dist/cuda-13\.5: expected a wheel, found none"):
+        sessions.matrix(session, toolkit="13.5", torch="2.13")
+    assert ("install", "cuda-toolkit[nvcc,cccl]==13.5.*") in session.commands
+    find, build = (command for command in session.commands if command[0] == "python")
+    assert find == ("python", "-m", "flash_attn_build.compile.toolchain", "--packages")
+    assert build[2] == "flash_attn_build.compile.build"
+    assert [each.get("CUDACXX") for each in session.environments] == [None, "/packages/nvcc"]
 
 
 @pytest.mark.parametrize("short", ["--lock", "--cud=12", "--pre=dev"])
