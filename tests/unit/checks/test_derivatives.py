@@ -13,7 +13,6 @@ from flash_attn_deterministic.errors import UnsupportedError
 from torch.autograd import forward_ad
 
 # A warning of torch when it first uses forward mode.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 DIFFERENTIABLE = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 every_name = pytest.mark.parametrize("name", CALLS)

@@ -20,7 +20,7 @@ every_name = pytest.mark.parametrize("name", CALLS)
 # --- Tracing ------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("head_dim", [32, 20])
 @every_name

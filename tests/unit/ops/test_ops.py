@@ -217,6 +217,8 @@ def test_op_passes_opcheck(name: str, arguments: Arguments) -> None:
     torch.library.opcheck(op(name), arguments)
 
 
+# torch 2.15's own check looks at the gradients of tensors that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
