@@ -30,7 +30,8 @@ def test_training_over_ranks_has_the_bits_of_one_device() -> None:
         [*command, "--length", "128"], capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    *steps, verdict = done.stdout.splitlines()
+    lines = done.stdout.splitlines()
+    *steps, verdict = (line for line in lines if not line.startswith("[Gloo]"))  # of torch 2.10
     assert verdict == "losses and weights have the same bits: yes"
     assert len(steps) == 20
     first, last = (float(line.split()[2]) for line in (steps[0], steps[-1]))

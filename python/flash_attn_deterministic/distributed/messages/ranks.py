@@ -25,6 +25,11 @@ _AT_ONCE = 32
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
+@torch.compiler.assume_constant_result  # the compiler of torch 2.10 cannot trace it
+def _backends(group: dist.ProcessGroup) -> str:
+    return str(dist.get_backend_config(group))
+
+
 class Ranks:
     """The ranks of a process group, with this process among them.
 
@@ -62,7 +67,7 @@ class Ranks:
             raise UnsupportedError(f"q: expected a tensor on cpu or cuda, got {device}")
         expected = _BACKENDS[device.type]
         # Such as "gloo", or "cpu:gloo,cuda:nccl".
-        config = str(dist.get_backend_config(self.group))
+        config = _backends(self.group)
         backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
         found = backends.get(device.type, config)
         if found != expected:
