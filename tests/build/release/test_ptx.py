@@ -100,7 +100,10 @@ def test_a_manifest_of_something_else(project: Project, change: Change, expected
 
 
 def test_a_new_version_with_the_same_kernels_needs_no_new_run(project: Project) -> None:
-    edit(project.ptx_manifest, lambda m: m["sources"].update({"pyproject.toml": "0" * 64}))
+    other = {"pyproject.toml": "0" * 64}
+    edit(project.ptx_manifest, lambda m: m["sources"].update(other))
+    assert "build's sources is not that of the manifest" in faults(project)[0]
+    edit(project.ptx_path, lambda r: r["build"]["sources"].update(other), sign=True)
     assert faults(project) == []
 
 
