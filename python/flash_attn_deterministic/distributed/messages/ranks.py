@@ -25,7 +25,8 @@ _AT_ONCE = 32
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-@torch.compiler.assume_constant_result  # the compiler of torch 2.10 cannot trace it
+# The compiler of torch 2.10 cannot trace it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def _backends(group: dist.ProcessGroup) -> str:
     return str(dist.get_backend_config(group))
 
