@@ -33,10 +33,9 @@ if "flash_attn_build" not in sys.modules:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignores warnings of torch about itself: its compiler and forward-mode AD use scripts."""
-    for category in ("DeprecationWarning", "FutureWarning"):  # the second from torch 2.15 on
-        ignored = f"ignore:.*torch.jit.script:{category}"
-        config.addinivalue_line("filterwarnings", ignored)
+    """Ignores a warning of torch 2.11 about itself: its compiler imports a module of scripts."""
+    ignored = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+    config.addinivalue_line("filterwarnings", ignored)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

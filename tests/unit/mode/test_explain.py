@@ -166,6 +166,7 @@ def explain_changed(call: Call, changes: dict[str, Any]) -> Plan:
     return explain(call.function, **{**call.arguments, **changes})
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_call_without_a_backward_is_explained() -> None:
     """leftpad_k has a forward, but no backward."""
     leaf = varlen_call().arguments["q"].clone().requires_grad_()
