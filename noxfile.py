@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import signal
@@ -26,6 +27,8 @@ TOOLS = {"PYTHONPATH": str(ROOT / "python")}  # flash_attn_build
 PYTHONS = ("3.10", "3.14")  # the oldest and the newest that the wheel is tested on
 NVCC_PATH = r"[\w./+@-]+"  # nvcc hands paths to a shell, partly without quotes
 BUILD_PYTHON = (3, 11)  # the oldest that builds and gates: torch-abi-audit needs it
+# NEWEST=1: the newest versions that pyproject.toml allows, and the newest torch, instead of locks/.
+NEWEST = bool(os.environ.get("NEWEST"))
 
 
 @nox.session(default=False)
@@ -45,16 +48,17 @@ def test(session: nox.Session) -> None:
     """Build the small wheel and test it, in 10 to 20 minutes on two cores (-- ARGS: pytest's)."""
     wheel = the_wheel(session, "dist/dev")
     # First with its own requirements only: it must not depend on packages of the tests.
-    session.install(str(wheel), *groups("torch"))
+    install_wheel(session, wheel)
     session.run("flash-attn-deterministic", "info")
-    session.install(*groups("test-build"))
+    install(session, "dev")
     session.run("pytest", *session.posargs, env={"FLASH_ATTN_WHEEL": str(wheel)})
 
 
 @nox.session(python=PYTHONS, default=False)
 def test_python(session: nox.Session) -> None:
     """Test the small wheel in dist/dev under another Python, without a build."""
-    session.install(str(the_wheel(session, "dist/dev")), *groups("torch", "test"))
+    install_wheel(session, the_wheel(session, "dist/dev"))
+    install(session, "test")
     session.run("pytest", *(session.posargs or ["tests/unit"]))
 
 
@@ -62,7 +66,8 @@ def test_python(session: nox.Session) -> None:
 def quick(session: nox.Session) -> None:
     """Test the present Python sources with the library of dist/dev, without a build."""
     wheel = the_wheel(session, "dist/dev")
-    session.install(str(wheel), *groups("torch", "test-build"))
+    install_wheel(session, wheel)
+    install(session, "dev")
     where = session.run(
         "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True
     )
@@ -119,7 +124,7 @@ def publish(session: nox.Session) -> None:
     others = [argument for argument in session.posargs if argument != "--locked"]
     run_gate(session, "release", *of_gate)
     wheel = the_wheel(session, "build/release/package-index")
-    session.install(*groups("publish"))
+    install(session, "publish")
     session.run("twine", "upload", "--non-interactive", *others, str(wheel))
 
 
@@ -133,7 +138,7 @@ def index(session: nox.Session) -> None:
 def rehearse(session: nox.Session) -> None:
     """Rehearse a release of the wheel in dist/: gate, upload and index on this machine."""
     wheel = the_wheel(session, "dist")
-    session.install(*groups("test-build"))
+    install(session, "dev")
     environ = {"FLASH_ATTN_REHEARSAL": str(wheel)}
     session.run("pytest", "tests/build/release/test_rehearsal.py", env=environ)
 
@@ -141,7 +146,8 @@ def rehearse(session: nox.Session) -> None:
 @nox.session(requires=["build_dev"], default=False)
 def deviation(session: nox.Session) -> None:
     """Run quick deviation studies into build/deviation (-- ARGS: other arguments)."""
-    session.install(f"{the_wheel(session, 'dist/dev')}[deviation]", *groups("torch"))
+    install_wheel(session, the_wheel(session, "dist/dev"))
+    install(session, "test")  # matplotlib
     arguments = session.posargs or ["report", "--quick", "--out", "build/deviation"]
     session.run("flash-attn-deterministic", "deviation", *arguments)
 
@@ -149,7 +155,7 @@ def deviation(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, types, C++ format, spelling, README tables and configuration files."""
-    session.install(*groups("lint"))
+    install(session, "torch", "dev")  # mypy reads torch's types
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
@@ -167,16 +173,28 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def lock(session: nox.Session) -> None:
-    """Update locks/, the versions and hashes of build and release tools, from pyproject.toml."""
+    """Update locks/, versions and hashes of everything that is installed, from pyproject.toml."""
     session.install("uv==0.13.9")
     compile_ = ["uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes"]
-    compile_ += ["--python-version", ".".join(map(str, BUILD_PYTHON))]
     compile_ += ["--no-header", "--no-annotate", "--upgrade"]
-    for name in LOCKS:
-        arguments = ["--group", f"pyproject.toml:{name}", "--output-file", f"locks/{name}.txt"]
-        # Only torch's headers are read: not its dependencies, which are gigabytes.
-        arguments += ["--no-deps"] if name == "torch" else []
-        session.run(*compile_, *arguments)
+    for name, python in LOCKS.items():
+        arguments = ["--python-version", python, "--group", f"pyproject.toml:{name}"]
+        # One version of each package: the lists before this one bind it.
+        for before in list(LOCKS)[: list(LOCKS).index(name)]:
+            files = ("torch", "torch_cpu", "torch_cuda") if before == "torch" else (before,)
+            arguments += [f"--constraint=locks/{file}.txt" for file in files]
+        said = session.run(*compile_, *arguments, silent=True)
+        # A line for each package.
+        lines = re.sub(r" \\\n +", " ", str(said)).splitlines(keepends=True)
+        parts = {name: lines}
+        if name == "torch":  # alone, for its headers; what all its builds need; what CUDA's needs
+            torch = [line for line in lines if line.startswith("torch==")]
+            cuda = [line for line in lines if re.match("cuda-|nvidia-|triton=", line)]
+            parts["torch"] = [f"{line.rstrip()} {CPU_TORCH}\n" for line in torch]
+            parts["torch_cpu"] = [line for line in lines if line not in torch + cuda]
+            parts["torch_cuda"] = cuda
+        for part, packages in parts.items():
+            Path(ROOT, "locks", f"{part}.txt").write_text("".join(packages))
 
 
 @nox.session(default=False)
@@ -186,14 +204,14 @@ def matrix(session: nox.Session, toolkit: str, torch: str) -> None:
     """Test a dev wheel of one CUDA toolkit under one torch: gigabytes (--report FILE)."""
     folder = f"dist/cuda-{toolkit}"
     if not list(ROOT.glob(f"{folder}/*.whl")):
-        install(session, "build")
-        session.install("--no-deps", *groups("torch"))
+        install(session, "build", "torch")
         session.install(f"cuda-toolkit[nvcc,cccl]=={toolkit}.*")
         # This toolkit's, whatever nvcc the machine has.
         nvcc = run_tool(session, "compile.toolchain", "--packages", silent=True)
         where = ["--out-dir", folder, "--build-dir", f"build/cuda-{toolkit}"]
         run_tool(session, "compile.build", "--preset", "dev", *where, cudacxx=nvcc)
-    session.install(str(the_wheel(session, folder)), f"torch=={torch}.*", *groups("test"))
+    session.install(str(the_wheel(session, folder)), f"torch=={torch}.*")
+    install(session, "test")
     session.run("pytest", "tests/unit")
 
 
@@ -204,7 +222,13 @@ def baseline(session: nox.Session) -> None:
     session.run("python", "-m", "tests.benchmarks.build_baseline", *session.posargs, env=TOOLS)
 
 
-LOCKS = ("build", "cuda", "cuda12", "gate", "nox", "torch")
+# Dependency groups that are locked, and the oldest Python of each.
+LOCKS = {
+    "torch": "3.10", "test": "3.10", "dev": "3.11", "build": "3.11", "cuda": "3.11",
+    "cuda12": "3.11", "gate": "3.11", "nox": "3.11", "publish": "3.11",
+}  # fmt: skip
+# torch's own build for CPUs (cp311, x86-64): pip prefers it where its settings offer it.
+CPU_TORCH = "--hash=sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
 
 
 def run_build(session: nox.Session, *arguments: str) -> None:
@@ -220,14 +244,14 @@ def run_build(session: nox.Session, *arguments: str) -> None:
 
 def run_gate(session: nox.Session, name: str, *arguments: str) -> None:
     """Runs a module of flash_attn_build that gates; --locked: with tools by hash."""
-    install(session, "gate", locked="--locked" in arguments)
+    install(session, "gate")
     others = [argument for argument in arguments if argument != "--locked"]
     session.run("python", "-m", f"flash_attn_build.{name}", *others, env=TOOLS)
 
 
 def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
     """Installs a wheel with its requirements only, and verifies it."""
-    session.install(str(wheel), *groups("torch"))
+    install_wheel(session, wheel)
     runs = wheel.parent / "verification"
     # Each run has its own folder: a failed report blocks a release, and must not be overwritten.
     numbers = [int(path.name) for path in runs.glob("*") if path.name.isdecimal()]
@@ -244,34 +268,47 @@ def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: boo
     Returns:
         The nvcc to compile with; "": the build finds it.
     """
-    install(session, "build", locked=locked)
-    # Only torch's headers are read: without its dependencies, which are gigabytes.
-    install(session, "torch", "--no-deps", locked=locked)
+    if not re.fullmatch(NVCC_PATH, str(ROOT)):
+        session.error(
+            f"nvcc does not compile in {str(ROOT)!r}: move this folder to a path of "
+            "letters, digits and . _ - + @ only"
+        )
+    install(session, "build", "torch")  # only torch's headers are read
     if cuda12:
-        install(session, "cuda12", locked=locked)
+        install(session, "cuda12")
         return run_tool(session, "compile.debian_cuda", "build/cuda12", silent=True)
     # A locked build compiles with the locked compiler, whatever the machine has.
     if locked or not run_tool(session, "compile.toolchain", silent=True):
-        install(session, "cuda", locked=locked)
+        install(session, "cuda")
     if locked:
         return run_tool(session, "compile.toolchain", "--packages", silent=True)
     return ""
 
 
-def install(session: nox.Session, group: str, *options: str, locked: bool = False) -> None:
-    """Installs a dependency group of build or gate; locked: the versions and hashes in locks/."""
+def install(session: nox.Session, *names: str) -> None:
+    """Installs dependency groups: the versions and hashes in locks/, or the newest."""
     if sys.version_info < BUILD_PYTHON:
         floor = ".".join(map(str, BUILD_PYTHON))
         session.error(f"building needs Python {floor} or newer; the wheel runs on 3.10 too")
-    if group == "build" and not re.fullmatch(NVCC_PATH, str(ROOT)):
-        session.error(
-            f"nvcc does not compile in {str(ROOT)!r}: move this folder to a path of "
-            "letters, digits and . _ - + @ only"
-        )
-    if locked:
-        session.install(*options, "--require-hashes", "-r", f"locks/{group}.txt")
-    else:
-        session.install(*options, *groups(group))
+    for name in names:
+        if NEWEST:
+            # torch's headers alone are read, or its libraries come with the wheel's requirements.
+            session.install(*(["--no-deps", "torch"] if name == "torch" else groups(name)))
+        else:
+            session.install("--no-deps", "--require-hashes", "-r", f"locks/{name}.txt")
+
+
+def install_wheel(session: nox.Session, wheel: Path) -> None:
+    """Installs a wheel with torch and torch's requirements only."""
+    if NEWEST:
+        session.install(str(wheel))
+        return
+    install(session, "torch", "torch_cpu")
+    requires = "import importlib.metadata as m; print(*m.requires('torch'))"
+    if "nvidia" in str(session.run("python", "-c", requires, silent=True)):
+        install(session, "torch_cuda")  # gigabytes; torch's builds for CPUs do without
+    session.install("--no-deps", str(wheel))
+    session.run("python", "-m", "pip", "check")
 
 
 def run_tool(

@@ -101,7 +101,8 @@ def _in_steps(model: Any, ids: torch.Tensor, starts: list[int]) -> torch.Tensor:
 
     cache = DynamicCache()
     parts = [ids[:1, begin:end] for begin, end in itertools.pairwise(starts)]
-    return torch.cat([model(part, past_key_values=cache).logits[0] for part in parts])
+    # By position: the cache's name changed in transformers 5.24. Before it: mask and position_ids.
+    return torch.cat([model(part, None, None, cache).logits[0] for part in parts])
 
 
 WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {

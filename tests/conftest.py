@@ -32,12 +32,6 @@ if "flash_attn_build" not in sys.modules:
     _load_tools()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Ignores a warning of torch 2.11 about itself: its compiler imports a module of scripts."""
-    ignored = "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
-    config.addinivalue_line("filterwarnings", ignored)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests of a built wheel where none is named."""
     if not os.environ.get("FLASH_ATTN_WHEEL"):

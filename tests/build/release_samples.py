@@ -29,9 +29,10 @@ TOOLS = {
     "torch": "2.13.0+cpu", "nvidia-cuda-nvcc": "13.0.88",
 }  # fmt: skip
 LOCKS = {
-    "build": "ziglang==0.17.0 \\\n    --hash=sha256:00\nh11==1 ; python_full_version < '3.12'\n",
-    "torch": "torch==2.13.0 \\\n    --hash=sha256:00\n",
-    "cuda": "nvidia-cuda-nvcc==13.0.88 ; sys_platform == 'linux' \\\n    --hash=sha256:00\n",
+    "build": "ziglang==0.17.0 --hash=sha256:00\n"
+    "h11==1 ; python_full_version < '3.12' --hash=sha256:00\n",
+    "torch": "torch==2.13.0 --hash=sha256:00\n",
+    "cuda": "nvidia-cuda-nvcc==13.0.88 ; sys_platform == 'linux' --hash=sha256:00\n",
 }
 Change = Callable[[dict[str, Any]], object]
 OTHER_WHEEL = {"filename": "x.whl", "sha256": "1" * 64}  # what a report of another wheel names

@@ -30,6 +30,7 @@ class Session:
         self.commands: list[tuple[str, ...]] = []
         self.environments: list[dict[str, str]] = []  # of what was run
         self.posargs: list[str] = []
+        self.said = "/packages/nvcc"  # by what was run
 
     def error(self, message: str) -> None:
         raise Stopped(message)
@@ -41,7 +42,7 @@ class Session:
         self.commands.append(arguments)
         self.options = options
         self.environments.append(options.get("env") or {})
-        return "/packages/nvcc\n"
+        return f"{self.said}\n"
 
 
 @pytest.fixture(scope="module")
@@ -97,39 +98,56 @@ def test_each_verification_has_a_folder_of_its_own(sessions: ModuleType, tmp_pat
     assert (tmp_path / "verification" / "10").is_dir()
 
 
-def test_a_locked_build_installs_by_hash_only_and_compiles_with_the_locked_nvcc(
-    sessions: ModuleType,
-) -> None:
-    session = Session()
-    assert sessions.install_compilers(session, locked=True) == "/packages/nvcc"
-    installs = [command for command in session.commands if command[0] == "install"]
-    assert [command[-1] for command in installs] == [
-        "locks/build.txt", "locks/torch.txt", "locks/cuda.txt"
-    ]  # fmt: skip
-    assert all("--require-hashes" in command for command in installs)
-    assert session.commands[-1][-1] == "--packages"
-    assert sessions.install_compilers(session, locked=True, cuda12=True) == "/packages/nvcc"
-    assert session.commands[-1][:3] == ("python", "-m", "flash_attn_build.compile.debian_cuda")
+def installs(session: Session) -> list[str]:
+    """Names of the locks that were installed; all by hash."""
+    commands = [command for command in session.commands if command[0] == "install"]
+    assert all("--require-hashes" in command for command in commands)
+    return [Path(command[-1]).stem for command in commands]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "locks", "nvcc"),
+    ("arguments", "locks", "debian"),
     [
-        pytest.param(("--cuda", "12"), False, True, id="cuda"),
-        pytest.param(("--cuda=12", "--locked"), True, True, id="cuda-equals"),
-        pytest.param(("--preset", "dev"), False, False, id="neither"),
+        pytest.param((), ["build", "torch"], False, id="nvcc"),
+        pytest.param(("--locked",), ["build", "torch", "cuda"], False, id="locked"),
+        pytest.param(("--cuda", "12"), ["build", "torch", "cuda12"], True, id="cuda"),
+        pytest.param(("--cuda=12", "--locked"), ["build", "torch", "cuda12"], True, id="both"),
     ],
 )
 def test_compilers_are_those_that_the_build_is_asked_for(
-    sessions: ModuleType, arguments: tuple[str, ...], locks: bool, nvcc: bool
+    sessions: ModuleType, arguments: tuple[str, ...], locks: list[str], debian: bool
 ) -> None:
+    """The stand-in says of every nvcc that there is one."""
     session = Session()
     sessions.run_build(session, *arguments)
-    installs = [command for command in session.commands if command[0] == "install"]
-    assert all(("--require-hashes" in command) == locks for command in installs)
-    debian = [c for c in session.commands if "flash_attn_build.compile.debian_cuda" in c]
-    assert bool(debian) == nvcc
-    assert session.commands[-1] == ("python", "-m", "flash_attn_build.compile.build", *arguments)
+    assert installs(session) == locks
+    tools = [command for command in session.commands if command[0] == "python"]
+    assert tools[-1] == ("python", "-m", "flash_attn_build.compile.build", *arguments)
+    if debian:
+        assert tools[-2][2] == "flash_attn_build.compile.debian_cuda"
+    else:
+        assert (tools[-2][-1] == "--packages") == ("--locked" in arguments)
+    assert session.environments[-1].get("CUDACXX") == ("/packages/nvcc" if arguments else None)
+
+
+@pytest.mark.parametrize(
+    ("requires", "locks"),
+    [
+        pytest.param("filelock", ["torch", "torch_cpu"], id="cpu"),
+        pytest.param("nvidia-nccl-cu13", ["torch", "torch_cpu", "torch_cuda"], id="cuda"),
+    ],
+)
+def test_torch_gets_the_libraries_of_its_build(
+    sessions: ModuleType, requires: str, locks: list[str]
+) -> None:
+    session = Session()
+    session.said = requires
+    sessions.install_wheel(session, Path("a.whl"))
+    assert session.commands[-2:] == [
+        ("install", "--no-deps", "a.whl"), ("python", "-m", "pip", "check")
+    ]  # fmt: skip
+    del session.commands[-2]
+    assert installs(session) == locks
 
 
 def test_a_cell_of_the_matrix_compiles_with_its_own_toolkit(sessions: ModuleType) -> None:

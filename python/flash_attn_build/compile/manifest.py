@@ -140,7 +140,7 @@ def locked(cuda: str, root: Path = ROOT) -> Iterator[Requirement]:
             text = (root / "locks" / f"{name}.txt").read_text(encoding="utf-8")
         except OSError as error:
             raise LookupError(f"locks/{name}.txt: {error.strerror}") from error
-        found = re.findall(r"^[a-z0-9][^\\\n]*==[^\\\n]+", text, re.MULTILINE)
+        found = re.findall(r"^([a-z0-9].*?==.+?) --hash", text, re.MULTILINE)
         if not found:
             raise LookupError(f"locks/{name}.txt: names no version")
         yield from map(Requirement, found)

@@ -111,8 +111,9 @@ def test_a_static_cache_without_a_mask_sees_its_tokens_only() -> None:
     # With "flash_attention_2" the queries also see the free places of the cache.
     model, ids = make_model("Llama"), tokens(2, 12)
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    first = model(ids[:, :8], past_key_values=cache, use_cache=True).logits
-    second = model(ids[:, 8:], past_key_values=cache, use_cache=True).logits
+    # By position: the parameter is named past_key_values before transformers 5.24, cache since.
+    first = model(ids[:, :8], None, None, cache, use_cache=True).logits
+    second = model(ids[:, 8:], None, None, cache, use_cache=True).logits
     expected = model(ids).logits
     torch.testing.assert_close(torch.cat([first, second], 1), expected, atol=0.02, rtol=0.05)
 
