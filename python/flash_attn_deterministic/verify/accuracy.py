@@ -1,164 +1,280 @@
-"""Errors against float64, forward and backward, of ours and of torch's own attention."""
+"""Errors against float64 of every feature and layout, forward and backward.
+
+An error is compared with what roundings explain (`bounds`); that of a plain or causal call on a GPU
+with torch's flash attention as well. A ratio is an error over the largest that passes.
+"""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from . import exact, limits, standard
+from .. import deterministic_mode
+from . import bounds, limits, standard
+from .bounds import Error, Tensors
+from .contract import layouts
 from .contract.attention import Attention
-from .contract.call import DTYPES
+from .contract.call import Call, draw, named_gradients
 from .contract.sizes import Config
+from .exact import Definition
+from .features import FEATURES, options_of
 
-ROUNDED = "formulas with the kernels' 16-bit roundings, otherwise exact"
+CRITERION = (
+    "each error against float64 is at most what roundings explain; in plain and causal calls on a "
+    f"GPU at most {limits.ACCURACY_RATIO} x torch's flash attention"
+)
+_FORMS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "packed": {},
+    "padded": {"room": 40},
+    "packed-pages": {"page_size": 48},
+    "cache": {"room": 40},
+    "cache-places": {"room": 70, "leftpad": 21, "reordered": True},
+    "pages": {"page_size": 16},
+    "append": {"room": 40, "new": 5},
+    "append-pages": {"page_size": 16, "new": 5, "rotary": True},
+    "append-halves": {"room": 40, "new": 5, "rotary": False},
+}
+_OF_FORMS = ("full", "causal", "everything")
+_ROTARY_DIM = 32
+_SIGMAS = 6.0  # that the share of dropped weights may be off
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A shape of the accuracy checks."""
+class Case:
+    """A call of the accuracy checks."""
 
     name: str
-    batch: int
     seqlen_q: int
     seqlen_k: int
-    nheads: int
-    nheads_k: int
+    feature: str = "full"  # a name in FEATURES
+    form: str = "dense"  # a name in _FORMS
+    batch: int = 2
+    nheads: int = 4
+    nheads_k: int = 2
+    backward: bool = False  # whether gradients are compared too
+    shrink: int = 1  # of windows
 
 
-_FORWARD = {
+def cases(device: str) -> Iterator[Case]:
+    """Yields the cases of a head dim and dtype: lengths, features, layouts."""
+    cuda = device == "cuda"
+    seqlen_q, seqlen_k, shrink = (333, 1000, 1) if cuda else (70, 100, 6)
+    for feature in ("full", "causal"):
+        for shape in _SHAPES[device]:
+            yield replace(shape, name=f"{shape.name} {feature}", feature=feature)
+    common: dict[str, Any] = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "shrink": shrink}
+    for feature in FEATURES:
+        yield Case(feature, feature=feature, backward=True, **common)
+    for form in list(_FORMS)[1:]:
+        for feature in _OF_FORMS:
+            backward = form == "packed"
+            name = f"{form} {feature}"
+            yield Case(name, feature=feature, form=form, batch=3, backward=backward, **common)
+    yield Case("packed dropout", feature="dropout", form="packed", batch=3, backward=True, **common)
+
+
+_SHAPES = {
     "cuda": (
-        Shape("one-key", 2, 1, 1, 4, 4),
-        Shape("below-tile", 2, 127, 63, 4, 4),
-        Shape("above-tile-mqa", 2, 129, 65, 4, 1),
-        Shape("1000-gqa", 2, 1000, 1000, 8, 2),
-        Shape("4096-gqa", 1, 4096, 4096, 8, 2),
-        Shape("1000-of-4096-mqa", 1, 1000, 4096, 4, 1),
-        Shape("decode-4096-gqa", 2, 1, 4096, 8, 2),
-        Shape("fewer-keys", 2, 1000, 65, 8, 2),
+        Case("one-key", 1, 1, nheads_k=4),
+        Case("below-tile", 127, 63, nheads_k=4),
+        Case("above-tile-mqa", 129, 65, nheads_k=1),
+        Case("1000-gqa", 1000, 1000, nheads=8, backward=True),
+        Case("4096-gqa", 4096, 4096, batch=1, nheads=8),
+        Case("1000-of-4096-mqa", 1000, 4096, batch=1, nheads_k=1),
+        Case("decode-4096-gqa", 1, 4096, nheads=8),
+        Case("fewer-keys", 1000, 65, nheads=8),
+        Case("130-mha", 130, 130, nheads_k=4, backward=True),
+        Case("2048", 2048, 2048, batch=1, nheads_k=4, backward=True),
     ),
     "cpu": (
-        Shape("one-key", 2, 1, 1, 4, 4),
-        Shape("above-tile-mqa", 2, 129, 65, 4, 1),
-        Shape("200-gqa", 2, 200, 200, 4, 2),
-        Shape("decode-300", 2, 1, 300, 4, 2),
+        Case("one-key", 1, 1, nheads_k=4),
+        Case("above-tile-mqa", 129, 65, nheads_k=1),
+        Case("130-gqa", 130, 130, backward=True),
+        Case("decode-300", 1, 300),
     ),
-}
-_BACKWARD = {
-    "cuda": (
-        Shape("130-mha", 2, 130, 130, 4, 4),
-        Shape("1000-gqa", 2, 1000, 1000, 8, 2),
-        Shape("2048", 1, 2048, 2048, 4, 4),
-    ),
-    "cpu": (Shape("130-gqa", 2, 130, 130, 4, 2),),
 }
 
 
-def measure(config: Config, device: str, attention: Attention) -> dict[str, Any]:
-    """Measures all shapes of one head dim and dtype on "cpu" or "cuda".
+def measure(
+    config: Config, device: str, attention: Attention, among: Iterable[Case] | None = None
+) -> dict[str, Any]:
+    """Measures all cases of one head dim and dtype on "cpu" or "cuda".
+
+    Args:
+        config: head dim and dtype.
+        device: where to run.
+        attention: the functions under test.
+        among: the cases; None: all of the device.
 
     Returns:
-        `rows`, each with the errors of ours, of the standard and of what ours is compared with,
-        the ratio, and whether it passed; `criterion` in words.
+        `rows`, each with the errors of ours and, of plain calls on a GPU, torch's, the ratio and
+        whether it passed; `criterion` in words.
     """
-    against = standard.FLASH if device == "cuda" else ROUNDED
     rows = []
-    for causal in (False, True):
-        for shape in _FORWARD[device]:
-            rows.append(_forward(shape, config, causal, device, attention))
-        for shape in _BACKWARD[device]:
-            rows += _backward(shape, config, causal, device, attention)
-    return {
-        "rows": rows,
-        "standard": standard.name(device),
-        "criterion": f"largest error against float64 <= {limits.ACCURACY_RATIO} x that of "
-        f"{against}",
-    }
+    for case in cases(device) if among is None else among:
+        call, seed = _draw(case, config, device, attention)
+        for direction, tensor, error, other in _errors(case, call, seed):
+            rows.append(
+                {
+                    "name": f"{direction} {tensor} {case.name}",
+                    "direction": direction,
+                    "tensor": tensor,
+                    "feature": case.feature,
+                    "form": case.form,
+                    "shape": {n: getattr(case, n) for n in _DIMENSIONS},
+                    "head_dim": config[0],
+                    "dtype": config[1],
+                    "ours": {"largest": error.largest, "rmse": error.rmse},
+                    "standard": None if other is None else asdict(other),
+                    "ratio": error.ratio,
+                    "passed": error.ratio <= 1.0,
+                }
+            )
+    return {"rows": rows, "standard": standard.name(device), "criterion": CRITERION}
 
 
-def _draw(shape: Shape, config: Config, device: str) -> list[torch.Tensor]:
+_DIMENSIONS = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k")
+Found = Iterator[tuple[str, str, Error, "Error | None"]]
+
+
+def _draw(case: Case, config: Config, device: str, attention: Attention) -> tuple[Call, int]:
     head_dim, dtype = config
-    seed = zlib.crc32(f"{shape.name} {head_dim} {dtype}".encode())
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(seqlen: int, nheads: int) -> torch.Tensor:
-        size = (shape.batch, seqlen, nheads, head_dim)
-        return torch.randn(size, generator=generator, device=device).to(DTYPES[dtype])
-
-    q, k = (shape.seqlen_q, shape.nheads), (shape.seqlen_k, shape.nheads_k)
-    return [normal(*size) for size in (q, k, k, q)]
-
-
-@torch.no_grad()
-def _forward(
-    shape: Shape, config: Config, causal: bool, device: str, attention: Attention
-) -> dict[str, Any]:
-    q, k, v, _ = _draw(shape, config, device)
-    want = [exact.forward(q, k, v, causal, None)]
-    ours = [attention.dense(q, k, v, causal=causal)]
-    theirs = [standard.forward(q, k, v, causal)]
-    rounded = theirs if device == "cuda" else [exact.forward(q, k, v, causal, q.dtype)]
-    return _rows(shape, config, causal, "forward", ("out",), want, ours, theirs, rounded)[0]
+    seed = zlib.crc32(f"{case.name} {head_dim} {dtype}".encode()) >> 1
+    options = options_of(case.feature, case.shrink)
+    shape = (case.batch, case.seqlen_q, case.nheads, head_dim)
+    drawn = draw(
+        attention, shape, case.seqlen_k, case.nheads_k,
+        dtype=dtype, device=device, seed=seed, options=options,
+    )  # fmt: skip
+    return drawn, seed
 
 
-def _backward(
-    shape: Shape, config: Config, causal: bool, device: str, attention: Attention
-) -> list[dict[str, Any]]:
-    *inputs, dout = _draw(shape, config, device)
-    q, k, v = (t.requires_grad_() for t in inputs)
-    with torch.enable_grad():
-        ours = torch.autograd.grad(attention.dense(q, k, v, causal=causal), (q, k, v), dout)
-        theirs = torch.autograd.grad(standard.square(q, k, v, causal), (q, k, v), dout)
-    with torch.no_grad():
-        want = exact.gradients(q, k, v, dout, causal, None)
-        rounded = theirs if device == "cuda" else exact.gradients(q, k, v, dout, causal, dout.dtype)
-    names = ("dq", "dk", "dv")
-    return _rows(shape, config, causal, "backward", names, want, ours, theirs, rounded)
+def _errors(case: Case, call: Call, seed: int) -> Found:
+    """Yields direction, tensor, its error in the worst sequence, and torch's if comparable."""
+    if "residual" in FEATURES[case.feature]:
+        yield "backward", "dq", _residual(call), None
+        return
+    torchs: Tensors = {}
+    if call.q.is_cuda and case.form == "dense" and case.feature in ("full", "causal"):
+        torchs = _torchs(call, case.backward)
+    for direction in ("forward", "backward") if case.backward else ("forward",):
+        worst: dict[str, tuple[Error, Error | None]] = {}
+        torch.manual_seed(seed)
+        for one, own in _parts(case, call, direction == "backward"):
+            found, exact = _compared(one, own)
+            for name, error in found.items():
+                beside: tuple[Error, Error | None] = (error, None)
+                if name in torchs:
+                    beside = _beside(error, torchs[name], exact[name])
+                if name not in worst or error.ratio > worst[name][0].ratio:
+                    worst[name] = beside
+        for name, (error, other) in worst.items():
+            yield direction, name, error, other
 
 
-def _rows(
-    shape: Shape,
-    config: Config,
-    causal: bool,
-    direction: str,
-    names: Iterable[str],
-    want: Iterable[torch.Tensor],
-    *sides: Iterable[torch.Tensor],
-) -> list[dict[str, Any]]:
-    head_dim, dtype = config
-    rows = []
-    for name, exactly, *results in zip(names, want, *sides, strict=True):
-        ours, theirs, against = (errors(result, exactly) for result in results)
-        # Smaller errors are chance, not the algorithm.
-        floor = torch.finfo(DTYPES[dtype]).eps / 64
-        ratio = max(ours["largest"], floor) / max(against["largest"], floor)
-        # Beside a standard that is infinitely wrong, any finite error would pass.
-        finite = math.isfinite(ours["largest"]) and math.isfinite(against["largest"])
-        passed = finite and ratio <= limits.ACCURACY_RATIO
-        rows.append(
-            {
-                "name": f"{direction} {name} {shape.name}{' causal' if causal else ''}",
-                "direction": direction,
-                "tensor": name,
-                "shape": {n: getattr(shape, n) for n in vars(shape) if n != "name"},
-                "head_dim": head_dim,
-                "dtype": dtype,
-                "causal": causal,
-                "ours": ours,
-                "standard": theirs,
-                "against": against,
-                "ratio": ratio,
-                "passed": passed,
-            }
-        )
-    return rows
+def _compared(one: Call, own: Tensors) -> tuple[dict[str, Error], Tensors]:
+    """Compares the results of a dense call; returns errors, and what is exact."""
+    options, dtype = dict(one.keywords), one.q.dtype
+    if "probs" in own:
+        shape = (one.q.shape[0], one.q.shape[2], one.q.shape[1], one.k.shape[1])
+        kept = ~own["probs"].signbit()
+        options["keep"] = kept if kept.shape == shape else kept.new_ones(shape)
+    truth = Definition(**options)
+    if "dq" in own:
+        plain = replace(truth, dtype=dtype)
+        three = [d.gradients(one.q, one.k, one.v, one.dout) for d in (truth, plain)]
+        gradients = own["dq"], own["dk"], own["dv"]
+        found = bounds.gradients(gradients, three[0], three[1], dtype, truth.softcap)
+        return found, dict(zip(("dq", "dk", "dv"), three[0], strict=True))
+    exact = truth.forward(one.q, one.k, one.v)
+    found = bounds.forward(own, exact, dtype, truth.softcap)
+    if "k_new" in own:
+        found |= _appended(one, own)
+    if truth.dropout_p:
+        found["probs"] = _dropped(own["probs"], truth.dropout_p)
+    return found, {"out": exact.out}
 
 
-def errors(result: torch.Tensor, exactly: torch.Tensor) -> dict[str, float]:
-    """Returns the largest and the root mean square error; a NaN is an infinite error."""
-    gap = (result.double() - exactly).abs().nan_to_num(math.inf, posinf=math.inf)
-    return {"largest": float(gap.max()), "rmse": float(gap.square().mean().sqrt())}
+def _parts(case: Case, call: Call, gradients: bool) -> layouts.Parts:
+    """Runs a case in its layout."""
+    options = dict(_FORMS[case.form])
+    if case.form == "dense":
+        return [(call, call.gradients() if gradients else call())]
+    ragged = [case.seqlen_k, case.seqlen_k // 2 + 1, case.seqlen_k - 9]
+    if "room" in options:
+        options["room"] += case.seqlen_k
+    if case.form.startswith(("packed", "padded")):
+        lengths_q = [case.seqlen_q, case.seqlen_q // 3, case.seqlen_q - 1]
+        return layouts.packed(call, lengths_q, ragged, gradients=gradients, **options).parts
+    if "new" in options:
+        call = call.queries(0, options["new"])
+    if "rotary" in options:
+        options["rotary"] = _rotary(call, case.seqlen_k, options["rotary"])
+    return layouts.cached(call, ragged, **options)
+
+
+def _rotary(call: Call, seqlen: int, interleaved: bool) -> layouts.Rotary:
+    half, device = _ROTARY_DIM // 2, call.q.device
+    angles = torch.arange(seqlen + 70, device=device)[:, None] * (
+        10_000.0 ** (-torch.arange(half, device=device) / half)
+    )
+    return layouts.Rotary(angles.cos().to(call.q), angles.sin().to(call.q), interleaved)
+
+
+def _appended(one: Call, own: Tensors) -> dict[str, Error]:
+    """Compares what was written to the cache: values as they were, keys off by one rounding."""
+    new = own["k_new"].shape[1]
+    eps = torch.finfo(one.k.dtype).eps
+    found = {}
+    for name, wanted, unit in (("k_new", one.k, eps), ("v_new", one.v, 0.0)):
+        wanted = wanted[:, -new:].double()
+        found[name] = bounds.error(own[name].double() - wanted, unit * wanted.abs() + 1e-5)
+    return found
+
+
+def _dropped(probs: torch.Tensor, dropout_p: float) -> Error:
+    """Compares the share of dropped weights with what it should be."""
+    visible = probs != 0
+    count = max(1, int(visible.sum()))
+    # A random byte decides.
+    wanted = 1.0 - (math.floor(255 * (1.0 - dropout_p)) + 1) / 256
+    share = float((probs.signbit() & visible).sum()) / count
+    off = abs(share - wanted)
+    return Error(off, off, off / (_SIGMAS * math.sqrt(wanted * (1 - wanted) / count)))
+
+
+def _residual(call: Call) -> Error:
+    """Compares dq's errors with a residual and without, where values are alike."""
+    call = replace(call, v=call.v.float().sigmoid().to(call.v), options={})
+    exact = Definition().gradients(call.q, call.k, call.v, call.dout)[0]
+    with deterministic_mode(keep_residual=True):
+        kept = call.gradients()["dq"].double() - exact
+    without = call.gradients()["dq"].double() - exact
+    return bounds.error(kept.norm(), limits.RESIDUAL_RATIO * without.norm())
+
+
+def _torchs(call: Call, backward: bool) -> Tensors:
+    """Returns out, and dq, dk and dv, of torch's flash attention."""
+    leaves = [t.detach().requires_grad_(backward) for t in (call.q, call.k, call.v)]
+    with torch.set_grad_enabled(backward):
+        q, k, v = leaves
+        out = standard.forward(q, k, v, call.options.get("causal", False))
+        found = named_gradients(out, leaves, call.dout) if backward else {}
+    return {**found, "out": out.detach()}
+
+
+def _beside(error: Error, other: torch.Tensor, exact: torch.Tensor) -> tuple[Error, Error]:
+    """Returns an error whose ratio is also that to torch's, and torch's."""
+    theirs = bounds.error(other.double() - exact, torch.ones_like(exact))
+    # Smaller errors are chance, not the algorithm.
+    floor = torch.finfo(other.dtype).eps / 64
+    ratio = max(error.largest, floor) / (limits.ACCURACY_RATIO * max(theirs.largest, floor))
+    # Beside a standard that is infinitely wrong, any finite error would pass.
+    ratio = ratio if math.isfinite(theirs.largest) else math.inf
+    return replace(error, ratio=max(error.ratio, ratio)), theirs

@@ -1,8 +1,12 @@
-"""Attention by its definition, in float64 and with explicit roundings, on any device."""
+"""Attention by its definition: the one oracle of all checks, in plain torch on any device."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,85 +15,142 @@ _SCORES = 2**26  # float64 scores in flight: 512 MiB a matrix
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def hidden_keys(rows: torch.Tensor, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
-    """Returns which keys the causal mask, aligned to the bottom right, hides from some rows."""
-    key = torch.arange(seqlen_k, device=rows.device)
-    return key > rows[:, None] + seqlen_k - seqlen_q
+class Exact(NamedTuple):
+    """What attention should return."""
+
+    out: torch.Tensor  # (batch, seqlen_q, nheads, head_dim); 0 where no key is visible
+    softmax_lse: torch.Tensor  # (batch, nheads, seqlen_q); +inf where no key is visible
+    size: torch.Tensor  # like out: the sum of weights times |values|, which roundings scale with
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, round_to: torch.dtype | None
-) -> torch.Tensor:
-    """Computes softmax(q k^T / sqrt(head_dim)) v in float64.
+@dataclass(frozen=True)
+class Definition:
+    """The options of a call, by the names that the package's functions have for them."""
 
-    Args:
-        q: (batch, seqlen_q, nheads, head_dim).
-        k: (batch, seqlen_k, nheads_k, head_dim).
-        v: like k.
-        causal: aligned to the bottom right.
-        round_to: None: exact. Otherwise exponentials and result are rounded to it, as the kernels
-            do with their inputs' dtype.
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    alibi_slopes: torch.Tensor | None = None  # (batch, nheads)
+    dropout_p: float = 0.0
+    keep: torch.Tensor | None = None  # (batch, nheads, seqlen_q, seqlen_k), bool: not dropped
+    dtype: torch.dtype = torch.float64  # of every step
+    split_size: int | None = None  # changes no number
 
-    Returns:
-        (batch, seqlen_q, nheads, head_dim), float64; rows without a visible key are 0.
-    """
-    batch, seqlen_q, nheads, head_dim = q.shape
-    seqlen_k, nheads_k = k.shape[1:3]
-    group = nheads // nheads_k
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    step = max(1, _SCORES // (group * seqlen_k))
-    for b in range(batch):
-        for h in range(nheads_k):
-            shared = slice(h * group, (h + 1) * group)
-            keys, values = k[b, :, h].double(), v[b, :, h].double()
+    @torch.no_grad()
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Exact:
+        """Computes out and softmax_lse, a few rows at a time.
+
+        Args:
+            q: (batch, seqlen_q, nheads, head_dim).
+            k: (batch, seqlen_k, nheads_k, head_dim).
+            v: like k.
+        """
+        batch, seqlen_q, nheads, _ = q.shape
+        out = q.new_zeros(q.shape, dtype=self.dtype)
+        size = torch.zeros_like(out)
+        softmax_lse = out.new_full((batch, nheads, seqlen_q), math.inf)
+        step = max(1, _SCORES // max(1, nheads // k.shape[2] * k.shape[1]))
+        for b, heads, keys, values in self._groups(q, k, v):
             for begin in range(0, seqlen_q, step):
                 part = slice(begin, min(begin + step, seqlen_q))
-                scores = q[b, part, shared].double().transpose(0, 1) @ keys.T * head_dim**-0.5
-                if causal:
-                    row = torch.arange(part.start, part.stop, device=q.device)
-                    scores.masked_fill_(hidden_keys(row, seqlen_q, seqlen_k), -math.inf)
-                largest = scores.amax(-1, keepdim=True).clamp_min(-1e300)
-                weights = torch.exp(scores - largest)
-                total = weights.sum(-1, keepdim=True)
-                weights = _rounded(weights, round_to)
-                result = weights @ values / total.masked_fill(total == 0, 1.0)
-                out[b, part, shared] = _rounded(result, round_to).transpose(0, 1)
-    return out
+                probs, lse = self._weights(q[b, part, heads], keys, (b, heads, begin), seqlen_q)
+                out[b, part, heads] = (probs @ values).transpose(0, 1)
+                size[b, part, heads] = (probs @ values.abs()).transpose(0, 1)
+                softmax_lse[b, heads, part] = lse
+        return Exact(out, softmax_lse, size)
+
+    @torch.enable_grad()
+    def gradients(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+    ) -> Triple:
+        """Computes dq, dk and dv by autograd; all scores of a KV head must fit in memory."""
+        leaves = tuple(t.detach().to(self.dtype).requires_grad_() for t in (q, k, v))
+        found = tuple(torch.zeros_like(t) for t in leaves)
+        for b, heads, keys, values in self._groups(*leaves):
+            probs, _ = self._weights(leaves[0][b, :, heads], keys, (b, heads, 0), q.shape[1])
+            out = (probs @ values).transpose(0, 1)
+            parts = torch.autograd.grad(out, leaves, dout[b, :, heads].to(self.dtype))
+            for total, part in zip(found, parts, strict=True):
+                total += part
+        dq, dk, dv = found
+        return dq, dk, dv
+
+    def _groups(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
+        """Yields a sequence, the query heads of one KV head, and its keys and values."""
+        group = q.shape[2] // k.shape[2]
+        for b, head in itertools.product(range(q.shape[0]), range(k.shape[2])):
+            heads = slice(head * group, (head + 1) * group)
+            yield b, heads, k[b, :, head].to(self.dtype), v[b, :, head].to(self.dtype)
+
+    def _weights(
+        self, q: torch.Tensor, keys: torch.Tensor, place: tuple[int, slice, int], seqlen_q: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes the weights of some rows, after dropout, and their softmax_lse.
+
+        Args:
+            q: (rows, heads, head_dim).
+            keys: (seqlen_k, head_dim).
+            place: index of the sequence, the heads, and the first row.
+            seqlen_q: rows of the sequence.
+
+        Returns:
+            (heads, rows, seqlen_k) and (heads, rows).
+        """
+        (b, heads, first), seqlen_k = place, keys.shape[0]
+        scale = q.shape[2] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        scores = q.to(self.dtype).transpose(0, 1) @ keys.T * scale
+        if self.softcap > 0:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        row = torch.arange(first, first + q.shape[0], device=q.device) + seqlen_k - seqlen_q
+        # Positive: the key comes after the query.
+        distance = torch.arange(seqlen_k, device=q.device) - row[:, None]
+        if self.alibi_slopes is not None:
+            bias = self.alibi_slopes[b, heads, None, None] * distance.abs()
+            scores = scores - bias.to(self.dtype)
+        left, right = self.window_size
+        right = 0 if self.causal else right
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if left >= 0:
+            hidden |= distance < -left
+        if right >= 0:
+            hidden |= distance > right
+        scores = scores.masked_fill(hidden, -math.inf)
+        empty = hidden.all(-1)
+        lse = scores.logsumexp(-1).masked_fill(empty, math.inf)
+        # Of a row without keys every score is masked, so that none of its NaNs flows back.
+        probs = torch.where(empty[:, None], 0.0, scores.softmax(-1))
+        if self.keep is not None:
+            # The kernels divide by 1 - dropout_p as a float32.
+            kept = float(torch.tensor(1.0 - self.dropout_p, dtype=torch.float32))
+            part = self.keep[b, heads, first : first + q.shape[0]]
+            probs = torch.where(part, probs / kept, 0.0)
+        return probs, lse
 
 
-def gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    causal: bool,
-    round_to: torch.dtype | None,
-) -> Triple:
-    """Computes dq, dk and dv of `forward` in float64, like q, k and v.
+def rotated(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Rotates pairs of elements (RoFormer, Su et al., 2021), rounded once to x's dtype.
 
-    With round_to, out, weights, their gradients and the results are rounded. Tensors of all scores
-    must fit in memory.
+    Args:
+        x: (seqlen, nheads, head_dim).
+        cos: (seqlen_ro, rotary_dim / 2); elements after rotary_dim stay.
+        sin: like cos.
+        positions: (seqlen,): rows of cos and sin.
+        interleaved: whether a pair is two neighbours, or halves apart.
     """
-    seqlen_q, nheads, head_dim = q.shape[1:]
-    seqlen_k, nheads_k = k.shape[1:3]
-    group, scale = nheads // nheads_k, head_dim**-0.5
-    q64, dout64 = (t.double().transpose(1, 2) for t in (q, dout))
-    k64, v64 = (t.double().repeat_interleave(group, dim=2).transpose(1, 2) for t in (k, v))
-    scores = q64 @ k64.mT * scale
-    if causal:
-        row = torch.arange(seqlen_q, device=q.device)
-        scores.masked_fill_(hidden_keys(row, seqlen_q, seqlen_k), -math.inf)
-    probs = torch.softmax(scores, -1).nan_to_num(0.0)
-    del scores
-    out = _rounded(_rounded(probs, round_to) @ v64, round_to)
-    delta = (dout64 * out).sum(-1, keepdim=True)
-    dscores = _rounded(probs * (dout64 @ v64.mT - delta), round_to)
-    dq = dscores @ k64 * scale
-    dk = dscores.mT @ q64 * scale
-    dv = _rounded(probs, round_to).mT @ dout64
-    dk, dv = (t.transpose(1, 2).unflatten(2, (nheads_k, group)).sum(3) for t in (dk, dv))
-    return _rounded(dq.transpose(1, 2), round_to), _rounded(dk, round_to), _rounded(dv, round_to)
-
-
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None else tensor.to(dtype).double()
+    half = cos.shape[1]
+    turn = torch.complex(cos.double(), sin.double())[positions, None]
+    shape = (*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    pairs = x[..., : 2 * half].double().reshape(shape)
+    axis = -1 if interleaved else -2
+    turned = turn * torch.complex(*(part.contiguous() for part in pairs.unbind(axis)))
+    both = torch.stack([turned.real, turned.imag], axis).flatten(-2)
+    return torch.cat([both.to(x.dtype), x[..., 2 * half :]], -1)

@@ -126,6 +126,7 @@ class Run:
                 "bits_version": info.bits_version,
                 "sources": dict(info.sources),
                 "missing_kernels": environment.missing_kernels(info),
+                "golden": _golden(machine.get("compute_capability")),
             },
             "architectures": environment.architectures(
                 info.architectures,
@@ -212,6 +213,14 @@ class Run:
                 }
             )
         return rows
+
+
+def _golden(capability: str | None) -> dict[str, Any] | None:
+    """Returns where the hashes of the row "golden" come from; None: there are none."""
+    from .contract.golden import known_entry
+
+    entry = None if capability is None else known_entry(capability)
+    return None if entry is None else {"origin": dict(entry.origin), "evidence": entry.evidence}
 
 
 def _why(name: str, data: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from flash_attn_deterministic.verify.contract import (
     size_of,
 )
 from flash_attn_deterministic.verify.contract.check import Mismatch, expect_numbers
-from flash_attn_deterministic.verify.contract.sizes import FEATURES
+from flash_attn_deterministic.verify.features import OF_CONTRACT
 
 ROOT = Path(__file__).parents[3]
 BY_ID = {check.id: check for check in CHECKS}
@@ -88,7 +88,7 @@ def test_a_full_run_has_all_that_a_quick_one_has() -> None:
     for device in ("cpu", "cuda"):
         quick, full = size_of(device, True), size_of(device, False)
         assert set(quick.configs) < set(full.configs)
-        assert set(quick.features) < set(full.features) == set(FEATURES)
+        assert set(quick.features) < set(full.features) == set(OF_CONTRACT)
 
 
 def test_a_full_run_meets_every_kernel_of_the_release() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from flash_attn_deterministic.verify.contract import (
 from flash_attn_deterministic.verify.contract import golden as row
 from flash_attn_deterministic.verify.contract.golden import __main__ as command
 from flash_attn_deterministic.verify.contract.golden import calls, inputs, record
+from flash_attn_deterministic.verify.contract.golden.evidence import Evidence, problem
 from flash_attn_deterministic.verify.contract.golden.record import Entry, Golden, GoldenError
 
 ROOT = Path(__file__).parents[3]
@@ -191,6 +193,101 @@ def test_without_hashes_the_row_says_so_and_decides_nothing(
     assert outcome.combined([outcome.PASSED, answer["status"]]) == outcome.PASSED
 
 
+# --- evidence ---
+
+
+def forced_family(*args: Any, **kwargs: Any) -> str:
+    return os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family=")
+
+
+def other_bits_on_hopper(*args: Any, **kwargs: Any) -> Any:
+    result = flash_attn_func(*args, **kwargs)
+    if os.environ.get("FLASH_ATTENTION_TEST_DEVICE") == "family=sm90":
+        result[0].view(torch.int16)[0, 3, 0, 5] ^= 1
+    return result
+
+
+def without_softcap(*args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(*args, **{**kwargs, "softcap": 0.0})
+
+
+def examined(*names: str, **functions: Callable[..., Any]) -> dict[str, Any]:
+    found = Evidence(two_families=True)
+    attention = dataclasses.replace(Attention.installed(), family=forced_family, **functions)
+    size = dataclasses.replace(size_of("cpu", quick=True), configs=((40, "fp16"),))
+    for case in row.golden_cases(size):
+        call, drawn, _ = row.draw_case(case, attention, "cpu")
+        if call.name in names:
+            results = call.results(drawn)
+            found.add(case.name, call, drawn, results, row.hashes_of(results))
+    return found.record()
+
+
+def test_evidence_of_each_form_of_call() -> None:
+    names = ("causal-mqa", "packed-everything", "decode-paged", "append", "backward-packed")
+    found = examined(*names)
+    assert found["families"] == {"agreeing": len(names), "differing": []}
+    assert found["accuracy"]["calls"] == len(names)
+    assert 0 < found["accuracy"]["worst"]["ratio"] < 1
+    assert problem(2, found, others=False) == ""
+
+
+def test_evidence_sees_families_that_differ() -> None:
+    found = examined("causal-mqa", dense=other_bits_on_hopper)
+    assert problem(2, found, others=False) == (
+        "sm80 and sm90 differ in 1 calls, the first d40-fp16-causal-mqa"
+    )
+
+
+def test_evidence_sees_results_far_from_float64() -> None:
+    words = problem(2, examined("softcap", dense=without_softcap), others=False)
+    assert "of d40-fp16-softcap is" in words
+    assert "as far from float64" in words
+
+
+def evidence_of(agreeing: int = 1, ratio: float = 0.5) -> dict[str, Any]:
+    worst = {"case": "a", "tensor": "out", "ratio": ratio}
+    families = {"agreeing": agreeing, "differing": []}
+    return {"families": families, "accuracy": {"calls": 1, "worst": worst}}
+
+
+@pytest.mark.parametrize(
+    ("evidence", "words"),
+    [
+        pytest.param(None, "no evidence", id="none"),
+        pytest.param(evidence_of(agreeing=0), "no call ran in both", id="one-family-ran"),
+        pytest.param(evidence_of(ratio=1.1), "float64", id="inaccurate"),
+        pytest.param(evidence_of(ratio=float("nan")), "float64", id="no-number"),
+        pytest.param({**evidence_of(), "families": None}, "one family", id="one-family"),
+    ],
+)
+def test_hashes_of_a_new_version_need_evidence(evidence: dict[str, Any] | None, words: str) -> None:
+    later = dataclasses.replace(entry_of(a="9"), bits_version=2, evidence=evidence)
+    with pytest.raises(GoldenError, match=words):
+        Golden().added({}, later, force=True)
+
+
+def test_a_gpu_of_one_family_follows_one_of_two() -> None:
+    later = dataclasses.replace(entry_of(a="9"), bits_version=2, evidence=evidence_of())
+    ampere = dataclasses.replace(
+        later, compute_capability="8.0", evidence={**evidence_of(), "families": None}
+    )
+    golden = Golden().added({}, later).added({}, ampere)
+    assert golden.find(2, "8.0") == ampere
+
+
+def test_the_row_refuses_hashes_without_evidence(
+    small: Size, known: Golden, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = dataclasses.replace(known.entries[0], bits_version=2)
+    record.write(dataclasses.replace(known, entries=(later,)), record.PATH)
+    other = dataclasses.replace(build_info(), bits_version=2)
+    monkeypatch.setattr(row, "build_info", lambda: other)
+    found = run(small)
+    assert found.failed == found.cases
+    assert "not accepted: there is no evidence" in what(found)
+
+
 # --- the file ---
 
 
@@ -223,7 +320,7 @@ def test_hashes_are_not_written_over_unless_forced() -> None:
 def test_hashes_of_other_cases_versions_and_gpus_are_added() -> None:
     golden = Golden().added({}, entry_of(a="1")).added({}, entry_of(a="1", b="2"))
     assert golden.entries == (entry_of(a="1", b="2"),)
-    later = dataclasses.replace(entry_of(a="9"), bits_version=2)
+    later = dataclasses.replace(entry_of(a="9"), bits_version=2, evidence=evidence_of())
     older = dataclasses.replace(entry_of(a="8"), compute_capability="8.0")
     golden = golden.added({}, later).added({}, older)
     assert golden.entries == (older, entry_of(a="1", b="2"), later)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from . import layouts
 from .attention import Attention
-from .call import Call, Tensors, cumulative, named_gradients, pick
+from .call import Call, Tensors, pick
 from .check import Case, expect_different, expect_same, make
 from .enumerate_cases import case_of, cases_of
 from .forward import repeat
@@ -67,33 +68,10 @@ def _packed_gradients(call: Call) -> None:
     seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
     lengths_q = [seqlen_q, max(1, seqlen_q // 2), 1][: call.q.shape[0]]
     lengths_k = [seqlen_k, seqlen_k, max(1, seqlen_k // 3)][: call.q.shape[0]]
-    device = call.q.device
-
-    def pack(tensor: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        return torch.cat([one[:n] for one, n in zip(tensor, lengths, strict=False)])
-
-    leaves = [
-        pack(t, n).requires_grad_()
-        for t, n in ((call.q, lengths_q), (call.k, lengths_k), (call.v, lengths_k))
-    ]
-    slopes = None if call.slopes is None else call.slopes[: len(lengths_q)]
-    with torch.enable_grad():
-        out = call.attention.varlen(
-            *leaves, cumulative(lengths_q, device), cumulative(lengths_k, device),
-            max(lengths_q), max(lengths_k), **{**call.keywords, "alibi_slopes": slopes},
-        )  # fmt: skip
-        packed = named_gradients(out, leaves, pack(call.dout, lengths_q))
-    begin_q = begin_k = 0
-    for index, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
-        one = call.sequences([index]).queries(0, length_q).keys(length_k)
-        own: Tensors = {
-            "dq": packed["dq"][begin_q : begin_q + length_q].unsqueeze(0),
-            "dk": packed["dk"][begin_k : begin_k + length_k].unsqueeze(0),
-            "dv": packed["dv"][begin_k : begin_k + length_k].unsqueeze(0),
-        }
+    for one, own in layouts.packed(call, lengths_q, lengths_k, gradients=True).parts:
+        length_q, length_k = one.q.shape[1], one.k.shape[1]
         what = f"gradients of {length_q} queries and {length_k} keys, packed, against dense"
         expect_same(one, what, own, one.gradients())
-        begin_q, begin_k = begin_q + length_q, begin_k + length_k
 
 
 # --- dropout ------------------------------------------------------------------------------------

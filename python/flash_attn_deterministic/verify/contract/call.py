@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,20 +30,25 @@ class Call:
     # keyword arguments, split_size among them
     options: dict[str, Any] = field(default_factory=dict)
 
+    @torch.no_grad()
     def __call__(self) -> Tensors:
-        """Returns out and softmax_lse."""
-        with torch.no_grad():
-            out, softmax_lse, _ = self.attention.dense(
-                self.q, self.k, self.v, return_attn_probs=True, **self.keywords
-            )
-        return {"out": out, "softmax_lse": softmax_lse}
+        """Returns out and softmax_lse; with dropout also `probs`, signed where it drops."""
+        out, softmax_lse, probs = self.attention.dense(
+            self.q, self.k, self.v, return_attn_probs=True, **self.keywords
+        )
+        found = {"out": out, "softmax_lse": softmax_lse}
+        return {**found, "probs": probs} if self.dropout else found
 
+    @torch.enable_grad()
     def gradients(self) -> Tensors:
-        """Returns dq, dk and dv for dout."""
+        """Returns dq, dk and dv for dout; with dropout also `probs`."""
         leaves = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
-        with torch.enable_grad():
-            out = self.attention.dense(*leaves, **self.keywords)
-            return named_gradients(out, leaves, self.dout)
+        if not self.dropout:
+            return named_gradients(
+                self.attention.dense(*leaves, **self.keywords), leaves, self.dout
+            )
+        out, _, probs = self.attention.dense(*leaves, return_attn_probs=True, **self.keywords)
+        return {**named_gradients(out, leaves, self.dout), "probs": probs}
 
     @torch.no_grad()
     def cached(
@@ -55,23 +60,15 @@ class Call:
         )
         return {"out": out, "softmax_lse": softmax_lse}
 
-    @torch.no_grad()
-    def packed(
-        self, qkv: Iterable[torch.Tensor], lengths_q: Sequence[int], lengths_k: Sequence[int],
-        **arguments: torch.Tensor,
-    ) -> Tensors:  # fmt: skip
-        """Returns out and softmax_lse of flash_attn_varlen_func, on packed q, k and v."""
-        starts = (cumulative(lengths, self.q.device) for lengths in (lengths_q, lengths_k))
-        out, softmax_lse, _ = self.attention.varlen(
-            *qkv, *starts, max(lengths_q), max(lengths_k), return_attn_probs=True,
-            **arguments, **self.keywords,
-        )  # fmt: skip
-        return {"out": out, "softmax_lse": softmax_lse}
-
     @property
     def keywords(self) -> dict[str, Any]:
         """Returns the keyword arguments, slopes included."""
         return {**self.options, "alibi_slopes": self.slopes}
+
+    @property
+    def dropout(self) -> bool:
+        """Returns whether weights are dropped."""
+        return bool(self.options.get("dropout_p"))
 
     @property
     def path(self) -> str:
@@ -127,7 +124,8 @@ def draw(
 ) -> Call:
     """Draws a call whose q has a shape (batch, seqlen_q, nheads, head_dim).
 
-    `alibi` in options draws slopes. The same arguments give the same tensors.
+    `alibi` in options draws slopes; `residual` is of the mode. The same arguments give the same
+    tensors.
     """
     generator = torch.Generator(device).manual_seed(seed)
     batch, seqlen_q, nheads, head_dim = shape
@@ -137,7 +135,7 @@ def draw(
         drawn = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
         return drawn.to(DTYPES[dtype])
 
-    options = dict(options)
+    options = {name: value for name, value in options.items() if name != "residual"}
     slopes = None
     q, k, v = normal(seqlen_q, nheads), normal(seqlen_k, nheads_k), normal(seqlen_k, nheads_k)
     dout = normal(seqlen_q, nheads)

@@ -23,7 +23,7 @@ class Case:
     name: str  # unique within its check
     head_dim: int  # of q, k and v
     dtype: str  # "bf16" or "fp16"
-    feature: str  # a name in sizes.FEATURES
+    feature: str  # a name in features.FEATURES
     seed: int  # of the random numbers
     parameters: Mapping[str, int] = field(default_factory=dict)  # what else the check varies
 

@@ -17,7 +17,7 @@ def cases_of(size: Size, features: Iterable[str], **axes: Iterable[int]) -> Iter
 
     Args:
         size: of the run.
-        features: names in sizes.FEATURES.
+        features: names in features.FEATURES.
         **axes: values of each parameter.
     """
     choices = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]

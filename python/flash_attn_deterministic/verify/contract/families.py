@@ -8,12 +8,14 @@ import torch
 
 from ...info import architectures
 from ...info.build_info import build_info
+from ..features import FEATURES
+from . import layouts
 from .attention import Attention
-from .call import Call, Tensors, garbage, int32
+from .call import Call
 from .check import Case, Mismatch, expect_same, make
 from .device_override import device_override
 from .enumerate_cases import cases_of
-from .sizes import FEATURES, Size
+from .sizes import Size
 
 _FAMILIES = ("sm80", "sm90")
 _PARTS = "sm90,path=parts"  # where a call has several splits; otherwise as without
@@ -53,32 +55,20 @@ def family(case: Case, attention: Attention, size: Size) -> None:
             f"{_FAMILIES[0]} and {_FAMILIES[1]}",
             call,
         )
-    _compare(call, "dense", call)
-    _compare(call, "packed", lambda: _packed(call))
-    _compare(call, "over a cache", lambda: _cached(call))
+    rows, keys = ([t.shape[1]] * call.q.shape[0] for t in (call.q, call.k))
+    used = [n - 37 * place for place, n in enumerate(keys)]
+    _compare(call, "dense", lambda: [(call, call())])
+    _compare(call, "packed", lambda: layouts.packed(call, rows, keys).parts)
+    _compare(call, "over a cache", lambda: layouts.cached(call, used, room=keys[0] + 100))
 
 
-def _compare(call: Call, form: str, run: Callable[[], Tensors]) -> None:
+def _compare(call: Call, form: str, run: Callable[[], layouts.Parts]) -> None:
     results = []
     for name in (*_FAMILIES, _PARTS):
         with device_override(f"family={name}"):
-            results.append(run())
-    expected, whole, parts = results
-    expect_same(call, f"{form}: {_FAMILIES[1]} against {_FAMILIES[0]}", whole, expected)
-    expect_same(call, f"{form}: parts of {_FAMILIES[1]} against {_FAMILIES[0]}", parts, expected)
-
-
-def _packed(call: Call) -> Tensors:
-    lengths_q, lengths_k = ([t.shape[1]] * call.q.shape[0] for t in (call.q, call.k))
-    return call.packed((t.flatten(0, 1) for t in (call.q, call.k, call.v)), lengths_q, lengths_k)
-
-
-def _cached(call: Call) -> Tensors:
-    used = [call.k.shape[1] - 37 * place for place in range(call.q.shape[0])]
-    caches = []
-    for tensor in (call.k, call.v):
-        cache = garbage((len(used), tensor.shape[1] + 100, *tensor.shape[2:]), tensor)
-        for place, length in enumerate(used):
-            cache[place, :length] = tensor[place, :length]
-        caches.append(cache)
-    return call.cached(*caches, cache_seqlens=int32(used, call.q.device))
+            results.append([own for _, own in run()])
+    for expected, whole, parts in zip(*results, strict=True):
+        expect_same(call, f"{form}: {_FAMILIES[1]} against {_FAMILIES[0]}", whole, expected)
+        expect_same(
+            call, f"{form}: parts of {_FAMILIES[1]} against {_FAMILIES[0]}", parts, expected
+        )

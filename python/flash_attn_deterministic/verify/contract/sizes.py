@@ -6,25 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# The windows are for long sequences; on the CPU they are cut down as the lengths are.
-FEATURES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (100, 33)},
-    "window-left": {"window_size": (150, -1)},
-    "window-right": {"window_size": (-1, 40)},
-    "window-right-0": {"window_size": (700, 0)},
-    "softcap": {"causal": True, "softcap": 3.0},
-    "alibi": {"causal": True, "alibi": True},
-    "everything": {"window_size": (600, 20), "softcap": 4.0, "alibi": True},
-    "everything-causal": {"causal": True, "window_size": (600, -1), "softcap": 4.0, "alibi": True},
-}
-# Those in which no row sees a key after its own.
-CAUSAL = frozenset(
-    name
-    for name, options in FEATURES.items()
-    if options.get("causal") or options.get("window_size", (-1, -1))[1] == 0
-)
+from ..features import CAUSAL, OF_CONTRACT, options_of
 
 Config = tuple[int, str]
 
@@ -54,7 +36,7 @@ class Size:
 
     device: str  # "cpu" or "cuda"
     configs: tuple[Config, ...]  # head dims with dtypes
-    features: tuple[str, ...]  # names in FEATURES
+    features: tuple[str, ...]  # names in features.FEATURES
     window_shrink: int  # windows are divided by it
     splits: tuple[int, ...]  # split sizes; the last is the default mode's on a GPU
     split: int  # the split size of checks that take one
@@ -76,13 +58,7 @@ class Size:
 
     def options(self, feature: str) -> dict[str, Any]:
         """Returns a feature's options, `alibi` among them."""
-        options = dict(FEATURES[feature])
-        if "window_size" in options:
-            options["window_size"] = tuple(
-                side if side <= 0 else max(1, side // self.window_shrink)
-                for side in options["window_size"]
-            )
-        return options
+        return options_of(feature, self.window_shrink)
 
 
 def size_of(device: str, quick: bool, held: Callable[[Config], bool] = lambda _: True) -> Size:
@@ -94,7 +70,7 @@ def size_of(device: str, quick: bool, held: Callable[[Config], bool] = lambda _:
         held: whether the wheel can run a config on the device.
     """
     configs = tuple(filter(held, _CONFIGS))
-    features = tuple(FEATURES)
+    features = OF_CONTRACT
     if device == "cpu":
         return Size(
             device=device,

@@ -8,34 +8,32 @@ from dataclasses import replace
 
 import torch
 
+from . import layouts
 from .attention import Attention
-from .call import Call, garbage, int32, pick
+from .call import garbage, pick
 from .check import Case, expect_same, make
 from .enumerate_cases import cases_of
 from .sizes import Size
-
-# --- capacity -----------------------------------------------------------------------------------
 
 
 def capacity(case: Case, attention: Attention, size: Size) -> None:
     longest = min(size.seqlen, 1100)
     call = make(case, attention, size, seqlen_k=longest)
-    batch, device = call.q.shape[0], call.q.device
+    batch = call.q.shape[0]
     for length in [n for n in size.lengths if n < longest][-6:]:
         short = call.keys(length)
         expected = short()
         for room in (length + 1, longest + 337, 2 * longest):
-            k_cache, v_cache = (garbage((batch, room, *t.shape[2:]), t) for t in (call.k, call.v))
-            k_cache[:, :length], v_cache[:, :length] = short.k, short.v
-            views = replace(short, k=k_cache[:, :length], v=v_cache[:, :length])
+            caches = [garbage((batch, room, *t.shape[2:]), t) for t in (call.k, call.v)]
+            for cache, tensor in zip(caches, (short.k, short.v), strict=True):
+                cache[:, :length] = tensor
+            views = replace(short, k=caches[0][:, :length], v=caches[1][:, :length])
             what = f"{length} keys in a buffer of {room}"
             expect_same(views, f"{what}, as views, against no more room", views(), expected)
-            used = int32([length] * batch, device)
-            cached = short.cached(k_cache, v_cache, cache_seqlens=used)
-            expect_same(short, f"{what}, by cache_seqlens, against no more room", cached, expected)
-
-
-# --- paged --------------------------------------------------------------------------------------
+            parts = layouts.cached(call, [length] * batch, room=room)
+            for index, (one, own) in enumerate(parts):
+                words = f"{what}, by cache_seqlens, against no more room"
+                expect_same(one, words, own, pick(expected, index))
 
 
 def paged_cases(size: Size) -> Iterable[Case]:
@@ -45,43 +43,15 @@ def paged_cases(size: Size) -> Iterable[Case]:
 def paged(case: Case, attention: Attention, size: Size) -> None:
     longest = min(size.seqlen, 1100)
     call = make(case, attention, size, batch=3, seqlen_k=longest)
-    lengths = [64, longest // 2 - 37, longest]
-    k_pages, v_pages, table = _pages(call, lengths, case["page_size"], case.seed)
-    used, seqlen_q = int32(lengths, call.q.device), call.q.shape[1]
-    cached = call.cached(k_pages, v_pages, cache_seqlens=used, block_table=table)
-    qkv = (call.q.flatten(0, 1), k_pages, v_pages)
-    packed = call.packed(qkv, [seqlen_q] * 3, lengths, block_table=table)
-    packed = {
-        "out": packed["out"].view(call.q.shape),
-        "softmax_lse": packed["softmax_lse"].view(-1, 3, seqlen_q).transpose(0, 1),
-    }
-    page = f"pages of {case['page_size']} in random order"
-    for index, length in enumerate(lengths):
-        one = call.sequences([index]).keys(length)
-        alone = one()
-        what = f"sequence {index} of {length} keys in {page}"
-        expect_same(one, f"{what}, KV cache, against contiguous", pick(cached, index), alone)
-        expect_same(one, f"{what}, packed queries, against contiguous", pick(packed, index), alone)
-
-
-def _pages(
-    call: Call, lengths: list[int], page_size: int, seed: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    per_sequence = -(-call.k.shape[1] // page_size) + 1
-    count = len(lengths) * per_sequence + 2
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    table = order[: len(lengths) * per_sequence].view(len(lengths), -1)
-    shape = (count, page_size, *call.k.shape[2:])
-    k_pages, v_pages = garbage(shape, call.k), garbage(shape, call.v)
-    for index, length in enumerate(lengths):
-        for number, begin in enumerate(range(0, length, page_size)):
-            end, page = min(begin + page_size, length), int(table[index, number])
-            k_pages[page, : end - begin] = call.k[index, begin:end]
-            v_pages[page, : end - begin] = call.v[index, begin:end]
-    return k_pages, v_pages, table.to(call.q.device, torch.int32)
-
-
-# --- varlen -------------------------------------------------------------------------------------
+    lengths, rows = [64, longest // 2 - 37, longest], [call.q.shape[1]] * 3
+    page_size, seed = case["page_size"], case.seed
+    cached = layouts.cached(call, lengths, room=longest, page_size=page_size, seed=seed)
+    packed, _ = layouts.packed(call, rows, lengths, page_size=page_size, seed=seed)
+    page = f"pages of {page_size} in random order"
+    for form, parts in (("KV cache", cached), ("packed queries", packed)):
+        for index, (one, own) in enumerate(parts):
+            what = f"sequence {index} of {lengths[index]} keys in {page}, {form}"
+            expect_same(one, f"{what}, against contiguous", own, one())
 
 
 def varlen_cases(size: Size) -> Iterable[Case]:
@@ -101,38 +71,18 @@ def varlen(case: Case, attention: Attention, size: Size) -> None:
         lengths_q = [3, 65, 0, 0, min(200, longest), 129, 1, 64, 5]
     else:
         lengths_q = [1, 0, 1, 1, 0, 1, 1, 0, 1] if spare else [1] * 9
-    call = make(case, attention, size, batch=9, seqlen_q=max(lengths_q), seqlen_k=longest)
-    device, room = call.q.device, longest + 100
-    q = torch.cat([one[:n] for one, n in zip(call.q, lengths_q, strict=True)])
-    q = torch.cat([q, q[:spare]])
-    k, v = (
-        torch.cat([one[:n] for one, n in zip(t, lengths_k, strict=True)]) for t in (call.k, call.v)
-    )
-    packed = call.packed((q, k, v), lengths_q, lengths_k)
-    k_wide, v_wide = garbage((9, room, *k.shape[1:]), k), garbage((9, room, *v.shape[1:]), v)
-    for index, length in enumerate(lengths_k):
-        k_wide[index, :length] = call.k[index, :length]
-        v_wide[index, :length] = call.v[index, :length]
-    wide = (q, k_wide.flatten(0, 1), v_wide.flatten(0, 1))
-    padded = call.packed(wide, lengths_q, [room] * 9, seqused_k=int32(lengths_k, device))
-    out, softmax_lse = packed["out"], packed["softmax_lse"]
-    expect_same(call, "padded with seqused_k against packed", padded, packed)
-    begin = 0
-    for index, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
-        if length_q:
-            one = call.sequences([index]).queries(0, length_q).keys(length_k)
-            own = {
-                "out": out[begin : begin + length_q].unsqueeze(0),
-                "softmax_lse": softmax_lse[:, begin : begin + length_q].unsqueeze(0),
-            }
-            what = (
-                f"sequence {index} of {length_q} queries and {length_k} keys, packed, against dense"
-            )
-            expect_same(one, what, own, one())
-        begin += length_q
-    own = {"out": out[begin:], "softmax_lse": softmax_lse[:, begin:]}
-    nothing = {
-        "out": torch.zeros_like(own["out"]),
-        "softmax_lse": torch.full_like(own["softmax_lse"], math.inf),
-    }
-    expect_same(call, "rows of no sequence against rows without keys", own, nothing)
+    # Spare rows come from the first sequence.
+    rows = max(*lengths_q, spare)
+    call = make(case, attention, size, batch=9, seqlen_q=rows, seqlen_k=longest)
+    for form, room in (("packed", 0), ("padded with seqused_k", longest + 100)):
+        parts, rest = layouts.packed(call, lengths_q, lengths_k, spare=spare, room=room)
+        for index, (one, own) in enumerate(parts):
+            if lengths_q[index]:
+                what = f"sequence {index} of {lengths_q[index]} queries and {lengths_k[index]} keys"
+                expect_same(one, f"{what}, {form}, against dense", own, one())
+        nothing = {
+            "out": torch.zeros_like(rest["out"]),
+            "softmax_lse": torch.full_like(rest["softmax_lse"], math.inf),
+        }
+        what = f"rows of no sequence, {form}, against rows without keys"
+        expect_same(call, what, rest, nothing)

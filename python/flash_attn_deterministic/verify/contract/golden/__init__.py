@@ -34,11 +34,16 @@ def golden_cases(size: Size) -> Iterator[Case]:
 def unavailable(size: Size) -> str:
     """Returns why a run has no golden hashes to compare with; "" if it has."""
     version, capability = build_info().bits_version, compute_capability(size.device)
-    if record.read(record.PATH).find(version, capability) is not None:
+    if known_entry(capability) is not None:
         return ""
     return (
         f"no golden hashes are known for bits_version {version} on compute capability {capability}"
     )
+
+
+def known_entry(capability: str) -> record.Entry | None:
+    """Returns what is known for the installed wheel on a compute capability."""
+    return record.read(record.PATH).find(build_info().bits_version, capability)
 
 
 def compute_capability(device: str) -> str:
@@ -57,9 +62,12 @@ def golden(case: Case, attention: Attention, size: Size) -> None:
     """
     known = record.read(record.PATH)
     entry = known.find(build_info().bits_version, compute_capability(size.device))
+    why = "" if entry is None else known.problem(entry)
     call, drawn, inputs = draw_case(case, attention, size.device)
     if known.inputs.get(case.name) != inputs:
         raise Mismatch(f"{case.name}: the inputs are not those that were hashed", drawn)
+    if why:
+        raise Mismatch(f"golden hashes are not accepted: {why}", drawn)
     expected = "" if entry is None else entry.hashes.get(case.name, "")
     if not expected:
         raise Mismatch(f"{case.name}: there is no golden hash of this case", drawn)

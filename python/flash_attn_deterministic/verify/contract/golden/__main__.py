@@ -1,4 +1,8 @@
-"""Writes golden hashes: those of the installed wheel on this GPU, or of the inputs alone."""
+"""Writes golden hashes: those of the installed wheel on this GPU, or of the inputs alone.
+
+Hashes of a new bits_version are taken only with evidence from elsewhere: both families of kernels
+have the same bits, and every result is as close to float64 as roundings explain.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ import torch
 from ....errors import FlashAttnError
 from ....info.build_info import build_info
 from ...tasks import holds
+from .. import families
 from ..attention import Attention
 from ..check import Mismatch, expect_numbers, expect_same
 from ..sizes import size_of
 from . import compute_capability, draw_case, golden_cases, hashes_of, record
+from .evidence import Evidence
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,6 +50,8 @@ def _added(out: Path, inputs_only: bool, force: bool) -> tuple[record.Golden, st
     if device == "cuda" and not torch.cuda.is_available():
         raise record.GoldenError("no CUDA device: golden hashes are those of kernels on a GPU")
     attention = Attention.installed()
+    two_families = device == "cuda" and not families.unavailable(size_of("cuda", quick=False))
+    evidence = Evidence(two_families)
     inputs: dict[str, str] = {}
     hashes: dict[str, str] = {}
     # The configs of a run on a GPU, in either case.
@@ -55,6 +63,7 @@ def _added(out: Path, inputs_only: bool, force: bool) -> tuple[record.Golden, st
             expect_numbers(drawn, case.name, results)
             expect_same(drawn, f"{case.name}, once more", call.results(drawn), results)
             hashes[case.name] = hashes_of(results)
+            evidence.add(case.name, call, drawn, results, hashes[case.name])
     known = record.read(out)
     if inputs_only:
         return known.added(inputs, force=force), f"inputs of {len(inputs)} cases"
@@ -66,8 +75,9 @@ def _added(out: Path, inputs_only: bool, force: bool) -> tuple[record.Golden, st
         "sources": dict(info.sources),
     }
     capability = compute_capability(device)
-    entry = record.Entry(info.bits_version, capability, origin, hashes)
-    words = f"{len(hashes)} cases of bits_version {info.bits_version} on {capability}"
+    found = evidence.record()
+    entry = record.Entry(info.bits_version, capability, origin, hashes, found)
+    words = f"{len(hashes)} cases of bits_version {info.bits_version} on {capability}; {found}"
     return known.added(inputs, entry, force), words
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ... import exact
+from ...features import FEATURES
 from ..attention import Attention
 from ..call import DTYPES, Call, Tensors, cumulative, int32, named_gradients
-from ..sizes import FEATURES, Config
+from ..sizes import Config
 from .inputs import draw
 
 _CAPACITY = 1104  # of a cache: a multiple of both page sizes
@@ -25,7 +28,7 @@ class GoldenCall:
     # makes it; takes the drawn inputs and the call itself
     run: Callable[[GoldenCall, Call], Tensors] = field(repr=False)
     lengths: tuple[tuple[int, int], ...]  # (seqlen_q, seqlen_k) of each sequence
-    feature: str = "full"  # a name in sizes.FEATURES
+    feature: str = "full"  # a name in features.FEATURES
     heads: tuple[int, int] = (4, 2)  # (nheads, nheads_k)
     split_size: int = 256  # of the call
     page_size: int = 0  # tokens to a page; 0: none
@@ -66,6 +69,42 @@ class GoldenCall:
         """Runs the call on what `inputs` returned."""
         return self.run(self, call)
 
+    def sequences(self, call: Call, results: Tensors) -> Iterator[tuple[Call, Tensors]]:
+        """Yields each sequence as a dense call of its own, beside its part of the results."""
+        starts = [[0, *itertools.accumulate(side)] for side in zip(*self.lengths, strict=True)]
+        for index, (length_q, length_k) in enumerate(self.lengths):
+            slopes = None if call.slopes is None else call.slopes[index : index + 1]
+            if self.run in (_packed, _packed_backward):
+                rows, keys = (slice(one[index], one[index + 1]) for one in starts)
+                q, dout, k, v = (
+                    t[None, part]
+                    for t, part in (
+                        (call.q, rows), (call.dout, rows), (call.k, keys), (call.v, keys)
+                    )
+                )  # fmt: skip
+                own = {
+                    name: t[None, :, rows] if name == "softmax_lse"
+                    else t[None, keys if name in ("dk", "dv") else rows]
+                    for name, t in results.items()
+                }  # fmt: skip
+                yield replace(call, q=q, k=k, v=v, dout=dout, slopes=slopes), own
+                continue
+            one = call.sequences([index]).queries(0, length_q)
+            own = {name: t[index : index + 1] for name, t in results.items()}
+            if self.new:
+                one = self._appended(one, length_k)
+            yield one.keys(length_k), own
+
+    def _appended(self, call: Call, length: int) -> Call:
+        """Returns a call of one sequence, its new keys in place, rotated as its queries are."""
+        first, angles = length - self.new, _rotary(call.q)
+        positions = torch.arange(first, length, device=call.q.device)
+        k, v = call.k.clone(), call.v.clone()
+        k[0, first:length] = exact.rotated(call.k[0, -self.new :], *angles, positions, True)
+        v[0, first:length] = call.v[0, -self.new :]
+        q = exact.rotated(call.q[0], *angles, positions, True)[None]
+        return replace(call, q=q, k=k, v=v)
+
 
 def _dense(golden: GoldenCall, call: Call) -> Tensors:
     return call()
@@ -76,15 +115,20 @@ def _backward(golden: GoldenCall, call: Call) -> Tensors:
 
 
 def _packed(golden: GoldenCall, call: Call) -> Tensors:
-    return call.packed((call.q, call.k, call.v), *zip(*golden.lengths, strict=True))
+    out, softmax_lse, _ = _varlen(golden, call, (call.q, call.k, call.v), return_attn_probs=True)
+    return {"out": out, "softmax_lse": softmax_lse}
 
 
 def _packed_backward(golden: GoldenCall, call: Call) -> Tensors:
     leaves = [t.detach().requires_grad_() for t in (call.q, call.k, call.v)]
+    out = _varlen(golden, call, leaves)
+    return named_gradients(out, leaves, call.dout)
+
+
+def _varlen(golden: GoldenCall, call: Call, qkv: Sequence[torch.Tensor], **options: bool) -> Any:
     sides = list(zip(*golden.lengths, strict=True))
     starts = [cumulative(lengths, call.q.device) for lengths in sides]
-    out = call.attention.varlen(*leaves, *starts, *map(max, sides), **call.keywords)
-    return named_gradients(out, leaves, call.dout)
+    return call.attention.varlen(*qkv, *starts, *map(max, sides), **options, **call.keywords)
 
 
 def _cache(golden: GoldenCall, call: Call) -> Tensors:
@@ -99,12 +143,18 @@ def _cache(golden: GoldenCall, call: Call) -> Tensors:
     if golden.new:
         # The new keys take their numbers from the end of the capacity.
         arguments |= {"k": call.k[:, -golden.new :], "v": call.v[:, -golden.new :]}
-        angles = (_CAPACITY, _ROTARY_DIM // 2)
-        for name in ("rotary_cos", "rotary_sin"):
-            numbers = draw(name, angles, torch.float32).clamp(-1, 1)
-            arguments[name] = numbers.to(device, call.q.dtype)
+        arguments |= dict(zip(("rotary_cos", "rotary_sin"), _rotary(call.q), strict=True))
     results = call.cached(k_cache, v_cache, **arguments)
     return {**results, "k_cache": k_cache, "v_cache": v_cache} if golden.new else results
+
+
+def _rotary(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns rotary_cos and rotary_sin; that they are no cosines matters to no hash."""
+    cos, sin = (
+        draw(name, (_CAPACITY, _ROTARY_DIM // 2), torch.float32).clamp(-1, 1).to(like)
+        for name in ("rotary_cos", "rotary_sin")
+    )
+    return cos, sin
 
 
 def _block_table(batch: int, page_size: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ....errors import FlashAttnError
 from ...report.files import write_files
+from . import evidence
 
 PATH = Path(__file__).with_name("golden.json")
 _SCHEMA = 1
@@ -28,6 +29,7 @@ class Entry:
     # the GPU, torch, toolkit and digests of sources that they were first computed with
     origin: Mapping[str, Any]
     hashes: Mapping[str, str]  # of each case: those of its tensors, with spaces between them
+    evidence: Mapping[str, Any] | None = None  # of `Evidence.record`; None up to bits_version 1
 
 
 @dataclass(frozen=True)
@@ -42,17 +44,29 @@ class Golden:
         found = {(one.bits_version, one.compute_capability): one for one in self.entries}
         return found.get((bits_version, compute_capability))
 
+    def problem(self, entry: Entry) -> str:
+        """Says why hashes must not be taken; "" if they may."""
+        others = any(
+            one.bits_version == entry.bits_version and one.evidence and one.evidence["families"]
+            for one in self.entries
+        )
+        return evidence.problem(entry.bits_version, entry.evidence, others)
+
     def added(
         self, inputs: Mapping[str, str], entry: Entry | None = None, force: bool = False
     ) -> Golden:
         """Adds hashes of inputs and of results; those of cases that are not in them stay.
 
         Raises:
-            GoldenError: other hashes are there for the same cases, and `force` is not set.
+            GoldenError: other hashes are there for the same cases, and `force` is not set; or
+                nothing speaks for the new ones.
         """
         golden = replace(self, inputs=_merged("inputs", self.inputs, inputs, force))
         if entry is None:
             return golden
+        why = self.problem(entry)
+        if why:
+            raise GoldenError(f"golden hashes, bits_version {entry.bits_version}: {why}")
         before = self.find(entry.bits_version, entry.compute_capability)
         if before is not None:
             what = f"bits_version {entry.bits_version}, {entry.compute_capability}"

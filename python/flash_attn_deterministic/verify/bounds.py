@@ -1,0 +1,94 @@
+"""How far results may be from the definition in float64, from the roundings that kernels make.
+
+Weights and results are rounded to the dtype, once each: that is at most eps times the sum of
+weights times |values|. The hardware's tanh is off by up to 2^-10, and a score by softcap times
+that. A ratio is an error over its bound: 1 is the limit, and a NaN an infinite error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .exact import Exact, Triple
+
+Tensors = dict[str, torch.Tensor]
+
+_LSE = 5e-4  # of sums in fp32
+_SMALLEST = 1e-5  # an error of this size says nothing
+_TANH = 2.0**-10
+_PLAIN = 2.0  # times the largest error of plain torch in the same dtype
+_NORM = 3.0  # roundings of a gradient: weights, their gradients, the result
+_NOTHING = 2.0**-6  # of a unit in the last place
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a tensor is from the exact one."""
+
+    largest: float  # of all elements
+    rmse: float  # root mean square
+    ratio: float  # over the bound; the worst element's
+
+
+def forward(found: Tensors, exact: Exact, dtype: torch.dtype, softcap: float) -> dict[str, Error]:
+    """Compares out and softmax_lse; those of a row without keys must be exactly 0 and +inf."""
+    out, lse = found["out"], found["softmax_lse"]
+    bound = (torch.finfo(dtype).eps + softcap * 2 * _TANH) * exact.size + _SMALLEST
+    empty = exact.softmax_lse == math.inf
+    # A difference of infinities would be no number.
+    same = empty & (lse == math.inf)
+    lse_gap = lse.double().masked_fill(same, 0.0) - exact.softmax_lse.masked_fill(same, 0.0)
+    return {
+        "out": error(out.double() - exact.out, bound),
+        "softmax_lse": error(lse_gap, torch.full_like(lse_gap, _LSE + softcap * _TANH)),
+    }
+
+
+def gradients(
+    found: Triple, exact: Triple, plain: Triple, dtype: torch.dtype, softcap: float
+) -> dict[str, Error]:
+    """Compares dq, dk and dv: the largest error, and the norm of all.
+
+    Args:
+        found: the gradients.
+        exact: those in float64.
+        plain: what plain torch makes of the same formulas in the dtype of the call.
+        dtype: of the call.
+        softcap: of the call.
+    """
+    eps = torch.finfo(dtype).eps
+    floor = (eps * _NOTHING + softcap * _TANH) * _largest(*exact)
+    errors = {}
+    for name, one, wanted, other in zip(("dq", "dk", "dv"), found, exact, plain, strict=True):
+        gap, others = one.double() - wanted, other.double() - wanted
+        if not gap.numel():
+            errors[name] = Error(0.0, 0.0, 0.0)
+            continue
+        largest = _PLAIN * _largest(others) + floor
+        worst = error(gap, torch.full_like(gap, largest))
+        norm = (_NORM * eps + softcap * 2 * _TANH) * float(wanted.norm())
+        norm += eps * _NOTHING * math.sqrt(gap.numel())
+        ratio = _finite(gap.norm()) / norm
+        errors[name] = Error(worst.largest, worst.rmse, max(worst.ratio, ratio))
+    return errors
+
+
+def error(gap: torch.Tensor, bound: torch.Tensor) -> Error:
+    """Returns how large differences are, and how large beside a bound of each."""
+    if gap.numel() == 0:
+        return Error(0.0, 0.0, 0.0)
+    gap = gap.double().abs().nan_to_num(math.inf, posinf=math.inf)
+    rmse, worst = gap.square().mean().sqrt(), torch.where(gap == 0, 0.0, gap / bound).max()
+    return Error(float(gap.max()), _finite(rmse), _finite(worst))
+
+
+def _largest(*tensors: torch.Tensor) -> float:
+    return max(float(t.abs().max()) if t.numel() else 0.0 for t in tensors)
+
+
+def _finite(number: torch.Tensor) -> float:
+    """Returns a number, infinity for a NaN: that of a bound, for instance."""
+    return math.inf if math.isnan(float(number)) else float(number)

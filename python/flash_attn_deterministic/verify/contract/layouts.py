@@ -1,0 +1,222 @@
+"""A call in other layouts: packed, padded, over a cache or pages, with keys that it appends.
+
+Each function returns the sequences as dense calls of their own, beside their parts of the results.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import exact
+from .call import Call, Tensors, cumulative, garbage, int32, named_gradients, pick
+
+Parts = list[tuple[Call, Tensors]]
+
+
+class Packed(NamedTuple):
+    """Results of a packed call."""
+
+    parts: Parts
+    rest: Tensors  # out and softmax_lse of rows that belong to no sequence
+
+
+class Rotary(NamedTuple):
+    """Rotary embedding of a call that appends."""
+
+    cos: torch.Tensor  # (seqlen_ro, rotary_dim / 2)
+    sin: torch.Tensor  # like cos
+    interleaved: bool
+
+
+def alone(call: Call, lengths_q: Sequence[int], lengths_k: Sequence[int]) -> list[Call]:
+    """Returns each sequence, cut to its lengths."""
+    return [
+        call.sequences([index]).queries(0, length_q).keys(length_k)
+        for index, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k, strict=True))
+    ]
+
+
+def packed(
+    call: Call,
+    lengths_q: Sequence[int],
+    lengths_k: Sequence[int],
+    *,
+    spare: int = 0,
+    room: int = 0,
+    page_size: int = 0,
+    seed: int = 0,
+    gradients: bool = False,
+) -> Packed:
+    """Runs the first queries and keys of each sequence by flash_attn_varlen_func.
+
+    Args:
+        call: a dense call; of fewer lengths than sequences, those of the first ones.
+        lengths_q: queries of each sequence.
+        lengths_k: keys of each sequence.
+        spare: rows behind the last sequence, in q.
+        room: keys of each sequence in k and v, with garbage behind its own (seqused_k); 0: packed.
+        page_size: tokens to a page, in random order; 0: none.
+        seed: of that order.
+        gradients: whether to return dq, dk and dv, and not out and softmax_lse.
+    """
+    call = call.sequences(slice(0, len(lengths_q)))
+    ones, device = alone(call, lengths_q, lengths_k), call.q.device
+    q, dout = (
+        torch.cat([*(getattr(one, name)[0] for one in ones), getattr(call, name)[0, :spare]])
+        for name in ("q", "dout")
+    )
+    arguments: dict[str, Any] = {}
+    sizes_k = list(lengths_k)
+    if page_size:
+        k, v, arguments["block_table"] = pages(ones, page_size, seed)
+    elif room:
+        k, v = (_buffer([getattr(one, n)[0] for one in ones], room).flatten(0, 1) for n in "kv")
+        arguments["seqused_k"], sizes_k = int32(lengths_k, device), [room] * len(ones)
+    else:
+        k, v = (torch.cat([getattr(one, n)[0] for one in ones]) for n in "kv")
+    rows, keys = (cumulative(one, device) for one in (lengths_q, sizes_k))
+    longest = (max(lengths_q), max(sizes_k))
+    with torch.set_grad_enabled(gradients):
+        leaves = [t.detach().requires_grad_(gradients) for t in (q, k, v)]
+        out, softmax_lse, probs = call.attention.varlen(
+            *leaves, rows, keys, *longest, return_attn_probs=True, **arguments, **call.keywords
+        )
+        results = {"out": out, "softmax_lse": softmax_lse}
+        if gradients:
+            results = named_gradients(out, leaves, dout)
+    spans = [itertools.pairwise(t.tolist()) for t in (rows, keys)]
+    parts: Parts = []
+    for index, (one, (a, b), (c, d)) in enumerate(zip(ones, *spans, strict=True)):
+        own = {name: t[None, a:b] for name, t in results.items()}
+        if gradients:
+            own |= {name: results[name][None, c:d] for name in ("dk", "dv")}
+        else:
+            own["softmax_lse"] = softmax_lse[None, :, a:b]
+        if probs.numel():
+            own["probs"] = probs[index : index + 1, :, : b - a, : d - c]
+        parts.append((one, own))
+    end = int(rows[-1])
+    return Packed(parts, {"out": out[end:], "softmax_lse": softmax_lse[:, end:]})
+
+
+def cached(
+    call: Call,
+    lengths: Sequence[int],
+    *,
+    room: int = 0,
+    page_size: int = 0,
+    seed: int = 0,
+    leftpad: int = 0,
+    reordered: bool = False,
+    new: int = 0,
+    rotary: Rotary | None = None,
+) -> Parts:
+    """Runs the first keys of each sequence by flash_attn_with_kvcache.
+
+    Args:
+        call: a dense call.
+        lengths: keys of each sequence, new ones included.
+        room: keys that the cache has room for.
+        page_size: tokens to a page, in random order; 0: no pages.
+        seed: of that order.
+        leftpad: where the last sequence begins in the cache; others at 0.
+        reordered: whether sequences lie in the cache in another order, in more places.
+        new: how many of the keys the call appends. Parts then have `k_new` and `v_new`, read from
+            the cache, and calls whose new keys, and queries, are rotated.
+        rotary: how.
+    """
+    device, batch = call.q.device, len(lengths)
+    ones = alone(call, [call.q.shape[1]] * batch, lengths)
+    used = [length - new for length in lengths]
+    arguments: dict[str, Any] = {}
+    places, pads = list(range(batch)), [0] * batch
+    old = [one.keys(n) for one, n in zip(ones, used, strict=True)]
+    if page_size:
+        k_cache, v_cache, table = pages(old, page_size, seed, room)
+        arguments["block_table"] = table
+    else:
+        if reordered:
+            places = [2 * place + 1 for place in reversed(places)]
+            arguments["cache_batch_idx"] = int32(places, device)
+        if leftpad:
+            pads[-1] = leftpad
+            arguments["cache_leftpad"] = int32(pads, device)
+        k_cache, v_cache = (
+            _buffer([getattr(one, n)[0] for one in old], room, places, pads) for n in "kv"
+        )
+    # Lengths count from the cache's first row.
+    arguments["cache_seqlens"] = int32([n + pad for n, pad in zip(used, pads, strict=True)], device)
+    if new:
+        arguments |= {n: torch.cat([getattr(o, n)[:, -new:] for o in ones]) for n in "kv"}
+        if rotary is not None:
+            names = ("rotary_cos", "rotary_sin", "rotary_interleaved")
+            arguments |= dict(zip(names, rotary, strict=True))
+            ones = [_rotated(one, rotary, new) for one in ones]
+    results = call.cached(k_cache, v_cache, **arguments)
+    parts: Parts = []
+    for index, (one, begin) in enumerate(zip(ones, used, strict=True)):
+        own = pick(results, index)
+        if new:
+            for name, cache in (("k_new", k_cache), ("v_new", v_cache)):
+                whole = cache[table[index].long()].flatten(0, 1) if page_size else None
+                whole = cache[places[index], pads[index] :] if whole is None else whole
+                own[name] = whole[None, begin : begin + new]
+        parts.append((one, own))
+    return parts
+
+
+def pages(
+    calls: Sequence[Call], page_size: int, seed: int, room: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Puts the keys of calls of one sequence into pages, garbage everywhere else.
+
+    Returns:
+        k and v (num_pages, page_size, nheads_k, head_dim), and block_table.
+    """
+    like = calls[0].k
+    per_sequence = -(-max(room, *(call.k.shape[1] for call in calls)) // page_size) + 1
+    count = len(calls) * per_sequence + 2
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    table = order[: len(calls) * per_sequence].view(len(calls), -1)
+    k, v = (garbage((count, page_size, *like.shape[2:]), like) for _ in "kv")
+    for own, call in zip(table.tolist(), calls, strict=True):
+        for page, begin in zip(own, range(0, call.k.shape[1], page_size), strict=False):
+            for cache, tensor in ((k, call.k), (v, call.v)):
+                part = tensor[0, begin : begin + page_size]
+                cache[page, : len(part)] = part
+    return k, v, table.to(like.device, torch.int32)
+
+
+def _buffer(
+    tensors: Sequence[torch.Tensor],
+    room: int,
+    places: Sequence[int] | None = None,
+    pads: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Returns (places, room, heads, head_dim): sequences, and garbage around them."""
+    places = range(len(tensors)) if places is None else places
+    pads = [0] * len(tensors) if pads is None else pads
+    room = max(room, *(len(t) + pad for t, pad in zip(tensors, pads, strict=True)))
+    buffer = garbage((max(places) + 1, room, *tensors[0].shape[1:]), tensors[0])
+    for place, pad, tensor in zip(places, pads, tensors, strict=True):
+        buffer[place, pad : pad + len(tensor)] = tensor
+    return buffer
+
+
+def _rotated(call: Call, rotary: Rotary, new: int) -> Call:
+    """Rotates the new keys of a sequence, and its queries, as flash_attn_with_kvcache does."""
+    seqlen_q, seqlen_k = call.q.shape[1], call.k.shape[1]
+    first = torch.tensor(seqlen_k - new, device=call.q.device)
+    # Without a mask all queries are at the position of the first new key.
+    masked = call.options.get("causal") or call.options.get("window_size", (-1, -1)) != (-1, -1)
+    rows = first + torch.arange(seqlen_q, device=first.device) * int(bool(masked))
+    k = call.k.clone()
+    positions = first + torch.arange(new, device=first.device)
+    k[0, -new:] = exact.rotated(k[0, -new:], *rotary[:2], positions, rotary.interleaved)
+    q = exact.rotated(call.q[0], *rotary[:2], rows, rotary.interleaved)
+    return replace(call, q=q[None], k=k)
