@@ -64,7 +64,7 @@ class Case:
 def cases(device: str) -> Iterator[Case]:
     """Yields the cases of a head dim and dtype: lengths, features, layouts."""
     cuda = device == "cuda"
-    seqlen_q, seqlen_k, shrink = (333, 1000, 1) if cuda else (70, 100, 6)
+    seqlen_q, seqlen_k, shrink = (333, 1000, 1) if cuda else (70, 130, 6)
     for feature in ("full", "causal"):
         for shape in _SHAPES[device]:
             yield replace(shape, name=f"{shape.name} {feature}", feature=feature)

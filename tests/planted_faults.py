@@ -1,0 +1,437 @@
+"""Attention with a planted fault: each drops, doubles, negates or shifts one feature.
+
+The functions of the package do the work, on any device; a fault changes what they are asked for, or
+what they return. Live checks must catch each one: `tests/unit/verify` on the CPU, and
+`python -m tests.gpu.planted` on a GPU, with the same table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from flash_attn_deterministic.verify import accuracy
+from flash_attn_deterministic.verify.contract import Attention
+from flash_attn_deterministic.verify.contract.sizes import Config
+
+OURS = Attention.installed()
+Change = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and the cases of the accuracy checks that meet it."""
+
+    name: str  # "feature: what is wrong"
+    attention: Attention
+    features: tuple[str, ...] = ()  # names of features.FEATURES; empty: any
+    forms: tuple[str, ...] = ("dense",)  # names of accuracy's forms
+    # only these tensors may be wrong; empty: any
+    tensors: tuple[str, ...] = ()
+    configs: tuple[Config, ...] = ((64, "bf16"),)  # bf16's bounds are the wider ones
+
+
+def caught(fault: Fault, config: Config, device: str) -> dict[str, bool]:
+    """Runs the cases of a fault; returns whether each caught it."""
+    found = {}
+    for case in accuracy.cases(device):
+        if case.form not in fault.forms or (fault.features and case.feature not in fault.features):
+            continue
+        if case.name.split()[0] not in (case.feature, case.form):
+            continue  # of other lengths
+        rows = accuracy.measure(config, device, fault.attention, [case])["rows"]
+        wrong = {row["tensor"] for row in rows if not row["passed"]}
+        found[case.name] = bool(wrong if not fault.tensors else wrong & set(fault.tensors))
+    return found
+
+
+# --- what is asked for ---------------------------------------------------------------------------
+
+
+def asked(change: Change, *names: str) -> Attention:
+    """The package's functions, called with other arguments; of those names, or of all."""
+
+    def wrap(name: str) -> Callable[..., Any]:
+        function = getattr(OURS, name)
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return function(**{**bound.arguments, **(change(dict(bound.arguments)) or {})})
+
+        return changed
+
+    wrapped = {name: wrap(name) for name in names or ("dense", "varlen", "kvcache")}
+    return dataclasses.replace(OURS, **wrapped)
+
+
+def window(change: Callable[[int, int], tuple[int, int]]) -> Attention:
+    return asked(lambda a: {"window_size": change(*a["window_size"])})
+
+
+def slopes(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Attention:
+    return asked(lambda a: {"alibi_slopes": change(a["alibi_slopes"])})
+
+
+def times(name: str, factor: float) -> Attention:
+    return asked(lambda a: {name: a[name] * factor})
+
+
+def default_scale(a: Mapping[str, Any]) -> float:
+    given = a["softmax_scale"]
+    return float(a["q"].shape[-1] ** -0.5 if given is None else given)
+
+
+def negated_scores(a: dict[str, Any]) -> dict[str, Any]:
+    return {"q": -a["q"]}
+
+
+def kv_heads(order: Callable[[int], list[int]], *names: str) -> Attention:
+    """Another KV head for each group of query heads."""
+    pairs = ("k_cache", "v_cache") if names == ("kvcache",) else ("k", "v")
+
+    def change(a: dict[str, Any]) -> dict[str, Any]:
+        return {name: a[name][..., order(a[name].shape[-2]), :] for name in pairs}
+
+    return asked(change, *names)
+
+
+def interleaved_groups(a: dict[str, Any]) -> dict[str, Any]:
+    """Query head h takes KV head h % nheads_k, and not h // group."""
+    group = a["q"].shape[-2] // a["k"].shape[-2]
+    repeats = (1,) * (a["k"].dim() - 2) + (group, 1)
+    return {name: a[name].repeat(repeats) for name in ("k", "v")}
+
+
+def shifted(a: dict[str, Any], side: str) -> dict[str, Any]:
+    """Every border between packed sequences a token later."""
+    starts = a[f"cu_seqlens_{side}"] + 1
+    starts[0], starts[-1] = 0, starts[-1] - 1
+    return {f"cu_seqlens_{side}": starts, f"max_seqlen_{side}": a[f"max_seqlen_{side}"] + 1}
+
+
+def without_last_element(a: dict[str, Any]) -> dict[str, Any]:
+    """The last element of each head counts as padding."""
+    q = a["q"].clone()
+    q[..., -1] = 0
+    return {"q": q}
+
+
+# --- what comes back -----------------------------------------------------------------------------
+
+
+def returned(change: Callable[..., Any], *names: str) -> Attention:
+    """The package's functions; `change` takes their result, arguments and itself."""
+
+    def wrap(name: str) -> Callable[..., Any]:
+        function = getattr(OURS, name)
+        signature = inspect.signature(function)
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return change(function(*args, **kwargs), dict(bound.arguments), function)
+
+        return changed
+
+    return dataclasses.replace(OURS, **{name: wrap(name) for name in names or ("dense",)})
+
+
+def dropout(change: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> Attention:
+    """`change` takes out, out without dropout, and the probability of keeping."""
+
+    def wrong(result: Any, a: dict[str, Any], function: Callable[..., Any]) -> Any:
+        if not a["dropout_p"]:
+            return result
+        out, *rest = result
+        whole = function(**{**a, "dropout_p": 0.0, "return_attn_probs": False})
+        return (change(out, whole, 1.0 - a["dropout_p"]), *rest)
+
+    return returned(wrong, "dense", "varlen")
+
+
+def other_mask(result: Any, a: dict[str, Any], function: Callable[..., Any]) -> Any:
+    """Drops other weights than S_dmask says: those of the next call."""
+    if not a["dropout_p"]:
+        return result
+    return (function(**a)[0], *result[1:])
+
+
+class Backward(torch.autograd.Function):
+    """A result of one call with the gradients of another."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, gradient
+
+
+def backward_of(change: Change) -> Attention:
+    """The forward of a call, and the backward of a changed one."""
+
+    def wrong(result: Any, a: dict[str, Any], function: Callable[..., Any]) -> Any:
+        if not a["q"].requires_grad:
+            return result
+        other = function(**{**a, **(change(a) or {}), "return_attn_probs": False})
+        out = result[0] if isinstance(result, tuple) else result
+        both = Backward.apply(out.detach(), other)  # type: ignore[no-untyped-call]
+        return (both, *result[1:]) if isinstance(result, tuple) else both
+
+    return returned(wrong, "dense", "varlen")
+
+
+class Gradient(torch.autograd.Function):
+    """Returns its argument; changes the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, change: Any) -> torch.Tensor:
+        ctx.change = change
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.change(gradient), None
+
+
+def gradient(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
+    return asked(
+        lambda a: {name: Gradient.apply(a[name], change)},  # type: ignore[no-untyped-call]
+        "dense",
+        "varlen",
+    )
+
+
+def residual(factor: float) -> Attention:
+    """dq is linear in the residual: one of another size is a mix of with and without."""
+
+    def wrong(result: Any, a: dict[str, Any], function: Callable[..., Any]) -> Any:
+        from flash_attn_deterministic import deterministic_mode
+
+        if not a["q"].requires_grad:
+            return result
+        with deterministic_mode(keep_residual=False):
+            without = function(**a)
+        return Backward.apply(  # type: ignore[no-untyped-call]
+            result.detach(), factor * result + (1 - factor) * without
+        )
+
+    return returned(wrong)
+
+
+def cache(change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> Attention:
+    return asked(change, "kvcache")
+
+
+def forgetful(a: dict[str, Any]) -> dict[str, Any]:
+    return {"k_cache": a["k_cache"].clone(), "v_cache": a["v_cache"].clone()}
+
+
+def with_out(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(result, tuple):
+        return (change(result[0]), *result[1:])
+    return change(result)
+
+
+def out(change: Callable[[torch.Tensor], torch.Tensor]) -> Attention:
+    return returned(lambda result, a, function: with_out(result, change), *FUNCTIONS)
+
+
+def lse(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> Attention:
+    def wrong(result: Any, a: dict[str, Any], function: Callable[..., Any]) -> Any:
+        if not isinstance(result, tuple):
+            return result
+        return (result[0], change(result[1], a), *result[2:])
+
+    return returned(wrong, *FUNCTIONS)
+
+
+def last_column(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[..., :-1], torch.zeros_like(tensor[..., -1:])], -1)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+FUNCTIONS = ("dense", "varlen", "kvcache")
+LEFT, RIGHT = ("window", "window-left", "everything"), ("window", "window-right", "everything")
+CAUSAL = ("causal", "softcap", "alibi")
+SOFTCAP = ("softcap", "softcap-full", "everything", "everything-causal")
+ALIBI = ("alibi", "alibi-full", "everything", "everything-causal")
+DROPOUT = ("dropout", "dropout-causal")
+APPEND = ("append", "append-pages", "append-halves")
+ROTARY = ("append-pages", "append-halves")
+IN_PAGES = ("pages", "packed-pages", "append-pages")
+IN_CACHE = ("cache", "cache-places", "pages")
+PADDED: tuple[Config, ...] = ((40, "fp16"), (72, "bf16"))
+
+FORGOTTEN: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "causal": (lambda a: {"causal": False}, CAUSAL),
+    "window": (lambda a: {"window_size": (-1, -1)}, ("window", "window-left", "window-right")),
+    "softcap": (lambda a: {"softcap": 0.0}, SOFTCAP),
+    "alibi": (lambda a: {"alibi_slopes": None}, ALIBI),
+    "dropout": (lambda a: {"dropout_p": 0.0}, DROPOUT),
+    "scale": (lambda a: {"softmax_scale": None}, ("scale",)),
+}
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dropped": lambda t: 0 * t,
+    "doubled": lambda t: 2 * t,
+    "negated": lambda t: -t,
+    "shifted": lambda t: t.roll(1, -3),
+}
+
+FAULTS: tuple[Fault, ...] = (
+    *(Fault(f"out: {name}", out(change), ("full", "causal"), ("dense", "packed", "cache"))
+      for name, change in CHANGES.items()),
+    *(Fault(f"{tensor}: {name}", gradient(tensor[1], change), ("full", "causal"),
+            ("dense", "packed"), (tensor,))
+      for tensor in ("dq", "dk", "dv") for name, change in CHANGES.items()),
+    Fault("softmax_lse: dropped", lse(lambda t, a: torch.zeros_like(t)), ("full", "causal")),
+    Fault("softmax_lse: in base 2", lse(lambda t, a: t * 1.4427), ("full", "causal")),
+    Fault("softmax_lse: negated", lse(lambda t, a: -t), ("full", "causal")),
+    Fault("softmax_lse: shifted", lse(lambda t, a: t.roll(1, -1)), ("full", "causal")),
+    *(Fault(f"backward: without {name}", backward_of(change), features, ("dense",),
+            ("dq", "dk", "dv"))
+      for name, (change, features) in FORGOTTEN.items()),
+    # masks
+    Fault("causal: dropped", asked(lambda a: {"causal": False}), CAUSAL, ("dense", "packed")),
+    Fault("causal: a key too far",
+          asked(lambda a: {"causal": False, "window_size": (-1, 1)} if a["causal"] else None),
+          CAUSAL, ("dense", "packed", "cache")),
+    Fault("causal: a key too short",
+          asked(lambda a: {n: a[n][:, :-1] for n in "kv"}, "dense"), CAUSAL),
+    Fault("causal: aligned to the top left",
+          asked(lambda a: {n: a[n][:, : a["q"].shape[1]] for n in "kv"}, "dense"), CAUSAL),
+    Fault("causal: negated",
+          asked(lambda a: {"causal": False, "window_size": (0, -1)} if a["causal"] else None),
+          CAUSAL),
+    Fault("window left: dropped", window(lambda left, right: (-1, right)), LEFT),
+    Fault("window left: doubled", window(lambda left, right: (2 * left, right)),
+          ("window", "window-left")),
+    Fault("window left: a key too far", window(lambda left, right: (left + 1, right)),
+          ("window", "window-left", "window-0")),
+    Fault("window left: a key too short", window(lambda left, right: (left - 1, right)),
+          ("window", "window-left")),
+    Fault("window right: dropped", window(lambda left, right: (left, -1)),
+          (*RIGHT, "window-right-0")),
+    Fault("window right: doubled", window(lambda left, right: (left, 2 * right)), RIGHT),
+    Fault("window right: a key too far", window(lambda left, right: (left, right + 1)),
+          (*RIGHT, "window-0", "window-right-0")),
+    Fault("window right: a key too short", window(lambda left, right: (left, right - 1)), RIGHT),
+    Fault("window: shifted", window(lambda left, right: (left - 1, right + 1)), ("window",)),
+    Fault("window: negated", window(lambda left, right: (right, left)),
+          ("window", "window-left", "window-right", "window-right-0")),
+    # scores
+    Fault("scale: dropped", asked(lambda a: {"softmax_scale": 1.0})),
+    Fault("scale: the default for a given one", asked(lambda a: {"softmax_scale": None}),
+          ("scale",)),
+    Fault("scale: doubled", asked(lambda a: {"softmax_scale": 2 * default_scale(a)})),
+    Fault("scale: negated", asked(negated_scores), ("full", "causal", "scale")),
+    Fault("softcap: dropped", times("softcap", 0.0), SOFTCAP, ("dense", "packed", "cache")),
+    Fault("softcap: doubled", times("softcap", 2.0), SOFTCAP),
+    Fault("softcap: negated", asked(negated_scores), SOFTCAP),
+    Fault("softcap: a tenth too large", times("softcap", 1.1), SOFTCAP),
+    Fault("alibi: dropped", slopes(lambda t: None), ALIBI, ("dense", "packed", "cache")),
+    Fault("alibi: doubled", slopes(lambda t: t if t is None else 2 * t), ALIBI),
+    Fault("alibi: negated", slopes(lambda t: t if t is None else -t), ALIBI),
+    Fault("alibi: slopes of the next head",
+          slopes(lambda t: t if t is None else t.roll(1, -1)), ALIBI),
+    Fault("alibi: slopes of the first sequence",
+          slopes(lambda t: t if t is None else t[:1].expand_as(t).contiguous()), ALIBI),
+    Fault("alibi: distances from 1",
+          lse(lambda t, a: t if a["alibi_slopes"] is None else t - a["alibi_slopes"][..., None]),
+          ALIBI),
+    # dropout
+    Fault("dropout: dropped", dropout(lambda own, whole, keep: whole), DROPOUT,
+          ("dense", "packed")),
+    Fault("dropout: doubled", times("dropout_p", 2.0), DROPOUT),
+    Fault("dropout: not scaled", dropout(lambda own, whole, keep: own * keep), DROPOUT,
+          ("dense", "packed")),
+    Fault("dropout: negated",
+          dropout(lambda own, whole, keep: (whole - keep * own) / keep), DROPOUT),
+    Fault("dropout: the next mask", returned(other_mask, "dense", "varlen"), DROPOUT,
+          ("dense", "packed")),
+    # heads
+    Fault("heads: interleaved", asked(interleaved_groups, "dense", "varlen"), (),
+          ("dense", "packed")),
+    Fault("heads: negated", kv_heads(lambda n: list(range(n))[::-1], "dense", "varlen"), (),
+          ("dense", "packed")),
+    Fault("heads: the first for all", kv_heads(lambda n: [0] * n, "dense"), ()),
+    Fault("heads: shifted in a cache", kv_heads(lambda n: [*range(1, n), 0], "kvcache"), (),
+          ("cache", "pages")),
+    Fault("padding: scale of the padded head dim",
+          asked(lambda a: {"softmax_scale": (-a["q"].shape[-1] // 32 * -32) ** -0.5}),
+          ("full", "causal"), ("dense", "packed", "cache"), configs=PADDED),
+    Fault("padding: scores without the last element", asked(without_last_element),
+          ("full", "causal"), ("dense", "packed", "cache"), configs=PADDED),
+    Fault("padding: values without the last element", out(last_column), ("full", "causal"),
+          ("dense", "packed", "cache"), configs=PADDED),
+    # layouts
+    Fault("packed: queries shifted",
+          asked(lambda a: shifted(a, "q"), "varlen"), (),
+          ("packed", "padded", "packed-pages")),
+    Fault("packed: keys shifted",
+          asked(lambda a: shifted(a, "k"), "varlen"), (),
+          ("packed", "padded")),
+    Fault("padded: a key too many",
+          asked(lambda a: {"seqused_k": a["seqused_k"] + 1}, "varlen"), (), ("padded",)),
+    Fault("padded: a key too few",
+          asked(lambda a: {"seqused_k": a["seqused_k"] - 1}, "varlen"), (), ("padded",)),
+    Fault("padded: lengths dropped", asked(lambda a: {"seqused_k": None}, "varlen"), (),
+          ("padded",)),
+    Fault("pages: shifted",
+          asked(lambda a: {"block_table": a["block_table"].roll(1, 1)}, "varlen", "kvcache"), (),
+          IN_PAGES),
+    Fault("pages: of the next sequence",
+          asked(lambda a: {"block_table": a["block_table"].roll(1, 0)}, "varlen", "kvcache"), (),
+          IN_PAGES),
+    Fault("pages: in the order of storage",
+          asked(lambda a: {"block_table": a["block_table"].sort(1)[0]}, "varlen", "kvcache"), (),
+          IN_PAGES),
+    Fault("cache: a key too many",
+          cache(lambda a: {"cache_seqlens": a["cache_seqlens"] + 1}), (), IN_CACHE),
+    Fault("cache: a key too few",
+          cache(lambda a: {"cache_seqlens": a["cache_seqlens"] - 1}), (), IN_CACHE),
+    Fault("cache: lengths dropped", cache(lambda a: {"cache_seqlens": None}), (),
+          ("cache", "cache-places")),
+    Fault("cache: padding dropped", cache(lambda a: {"cache_leftpad": None}), (),
+          ("cache-places",)),
+    Fault("cache: padding shifted",
+          cache(lambda a: {"cache_leftpad": a["cache_leftpad"] + 1}), (), ("cache-places",)),
+    Fault("cache: places dropped", cache(lambda a: {"cache_batch_idx": None}), (),
+          ("cache-places",)),
+    Fault("cache: places negated",
+          cache(lambda a: {"cache_batch_idx": a["cache_batch_idx"].flip(0)}), (),
+          ("cache-places",)),
+    # appending
+    Fault("append: not written", cache(forgetful), (), APPEND, ("k_new", "v_new")),
+    Fault("append: doubled", cache(lambda a: {n: 2 * a[n] for n in "kv"}), (), APPEND),
+    Fault("append: keys negated", cache(lambda a: {"k": -a["k"]}), (), APPEND),
+    Fault("append: values negated", cache(lambda a: {"v": -a["v"]}), (), APPEND),
+    Fault("append: in the wrong order", cache(lambda a: {n: a[n].flip(1) for n in "kv"}), (),
+          APPEND),
+    Fault("append: a place too late",
+          cache(lambda a: {"cache_seqlens": a["cache_seqlens"] + 1}), (), APPEND),
+    Fault("rotary: dropped",
+          cache(lambda a: {"rotary_cos": torch.ones_like(a["rotary_cos"]),
+                           "rotary_sin": torch.zeros_like(a["rotary_sin"])}), (), ROTARY),
+    Fault("rotary: doubled",
+          cache(lambda a: {"rotary_cos": a["rotary_cos"] ** 2 - a["rotary_sin"] ** 2,
+                           "rotary_sin": 2 * a["rotary_cos"] * a["rotary_sin"]}), (), ROTARY),
+    Fault("rotary: negated", cache(lambda a: {"rotary_sin": -a["rotary_sin"]}), (), ROTARY),
+    Fault("rotary: shifted",
+          cache(lambda a: {n: a[n].roll(-1, 0) for n in ("rotary_cos", "rotary_sin")}), (),
+          ROTARY),
+    Fault("rotary: the other pairs",
+          cache(lambda a: {"rotary_interleaved": not a["rotary_interleaved"]}), (), ROTARY),
+    *(Fault(f"residual: {name}", residual(factor), ("residual",))
+      for name, factor in (("dropped", 0.0), ("doubled", 2.0), ("negated", -1.0))),
+)  # fmt: skip
