@@ -6,8 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,14 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]  # of the source tree
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BufferedWriter]:
-    """Opens a temporary file beside a path; it takes the path's place if the block succeeds.
-
-    Args:
-        path: The file to create or replace. Its folder is made if need be.
-
-    Yields:
-        The temporary file, open for writing.
-    """
+    """Opens a temporary file beside a path; it takes the path's place if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -42,51 +33,26 @@ def replacing(path: Path) -> Iterator[BufferedWriter]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file, whole or not at all.
-
-    Args:
-        path: The file. Its folder is made if need be.
-        text: The whole content.
-    """
+    """Writes a text file, whole or not at all."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file, indented, in the order of the value's keys.
-
-    Args:
-        path: The file.
-        value: What json can write.
-    """
+    """Writes a JSON file, indented, in the order of the value's keys."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def sha256_of(path: Path) -> str:
-    """Hashes a file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Hexadecimal sha256.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    """Hashes a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def tree_sha256(named: Mapping[str, bytes]) -> str:
     """Hashes files by name and content, wherever they lie.
 
-    Args:
-        named: Content by name.
-
-    Returns:
-        Hexadecimal sha256 over each file, in the order of names: name, NUL, size, NUL, bytes.
-        The size keeps bytes from moving between a file and its neighbour unnoticed.
+    Over each file, in the order of names: name, NUL, size, NUL, bytes. The size keeps bytes from
+    moving between a file and its neighbour unnoticed.
     """
     digest = hashlib.sha256()
     for name, data in sorted(named.items()):
@@ -96,17 +62,14 @@ def tree_sha256(named: Mapping[str, bytes]) -> str:
 
 
 def read_tree(root: Path, starts: Iterable[str] = (".",)) -> dict[str, bytes]:
-    """Reads files below a folder.
+    """Reads files below a folder, without Python's caches.
 
     Args:
         root: The folder.
-        starts: Files and folders below it.
+        starts: Files and folders below it; each must hold a file.
 
     Returns:
-        Content by POSIX path relative to the root; without Python's caches.
-
-    Raises:
-        FileNotFoundError: One of `starts` holds no file.
+        Content by POSIX path relative to the root.
     """
     found: dict[str, bytes] = {}
     for start in starts:
@@ -117,8 +80,3 @@ def read_tree(root: Path, starts: Iterable[str] = (".",)) -> dict[str, bytes]:
             raise FileNotFoundError(2, "no such file", str(at))
         found |= {path.relative_to(root).as_posix(): path.read_bytes() for path in paths}
     return found
-
-
-def exit_on_sigterm() -> None:
-    """Lets SIGTERM end this process by an exception, so that temporary files are removed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

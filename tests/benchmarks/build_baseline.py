@@ -19,7 +19,7 @@ from typing import Any
 
 from flash_attn_build import files
 from flash_attn_build.compile import jobs, launcher, toolchain
-from flash_attn_build.errors import BuildError, SettingError, StepError
+from flash_attn_build.errors import BuildError, SettingError
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "libfa2_baseline.so"
@@ -59,7 +59,7 @@ def build(out: Path, compilations: int, defines: Sequence[str] = ()) -> Path:
     """
     cmake = shutil.which("cmake")
     if cmake is None or shutil.which("ninja") is None:
-        raise StepError("cmake, ninja: not on PATH. Install both (pip install cmake ninja).")
+        raise BuildError("cmake, ninja: not on PATH. Install both (pip install cmake ninja).")
     tools = toolchain.find()
     out = out.resolve()
     upstream = prepare(out / "upstream")
@@ -139,7 +139,7 @@ def prepare(dest: Path) -> dict[str, Any]:
     """Puts upstream's unpatched sources into a folder; returns their version, sha256 and dest.
 
     Raises:
-        StepError: It failed; its own message is on stderr.
+        BuildError: It failed; its own message is on stderr.
     """
     command = [sys.executable, "-m", "flash_attn_build.upstream", "prepare", "--unpatched"]
     output = _run([*command, "--dest", str(dest)], capture=True)
@@ -216,7 +216,7 @@ def _run(command: Sequence[str], *, cwd: Path | None = None, capture: bool = Fal
         check=False,
     )
     if done.returncode != 0:
-        raise StepError(f"exit status {done.returncode} from: {' '.join(command)}; see above")
+        raise BuildError(f"exit status {done.returncode} from: {' '.join(command)}; see above")
     return done.stdout or ""
 
 

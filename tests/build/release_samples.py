@@ -57,7 +57,6 @@ NATIVE = {
     "cpp/kernels/fwd.cu.in": "__global__ void fwd();\n",
     "cpp/upstream/upstream.json": json.dumps(_PIN),
     "pyproject.toml": "[build-system]\n",
-    "python/flash_attn_build/upstream/prepare.py": "",
 }
 
 

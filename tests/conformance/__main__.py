@@ -103,12 +103,7 @@ def _unpack(tree: Path) -> dict[str, str]:
     from flash_attn_build.upstream.pin import load_pin
 
     pin = load_pin()
-    given = os.environ.get(source.SOURCE_VARIABLE)
-    if given:
-        archive = Path(given).expanduser()
-        source.check_archive(pin, archive)
-    else:
-        archive = source.cached_archive(pin, source.cache_dir(os.environ))
+    archive = source.find_archive(pin, os.environ)
     root = f"{pin.name.replace('-', '_')}-{pin.version}"
     with tarfile.open(archive) as tar:
         for name in _FILES:

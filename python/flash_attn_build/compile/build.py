@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import files
-from ..errors import SettingError, StepError, exit_status
+from ..errors import BuildError, SettingError, exit_status
 from ..wheel import sbom
 from ..wheel.check import check
 from ..wheel.repair import repair
@@ -192,7 +192,7 @@ def _compile(request: Request, destination: Path, environ: Mapping[str, str]) ->
     status = run_group([*command, str(files.ROOT)], environ, tell)
     made = list(destination.glob("*.whl"))
     if status or len(made) != 1:
-        raise StepError(
+        raise BuildError(
             f"the build failed (exit status {status}); the first error above says why. "
             "If a compiler was killed, memory ran out: set MAX_JOBS to a smaller number "
             f"(this build: {job_count})."

@@ -19,7 +19,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from ..errors import HashMismatchError, ToolchainError, exit_status
+from ..errors import RefusedError, ToolchainError, exit_status
 from ..files import sha256_of
 
 SUITE = "trixie"
@@ -57,7 +57,7 @@ def assemble(dest: Path, packages: Path, package: Path | None = None) -> Path:
 
     Raises:
         ToolchainError: A part is missing, or apt cannot fetch it.
-        HashMismatchError: Debian's package is not the pinned one.
+        RefusedError: Debian's package is not the pinned one.
     """
     nvcc = dest / "bin" / "nvcc"
     if nvcc.exists():
@@ -69,7 +69,7 @@ def assemble(dest: Path, packages: Path, package: Path | None = None) -> Path:
         if not package.is_file():
             raise ToolchainError(f"{VARIABLE}: expected a file, got {package}")
         if (found := sha256_of(package)) != SHA256:
-            raise HashMismatchError(f"{package.name}: expected sha256 {SHA256}, found {found}")
+            raise RefusedError(f"{package.name}: expected sha256 {SHA256}, found {found}")
         _run("dpkg-deb", "--extract", str(package), str(work / "package"))
         root = work / "root"
         for source, target in _COPIES.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from ..errors import WheelError
+from ..errors import RefusedError
 from ..files import ROOT, sha256_of
 from .toolchain import compiler_name
 
@@ -39,16 +39,16 @@ def read(path: Path) -> dict[str, Any]:
         The manifest. It is not checked which wheel it is of.
 
     Raises:
-        WheelError: It is missing, or no manifest of this form.
+        RefusedError: It is missing, or no manifest of this form.
     """
     try:
         text = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise WheelError(f"{path.name} is missing; the build writes it beside the wheel") from error
+        raise RefusedError(f"{path.name} is missing; the build writes it") from error
     except (OSError, ValueError) as error:
-        raise WheelError(f"{path.name} is unreadable ({error})") from error
+        raise RefusedError(f"{path.name} is unreadable ({error})") from error
     if not isinstance(text, dict) or text.get("schema") != SCHEMA:
-        raise WheelError(f"expected schema {SCHEMA} in {path.name}")
+        raise RefusedError(f"expected schema {SCHEMA} in {path.name}")
     return text
 
 

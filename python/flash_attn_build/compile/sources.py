@@ -13,14 +13,9 @@ from pathlib import Path
 from ..errors import exit_status
 from ..files import ROOT, read_tree, tree_sha256
 
-# Kernels, ops, patches, and the tools that fetch and patch upstream's part of them.
-NATIVE = (
-    "CMakeLists.txt",
-    "CMakePresets.json",
-    "cmake",
-    "cpp",
-    "python/flash_attn_build/upstream",
-)
+# Kernels, ops and patches. The pin in cpp/ has the hash of upstream's patched files: the tools that
+# fetch and patch them decide no byte.
+NATIVE = ("CMakeLists.txt", "CMakePresets.json", "cmake", "cpp")
 # The versions of linker and headers, and the options of the build backend.
 PARTS = (*NATIVE, "pyproject.toml")
 

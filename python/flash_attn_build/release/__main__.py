@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..compile import manifest
-from ..errors import RefusedError, StepError, exit_status
+from ..errors import BuildError, RefusedError, exit_status
 from ..files import ROOT, sha256_of, write_text
 from . import kernels_hub
 from .gate import Verdict, find_runs, find_wheels, judge
@@ -114,13 +114,15 @@ def gh(root: Path, *words: str) -> str:
         What it printed.
 
     Raises:
-        StepError: It is not there, or failed.
+        BuildError: It is not there, or failed.
     """
     if not shutil.which("gh"):
-        raise StepError("gh, GitHub's command line tool, is not on PATH")
+        raise BuildError("gh, GitHub's command line tool, is not on PATH")
     done = subprocess.run(["gh", *words], cwd=root, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise StepError(f"`gh {' '.join(words)}` failed (exit status {done.returncode}, see above)")
+        raise BuildError(
+            f"`gh {' '.join(words)}` failed (exit status {done.returncode}, see above)"
+        )
     return done.stdout
 
 
@@ -145,7 +147,7 @@ def check_attestations(folder: Path, repository: str, source: str, root: Path = 
     for path in (*wheels, *map(manifest.path_of, wheels)):
         try:
             gh(root, "attestation", "verify", str(path), *options)
-        except StepError as error:
+        except BuildError as error:
             raise RefusedError(
                 f"{path.name}: has no attestation of this project's build: {error}"
             ) from error

@@ -14,7 +14,7 @@ from typing import Any
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from ..compile import manifest, sources
-from ..errors import WheelError, first_of
+from ..errors import RefusedError, first_of
 from ..files import read_tree
 from ..wheel import check, sbom
 
@@ -73,7 +73,7 @@ def read_candidate(wheel: Path, root: Path | None = None) -> Candidate:
         text = manifest.read(manifest.path_of(wheel))
     except InvalidWheelFilename as error:
         faults.append(f"wheel: {error}")
-    except WheelError as error:
+    except RefusedError as error:
         faults.append(f"manifest: {error}")
     try:
         info = check.check(wheel)
@@ -84,7 +84,7 @@ def read_candidate(wheel: Path, root: Path | None = None) -> Candidate:
             for name in manifest.FROM_WHEEL:
                 if text.get(name) != info.get(name):
                     faults.append(f"manifest: {name} is not what the wheel says of itself")
-    except WheelError as error:
+    except RefusedError as error:
         faults.append(f"wheel: {error}")
     # Readers of zip and JSON raise many kinds of errors for a damaged file; each is a fault.
     except Exception as error:

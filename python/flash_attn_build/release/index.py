@@ -24,7 +24,7 @@ from typing import Any
 from packaging.metadata import Metadata
 from packaging.version import Version
 
-from ..errors import RefusedError, StepError, exit_status
+from ..errors import BuildError, RefusedError, exit_status
 from ..files import ROOT
 from .__main__ import check_attestations, gh
 from .candidate import Candidate, read_candidate
@@ -43,7 +43,7 @@ def write_index(pages: Sequence[Path], out: Path, repository: str | None) -> Non
 
     Raises:
         RefusedError: A wheel is not this project's, or no report proves it.
-        StepError: The pages could not be written.
+        BuildError: The pages could not be written.
     """
     schema = read_schema(ROOT)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _pages(folder: Path, packages: Sequence[dict[str, str]]) -> None:
         command += ["--packages-url", "../../packages", "--output-dir", str(folder)]
         command += ["--title", "flash-attn-deterministic", "--no-generate-timestamp"]
         if status := subprocess.run(command, check=False).returncode:
-            raise StepError(f"dumb-pypi did not write the pages (exit status {status}, see above)")
+            raise BuildError(f"dumb-pypi did not write the pages (exit status {status}, see above)")
 
 
 def download_pages(folder: Path) -> list[Path]:
@@ -130,7 +130,7 @@ def download_pages(folder: Path) -> list[Path]:
         The folders.
 
     Raises:
-        StepError: There is no `gh`, or it failed.
+        BuildError: There is no `gh`, or it failed.
     """
     listed = gh(ROOT, "release", "list", "--exclude-drafts", "--limit", "1000", "--json", "tagName")
     tags = [row["tagName"] for row in json.loads(listed)]

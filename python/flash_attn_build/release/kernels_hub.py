@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
-from ..errors import WheelError
+from ..errors import RefusedError
 from ..files import replacing, write_json
 from ..wheel.check import BUILD_INFO, PACKAGE
 
@@ -31,7 +31,7 @@ def write(wheel: Path, out: Path) -> Path:
         CUDA 13.0. It holds the package's files, the licences and metadata.json, with their hashes.
 
     Raises:
-        WheelError: Two files of the wheel would be one.
+        RefusedError: Two files of the wheel would be one.
     """
     hashes: dict[str, str] = {}
     with zipfile.ZipFile(wheel) as archive:
@@ -43,7 +43,7 @@ def write(wheel: Path, out: Path) -> Path:
         for name in archive.namelist():
             target = _target(name)
             if target in hashes:
-                raise WheelError(f"{wheel.name}: two files would be {target} in the hub's layout")
+                raise RefusedError(f"{wheel.name}: two files would be {target} in the hub's layout")
             if target:
                 data = archive.read(name)
                 with replacing(folder / target) as file:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..compile import manifest as manifests
 from ..compile import sources
-from ..errors import WheelError
+from ..errors import RefusedError
 from .candidate import Candidate
 from .policy import Policy, Unverified
 from .report import Report, build_faults, read_report, run_faults, state_faults
@@ -46,7 +46,7 @@ def faults(
         if report.content:
             for fault in manifest_faults(text, report, wheel, allowed.ptx):
                 yield f"{path}: {fault}"
-    except WheelError as error:
+    except RefusedError as error:
         yield f"{path}: {error}"
     except (AttributeError, LookupError, TypeError) as error:
         yield f"{path}: is not a manifest ({error!r})"

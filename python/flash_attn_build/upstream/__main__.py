@@ -9,44 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import BuildError
-from ..files import exit_on_sigterm, sha256_of, tree_sha256
+from ..errors import exit_status
+from ..files import sha256_of, tree_sha256
 from .pin import PIN_FILE, load_pin
 from .prepare import prepare, refresh
 from .source import read_archive
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        arguments: Arguments; None: the process's.
-
-    Returns:
-        Exit status: 0, or the status of the kind of failure.
-    """
-    exit_on_sigterm()
-    try:
-        print(json.dumps(_run(_parser().parse_args(arguments))))
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def _run(options: argparse.Namespace) -> Any:
-    if options.command == "prepare":
-        return prepare(options.dest, load_pin(options.pin), patched=not options.unpatched)
-    if options.command == "refresh":
-        refresh(load_pin(options.pin))
-        return load_pin(options.pin).patches
-    archive: Path = options.archive
-    tree = tree_sha256(read_archive(archive))
-    sdist = {"sha256": sha256_of(archive), "size": archive.stat().st_size}
-    return {"sdist": sdist, "tree_sha256": tree}
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Runs the command line; prints JSON. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn_build.upstream", description=__doc__
     )
@@ -58,7 +29,18 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("refresh", help="write the patches and their hashes to the data file")
     command = commands.add_parser("hash", help="print the hashes that a new pin needs")
     command.add_argument("archive", type=Path, help="source distribution")
-    return parser
+    given = parser.parse_args(arguments)
+
+    def work() -> Any:
+        if given.command == "prepare":
+            return prepare(given.dest, load_pin(given.pin), patched=not given.unpatched)
+        if given.command == "refresh":
+            refresh(load_pin(given.pin))
+            return load_pin(given.pin).patches
+        sdist = {"sha256": sha256_of(given.archive), "size": given.archive.stat().st_size}
+        return {"sdist": sdist, "tree_sha256": tree_sha256(read_archive(given.archive))}
+
+    return exit_status(lambda: print(json.dumps(work())))
 
 
 if __name__ == "__main__":

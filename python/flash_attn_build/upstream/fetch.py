@@ -6,113 +6,167 @@ run upstream's setup.py, which wants torch.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import ssl
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
-from ..errors import HashMismatchError, NetworkError, NotOnIndexError, PipConfigError, StepError
+from ..errors import RefusedError, SettingError, ToolchainError
 from .pin import Pin
-from .pip_settings import PipSettings
 
 if TYPE_CHECKING:
-    import httpx2
     from unearth import Link, PackageFinder
     from unearth.fetchers import Fetcher, PyPIClient
 
-# unearth is imported late: a build that finds its sources in the cache needs none of it.
-
 _T = TypeVar("_T")
 OFFLINE = "set FLASH_ATTENTION_SOURCE to the archive, or to a folder with its content"
-_CHUNK = 1 << 16
+CHECK = f"check pip's settings (`pip config list`), or {OFFLINE}"
 
 
-def download(pin: Pin, settings: PipSettings, out: BinaryIO) -> None:
-    """Writes the pinned archive to a file.
+def pip_options() -> dict[str, str]:
+    """The options that `pip download` would use here, by name, as `pip config list` tells them."""
+    command = [sys.executable, "-m", "pip", "--no-input", "config", "list"]
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    if done.returncode:
+        said = " ".join((done.stderr + done.stdout).split())
+        raise SettingError(f"`pip config list` failed: {said}; {CHECK}")
+    found = {}
+    for section in ("global.", "install.", "download.", ":env:."):  # each wins over those before
+        for line in done.stdout.splitlines():
+            key, _, value = line.partition("=")
+            if key.startswith(section):
+                name = key.removeprefix(section).lower().replace("_", "-")
+                found[name.replace("default-timeout", "timeout")] = str(ast.literal_eval(value))
+    return found
 
-    Sources are asked one after another; one that fails is no error while another has the archive.
+
+def download(pin: Pin, out: BinaryIO) -> None:
+    """Writes the pinned archive to a file, from the first package source that has it.
 
     Args:
         pin: What to fetch.
-        settings: Where from.
         out: Binary file, open for writing; on failure its content is undefined.
 
     Raises:
-        NetworkError: No source has the archive, and at least one could not be read.
-        NotOnIndexError: Every source was read, and none has the archive.
-        HashMismatchError: Sources have an archive of this name and version, with other bytes.
-        PipConfigError: A certificate or proxy of pip's configuration cannot be used.
-        StepError: The package `unearth` is not installed.
-        OSError: The file cannot be written.
+        ToolchainError: No source has the archive, or `unearth` is not installed.
+        RefusedError: Sources have an archive of this name and version, with other bytes.
+        SettingError: A setting of pip's cannot be used.
     """
     try:
         import httpx2
-        from unearth import Link
         from unearth.errors import URLError
     except ImportError as error:
-        raise StepError(
-            f"{pin.name} {pin.version} is not in the cache, and fetching it needs the package "
-            f"unearth ({error}); `python -m pip install unearth`, or {OFFLINE}"
+        raise ToolchainError(f"{error}: `python -m pip install unearth`, or {OFFLINE}") from error
+    options = pip_options()
+    problems: list[str] = []
+    others: list[str] = []
+    try:
+        retries = int(options.get("retries", "5"))
+        client = _client(options, problems)
+    except (OSError, ValueError, ImportError) as error:
+        raise SettingError(
+            f"pip's timeout, retries, certificates, proxy: {error}; {CHECK}"
         ) from error
-
-    failures: list[str] = []
-    mismatches: list[str] = []
-    searched: list[str] = []
-    # URLError, InvalidURL: a malformed index or link; OSError: a local one that can't be read.
-    unreadable = (httpx2.HTTPError, httpx2.InvalidURL, URLError, OSError)
-    with _open_client(settings, failures) as client:
-        finder = _make_finder(client, settings, pin)
-        for source in list(finder.sources):
-            name = Link(source["url"]).redacted
-            searched.append(name)
-            finder.sources = [source]
+    with client:
+        finder = _finder(client, options, pin)
+        sources = list(finder.sources)
+        for source in sources:
+            finder.sources = [source]  # one that fails does not stop the search
             try:
-                links = _with_retries(settings, partial(_links, finder, pin))
-            except unreadable as error:
-                failures.append(f"{name}: {_describe(error)}")
-                continue
-            for link in links:
-                offered = (link.hash_option or {}).get("sha256", [pin.sha256])
-                if pin.sha256 not in offered:
-                    mismatches.append(f"{link.redacted} announces sha256 {', '.join(offered)}")
-                    continue
-                out.seek(0)
-                out.truncate()
-                try:
-                    found = _with_retries(settings, partial(_save, client, link, pin, out))
-                except (httpx2.HTTPError, httpx2.InvalidURL, URLError) as error:
-                    failures.append(f"{link.redacted}: {_describe(error)}")
-                    continue
-                if found == pin.sha256:
-                    return
-                mismatches.append(f"{link.redacted} has sha256 {found}")
-    wanted = f"{pin.name} {pin.version} (source distribution)"
-    if mismatches:
-        raise HashMismatchError(
-            f"{wanted}: expected sha256 {pin.sha256}, but {'; '.join(mismatches)}; do not use that "
-            f"file: find out why your index serves it, choose another index, or {OFFLINE}"
+                for link in _tried(retries, lambda: _links(finder, pin)):
+                    got = ", ".join((link.hash_option or {}).get("sha256", [pin.sha256]))
+                    if pin.sha256 in got:
+                        got = _tried(retries, lambda link=link: _save(client, link, pin, out))  # type: ignore[misc]
+                    if got == pin.sha256:
+                        return
+                    others.append(f"{link.redacted} has sha256 {got}")
+            except (httpx2.HTTPError, httpx2.InvalidURL, URLError) as error:
+                problems.append(f"{_redacted(source['url'])}: {error!r}")
+    wanted = f"{pin.name} {pin.version} (source distribution, sha256 {pin.sha256})"
+    if others:
+        raise RefusedError(
+            f"{wanted}: {'; '.join(others)}; find out why other bytes are served; {CHECK}"
         )
-    if failures:
-        reasons = "; ".join(dict.fromkeys(failures))
-        raise NetworkError(
-            f"{wanted}: could not be fetched: {reasons}; check the network and pip's "
-            f"index, proxy and certificate settings (`pip config list`), or {OFFLINE}"
-        )
-    raise NotOnIndexError(
-        f"{wanted}: not found in {', '.join(searched) or 'any source, for pip has none set'}; "
-        "check pip's index-url, find-links, no-index and trusted-host settings "
-        f"(`pip config list`), or {OFFLINE}"
+    searched = ", ".join(_redacted(source["url"]) for source in sources)
+    raise ToolchainError(
+        f"{wanted}: not found in {searched or 'any source, for pip has none'}. "
+        f"{'; '.join([*dict.fromkeys(problems), CHECK])}"
     )
+
+
+def _client(options: dict[str, str], problems: list[str]) -> PyPIClient:
+    """The client that speaks to indexes; `problems` receives a line for each bad answer."""
+    import httpx2
+    from unearth.auth import MultiDomainBasicAuth
+    from unearth.fetchers import PyPIClient
+
+    def note(response: httpx2.Response) -> None:
+        # unearth takes any bad status for an empty page; only 404 means that.
+        if response.status_code >= 400 and response.status_code != 404:
+            problems.append(f"{_redacted(str(response.url))}: {response.status_code}")
+
+    variables = map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"))
+    bundle = next(filter(None, [options.get("cert"), *variables]), None)
+    verify: ssl.SSLContext | bool = True
+    if bundle or options.get("client-cert"):
+        place = os.path.expanduser(bundle) if bundle else None
+        folder = place is not None and os.path.isdir(place)
+        verify = ssl.create_default_context(
+            cafile=None if folder else place, capath=place if folder else None
+        )
+        if key := options.get("client-cert"):
+            verify.load_cert_chain(os.path.expanduser(key))
+    hosts, proxy = options.get("trusted-host", "").split(), options.get("proxy") or None
+    # unearth's own transport for trusted hosts would go around the proxy.
+    around = {f"all://{host}": httpx2.HTTPTransport(verify=False, proxy=proxy) for host in hosts}
+    client = PyPIClient(
+        trusted_hosts=hosts, verify=verify, timeout=float(options.get("timeout", "15")),
+        proxy=proxy, mounts=around if proxy else {}, follow_redirects=True,
+        event_hooks={"response": [note]},
+    )  # fmt: skip
+    indexes = f"{options.get('index-url', '')} {options.get('extra-index-url', '')}".split()
+    client.auth = MultiDomainBasicAuth(prompting=False, index_urls=indexes)
+    return client
+
+
+def _finder(client: PyPIClient, options: dict[str, str], pin: Pin) -> PackageFinder:
+    """The finder for the user's package sources, local ones first; it takes no wheel."""
+    from unearth import PackageFinder
+
+    def urls(option: str) -> list[str]:
+        places = options.get(option, "").split()
+        return [p if "://" in p else Path(p).expanduser().absolute().as_uri() for p in places]
+
+    # Given no index, it takes the default one. The cast: unearth's client does not quite match
+    # unearth's protocol for clients.
+    finder = PackageFinder(
+        cast("Fetcher", client), index_urls=urls("index-url"), no_binary=[pin.name]
+    )
+    for url in urls("extra-index-url"):
+        finder.add_index_url(url)
+    no_index = options.get("no-index", "").lower() in ("1", "y", "yes", "t", "true", "on")
+    indexes, finder.sources = [] if no_index else finder.sources, []
+    for url in urls("find-links"):
+        finder.add_find_links(url)
+    finder.sources += indexes
+    return finder
 
 
 def _links(finder: PackageFinder, pin: Pin) -> list[Link]:
     return [package.link for package in finder.find_matches(f"{pin.name}=={pin.version}")]
+
+
+def _redacted(url: str) -> str:
+    from unearth import Link
+
+    return Link(url).redacted
 
 
 def _save(client: PyPIClient, link: Link, pin: Pin, out: BinaryIO) -> str:
@@ -124,116 +178,20 @@ def _save(client: PyPIClient, link: Link, pin: Pin, out: BinaryIO) -> str:
     headers = {"Accept-Encoding": "identity"}
     with client.stream("GET", link.url_without_fragment, headers=headers) as response:
         response.raise_for_status()
-        for chunk in response.iter_raw(_CHUNK):
+        for chunk in response.iter_raw(1 << 16):
             out.write(chunk)
             digest.update(chunk)
             if out.tell() > pin.size:
                 return f"of more than the expected {pin.size} bytes"
-    out.flush()
     return digest.hexdigest()
 
 
-def _with_retries(settings: PipSettings, action: Callable[[], _T]) -> _T:
+def _tried(retries: int, action: Callable[[], _T]) -> _T:
     import httpx2
 
-    for attempt in range(settings.retries):
+    for attempt in range(retries):
         try:
             return action()
         except httpx2.TransportError:
             time.sleep(0.25 * 2**attempt)
     return action()
-
-
-def _describe(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    if response is not None:
-        return f"{response.status_code} {response.reason_phrase}"
-    return str(error) or type(error).__name__
-
-
-@contextmanager
-def _open_client(settings: PipSettings, failures: list[str]) -> Iterator[PyPIClient]:
-    """Opens the client that speaks to indexes; `failures` receives a line for each bad answer."""
-    import httpx2
-    from unearth import Link
-    from unearth.auth import MultiDomainBasicAuth
-    from unearth.fetchers import PyPIClient
-
-    def note_failure(response: httpx2.Response) -> None:
-        # unearth takes any bad status for an empty page; only 404 means that.
-        if response.status_code >= 400 and response.status_code != 404:
-            url = Link(str(response.url)).redacted
-            failures.append(f"{url}: {response.status_code} {response.reason_phrase}")
-
-    indexes = [url for url in (settings.index_url, *settings.extra_index_urls) if url]
-    try:
-        mounts: dict[str, httpx2.BaseTransport] = {}
-        if settings.proxy:
-            # unearth's own transport for trusted hosts would go around the proxy.
-            for host in settings.trusted_hosts:
-                mounts[f"all://{host}"] = httpx2.HTTPTransport(verify=False, proxy=settings.proxy)
-        client = PyPIClient(
-            trusted_hosts=settings.trusted_hosts,
-            verify=_tls(settings),
-            timeout=settings.timeout,
-            proxy=settings.proxy,
-            mounts=mounts,
-            follow_redirects=True,
-            event_hooks={"response": [note_failure]},
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise PipConfigError(
-            f"pip's options cert={settings.cert!r}, client-cert={settings.client_cert!r}, proxy: "
-            f"cannot be used ({error}); correct them (`pip config list`)"
-        ) from error
-    with client:
-        client.auth = MultiDomainBasicAuth(prompting=False, index_urls=indexes)
-        yield client
-
-
-def _tls(settings: PipSettings) -> ssl.SSLContext | bool:
-    if settings.cert is None and settings.client_cert is None:
-        return True
-    bundle = Path(settings.cert).expanduser() if settings.cert else None
-    context = ssl.create_default_context(
-        cafile=bundle if bundle and not bundle.is_dir() else None,
-        capath=bundle if bundle and bundle.is_dir() else None,
-    )
-    if settings.client_cert:
-        context.load_cert_chain(Path(settings.client_cert).expanduser())
-    return context
-
-
-def _make_finder(client: PyPIClient, settings: PipSettings, pin: Pin) -> PackageFinder:
-    """Makes the finder for the user's package sources, local ones first; it takes no wheel."""
-    from unearth import PackageFinder
-
-    index = [_location(settings.index_url)] if settings.index_url else []
-    # Without a source of its own the finder takes the default index: the rest is added after.
-    # The cast: unearth's client does not quite match unearth's protocol for clients.
-    finder = PackageFinder(cast("Fetcher", client), index_urls=index, no_binary=[pin.name])
-    for url in settings.extra_index_urls:
-        finder.add_index_url(_location(url))
-    if settings.no_index:
-        finder.sources = []
-    default_and_extra, finder.sources = finder.sources, []
-    for place in settings.find_links:
-        finder.add_find_links(_location(place))
-    finder.sources += default_and_extra
-    finder.sources = [source for source in finder.sources if _exists(source["url"])]
-    return finder
-
-
-def _location(place: str) -> str:
-    """Returns a URL for a URL or a path."""
-    return place if "://" in place else Path(place).expanduser().absolute().as_uri()
-
-
-def _exists(url: str) -> bool:
-    from unearth import Link
-
-    link = Link(url)
-    if link.is_file and not os.path.exists(link.file_path):
-        print(f"warning: {link.redacted}: does not exist; skipped, as pip does", file=sys.stderr)
-        return False
-    return True

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import PinError
-from ..files import sha256_of, write_json
+from ..errors import RefusedError
+from ..files import ROOT, sha256_of, write_json
 
-PIN_FILE = Path(__file__).resolve().parents[3] / "cpp" / "upstream" / "upstream.json"
-SCHEMA = 2
+PIN_FILE = ROOT / "cpp" / "upstream" / "upstream.json"
 REFRESH = "run `python -m flash_attn_build.upstream refresh` after a deliberate change"
-
-_SHA256 = r"[0-9a-f]{64}"
+_SCHEMA = 2
 _PATCH = r"[0-9]{4}-[A-Za-z0-9._-]+\.patch"
-_FIELDS = {
-    "schema": str(SCHEMA),
-    "name": r"[a-z0-9]+(-[a-z0-9]+)*",
-    "version": r"[0-9]+(\.[0-9a-z]+)*",
-    "sdist.sha256": _SHA256,
-    "sdist.size": r"[1-9][0-9]*",
-    "tree_sha256": _SHA256,
-    "patched_tree_sha256": _SHA256,
-    "patches[].name": _PATCH,
-    "patches[].sha256": _SHA256,
-}
 
 
 @dataclass(frozen=True)
 class Pin:
-    """Content of the data file.
+    """Content of the data file; the patches lie in `patches/` beside it.
 
     Attributes:
-        path: The data file; the patches lie in `patches/` beside it.
+        path: The data file.
         name: Package name.
         version: Package version.
         sha256: Of the source distribution.
@@ -53,124 +39,56 @@ class Pin:
     size: int
     tree_sha256: str
     patched_tree_sha256: str
-    patches: tuple[tuple[str, str], ...]
-
-    @property
-    def patches_dir(self) -> Path:
-        """Folder of the patches."""
-        return self.path.parent / "patches"
+    patches: dict[str, str]
 
     def patch_files(self) -> list[Path]:
-        """The patches, in the order of application.
-
-        Raises:
-            PinError: The list and the folder differ.
-        """
-        there = {path.name: sha256_of(path) for path in _patches(self.path)}
-        for name, sha256 in {**there, **dict(self.patches)}.items():
-            if name not in there:
-                why = f"listed in {self.path.name}, but missing"
-            elif name not in dict(self.patches):
-                why = f"present, but not listed in {self.path.name}"
-            elif there[name] != sha256:
-                why = f"expected sha256 {sha256}, found {there[name]}"
-            else:
-                continue
-            raise PinError(f"{self.patches_dir / name}: {why}; restore it, or {REFRESH}")
-        return [self.patches_dir / name for name, _ in self.patches]
+        """The patches, in the order of application; refuses a folder that is not as listed."""
+        there = {path.name: sha256_of(path) for path in found_patches(self.path)}
+        for name, sha256 in {**there, **self.patches}.items():
+            if there.get(name) != self.patches.get(name):
+                raise RefusedError(
+                    f"{self.path.parent}/patches/{name}: expected sha256 {sha256} as listed in "
+                    f"{self.path.name} and nothing that is not listed, found "
+                    f"{there.get(name, 'no file')}; restore it, or {REFRESH}"
+                )
+        return [self.path.parent / "patches" / name for name in self.patches]
 
 
 def load_pin(path: Path = PIN_FILE) -> Pin:
-    """Reads the data file.
-
-    Args:
-        path: The data file.
-
-    Returns:
-        The pin.
-
-    Raises:
-        PinError: The file cannot be read, or a field is missing, unknown or malformed.
-    """
-    data = _read(path)
-    seen = {}
-    for name, value in _fields(data, ""):
-        pattern = _FIELDS.get(name)
-        if pattern is None:
-            raise PinError(f"{path}: {name}: expected the fields {sorted(_FIELDS)}")
-        wanted = int if name in ("schema", "sdist.size") else str
-        if type(value) is not wanted or not re.fullmatch(pattern, str(value)):
-            raise PinError(f"{path}: {name}: expected the form {pattern}, got {value!r}")
-        seen[name] = value
-    lacking = [name for name in _FIELDS if name not in seen and "[]" not in name]
-    if lacking or not isinstance(data.get("patches"), list):
-        raise PinError(f"{path}: lacks {', '.join(lacking) or 'patches'}")
+    """Reads the data file; refuses one that lacks a field or is of another form."""
     try:
-        patches = tuple((each["name"], each["sha256"]) for each in data["patches"])
-    except LookupError as error:
-        raise PinError(f"{path}: patches[]: lacks {error}") from error
-    names = [name for name, _ in patches]
-    if names != sorted(set(names)):
-        raise PinError(f"{path}: patches: expected unique names in ascending order, got {names}")
-    return Pin(
-        path=path,
-        name=data["name"],
-        version=data["version"],
-        sha256=data["sdist"]["sha256"],
-        size=data["sdist"]["size"],
-        tree_sha256=data["tree_sha256"],
-        patched_tree_sha256=data["patched_tree_sha256"],
-        patches=patches,
-    )
+        data = read(path)
+        patches = {each["name"]: each["sha256"] for each in data["patches"]}
+        hashes = (data["sdist"]["sha256"], data["tree_sha256"], data["patched_tree_sha256"])
+        if data["schema"] != _SCHEMA or list(patches) != sorted(patches):
+            raise ValueError(f"expected schema {_SCHEMA}, and patches in ascending order")
+        for value in (*hashes, *patches.values()):
+            if not re.fullmatch("[0-9a-f]{64}", value):
+                raise ValueError(f"expected a sha256, got {value!r}")
+        sdist, tree, patched = hashes
+        name, version, size = str(data["name"]), str(data["version"]), int(data["sdist"]["size"])
+        return Pin(path, name, version, sdist, size, tree, patched, patches)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RefusedError(f"{path}: is not a pin ({error!r}); restore it") from error
 
 
 def write_patches(pin: Pin, patched_tree_sha256: str) -> None:
-    """Writes the patch list, as the folder is now, to the data file.
-
-    Args:
-        pin: The pin, as loaded.
-        patched_tree_sha256: What these patches make of upstream's files.
-    """
-    patches = [{"name": path.name, "sha256": sha256_of(path)} for path in _patches(pin.path)]
+    """Writes the patch list, as the folder is now, and what it makes of upstream's files."""
+    patches = [{"name": path.name, "sha256": sha256_of(path)} for path in found_patches(pin.path)]
     changes = {"patched_tree_sha256": patched_tree_sha256, "patches": patches}
-    write_json(pin.path, {**_read(pin.path), **changes})
+    write_json(pin.path, {**read(pin.path), **changes})
 
 
-def found_patches(pin: Pin) -> list[Path]:
-    """The patches that lie in the folder, listed or not, in the order of application.
-
-    Raises:
-        PinError: A file is none, by its name.
-    """
-    found = _patches(pin.path)
-    for path in found:
-        if not re.fullmatch(_PATCH, path.name):
-            raise PinError(f"{path}: expected a name of the form {_PATCH}")
+def found_patches(path: Path) -> list[Path]:
+    """The patches in the folder beside the data file, listed or not, in their order."""
+    folder = path.parent / "patches"
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    for each in found:
+        if not re.fullmatch(_PATCH, each.name):
+            raise RefusedError(f"{each}: expected a name of the form {_PATCH}")
     return found
 
 
-def _patches(path: Path) -> list[Path]:
-    folder = path.parent / "patches"
-    return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise PinError(f"{path}: cannot be read as JSON ({error}); restore it") from error
-    if not isinstance(data, dict):
-        raise PinError(f"{path}: expected a JSON object, got {data!r}")
-    return data
-
-
-def _fields(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Every value that is no object or list, with its name."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _fields(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _fields(inner, f"{name}[]")
-    else:
-        yield name, value
+def read(path: Path) -> Any:
+    """The data file's JSON."""
+    return json.loads(path.read_bytes())

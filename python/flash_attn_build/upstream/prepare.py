@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import DestinationError, DiskError, PatchError
+from ..errors import RefusedError, SettingError, ToolchainError
 from ..files import read_tree, tree_sha256
-from .licence import cutlass_licence
 from .pin import REFRESH, Pin, found_patches, write_patches
 from .source import read_sources
 
 # Holds the hash of the tree as it was made, so that one that was edited since is not replaced.
 STAMP = ".tree_sha256"
+# The source distribution lacks CUTLASS's licence file, which binaries have to carry; but each of
+# its headers opens with the text.
 CUTLASS_LICENCE = "licenses/CUTLASS-LICENSE.txt"
+CUTLASS_HEADER = "cutlass/include/cutlass/cutlass.h"
+_BSD_3_CLAUSE = (
+    "Copyright (c)",
+    "SPDX-License-Identifier: BSD-3-Clause",
+    "Redistributions of source code must retain the above copyright notice",
+    "Redistributions in binary form must reproduce the above copyright notice",
+    "Neither the name of the copyright holder nor",
+    'PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS "AS IS"',
+    "POSSIBILITY OF SUCH DAMAGE",
+)
 
 
 def prepare(
-    dest: Path, pin: Pin, *, patched: bool = True, environment: Mapping[str, str] = os.environ
+    dest: Path, pin: Pin, *, patched: bool = True, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
     """Makes `dest` hold upstream's used files, patched, and the licence texts.
 
@@ -34,89 +45,97 @@ def prepare(
         dest: Folder; made if need be.
         pin: The pin.
         patched: False: upstream's files as they are.
-        environment: Environment variables that say where the sources come from.
+        environ: Says where the sources come from: see `read_sources`.
 
     Returns:
         Version, sha256, patches and destination, ready for JSON.
 
     Raises:
-        DestinationError: `dest` holds files that were not made, or were edited since.
-        PatchError: A patch does not apply, or the patched files are not the pinned ones.
-        DiskError: `dest` cannot be written.
-        BuildError: The sources cannot be had or are not the pinned ones.
+        SettingError: `dest` holds files that were not made here, or were edited since.
+        RefusedError: A patch does not apply, or its result or the sources are not the pinned ones.
+        BuildError: The sources cannot be had, or `dest` cannot be written.
     """
     dest = dest.absolute()
     patches = pin.patch_files() if patched else []
     wanted = pin.patched_tree_sha256 if patched else pin.tree_sha256
-    listed = [{"name": name, "sha256": sha256} for name, sha256 in pin.patches] if patched else []
-    result = {"version": pin.version, "sha256": pin.sha256, "patches": listed, "dest": str(dest)}
-    if _holds(dest, wanted):
-        return result
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as work:
-            tree = Path(work, "new")
-            found = _make(tree, pin, patches, environment)
-            if found != wanted:
-                raise PatchError(
-                    f"{pin.path}: patched_tree_sha256: expected {wanted}, but the patches make "
-                    f"{found}; look at what they change (`git diff --no-index`), then {REFRESH}"
-                )
-            _swap(tree, dest, Path(work, "old"), wanted)
+        lock = os.open(dest.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another build may be at the same folder
+            if not _holds(dest, wanted):
+                with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as work:
+                    tree = Path(work, "new")
+                    if (found := _make(tree, pin, patches, environ)) != wanted:
+                        raise RefusedError(
+                            f"{pin.path}: patched_tree_sha256: expected {wanted}, but the patches "
+                            f"make {found}; look at what they change, then {REFRESH}"
+                        )
+                    if dest.exists():
+                        dest.rename(Path(work, "old"))
+                    tree.rename(dest)
+        finally:
+            os.close(lock)
     except OSError as error:
-        raise DiskError(
+        raise ToolchainError(
             f"{dest}: cannot be written ({error.strerror}); free some space, or choose another "
             "destination"
         ) from error
-    return result
+    listed = [{"name": path.name, "sha256": pin.patches[path.name]} for path in patches]
+    return {"version": pin.version, "sha256": pin.sha256, "patches": listed, "dest": str(dest)}
 
 
-def refresh(pin: Pin, environment: Mapping[str, str] = os.environ) -> Pin:
-    """Writes the patches as they are now, and what they make of upstream, to the data file.
-
-    Args:
-        pin: The pin, as loaded.
-        environment: Environment variables that say where the sources come from.
-
-    Returns:
-        The pin that was given.
+def refresh(pin: Pin, environ: Mapping[str, str] = os.environ) -> None:
+    """Lists the patches as they are now, with the hash of what they make, in the data file.
 
     Raises:
-        PatchError: A patch does not apply.
-        BuildError: The sources cannot be had or are not the pinned ones.
+        RefusedError: A patch does not apply, or the sources are not the pinned ones.
     """
     with tempfile.TemporaryDirectory() as work:
-        found = _make(Path(work, "tree"), pin, found_patches(pin), environment)
+        found = _make(Path(work, "tree"), pin, found_patches(pin.path), environ)
     write_patches(pin, found)
-    return pin
 
 
-def _make(tree: Path, pin: Pin, patches: list[Path], environment: Mapping[str, str]) -> str:
+def _make(tree: Path, pin: Pin, patches: list[Path], environ: Mapping[str, str]) -> str:
     """Makes a tree; returns the hash of upstream's files in it, after the patches."""
-    for name, data in read_sources(pin, environment).items():
+    for name, data in read_sources(pin, environ).items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(data)
-    licence = cutlass_licence(tree)
+    licence = cutlass_licence((tree / CUTLASS_HEADER).read_text(encoding="utf-8"))
     for patch in patches:
         _apply(patch, pin, tree)
-    found = _upstream_sha256(tree)
+    found = tree_sha256(_files(tree))
     (tree / CUTLASS_LICENCE).write_text(licence, encoding="utf-8")
     (tree / STAMP).write_text(tree_sha256(_files(tree)) + "\n", encoding="utf-8")
     return found
 
 
+def cutlass_licence(header: str) -> str:
+    """The licence text in the comment that opens a CUTLASS header, without comment marks."""
+    opening = header.partition("*/")[0] if header.startswith("/*") else ""
+    # The first and last line are rows of stars.
+    lines = [line.strip().removeprefix("*").strip() for line in opening.splitlines()[1:]]
+    text = "\n".join(lines).strip(" *\n") + "\n"
+    for phrase in _BSD_3_CLAUSE:
+        if phrase not in " ".join(text.split()):
+            raise RefusedError(
+                f"{CUTLASS_HEADER}: does not open with the BSD-3-Clause text, it lacks {phrase!r}; "
+                "find where CUTLASS now states its licence, and adapt this module"
+            )
+    return text
+
+
 def _apply(patch: Path, pin: Pin, tree: Path) -> None:
     """Applies a patch with git. Where git finds a place that fits worse, the tree's hash tells."""
-    text = patch.read_text(encoding="utf-8")
-    intro = " ".join(text.partition("\n--- ")[0].split())
-    if f"{pin.name} {pin.version}" not in intro:
-        raise PatchError(
+    intro = patch.read_text(encoding="utf-8").partition("\n--- ")[0]
+    if f"{pin.name} {pin.version}" not in " ".join(intro.split()):
+        raise RefusedError(
             f"{patch.name}: the opening text does not name {pin.name} {pin.version}; check the "
             "patch against that release, then say so there"
         )
     git = shutil.which("git")
     if git is None:
-        raise PatchError("git: not on PATH; it applies the patches. Install it")
+        raise ToolchainError("git: not on PATH; it applies the patches. Install it")
     command = [git, "apply", "--unidiff-zero", "--whitespace=nowarn", str(patch)]
     # A checkout around the tree would make git leave out files outside of it.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
@@ -125,74 +144,29 @@ def _apply(patch: Path, pin: Pin, tree: Path) -> None:
         command, cwd=tree, env=environ, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise PatchError(
+        raise RefusedError(
             f"{patch.name}: does not apply: {' '.join(done.stderr.split())}; the patch was made "
             "for other sources: check the pin, or make the patch again"
         )
 
 
 def _holds(dest: Path, wanted: str) -> bool:
-    """Returns whether `dest` is up to date; raises if it must not be replaced.
-
-    Another build may put a new tree there meanwhile. Then what was read may be of both trees, and
-    is read again.
-    """
-    while True:
-        before = _identity(dest)
-        try:
-            holds = _holds_now(dest, wanted)
-        except (DestinationError, FileNotFoundError):
-            if _identity(dest) == before:
-                raise
-        else:
-            if _identity(dest) == before:
-                return holds
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Returns what differs between a folder and another one that is moved to its place."""
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_ino, found.st_ctime_ns  # moving sets the time: an inode may be used again
-
-
-def _holds_now(dest: Path, wanted: str) -> bool:
-    advice = "delete it, or choose another destination"
+    """Returns whether `dest` is up to date; raises if it must not be replaced."""
     if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
         return False
     try:
         made = (dest / STAMP).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise DestinationError(f"{dest}: exists and was not made by this tool; {advice}") from error
-    if made != tree_sha256(_files(dest)):
-        raise DestinationError(
-            f"{dest}: edited since it was made; save your changes as a patch, then {advice}"
+    except OSError:
+        made = "not made by this tool"
+    held = _files(dest) if dest.is_dir() else {}
+    if made != tree_sha256(held):
+        raise SettingError(
+            f"{dest}: was not made by this tool, or edited since; save your changes as a patch, "
+            "then delete it, or choose another destination"
         )
-    return _upstream_sha256(dest) == wanted
+    held.pop(CUTLASS_LICENCE)
+    return tree_sha256(held) == wanted
 
 
 def _files(tree: Path) -> dict[str, bytes]:
     return {name: data for name, data in read_tree(tree).items() if name != STAMP}
-
-
-def _upstream_sha256(tree: Path) -> str:
-    return tree_sha256(
-        {name: data for name, data in _files(tree).items() if name != CUTLASS_LICENCE}
-    )
-
-
-def _swap(tree: Path, dest: Path, old: Path, wanted: str) -> None:
-    """Moves the tree to `dest`, and what was there to `old`."""
-    with suppress(FileNotFoundError):
-        os.rename(dest, old)
-    try:
-        os.rename(tree, dest)
-    except OSError:
-        # Another build may have been faster; if it made the same, all is well.
-        if dest.exists() and _holds(dest, wanted):
-            return
-        if old.exists() and not dest.exists():
-            os.rename(old, dest)
-        raise

@@ -20,7 +20,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 from torch_abi_audit import inspect_extension
 
-from ..errors import WheelError
+from ..errors import RefusedError
 from . import cubins, sbom
 
 PACKAGE = "flash_attn_deterministic"
@@ -69,7 +69,7 @@ def check(wheel: Path) -> dict[str, Any]:
         The build information that the wheel carries.
 
     Raises:
-        WheelError: Everything that is wrong with it.
+        RefusedError: Everything that is wrong with it.
     """
     with zipfile.ZipFile(wheel) as archive:
         names = [n for n in archive.namelist() if not n.endswith("/")]
@@ -88,7 +88,7 @@ def check(wheel: Path) -> dict[str, Any]:
             elif name.endswith(".dist-info/METADATA"):
                 problems += _metadata(archive.read(name), wheel, names)
     if problems:
-        raise WheelError(f"{wheel.name} is not fit to be used:\n  " + "\n  ".join(problems))
+        raise RefusedError(f"{wheel.name} is not fit to be used:\n  " + "\n  ".join(problems))
     return info
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from ..errors import WheelError
+from ..errors import RefusedError
 
 _CONTAINER = struct.Struct("<IHHQ")  # magic, version, size of this header, size of the entries
 _ENTRY = struct.Struct("<HHIQ12xI")  # kind, version, size of this header, payload, ..., sm number
@@ -23,7 +23,7 @@ def architectures(section: bytes) -> set[str]:
         Names as CMake writes them: "90-real" for sm_90 machine code, "90-virtual" for its PTX.
 
     Raises:
-        WheelError: The section is not laid out as expected.
+        RefusedError: The section is not laid out as expected.
     """
     return {name for entries in containers(section) for name in entries}
 
@@ -38,7 +38,7 @@ def containers(section: bytes) -> Iterator[list[str]]:
         For each fat binary (one per translation unit), what its entries are.
 
     Raises:
-        WheelError: The section is not laid out as expected.
+        RefusedError: The section is not laid out as expected.
     """
     offset = 0
     while offset + _CONTAINER.size <= len(section):
@@ -48,7 +48,7 @@ def containers(section: bytes) -> Iterator[list[str]]:
             continue
         end = offset + header + size
         if magic != _MAGIC or version != 1 or end > len(section):
-            raise WheelError(
+            raise RefusedError(
                 f".nv_fatbin at byte {offset}: expected a fat binary (magic {_MAGIC:#x}, version "
                 f"1), got magic {magic:#x}, version {version}, {size} bytes of entries. Has "
                 "nvcc's format changed? `cuobjdump --list-elf` of the same toolkit tells."
@@ -57,7 +57,7 @@ def containers(section: bytes) -> Iterator[list[str]]:
         while offset + _ENTRY.size <= end:
             kind, _, header, payload, sm = _ENTRY.unpack_from(section, offset)
             if kind not in _KINDS or not header:
-                raise WheelError(f".nv_fatbin at byte {offset}: unknown kind of entry {kind}")
+                raise RefusedError(f".nv_fatbin at byte {offset}: unknown kind of entry {kind}")
             entries.append(f"{sm}-{_KINDS[kind]}")
             offset += header + payload
         yield entries

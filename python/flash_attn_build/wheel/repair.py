@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from ..errors import StepError, WheelError
+from ..errors import BuildError, RefusedError
 from . import sbom
 from .check import BUILD_INFO, LIBRARY, TORCH
 
@@ -35,9 +35,9 @@ def repair(
         The tagged wheel.
 
     Raises:
-        StepError: The wheel does not meet the platform's rules, or only with libraries copied
+        BuildError: The wheel does not meet the platform's rules, or only with libraries copied
             into it.
-        WheelError: The wheel is not one of ours.
+        RefusedError: The wheel is not one of ours.
     """
     command = [sys.executable, "-m", "auditwheel", "repair"]
     # No older tags that it happens to meet (torch's own wheels carry this one), and no patcher:
@@ -56,7 +56,7 @@ def repair(
         made = list(Path(folder).glob("*.whl"))
         if done.returncode == 0 and len(made) == 1:
             return made[0].rename(destination / made[0].name)
-        raise StepError(
+        raise BuildError(
             f"auditwheel refuses {wheel.name} as {PLATFORM} (exit status {done.returncode}, "
             "see above). Unless the disk is full: `auditwheel show` on the wheel names the symbols "
             "and libraries that are too new; a NotImplementedError means a library that would have "
@@ -77,7 +77,7 @@ def _complete(
     infos = {name.partition("/")[0] for name in contents if ".dist-info/" in name}
     missing = [name for name in (BUILD_INFO, LIBRARY) if name not in contents]
     if missing or len(infos) != 1:
-        raise WheelError(
+        raise RefusedError(
             f"{wheel.name} is not a wheel of this project: "
             + (f"{' and '.join(missing)} is missing" if missing else "expected one .dist-info")
         )

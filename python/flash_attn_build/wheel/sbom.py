@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compile.toolchain import Toolchain
-from ..errors import StepError
+from ..errors import BuildError
 from ..files import read_tree, sha256_of, tree_sha256
 
 NAME = "flash-attn-deterministic"
@@ -76,7 +76,7 @@ def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
         The CUDA runtime, zig's run-time parts, glibc's static part, torch's headers.
 
     Raises:
-        StepError: A package that the build uses is not installed, or a file of it is missing.
+        BuildError: A package that the build uses is not installed, or a file of it is missing.
     """
     try:
         zig, torch = (
@@ -116,7 +116,7 @@ def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
             ),
         )  # fmt: skip
     except (OSError, importlib.metadata.PackageNotFoundError) as error:
-        raise StepError(
+        raise BuildError(
             f"the wheel's bill of materials: {error}. Install the build's packages again: "
             "`nox -s build` does it."
         ) from error
@@ -138,7 +138,7 @@ def describe(
         CycloneDX JSON.
 
     Raises:
-        StepError: This project has not recorded which CUTLASS the release of upstream holds.
+        BuildError: This project has not recorded which CUTLASS the release of upstream holds.
     """
     from cyclonedx.model import HashAlgorithm, HashType, Property
     from cyclonedx.model.bom import Bom, BomMetaData
@@ -237,7 +237,7 @@ def _upstream(upstream: Mapping[str, Any]) -> tuple[Part, Part]:
     """flash-attn and the CUTLASS in it. The build itself puts their licences into the package."""
     release, sha256 = upstream["version"], upstream["sha256"]
     if release not in CUTLASS_IN:
-        raise StepError(
+        raise BuildError(
             f"the wheel's bill of materials: which CUTLASS does flash-attn {release} hold? Its "
             "csrc/cutlass/include/cutlass/version.h says it; add it to CUTLASS_IN in "
             "flash_attn_build/wheel/sbom.py."

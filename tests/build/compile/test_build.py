@@ -14,7 +14,7 @@ from pathlib import Path
 import fake_wheel
 import pytest
 from flash_attn_build.compile import build, build_folder, toolchain
-from flash_attn_build.errors import SettingError, StepError, WheelError
+from flash_attn_build.errors import BuildError, RefusedError, SettingError, ToolchainError
 from flash_attn_build.files import ROOT
 from flash_attn_build.wheel import sbom
 
@@ -113,11 +113,11 @@ def test_a_failure_leaves_dist_as_it_was(
     (request_.out_dir / "old.whl").write_text("")
     if failure == "gate":
         backend.files = {**backend.files, "setup.py": b""}
-        with pytest.raises(WheelError, match=r"setup\.py does not belong"):
+        with pytest.raises(RefusedError, match=r"setup\.py does not belong"):
             build.build(request_)
     else:
         backend.status = 1
-        with pytest.raises(StepError, match=r"build failed \(exit status 1\).*set MAX_JOBS"):
+        with pytest.raises(BuildError, match=r"build failed \(exit status 1\).*set MAX_JOBS"):
             build.build(request_)
     assert [path.name for path in request_.out_dir.iterdir()] == ["old.whl"]
 
@@ -201,7 +201,7 @@ def test_command_tells_what_went_wrong(
     assert build.main() == SettingError.exit_code
     assert "error: MAX_JOBS" in capsys.readouterr().err
     monkeypatch.setattr(build, "build", fail)
-    assert build.main() == StepError.exit_code
+    assert build.main() == ToolchainError.exit_code
     assert "error: [Errno 28] No space left on device: 'dist/x.whl'" in capsys.readouterr().err
 
 

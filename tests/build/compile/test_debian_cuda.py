@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.compile import debian_cuda
-from flash_attn_build.errors import HashMismatchError, ToolchainError
+from flash_attn_build.errors import RefusedError, ToolchainError
 from flash_attn_build.files import sha256_of
 
 pytestmark = pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="no dpkg-deb: not a Debian")
@@ -71,7 +71,7 @@ def test_another_package_or_a_missing_part_leaves_nothing(
         debian_cuda.assemble(tmp_path / "build" / "cuda12", packages, package)
     with package.open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(HashMismatchError, match=r"x\.deb: expected sha256"):
+    with pytest.raises(RefusedError, match=r"x\.deb: expected sha256"):
         debian_cuda.assemble(tmp_path / "build" / "cuda12", packages, package)
     assert list((tmp_path / "build").iterdir()) == []
 

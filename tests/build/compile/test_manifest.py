@@ -10,7 +10,7 @@ import fake_wheel
 import pytest
 from flash_attn_build import files
 from flash_attn_build.compile import manifest
-from flash_attn_build.errors import WheelError
+from flash_attn_build.errors import RefusedError
 
 
 def unit(output: str, cpu: float, peak: int, *flags: str) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_a_list_of_locked_tools_that_is_not_there(tmp_path: Path, text: str | No
 def test_what_is_no_manifest(tmp_path: Path, text: str | None, expected: str) -> None:
     if text is not None:
         manifest.path_of(tmp_path / "a.whl").write_text(text)
-    with pytest.raises(WheelError, match=expected):
+    with pytest.raises(RefusedError, match=expected):
         manifest.read(manifest.path_of(tmp_path / "a.whl"))
 
 

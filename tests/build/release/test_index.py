@@ -12,7 +12,7 @@ from pathlib import Path
 import fake_wheel
 import pytest
 import release_samples
-from flash_attn_build.errors import RefusedError, StepError
+from flash_attn_build.errors import BuildError, RefusedError
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
 from release_samples import Change, Project, edit, sections
@@ -191,5 +191,5 @@ def test_pages_come_from_all_releases(
     assert [call.split()[0] for call in attestations] == ["attestation"] * 2
     assert (tmp_path / "index" / "simple" / "flash-attn-deterministic" / "index.html").exists()
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(StepError, match="gh, GitHub's command line tool, is not on PATH"):
+    with pytest.raises(BuildError, match="gh, GitHub's command line tool, is not on PATH"):
         index.download_pages(tmp_path)

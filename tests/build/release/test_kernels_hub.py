@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from flash_attn_build.errors import WheelError
+from flash_attn_build.errors import RefusedError
 from flash_attn_build.release import kernels_hub
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from release_samples import Project
@@ -59,7 +59,7 @@ def test_architectures_are_written_as_the_hub_does() -> None:
 def test_two_files_in_one_place_are_refused(project: Project, tmp_path: Path) -> None:
     with zipfile.ZipFile(project.wheel, "a") as archive:
         archive.writestr("flash_attn_deterministic/licenses/LICENSE", "another")
-    with pytest.raises(WheelError, match="two files would be licenses/LICENSE"):
+    with pytest.raises(RefusedError, match="two files would be licenses/LICENSE"):
         kernels_hub.write(project.wheel, tmp_path / "hub")
 
 

@@ -10,72 +10,57 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-from flash_attn_build.errors import DiskError, HashMismatchError, NetworkError, SourceError
+from flash_attn_build.errors import RefusedError, SettingError, ToolchainError
 from flash_attn_build.upstream import source
 from flash_attn_build.upstream.pin import Pin, load_pin
 from flash_attn_build.upstream.prepare import CUTLASS_LICENCE
-from flash_attn_build.upstream.source import (
-    cache_dir,
-    cached_archive,
-    placed,
-    read_archive,
-    read_folder,
-    read_sources,
-)
+from flash_attn_build.upstream.source import find_archive, placed, read_archive, read_sources
 from upstream_samples import FILES, PREPARED, make_archive, make_folder, tree_of
 
 
 class Fetcher:
     """Stands for the network: writes given bytes, and counts how often."""
 
-    def __init__(self, content: bytes, failure: BaseException | None = None) -> None:
+    def __init__(self, content: bytes = b"", failure: BaseException | None = None) -> None:
         self.content, self.failure = content, failure
         self.calls = 0
 
     def __call__(self, pin: Pin, out: BinaryIO) -> None:
         self.calls += 1
         out.write(self.content)
-        out.flush()
         if self.failure:
             raise self.failure
 
 
-def _given(pin: Pin, path: Path | str) -> dict[str, bytes]:
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch, archive: Path) -> Fetcher:
+    fetcher = Fetcher(archive.read_bytes())
+    monkeypatch.setattr(source, "download", fetcher)
+    return fetcher
+
+
+def given(pin: Pin, path: Path | str) -> dict[str, bytes]:
     return read_sources(pin, {"FLASH_ATTENTION_SOURCE": str(path)})
 
 
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_network(*_: object) -> None:
-        raise AssertionError("the network was used")
-
-    monkeypatch.setattr(source, "download", no_network)
-    monkeypatch.setattr(source, "read_pip_settings", no_network)
-
-
-@pytest.mark.usefixtures("offline")
-def test_given_source_needs_no_network(
-    pin: Pin, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_given_source_needs_no_network(
+    pin: Pin, archive: Path, tmp_path: Path, network: Fetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unused = {"setup.py": "", "csrc/flash_attn/src/softmax.h.orig": "", "csrc/x/y.h": ""}
-    found = _given(pin, make_folder(tmp_path / "folder", {**FILES, **unused}))
+    found = given(pin, make_folder(tmp_path / "folder", {**FILES, **unused}))
     assert set(found) == PREPARED - {CUTLASS_LICENCE}
-    assert _given(pin, archive) == found
+    assert given(pin, archive) == found
     monkeypatch.chdir(archive.parent)
-    assert _given(pin, archive.name) == found
+    assert given(pin, archive.name) == found
+    with pytest.raises(SettingError, match="expected an archive or a folder"):
+        given(pin, tmp_path / "none")
+    assert network.calls == 0
 
 
-def test_given_path_does_not_exist(pin: Pin, tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="neither a file nor a folder"):
-        _given(pin, tmp_path / "none")
-
-
-def test_given_archive_has_wrong_hash(pin: Pin, archive: Path, tmp_path: Path) -> None:
+def test_a_given_archive_with_another_hash(pin: Pin, archive: Path) -> None:
     archive.write_bytes(b"other")
-    with pytest.raises(HashMismatchError, match=f"with sha256 {pin.sha256}, found d9298a10"):
-        _given(pin, archive)
-    with pytest.raises(SourceError, match="cannot be read"):
-        source.check_archive(pin, tmp_path)
+    with pytest.raises(RefusedError, match=f"with sha256 {pin.sha256}, found d9298a10"):
+        given(pin, archive)
 
 
 @pytest.mark.parametrize(
@@ -87,62 +72,55 @@ def test_given_archive_has_wrong_hash(pin: Pin, archive: Path, tmp_path: Path) -
     ],
     ids=["changed", "added", "licence"],
 )
-def test_given_folder_has_changed_files(pin: Pin, tmp_path: Path, change: dict[str, str]) -> None:
+def test_a_given_folder_that_was_changed(pin: Pin, tmp_path: Path, change: dict[str, str]) -> None:
     folder = make_folder(tmp_path / "folder", {**FILES, **change})
-    with pytest.raises(SourceError, match=r"were changed, added or removed.*unpack the source"):
-        _given(pin, folder)
+    with pytest.raises(RefusedError, match=r"were changed, added or removed.*unpack it afresh"):
+        given(pin, folder)
+    (folder / "LICENSE").unlink()
+    with pytest.raises(RefusedError, match="cannot be read"):
+        given(pin, folder)
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"damaged"], ids=["none", "empty", "other"])
 def test_cache_is_filled_once_and_again_where_it_is_damaged(
-    pin: Pin,
-    archive: Path,
-    tmp_path: Path,
-    damage: bytes | None,
-    capsys: pytest.CaptureFixture[str],
+    pin: Pin, archive: Path, tmp_path: Path, network: Fetcher, damage: bytes | None
 ) -> None:
-    fetch = Fetcher(archive.read_bytes())
-    cache = tmp_path / "a" / "cache"
-    first = cached_archive(pin, cache, fetch)
+    environ = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    first = find_archive(pin, environ)
+    assert first.parent == tmp_path / "cache" / "flash-attn-deterministic"
     if damage is not None:
         first.write_bytes(damage)
-    assert cached_archive(pin, cache, fetch) == first
-    assert fetch.calls == (1 if damage is None else 2)
-    assert ("damaged" in capsys.readouterr().err) == (damage is not None)
-    assert tree_of(cache) == {f"{pin.sha256}.tar.gz": archive.read_bytes()}
+    assert find_archive(pin, environ) == first
+    assert network.calls == (1 if damage is None else 2)
+    assert tree_of(first.parent) == {f"{pin.sha256}.tar.gz": archive.read_bytes()}
 
 
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
-        (None, HashMismatchError),
-        (NetworkError("x"), NetworkError),
+        (None, RefusedError),
+        (ToolchainError("x"), ToolchainError),
         (KeyboardInterrupt(), KeyboardInterrupt),
         (SystemExit(143), SystemExit),
-        *((OSError(code, os.strerror(code)), DiskError) for code in (errno.ENOSPC, errno.EROFS)),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ToolchainError),
     ],
-    ids=["other bytes", "network", "interrupt", "terminated", "full", "read-only"],
+    ids=["other bytes", "network", "interrupt", "terminated", "full"],
 )
 def test_nothing_wrong_or_half_written_stays(
-    pin: Pin, tmp_path: Path, failure: BaseException | None, expected: type[BaseException]
+    pin: Pin, tmp_path: Path, network: Fetcher, failure: BaseException | None, expected: Any
 ) -> None:
-    words = "or set FLASH_ATTENTION_CACHE to a folder" if expected is DiskError else None
-    with pytest.raises(expected, match=words):
-        cached_archive(pin, tmp_path / "cache", Fetcher(b"half", failure))
+    network.content, network.failure = b"half", failure
+    with pytest.raises(expected):
+        find_archive(pin, {"FLASH_ATTENTION_CACHE": str(tmp_path / "cache")})
     assert tree_of(tmp_path / "cache") == {}
 
 
-def test_concurrent_builds_share_a_cache(pin: Pin, archive: Path, tmp_path: Path) -> None:
-    fetch = Fetcher(archive.read_bytes())
+def test_concurrent_builds_share_a_cache(pin: Pin, tmp_path: Path, network: Fetcher) -> None:
+    environ = {"FLASH_ATTENTION_CACHE": str(tmp_path / "cache")}
     with ThreadPoolExecutor(8) as pool:
-        runs = [pool.submit(cached_archive, pin, tmp_path / "cache", fetch) for _ in range(16)]
-    assert {run.result().read_bytes() for run in runs} == {fetch.content}
+        runs = [pool.submit(find_archive, pin, environ) for _ in range(16)]
+    assert {run.result().read_bytes() for run in runs} == {network.content}
     assert len(tree_of(tmp_path / "cache")) == 1
-
-
-def test_cache_dir(tmp_path: Path) -> None:
-    assert cache_dir({"FLASH_ATTENTION_CACHE": str(tmp_path)}) == tmp_path
-    assert cache_dir({}).name == "flash-attn-deterministic"
 
 
 @pytest.mark.build
@@ -158,29 +136,25 @@ def test_only_what_is_used_gets_a_place() -> None:
         assert placed(f"csrc/{name}") is None
 
 
-def _cut(length: int) -> Callable[[Path], object]:
+def cut(length: int) -> Callable[[Path], object]:
     return lambda path: make_archive(path).write_bytes(path.read_bytes()[:length])
 
 
-@pytest.mark.parametrize(
-    ("write", "words"),
-    [
-        (lambda path: make_archive(path, type=b"2", linkname="/etc/passwd"), "is a link, or there"),
-        (lambda path: make_archive(path, size=0), "is a link, or there twice"),
-        *((_cut(length), "is not a readable archive") for length in (0, 5, -40)),
-    ],
-    ids=["link", "twice", "empty", "start", "cut off"],
-)
-def test_an_archive_that_is_refused(tmp_path: Path, write: Any, words: str) -> None:
-    write(tmp_path / "bad.tar.gz")
-    with pytest.raises(SourceError, match=words):
-        read_archive(tmp_path / "bad.tar.gz")
+ARCHIVES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "link": (lambda path: make_archive(path, type=b"2", linkname="/etc/passwd"), "is a link, or"),
+    "twice": (lambda path: make_archive(path, size=0), "is a link, or there twice"),
+    "empty": (cut(0), "cannot be read"),
+    "cut off": (cut(-40), "cannot be read"),
+}
 
 
-@pytest.mark.parametrize("part", ["LICENSE", "csrc/flash_attn/src", "csrc/cutlass/include"])
-def test_a_part_that_is_missing_is_named(tmp_path: Path, part: str) -> None:
-    files = {name: text for name, text in FILES.items() if not name.startswith(part)}
-    with pytest.raises(SourceError, match="lacks what goes to"):
-        read_archive(make_archive(tmp_path / "lacking.tar.gz", files))
-    with pytest.raises(SourceError, match="cannot be read"):
-        read_folder(make_folder(tmp_path / "folder", files))
+@pytest.mark.parametrize(("write", "words"), ARCHIVES.values(), ids=ARCHIVES)
+def test_an_archive_that_is_refused(
+    pin: Pin, archive: Path, write: Callable[[Path], object], words: str, monkeypatch: Any
+) -> None:
+    write(archive)
+    monkeypatch.setattr(source, "check_archive", lambda *_: None)  # as if its hash were pinned
+    with pytest.raises(RefusedError, match=words):
+        given(pin, archive)
+    with pytest.raises(Exception, match=r"."):
+        read_archive(archive)

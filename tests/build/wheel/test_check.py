@@ -7,7 +7,7 @@ from typing import Any
 
 import fake_wheel
 import pytest
-from flash_attn_build.errors import WheelError
+from flash_attn_build.errors import RefusedError
 from flash_attn_build.wheel import check
 
 INFO = "flash_attn_deterministic-0.1.0.dist-info"
@@ -19,7 +19,7 @@ def binary(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def problems(wheel: Path) -> str:
-    with pytest.raises(WheelError) as caught:
+    with pytest.raises(RefusedError) as caught:
         check.check(wheel)
     return str(caught.value)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from fake_wheel import fatbin
-from flash_attn_build.errors import WheelError
+from flash_attn_build.errors import RefusedError
 from flash_attn_build.wheel import cubins
 
 # As nvcc 13.0.88 wrote it for an empty kernel: sm_80 machine code, compute_90 PTX and sm_90
@@ -42,5 +42,5 @@ def test_goes_over_padding_from_one_unit_to_the_next() -> None:
     ids=["magic", "cut short", "kind"],
 )
 def test_an_unknown_layout_is_an_error(section: bytes, expected: str) -> None:
-    with pytest.raises(WheelError, match=expected):
+    with pytest.raises(RefusedError, match=expected):
         cubins.architectures(section)

@@ -9,7 +9,7 @@ from typing import Any
 
 import fake_wheel
 import pytest
-from flash_attn_build.errors import StepError, WheelError
+from flash_attn_build.errors import BuildError, RefusedError
 from flash_attn_build.wheel import check, repair
 
 LINUX = "py3-none-linux_x86_64"
@@ -60,7 +60,7 @@ def test_what_the_platform_does_not_allow_is_refused(
     if expected == "NotImplementedError":
         monkeypatch.setenv("AUDITWHEEL_LD_LIBRARY_PATH", str(tmp_path / "library"))
     wheel = fake_wheel.pack(tmp_path, fake_wheel.contents(binary, LINUX), LINUX)
-    with pytest.raises(StepError, match="auditwheel refuses"):
+    with pytest.raises(BuildError, match="auditwheel refuses"):
         repair.repair(wheel, tmp_path / "out", fake_wheel.PARTS, 0)
     assert not list(tmp_path.glob("out/*.whl"))
     assert expected in capfd.readouterr().err
@@ -68,5 +68,5 @@ def test_what_the_platform_does_not_allow_is_refused(
 
 def test_a_foreign_wheel_is_refused(tmp_path: Path) -> None:
     wheel = fake_wheel.pack(tmp_path, {"a.py": b"", "a-1.dist-info/WHEEL": b""}, LINUX)
-    with pytest.raises(WheelError, match=r"_build_info\.json and .*_C\.so is missing"):
+    with pytest.raises(RefusedError, match=r"_build_info\.json and .*_C\.so is missing"):
         repair.repair(wheel, tmp_path / "out", fake_wheel.PARTS, 0)

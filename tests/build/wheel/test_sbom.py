@@ -12,7 +12,7 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from flash_attn_build.compile import toolchain
-from flash_attn_build.errors import StepError, WheelError
+from flash_attn_build.errors import BuildError, RefusedError
 from flash_attn_build.upstream.pin import load_pin
 from flash_attn_build.wheel import check, repair, sbom
 
@@ -65,7 +65,7 @@ def test_the_same_inputs_give_the_same_bytes() -> None:
 
 
 def test_a_release_of_upstream_that_nobody_looked_at() -> None:
-    with pytest.raises(StepError, match=r"which CUTLASS does flash-attn 9\.9 hold"):
+    with pytest.raises(BuildError, match=r"which CUTLASS does flash-attn 9\.9 hold"):
         bill(upstream={**fake_wheel.INFO["upstream"], "version": "9.9"})
     assert load_pin().version in sbom.CUTLASS_IN
 
@@ -110,16 +110,16 @@ def test_a_wheel_with_a_wrong_bill_is_refused(
     bill = json.loads(contents[name])
     change(bill)
     wheel = fake_wheel.pack(tmp_path, {**contents, name: json.dumps(bill).encode()})
-    with pytest.raises(WheelError, match=expected):
+    with pytest.raises(RefusedError, match=expected):
         check.check(wheel)
 
 
 def test_a_bill_is_there_and_of_this_library(contents: dict[str, bytes], tmp_path: Path) -> None:
     contents[sbom.LIBRARY] += b"\0"
-    with pytest.raises(WheelError, match="describes another"):
+    with pytest.raises(RefusedError, match="describes another"):
         check.check(fake_wheel.pack(tmp_path, contents))
     del contents[f"{INFO}/sboms/{sbom.FILE_NAME}"]
-    with pytest.raises(WheelError, match="expected one bill of materials"):
+    with pytest.raises(RefusedError, match="expected one bill of materials"):
         check.check(fake_wheel.pack(tmp_path, contents))
 
 
@@ -184,5 +184,5 @@ def test_a_toolkit_of_unpacked_packages_has_the_licence_in_their_metadata(
 )
 def test_a_file_that_is_missing(cuda: toolchain.Toolchain, name: str, expected: str) -> None:
     (cuda.root / name).unlink()
-    with pytest.raises(StepError, match=expected):
+    with pytest.raises(BuildError, match=expected):
         sbom.find_parts(cuda)
