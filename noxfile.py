@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import shutil
 import signal
@@ -237,8 +238,15 @@ def run_build(session: nox.Session, *arguments: str) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--locked", action="store_true")
     parser.add_argument("--cuda")
+    parser.add_argument("--arch", default=platform.machine())
     given, _ = parser.parse_known_args(arguments)
-    nvcc = install_compilers(session, locked=given.locked, cuda12=given.cuda is not None)
+    # Another machine's libraries are those of the locked compiler.
+    locked = given.locked or given.arch != platform.machine()
+    nvcc = install_compilers(session, locked=locked, cuda12=given.cuda is not None)
+    libraries = Path(session.virtualenv.location, given.arch)
+    if given.arch != platform.machine() and not libraries.exists():
+        options = ["--platform", f"manylinux2014_{given.arch}", "--only-binary", ":all:"]
+        install(session, "cuda", "--no-deps", "--target", str(libraries), *options, locked=True)
     run_tool(session, "compile.build", *arguments, cudacxx=nvcc)
 
 

@@ -1,8 +1,8 @@
 # Links _C.so against glibc 2.28 on any machine, without Docker: zig brings link-time stubs of that
 # glibc. libstdc++ and libgcc_s stay shared, as torch's are: an exception thrown here is caught in
 # torch (docs/adr/0004).
-if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-  message(FATAL_ERROR "The target: expected Linux on x86_64, got ${CMAKE_SYSTEM_NAME} on "
+if(NOT CMAKE_SYSTEM_NAME STREQUAL "Linux" OR NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|aarch64)$")
+  message(FATAL_ERROR "The target: expected Linux on x86_64 or aarch64, got ${CMAKE_SYSTEM_NAME} on "
                       "${CMAKE_SYSTEM_PROCESSOR}. Wheels of others are not linked or tested yet.")
 endif()
 execute_process(
@@ -19,7 +19,7 @@ set(_zig_env "${CMAKE_COMMAND}" -E env "ZIG_GLOBAL_CACHE_DIR=${CMAKE_BINARY_DIR}
              "ZIG_LOCAL_CACHE_DIR=${CMAKE_BINARY_DIR}/zig")
 list(JOIN _zig_env " " _zig_env)
 set(CMAKE_CXX_CREATE_SHARED_MODULE
-    "${_zig_env} ${FAD_ZIG} cc -target x86_64-linux-gnu.2.28 -shared <LINK_FLAGS> -o <TARGET> <OBJECTS> <LINK_LIBRARIES>")
+    "${_zig_env} ${FAD_ZIG} cc -target ${CMAKE_SYSTEM_PROCESSOR}-linux-gnu.2.28 -shared <LINK_FLAGS> -o <TARGET> <OBJECTS> <LINK_LIBRARIES>")
 set_target_properties(fad_ops PROPERTIES LINKER_LANGUAGE CXX CUDA_RUNTIME_LIBRARY None
                                          BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "")
 

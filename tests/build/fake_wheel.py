@@ -16,6 +16,7 @@ from typing import Any
 from flash_attn_build.compile import toolchain
 from flash_attn_build.wheel import check, sbom
 
+TAG = check.TAGS["EM_X86_64"]
 INFO: Mapping[str, Any] = {
     "schema": 1,
     "upstream": {
@@ -99,7 +100,7 @@ def _compile(command: list[str], source: str, folder: Path) -> None:
     subprocess.run(command, input=source, text=True, cwd=folder, check=True)
 
 
-def contents(binary: bytes, tag: str = check.TAG) -> dict[str, bytes]:
+def contents(binary: bytes, tag: str = TAG) -> dict[str, bytes]:
     """The files of a wheel that is as it should be."""
     metadata = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n"
     dist_info = "flash_attn_deterministic-0.1.0.dist-info"
@@ -128,7 +129,7 @@ def record(files: Mapping[str, bytes], name: str) -> bytes:
 def pack(
     folder: Path,
     files: Mapping[str, bytes],
-    tag: str = check.TAG,
+    tag: str = TAG,
     mode: int = 0o644,
     version: str = "0.1.0",
 ) -> Path:

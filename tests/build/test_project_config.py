@@ -38,9 +38,10 @@ def names(project: Any, requirements: list[Any]) -> set[str]:
 
 
 def test_build_requirements_are_in_the_build_group(project: Any) -> None:
-    # The build runs without isolation, so nothing else installs them.
+    # nox builds without isolation, where nothing else installs them; pip installs no group.
     wanted = names(project, project["build-system"]["requires"])
-    assert wanted <= names(project, project["dependency-groups"]["build"])
+    groups = project["dependency-groups"]
+    assert names(project, groups["check"]) <= wanted <= names(project, groups["build"])
 
 
 def test_the_licence_names_everything_that_is_linked(project: Any) -> None:
@@ -89,7 +90,7 @@ def configure(folder: Path, generator: str, program: str) -> tuple[str, str]:
     ("file", "generator", "processor", "expected"),
     [
         ("Jobs", "Unix Makefiles", "x86_64", "expected Ninja"),
-        ("Link", "Ninja", "aarch64", "got Linux on aarch64"),
+        ("Link", "Ninja", "ppc64le", "got Linux on ppc64le"),
     ],
 )
 def test_what_cannot_work_is_said_at_configure(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -25,6 +27,10 @@ from . import build_folder, jobs, launcher, manifest, toolchain
 # Dates the files of a wheel that is built outside a git checkout.
 FIXED_EPOCH = "1764547200"
 # nvcc hands paths to a shell, partly without quotes.
+_BACKEND = (
+    "import json, os, sys; from scikit_build_core.build import build_wheel; "
+    "os.chdir(sys.argv[1]); build_wheel(sys.argv[2], json.loads(sys.argv[3]))"
+)
 NVCC_PATH = re.compile(r"[\w./+@-]+")
 
 
@@ -37,6 +43,8 @@ class Request:
         out_dir: Folder for the wheel and its manifest.
         build_dir: Folder for objects, kept so that the next build compiles only what changed.
         defines: CMake cache entries, "NAME=VALUE", on top of the preset's.
+        arch: Machine that the wheel is for. Where it is not this one, cmake/aarch64.cmake names
+            the compiler.
         local: Local version that tells this wheel from others of its version, such as "cu130".
         locked: Whether the tools were installed from the hash-locked lists in locks/.
     """
@@ -45,6 +53,7 @@ class Request:
     out_dir: Path
     build_dir: Path
     defines: tuple[str, ...] = ()
+    arch: str = platform.machine()
     local: str = ""
     locked: bool = False
 
@@ -61,9 +70,9 @@ def build(request: Request) -> Path:
     Raises:
         BuildError: A step failed. The out_dir is as it was.
     """
-    cuda = toolchain.find()
+    cuda = toolchain.find(arch=request.arch)
     job_count = jobs.count()
-    host = toolchain.host_compiler()
+    host = toolchain.host_compiler(arch=request.arch)
     tools = manifest.tool_versions(cuda.version, host)
     # What objects are made of: compilers and headers.
     made_of = {
@@ -179,17 +188,21 @@ def source_date_epoch(environ: Mapping[str, str], root: Path = files.ROOT) -> st
 
 
 def _compile(request: Request, destination: Path, environ: Mapping[str, str]) -> Path:
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-    command += ["--outdir", str(destination), f"-Cbuild-dir={request.build_dir}"]
-    command += [f"-Ccmake.args=--preset={request.preset}"]
-    command += [f"-Ccmake.define.{define}" for define in request.defines]
+    options = [f"--preset={request.preset}"]
+    if request.arch != platform.machine():
+        options.append(f"--toolchain=cmake/{request.arch}.cmake")
+        environ = {**environ, "_PYTHON_HOST_PLATFORM": f"linux-{request.arch}"}
+    settings = {"build-dir": str(request.build_dir), "cmake.args": ";".join(options)}
+    settings |= {f"cmake.define.{k}": v for k, _, v in (d.partition("=") for d in request.defines)}
+    command = [sys.executable, "-c", _BACKEND, str(files.ROOT), str(destination)]
+    command.append(json.dumps(settings))
     begin, job_count = time.time(), int(environ["CMAKE_BUILD_PARALLEL_LEVEL"])
 
     def tell() -> None:
         if text := build_folder.progress(request.build_dir, job_count, begin):
             _say(text)
 
-    status = run_group([*command, str(files.ROOT)], environ, tell)
+    status = run_group(command, environ, tell)
     made = list(destination.glob("*.whl"))
     if status or len(made) != 1:
         raise BuildError(
@@ -260,6 +273,10 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
     parser.add_argument(
         "--local", default="", metavar="LABEL", help="local version: cu130 makes 0.1.0+cu130"
     )
+    parser.add_argument(
+        "--arch", choices=toolchain.TARGETS, default=platform.machine(),
+        help="machine that the wheel is for (this one); another: with Debian's cross compiler",
+    )  # fmt: skip
     # Read by the nox session, which installs what compiles before this module runs.
     parser.add_argument("--locked", action="store_true", help="tools of locks/ only, by hash")
     parser.add_argument("--cuda", choices=["12"], help="compile with Debian's CUDA 12 toolkit")
@@ -267,7 +284,8 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
     for define in given.defines:
         if "=" not in define:
             parser.error(f"-D: expected NAME=VALUE, got {define!r}")
-    build_dir = (given.build_dir or root / "build" / given.preset).resolve()
+    name = given.preset if given.arch == platform.machine() else f"{given.preset}-{given.arch}"
+    build_dir = (given.build_dir or root / "build" / name).resolve()
     if not NVCC_PATH.fullmatch(str(build_dir)):
         parser.error(
             f"nvcc does not compile in {str(build_dir)!r}: --build-dir takes a path of letters, "
@@ -282,6 +300,7 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
         out_dir=(given.out_dir or dist).resolve(),
         build_dir=build_dir,
         defines=tuple(given.defines),
+        arch=given.arch,
         local=given.local.lower(),
         locked=given.locked,
     )

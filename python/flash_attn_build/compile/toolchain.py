@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -16,6 +17,8 @@ from pathlib import Path
 from ..errors import ToolchainError, exit_status
 
 PACKAGES = "cuda-toolkit[nvcc,cccl]"
+# Machines that a wheel can be for, and the folder of CUDA's libraries for each.
+TARGETS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 
 _NO_NVCC = (
     "nvcc: no CUDA compiler found in CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the packages of "
@@ -42,12 +45,18 @@ class Toolchain:
     cudart: Path
 
 
-def find(environ: Mapping[str, str] = os.environ, packages: Path | None = None) -> Toolchain:
+def find(
+    environ: Mapping[str, str] = os.environ,
+    packages: Path | None = None,
+    arch: str = platform.machine(),
+) -> Toolchain:
     """Finds the CUDA toolkit to build with.
 
     Args:
         environ: Environment. CUDACXX, CUDA_HOME and CUDA_PATH, where set, must be right.
         packages: Folder of installed packages; this Python's own if None.
+        arch: The machine to build for. For another machine than this one, NVIDIA's packages of that
+            machine lie in the folder `arch` of this Python's environment.
 
     Returns:
         The toolkit of the first nvcc among CUDACXX, CUDA_HOME, CUDA_PATH, PATH and packages.
@@ -63,19 +72,26 @@ def find(environ: Mapping[str, str] = os.environ, packages: Path | None = None) 
     nvcc = root / "bin" / "nvcc"
     if not nvcc.exists():
         nvcc = found
+    here, target = root, TARGETS.get(arch, "")
     if packages in root.parents:
-        # The two names that nvcc and CMake look for, and packages leave out.
-        runtimes = root.glob("lib/libcudart.so.*")
-        links = [(root / "lib64", "lib"), *((path.with_suffix(""), path.name) for path in runtimes)]
-        for link, target in links:
-            if not link.exists():
-                link.symlink_to(target)
+        # The names that nvcc and CMake look for, and packages leave out.
+        links: list[tuple[Path, str | Path]] = [(root / "lib64", "lib")]
+        if arch != platform.machine():
+            here = root / "targets" / target
+            here.parent.mkdir(exist_ok=True)
+            links.append((here, Path(sys.prefix, arch, "nvidia", root.name)))
+        for link, place in links:
+            if not link.is_symlink() and not link.exists():
+                link.symlink_to(place)
+        for runtime in here.glob("lib/libcudart.so.*"):
+            if not (link := runtime.with_suffix("")).exists():
+                link.symlink_to(runtime.name)
     version = re.search(r"\bV(\d+\.\d+\.\d+)", _run(nvcc, "--version"))
     if version is None:
         raise ToolchainError(f"{nvcc}: `nvcc --version` names no version. Is it an nvcc?")
-    folders = [root / "lib64", root / "targets/x86_64-linux/lib", root / "lib"]
+    folders = [here / "lib64", here / "targets" / target / "lib", here / "lib"]
     cudart = next((f for d in folders if (f := d / "libcudart_static.a").exists()), None)
-    headers = [root / "include", root / "targets/x86_64-linux/include"]
+    headers = [here / "include", here / "targets" / target / "include"]
     missing = [] if cudart else ["libcudart_static.a"]
     for name in ("cuda_runtime.h", "cccl/cuda/std/version"):
         # Toolkits before 13 have CCCL straight in their include folder.
@@ -85,18 +101,22 @@ def find(environ: Mapping[str, str] = os.environ, packages: Path | None = None) 
     if missing or cudart is None:
         series = version[1].rpartition(".")[0]
         raise ToolchainError(
-            f"{root}: the CUDA toolkit lacks {', '.join(missing)}. Install the whole toolkit, or "
+            f"{here}: the CUDA toolkit lacks {', '.join(missing)}. Install the whole toolkit, or "
             f"`pip install '{PACKAGES}=={series}.*'` (13.0 or newer) and unset CUDACXX."
         )
     return Toolchain(nvcc, root, version[1], cudart)
 
 
-def host_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def host_compiler(
+    environ: Mapping[str, str] = os.environ, arch: str = platform.machine()
+) -> tuple[str, ...]:
     """Finds the C++ compiler that CMake uses for host code.
 
     Args:
         environ: Environment: CXX, else g++ or c++ on PATH. As in CMake, CXX may hold a launcher
             and options: "ccache g++".
+        arch: The machine to build for. For another machine than this one: the cross compiler that
+            cmake/aarch64.cmake names.
 
     Returns:
         The words of the command, the first of them a path.
@@ -105,12 +125,15 @@ def host_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
         ToolchainError: There is none.
     """
     given = shlex.split(environ.get("CXX", ""))
+    package = "g++"
+    if arch != platform.machine():
+        given, package = [f"{arch}-linux-gnu-g++"], f"g++-{arch}-linux-gnu"
     for first, *rest in [given] if given else [["g++"], ["c++"]]:
         if path := shutil.which(first, path=environ.get("PATH")):
             return (path, *rest)
     raise ToolchainError(
         f"{'CXX' if given else 'g++'}: no C++ compiler found ({' '.join(given) or 'g++, c++'}). "
-        "Install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) "
+        f"Install one (Debian, Ubuntu: apt-get install {package}; Fedora: dnf install gcc-c++) "
         "or set CXX to its path."
     )
 

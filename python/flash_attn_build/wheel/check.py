@@ -24,7 +24,11 @@ from ..errors import RefusedError
 from . import cubins, sbom
 
 PACKAGE = "flash_attn_deterministic"
-TAG = "py3-none-manylinux_2_28_x86_64"
+# By the machine that the library is for.
+TAGS = {
+    "EM_X86_64": "py3-none-manylinux_2_28_x86_64",
+    "EM_AARCH64": "py3-none-manylinux_2_28_aarch64",
+}
 LIBRARY = f"{PACKAGE}/_C.so"
 BUILD_INFO = f"{PACKAGE}/_build_info.json"
 # The contract's golden results are compared with it.
@@ -53,6 +57,7 @@ _SYSTEM = frozenset(
         "libpthread.so.0",
         "librt.so.1",
         "ld-linux-x86-64.so.2",
+        "ld-linux-aarch64.so.1",
     }
 )
 _METADATA = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses", "sboms")
@@ -73,39 +78,42 @@ def check(wheel: Path) -> dict[str, Any]:
     """
     with zipfile.ZipFile(wheel) as archive:
         names = [n for n in archive.namelist() if not n.endswith("/")]
-        problems = [*_name(wheel), *_contents(names, wheel), *_record(archive, names)]
+        problems = [*_contents(names, wheel), *_record(archive, names)]
+        tag = ""
         info: dict[str, Any] = {}
         if BUILD_INFO in names:
             info = json.loads(archive.read(BUILD_INFO))
         if LIBRARY in names:
             data = archive.read(LIBRARY)
             library = ELFFile(io.BytesIO(data))
+            tag = TAGS.get(library["e_machine"], "")
             problems += [*_library(library), *_stable_abi(data, info), *_gpu_code(library, info)]
             problems += [*_folders(data), *_bill(archive, names, info, data)]
         for name in names:
             if name.endswith(".dist-info/WHEEL"):
-                problems += _tags(archive.read(name).decode())
+                problems += _tags(archive.read(name).decode(), tag)
             elif name.endswith(".dist-info/METADATA"):
                 problems += _metadata(archive.read(name), wheel, names)
+        problems += _name(wheel, tag)
     if problems:
         raise RefusedError(f"{wheel.name} is not fit to be used:\n  " + "\n  ".join(problems))
     return info
 
 
-def _name(wheel: Path) -> Iterator[str]:
+def _name(wheel: Path, tag: str) -> Iterator[str]:
     try:
         name, _, build, tags = parse_wheel_filename(wheel.name)
     except InvalidWheelFilename as error:
         yield f"name: {error}"
         return
-    if name != PACKAGE.replace("_", "-") or build or {str(t) for t in tags} != {TAG}:
-        yield f"name: expected {PACKAGE}-<version>-{TAG}.whl, got {wheel.name}"
+    if name != PACKAGE.replace("_", "-") or build or {str(t) for t in tags} != {tag}:
+        yield f"name: expected {PACKAGE}-<version>-{tag}.whl, got {wheel.name}"
 
 
-def _tags(metadata: str) -> Iterator[str]:
+def _tags(metadata: str, tag: str) -> Iterator[str]:
     tags = re.findall(r"^Tag: (.+)$", metadata, re.MULTILINE)
-    if tags != [TAG]:
-        yield f"WHEEL: expected the one tag {TAG}, got {', '.join(tags) or 'none'}"
+    if tags != [tag]:
+        yield f"WHEEL: expected the one tag {tag}, got {', '.join(tags) or 'none'}"
 
 
 def _metadata(data: bytes, wheel: Path, names: list[str]) -> Iterator[str]:

@@ -16,8 +16,6 @@ from ..errors import BuildError, RefusedError
 from . import sbom
 from .check import BUILD_INFO, LIBRARY, TORCH
 
-PLATFORM = "manylinux_2_28_x86_64"
-
 
 def repair(
     wheel: Path, destination: Path, parts: tuple[sbom.Part, ...], epoch: int, local: str = ""
@@ -39,10 +37,11 @@ def repair(
             into it.
         RefusedError: The wheel is not one of ours.
     """
+    platform = f"manylinux_2_28_{wheel.stem.rpartition('linux_')[2]}"
     command = [sys.executable, "-m", "auditwheel", "repair"]
     # No older tags that it happens to meet (torch's own wheels carry this one), and no patcher:
     # a library that would have to be copied in is an error.
-    command += ["--plat", PLATFORM, "--only-plat", "--patcher", "none"]
+    command += ["--plat", platform, "--only-plat", "--patcher", "none"]
     for name in sorted(TORCH):
         command += ["--exclude", name]
     destination.mkdir(parents=True, exist_ok=True)
@@ -57,7 +56,7 @@ def repair(
         if done.returncode == 0 and len(made) == 1:
             return made[0].rename(destination / made[0].name)
         raise BuildError(
-            f"auditwheel refuses {wheel.name} as {PLATFORM} (exit status {done.returncode}, "
+            f"auditwheel refuses {wheel.name} as {platform} (exit status {done.returncode}, "
             "see above). Unless the disk is full: `auditwheel show` on the wheel names the symbols "
             "and libraries that are too new; a NotImplementedError means a library that would have "
             "to be copied in."

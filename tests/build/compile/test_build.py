@@ -24,23 +24,24 @@ CUDA = toolchain.Toolchain(
 
 
 class Backend:
-    """Stands in for running `python -m build`: notes how it was called, makes a small wheel."""
+    """Stands in for scikit-build-core: notes how it was called, makes a small wheel."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.status = files, 0
-        self.command: list[str] = []
+        self.settings: dict[str, str] = {}
         self.env: dict[str, str] = {}
         self.left: list[list[Path]] = []  # CMake's caches that it found
 
     def __call__(self, command: Sequence[str], environ: Mapping[str, str], *_: object) -> int:
-        assert list(command[1:3]) == ["-m", "build"]
-        self.command, self.env = list(command), dict(environ)
-        (folder,) = (w.partition("=")[2] for w in command if w.startswith("-Cbuild-dir="))
-        self.left.append(list(Path(folder).glob("CMakeCache.txt")))
+        assert "scikit_build_core.build" in command[2]
+        out, self.settings = Path(command[4]), json.loads(command[5])
+        self.env = dict(environ)
+        folder = Path(self.settings["build-dir"])
+        self.left.append(list(folder.glob("CMakeCache.txt")))
         Path(folder, "compile_commands.json").write_text("[]")
-        out = Path(self.command[self.command.index("--outdir") + 1])
+        arch = self.env.get("_PYTHON_HOST_PLATFORM", "linux-x86_64").partition("-")[2]
         if not self.status:
-            fake_wheel.pack(out, self.files, "py3-none-linux_x86_64")
+            fake_wheel.pack(out, self.files, f"py3-none-linux_{arch}")
         return self.status
 
 
@@ -64,7 +65,7 @@ def backend(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Backend
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "find", lambda: CUDA)
+    monkeypatch.setattr(toolchain, "find", lambda arch: CUDA)
     monkeypatch.setattr(sbom, "find_parts", lambda cuda: fake_wheel.PARTS)
     monkeypatch.setenv("MAX_JOBS", "3")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
@@ -86,9 +87,12 @@ def test_puts_wheel_and_manifest_into_dist(
     assert text["build"]["environment"] == {"NVCC_APPEND_FLAGS": "--use_fast_math"}
     assert text["tools"]["nvcc"] == CUDA.version
     assert text["sources"] == fake_wheel.INFO["sources"]
-    assert "-Ccmake.args=--preset=dev" in backend.command
-    assert "-Ccmake.define.A=1;2" in backend.command
-    assert f"-Cbuild-dir={request_.build_dir}" in backend.command
+    assert backend.settings == {
+        "build-dir": str(request_.build_dir),
+        "cmake.args": "--preset=dev",
+        "cmake.define.A": "1;2",
+        "cmake.define.B": "x",
+    }
     # Compilers that are stopped leave their files in a folder that goes with the build.
     assert Path(backend.env["TMPDIR"]).parent == request_.out_dir
 

@@ -191,3 +191,12 @@ def test_metadata_that_is_wrong(
     changed = fake_wheel.METADATA.replace(old, new, 1)
     files[f"{INFO}/METADATA"] = changed.encode()
     assert expected in problems(fake_wheel.pack(tmp_path, files))
+
+
+def test_the_tag_is_that_of_the_librarys_machine(tmp_path: Path, binary: bytes) -> None:
+    arm = binary[:18] + (183).to_bytes(2, "little") + binary[20:]  # EM_AARCH64
+    tag = "py3-none-manylinux_2_28_aarch64"
+    check.check(fake_wheel.pack(tmp_path, fake_wheel.contents(arm, tag), tag))
+    text = problems(fake_wheel.pack(tmp_path, fake_wheel.contents(arm)))
+    assert f"name: expected flash_attn_deterministic-<version>-{tag}.whl" in text
+    assert f"WHEEL: expected the one tag {tag}" in text

@@ -1,0 +1,45 @@
+"""What pip, `build` and cibuildwheel call (PEP 517): the wheel that `nox -s build` makes."""
+
+from __future__ import annotations
+
+import shlex
+
+from scikit_build_core.build import (  # noqa: F401
+    build_editable,
+    build_sdist,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+)
+
+from .compile.build import build, request_from
+from .errors import SettingError
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: dict[str, str | list[str]] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """Builds, repairs and checks the wheel; its manifest lies beside it.
+
+    Args:
+        wheel_directory: Folder for them.
+        config_settings: `args`: words of `nox -s build --`, such as "--preset dev".
+        metadata_directory: Not used: metadata are complete only after the repair.
+
+    Returns:
+        Name of the wheel.
+
+    Raises:
+        BuildError: A setting is unknown, or the build failed.
+    """
+    settings = dict(config_settings or {})
+    words = settings.pop("args", "")
+    if settings:
+        raise SettingError(
+            f"config settings: expected args=WORDS of `nox -s build --` alone, got {settings}"
+        )
+    words = shlex.split(words if isinstance(words, str) else " ".join(words))
+    return build(request_from([*words, "--out-dir", wheel_directory])).name
