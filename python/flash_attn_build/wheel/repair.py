@@ -17,6 +17,13 @@ from . import sbom
 from .check import BUILD_INFO, LIBRARY, TORCH
 
 
+# Its command line takes tags of the machine it runs on only, though it can repair those of others.
+_AUDITWHEEL = (
+    "import platform, sys; arch = sys.argv.pop(1); platform.machine = lambda: arch; "
+    "from auditwheel.main import main; sys.exit(main())"
+)
+
+
 def repair(
     wheel: Path, destination: Path, parts: tuple[sbom.Part, ...], epoch: int, local: str = ""
 ) -> Path:
@@ -37,8 +44,9 @@ def repair(
             into it.
         RefusedError: The wheel is not one of ours.
     """
-    platform = f"manylinux_2_28_{wheel.stem.rpartition('linux_')[2]}"
-    command = [sys.executable, "-m", "auditwheel", "repair"]
+    arch = wheel.stem.rpartition("linux_")[2]
+    platform = f"manylinux_2_28_{arch}"
+    command = [sys.executable, "-c", _AUDITWHEEL, arch, "repair"]
     # No older tags that it happens to meet (torch's own wheels carry this one), and no patcher:
     # a library that would have to be copied in is an error.
     command += ["--plat", platform, "--only-plat", "--patcher", "none"]
