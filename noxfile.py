@@ -243,10 +243,10 @@ def run_build(session: nox.Session, *arguments: str) -> None:
     # Another machine's libraries are those of the locked compiler.
     locked = given.locked or given.arch != platform.machine()
     nvcc = install_compilers(session, locked=locked, cuda12=given.cuda is not None)
-    libraries = Path(session.virtualenv.location, given.arch)
-    if given.arch != platform.machine() and not libraries.exists():
+    if given.arch != platform.machine():
         options = ["--platform", f"manylinux2014_{given.arch}", "--only-binary", ":all:"]
-        install(session, "cuda", "--no-deps", "--target", str(libraries), *options, locked=True)
+        options += ["--target", str(Path(session.virtualenv.location, given.arch)), "--upgrade"]
+        session.install("--no-deps", *options, "--require-hashes", "-r", "locks/cuda.txt")
     run_tool(session, "compile.build", *arguments, cudacxx=nvcc)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 
 from scikit_build_core.build import (  # noqa: F401
     build_editable,
@@ -13,7 +14,6 @@ from scikit_build_core.build import (  # noqa: F401
     prepare_metadata_for_build_editable,
 )
 
-from . import files
 from .compile.build import build, request_from
 from .errors import SettingError
 
@@ -43,5 +43,5 @@ def build_wheel(
             f"config settings: expected args=WORDS of `nox -s build --` alone, got {settings}"
         )
     words = shlex.split(words if isinstance(words, str) else " ".join(words))
-    files.exit_on_sigterm()  # else the compilers would go on
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the compilers would go on
     return build(request_from([*words, "--out-dir", wheel_directory])).name

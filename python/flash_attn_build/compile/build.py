@@ -294,7 +294,7 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
     if given.local and not (given.local.isascii() and given.local.isalnum()):
         parser.error(f"--local: expected letters and digits, got {given.local!r}")
     # A small wheel has the name of the full one, and must not replace it.
-    dist = root / "dist" if given.preset == "release" else root / "dist" / given.preset
+    dist = root / "dist" if name == "release" else root / "dist" / name
     return Request(
         preset=given.preset,
         out_dir=(given.out_dir or dist).resolve(),

@@ -16,7 +16,6 @@ from ..errors import BuildError, RefusedError
 from . import sbom
 from .check import BUILD_INFO, LIBRARY, TORCH
 
-
 # Its command line takes tags of the machine it runs on only, though it can repair those of others.
 _AUDITWHEEL = (
     "import platform, sys; arch = sys.argv.pop(1); platform.machine = lambda: arch; "
