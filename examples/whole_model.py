@@ -1,57 +1,40 @@
-"""A whole model whose logits do not depend on batch, chunks or decode.
+"""A whole model whose logits do not depend on batch, chunks, decode or training.
 
 Attention of flash_attn_deterministic has the same bits in every batch. Activations and rotary
-embeddings of a Llama treat each token alone. Matrix products and norms do not: their kernel depends
-on the number of rows. Here they run over blocks of a fixed number of rows, padded with zeros, so
-that one kernel does all of them. That is simple, but slow: the time is printed.
+embeddings of a Llama treat each token alone. Matrix products and norms of the libraries do not:
+their order of additions depends on the number of rows. invariant_layers.py beside this file has
+layers that do.
 
     python -m pip install transformers
     python examples/whole_model.py            # on the GPU if there is one
     python examples/whole_model.py --device cpu
 
-It prints whether the logits of one sequence have the same bits alone, in a batch, in chunks and
-token by token, with this attention and with torch's, and exits with 1 if ours do not.
+It prints whether the logits of one sequence have the same bits alone, in a batch, in chunks, token
+by token and with gradients, with this attention and with torch's, and the time of a batch and of a
+decode step. It exits with 1 if ours differ.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
+import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from invariant_layers import make_invariant
 
-ROWS = 64  # of a block
-
-
-class InBlocks(torch.nn.Module):
-    """Runs a module that treats rows alike on blocks of `ROWS` rows, always of this size."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Takes and returns (..., features)."""
-        rows = hidden.flatten(0, -2)
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % ROWS))
-        # Copies: every block is contiguous and aligned alike.
-        blocks = [self.module(block.clone()) for block in torch.split(padded, ROWS)]
-        return torch.cat(blocks)[: rows.shape[0]].view(*hidden.shape[:-1], -1)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OURS = "flash_attn_deterministic"
 
 
-def put_into_blocks(model: torch.nn.Module) -> None:
-    """Wraps every linear layer and every norm of a model."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, torch.nn.Linear) or type(child).__name__.endswith("RMSNorm"):
-                setattr(parent, name, InBlocks(child))
-
-
-def make_model(device: str, attention: str) -> Any:
+def make_model(device: str, attention: str, invariant: bool) -> Any:
     """Returns a small Llama with random weights, the same ones each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -66,11 +49,24 @@ def make_model(device: str, attention: str) -> Any:
         vocab_size=1000,
         max_position_embeddings=4096,
     )
+    if attention == OURS:
+        import flash_attn_deterministic.integrations.transformers  # noqa: F401  (registers it)
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(
         config, attn_implementation=attention, dtype=torch.bfloat16
-    )
-    return model.to(device).eval()
+    ).to(device)
+    if invariant:
+        make_invariant(model, device)
+    return model.eval()
+
+
+def with_cache(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Computes the logits of ids (batch, new tokens) behind the tokens in a cache."""
+    # transformers renamed the argument in 5.24.
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"
+    logits: torch.Tensor = model(ids, **{name: cache}).logits
+    return logits
 
 
 def alone(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -96,70 +92,93 @@ def token_by_token(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return _in_steps(model, ids, [0, *range(first, first + 21)])
 
 
+def with_gradients(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Computes all sequences as a trainer does; returns the logits of the first."""
+    with torch.enable_grad():
+        logits: torch.Tensor = model(ids).logits
+        logits.float().logsumexp(-1).mean().backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
+    return logits.detach()[0]
+
+
 def _in_steps(model: Any, ids: torch.Tensor, starts: list[int]) -> torch.Tensor:
     from transformers import DynamicCache
 
     cache = DynamicCache()
     parts = [ids[:1, begin:end] for begin, end in itertools.pairwise(starts)]
-    # By position: the cache's name changed in transformers 5.24. Before it: mask and position_ids.
-    return torch.cat([model(part, None, None, cache).logits[0] for part in parts])
+    return torch.cat([with_cache(model, part, cache)[0] for part in parts])
 
 
 WAYS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "in a batch": in_a_batch,
-    "in chunks of 100": in_chunks,
+    "in chunks": in_chunks,
     "token by token": token_by_token,
+    "with gradients": with_gradients,
 }
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Returns whether two tensors in bfloat16 are equal bit for bit."""
-    return torch.equal(left.view(torch.int16), right.view(torch.int16))
 
 
 def compare(model: Any, ids: torch.Tensor) -> dict[str, bool]:
     """Returns, for each way to compute it, whether the first sequence has the bits it has alone."""
-    expected = alone(model, ids)
-    return {name: same_bits(way(model, ids), expected) for name, way in WAYS.items()}
+    expected = alone(model, ids).view(torch.int16)
+    return {
+        name: torch.equal(way(model, ids).view(torch.int16), expected) for name, way in WAYS.items()
+    }
 
 
-def seconds(model: Any, ids: torch.Tensor) -> float:
-    """Returns the least time of 5 forward passes."""
+def milliseconds(call: Callable[[], object]) -> float:
+    """Returns the median time of 10 calls, after 2 for warming up."""
     times = []
-    for _ in range(6):
+    for _ in range(12):
         begin = time.perf_counter()
-        model(ids)
-        if ids.is_cuda:
+        call()
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[2:])
+
+
+def times(model: Any, ids: torch.Tensor) -> dict[str, float]:
+    """Returns the time of a batch without cache, and of one decode step of all its sequences."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with_cache(model, ids, cache)
+    step = ids[:, -1:]
+    return {
+        "ms, batch": milliseconds(lambda: model(ids)),
+        "ms, decode step": milliseconds(lambda: with_cache(model, step, cache)),
+    }
 
 
 @torch.no_grad()
 def main() -> int:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=best)
-    device = parser.parse_args().device
-    import flash_attn_deterministic.integrations.transformers as ours
-
-    batch, seqlen = (8, 1000) if device == "cuda" else (3, 250)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE)
+    parser.add_argument("--json", type=Path, help="write the results here, too")
+    given = parser.parse_args()
+    batch, seqlen = (8, 1000) if given.device == "cuda" else (3, 150)
     ids = torch.randint(0, 1000, (batch, seqlen), generator=torch.Generator().manual_seed(1))
-    ids = ids.to(device)
-    kept = {}
-    print(f"{'':<56}" + "".join(f"{name:>20}" for name in WAYS) + f"{'ms, batch':>12}")
-    for attention in ("sdpa", ours.NAME):
-        for blocks in (False, True):
-            model = make_model(device, attention)
-            if blocks:
-                put_into_blocks(model)
-            kept = compare(model, ids)
-            words = ["same bits" if equal else "other bits" for equal in kept.values()]
-            title = attention + (", products and norms in blocks" if blocks else "")
-            cost = 1e3 * seconds(model, ids)
-            print(f"{title:<56}" + "".join(f"{word:>20}" for word in words) + f"{cost:>12.1f}")
-    return int(not all(kept.values()))
+    ids = ids.to(given.device)
+    rows: list[dict[str, Any]] = []
+    for attention in ("sdpa", OURS):
+        for invariant in (False, True):
+            model = make_model(given.device, attention, invariant)
+            layers = "invariant" if invariant else "torch's"
+            cells = {
+                name: "same" if same else "other" for name, same in compare(model, ids).items()
+            }
+            row: dict[str, Any] = {"attention": attention, "other layers": layers, **cells}
+            row |= {name: round(value, 1) for name, value in times(model, ids).items()}
+            if not rows:
+                print("".join(f"{name:>16}" for name in row).lstrip())
+            print("".join(f"{row[name]!s:>{max(16, len(name))}}" for name in row).lstrip())
+            rows.append(row)
+    if given.json:
+        given.json.write_text(
+            json.dumps({"batch": batch, "seqlen": seqlen, "rows": rows}, indent=1)
+        )
+    return int(not all(rows[-1][name] == "same" for name in WAYS))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""An attention backend plugin for vLLM; not run on a GPU yet.
+"""An attention backend plugin for vLLM, `--attention-backend FLASH_ATTN_DETERMINISTIC`.
 
-vLLM loads it through the entry point vllm.general_plugins, and uses it with `--attention-backend
-CUSTOM`. It computes decoder attention over vLLM's pages, with sliding windows, softcap and ALiBi.
-Rows have the same bits in every batch, in whole and chunked prompts, in decode and prefill.
-Quantised caches, sinks, encoders and context parallelism are not supported. The mode is enabled for
-each call, whatever the mode of the process.
+vLLM loads it through the entry point vllm.general_plugins. Where vLLM takes new names for backends
+(0.33 does), it registers its own and touches nothing else. Older releases have one name for all
+plugins, CUSTOM: it takes that only if VLLM_PLUGINS names this plugin.
+
+It computes decoder attention over vLLM's pages, with sliding windows, softcap and ALiBi. Rows have
+the same bits in every batch, in whole and chunked prompts, in decode and prefill. Quantised caches,
+sinks, encoders and context parallelism are not supported. The mode is enabled for each call,
+whatever the mode of the process.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,14 +30,23 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from .. import deterministic_mode, flash_attn_varlen_func
 from ..errors import UnsupportedError
 
+NAME = "FLASH_ATTN_DETERMINISTIC"
 _PAGE = 16  # page sizes of the kernels are multiples of this
 
 
 def register() -> None:
-    """Registers vLLM's CUSTOM attention backend; the entry point, called once in each process."""
-    register_backend(
-        AttentionBackendEnum.CUSTOM, f"{DeterministicBackend.__module__}.DeterministicBackend"
-    )
+    """Registers the backend: the entry point, which vLLM calls in each process, maybe twice."""
+    path = f"{__name__}.{DeterministicBackend.__name__}"
+    if hasattr(AttentionBackendEnum, "register"):
+        if NAME not in AttentionBackendEnum.__members__:
+            register_backend(NAME, path)
+    elif "flash_attn_deterministic" in os.environ.get("VLLM_PLUGINS", "").split(","):
+        register_backend(AttentionBackendEnum.CUSTOM, path)
+
+
+def registered_name() -> str:
+    """Returns the name that vLLM knows the backend by: ours, or CUSTOM in older releases."""
+    return NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"
 
 
 class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignore]
@@ -41,12 +54,12 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
-    forward_includes_kv_cache_update = True
+    forward_includes_kv_cache_update = False
 
     @staticmethod
     def get_name() -> str:
         """Returns the name that vLLM registers it under."""
-        return "CUSTOM"
+        return registered_name()
 
     @staticmethod
     def get_impl_cls() -> type[DeterministicImpl]:
@@ -62,6 +75,26 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Returns the page sizes that the kernels support."""
         return [MultipleOf(_PAGE)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Returns the shape of a layer's cache; vLLM asks until 0.31."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Returns the order of that shape's dimensions in memory; vLLM asks until 0.31."""
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        if get_kv_cache_layout() == "NHD":
+            return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+        return (1, 2, 0, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -93,9 +126,9 @@ class Step:
         max_query_len: longest query.
         max_seq_len: longest sequence, or more.
         query_start_loc: (requests + 1,), int32.
+        cu_seqlens_k: (requests + 1,), int32: sums of seq_lens.
         seq_lens: (requests,), int32, tokens of each, new ones included.
         block_table: (requests, pages), int32.
-        slot_mapping: (tokens,), int64: page * page_block_size + place of each new token.
         causal: whether the mask is causal.
     """
 
@@ -103,21 +136,24 @@ class Step:
     max_query_len: int
     max_seq_len: int
     query_start_loc: torch.Tensor
+    cu_seqlens_k: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     causal: bool
 
 
 class DeterministicBuilder(AttentionMetadataBuilder):  # type: ignore[misc, type-arg, unused-ignore]
-    """Prepares a step."""
+    """Prepares a step. Decode, also of several tokens a request, runs in full CUDA graphs."""
 
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = True
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Replayed CUDA graphs read the sums of a step where those of the capture stood.
+        self._cu_seqlens_k = torch.zeros(1, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -135,16 +171,36 @@ class DeterministicBuilder(AttentionMetadataBuilder):  # type: ignore[misc, type
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
             raise UnsupportedError("causal: expected one flag for all requests, got a tensor")
+        requests = common.query_start_loc.shape[0] - 1
+        # vLLM pads these to the size of a CUDA graph.
+        seq_lens = common.seq_lens[:requests]
         return Step(
             common.num_actual_tokens,
             common.max_query_len,
             common.max_seq_len,
             common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            common.slot_mapping,
+            self._sums(seq_lens),
+            seq_lens,
+            common.block_table_tensor[:requests],
             common.causal,
         )
+
+    def update_block_table(
+        self, metadata: Step, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> Step:
+        """Returns the step with the pages of another group of layers."""
+        return replace(metadata, block_table=blk_table[: metadata.seq_lens.shape[0]])
+
+    def _sums(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        requests = seq_lens.shape[0]
+        if requests >= self._cu_seqlens_k.shape[0]:
+            self._cu_seqlens_k = self._cu_seqlens_k.new_zeros(self._largest_batch(requests) + 1)
+        torch.cumsum(seq_lens, 0, out=self._cu_seqlens_k[1 : requests + 1])
+        return self._cu_seqlens_k[: requests + 1]
+
+    def _largest_batch(self, requests: int) -> int:
+        scheduler = getattr(self.vllm_config, "scheduler_config", None)
+        return max(requests, getattr(scheduler, "max_num_seqs", 0))
 
 
 class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-ignore]
@@ -208,13 +264,13 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes keys and values into the cache, and attention into output.
+        """Writes attention over the cache into output.
 
         Args:
             layer: not used.
             query: (tokens, num_heads, head_size), padded.
-            key: (tokens, num_kv_heads, head_size), padded.
-            value: like key.
+            key: not used: do_kv_cache_update has written it.
+            value: not used.
             kv_cache: (pages, num_kv_heads, page_block_size, 2 * head_size).
             attn_metadata: the step; None while vLLM measures memory.
             output: (tokens, num_heads, head_size) or (tokens, num_heads * head_size): written to.
@@ -234,21 +290,15 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
             return output.fill_(0)
         step, tokens = attn_metadata, attn_metadata.num_actual_tokens
         pages_k, pages_v = self._pages(kv_cache)
-        if self._writes:
-            slots = step.slot_mapping[:tokens]
-            page, place = slots // pages_k.shape[1], slots % pages_k.shape[1]
-            pages_k[page, place] = key[:tokens]
-            pages_v[page, place] = value[:tokens]
         if self._slopes is not None:
             self._slopes = self._slopes.to(query.device)
-        lengths = torch.nn.functional.pad(step.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         with deterministic_mode():
             out = flash_attn_varlen_func(
                 query[:tokens],
                 pages_k,
                 pages_v,
                 step.query_start_loc,
-                lengths,
+                step.cu_seqlens_k,
                 step.max_query_len,
                 step.max_seq_len,
                 softmax_scale=self.scale,
@@ -261,6 +311,39 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
             )
         output[:tokens].copy_(out.view_as(output[:tokens]))
         return output
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Writes new keys and values into the cache.
+
+        Args:
+            layer: has the scales of a quantised cache.
+            key: (tokens, num_kv_heads, head_size), may be longer than slot_mapping.
+            value: like key.
+            kv_cache: (pages, num_kv_heads, page_block_size, 2 * head_size).
+            slot_mapping: (tokens,), int64, page * page_block_size + place of each new token; -1:
+                padding, which is not written.
+        """
+        if not self._writes:
+            return
+        pages_k, pages_v = self._pages(kv_cache)
+        if key.is_cuda:
+            from vllm._custom_ops import reshape_and_cache_flash
+
+            scales = (layer._k_scale, layer._v_scale)
+            reshape_and_cache_flash(key, value, pages_k, pages_v, slot_mapping, "auto", *scales)
+            return
+        tokens = (slot_mapping >= 0).nonzero()[:, 0]
+        slots = slot_mapping[tokens]
+        page, place = slots // pages_k.shape[1], slots % pages_k.shape[1]
+        pages_k[page, place] = key[tokens]
+        pages_v[page, place] = value[tokens]
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values as views (pages, page_block_size, num_kv_heads, head_size)."""

@@ -23,12 +23,25 @@ varlen_func: Any = package.flash_attn_varlen_func
 HEADS, HEADS_K, HEAD_SIZE, PAGE = 4, 2, 32, 16
 
 
-def test_the_entry_point_registers_the_backend() -> None:
+def test_the_entry_point_registers_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older releases of vLLM share one name among all plugins: it is taken on request alone."""
+    monkeypatch.setenv("VLLM_PLUGINS", "other,flash_attn_deterministic")
     ours.register()
-    try:
-        assert AttentionBackendEnum.CUSTOM.get_class() is ours.DeterministicBackend
-    finally:
-        AttentionBackendEnum.CUSTOM.clear_override()
+    ours.register()
+    backend = AttentionBackendEnum[ours.registered_name()]
+    assert backend.get_class() is ours.DeterministicBackend
+    assert ours.DeterministicBackend.get_name() == backend.name
+    if backend.name == "CUSTOM":
+        backend.clear_override()
+
+
+def test_processes_that_do_not_ask_keep_their_custom_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    AttentionBackendEnum.CUSTOM.clear_override()
+    ours.register()
+    assert not AttentionBackendEnum.CUSTOM.is_overridden()
 
 
 @pytest.mark.parametrize(
@@ -111,18 +124,23 @@ class Engine:
             max_query_len=max(lengths),
             max_seq_len=48,
             query_start_loc=starts,
-            seq_lens=int32(*(end for _, _, end in parts)),
-            block_table_tensor=self.table[[request for request, _, _ in parts]],
-            slot_mapping=torch.tensor(slots),
+            seq_lens=int32(*(end for _, _, end in parts), 0),  # padded, as for a CUDA graph
+            block_table_tensor=self.table[[*(request for request, _, _ in parts), 0]],
             causal=True,
         )
         builder = ours.DeterministicBuilder(None, [], None, torch.device("cpu"))
         metadata = builder.build(0, common)
+        assert metadata.cu_seqlens_k.data_ptr() == builder.build(0, common).cu_seqlens_k.data_ptr()
         q, k, v = (
             torch.cat([t[r, b:e] for r, b, e in parts] + [torch.zeros_like(t[0, :3])])  # padded
             for t in (self.q, self.k, self.v)
         )
         output = torch.empty(tokens + 3, HEADS * HEAD_SIZE, dtype=torch.bfloat16)
+        slot_mapping = torch.tensor([*slots, -1])  # the last is padding
+        before = self.cache.clone()
+        self.impl.do_kv_cache_update(None, k, v, self.cache, slot_mapping)
+        written = (before.view(torch.int16) != self.cache.view(torch.int16)).any((1, 3))
+        assert set(written.flatten().nonzero()[:, 0].tolist()) <= set(slots)
         returned = self.impl.forward(None, q, k, v, self.cache, metadata, output)
         assert returned is output
         found: torch.Tensor = output[:tokens].view(tokens, HEADS, HEAD_SIZE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,14 +13,26 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
-def test_a_whole_model_keeps_its_bits() -> None:
+def run(script: str, *arguments: str) -> list[str]:
     pytest.importorskip("transformers")
-    command = [sys.executable, str(EXAMPLES / "whole_model.py"), "--device", "cpu"]
+    command = [sys.executable, str(EXAMPLES / script), "--device", "cpu", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    *_, ours = done.stdout.splitlines()
-    assert ours.startswith("flash_attn_deterministic, products and norms in blocks")
-    assert ours.count("same bits") == 3
+    return done.stdout.splitlines()
+
+
+def test_a_whole_model_keeps_its_bits() -> None:
+    *_, ours = run("whole_model.py")
+    assert ours.split()[:6] == ["flash_attn_deterministic", "invariant", *["same"] * 4]
+
+
+def test_a_trainer_computes_what_the_rollout_sampled(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    run("policy_gradient.py", "--json", str(file))
+    steps = json.loads(file.read_text())["flash_attn_deterministic"]
+    assert len(steps) == 10
+    assert {(step["kl"], step["unequal"]) for step in steps} == {(0, 0)}
+    assert steps[-1]["reward"] > 0.7
 
 
 def test_training_over_ranks_has_the_bits_of_one_device() -> None:
