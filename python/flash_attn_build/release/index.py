@@ -1,36 +1,44 @@
-"""Writes a static package index (PEP 503) of all releases: `nox -s index`.
+"""Writes the package index of all releases (PEP 503, 691): `nox -s index`.
 
-Wheels, manifests and reports come from the release pages and are all checked again. Each wheel must
-have the attestation of this project's build, pass the checks of wheels, and have reports that prove
-it. The newest is judged by the whole policy, earlier ones without demands that were added later.
-dumb-pypi writes the pages.
+Wheels come from the release pages. Each must have the attestations of this project's workflow: that
+it was built from the page's tag, and that the gate passed it. Manifests and reports are not read
+again: the gate read them with the schemas and the policy of its time, and later ones do not take a
+release away.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
+import html
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from packaging.metadata import Metadata
-from packaging.version import Version
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from ..errors import BuildError, RefusedError, exit_status
-from ..files import ROOT
+from ..errors import RefusedError, exit_status
+from ..files import ROOT, write_json, write_text
 from .__main__ import check_attestations, gh
-from .candidate import Candidate, read_candidate
-from .gate import find_wheels, proofs
-from .policy import POLICY, Policy
-from .report import read_report, read_schema
+from .gate import find_wheels
+
+NAME = "flash-attn-deterministic"
+API = "1.3"  # of PEP 691, the first with attestations
+_PAGE = """<!DOCTYPE html>
+<html>
+<head><meta name="pypi:repository-version" content="{api}"><title>{title}</title></head>
+<body>
+{links}
+</body>
+</html>
+"""
 
 
 def write_index(pages: Sequence[Path], out: Path, repository: str | None) -> None:
@@ -42,82 +50,115 @@ def write_index(pages: Sequence[Path], out: Path, repository: str | None) -> Non
         repository: Whose attestations the wheels must have; None: they are not checked.
 
     Raises:
-        RefusedError: A wheel is not this project's, or no report proves it.
-        BuildError: The pages could not be written.
+        RefusedError: A wheel is not this project's, or lacks an attestation.
     """
-    schema = read_schema(ROOT)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         made = Path(name, "index")
-        rows: dict[str, list[dict[str, str]]] = {}
+        files: dict[str, list[dict[str, Any]]] = {}
         for page in pages:
-            if not find_wheels(page):
+            wheels = find_wheels(page)
+            if not wheels:
                 raise RefusedError(f"{page.name}: its release page holds no wheel")
             if repository is not None:
                 check_attestations(page, repository, f"--source-ref=refs/tags/{page.name}")
-        found = [read_candidate(wheel) for page in pages for wheel in find_wheels(page)]
-        newest = max((Version(wheel.version or "0") for wheel in found), default=None)
-        for wheel in found:
-            last = Version(wheel.version or "0") == newest
-            _judge(wheel, POLICY if last else _earlier(POLICY, wheel), schema)
-            row = _place(wheel, made / wheel.local / "packages")
-            rows.setdefault(wheel.local, []).append(row)
-        if not rows:
+            for wheel in wheels:
+                label = _local_version(wheel)
+                file = _place(wheel, made / label / "packages")
+                if repository is not None and (data := _provenance(wheel, repository)):
+                    target = made / label / "packages" / f"{wheel.name}.provenance"
+                    write_json(target, data)
+                    # PEP 740 wants a whole address, where wheels have one relative to the page.
+                    site = gh(ROOT, "api", f"repos/{repository}/pages", "--jq", ".html_url").strip()
+                    file["provenance"] = f"{site.rstrip('/')}/{target.relative_to(made)}"
+                files.setdefault(label, []).append(file)
+        if not files:
             raise RefusedError("the index would be empty: there is no release")
-        for label, packages in rows.items():
-            _pages(made / label, packages)
+        for label, listed in files.items():
+            _write_pages(made / label / "simple", listed)
         if out.exists():
             out.rename(Path(name, "old"))
         made.rename(out)
 
 
-def _earlier(policy: Policy, wheel: Candidate) -> Policy:
-    """The policy for an earlier release, without demands that were added later."""
-    known = policy.required_architectures.items()
-    held = {name: gpus for name, gpus in known if name in wheel.architectures}
-    return replace(policy, required_architectures=held, required_sections=(), required_checks=())
+def _local_version(wheel: Path) -> str:
+    try:
+        name, version, _, _ = parse_wheel_filename(wheel.name)
+    except InvalidWheelFilename as error:
+        raise RefusedError(f"{wheel.name}: {error}") from error
+    if name != NAME:
+        raise RefusedError(f"{wheel.name}: expected a wheel of {NAME}, got one of {name}")
+    return version.local or ""
 
 
-def _judge(wheel: Candidate, policy: Policy, schema: Mapping[str, Any]) -> None:
-    """Refuses a wheel with a fault, or without a report that proves it."""
-    places = sorted(wheel.path.parent.glob(f"{wheel.path.name}.verification-*.json"))
-    verified, against = proofs(wheel, [read_report(path, schema) for path in places], policy)
-    reasons = [*wheel.faults, *against]
-    if not reasons and not verified:
-        reasons.append("no report proves any of its machine code")
-    if reasons:
-        lines = "".join(f"\n  - {reason}" for reason in reasons)
-        raise RefusedError(f"{wheel.path.name} (sha256 {wheel.sha256}) lacks its proof:{lines}")
-
-
-def _place(wheel: Candidate, packages: Path) -> dict[str, str]:
-    """Puts a wheel and its metadata (PEP 658) into place; returns its row."""
-    target = packages / wheel.path.name
+def _place(wheel: Path, packages: Path) -> dict[str, Any]:
+    """Puts a wheel and its metadata (PEP 658) into place; returns what PEP 691 says of it."""
+    target = packages / wheel.name
     if target.exists():
         raise RefusedError(f"{target.name}: two release pages have it")
     packages.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(wheel.path, target)
-    with zipfile.ZipFile(wheel.path) as archive:
+    shutil.copyfile(wheel, target)
+    with zipfile.ZipFile(wheel) as archive:
         (member,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(member)
     target.with_name(f"{target.name}.metadata").write_bytes(metadata)
-    row = {"filename": target.name, "hash": f"sha256={wheel.sha256}"}
-    row["core_metadata"] = f"sha256={hashlib.sha256(metadata).hexdigest()}"
-    if python := Metadata.from_email(metadata, validate=False).requires_python:
-        row["requires_python"] = str(python)
-    return row
-
-
-def _pages(folder: Path, packages: Sequence[dict[str, str]]) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        listing = Path(name, "packages.jsonl")
-        listing.write_text("".join(f"{json.dumps(row)}\n" for row in packages))
-        command = [sys.executable, "-m", "dumb_pypi.main", "--package-list-json", str(listing)]
+    file = {
+        "filename": wheel.name,
         # Relative, so that the index works wherever it is served from.
-        command += ["--packages-url", "../../packages", "--output-dir", str(folder)]
-        command += ["--title", "flash-attn-deterministic", "--no-generate-timestamp"]
-        if status := subprocess.run(command, check=False).returncode:
-            raise BuildError(f"dumb-pypi did not write the pages (exit status {status}, see above)")
+        "url": f"../../packages/{wheel.name}",
+        "hashes": {"sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()},
+        "core-metadata": {"sha256": hashlib.sha256(metadata).hexdigest()},
+        "size": wheel.stat().st_size,
+    }
+    if python := Metadata.from_email(metadata, validate=False).requires_python:
+        file["requires-python"] = str(python)
+    return file
+
+
+def _provenance(wheel: Path, repository: str) -> dict[str, Any] | None:
+    """The attestation of a wheel's build in the form of PEP 740; None if it has not that form."""
+    said = gh(ROOT, "attestation", "verify", str(wheel), "--repo", repository, "--format", "json")
+    bundle = json.loads(said)[0]["attestation"]["bundle"]
+    material, envelope = bundle["verificationMaterial"], bundle["dsseEnvelope"]
+    subjects = json.loads(base64.b64decode(envelope["payload"]))["subject"]
+    if [subject["name"] for subject in subjects] != [wheel.name]:
+        return None
+    attestation = {
+        "version": 1,
+        "verification_material": {
+            "certificate": material["certificate"]["rawBytes"],
+            "transparency_entries": material["tlogEntries"],
+        },
+        "envelope": {
+            "statement": envelope["payload"],
+            "signature": envelope["signatures"][0]["sig"],
+        },
+    }
+    publisher = {"kind": "GitHub", "repository": repository, "workflow": "release.yml"}
+    bundles = [{"publisher": publisher, "attestations": [attestation]}]
+    return {"version": 1, "attestation_bundles": bundles}
+
+
+def _write_pages(simple: Path, files: Sequence[Mapping[str, Any]]) -> None:
+    files = sorted(files, key=lambda file: str(file["filename"]))
+    versions = {str(parse_wheel_filename(file["filename"])[1]) for file in files}
+    listing = {"meta": {"api-version": API}, "name": NAME, "versions": sorted(versions)}
+    write_json(simple / NAME / "index.json", {**listing, "files": files})
+    links = "\n".join(map(_link, files))
+    write_text(simple / NAME / "index.html", _PAGE.format(api=API, title=NAME, links=links))
+    links = f'<a href="{NAME}/">{NAME}</a>'
+    write_text(simple / "index.html", _PAGE.format(api=API, title="packages", links=links))
+
+
+def _link(file: Mapping[str, Any]) -> str:
+    attributes = {
+        "href": f"{file['url']}#sha256={file['hashes']['sha256']}",
+        "data-core-metadata": f"sha256={file['core-metadata']['sha256']}",
+        "data-requires-python": file.get("requires-python"),
+        "data-provenance": file.get("provenance"),
+    }
+    words = [f'{key}="{html.escape(text)}"' for key, text in attributes.items() if text]
+    return f"<a {' '.join(words)}>{file['filename']}</a><br>"
 
 
 def download_pages(folder: Path) -> list[Path]:

@@ -1,21 +1,22 @@
-"""The static index: nothing without its proof gets into it."""
+"""The static index: what pip reads, and what is not let into it."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import fake_wheel
 import pytest
 import release_samples
 from flash_attn_build.errors import BuildError, RefusedError
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
-from release_samples import Change, Project, edit, sections
+from release_samples import Project
 
 
 @pytest.fixture
@@ -37,28 +38,39 @@ def the_wheel(pages: Path) -> Path:
     return wheel
 
 
-def the_report(pages: Path) -> Path:
-    (path,) = pages.rglob("*0.1.0*.verification-1.json")
-    return path
+def contents(index: Path) -> dict[str, bytes]:
+    paths = sorted(path for path in index.rglob("*") if path.is_file())
+    return {path.relative_to(index).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_a_page_names_hashes_and_is_the_same_a_second_time(pages: Path, tmp_path: Path) -> None:
-    def contents() -> dict[str, bytes]:
-        paths = sorted(path for path in (tmp_path / "index").rglob("*") if path.is_file())
-        return {str(path.relative_to(tmp_path / "index")): path.read_bytes() for path in paths}
+PROJECT = "simple/flash-attn-deterministic"
 
+
+def test_pages_name_hashes_and_are_the_same_a_second_time(pages: Path, tmp_path: Path) -> None:
     write(pages)
-    first = contents()
-    page = first["simple/flash-attn-deterministic/index.html"].decode()
+    first = contents(tmp_path / "index")
     wheel = the_wheel(pages)
-    assert f"../../packages/{wheel.name}#sha256={sha256(wheel.read_bytes())}" in page
     metadata = first[f"packages/{wheel.name}.metadata"]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         assert metadata == archive.read(name)
+    listed = json.loads(first[f"{PROJECT}/index.json"])
+    assert listed["versions"] == ["0.1.0"]
+    (file,) = listed["files"]
+    assert file == {
+        "filename": wheel.name,
+        "url": f"../../packages/{wheel.name}",
+        "hashes": {"sha256": sha256(wheel.read_bytes())},
+        "core-metadata": {"sha256": sha256(metadata)},
+        "size": wheel.stat().st_size,
+        "requires-python": ">=3.10",
+    }
+    page = first[f"{PROJECT}/index.html"].decode()
+    assert f'href="{file["url"]}#sha256={file["hashes"]["sha256"]}"' in page
     assert f'data-core-metadata="sha256={sha256(metadata)}"' in page
+    assert 'data-requires-python="&gt;=3.10"' in page
     write(pages)
-    assert contents() == first
+    assert contents(tmp_path / "index") == first
     assert list(tmp_path.glob(".*")) == []
 
 
@@ -66,25 +78,13 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def not_ours(pages: Path) -> None:
-    """A foreign wheel under our name, with a manifest and a report made for it."""
+def foreign(pages: Path) -> None:
     wheel = the_wheel(pages)
-    with zipfile.ZipFile(wheel, "a") as archive:
-        archive.writestr("flash_attn_deterministic/evil.so", b"")
-    release_samples.describe(wheel)
-    release_samples.write_report(wheel, the_report(pages))
-
-
-def cut_off(pages: Path) -> None:
-    """A second report that cannot be read."""
-    report = the_report(pages)
-    report.with_name(report.name.replace("-1.json", "-2.json")).write_text("{")
+    wheel.rename(wheel.with_name("torch-2.13.0-py3-none-any.whl"))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not ours": (not_ours, "evil.so does not belong into the wheel"),
-    "no report": (lambda p: the_report(p).unlink(), "sm_90: no complete, passing report"),
-    "a second report cut off": (cut_off, "is unreadable"),
+    "not ours": (foreign, "expected a wheel of flash-attn-deterministic, got one of torch"),
     "no wheel": (lambda p: the_wheel(p).unlink(), "its release page holds no wheel"),
     "twice": (lambda p: shutil.copytree(p / "v0.1.0", p / "v0.2.0"), "two release pages"),
     "no page": (lambda p: shutil.rmtree(p / "v0.1.0"), "would be empty"),
@@ -92,7 +92,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "expected"), DAMAGE.values(), ids=DAMAGE)
-def test_what_lacks_its_proof_is_refused(
+def test_what_does_not_belong_is_refused(
     pages: Path,
     tmp_path: Path,
     damage: Callable[[Path], object],
@@ -107,44 +107,61 @@ def test_what_lacks_its_proof_is_refused(
     assert list((tmp_path / "index").iterdir()) == [kept]
 
 
-def later(pages: Path) -> None:
-    """Puts the page of a later release beside the first."""
-    first = the_wheel(pages)
-    files = {}
-    with zipfile.ZipFile(first) as old:
-        for name in old.namelist():
-            data = old.read(name)
-            if name.endswith("METADATA"):
-                data = data.replace(b"0.1.0", b"0.2.0")
-            if not name.endswith("RECORD"):
-                files[name.replace("0.1.0.dist-info", "0.2.0.dist-info")] = data
-    wheel = fake_wheel.pack(pages / "v0.2.0", files, version="0.2.0")
-    release_samples.describe(wheel)
-    release_samples.write_report(wheel, wheel.with_name(f"{wheel.name}.verification-1.json"))
-
-
-def test_what_is_demanded_since_a_release_does_not_undo_it(pages: Path, tmp_path: Path) -> None:
-    def without_last_row(**states: str) -> Change:
-        rows = sections(**states)
-        next(each for each in rows if each["id"] == "contract")["data"]["checks"].pop()
-        return lambda report: report.update(sections=rows)
-
-    edit(the_report(pages), without_last_row(), sign=True)
-    assert write(pages) == RefusedError.exit_code  # it is the newest
-    later(pages)
+def test_a_release_outlives_the_schemas_of_its_time(pages: Path, tmp_path: Path) -> None:
+    for path in pages.rglob("*.json"):
+        path.write_text('{"schema": 0}')
     assert write(pages) == 0
-    assert len(list((tmp_path / "index" / "packages").glob("*.whl"))) == 2
-    edit(the_report(pages), without_last_row(batch="failed"), sign=True)
-    assert write(pages) == RefusedError.exit_code
+    assert f"packages/{the_wheel(pages).name}" in contents(tmp_path / "index")
 
 
-def test_an_earlier_release_still_needs_a_proof(
-    pages: Path, capsys: pytest.CaptureFixture[str]
+def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
+    pages: Path, tmp_path: Path
 ) -> None:
-    the_report(pages).unlink()
-    later(pages)
-    assert write(pages) == RefusedError.exit_code
-    assert "sm_90: no complete, passing report" in capsys.readouterr().err
+    wheel = the_wheel(pages)
+    for name in (
+        wheel.name.replace("x86_64", "aarch64"), wheel.name.replace("0.1.0", "0.1.0+cu12")
+    ):  # fmt: skip
+        shutil.copy(wheel, wheel.with_name(name))
+    assert write(pages) == 0
+    made = contents(tmp_path / "index")
+    for folder, version, count in (("", "0.1.0", 2), ("cu12/", "0.1.0+cu12", 1)):
+        listed = json.loads(made[f"{folder}{PROJECT}/index.json"])
+        assert (listed["versions"], len(listed["files"])) == ([version], count)
+        assert made[f"{folder}{PROJECT}/index.html"].count(b"<a ") == count
+
+
+def bundle(*names: str) -> dict[str, Any]:
+    """What `gh attestation verify --format json` says of files that were attested together."""
+    payload = json.dumps({"subject": [{"name": name} for name in names]})
+    return {
+        "verificationMaterial": {"certificate": {"rawBytes": "Y2VydA=="}, "tlogEntries": [{}]},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload.encode()).decode(),
+            "signatures": [{"sig": "c2ln"}],
+        },
+    }
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_attestation_is_linked_where_it_is_of_the_wheel_alone(
+    pages: Path, tmp_path: Path, gh: Callable[[str], Path], alone: bool
+) -> None:
+    name = the_wheel(pages).name
+    said = [{"attestation": {"bundle": bundle(*([name] if alone else [name, "other"]))}}]
+    gh(f"""case "$*" in
+      "api repos/o/n/pages "*) echo https://pages.example/n/;;
+      *--format*) echo '{json.dumps(said)}';;
+    esac""")
+    assert write(pages, "--repository", "o/n") == 0
+    made = contents(tmp_path / "index")
+    (file,) = json.loads(made[f"{PROJECT}/index.json"])["files"]
+    assert (f"packages/{name}.provenance" in made) == alone
+    if alone:
+        assert file["provenance"] == f"https://pages.example/n/packages/{name}.provenance"
+        assert f'data-provenance="{file["provenance"]}"'.encode() in made[f"{PROJECT}/index.html"]
+        (each,) = json.loads(made[f"packages/{name}.provenance"])["attestation_bundles"]
+        assert each["publisher"]["repository"] == "o/n"
+        assert each["attestations"][0]["envelope"]["signature"] == "c2ln"
 
 
 def test_every_wheel_and_manifest_needs_an_attestation(
@@ -180,15 +197,17 @@ def test_pages_come_from_all_releases(
     pages: Path, tmp_path: Path, gh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = json.dumps([{"tagName": "v0.1.0"}])
-    calls = gh(f"""case "$2" in
-      list) echo '{listed}';;
-      download) mkdir -p "$5" && cp {pages}/v0.1.0/* "$5";;
+    said = json.dumps([{"attestation": {"bundle": bundle()}}])
+    calls = gh(f"""case "$*" in
+      *" list "*) echo '{listed}';;
+      *" download "*) mkdir -p "$5" && cp {pages}/v0.1.0/* "$5";;
+      *--format*) echo '{said}';;
     esac""")
     assert index.main(["--out", str(tmp_path / "index"), "--repository", "o/n"]) == 0
     listing, download, *attestations = calls.read_text().splitlines()
     assert "release list --exclude-drafts" in listing
     assert download.startswith("release download v0.1.0")
-    assert [call.split()[0] for call in attestations] == ["attestation"] * 2
+    assert [call.split()[0] for call in attestations] == ["attestation"] * 3
     assert (tmp_path / "index" / "simple" / "flash-attn-deterministic" / "index.html").exists()
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BuildError, match="gh, GitHub's command line tool, is not on PATH"):
