@@ -49,7 +49,7 @@ PARTS = (
 LICENCE_FILES = ("LICENSE", *(part.text_name for part in PARTS))
 METADATA = (
     "Metadata-Version: 2.4\nName: flash-attn-deterministic\nVersion: 0.1.0\n"
-    "Requires-Python: >=3.10\n"
+    "Requires-Python: >=3.10\nRequires-Dist: torch>=2.10\n"
     f"License-Expression: {' AND '.join(sbom.LICENCES)}\n"
     + "".join(f"License-File: {name}\n" for name in LICENCE_FILES)
 )

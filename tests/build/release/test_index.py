@@ -6,14 +6,17 @@ import base64
 import hashlib
 import json
 import shutil
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import package_server
 import pytest
 import release_samples
 from flash_attn_build.errors import BuildError, RefusedError
+from flash_attn_build.files import write_text
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
 from release_samples import Project
@@ -128,6 +131,26 @@ def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
         listed = json.loads(made[f"{folder}{PROJECT}/index.json"])
         assert (listed["versions"], len(listed["files"])) == ([version], count)
         assert made[f"{folder}{PROJECT}/index.html"].count(b"<a ") == count
+
+
+@pytest.mark.parametrize("torch", ["2.13.0", "2.9.1"])
+def test_torch_is_never_taken_from_the_index(pages: Path, tmp_path: Path, torch: str) -> None:
+    """README's command; a torch that will not do is an error, and not looked for elsewhere."""
+    write(pages)
+    python = package_server.clean_environment(tmp_path / "environment")
+    (site,) = (tmp_path / "environment").rglob("site-packages")
+    metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
+    write_text(site / f"torch-{torch}.dist-info" / "METADATA", metadata)
+    command = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]
+    command += ["--directory", str(tmp_path / "index")]
+    fails = torch == "2.9.1"
+    with package_server.serve(command, tmp_path / "log") as address:
+        said = package_server.pip_install(
+            python, f"{address}simple/", "flash-attn-deterministic", fails=fails
+        )
+    assert ("No matching distribution found for torch>=2.10" in said) == fails
+    assert (site / "flash_attn_deterministic" / "_C.so").exists() != fails
+    assert ("/simple/torch/" in (tmp_path / "log").read_text()) == fails
 
 
 def bundle(*names: str) -> dict[str, Any]:

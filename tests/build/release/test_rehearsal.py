@@ -72,7 +72,7 @@ def upload_and_install(wheel: Path, folder: Path) -> Path:
     upload = [sys.executable, "-m", "twine", "upload", "--non-interactive"]
     with package_server.serve(command, log) as address:
         subprocess.run([*upload, "--repository-url", address, str(wheel)], env=environ, check=True)
-        package_server.pip_install(python, f"{address}simple/", NAME)
+        package_server.pip_install(python, f"{address}simple/", "--no-deps", NAME)
     (uploaded,) = packages.glob("*.whl")
     assert uploaded.read_bytes() == wheel.read_bytes()
     (library,) = (folder / "environment").rglob("flash_attn_deterministic/_C.so")
@@ -93,7 +93,9 @@ def install_from_index(out: Path, wheel: Path, folder: Path) -> None:
     library.unlink()
     log = folder / "index.log"
     with package_server.serve([*command, "--directory", str(made)], log) as address:
-        package_server.pip_install(python, f"{address}simple/", NAME)
+        package_server.pip_install(
+            python, f"{address}simple/", "--no-deps", "--ignore-installed", NAME
+        )
     # Metadata first (PEP 658), then the wheel.
     for name in (f"{wheel.name}.metadata", wheel.name):
         assert f'"GET /packages/{name} ' in log.read_text()
