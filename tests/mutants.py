@@ -1,0 +1,189 @@
+"""Changes the reference, one expression at a time, and asks the live checks of `verify`.
+
+    python -m tests.mutants --out mutants.json [--only window] [--seconds 1500]
+
+Masks, softcap, ALiBi, windows and lengths: each mutant is the package with one operator, constant
+or branch changed. It is killed where accuracy fails, a row of the contract fails, a call raises, or
+nothing comes back in time. What survives is printed with its line: it changes no result, or no
+check looks there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import dataclasses
+import importlib.abc
+import importlib.util
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "flash_attn_deterministic"
+# Module to functions; empty: all of it.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "reference._window": (),
+    "reference._walk": (
+        "scale", "scale_log2", "tanh_scale", "score_scale", "keep_scale", "bias_slopes", "rows",
+        "_block", "scores",
+    ),
+    "reference._sequences": (),
+    "reference._kvcache": ("kvcache_attention", "_used", "_rotated"),
+    "reference._varlen": (),
+    "reference._backward": ("_add_rows",),
+}  # fmt: skip
+_CHECKS = ("chunk", "varlen", "split-size")  # what accuracy can't see: the order of additions
+_SECONDS = 90.0  # of a mutant
+
+_OPERATORS: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.Add: ast.Sub, ast.Sub: ast.Add,
+    ast.Mult: ast.Div, ast.Div: ast.Mult, ast.Mod: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or, ast.Or: ast.And, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+_NAMES = {"min": "max", "max": "min"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A changed module."""
+
+    module: str
+    line: int
+    change: str  # "a -> b"
+    source: str = dataclasses.field(repr=False)
+
+
+def mutants(module: str, functions: tuple[str, ...], text: str) -> Iterator[Mutant]:
+    """Yields the mutants of a module's functions."""
+    whole = ast.parse(text)
+    for number, node in enumerate(ast.walk(whole)):
+        if not isinstance(node, ast.FunctionDef) or (functions and node.name not in functions):
+            continue
+        tree = copy.deepcopy(whole)
+        function = [*ast.walk(tree)][number]
+        for part in ast.walk(function):
+            for undo, words in _changes(part):
+                line = getattr(part, "lineno", 0)
+                yield Mutant(module, line, words.replace("\n", " ")[:120], ast.unparse(tree))
+                undo()
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[Any, str]]:
+    """Changes a node in each way; yields what undoes it, and the change in words."""
+
+    def change(owner: Any, name: str, value: Any) -> tuple[Any, str]:
+        before, old = getattr(owner, name), ast.unparse(node)
+        setattr(owner, name, value)
+        return lambda: setattr(owner, name, before), f"{old} -> {ast.unparse(node)}"
+
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _OPERATORS:
+        yield change(node, "ops", [_OPERATORS[type(node.ops[0])]()])
+    elif isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) and type(node.op) in _OPERATORS:
+        yield change(node, "op", _OPERATORS[type(node.op)]())
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield change(node, "value", not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield change(node, "value", node.value + 1)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not, ast.Invert)):
+        yield change(node, "op", ast.UAdd() if isinstance(node.op, ast.USub) else ast.Not())
+    elif isinstance(node, (ast.IfExp, ast.If)):
+        yield change(node, "test", ast.UnaryOp(ast.Not(), node.test))
+    elif isinstance(node, ast.Name) and node.id in _NAMES:
+        yield change(node, "id", _NAMES[node.id])
+    elif isinstance(node, ast.Attribute) and node.attr == "abs":
+        yield change(node, "attr", "clone")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads one module from a changed text."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._name, self._source = f"{PACKAGE}.{mutant.module}", mutant.source
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        return importlib.util.spec_from_loader(name, self) if name == self._name else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self._source, f"<mutant of {self._name}>", "exec"), module.__dict__)
+
+
+def _try(mutant: Mutant, answer: Any) -> None:
+    """Sends what killed a mutant; "" if nothing did. In a process of its own."""
+    sys.meta_path.insert(0, _Finder(mutant))
+    try:
+        answer.send(_killer())
+    except BaseException as error:
+        answer.send(f"{type(error).__name__}")
+
+
+def _killer() -> str:
+    from flash_attn_deterministic.verify import accuracy
+    from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
+
+    ours = Attention.installed()
+    for config in ((64, "bf16"), (40, "fp16")):
+        for case in accuracy.cases("cpu"):
+            for row in accuracy.measure(config, "cpu", ours, [case])["rows"]:
+                if not row["passed"]:
+                    return f"accuracy: {row['name']}"
+    size = dataclasses.replace(
+        size_of("cpu", quick=True), configs=((64, "bf16"),), features=("everything-causal",)
+    )
+    for check in CHECKS:
+        if check.id in _CHECKS:
+            outcome = run_check(check, size, ours)
+            if outcome.failed:
+                return f"contract: {check.id}"
+    return ""
+
+
+def main() -> int:
+    """Prints a line for each survivor, and how many were killed by what."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="JSON: every mutant and its killer")
+    parser.add_argument("--only", default="", help="part of a module's name")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no mutant starts later"
+    )
+    arguments = parser.parse_args()
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    root = Path(spec.submodule_search_locations[0])
+    import torch
+
+    torch.set_num_threads(1)
+    fork, begin = multiprocessing.get_context("fork"), time.monotonic()
+    rows: list[dict[str, Any]] = []
+    for module, functions in TARGETS.items():
+        if arguments.only not in module:
+            continue
+        path = root.joinpath(*module.split(".")).with_suffix(".py")
+        for mutant in mutants(module, functions, path.read_text(encoding="utf-8")):
+            if time.monotonic() - begin > arguments.seconds:
+                break
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=_try, args=(mutant, sender))
+            process.start()
+            killer = receiver.recv() if receiver.poll(_SECONDS) else "no answer in time"
+            process.kill()
+            process.join()
+            row = {"module": module, "line": mutant.line, "change": mutant.change, "killer": killer}
+            rows.append(row)
+            arguments.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            if not killer:
+                print(f"survived: {module}:{mutant.line}: {mutant.change}", flush=True)
+    survived = sum(not row["killer"] for row in rows)
+    print(f"{len(rows)} mutants, {len(rows) - survived} killed, {survived} survived")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
