@@ -8,11 +8,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from . import _leave
+from . import _lab, _leave
 from .errors import FlashAttnError
 
 # Modules with a function add_command; they import quickly.
-_COMMANDS = ("info.cli", "verify.cli", "bench.cli", "deviation.cli")
+_COMMANDS = ("info.cli", "verify.cli")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +43,7 @@ def _run(argv: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in _COMMANDS:
         importlib.import_module(f".{name}", __package__).add_command(commands)
+    _lab.add_commands(commands)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status

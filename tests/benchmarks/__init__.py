@@ -1,5 +1,5 @@
 """Measurements for docs/results, and the tables made of them.
 
-Each file here is a command, `python -m tests.benchmarks.NAME`: `evidence` runs all that measure,
-`tables` fills README.md and docs/. What the commands have in common lies in `shared`.
+`flash-attn-deterministic bench --study NAME` takes times beside others. Here, `evidence` runs all
+that is measured, `tables` fills README.md and docs/; `host` and `ranks` measure what bench can't.
 """

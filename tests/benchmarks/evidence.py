@@ -3,103 +3,265 @@
     python -m tests.benchmarks.evidence run --wheel dist/*.whl --out evidence --baseline LIBRARY
     python -m tests.benchmarks.evidence install evidence
 
-`run` needs the wheel installed. With two GPUs, times are taken on one while tests run on the other,
-and then what needs both; with one, everything else runs one after another. A step that fails or
-takes too long is recorded as such, its processes are killed, and the next one runs. A second `run`
-of the same wheel into the folder replaces the steps that it runs, and keeps the others. `install`
-refuses results of other kernels than the source tree holds, copies the rest, and fills the tables.
+`run` needs the wheel and the lab installed. With two GPUs, times are taken on one while tests run
+on the other, and then what needs both. A step that fails or takes too long is recorded as such, its
+processes are killed, and the next one runs. `install` refuses results of other kernels than the
+source tree holds, copies the rest, and fills the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
-import functools
-import math
+import json
+import os
+import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests import conftest as _finds_flash_attn_build  # noqa: F401
-from tests.benchmarks.shared.results import (
-    RESULTS,
-    begin,
-    install,
-    left_behind,
-    read_record,
-    write_outcomes,
-)
-from tests.benchmarks.shared.steps import LANES, Step, run_all
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+RECORD = "gpu-tests.json"
+Given = Mapping[str, str | None]
+# A variable in the environment of a step, which every process that it starts inherits.
+_MARK = "FLASH_ATTN_EVIDENCE_STEP"
+_COUNTS = re.compile(r"\b(\d+) (passed|failed|skipped|deselected|errors?)\b")
 
 
-def _benchmark(
-    name: str, limit: int, more: str = "", module: str = "", lane: str = "times"
-) -> Step:
-    words = (
-        f"-m tests.benchmarks.{module or name} --wheel {{wheel}} --out {{out}}/{name}.json {more}"
-    )
-    return Step(name, lane, limit, words, f"{name}.json")
+@dataclass(frozen=True)
+class Step:
+    """One command."""
+
+    name: str  # of its log
+    lane: str  # "times" (alone on its GPU), "tests" (equality, not time) or "together" (all GPUs)
+    limit: int  # seconds after which it is killed
+    # Python's arguments. {wheel}, {out} (the folder of all results), {fa3}, {fa4} and {baseline}
+    # stand for options of the command line; without one, the word and the option before it are left
+    # out.
+    command: str
+    results: tuple[str, ...] = ()  # what of {out} belongs into docs/results
+
+
+def _bench(study: str, limit: int, more: str) -> Step:
+    words = f"-m flash_attn_deterministic bench --study {study} --wheel {{wheel}} --out {{out}} "
+    words += f"--fa3 {{fa3}} --fa4 {{fa4}} --baseline {{baseline}} --seconds {limit - 20} {more}"
+    return Step(study, "times", limit, words, (f"{study}.json", f"{study}.svg"))
 
 
 _OURS = "-m flash_attn_deterministic"
 _PYTEST = "-m pytest -q -p no:cacheprovider -p no:benchmark tests/gpu"
-_BESIDE = "--baseline {baseline}"
-_PEERS = "--fa3 {fa3} --fa4 {fa4} --kind"
 STEPS = (
-    Step("verification", "times", 200,
-         f"{_OURS} verify --wheel {{wheel}} --out {{out}}/verification", "verification"),
-    _benchmark("forward", 60, f"{_BESIDE} --budget-ms 120"),
-    _benchmark("backward", 90, f"{_BESIDE} --budget-ms 150"),
-    _benchmark("varlen", 40, f"{_BESIDE} --budget-ms 200"),
-    _benchmark("decode", 40, f"{_BESIDE} --splits 512 2048 --repeats 10"),
-    _benchmark("decode_peers", 60, "--fa3 {fa3} --seconds 45"),
-    _benchmark("host_time", 40, "--fa3 {fa3}"),
-    _benchmark("peers_forward", 120, f"{_PEERS} forward --seconds 90 --budget-ms 40", "peers"),
-    _benchmark("peers_backward", 120, f"{_PEERS} backward --seconds 90 --budget-ms 60", "peers"),
-    _benchmark("residual", 40, "--repeats 15 --budget-ms 120 --seconds 30"),
-    _benchmark("startup", 40, "--repeats 5"),
-    Step("bench", "times", 90, f"{_OURS} bench --out {{out}}/bench", "bench"),
-    Step("scoreboard", "times", 270, f"{_OURS} verify --attention sdpa-flash,sdpa-cudnn,flex,fa3 "
-         "--seconds 30 --out {out}/scoreboard", "scoreboard"),
+    Step("verification", "times", 200, f"{_OURS} verify --wheel {{wheel}} --out {{out}}",
+         ("verification.json",)),
+    _bench("forward", 80, "--budget-ms 120"),
+    _bench("backward", 100, "--budget-ms 150"),
+    _bench("decode", 90, "--budget-ms 150"),
+    _bench("peers-forward", 140, "--budget-ms 40"),
+    _bench("peers-backward", 140, "--budget-ms 60"),
+    _bench("usual", 100, ""),
+    Step("host", "times", 60, "-m tests.benchmarks.host --wheel {wheel} --out {out}/host.json",
+         ("host.json",)),
+    Step("scoreboard", "times", 300, f"{_OURS} scoreboard --wheel {{wheel}} --seconds 15 "
+         "--out {out}", ("scoreboard.json", "scoreboard.svg")),
     Step("tests", "tests", 300, f'{_PYTEST} -n 12 -m "not slow"'),
     Step("slow-tests", "tests", 240, f"{_PYTEST} -m slow"),
-    _benchmark("accuracy", 40, lane="tests"),
     Step("sanitizers", "tests", 420, "-m tests.gpu.sanitizers --limit 100 --out {out}/sanitizers"),
     Step("whole-model", "tests", 90, "examples/whole_model.py"),
     Step("conformance", "tests", 200,
          "-m tests.conformance --seconds 150 --seed 1 --json {out}/conformance.json",
-         "conformance.json"),
+         ("conformance.json",)),
     Step("tests-of-ranks", "together", 400, f"{_PYTEST}/ranks"),
     Step("ranks", "together", 90, "-m torch.distributed.run --standalone --nproc-per-node 2 "
-         "-m tests.benchmarks.ranks --wheel {wheel} --out {out}/ranks.json", "ranks.json"),
+         "-m tests.benchmarks.ranks --wheel {wheel} --out {out}/ranks.json", ("ranks.json",)),
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; the exit status is 1 if a step failed, 2 if nothing could begin or be copied,
-    130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    commands = parser.add_subparsers(dest="what", required=True)
-    run = commands.add_parser("run")
-    run.add_argument("--wheel", type=Path, required=True, help="the installed wheel's file")
-    run.add_argument("--out", type=Path, required=True, help="folder for everything")
-    for name in ("fa3", "fa4", "baseline"):
-        run.add_argument(f"--{name}", type=Path, help="see tests.benchmarks.peers and forward")
-    run.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], metavar="STEP")
-    run.add_argument("--lanes", nargs="+", choices=LANES, default=LANES)
-    words = "no step starts that may end later; a second run with --only takes those left out"
-    run.add_argument("--seconds", type=float, default=math.inf, metavar="S", help=words)
-    commands.add_parser("install").add_argument("folder", type=Path)
-    options = parser.parse_args(arguments)
-    try:
-        return _install(options) if options.what == "install" else _run(options)
-    except KeyboardInterrupt:
-        print("interrupted; what had ended is recorded", file=sys.stderr)
-        return 130
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+def words_of(command: str, given: Given) -> list[str]:
+    """Splits a command, and fills in the options of the command line; None: not given."""
+    words: list[str] = []
+    for word in shlex.split(command):
+        if any(value is None and f"{{{name}}}" in word for name, value in given.items()):
+            words.pop()
+        else:
+            words.append(word.format(**given) if "{" in word else word)
+    return words
+
+
+def run_step(step: Step, given: Given, gpu: int | None, stop: threading.Event) -> dict[str, Any]:
+    """Runs a step; its output goes to a log. None of its processes is left afterwards.
+
+    Args:
+        step: what to run.
+        given: see `words_of`.
+        gpu: the only one that it may see, counted among those that this process sees; None: all.
+        stop: once it is set, the step is killed.
+
+    Returns:
+        `name`; `command`, folders left out; exit `status`, None where it was killed; `seconds`;
+        `counts` of pytest's summary; the `last` line that it printed.
+    """
+    words, out = words_of(step.command, given), Path(str(given["out"]))
+    mark = uuid.uuid4().hex
+    environ = {**os.environ, "FLASH_ATTN_WHEEL": str(given["wheel"]), _MARK: mark}
+    if gpu is not None:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environ["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
+    log = out / "logs" / f"{step.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for name in step.results:  # of an earlier run
+        (out / name).unlink(missing_ok=True)
+    begin = time.monotonic()
+    status: int | None = None
+    with log.open("wb") as file:
+        # In a session of its own, Ctrl-C does not reach it: this command kills and records it.
+        process = subprocess.Popen(
+            [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            cwd=ROOT, env=environ, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while status is None and time.monotonic() < begin + step.limit and not stop.is_set():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(timeout=0.2)
+        finally:
+            process.kill()
+            process.wait()
+            _kill_marked(f"{_MARK}={mark}".encode())
+    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    last = re.sub(r"(?<![\w.<])/(?:[\w.@+-]+/)+", "", lines[-1].strip()) if lines else ""
+    return {
+        "name": step.name,
+        "command": " ".join(Path(w).name if w.startswith("/") else w for w in words),
+        "status": status,
+        "seconds": round(time.monotonic() - begin, 1),
+        "counts": {kind: int(number) for number, kind in _COUNTS.findall(last)},
+        "last": last[:200],
+    }
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kills the processes that a step started, also those in sessions of their own."""
+    for _ in range(50):
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        for number in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.1)
+    print(f"still there after SIGKILL: processes {found}", file=sys.stderr, flush=True)
+
+
+def run_all(
+    steps: Sequence[Step], given: Given, gpus: int, record: dict[str, Any], seconds: float
+) -> None:
+    """Runs steps, lane beside lane where there is a GPU for each; the record is written after each.
+
+    No step starts whose limit is later than `seconds`. After Ctrl-C running ones are killed.
+    """
+    lock, stop = threading.Lock(), threading.Event()
+    end = time.monotonic() + seconds
+    out = Path(str(given["out"]))
+
+    def lane(name: str, gpu: int | None) -> None:
+        for step in steps:
+            if step.lane != name or stop.is_set():
+                continue
+            if time.monotonic() + step.limit > end:
+                print(f"left out, as it may take {step.limit} s: {step.name}", flush=True)
+                continue
+            outcome = run_step(step, given, gpu, stop)
+            with lock:
+                others = [one for one in record["steps"] if one["name"] != step.name]
+                record["steps"] = [*others, outcome]
+                _write(out, record)
+                print(f"{step.name}: status {outcome['status']}, {outcome['seconds']:.0f} s: "
+                      f"{outcome['last']}", flush=True)  # fmt: skip
+
+    one_gpu: list[dict[str, int | None]] = [{"times": None}, {"tests": None}]
+    several: list[dict[str, int | None]] = [{"times": 1, "tests": 0}, {"together": None}]
+    # Lanes are threads of their own: Ctrl-C interrupts this thread, which then stops them.
+    with ThreadPoolExecutor() as pool:
+        try:
+            for side_by_side in several if gpus > 1 else one_gpu:
+                for running in [pool.submit(lane, *each) for each in side_by_side.items()]:
+                    running.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def install(out: Path, results: Path, sources: Mapping[str, str]) -> list[str]:
+    """Copies results of steps that ended by themselves, and the record; returns what was copied.
+
+    Raises:
+        OSError: the folder has no record.
+        ValueError: a result names other sources than these, or none; nothing is copied then.
+    """
+    record = json.loads((out / RECORD).read_text(encoding="utf-8"))
+    ended = {one["name"] for one in record["steps"] if one["status"] is not None}
+    ended -= {one["name"] for one in record["steps"] if (one["status"] or 0) < 0}  # by a signal
+    names = [name for step in STEPS if step.name in ended for name in step.results]
+    names = [name for name in names if (out / name).exists()]
+    for name in [RECORD, *(name for name in names if name.endswith(".json"))]:
+        found = json.loads((out / name).read_text(encoding="utf-8"))
+        own = found.get("sources") or found.get("build", {}).get("sources") or {}
+        differing = [part for part in sources if own.get(part) != sources[part]]
+        if differing:
+            raise ValueError(f"{name}: of other kernels, or of none: {', '.join(differing)} differ")
+    for name in [*names, RECORD]:
+        shutil.copy(out / name, results / name)
+    return names
+
+
+def _write(out: Path, record: Mapping[str, Any]) -> None:
+    from flash_attn_deterministic.verify.shared.files import json_text, write_files
+
+    write_files(out, {RECORD: json_text(record)})
+
+
+def _run(options: argparse.Namespace) -> int:
+    import torch
+    from flash_attn_deterministic.verify.installed import inspect, read_wheel
+    from flash_attn_deterministic.verify.shared.provenance import provenance
+
+    found = inspect(read_wheel(options.wheel))
+    if not found.matches_wheel:
+        raise ValueError(f"--wheel: the installed package is not {options.wheel.name}")
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise ValueError("no GPU: torch sees none on this machine")
+    given = {name: getattr(options, name) for name in ("wheel", "out", "fa3", "fa4", "baseline")}
+    paths = {name: path and str(path.resolve()) for name, path in given.items()}
+    options.out.mkdir(parents=True, exist_ok=True)
+    command = ["python", "-m", "tests.benchmarks.evidence", *sys.argv[1:]]
+    record = {**provenance(command, "cuda", options.wheel), "gpus": gpus, "steps": []}
+    before = options.out / RECORD
+    if before.exists():
+        earlier = json.loads(before.read_text(encoding="utf-8"))
+        if any(earlier.get(name) != record[name] for name in ("sources", "wheel", "hardware")):
+            raise ValueError(f"--out: {options.out} holds results of another wheel or machine")
+        record["steps"] = earlier["steps"]
+    steps = [step for step in STEPS if step.name in (options.only or (step.name,))]
+    run_all(steps, paths, gpus, record, options.seconds)
+    return int(any(one["status"] != 0 for one in record["steps"]))
 
 
 def _install(options: argparse.Namespace) -> int:
@@ -107,73 +269,9 @@ def _install(options: argparse.Namespace) -> int:
 
     from tests.benchmarks import tables
 
-    sources = digests()
-    copied = install(options.folder, RESULTS, sources, STEPS)
+    copied = install(options.folder, RESULTS, digests())
     print(f"copied: {', '.join(copied) or 'the record alone'}")
-    for step in read_record(options.folder)["steps"]:
-        if step["status"] != 0:
-            print(f"status {step['status']}: {step['name']}")
-    print(f"still of other kernels: {', '.join(left_behind(RESULTS, sources)) or 'none'}")
     return tables.main([])
-
-
-def _run(options: argparse.Namespace) -> int:
-    import torch
-
-    _want_installed(options.wheel)
-    from tests.benchmarks.shared.record import environment  # needs the package
-
-    gpus = torch.cuda.device_count()
-    if gpus == 0:
-        raise ValueError("no GPU: torch sees none on this machine")
-    steps = [
-        step
-        for step in STEPS
-        if step.lane in options.lanes and step.name in (options.only or (step.name,))
-    ]
-    apart = [step.name for step in steps if step.lane == "together" and gpus < 2]
-    if apart:
-        print(f"left out, as they need two GPUs: {', '.join(apart)}", flush=True)
-    steps = [step for step in steps if step.name not in apart]
-    if not steps:
-        raise ValueError("--only, --lanes: no step to run")
-    out = options.out.resolve()
-    if out == RESULTS or RESULTS in out.parents:
-        raise ValueError(f"--out: {out} holds what `install` writes; name another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    given = {name: getattr(options, name) for name in ("wheel", "fa3", "fa4", "baseline")}
-    for name, path in given.items():
-        if path is not None and not path.exists():
-            raise ValueError(f"--{name}: {path} does not exist")
-    paths = {name: path and str(path.resolve()) for name, path in given.items()}
-    with _alone(out), _ended_by_signals():
-        begun = begin(out, {**environment(options.wheel, sys.argv), "gpus": gpus})
-        write = functools.partial(write_outcomes, out, begun)
-        given_paths = {**paths, "out": str(out)}
-        outcomes = run_all(steps, given_paths, gpus, out, write, options.seconds)
-    return int(any(outcome.status != 0 for outcome in outcomes))
-
-
-def _want_installed(wheel: Path) -> None:
-    try:
-        from flash_attn_deterministic.verify.installed import inspect, read_wheel
-    except ImportError as error:
-        raise ValueError(f"--wheel: it is not installed here ({error})") from error
-    found = inspect(read_wheel(wheel))
-    if not found.matches_wheel:
-        why = "; ".join(found.problems) or "it runs from a source tree"
-        raise ValueError(f"--wheel: the installed package is not {wheel.name}: {why}")
-
-
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Holds a folder against a second run."""
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"--out: another run writes into {out}") from error
-        yield
 
 
 @contextlib.contextmanager
@@ -189,6 +287,31 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; the exit status is 1 if a step failed, 2 if nothing could begin or be copied,
+    130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    commands = parser.add_subparsers(dest="what", required=True)
+    run = commands.add_parser("run")
+    run.add_argument("--wheel", type=Path, required=True, help="the installed wheel's file")
+    run.add_argument("--out", type=Path, required=True, help="folder for everything")
+    for name in ("fa3", "fa4", "baseline"):
+        run.add_argument(f"--{name}", type=Path, help="as of `bench`")
+    run.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], metavar="STEP")
+    words = "no step starts that may end later; a second run with --only takes those left out"
+    run.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help=words)
+    commands.add_parser("install").add_argument("folder", type=Path)
+    options = parser.parse_args(arguments)
+    try:
+        with _ended_by_signals():
+            return _install(options) if options.what == "install" else _run(options)
+    except KeyboardInterrupt:
+        print("interrupted; what had ended is recorded", file=sys.stderr)
+        return 130
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@
 Causal, zigzag order, bfloat16. Ours over all ranks, ours on one GPU (where the memory suffices),
 and F.scaled_dot_product_attention within torch's context_parallel, one after another in one process
 group. A time is the largest over the ranks of each rank's median. Beside them: the memory that a
-rank takes at its peak beyond inputs, whether all bits are those of one GPU, and what the model of
-`ranks_model` says.
+rank takes at its peak beyond inputs, and whether all bits are those of one GPU.
 
 What has to hold for forward + backward of B1 L65,536 H32/8 D128 on two GPUs: at least 85 % parallel
 efficiency ("efficiency"), and at most 1.10 times the time of torch's context parallel
@@ -16,6 +15,7 @@ efficiency ("efficiency"), and at most 1.10 times the time of torch's context pa
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import os
@@ -24,6 +24,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +33,9 @@ import torch.distributed as dist
 from flash_attn_deterministic import distributed, flash_attn_func
 from flash_attn_deterministic.distributed import ops
 from flash_attn_deterministic.distributed.planning import steps
+from flash_attn_deterministic.verify.shared.files import json_text, write_files
+from flash_attn_deterministic.verify.shared.provenance import provenance
 from torch.distributed.device_mesh import init_device_mesh
-
-from tests.benchmarks import ranks_model
-from tests.benchmarks.ranks_model import NVLINK, Shape
-from tests.benchmarks.shared.record import environment, write_json
-from tests.benchmarks.shared.run import file_parser
 
 ONE_GPU_UP_TO = 262_144
 Attend = Callable[..., torch.Tensor]
@@ -44,9 +43,22 @@ Context = Callable[[], AbstractContextManager[Any]]
 CUT: dict[str, Any] = {"order": "zigzag"}
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A causal call; seqlen is that of the whole sequence."""
+
+    seqlen: int
+    batch: int = 1
+    nheads: int = 32
+    nheads_k: int = 8
+    head_dim: int = 128
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs all cases; rank 0 writes after each."""
-    parser = file_parser(__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--wheel", type=Path, help="the installed wheel's file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lengths", type=int, nargs="+", default=[65_536])
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "HK"))
@@ -63,7 +75,12 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", **options)
     try:
         record: dict[str, Any] = {
-            **environment(arguments.wheel, sys.argv),
+            "schema": "ranks/1",
+            **provenance(
+                ["python", "-m", "tests.benchmarks.ranks", *sys.argv[1:]],
+                arguments.device,
+                arguments.wheel,
+            ),
             "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
             "ranks": dist.get_world_size(),
             "cases": [],
@@ -74,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
             case = Case(shape, arguments.device, arguments.repeats, arguments.unit_heads)
             record["cases"].append(case.measured())
             if dist.get_rank() == 0:
-                write_json(arguments.out, record)
+                write_files(arguments.out.parent, {arguments.out.name: json_text(record)})
                 print(record["cases"][-1])
     finally:
         dist.destroy_process_group()
@@ -103,7 +120,6 @@ class Case:
             "seconds": {},
             "peak_bytes": {},
             "refused": {},
-            "model": self._model(),
         }
         sides: dict[str, tuple[Attend, bool, Context]] = {}
         for count in self._unit_heads:
@@ -138,17 +154,6 @@ class Case:
         if "one" in seconds:
             found["same_bits"] = self._same_bits()
         return found
-
-    def _model(self) -> dict[str, Any]:
-        shape, ranks = self._shape, self._ranks
-        return {
-            "forward": ranks_model.forward_seconds(shape, ranks, NVLINK),
-            "gathered": ranks_model.gathered_seconds(shape, ranks, NVLINK),
-            "chain": ranks_model.chain_seconds(shape, ranks, NVLINK),
-            "forward_bytes": ranks_model.forward_memory(shape, ranks),
-            "chain_bytes": ranks_model.memory(shape, ranks, 1, True),
-            "gathered_bytes": ranks_model.memory(shape, ranks, 1, False),
-        }
 
     def _inputs(self, is_cut: bool) -> list[torch.Tensor]:
         """q, k, v and dout, the same numbers on all ranks: whole, or this rank's part."""

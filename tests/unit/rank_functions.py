@@ -533,7 +533,7 @@ def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
 def benchmarked(seqlen: int) -> dict[str, Any]:
     """Returns the benchmark's result of a small case."""
     from tests.benchmarks.ranks import Case as Timed
-    from tests.benchmarks.ranks_model import Shape
+    from tests.benchmarks.ranks import Shape
 
     return Timed(Shape(seqlen, 1, 4, 2, 8), "cpu", 1, [1, 2]).measured()
 

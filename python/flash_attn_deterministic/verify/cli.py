@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .. import _lab
+
 _EPILOG = """\
 exit status: 0 passed; 2 wrong usage, or a file that is no wheel of this package; 3 contract;
 4 accuracy; 5 performance or memory; 6 environment (no GPU, a wheel that is not the installed one,
@@ -53,15 +55,14 @@ def add_command(commands: Any) -> None:
         "--attention",
         metavar="LIST",
         help="instead of all that: which rows of the contract other attention keeps, beside ours: "
-        "sdpa-flash, sdpa-cudnn, sdpa-efficient, sdpa-math, flex, fa3 or MODULE:FUNCTION, "
-        "separated by commas; writes scoreboard.json, .md and .svg after each row",
+        "sdpa-flash, flex, fa3 and so on, or MODULE:FUNCTION, separated by commas; the command "
+        "scoreboard of flash-attn-deterministic-lab",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         metavar="S",
-        help="with --attention: after S seconds no further case of one attention starts "
-        "(default: 60)",
+        help="with --attention: no further case of a row starts after S seconds (default: 20)",
     )
     parser.add_argument(
         "--ranks",
@@ -102,9 +103,17 @@ def _run(arguments: argparse.Namespace) -> int:
         from .ranks.cli import run as run_ranks
 
         return run_ranks(arguments, wheel)
-    from .scoreboard.cli import run as run_scoreboard
+    return _lab.run(_of_scoreboard(arguments))
 
-    return run_scoreboard(arguments, wheel)
+
+def _of_scoreboard(arguments: argparse.Namespace) -> list[str]:
+    """Returns the lab's command line for --attention."""
+    words = ["scoreboard", "--attention", arguments.attention, "--device", arguments.device]
+    words += ["--out", str(arguments.out), *["--quick"] * arguments.quick]
+    for name in ("seconds", "wheel"):
+        if getattr(arguments, name) is not None:
+            words += [f"--{name}", str(getattr(arguments, name))]
+    return words
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import subprocess
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,45 +23,6 @@ _SETTINGS = ("FA2_", "FLASH_ATTENTION_")
 def without_settings() -> dict[str, str]:
     """Returns the environment variables of this process but those that the package reads."""
     return {n: value for n, value in os.environ.items() if not n.startswith(_SETTINGS)}
-
-
-def collect(device: str) -> dict[str, Any]:
-    """Describes the machine, and for "cuda" its first GPU."""
-    import torch
-
-    record: dict[str, Any] = {
-        "gpu": None,
-        "compute_capability": None,
-        "sms": None,
-        "memory_gib": None,
-        "driver": None,
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "glibc": " ".join(platform.libc_ver()).strip() or None,
-        "cpus": os.cpu_count(),
-    }
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        record |= {
-            "gpu": properties.name,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "sms": properties.multi_processor_count,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "driver": _driver(),
-        }
-    return record
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = answer.stdout.split()
-    return lines[0] if lines else None
 
 
 def architectures(

@@ -103,9 +103,9 @@ def execute(section: str, task_id: str, options: Options, on_case: OnCase) -> di
     attention = Attention.installed()
     device, quick = options.device, options.quick
     if section == "environment":
-        from .environment import collect
+        from .shared.provenance import machine
 
-        return _result(True, collect(device))
+        return _result(True, machine(device))
     if section == "contract":
         return _contract(task_id, device, quick, attention, on_case)
     if section == "accuracy":

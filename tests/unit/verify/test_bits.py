@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from flash_attn_deterministic.verify.bits import difference
+from flash_attn_deterministic.verify.shared.bits import difference
 
 
 def test_zeros_of_both_signs_differ() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ..bits import Difference, difference
+from ..shared.bits import Difference, difference
 from .attention import Attention
 from .call import Call, Tensors, draw
 from .sizes import Size

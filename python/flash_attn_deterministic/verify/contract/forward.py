@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ..bits import bits
+from ..shared.bits import bits
 from .attention import Attention
 from .call import Call, Tensors, garbage, heads, int32, pick, rows
 from .check import Case, Mismatch, expect_different, expect_numbers, expect_same, make

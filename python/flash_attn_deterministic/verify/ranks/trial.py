@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ... import distributed, interface
 from ...distributed import ops
-from ..bits import difference
 from ..contract.call import DTYPES
+from ..shared.bits import difference
 from .cases import Case
 
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .files import ReportError, write_files
-from .record import NAMES, canonical_digest, json_text, render
+from ..shared.files import ReportError, json_text, write_files
+from .record import NAMES, canonical_digest, render
 
 __all__ = ["NAMES", "ReportError", "canonical_digest", "json_text", "render", "write_files"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from ..shared.files import json_text
 from .html import html
 from .markdown import markdown
 
@@ -25,22 +25,6 @@ def canonical_digest(record: Mapping[str, Any]) -> str:
     rest = {name: value for name, value in record.items() if name != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def finite(value: Any) -> Any:
-    """Replaces numbers that JSON does not have by None, throughout."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return value
-
-
-def json_text(record: Mapping[str, Any]) -> str:
-    """Returns a report as the text of its JSON file."""
-    return json.dumps(record, indent=1, allow_nan=False) + "\n"
 
 
 def render(record: Mapping[str, Any]) -> tuple[dict[str, str], str]:

@@ -9,7 +9,7 @@ import torch
 
 from .. import limits, standard
 from ..contract.attention import Attention
-from .measure import interleaved, peak_memory, summary
+from ..shared.timing import interleaved, peak_memory, summary
 from .upstream import Baseline
 
 # batch, seqlen, nheads, head_dim, causal; bf16.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from statistics import geometric_mean
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn import functional
 
 from .. import limits, standard
 from ..contract.attention import Attention
-from .measure import interleaved, summary
+from ..shared.timing import Step, interleaved, rotation, time_graphs
 from .upstream import Baseline
 
 # batch, seqlen, nheads, nheads_k, head_dim; bf16, one query for each sequence.
@@ -27,10 +26,6 @@ SHAPES = (
 )
 _DEVICE = "cuda"
 _QUICK = SHAPES[:3]
-_ROTATED_BYTES = 512 * 2**20  # several times the largest L2 cache
-_CALLS = 8  # of a graph, at least
-
-Step = Callable[[int], object]
 
 
 def measure(attention: Attention, baseline: Baseline | None, quick: bool) -> dict[str, Any]:
@@ -93,45 +88,3 @@ def _measure(
         "time_ratio": round(ours / theirs, 4),
         "ratio_to_floor": round(ours / (copy / 2), 4),
     }
-
-
-def rotation(kv_bytes: int) -> tuple[int, int]:
-    """Returns how many caches a graph reads in turns, and how many calls it holds.
-
-    There are several caches where one would fit in the L2 cache.
-    """
-    sets = max(1, -(-_ROTATED_BYTES // kv_bytes))
-    return sets, sets * max(1, -(-_CALLS // sets))
-
-
-def time_graphs(
-    steps: Mapping[str, Step],
-    sets: int,
-    calls: int,
-    timer: Callable[[Mapping[str, Callable[[], object]]], dict[str, list[float]]],
-) -> dict[str, dict[str, float]]:
-    """Times steps through CUDA graphs.
-
-    Args:
-        steps: by name.
-        sets: of buffers; see `rotation`.
-        calls: of a step in its graph.
-        timer: `interleaved` or `within`, with their other arguments.
-
-    Returns:
-        `summary` of the milliseconds of one call, by name.
-    """
-    graphs = {name: capture(step, sets, calls) for name, step in steps.items()}
-    timed = timer({name: graph.replay for name, graph in graphs.items()})
-    return {name: summary([ms / calls for ms in values]) for name, values in timed.items()}
-
-
-def capture(step: Step, sets: int, calls: int) -> torch.cuda.CUDAGraph:
-    """Captures calls of a step, over all sets of buffers in turns."""
-    step(0)  # loads the kernels
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in range(calls):
-            step(call % sets)
-    return graph

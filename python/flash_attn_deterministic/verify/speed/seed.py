@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import limits, standard
-from ..bits import difference
 from ..contract.attention import Attention
-from .measure import interleaved, peak_memory, summary
+from ..shared.bits import difference
+from ..shared.timing import interleaved, peak_memory, summary
 from .upstream import Baseline
 
 # As that prototype reported them, on an A100 with splits of 512 tokens. For reference only.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import FlashAttnError
-from ...report.files import write_files
+from ...shared.files import write_files
 from . import evidence
 
 PATH = Path(__file__).with_name("golden.json")

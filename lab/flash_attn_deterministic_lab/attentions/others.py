@@ -1,0 +1,184 @@
+"""FlashAttention-2, -3 and -4, and FlashInfer, of packages that this machine has."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnavailableError
+from . import baseline, fa3
+from .attention import Function, Packed
+
+BASELINE = "FA2_BASELINE"  # path of the library that `nox -s baseline` builds
+_WORKSPACE_BYTES = 256 * 2**20
+_PAGE = 16
+
+
+def _installed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"{name} cannot be imported ({error})") from error
+
+
+def _window(options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Returns options with the window under another name."""
+    return {name if each == "window" else each: value for each, value in options.items()}
+
+
+def flash_attn_2(deterministic: bool = False) -> Callable[[], Function]:
+    """Returns what makes FlashAttention-2, or its kernels alone where BASELINE names them."""
+
+    def made() -> Function:
+        library = os.environ.get(BASELINE)
+        if library:
+            return baseline.load(library, deterministic)
+        module = _installed("flash_attn")
+        if not hasattr(module, "flash_attn_func"):
+            # FlashAttention-4 installs a package flash_attn without files of its own, in which only
+            # flash_attn.cute lies.
+            where = ", ".join(getattr(module, "__path__", ()))
+            raise UnavailableError(
+                f"flash_attn is a namespace package of another project here ({where}): it hides "
+                "FlashAttention-2, or that is not installed; take its folder off the path"
+            )
+
+        def attend(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            scale: float | None = None,
+            packed: Packed | None = None,
+            seqlens_k: Tensor | None = None,
+            block_table: Tensor | None = None,
+            **options: Any,
+        ) -> Tensor:
+            given = _window({"softmax_scale": scale, **options}, "window_size")
+            if packed is not None:
+                given |= {"deterministic": deterministic, **packed.arguments()}
+                out: Tensor = module.flash_attn_varlen_func(q, k, v, **given)
+            elif seqlens_k is not None or block_table is not None:
+                given |= {"cache_seqlens": seqlens_k, "block_table": block_table}
+                out = module.flash_attn_with_kvcache(q, k, v, **given)
+            else:
+                out = module.flash_attn_func(q, k, v, deterministic=deterministic, **given)
+            return out
+
+        return attend
+
+    return made
+
+
+def flash_attn_3(num_splits: int = 0, deterministic: bool = False) -> Callable[[], Function]:
+    """Returns what makes FlashAttention-3; 0 splits: its heuristic."""
+
+    def made() -> Function:
+        try:
+            fa3.load()
+        except ImportError as error:
+            raise UnavailableError(str(error)) from error
+
+        def attend(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            packed: Packed | None = None,
+            window: tuple[int, int] | None = None,
+            scale: float | None = None,
+            **options: Any,
+        ) -> Tensor:
+            names = {"seqlens_k": "seqused_k", "block_table": "page_table"}
+            given = {names.get(name, name): value for name, value in options.items()}
+            if scale is not None:
+                given["softmax_scale"] = scale
+            if packed is not None:
+                given |= packed.arguments()
+            if window is not None:
+                given |= {"window_size_left": window[0], "window_size_right": window[1]}
+            given |= {"num_splits": num_splits, "deterministic": deterministic}
+            return fa3.attend(q, k, v, **given)
+
+        return attend
+
+    return made
+
+
+def flash_attn_4(deterministic: bool = False) -> Callable[[], Function]:
+    """Returns what makes FlashAttention-4, which compiles a kernel at its first call."""
+
+    def made() -> Function:
+        module = _installed("flash_attn.cute")
+
+        def attend(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            packed: Packed | None = None,
+            scale: float | None = None,
+            **options: Any,
+        ) -> Tensor:
+            given = _window(options, "window_size")
+            given |= {"deterministic": deterministic, "softmax_scale": scale}
+            if packed is None:
+                result: Any = module.flash_attn_func(q, k, v, **given)
+            else:
+                given |= packed.arguments()
+                result = module.flash_attn_varlen_func(q, k, v, **given)
+            out: Tensor = result[0] if isinstance(result, tuple) else result
+            return out
+
+        return attend
+
+    return made
+
+
+def flashinfer() -> Function:
+    """FlashInfer: decode from pages, the rest from packed sequences; planned once a shape."""
+    module = _installed("flashinfer")
+
+    @functools.lru_cache(maxsize=4)
+    def planned(
+        queries: torch.Size,
+        keys: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        causal: bool,
+    ) -> Any:
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        batch, heads = queries[0], (queries[2], keys[2], queries[3])
+        counts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        if queries[1] > 1:
+            prefill = module.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+            starts = counts * queries[1], counts * keys[1]
+            prefill.plan(*starts, *heads, causal=causal, q_data_type=dtype)
+            return prefill
+        if keys[1] % _PAGE:
+            raise UnavailableError(f"expected a multiple of {_PAGE} keys, got {keys[1]}")
+        pages = keys[1] // _PAGE
+        decode = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        decode.plan(
+            counts * pages,
+            torch.arange(batch * pages, dtype=torch.int32, device=device),
+            torch.full((batch,), _PAGE, dtype=torch.int32, device=device),
+            *heads,
+            _PAGE,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        return decode
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+        run = planned(q.shape, k.shape, q.dtype, q.device, causal).run
+        if q.shape[1] > 1:
+            out: Tensor = run(*(t.flatten(0, 1) for t in (q, k, v)))
+            return out.view(q.shape)
+        cache = tuple(t.reshape(-1, _PAGE, *t.shape[2:]) for t in (k, v))
+        return run(q[:, 0], cache).unsqueeze(1)  # type: ignore[no-any-return]
+
+    return attend

@@ -1,0 +1,137 @@
+"""The names of all attentions, and functions of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from ..errors import ArgumentError
+from . import others, ours, torchs
+from .attention import FLOAT32, GRADIENTS, OPTIONS, Attention, Function
+from .named import find_callable
+
+_BOTH = ("cuda", "cpu")
+
+
+def _takes(words: str) -> frozenset[str]:
+    return frozenset((GRADIENTS, *words.split()))
+
+
+_OURS_TAKES = _takes(
+    "alibi_slopes block_table dropout_p packed scale seqlens_k softcap split_size window"
+)
+_FA3_TAKES = _takes("block_table packed scale seqlens_k softcap window")
+_FA4_TAKES = _takes("packed scale softcap window")
+_FLASH_TAKES = _takes(f"{FLOAT32} scale")  # of torch's flash kernels
+_MASK_TAKES = _takes(f"{FLOAT32} scale mask seqlens_k")
+_FLEX_TAKES = _takes(f"{FLOAT32} scale seqlens_k")
+_ours = functools.partial(
+    Attention, takes=_OURS_TAKES, distribution="flash-attn-deterministic", devices=_BOTH
+)
+_fa2 = functools.partial(Attention, takes=_OURS_TAKES - {"split_size"}, distribution="flash-attn")
+_fa3 = functools.partial(Attention, takes=_FA3_TAKES, distribution="flash-attn-3")
+_fa4 = functools.partial(Attention, takes=_FA4_TAKES, distribution="flash-attn-4")
+_flex = functools.partial(Attention, takes=_FLEX_TAKES, devices=_BOTH, inside=torchs.flex_settings)
+
+
+def _sdpa(name: str, title: str, backend: SDPBackend | None, takes: frozenset[str] = _MASK_TAKES,
+          **more: Any) -> tuple[Attention, Attention]:  # fmt: skip
+    """Returns a backend in its default setting, and with torch's deterministic algorithms."""
+    make = torchs.sdpa(backend)
+    other = f"{name}-deterministic"
+    words = f"{title}, deterministic"
+    more = {"takes": takes, **more}
+    return (
+        Attention(name, title, make, deterministic=other, **more),
+        Attention(
+            other, words, make, inside=torchs.deterministic_torch, **{**more, "bench": False}
+        ),
+    )
+
+
+_ALL = (
+    _ours("ours", "flash-attn-deterministic", ours.make()),
+    _ours("ours-sm80", "ours, kernels for every GPU", ours.make(), bench=False, devices=("cuda",),
+          inside=functools.partial(ours.family, "sm80")),
+    _ours("ours-atomics", "ours, atomics in the backward", ours.make(deterministic="never"),
+          bench=False),
+    _ours("ours+residual", "ours, O's residual", ours.make(residual=True), bench=False),
+    _ours("reference", "ours, the reference on the CPU", ours.make(reference=True), bench=False),
+    *_sdpa("sdpa", "torch SDPA, its choice", None, devices=_BOTH, bench=False),
+    *_sdpa("sdpa-flash", "torch SDPA, flash", SDPBackend.FLASH_ATTENTION, _FLASH_TAKES,
+           devices=_BOTH),
+    *_sdpa("sdpa-cudnn", "torch SDPA, cuDNN", SDPBackend.CUDNN_ATTENTION),
+    *_sdpa("sdpa-efficient", "torch SDPA, efficient", SDPBackend.EFFICIENT_ATTENTION, bench=False),
+    *_sdpa("sdpa-math", "torch SDPA, math", SDPBackend.MATH, devices=_BOTH, bench=False),
+    _flex("flex", "torch FlexAttention", torchs.flex(), deterministic="flex-forced"),
+    # Decode has a kernel of its own, which cuts the keys by the number of CTAs, unless forbidden.
+    _flex("flex-forced", "FlexAttention, one kernel", torchs.flex(FORCE_USE_FLEX_ATTENTION=True),
+          bench=False),
+    _fa2("flash_attn", "FlashAttention-2", others.flash_attn_2()),
+    _fa2("flash_attn-deterministic", "FlashAttention-2, deterministic", others.flash_attn_2(True),
+         bench=False),
+    _fa3("fa3", "FlashAttention-3", others.flash_attn_3(), deterministic="fa3-deterministic"),
+    _fa3("fa3-one-split", "FlashAttention-3, one split", others.flash_attn_3(1)),
+    _fa3("fa3-deterministic", "FlashAttention-3, one split, deterministic",
+         others.flash_attn_3(1, True), bench=False),
+    _fa4("fa4", "FlashAttention-4", others.flash_attn_4(), deterministic="fa4-deterministic"),
+    _fa4("fa4-deterministic", "FlashAttention-4, deterministic", others.flash_attn_4(True),
+         bench=False),
+    Attention("flashinfer", "FlashInfer", others.flashinfer, frozenset(), "flashinfer-python"),
+)  # fmt: skip
+ATTENTIONS = {attention.name: attention for attention in _ALL}
+OURS = ATTENTIONS["ours"]
+
+
+def find_attention(name: str, argument: str = "--attention") -> Attention:
+    """Returns an attention by its name.
+
+    Args:
+        name: of ATTENTIONS; ours@TOKENS, splits of so many; MODULE:FUNCTION, also of the working
+            directory, or FILE.py:FUNCTION.
+        argument: what the user calls it, for messages.
+
+    Raises:
+        ArgumentError: there is no such name, module or function.
+    """
+    if name in ATTENTIONS:
+        return ATTENTIONS[name]
+    base, _, splits = name.partition("@")
+    if base == OURS.name and splits.isdecimal():
+        make = ours.make(split_size=int(splits))
+        return dataclasses.replace(OURS, name=name, title=f"ours, splits of {splits}", make=make)
+    if ":" not in name:
+        raise ArgumentError(
+            f"{argument}: expected {', '.join(ATTENTIONS)} or MODULE:FUNCTION, got {name!r}"
+        )
+    return _own(name, find_callable(name, argument))
+
+
+def settings_of(attention: Attention) -> list[Attention]:
+    """Returns an attention, and its setting with most promises of equal bits where it has one."""
+    other = attention.deterministic
+    return [attention, *([ATTENTIONS[other]] if other else [])]
+
+
+def _own(name: str, function: Any) -> Attention:
+    """A function f(q, k, v, *, causal, ...): takes is what its signature names of OPTIONS."""
+    try:
+        named = set(inspect.signature(function).parameters)
+    except ValueError:  # functions of extension modules may have no signature
+        named = set()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        result: Any = function(q, k, v, **options)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    def make() -> Function:
+        return attend
+
+    takes = frozenset(named & OPTIONS.keys()) | {GRADIENTS, FLOAT32}
+    return Attention(name, name, make, takes, name.partition(":")[0], _BOTH)

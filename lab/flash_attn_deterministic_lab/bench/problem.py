@@ -1,0 +1,149 @@
+"""A shape that is timed, and its tensors."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..attentions import Packed
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FEATURES = ("", "window", "softcap", "alibi", "dropout")
+_WINDOW = 1024  # keys before its own, of the feature of this name
+_SOFTCAP, _DROPOUT = 30.0, 0.1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One thing to time."""
+
+    kind: str  # "forward", "backward", "decode", or "step": a forward and its backward
+    batch: int  # sequences
+    seqlen: int  # keys of a sequence; of packed sequences the longest
+    nheads: int  # query heads
+    nheads_k: int  # key heads
+    head_dim: int
+    causal: bool = False  # whether the mask is causal, aligned to the bottom right corner
+    dtype: str = "bf16"  # of DTYPES
+    seqlen_q: int = 0  # queries of a sequence; 0: as many as keys, in a decode one
+    window: int = -1  # keys before its own that a query sees, in a causal shape; -1: all
+    lengths: tuple[int, ...] = ()  # of packed sequences; empty: dense
+    feature: str = ""  # of FEATURES
+    page_size: int = 0  # tokens of a page, of a decode; 0: keys and values in one piece
+
+    @property
+    def name(self) -> str:
+        """Returns e.g. "decode B8 L4096 H32/8 D128 bf16"."""
+        if self.lengths:
+            length = f"L{min(self.lengths)}..{self.seqlen}"
+        else:
+            length = f"Lq{self.seqlen_q} Lk{self.seqlen}" if self.seqlen_q else f"L{self.seqlen}"
+        heads = f"H{self.nheads}" + (f"/{self.nheads_k}" if self.nheads_k != self.nheads else "")
+        words = [self.kind, f"B{self.batch}", length, heads, f"D{self.head_dim}"]
+        words += ["causal"] * self.causal + [f"window {self.window}"] * (self.window >= 0)
+        words += [self.feature] * bool(self.feature)
+        words += [f"pages of {self.page_size}"] * bool(self.page_size)
+        return " ".join([*words, self.dtype])
+
+    @property
+    def queries(self) -> int:
+        """Returns the queries of a sequence."""
+        return self.seqlen_q or (1 if self.kind == "decode" else self.seqlen)
+
+    @property
+    def backward(self) -> bool:
+        """Returns whether gradients are timed."""
+        return self.kind in ("backward", "step")
+
+    @property
+    def kv_bytes(self) -> int:
+        """Returns the size of keys and values."""
+        return 4 * self.batch * self.seqlen * self.nheads_k * self.head_dim
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Returns how many keys before and after its own a query sees; -1: all."""
+        left = _WINDOW if self.feature == "window" else self.window
+        return left, 0 if self.causal or left >= 0 else -1
+
+    @property
+    def flops(self) -> int:
+        """Returns the floating-point operations of the matrix products on visible keys."""
+        products = {"backward": 5, "step": 7}.get(self.kind, 2)
+        pairs = sum(
+            _visible(self.queries if not self.lengths else length, length, *self.limits)
+            for length in self.lengths or [self.seqlen] * self.batch
+        )
+        return 2 * products * self.nheads * self.head_dim * pairs
+
+
+def _visible(seqlen_q: int, seqlen_k: int, left: int, right: int) -> int:
+    """Returns the pairs of a query and a key that it sees."""
+    own = torch.arange(seqlen_q) + seqlen_k - seqlen_q  # the key in a query's own place
+    last = (own + right if right >= 0 else own + seqlen_k).clamp(max=seqlen_k - 1)
+    first = (own - left).clamp(min=0) if left >= 0 else torch.zeros_like(own)
+    return int((last - first + 1).clamp(min=0).sum())
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A shape with random tensors."""
+
+    shape: Shape  # what to time
+    # (batch, queries, nheads, head_dim), or packed (total_q, nheads, head_dim)
+    q: torch.Tensor = field(repr=False)
+    # (batch, seqlen, nheads_k, head_dim), packed (total_k, nheads_k, head_dim), or pages
+    k: torch.Tensor = field(repr=False)
+    v: torch.Tensor = field(repr=False)  # like k
+    dout: torch.Tensor = field(repr=False)  # like q
+    options: dict[str, Any] = field(repr=False)  # of the call, beside q, k and v
+
+    @staticmethod
+    def draw(shape: Shape, device: str, seed: int = 0) -> Problem:
+        """Draws the tensors; the same ones for a seed."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(seqlen: int, nheads: int) -> torch.Tensor:
+            rows = (sum(shape.lengths),) if shape.lengths else (shape.batch, seqlen)
+            drawn = torch.randn((*rows, nheads, shape.head_dim), generator=generator, device=device)
+            return drawn.to(DTYPES[shape.dtype])
+
+        q, dout = (normal(shape.queries, shape.nheads) for _ in range(2))
+        k, v = (normal(shape.seqlen, shape.nheads_k) for _ in range(2))
+        options: dict[str, Any] = {"causal": shape.causal}
+        if shape.limits[0] >= 0:
+            options["window"] = shape.limits
+        if shape.feature == "softcap":
+            options["softcap"] = _SOFTCAP
+        if shape.feature == "dropout":
+            options["dropout_p"] = _DROPOUT
+        if shape.feature == "alibi":
+            options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, shape.nheads, device=device)
+        if shape.lengths:
+            starts = torch.tensor([0, *itertools.accumulate(shape.lengths)], dtype=torch.int32)
+            starts = starts.to(device)
+            options["packed"] = Packed(starts, starts, shape.seqlen, shape.seqlen)
+        if shape.page_size:
+            k, v, options["block_table"] = _paged(k, v, shape.page_size, generator)
+            options["seqlens_k"] = torch.full(
+                (shape.batch,), shape.seqlen, dtype=torch.int32, device=device
+            )
+        return Problem(shape, q, k, v, dout, options)
+
+
+def _paged(
+    k: torch.Tensor, v: torch.Tensor, size: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cuts keys and values into pages in any order; returns pages of both, and the block table."""
+    batch, seqlen, *row = k.shape
+    count = -(-seqlen // size)
+    order = torch.randperm(batch * count, generator=generator, device=k.device)
+    pages = []
+    for tensor in (k, v):
+        padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, count * size - seqlen))
+        pages.append(torch.empty(batch * count, size, *row, device=k.device, dtype=k.dtype))
+        pages[-1][order] = padded.reshape(batch * count, size, *row)
+    return pages[0], pages[1], order.view(batch, count).int()

@@ -1,0 +1,231 @@
+"""Attentions by name: those of the machine, emulated ones, and one's own.
+
+Each takes the arguments of torch's scaled_dot_product_attention, without dropout, and tensors
+(batch, nheads, seqlen, head_dim).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ...attentions import ATTENTIONS
+from ...attentions import Attention as Kernel
+from ...attentions.attention import FLOAT32
+from ...attentions.named import find_callable, first_line_or_kind
+from ...errors import ArgumentError
+from ..emulate.gradients import DELTAS, emulated_attention
+from ..emulate.steps import PRESETS
+from ..numbers.formats import parse_format
+from .masks import Call, call_of
+from .torch_lines import torch_lines
+
+_SCORES = 1 << 26  # at once in explicit attention with a format: 512 MB in float64
+
+# Takes what torch's scaled_dot_product_attention takes.
+Attention = Callable[..., torch.Tensor]
+
+
+def _attention(of: Callable[[Call], torch.Tensor]) -> Attention:
+    """Gives what takes a Call torch's signature; it computes in its inputs' dtype always."""
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        call, dropout = call_of(*args, **kwargs)
+        if dropout:
+            raise ArgumentError(f"dropout_p: expected 0 in a study of rounding, got {dropout}")
+        # Autocast would move the softmax of explicit attention to float32.
+        with torch.autocast(call.q.device.type, enabled=False):
+            return of(call)
+
+    return attend
+
+
+def _explicit(call: Call) -> torch.Tensor:
+    """Matmul, softmax, matmul, each with its result in the tensors' dtype."""
+    call = call.plain()
+    scores = call.q @ call.k.mT * call.factor
+    if call.mask is not None:
+        scores = scores + call.mask.to(scores.dtype)
+    return _softmax(scores) @ call.v
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Softmax over keys; a row without a key gives 0, as in torch's attention, and no NaN."""
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    return scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds a tensor, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: object, values: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name  # type: ignore[attr-defined]
+        return parse_format(name).round(values)
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return parse_format(ctx.name).round(grads[0]), None  # type: ignore[attr-defined]
+
+
+def _explicit_in(call: Call, name: str) -> torch.Tensor:
+    """Explicit attention whose scores, weights, output and their gradients have a format."""
+    container = parse_format(name).container
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Rounded.apply(values, name)  # type: ignore[no-untyped-call]
+        return found
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> Any:
+        one = replace(call, q=q, k=k, v=v, mask=mask[0] if mask else None).to(container).plain()
+        scores = rounded(one.q @ one.k.mT * one.factor)
+        if one.mask is not None:
+            scores = scores + one.mask.to(container)
+        return rounded(rounded(_softmax(scores)) @ one.v).to(call.q.dtype)
+
+    # Some sequences at a time, computed again in the backward: scores of all would not fit.
+    batch, heads, rows = call.q.shape[:3]
+    pieces = min(batch, math.ceil(batch * heads * rows * call.k.shape[2] / _SCORES))
+    parts = [tensor.chunk(pieces) for tensor in (call.q, call.k, call.v)]
+    if call.mask is not None:
+        each = call.mask.ndim == call.q.ndim and len(call.mask) == batch
+        parts.append(call.mask.chunk(pieces) if each else (call.mask,) * len(parts[0]))
+    return torch.cat(
+        [checkpoint(attend, *part, use_reentrant=False, preserve_rng_state=False)
+         for part in zip(*parts, strict=True)]
+    )  # fmt: skip
+
+
+def _kernel(call: Call, attention: Kernel) -> torch.Tensor:
+    """One of the attentions of the machine; float32 goes through bfloat16 where it takes no other.
+
+    Those without masks align a causal mask at the sequences' ends, torch at their beginnings.
+    """
+    options: dict[str, Any] = {} if call.scale is None else {"scale": call.scale}
+    if call.mask is not None:
+        if "mask" not in attention.takes:
+            raise ArgumentError(f"attn_mask: expected None with {attention.name}, got a mask")
+        options["mask"] = call.mask
+    if call.causal and call.q.shape[-2] != call.k.shape[-2]:
+        raise ArgumentError(
+            f"is_causal: expected as many queries as keys, got {call.q.shape[-2]} and "
+            f"{call.k.shape[-2]}"
+        )
+    dtype = call.q.dtype
+    if dtype == torch.float32 and FLOAT32 not in attention.takes:
+        dtype = torch.bfloat16
+    q, k, v = (tensor.transpose(1, 2).to(dtype) for tensor in (call.q, call.k, call.v))
+    with attention.inside():
+        out = attention(q, k, v, causal=call.causal, **options)
+    return out.transpose(1, 2).to(call.q.dtype)
+
+
+# How each is computed, and what reports call it.
+_NAMED: dict[str, tuple[Callable[[Call], torch.Tensor], str]] = {
+    "explicit": (_explicit, "explicit"),
+    "exact": (functools.partial(_explicit_in, name="fp64"), "exact (FP64)"),
+    "torch-lines": (functools.partial(torch_lines, shifted=False), "16 bits after each line"),
+    "torch-lines-shifted": (functools.partial(torch_lines, shifted=True), "16 bits, maximum moved"),
+}  # fmt: skip
+LABELS = {
+    **{name: attention.title for name, attention in ATTENTIONS.items()},
+    **{name: label for name, (_, label) in _NAMED.items()},
+}
+
+
+def find_attention(name: str) -> Attention:
+    """Returns the attention of a name.
+
+    Names are those of `LABELS`; explicit:FORMAT, every result rounded to a format; PRESET,
+    PRESET:FORMAT and PRESET+DELTA of emulated ones; and MODULE:FUNCTION or FILE.py:FUNCTION, with
+    the signature of torch's scaled_dot_product_attention.
+
+    Raises:
+        ArgumentError: there is none of this name.
+    """
+    if name in _NAMED:
+        return _attention(_NAMED[name][0])
+    if name in ATTENTIONS:
+        return _attention(functools.partial(_kernel, attention=ATTENTIONS[name]))
+    plain, _, delta = name.partition("+")
+    base, _, rest = plain.partition(":")
+    if rest and base in ("explicit", *PRESETS):
+        parse_format(rest)
+    if base == "explicit" and not delta:
+        return _attention(functools.partial(_explicit_in, name=rest))
+    if base in PRESETS and delta in ("", *DELTAS):
+        return _attention(lambda call: emulated_attention(call, base, rest, delta or "rounded"))
+    if not rest or not (base.endswith(".py") or base.replace(".", "").isidentifier()):
+        known = ", ".join((*LABELS, "explicit:FORMAT", *PRESETS))
+        raise ArgumentError(f"attention: expected one of {known} or MODULE:FUNCTION, got {name!r}")
+    found: Attention = find_callable(name, "attention")
+    return found
+
+
+def gradients_of(
+    attention: Attention | str, call: Call, dout: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Returns dq, dk and dv of an attention, or of one of this name."""
+    attend = find_attention(attention) if isinstance(attention, str) else attention
+    leaves = [tensor.detach().requires_grad_() for tensor in (call.q, call.k, call.v)]
+    out = attend(*leaves, attn_mask=call.mask, is_causal=call.causal, scale=call.scale)
+    return torch.autograd.grad(out, leaves, dout)
+
+
+def made_by(name: str, argument: str) -> Any:
+    """Calls what `find_callable` finds.
+
+    Raises:
+        ArgumentError: there is none, or it needs arguments.
+    """
+    factory = find_callable(name, argument)
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ArgumentError(
+            f"{argument}: expected {name} to be a callable without arguments: {error}"
+        ) from error
+    except ValueError:  # builtins have no signature
+        pass
+    return factory()
+
+
+def missing(
+    attention: Attention, device: str, dtype: torch.dtype, head_dim: int, backward: bool
+) -> str:
+    """Tries an attention; returns "", or the first line of what it raised."""
+    q, k, v = (
+        torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype, requires_grad=backward)
+        for _ in range(3)
+    )
+    try:
+        # torch explains in warnings why a backend does not take a call.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = attention(q, k, v)
+            if backward:
+                torch.autograd.backward([out.sum()])
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:  # kernels raise what they raise
+        return first_line_or_kind(error)
+    return ""
+
+
+@functools.lru_cache
+def usable(
+    names: tuple[str, ...], device: str, dtype: torch.dtype, head_dim: int, backward: bool = False
+) -> tuple[dict[str, Attention], dict[str, str]]:
+    """Returns the attentions of these names that work, and why the others don't."""
+    found = {name: find_attention(name) for name in names}
+    why = {name: missing(found[name], device, dtype, head_dim, backward) for name in names}
+    works = {name: attention for name, attention in found.items() if not why[name]}
+    return works, {name: reason for name, reason in why.items() if reason}

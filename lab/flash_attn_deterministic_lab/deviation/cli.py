@@ -1,0 +1,295 @@
+"""The command flash-attn-deterministic deviation."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..cli import ended
+
+_Parser = argparse.ArgumentParser
+_Parsers = Any  # argparse's action has no public name
+_MODEL = "language-small"
+_Run = Callable[[argparse.Namespace], object]  # what it returns is false where all went well
+
+
+def add_command(commands: _Parsers) -> None:
+    """Adds `deviation` with its subcommands; imports nothing heavy."""
+    parser = commands.add_parser(
+        "deviation", help="how far low-precision attention is from exact: studies and report"
+    )
+    studies = parser.add_subparsers(dest="study", required=True)
+
+    gradients = _add(studies, "gradients", _gradients,
+                     "gradients of a model, each attention against exact attention")  # fmt: skip
+    _add_model(gradients, "ours,ours-atomics,sdpa-flash,sdpa-cudnn,explicit")
+    _option(gradients, "--no-plots", False, "results only, no matplotlib")
+
+    tokens = _add(studies, "tokens", _tokens,
+                  "token log-probabilities of two attentions on one language model")  # fmt: skip
+    _add_model(tokens, "ours,sdpa-flash")
+
+    weights = _add(studies, "weights", _weights, "distances between checkpoints of two runs")
+    weights.add_argument("run_a", type=Path, help="folder of checkpoints")
+    weights.add_argument("run_b", type=Path, help="folder of checkpoints of the same names")
+    weights.add_argument(
+        "--reference", action="append", default=[], metavar="NAME=FOLDER",
+        help="a run whose difference from A is known: repeat, data, init, precision; repeatable",
+    )  # fmt: skip
+
+    training = _add(studies, "training", _training,
+                    "what one difference does to trained weights, over paired seeds")  # fmt: skip
+    _option(training, "--workload", "drawings-small",
+            "drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION")  # fmt: skip
+    _device(training, "cpu")
+    _option(training, "--steps", 0, "optimizer steps; 0: as many as fit into --seconds")
+    _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_numbers)
+    _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
+    _option(training, "--base", "", "attention of the base run")
+    _option(training, "--seconds", None, "start no run that would end later", type=float)
+
+    forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
+    _option(forward, "--preset", "paper,kernel,tree", "paper, lines, kernel, tree, fa4 or fp8",
+            type=_names)  # fmt: skip
+    _option(forward, "--figures", "all", "3, 4, 5, 6a, 6b, 6c, ablation, bias, backward; or all",
+            type=_names)  # fmt: skip
+    _option(forward, "--inputs", (), "distributions, or a .pt file of captured calls", type=_names)
+    _option(forward, "--seeds", 8, "draws per point")
+    _option(forward, "--head-dim", 64, "of the inputs")
+    _option(forward, "--quick", False, "fewer points: less than a minute")
+
+    kernels = _add(studies, "kernels", _kernels, "real kernels: this wheel's and torch's")
+    _device(kernels, "cuda")
+    _option(kernels, "--quick", False, "fewer and smaller points")
+    _option(kernels, "--seeds", 4, "draws per point")
+
+    report = _add(studies, "report", _report, "one page of all claims, numbers and verdicts")
+    report.set_defaults(out=Path("deviation"))
+    report.add_argument(
+        "results", nargs="*", type=Path,
+        help="folders of studies; none: forward, kernels, training and sinks in that of the report",
+    )  # fmt: skip
+    _option(report, "--quick", False, "run quick studies first, in the folder of the report")
+
+    repeat = _add(studies, "repeat", _repeat,
+                  "trains several times and names the first operation that differs")  # fmt: skip
+    _option(repeat, "--workload", "language-tiny", "as of training")
+    _option(repeat, "--attention", "ours", "what is trained with")
+    _device(repeat, "cpu")
+    _option(repeat, "--steps", 6, "optimizer steps")
+    _option(repeat, "--times", 3, "repeats")
+
+    every = _add(studies, "all", _all, "every study on a GPU, each in a process of its own")
+    _device(every, "cuda")
+    _option(every, "--seconds", 330.0, "in which all of them end")
+
+
+def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
+    def finished(arguments: argparse.Namespace) -> int:
+        if "out" in arguments:
+            from .study.files import check_writable
+
+            check_writable(arguments.out)
+        failed = run(arguments)
+        if "out" in arguments:
+            print(f"results in {arguments.out}", file=sys.stderr)
+        return int(bool(failed))
+
+    parser: _Parser = studies.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=functools.partial(ended, finished))
+    if name != "repeat":  # its result is a line of text
+        _option(parser, "--out", Path("deviation") / name, "folder of results")
+    return parser
+
+
+def _option(parser: _Parser, flag: str, default: Any, text: str, **more: Any) -> None:
+    """Adds an option of its default's type; a flag where that is False."""
+    kind = {"action": "store_true"} if default is False else {"type": type(default), **more}
+    shown = f"{text} (%(default)s)" if default else text
+    parser.add_argument(flag, default=default, help=shown, **kind)
+
+
+def _device(parser: _Parser, default: str) -> None:
+    _option(parser, "--device", default, "where to run", choices=("cuda", "cpu"))
+
+
+def _add_model(parser: _Parser, attention: str) -> None:
+    _option(parser, "--model", _MODEL,
+            "MODULE:FACTORY of a torch.nn.Module or workload, or a workload of ours")  # fmt: skip
+    _option(parser, "--checkpoint", None, "weights, safetensors or torch", type=Path)
+    _option(parser, "--batches", "", "MODULE:FUNCTION or a .pt file; none: the workload's own")
+    _option(parser, "--count", 8, "batches that are used")
+    _option(parser, "--attention", attention, "names, with commas", type=_names)
+    _option(parser, "--precision", "bf16", "of q, k and v", choices=("bf16", "fp16", "fp32"))
+    _device(parser, "cpu")
+    _option(parser, "--quick", False, "3 batches, and a tiny model of ours without --model")
+    _option(parser, "--seconds", None, "start no batch later, after the second", type=float)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in _names(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers with commas, got {text!r}"
+        ) from error
+
+
+def _target(arguments: argparse.Namespace) -> Any:
+    from ..cli import check_device
+    from .instrument.target import load_target
+
+    check_device(arguments.device)
+    if arguments.quick:
+        arguments.count = 3
+        if arguments.model == _MODEL:
+            arguments.model = "language-tiny"
+    return load_target(
+        arguments.model, arguments.batches, arguments.count, arguments.device, arguments.checkpoint
+    )
+
+
+def _intervals(found: Mapping[str, Sequence[float | None] | None]) -> str:
+    """Numbers with their intervals, as results have them: [low, middle, high]."""
+    from .numbers.intervals import Interval
+
+    there = {name: numbers for name, numbers in found.items() if numbers is not None}
+    return ", ".join(f"{name} {Interval.read(numbers)}" for name, numbers in there.items())
+
+
+def _gradients(arguments: argparse.Namespace) -> None:
+    from .instrument.gradients import GradientPlan, run_gradients
+
+    if not arguments.no_plots:
+        from ..report.pictures import load_pyplot
+
+        load_pyplot()  # fails before anything is computed
+    target = _target(arguments)
+    plan = GradientPlan(
+        arguments.model, arguments.attention, arguments.precision, arguments.device,
+        str(arguments.checkpoint or ""),
+    )  # fmt: skip
+    value = run_gradients(plan, target, arguments.out, arguments.seconds)
+    if value["done"] < len(target.batches):
+        print(
+            f"{value['done']} of {len(target.batches)} batches; run the same command for the rest"
+        )
+    for name, found in value["whole"].items():
+        print(f"{name}: {_intervals(found)}")
+    for name, reason in value["missing"].items():
+        print(f"{name}: not run: {reason}")
+    if not arguments.no_plots:
+        from .report.page import write_gradients_page
+
+        print(write_gradients_page(arguments.out))
+
+
+def _tokens(arguments: argparse.Namespace) -> None:
+    from .instrument.tokens import run_tokens
+
+    value = run_tokens(
+        _target(arguments), arguments.attention, arguments.precision, arguments.device,
+        arguments.out, arguments.seconds,
+    )  # fmt: skip
+    print(f"{_intervals({'KL': value['kl']})} nats a token, {value['tokens']} tokens")
+    numbers = ", ".join(f"{name} {found:.2g}" for name, found in value["difference"].items())
+    print(f"|difference of log p|: {numbers}; same bits {value['same']:.2%}")
+    print(f"batch invariant: {value['batch_invariant']}")
+
+
+def _weights(arguments: argparse.Namespace) -> None:
+    from .instrument.weights import compare_runs, parse_references
+
+    references = parse_references(arguments.reference)
+    value = compare_runs(arguments.run_a, arguments.run_b, references, arguments.out)
+    for checkpoint, found in value["checkpoints"].items():
+        for name, measures in found.items():
+            print(f"{checkpoint} {name}: {_intervals(measures)}")
+        for name, ratios in value["over"][checkpoint].items():
+            text = _intervals(ratios) or "the reference is equal to A"
+            print(f"{checkpoint} B over {name}: {text}")
+    for name, lacking in value["without"].items():
+        if lacking:
+            print(f"{name} lacks {', '.join(lacking)}")
+    print("Intervals are over the weight matrices of these runs, not over seeds.")
+
+
+def _forward(arguments: argparse.Namespace) -> None:
+    from .forward.inputs import DISTRIBUTIONS
+    from .forward.plan import FIGURES, Plan, quick_plan, run_forward
+
+    plan = Plan(
+        presets=arguments.preset,
+        figures=tuple(FIGURES) if arguments.figures == ("all",) else arguments.figures,
+        inputs=arguments.inputs or DISTRIBUTIONS,
+        seeds=arguments.seeds,
+        head_dim=arguments.head_dim,
+    )
+    run_forward(quick_plan(plan) if arguments.quick else plan, arguments.out)
+
+
+def _kernels(arguments: argparse.Namespace) -> object:
+    from .kernels.kernel_study import KernelPlan, run_kernels
+
+    plan = KernelPlan(arguments.device, arguments.quick, arguments.seeds)
+    value = run_kernels(plan, arguments.out)
+    for name, message in value["failed"].items():
+        print(f"failed: {name}: {message}", file=sys.stderr)
+    return value["failed"]
+
+
+def _training(arguments: argparse.Namespace) -> None:
+    from .training.training_study import plan_of, printed, run_training
+
+    plan = plan_of(
+        arguments.workload, arguments.device, arguments.steps, arguments.runs, arguments.seeds,
+        arguments.base,
+    )  # fmt: skip
+    value = run_training(plan, arguments.out, arguments.seconds)
+    print(printed(value))
+
+
+def _repeat(arguments: argparse.Namespace) -> object:
+    from ..cli import check_device
+    from .training.first_difference import first_difference
+    from .training.runs import Setup
+
+    check_device(arguments.device)
+    setup = Setup(arguments.workload, arguments.attention, arguments.steps, arguments.device)
+    found = first_difference(setup, arguments.times)
+    print(f"{arguments.times} repeats of {arguments.steps} steps: equal bits" if found is None
+          else found)  # fmt: skip
+    return found is not None
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from ..report.pictures import load_pyplot
+    from .report.page import write_report
+
+    load_pyplot()  # fails before anything is computed
+    folders = list(arguments.results)
+    if arguments.quick:
+        from .study.all_studies import quick_studies
+
+        folders = quick_studies(arguments.out)
+    elif not folders:
+        folders = [arguments.out / name for name in ("forward", "kernels", "training", "sinks")]
+        folders = [folder for folder in folders if folder.exists()]
+    for path in write_report(folders, arguments.out):
+        print(path)
+
+
+def _all(arguments: argparse.Namespace) -> object:
+    from ..cli import check_device
+    from .study.all_studies import run_all
+
+    check_device(arguments.device)
+    return run_all(arguments.out, arguments.seconds, arguments.device)

@@ -1,0 +1,219 @@
+"""The figures of the study of emulated attention, in the paper's form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ...report.pictures import DotPanels, Line, LinePanels, Panels
+from ..emulate.steps import LINES, STEP_NAMES, TILING
+from ..forward.cells import Cell, Result
+from ..forward.plan import FOUR_FORMATS, Points
+from ..numbers.formats import parse_format
+from .names import inputs_of, presets_of, select, title
+
+
+def forward_plots(figures: dict[str, Points]) -> dict[str, Panels]:
+    """Returns each figure of what the study holds, by file name."""
+    known: dict[str, tuple[str, Callable[[Points], Panels]]] = {
+        "fig3": ("3", _formats),
+        "fig4": ("4", _golden),
+        "fig5a": ("5", _lengths_max),
+        "fig5b": ("5", _lengths_mean),
+        "fig5-ratio": ("5", _ratio),
+        "fig6a": ("6a", functools.partial(
+            _swept, lambda cell: cell.block_c, "ceil(M/4d)",
+            ("as the paper", "sizes exchanged", "loops exchanged"),
+        )),
+        "fig6b": ("6b", functools.partial(
+            _swept, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c",
+            ("square", "wide", "tall"),
+        )),
+        "fig6c": ("6c", functools.partial(
+            _swept, lambda cell: cell.block_c, "B_c, keys per block", ("",)
+        )),
+        "ablation": ("ablation", _ablation),
+        "bias": ("bias", _bias),
+        "backward": ("backward", _backward),
+    }  # fmt: skip
+    return {name: draw(figures[of]) for name, (of, draw) in known.items() if of in figures}
+
+
+def _formats(points: Points) -> LinePanels:
+    shown = {
+        f"inputs: {title(inputs)}": [
+            Line(f"preset {preset}", [
+                (parse_format(cell.format).precision, result["difference"]["max"])
+                for cell, result in select(points, inputs=inputs, preset=preset)
+                if cell.format != "tf32"
+            ], number)
+            for number, preset in enumerate(presets_of(points))
+        ]
+        for inputs in inputs_of(points)
+    }  # fmt: skip
+    ticks = {3.46: "3, 4\nFP8", 8: "8\nBF16", 11: "11\nFP16", 24: "24\nFP32", 53: "53\nFP64"}
+    return LinePanels(shown, ("bits of the significand", "max |flash - baseline|"), ticks)
+
+
+def _golden(points: Points) -> DotPanels:
+    columns = {
+        f"preset {preset}": [
+            (f"{name.upper()} {kind}", {
+                title(cell.inputs): result[kind]["max"]
+                for cell, result in select(points, preset=preset, format=name)
+            })
+            for name in FOUR_FORMATS
+            for kind in ("baseline", "flash")
+            if (name, kind) != ("fp64", "baseline")  # it is the golden one
+        ]
+        for preset in presets_of(points)
+    }  # fmt: skip
+    rows = [title(name) for name in inputs_of(points)]
+    return DotPanels(columns, rows, "max |output - FP64|")
+
+
+def _main(points: Points) -> Points:
+    return [(c, r) for c, r in points if c.inputs in ("uniform", "normal")] or points
+
+
+def _by_length(points: Points, preset: str, inputs: str, metric: str, number: int) -> Line:
+    here = select(points, preset=preset, inputs=inputs)
+    values = [(cell.seqlen, result["difference"][metric]) for cell, result in here]
+    label = {"max_relative": f"{preset}, over max |O|"}.get(metric, f"preset {preset}")
+    return Line(label, values, number)
+
+
+def _lengths_max(points: Points) -> LinePanels:
+    shown, first = _main(points), presets_of(points)[0]
+    columns = {
+        f"inputs: {title(inputs)}": [
+            *(_by_length(shown, preset, inputs, "max", number)
+              for number, preset in enumerate(presets_of(shown))),
+            _by_length(shown, first, inputs, "max_relative", 8),
+        ]
+        for inputs in inputs_of(shown)
+    }  # fmt: skip
+    return _over_lengths(points, columns, "max |flash - baseline|, BF16")
+
+
+def _lengths_mean(points: Points) -> LinePanels:
+    shown = _main(points)
+    columns = {
+        f"{label}, inputs: {title(inputs)}": [
+            _by_length(shown, preset, inputs, metric, number)
+            for number, preset in enumerate(presets_of(shown))
+        ]
+        for metric, label in (("mean", "mean of absolute values"), ("std", "standard deviation"))
+        for inputs in inputs_of(shown)
+    }
+    return _over_lengths(points, columns, "flash - baseline, BF16")
+
+
+def _ratio(points: Points) -> LinePanels:
+    columns = {
+        f"preset {preset}": [
+            Line(title(inputs), [
+                (cell.seqlen, [a / b if a is not None and b else None for a, b in
+                               zip(result["flash"]["max"], result["baseline"]["max"], strict=True)])
+                for cell, result in select(points, preset=preset, inputs=inputs)
+            ], number)
+            for number, inputs in enumerate(inputs_of(points))
+        ]
+        for preset in presets_of(points)
+    }  # fmt: skip
+    return _over_lengths(points, columns, "max deviation, flash / baseline", (1, 10))
+
+
+def _over_lengths(
+    points: Points, columns: Any, label: str, levels: tuple[float, ...] = ()
+) -> LinePanels:
+    lengths = [cell.seqlen for cell, _ in points]
+    return LinePanels(columns, ("sequence length", label), lengths, levels)
+
+
+def _swept(
+    x_of: Callable[[Cell], float], label: str, names: tuple[str, ...], points: Points
+) -> LinePanels:
+    """A column per distribution and a line per format and case; x from the first case's cells."""
+    cases = {name: points[number :: len(names)] for number, name in enumerate(names)}
+    xs = [x_of(cell) for cell, _ in cases[names[0]]]
+    columns = {
+        f"inputs: {title(inputs)}": [
+            Line(f"{name.upper()} {case}", [
+                (x, _in_roundoffs(point))
+                for x, point in zip(xs, group, strict=True)
+                if (point[0].inputs, point[0].format) == (inputs, name)
+            ], number, style)
+            for number, name in enumerate(FOUR_FORMATS)
+            for (case, group), style in zip(cases.items(), ("-", "--", ":"), strict=False)
+        ]
+        for inputs in inputs_of(points)
+    }  # fmt: skip
+    return LinePanels(columns, (label, "max |flash - baseline| / unit roundoff"), xs)
+
+
+def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
+    """The largest difference in unit roundoffs: four formats on one scale."""
+    cell, result = point
+    unit = parse_format(cell.format).unit_roundoff
+    return [None if value is None else value / unit for value in result["difference"]["max"]]
+
+
+def _ablation(points: Points) -> DotPanels:
+    groups = {TILING: "all that tiling adds", LINES: "within lines", "": "all steps"}
+    columns = {
+        f"inputs: {title(inputs)}": [
+            (label, {
+                groups.get(getattr(c, kind), getattr(c, kind).replace("_", " ")): r["flash"]["max"]
+                for c, r in select(points, inputs=inputs, **other)
+            })
+            for kind, label, other in (("exempt", "every step but this", {"only": ""}),
+                                       ("only", "this step alone", {"exempt": ""}))
+        ]
+        for inputs in inputs_of(points)
+    }  # fmt: skip
+    steps = [groups.get(s, s.replace("_", " ")) for s in ("", *STEP_NAMES, TILING, LINES)]
+    return DotPanels(columns, steps, "max |flash - FP64|, BF16")
+
+
+def _bias(points: Points) -> DotPanels:
+    cases = (
+        ("V of one sign", "bf16", "one_sign", False, "product"),
+        ("maximum moved up", "bf16", "one_sign", True, "product"),
+        ("stochastic rounding", "bf16:sr", "one_sign", False, "product"),
+        ("V of both signs", "bf16", "two_signs", False, "product"),
+        ("divided by l first", "bf16", "one_sign", False, "output"),
+        ("moved up, divided by l first", "bf16", "one_sign", True, "output"),
+    )
+    series = [
+        (label, {
+            f"{cell.ties} key{'s' * (cell.ties > 1)}": result[place]["away"]
+            for cell, result in select(points, format=name, inputs=inputs, shifted=shifted)
+        })
+        for label, name, inputs, shifted, place in cases
+    ]  # fmt: skip
+    shown = {"by the keys at a row's maximum (P = 1)": series}
+    label = "mean error away from 0, gaps of BF16"
+    return DotPanels(shown, list(series[0][1]), label, "linear")
+
+
+def _backward(points: Points) -> DotPanels:
+    seqlen = max(cell.seqlen for cell, _ in points)
+    shown = select(points, seqlen=seqlen)
+    cases = {"explicit": "explicit attention", "rounded": "D from rounded O",
+             "residual": "O and residual", "residual8": "8-bit residual",
+             "exact": "D from exact O"}  # fmt: skip
+    columns = {
+        f"{gradient}, length {seqlen}": [
+            (label, {
+                f"{title(cell.inputs)}, {cell.format.upper()}":
+                result[f"{place} {gradient}"]["relative"]
+                for cell, result in shown
+            })
+            for place, label in cases.items()
+        ]
+        for gradient in ("dq", "dk", "dv")
+    }  # fmt: skip
+    rows = [f"{title(cell.inputs)}, {cell.format.upper()}" for cell, _ in shown]
+    return DotPanels(columns, rows, "‖deviation‖ / ‖gradient‖")

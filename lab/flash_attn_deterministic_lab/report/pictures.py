@@ -1,0 +1,309 @@
+"""Every picture, as an SVG file; matplotlib is imported here and only when plotting."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..shared.files import write_files
+
+# Okabe and Ito's colours: told apart by most people, and in grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+Values = Sequence[float | None]  # of all draws
+
+
+@functools.cache
+def load_pyplot() -> Any:
+    """Imports matplotlib.pyplot, without a display."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as pyplot
+
+    pyplot.rcParams.update(
+        {
+            # Text stays text, and the same study gives the same bytes.
+            "svg.fonttype": "none",
+            "svg.hashsalt": "flash-attn-deterministic",
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "axes.titlesize": 10,
+            "axes.grid": True,
+            "grid.color": "#e4e4e4",
+            "axes.axisbelow": True,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "legend.frameon": False,
+            "legend.fontsize": 8,
+            "figure.constrained_layout.use": True,
+        }
+    )
+    return pyplot
+
+
+def draw_all(figures: Mapping[str, Panels], folder: Path) -> list[Path]:
+    """Draws figures into a folder, as NAME.svg, and returns the files."""
+    pyplot = load_pyplot()
+    for name, panels in figures.items():
+        write_files(folder, {f"{name}.svg": svg(panels.draw(pyplot))})
+    return [folder / f"{name}.svg" for name in figures]
+
+
+def svg(figure: Any) -> str:
+    """Returns a figure as the text of an SVG file, the same for the same figure, and closes it."""
+    for axes in figure.axes:
+        name_ticks(axes)
+    image = io.StringIO()
+    figure.savefig(image, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    load_pyplot().close(figure)
+    return _shortened(image.getvalue())
+
+
+def _shortened(svg: str) -> str:
+    """Leaves out of an SVG what no reader sees: a third of its bytes."""
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\n\s*", "\n", svg)
+    # A hundredth of a point is enough for coordinates.
+    number = re.compile(r"-?\d+\.\d{3,}")
+    return re.sub(
+        r' (?:d|x|y)="[^"]*"',
+        lambda path: number.sub(lambda digits: f"{float(digits[0]):.2f}", path[0]),
+        svg,
+    )
+
+
+def name_ticks(axes: Any) -> None:
+    """Names the ticks of logarithmic axes that no figure has named itself.
+
+    In plain text: matplotlib writes powers in a font that other machines may not have.
+    """
+    from matplotlib import ticker
+
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() != "log" or isinstance(axis.get_major_locator(), ticker.FixedLocator):
+            continue
+        low, high = axis.get_view_interval()
+        digits = (1, 2, 5) if high < 300 * low else (1,)
+        axis.set_major_locator(ticker.LogLocator(subs=digits, numticks=9))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick:g}"))
+        axes.minorticks_off()
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of a line: x, and values of all draws."""
+
+    label: str
+    points: Sequence[tuple[float, Values]]
+    colour: int  # from 8 on lines are dashed and markers hollow
+    style: str = ""  # "": by the colour
+
+
+@dataclass(frozen=True)
+class LinePanels:
+    """A figure of medians over draws, with bands from the least to the largest."""
+
+    shown: Mapping[str, Sequence[Line]]  # of each panel, by its title
+    labels: tuple[str, str]  # of the x and the y axes, which are logarithmic
+    ticks: Mapping[float, str] | Iterable[float] = ()  # of the x axes; none: matplotlib's
+    levels: Iterable[float] = ()  # at which horizontal lines are drawn
+    sharey: bool = True  # whether panels have one range of y
+
+    def draw(self, pyplot: Any) -> Any:
+        figure, grid = _grid(pyplot, list(self.shown), 3.4, self.sharey)
+        ticks = self.ticks
+        named = ticks if isinstance(ticks, Mapping) else {x: f"{x:g}" for x in sorted({*ticks})}
+        for axes, lines in zip(grid.flat, self.shown.values(), strict=False):
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlabel(self.labels[0])
+            for each in lines:
+                _line(axes, each)
+            for level in self.levels:
+                axes.axhline(level, color="#666666", linewidth=0.8, linestyle=":")
+            if named:
+                axes.set_xticks(list(named), list(named.values()), fontsize=7.5)
+                axes.xaxis.minorticks_off()
+        for row in grid:
+            row[0].set_ylabel(self.labels[1])
+        _legend_below(figure, grid)
+        return figure
+
+
+def _line(axes: Any, line: Line) -> None:
+    found = [(x, _there(values)) for x, values in sorted(line.points, key=lambda point: point[0])]
+    # A logarithmic axis has no place for 0: the panel says what it can't show.
+    left_out = sum(value <= 0 for _, values in found for value in values)
+    colour, marker = COLOURS[line.colour % 8], MARKERS[line.colour % 8]
+    if left_out:
+        total = sum(len(values) for _, values in found)
+        text = f"{line.label}: {left_out} of {total} are 0 or less"
+        axes.text(0.01, 0.01 + 0.05 * len(axes.texts), text, color=colour, fontsize=6,
+                  transform=axes.transAxes)  # fmt: skip
+    found = [(x, values) for x, values in found if values and statistics.median(values) > 0]
+    xs = [x for x, _ in found]
+    style = line.style or ("-" if line.colour < 8 else "--")
+    axes.plot(
+        xs, [statistics.median(values) for _, values in found], style,
+        color=colour, marker=marker, markersize=4.5, linewidth=1.4, label=line.label,
+        markerfacecolor=colour if style == "-" else "white",
+    )  # fmt: skip
+    least = [min(value for value in values if value > 0) for _, values in found]
+    most = [max(values) for _, values in found]
+    axes.fill_between(xs, least, most, color=colour, alpha=0.13, linewidth=0)
+
+
+def _grid(
+    pyplot: Any, titles: Sequence[str], height: float, sharey: bool = True
+) -> tuple[Any, Any]:
+    """Panels with titles, in rows of two or three."""
+    columns = 2 if len(titles) in (2, 4) else min(3, len(titles))
+    rows = -(-len(titles) // columns)
+    width = 6.4 if columns == 1 else 4.1 * columns
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(width, rows * height), sharex=True, sharey=sharey, squeeze=False
+    )
+    for axes, title in zip(grid.flat, titles, strict=False):
+        axes.set_title(title)
+    return figure, grid
+
+
+def _legend_below(figure: Any, grid: Any) -> None:
+    """One legend for all panels, under them."""
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    columns = 3 if len(grid[0]) < 3 else 5
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+@dataclass(frozen=True)
+class DotPanels:
+    """A figure of medians as points on named rows, with bars from the least to the largest."""
+
+    # Of each panel, by its title: labels, and values of each row.
+    shown: Mapping[str, Sequence[tuple[str, Mapping[str, Values]]]]
+    rows: Sequence[str]  # their names, from above
+    label: str  # of the x axes
+    scale: str = "log"  # of the x axes, or "linear"
+
+    def draw(self, pyplot: Any) -> Any:
+        most = max(len(series) for series in self.shown.values())
+        count = len(self.rows)
+        each = 0.26 if count > 20 else max(0.26, 0.07 * most)
+        figure, grid = _grid(pyplot, list(self.shown), 1.2 + each * count)
+        for axes, series in zip(grid.flat, self.shown.values(), strict=False):
+            axes.set_xscale(self.scale)
+            axes.set_xlabel(self.label)
+            for number, (name, values) in enumerate(series):
+                offset = 0.8 * ((number + 0.5) / len(series) - 0.5)
+                _dots(axes, self.rows, values, number, name, offset)
+            axes.set_yticks(range(count), self.rows)
+            axes.set_ylim(count - 0.5, -0.5)
+            axes.grid(axis="y", visible=False)
+            axes.tick_params(axis="y", labelsize=8 if count < 20 else 7)
+            if self.scale != "log":
+                axes.axvline(0, color="#333333", linewidth=0.8)
+        _legend_below(figure, grid)
+        return figure
+
+
+def _dots(
+    axes: Any, rows: Sequence[str], values: Mapping[str, Values], number: int, label: str,
+    offset: float,
+) -> None:  # fmt: skip
+    colour, marker = COLOURS[number % 8], MARKERS[number % 8]
+    face = colour if number < 8 else "white"
+    for place, row in enumerate(rows):
+        found = _there(values.get(row, ()))
+        if not found or (axes.get_xscale() == "log" and min(found) <= 0):
+            text = "0" if found else "overflow" if row in values else ""
+            axes.text(0.01, place + offset, text, color=colour, fontsize=7, va="center",
+                      transform=axes.get_yaxis_transform())  # fmt: skip
+            continue
+        axes.plot([min(found), max(found)], [place + offset] * 2, color=colour, linewidth=1)
+        axes.plot([statistics.median(found)], [place + offset], marker, color=colour, markersize=5,
+                  markerfacecolor=face)  # fmt: skip
+    axes.plot([], [], marker, color=colour, label=label, markerfacecolor=face)
+
+
+Panels = LinePanels | DotPanels
+
+
+def _there(values: Values) -> list[float]:
+    """Returns the values that are there: JSON has null where a result was infinite or NaN."""
+    return [value for value in values if value is not None]
+
+
+def bars(groups: Mapping[str, Mapping[str, float]], title: str, first: str) -> str:
+    """Draws a bar for each name of each group, on a logarithmic axis, as an SVG file.
+
+    Args:
+        groups: values by name, by group.
+        title: of the picture and its axis.
+        first: the name that others are compared with: its bars are black, and a line marks 1.
+    """
+    pyplot = load_pyplot()
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    others = [name for name in names if name != first]
+    colours = {name: COLOURS[place % 8] for place, name in enumerate(others)} | {first: "#222222"}
+    count = sum(len(group) + 1 for group in groups.values())
+    figure, axes = pyplot.subplots(figsize=(8.2, 0.7 + 0.19 * count))
+    place, ticks = 0.0, []
+    for group in groups.values():
+        ticks.append(place + (len(group) - 1) / 2)
+        for name, value in group.items():
+            axes.barh(place, value - 1, left=1, height=0.8, color=colours[name])
+            axes.text(value, place, f" {value:.2f} ", va="center", fontsize=7,
+                      ha="left" if value >= 1 else "right")  # fmt: skip
+            place += 1
+        place += 1
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(low / 1.15, high * 1.15)
+    axes.axvline(1, color="#222222", linewidth=1.2)
+    axes.set_yticks(ticks, list(groups))
+    axes.set_ylim(place - 1, -1)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(f"{title}: to the right slower, to the left faster")
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
+    figure.legend(handles, names, loc="outside lower center", ncols=3)
+    return svg(figure)
+
+
+def fields(
+    columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], note: str
+) -> str:
+    """Draws a table of coloured fields as an SVG file.
+
+    Args:
+        columns: their titles.
+        rows: a title and, for each column, the text and the colour of its field.
+        note: below the table.
+    """
+    pyplot = load_pyplot()
+    figure, axes = pyplot.subplots(figsize=(4.4 + 1.05 * len(columns), 1.1 + 0.27 * len(rows)))
+    for row, (_, cells) in enumerate(rows):
+        for column, (text, colour) in enumerate(cells):
+            axes.add_patch(
+                pyplot.Rectangle(
+                    (column - 0.48, row - 0.44), 0.96, 0.88, color=colour or "#ffffff", linewidth=0
+                )
+            )
+            ink = "#ffffff" if colour else "#222222"
+            axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=8)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xticks(range(len(columns)), columns, fontsize=7.5)
+    axes.set_yticks(range(len(rows)), [title for title, _ in rows])
+    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel(note, loc="left", fontsize=7.5)
+    return svg(figure)

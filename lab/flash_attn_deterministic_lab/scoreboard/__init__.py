@@ -1,0 +1,1 @@
+"""Which promises of equal bits an attention keeps."""

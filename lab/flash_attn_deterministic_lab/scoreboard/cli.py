@@ -1,0 +1,138 @@
+"""The command `scoreboard`, which is `verify --attention` too."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..cli import INTERRUPTED, STATUSES, check_device, ended
+
+BROKEN_PROMISE = 3  # the exit status where ours breaks a row
+_DEFAULT = "sdpa-flash,sdpa-cudnn,flex,fa3"
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command to a program's subparsers."""
+    parser = commands.add_parser(
+        "scoreboard",
+        help="which promises of equal bits each attention keeps",
+        epilog=f"{STATUSES.rstrip()}; {BROKEN_PROMISE} flash-attn-deterministic breaks a row\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)"
+    )
+    parser.add_argument(
+        "--attention", default=_DEFAULT, metavar="LIST",
+        help="names and MODULE:FUNCTION, with commas, besides ours (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, metavar="S",
+        help="no further case of a row starts after S seconds (default: 20)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wheel", type=Path, metavar="FILE", help="the installed wheel, to name it"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("scoreboard"), metavar="DIR",
+        help="folder of scoreboard.json, .md and .svg, written after each row",
+    )  # fmt: skip
+    parser.set_defaults(run=functools.partial(ended, _scoreboard))
+
+
+def _scoreboard(arguments: argparse.Namespace) -> int:
+    from ..attentions import settings_of
+    from ..attentions.registry import OURS, find_attention
+    from ..errors import ArgumentError, UnavailableError
+    from ..shared.provenance import provenance
+    from .rows import CPU, CUDA, QUICK_CUDA, ROWS
+    from .trial import BROKEN, RAISED, not_run
+
+    if not arguments.seconds >= 0:
+        raise ArgumentError(f"--seconds: expected 0 or more, got {arguments.seconds}")
+    device = arguments.device
+    names = dict.fromkeys(part.strip() for part in arguments.attention.split(","))
+    wanted = [OURS, *(one for name in names for one in settings_of(find_attention(name)))]
+    check_device(device)
+    attentions, unavailable = [], {}
+    for one in wanted:
+        try:
+            if device not in one.devices:
+                raise UnavailableError(f"it does not run on {device}")
+            _ = one.function
+            attentions.append(one)
+        except UnavailableError as error:
+            unavailable[one.name] = str(error)
+    if not attentions:
+        raise UnavailableError(f"--attention: none can run here: {unavailable}")
+    sizes = CPU if device == "cpu" else QUICK_CUDA if arguments.quick else CUDA
+    record: dict[str, Any] = {
+        "schema": "scoreboard/2",
+        "complete": False,
+        **provenance(["flash-attn-deterministic", *sys.argv[1:]], device, arguments.wheel),
+        "quick": arguments.quick,
+        "rows": [{"id": r.id, "promise": r.promise, "source": r.source} for r in ROWS],
+        "attentions": [
+            {"name": a.name, "title": a.title, "version": a.version, "rows": not_run()}
+            for a in attentions
+        ],
+        "unavailable": unavailable,
+        "times": [],
+    }
+    _write(arguments.out, record)
+    status = 0
+    try:
+        _fill(record, attentions, sizes, arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = INTERRUPTED
+    text = _write(arguments.out, record, draw=True)
+    print(text)
+    print(f"written: {arguments.out / 'scoreboard.svg'}, .md, .json")
+    own = next((one["rows"] for one in record["attentions"] if one["name"] == OURS.name), {})
+    if any(row["status"] in (BROKEN, RAISED) for row in own.values()):
+        status = status or BROKEN_PROMISE
+    return status
+
+
+def _fill(
+    record: dict[str, Any], attentions: Any, sizes: Any, arguments: argparse.Namespace
+) -> None:
+    """Runs all rows and times, and writes the files after each."""
+    from ..bench.measure import measure
+    from ..bench.problem import Shape
+    from .trial import try_rows
+
+    for attention, one in zip(attentions, record["attentions"], strict=True):
+
+        def show(row: str, one: dict[str, Any] = one) -> None:
+            print(f"{one['title']}: {row}", file=sys.stderr)
+
+        for row, result in try_rows(attention, attentions[0], sizes, arguments.seconds, show):
+            one["rows"][row] = result
+            _write(arguments.out, record)
+    # The CPU runs the reference, whose times mean nothing.
+    for shape in (Shape("forward", 4, 4096, 32, 8, 128, True), Shape("decode", 8, 4096, 32, 8, 128),
+                  Shape("backward", 4, 4096, 16, 16, 128, True)):  # fmt: skip
+        if arguments.device == "cuda":
+            record["times"].append(measure(shape, "cuda", attentions, 20))
+            _write(arguments.out, record)
+    record["complete"] = True
+
+
+def _write(folder: Path, record: dict[str, Any], *, draw: bool = False) -> str:
+    from ..report.document import markdown
+    from ..shared.files import finite, json_text, write_files
+    from .report import document, picture
+
+    record = finite(record)
+    text = markdown(document(record), folder)
+    files = {"json": json_text(record), "md": text}
+    if draw:
+        files["svg"] = picture(record)
+    write_files(folder, {f"scoreboard.{kind}": content for kind, content in files.items()})
+    return text

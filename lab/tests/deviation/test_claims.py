@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flash_attn_deterministic_lab.deviation.emulate.steps import LINES, TILING
+from flash_attn_deterministic_lab.deviation.forward.cells import Cell
+from flash_attn_deterministic_lab.deviation.forward.plan import ON_CHIP, Points
+from flash_attn_deterministic_lab.deviation.kernels.kernel_study import CONTROL
+from flash_attn_deterministic_lab.deviation.numbers.intervals import Interval
+from flash_attn_deterministic_lab.deviation.numbers.metrics import METRICS
+from flash_attn_deterministic_lab.deviation.report.claims import CLAIMS, judge_all
+from flash_attn_deterministic_lab.deviation.report.judging import (
+    CONDITIONAL,
+    KERNELS,
+    NOT_REPRODUCED,
+    NOT_TESTED,
+    ON_GPU,
+    REPRODUCED,
+    SINKS,
+    TRAINING,
+    UNDECIDED,
+    Case,
+    Evidence,
+    decide,
+    emulated,
+    evidence_of,
+)
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results" / "deviation"
+
+
+def _spread(value: float, width: float = 0.01) -> list[float]:
+    return [value * (1 + width * step) for step in (-1, -0.5, 0, 0.5, 1)]
+
+
+def _result(flash: float, baseline: float = 1.0, difference: float = 1.0) -> dict[str, Any]:
+    values = {"flash": flash, "baseline": baseline, "difference": difference}
+    return {pair: {m: _spread(value) for m in METRICS} for pair, value in values.items()}
+
+
+def _verdict(key: str, evidence: Evidence) -> str:
+    (claim,) = (claim for claim in CLAIMS if claim.key == key)
+    return claim.judge(evidence).verdict
+
+
+def _forward(figure: str, points: Points) -> Evidence:
+    return {emulated(figure): points}
+
+
+def _case(low: float, middle: float, high: float) -> Case:
+    return Case("case", Interval(low, middle, high), 1.0, 2.0)
+
+
+INSIDE, BELOW, PARTLY = _case(1.1, 1.2, 1.3), _case(0.1, 0.2, 0.3), _case(0.9, 1.2, 1.3)
+
+
+@pytest.mark.parametrize(
+    ("cases", "expected"),
+    [
+        pytest.param([INSIDE, INSIDE], REPRODUCED, id="all"),
+        pytest.param([INSIDE, BELOW], CONDITIONAL, id="some"),
+        pytest.param([INSIDE, PARTLY], UNDECIDED, id="none-fails"),
+        pytest.param([INSIDE, BELOW, PARTLY], CONDITIONAL, id="some-decided"),
+        pytest.param([BELOW, PARTLY], NOT_REPRODUCED, id="none"),
+        pytest.param([PARTLY], UNDECIDED, id="undecided"),
+        pytest.param([_case(2.1, 2.2, 2.3)], NOT_REPRODUCED, id="above-is-out-too"),
+        pytest.param([_case(math.nan, math.nan, math.nan)], UNDECIDED, id="overflow"),
+        pytest.param([], NOT_TESTED, id="no-data"),
+    ],
+)
+def test_verdict_of_cases(cases: list[Case], expected: str) -> None:
+    assert decide(cases).verdict == expected
+
+
+def test_a_case_says_on_which_side_it_fails() -> None:
+    assert "(below the range)" in str(BELOW)
+    assert "(above the range)" in str(_case(3, 4, 5))
+    assert "(not decided)" in str(PARTLY)
+    assert str(INSIDE) == "case: 1.2 [1.1, 1.3]"
+    outside = Case("case", Interval(1.1, 1.2, 1.3), 1.0, 2.0, outside=True)
+    assert outside.holds is False
+    assert "(inside the range)" in str(outside)
+
+
+def test_nothing_is_judged_without_data() -> None:
+    assert {outcome.verdict for _, outcome in judge_all({})} == {NOT_TESTED}
+    assert len({claim.key for claim in CLAIMS}) == len(CLAIMS)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"bf16": 8.0, "fp16": 1.0, "fp32": 1e-3, "fp64": 1e-9}, REPRODUCED),
+        ({"bf16": 3.0, "fp16": 4.0, "fp32": 1.0, "fp64": 0.1}, NOT_REPRODUCED),
+    ],
+    ids=["falls", "rises"],
+)
+def test_formats(values: dict[str, float], expected: str) -> None:
+    points: Points = [(Cell(format=f), _result(1, 1, x)) for f, x in values.items()]
+    assert _verdict("formats", _forward("3", points)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [(4.5, NOT_REPRODUCED), (5.0, UNDECIDED), (10, REPRODUCED), (21, NOT_REPRODUCED)],
+)
+def test_tenfold_is_two_sided(ratio: float, expected: str) -> None:
+    points: Points = [
+        (Cell(), {**_result(1), "flash": dict.fromkeys(METRICS, _spread(ratio, 0.04))})
+    ]
+    assert _verdict("tenfold", _forward("5", points)) == expected
+
+
+@pytest.mark.parametrize("key", ["length-max", "length-relative", "length-mean"])
+@pytest.mark.parametrize(("last", "expected"), [(1.3, NOT_REPRODUCED), (1.7, REPRODUCED)])
+def test_growth_with_length(key: str, last: float, expected: str) -> None:
+    points: Points = [
+        (Cell(seqlen=2048), _result(1, 1, last)),
+        (Cell(seqlen=128), _result(1, 1, 1)),
+    ]
+    assert _verdict(key, _forward("5", points)) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "loops", "expected"),
+    [(1.0, 1.0, NOT_REPRODUCED), (1.6, 1.0, CONDITIONAL), (0.5, 2.0, REPRODUCED)],
+)
+def test_both_readings_of_swapped(sizes: float, loops: float, expected: str) -> None:
+    points: Points = [
+        (Cell(), _result(1)),
+        (Cell(), _result(1, 1, sizes)),
+        (Cell(exempt=ON_CHIP), _result(1, 1, loops)),
+    ]
+    assert _verdict("swapped", _forward("6a", points)) == expected
+
+
+@pytest.mark.parametrize(("other", "expected"), [(1.0, REPRODUCED), (2.0, NOT_REPRODUCED)])
+def test_square_blocks_have_no_effect(other: float, expected: str) -> None:
+    points: Points = [
+        (Cell(block_r=64, block_c=64), _result(1)),
+        (Cell(block_r=32, block_c=128), _result(1, 1, other)),
+        (Cell(block_r=128, block_c=32), _result(1, 1, other)),
+    ]
+    assert _verdict("square", _forward("6b", points)) == expected
+
+
+@pytest.mark.parametrize(("last", "expected"), [(0.9, NOT_REPRODUCED), (0.7, REPRODUCED)])
+def test_larger_blocks(last: float, expected: str) -> None:
+    points: Points = [(Cell(block_c=512), _result(1, 1, last)), (Cell(block_c=8), _result(1))]
+    assert _verdict("larger", _forward("6c", points)) == expected
+
+
+@pytest.mark.parametrize(
+    ("alone", "others", "expected"),
+    [(0.9, 0.1, REPRODUCED), (0.7, 0.8, CONDITIONAL), (0.05, 0.95, NOT_REPRODUCED)],
+    ids=["cause", "not-alone", "no-cause"],
+)
+def test_steps_alone_and_all_steps_but_them(alone: float, others: float, expected: str) -> None:
+    for key, steps in (("rescale", "rescale"), ("tiling", TILING)):
+        points: Points = [
+            (Cell(), _result(1)),
+            (Cell(only="state"), _result(0.5)),
+            (Cell(only=LINES), _result(0.2)),
+            (Cell(only=steps), _result(alone)),
+            (Cell(exempt=steps), _result(others)),
+        ]
+        assert _verdict(key, _forward("ablation", points)) == expected
+
+
+def _bias(two: float, one: float, moved: float) -> Evidence:
+    def point(mean: float, **cell: Any) -> tuple[Cell, Any]:
+        found = {"away": [mean - 0.001, mean, mean + 0.001] * 3}
+        nothing = {"away": [0.0] * 9}
+        result = {"product": found, "output": nothing, "residual": nothing}
+        return Cell(kind="bias", preset="kernel", **{"inputs": "one_sign", **cell}), result
+
+    return _forward(
+        "bias",
+        [point(two, ties=2), point(two, ties=4), point(one, ties=1), point(moved, ties=2,
+                                                                           shifted=True)],
+    )  # fmt: skip
+
+
+def test_bias_needs_its_sign_at_one_key_and_its_controls() -> None:
+    assert _verdict("bias", _bias(0.17, -0.06, 0.002)) == REPRODUCED
+    assert _verdict("bias", _bias(0.17, 0.0, 0.002)) == CONDITIONAL
+    assert _verdict("bias", _bias(0.17, -0.06, 0.17)) == CONDITIONAL
+
+
+@pytest.mark.parametrize(
+    ("rounded", "residual", "matters", "cure"),
+    [(20.0, 1.0, REPRODUCED, REPRODUCED), (1.0, 5.0, NOT_REPRODUCED, NOT_REPRODUCED)],
+)
+def test_claims_about_d(rounded: float, residual: float, matters: str, cure: str) -> None:
+    values = {"explicit": 1.0, "rounded": rounded, "residual": residual, "residual8": residual,
+              "exact": 1.0}  # fmt: skip
+    result: Any = {
+        f"{place} {name}": {"relative": _spread(value, 0.001)}
+        for place, value in values.items()
+        for name in ("dq", "dk", "dv")
+    }
+    evidence = _forward("backward", [(Cell(kind="gradients"), result)])
+    assert _verdict("d-matters", evidence) == matters
+    assert _verdict("d-cure", evidence) == _verdict("d-cure-8", evidence) == cure
+
+
+POINT = {"inputs": "uniform", "format": "bf16", "seqlen": 512, "head_dim": 64}
+
+
+def _kernels(residual: float = 0.1, **change: Any) -> Evidence:
+    value = {
+        "forward": [
+            {**POINT, "backend": n, "result": _result(1)["flash"]} for n in ("ours", "explicit")
+        ],
+        "backward": [
+            {**POINT, "backend": name, "gradient": "dq", "result": _result(size)["flash"]}
+            for name, size in (("ours", 6.0), ("ours+residual", residual), ("explicit", 1.0))
+        ],
+        "agreement": [
+            {"preset": "kernel", "equal": 0.999, "largest_ulp": 1.0, **POINT},
+            {"preset": CONTROL, "equal": 0.9, "largest_ulp": 1.0, **POINT},
+        ],
+        "run_to_run": [
+            {"backend": "ours", "output": "dq", "same_bits": True, "repeats": 10,
+             "relative": 0.0, "seqlen": 512},
+        ],
+    }  # fmt: skip
+    return {ON_GPU: {**value, **change}, KERNELS: {**value, **change}}
+
+
+def test_kernel_claims() -> None:
+    evidence = _kernels()
+    assert _verdict("real", evidence) == NOT_REPRODUCED
+    for key in ("real-backward", "real-residual", "agreement", "noise"):
+        assert _verdict(key, evidence) == REPRODUCED, key
+    assert _verdict("real-residual", _kernels(residual=3.0)) == NOT_REPRODUCED
+    kernels = {**evidence[ON_GPU], "configuration": {"device": "cpu"}}
+    for key in ("agreement", "real", "real-backward"):
+        assert _verdict(key, evidence_of({"kernels": kernels})) == NOT_TESTED
+    assert _verdict("noise", evidence_of({"kernels": kernels})) == REPRODUCED
+
+
+def test_a_model_that_its_control_equals_is_no_model() -> None:
+    points = [
+        {"preset": "kernel", "equal": 0.99, "largest_ulp": 1.0, **POINT},
+        {"preset": CONTROL, "equal": 0.988, "largest_ulp": 1.0, **POINT},
+    ]
+    assert _verdict("agreement", _kernels(agreement=points)) == NOT_REPRODUCED
+
+
+def test_other_bits_are_noise() -> None:
+    point = {"backend": "ours", "output": "dq", "same_bits": False, "repeats": 10,
+             "relative": 1e-3, "seqlen": 512}  # fmt: skip
+    assert _verdict("noise", _kernels(run_to_run=[point])) == NOT_REPRODUCED
+
+
+def _training(**last: float) -> Evidence:
+    steps = [0, 1, 2, 4, 8, 16]
+    ends = {"paper": 1.0, "init": 5.0, "data": 3.0, "fp32": 2.0, "fp16": 3.0, "repeat": 0.0,
+            "nudge": 1.0, "explicit:p5": 1.2, "explicit:p24": 1.0} | last  # fmt: skip
+
+    def history(name: str, seed: int) -> dict[str, Any]:
+        end = ends.get(name, 0.0) * (1 + (0.2 if name == "fp16" else 0.01) * seed)
+        values = [(2.0 if name == "init" else 0.0) + end * step / 16 for step in steps]
+        names = ("max_difference", "wasserstein", "l1", "l2", "function")
+        return {"steps": steps, "loss": [1.0] * 6, "probe": 1.0 + ends.get("probe", 0.0) *
+                (name == "paper"), **dict.fromkeys(names, values)}  # fmt: skip
+
+    runs = {
+        name: {"against": "" if name == "base" else "fp32" if name == "fp16" else "base"}
+        for name in ("base", *ends)
+        if name != "probe"
+    }
+    seeds = {str(s): {name: history(name, s) for name in runs} for s in range(5)}
+    return {TRAINING: {"runs": runs, "seeds": seeds}}
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "expected"),
+    [
+        ("repeat", {}, REPRODUCED),
+        ("repeat", {"repeat": 1e-9}, NOT_REPRODUCED),
+        ("init", {}, REPRODUCED),
+        ("init", {"paper": 9.0}, NOT_REPRODUCED),
+        ("grows", {}, REPRODUCED),
+        ("low-precision", {"fp16": 2.5, "fp32": 3.0}, REPRODUCED),
+        ("low-precision", {"fp16": 0.4, "fp32": 0.4}, NOT_REPRODUCED),
+        ("low-precision", {"fp16": 40.0, "fp32": 40.0}, NOT_REPRODUCED),
+        ("variable", {}, REPRODUCED),
+        ("null", {}, REPRODUCED),
+        ("null", {"paper": 4.0}, NOT_REPRODUCED),
+        ("ranks", {}, REPRODUCED),
+        ("ranks", {"explicit:p5": 9.0}, NOT_REPRODUCED),
+        ("nudge", {}, REPRODUCED),
+        ("nudge", {"nudge": 1e-6}, NOT_REPRODUCED),
+        ("loss", {}, REPRODUCED),
+        ("loss", {"probe": 0.5}, CONDITIONAL),
+    ],
+)
+def test_training_claims(key: str, change: dict[str, float], expected: str) -> None:
+    assert _verdict(key, _training(**change)) == expected
+
+
+def test_more_variable_needs_more_than_a_few_seeds_say() -> None:
+    """The same relative spread: five seeds do not decide."""
+    evidence = _training()
+    training = evidence[TRAINING]
+    for seed, shift in enumerate((0.7, 1.3, 0.9, 1.2, 1.0)):
+        histories = training["seeds"][str(seed)]
+        for name, factor in (("fp16", shift), ("paper", 2.2 - shift)):
+            histories[name]["wasserstein"] = [0.0] * 5 + [factor]
+    assert _verdict("variable", evidence) == UNDECIDED
+
+
+LINES_NAME, MOVED, CURED = "torch-lines", "torch-lines-shifted", "kernel+residual"
+
+
+def _sinks(change: dict[str, tuple[float, float]]) -> Evidence:
+    """Gradients on rows with equal maxima: (error, systematic share) of each attention."""
+    values = {LINES_NAME: (150.0, 0.7), MOVED: (70.0, 0.0), "kernel": (20, 0.4),
+              "sdpa": (80, 0.9), "explicit": (20, 0.9), CURED: (0.9, 0.0)}  # fmt: skip
+    whole = {
+        name: {"error": [error * 0.9, error, error * 1.1],
+               "systematic": [share - 0.05, share, share + 0.05]}
+        for name, (error, share) in (values | change).items()
+    }  # fmt: skip
+    return {SINKS: whole}
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "expected"),
+    [
+        ("failure-lines", {}, REPRODUCED),
+        ("failure-lines", {LINES_NAME: (150.0, 0.0)}, CONDITIONAL),
+        ("failure-lines", {LINES_NAME: (1.0, 0.0)}, NOT_REPRODUCED),
+        ("failure-remedy", {}, REPRODUCED),
+        ("failure-remedy", {MOVED: (70.0, 0.7)}, NOT_REPRODUCED),
+        ("failure-remedy", {MOVED: (70.0, 0.08)}, UNDECIDED),
+        ("failure-kernels", {}, NOT_REPRODUCED),
+        ("failure-kernels", {"kernel": (1.0, 0.0)}, CONDITIONAL),
+        ("failure-residual", {}, REPRODUCED),
+        ("failure-residual", {CURED: (20.0, 0.4)}, NOT_REPRODUCED),
+    ],
+)
+def test_failure_claims(key: str, change: dict[str, Any], expected: str) -> None:
+    assert _verdict(key, _sinks(change)) == expected
+
+
+def test_a_run_that_diverged_is_not_decided() -> None:
+    evidence = _training()
+    for histories in evidence[TRAINING]["seeds"].values():
+        for measure in ("max_difference", "l2", "wasserstein", "function"):
+            histories["paper"][measure] = [0.0] * 5 + [None]
+        histories["paper"]["probe"] = None
+    for key in ("init", "grows", "low-precision", "null", "loss"):
+        assert _verdict(key, evidence) in (UNDECIDED, CONDITIONAL), key
+
+
+def test_distances_count_from_step_0() -> None:
+    """BF16 weights start apart by rounding alone; that is no effect of training."""
+    evidence = _training(fp16=3.0)
+    for histories in evidence[TRAINING]["seeds"].values():
+        for measure in ("wasserstein", "l2"):
+            histories["fp16"][measure] = [value + 50.0 for value in histories["fp16"][measure]]
+    assert _verdict("low-precision", evidence) == _verdict("low-precision", _training(fp16=3.0))
+
+
+def test_gradients_rank_attentions_where_weights_do_not() -> None:
+    """In the committed studies of one model: intervals of gradients lie apart, of weights not."""
+    gradients = json.loads((RESULTS / "gradients" / "gradients.json").read_text())["whole"]
+    assert gradients["kernel"]["error"][2] < gradients["paper"]["error"][0]
+    assert gradients["explicit:p24"]["error"][2] < gradients["kernel"]["error"][0]
+    training = json.loads((RESULTS / "training" / "training.json").read_text())
+    ends = {
+        name: [histories[name]["l2"][-1] for histories in training["seeds"].values()]
+        for name in ("kernel", "paper", "explicit:p24")
+    }
+    assert min(ends["paper"]) < max(ends["kernel"])
+    assert min(ends["kernel"]) < max(ends["explicit:p24"])
+    # Nor does any difference at all show in weights.
+    nudges = [histories["nudge"]["l2"][-1] for histories in training["seeds"].values()]
+    assert min(nudges) == 0 < max(nudges)
+    assert len(nudges) == 5
+
+
+def test_verdicts_need_no_plots() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, flash_attn_deterministic_lab.deviation.report.claims\n"
+        "assert not [n for n in sys.modules if n.endswith('plots') or 'matplotlib' in n]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_committed_report_says_what_the_committed_data_says() -> None:
+    files = ("forward/forward", "kernels/kernels", "training/training", "sinks/gradients")
+    values = [json.loads((RESULTS / f"{name}.json").read_text()) for name in files]
+    evidence = evidence_of({value["kind"]: value for value in values})
+    text = (RESULTS / "report.md").read_text()
+    for claim, outcome in judge_all(evidence):
+        assert f"| {claim.text} | {claim.source} | **{outcome.verdict}** |" in text, claim.key
+        for number in outcome.numbers:
+            assert f"- {number}\n" in text, claim.key

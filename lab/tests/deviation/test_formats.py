@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gfloat
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flash_attn_deterministic_lab.deviation.numbers.formats import FORMAT_NAMES, parse_format
+from flash_attn_deterministic_lab.errors import ArgumentError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def _spread(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values over many binades, ties between numbers of short formats, and special values."""
+    generator = torch.Generator().manual_seed(1)
+    plain = torch.randn(20000, generator=generator, dtype=torch.float64)
+    scaled = plain * torch.exp2(torch.randint(-40, 20, (20000,), generator=generator).double())
+    ties = torch.arange(-4096, 4096, dtype=torch.float64) / 16
+    tiny = torch.arange(-300, 300, dtype=torch.float64) * 2.0**-18
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 448, 464, 465, 57344, 61440])
+    values = torch.cat([scaled, ties, ties * 64, tiny, tiny * 2.0**-130, special.double()])
+    return values.to(dtype)
+
+
+def _same(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
+    numbers = ~np.isnan(right)
+    signs = np.signbit(left[numbers]) == np.signbit(right[numbers])
+    return np.array_equal(left, right, equal_nan=True) and bool(signs.all())
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle"),
+    [
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("fp8_e4m3", "float8_e4m3fn"),
+        ("fp8_e5m2", "float8_e5m2"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_rounds_as_ml_dtypes(name: str, oracle: str) -> None:
+    values = _spread()
+    dtype = np.float16 if oracle == "float16" else getattr(ml_dtypes, oracle)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = values.numpy().astype(dtype).astype(np.float32)
+    assert _same(parse_format(name).round(values).numpy(), expected)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "tf32"])
+def test_bit_operations_agree_with_native_conversions(name: str) -> None:
+    """p8 and p11 take the way of any p-bit significand, the named formats torch's conversion."""
+    values = _spread()
+    bits = {"bf16": "p8", "fp16": "p11", "tf32": "p11"}[name]
+    middle = (values.abs() > 2.0**-14) & (values.abs() < 60000)
+    rounded = parse_format(name).round(values)[middle]
+    assert torch.equal(rounded, parse_format(bits).round(values)[middle])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 8, 13, 20, 23, 24])
+def test_significands_of_any_length_as_gfloat(bits: int) -> None:
+    info = gfloat.FormatInfo(
+        name=f"p{bits}", k=8 + bits, precision=bits, bias=127, has_nz=True,
+        domain=gfloat.Domain.Extended, num_high_nans=2 ** (bits - 1) - 1, has_subnormals=True,
+        is_signed=True, is_twos_complement=False,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(bits)
+    values = torch.randn(300, generator=generator) * torch.exp2(
+        torch.randint(-140, 100, (300,), generator=generator).float()
+    )
+    values = values[values.abs() > 1e-36]
+    rounded = parse_format(f"p{bits}").round(values)
+    expected = [gfloat.round_float(info, float(value)) for value in values]
+    assert rounded.double().tolist() == expected
+
+
+@pytest.mark.parametrize("bits", [25, 40, 52, 53])
+def test_significands_longer_than_float32s(bits: int) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounded = parse_format(f"p{bits}").round(values)
+    ulp = torch.exp2(torch.floor(torch.log2(values.abs())) - bits + 1)
+    assert torch.equal(rounded, (values / ulp).round() * ulp)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "tf32", "p5", "bf16", "fp16"])
+def test_rounding_twice_changes_nothing(name: str, value: float) -> None:
+    number_format = parse_format(name)
+    once = number_format.round(torch.tensor([value]))
+    if once.isfinite().all():
+        assert torch.equal(number_format.round(once), once)
+
+
+@pytest.mark.parametrize("name", ["bf16:sr", "fp8_e4m3:sr", "p4:sr", "fp16:sr"])
+@pytest.mark.parametrize("value", [1.3, -1.3, 0.001, -3.7e-3, 2.0**-10 * 1.1])
+def test_stochastic_rounding_is_unbiased_and_takes_the_two_neighbours(
+    name: str, value: float
+) -> None:
+    number_format = parse_format(name)
+    generator = torch.Generator().manual_seed(3)
+    values = torch.full((40000,), value)
+    rounded = number_format.round(values, generator).double()
+    gap = float(number_format.ulp(torch.tensor([value])))
+    assert len(set(rounded.tolist())) <= 2
+    assert float((rounded - value).abs().max()) < gap
+    # Five standard errors of a mean of 40000 choices between two numbers.
+    assert abs(float(rounded.mean()) - float(values[0])) < 5 * gap / 2 / 200
+
+
+def test_stochastic_rounding_repeats_with_its_seed() -> None:
+    values = _spread()[:1000]
+    number_format = parse_format("bf16:sr")
+    first, again, other = (
+        number_format.round(values, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("name", ["bf16:sr", "fp16:sr", "p3:sr", "fp8_e5m2:sr"])
+def test_stochastic_rounding_leaves_numbers_of_the_format(name: str) -> None:
+    plain, stochastic = parse_format(name[:-3]), parse_format(name)
+    values = plain.round(torch.randn(1000, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(stochastic.round(values, torch.Generator().manual_seed(2)), values)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_infinities_stay_or_become_nan(name: str) -> None:
+    number_format = parse_format(name)
+    rounded = number_format.round(
+        torch.tensor([math.inf, -math.inf, math.nan], dtype=number_format.container)
+    )
+    if name == "fp8_e4m3":
+        assert rounded.isnan().all()
+    else:
+        assert rounded[:2].tolist() == [math.inf, -math.inf]
+        assert rounded[2].isnan()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "gap"),
+    [
+        ("bf16", 1.0, 2.0**-7),
+        ("bf16", 1.99, 2.0**-7),
+        ("bf16", 2.0, 2.0**-6),
+        ("fp16", 1e-7, 2.0**-24),
+        ("fp16", 0.0, 2.0**-24),
+        ("fp8_e4m3", 448.0, 32.0),
+        ("fp32", -3.0, 2.0**-22),
+        ("fp64", 1.0, 2.0**-52),
+        ("fp64", 2.0**-200, 2.0**-252),
+    ],
+)
+def test_ulp(name: str, value: float, gap: float) -> None:
+    assert float(parse_format(name).ulp(torch.tensor([value], dtype=torch.float64))) == gap
+
+
+@pytest.mark.parametrize("name", ["", "fp12", "p1", "p54", "p", "bf16:", "bf16:rn", "BF16", "p08"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match="format: expected one of"):
+        parse_format(name)
+
+
+def test_a_container_that_is_too_narrow_is_refused() -> None:
+    narrow: Callable[[], torch.Tensor] = lambda: parse_format("p30").round(torch.ones(2))  # noqa: E731
+    with pytest.raises(ArgumentError, match="float64 or wider for p30"):
+        narrow()
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bf16", 8), ("fp16", 11)])
+def test_float64_is_rounded_once(name: str, bits: int) -> None:
+    """By way of float32 the first value would become a tie, and go down to the even neighbour."""
+    gap = 2.0 ** (1 - bits)
+    values = torch.tensor([1 + gap / 2 + 2.0**-40, 1 + gap / 2, 1e300], dtype=torch.float64)
+    assert parse_format(name).round(values).tolist() == [1 + gap, 1.0, math.inf]
+    assert values[:1].to(torch.bfloat16 if name == "bf16" else torch.float16).double() == 1.0

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flash_attn_deterministic_lab.cli import main
+from flash_attn_deterministic_lab.deviation.forward.plan import FIGURES, Plan, run_forward
+from flash_attn_deterministic_lab.deviation.instrument.gradients import GradientPlan, run_gradients
+from flash_attn_deterministic_lab.deviation.instrument.target import load_target
+from flash_attn_deterministic_lab.deviation.kernels.kernel_study import KernelPlan, run_kernels
+from flash_attn_deterministic_lab.deviation.report import page as page_module
+from flash_attn_deterministic_lab.deviation.report.claims import CLAIMS
+from flash_attn_deterministic_lab.deviation.report.judging import NOT_TESTED, ON_GPU, QUICK
+from flash_attn_deterministic_lab.deviation.report.page import CAPTIONS, read_study, write_report
+from flash_attn_deterministic_lab.deviation.training.training_study import plan_of, run_training
+from flash_attn_deterministic_lab.errors import ArgumentError
+
+PLAN = Plan(
+    figures=tuple(FIGURES), inputs=("uniform", "normal"), seeds=2, seqlens=(64, 128, 256, 512),
+    head_dim=16, sram=1024, quick=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("studies")
+    run_forward(PLAN, folder / "forward")
+    run_kernels(KernelPlan("cpu", quick=True, seeds=1), folder / "kernels")
+    runs = ("repeat", "paper", "init", "explicit:p5", "explicit:p24")
+    run_training(plan_of("drawings-tiny", "cpu", 4, runs, (0, 1)), folder / "training")
+    target = load_target("sinks-small", "", 2, "cpu")
+    run_gradients(GradientPlan("sinks-small", ("kernel",)), target, folder / "sinks")
+    return [folder / name for name in ("forward", "kernels", "training", "sinks")]
+
+
+@pytest.fixture
+def drawn(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the figures that are drawn already: drawing is what a report takes long for."""
+    monkeypatch.setattr(page_module, "draw_all", lambda _, folder: sorted(folder.glob("*.svg")))
+
+
+@pytest.fixture(scope="module")
+def page(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("report")
+    written = write_report(folders, out)
+    assert [path.name for path in written] == ["report.html", "report.md"]
+    return written[0].read_text()
+
+
+def test_the_page_needs_no_other_file(page: str) -> None:
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert sources
+    for source in sources:
+        assert source.startswith(("data:image/svg+xml;base64,", "#")), source
+    assert "http" not in re.sub(r'base64,[^"]*', "", page)
+
+
+def test_every_claim_has_a_row_a_section_and_a_verdict(page: str) -> None:
+    tested = [claim for claim in CLAIMS if claim.study != ON_GPU]
+    for claim in tested:
+        assert page.count(f'href="#{claim.key}"') == 1
+        assert page.count(f'id="{claim.key}"') == 1
+    assert page.count('<span class="verdict') == 2 * len(tested) < 2 * len(CLAIMS)
+
+
+def test_every_figure_is_there_once_with_a_caption(page: str, folders: list[Path]) -> None:
+    drawn = [path.stem for folder in folders for path in (folder / "plots").glob("*.svg")]
+    assert set(drawn) == set(CAPTIONS)
+    assert page.count("<figure>") == len(drawn)
+
+
+def test_figures_are_the_same_bytes_each_time(folders: list[Path]) -> None:
+    before = {path: path.read_bytes() for path in (folders[0] / "plots").glob("*.svg")}
+    for path in read_study(folders[0])[1]:
+        assert path.read_bytes() == before[path]
+
+
+@pytest.mark.usefixtures("drawn")
+def test_the_text_links_the_figures(folders: list[Path], tmp_path: Path) -> None:
+    _, text = write_report(folders, tmp_path / "deep" / "report")
+    links = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text.read_text())
+    assert links
+    assert all((text.parent / link).exists() for link in links)
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_changed_result_changes_the_verdict(folders: list[Path], tmp_path: Path) -> None:
+    """Verdicts come from the data: a repeat that differs is not a control."""
+    value = json.loads((folders[2] / "training.json").read_text())
+    value["configuration"]["workload"] = "drawings-small"  # not quick
+    (tmp_path / "as-it-was").mkdir()
+    (tmp_path / "as-it-was" / "training.json").write_text(json.dumps(value))
+    _, text = write_report([tmp_path / "as-it-was"], tmp_path / "before")
+    claim = next(claim for claim in CLAIMS if claim.key == "repeat")
+    row = f"| {claim.text} | {claim.source} | **{{}}** |"
+    assert row.format("holds") in text.read_text()
+    for histories in value["seeds"].values():
+        histories["repeat"]["max_difference"][-1] = 1e-9
+    value["seeds"]["2"] = {}  # for which there was no time
+    (tmp_path / "changed").mkdir()
+    (tmp_path / "changed" / "training.json").write_text(json.dumps(value))
+    _, text = write_report([tmp_path / "changed"], tmp_path / "after")
+    assert row.format("does not hold") in text.read_text()
+    assert "2 paired seeds" in text.read_text()
+
+
+def test_quick_studies_get_no_verdict(page: str) -> None:
+    top = page[: page.index("<table>")]
+    assert "Quick studies (forward, kernels, training): too few draws" in top
+    found = re.findall(r'<span class="verdict (\w+)">([^<]*)</span>', page)
+    # Only the study of gradients is a whole one.
+    of_gradients = {claim.key for claim in CLAIMS if claim.study.startswith("gradients")}
+    judged = [text for _, text in found if text not in (QUICK, NOT_TESTED)]
+    assert len(judged) <= 2 * len(of_gradients)
+    assert ("none", QUICK) in found
+
+
+@pytest.mark.usefixtures("drawn")
+def test_claims_of_studies_that_are_missing_are_counted(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    _, text = write_report(folders[:1], tmp_path)
+    page = text.read_text()
+    shown = [claim for claim in CLAIMS if claim.text in page]
+    assert 0 < len(shown) < len(CLAIMS)
+    assert f"the studies that test {len(CLAIMS) - len(shown)} other claims" in page
+    assert not any(claim.study == "training" for claim in shown)
+
+
+@pytest.mark.parametrize("case", ["none", "empty", "twice"])
+@pytest.mark.usefixtures("drawn")
+def test_bad_folders_are_refused(case: str, folders: list[Path], tmp_path: Path) -> None:
+    given = {"none": [], "empty": [tmp_path], "twice": [folders[0], folders[0]]}[case]
+    with pytest.raises(ArgumentError, match="results: expected"):
+        write_report(given, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- The command ---------------------------------------------------------------------------------
+
+
+def test_command_runs_a_study_and_its_report(tmp_path: Path) -> None:
+    forward = ["deviation", "forward", "--quick", "--preset", "paper", "--figures", "3,bias",
+               "--seeds", "1", "--out", str(tmp_path / "forward")]  # fmt: skip
+    assert main(forward) == 0
+    assert main(["deviation", "report", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "forward" / "plots" / "fig3.svg").exists()
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["forward", "--preset", "gpu"], "preset: expected", id="preset"),
+        pytest.param(["training", "--steps", "-1"], "steps: expected", id="steps"),
+        pytest.param(["training"], "steps: expected at least 1 without", id="no-steps"),
+        pytest.param(["gradients", "--model", "x"], "workload: expected", id="model"),
+        pytest.param(
+            ["tokens", "--quick", "--attention", "exact"], "attention: expected two", id="tokens"
+        ),
+        pytest.param(["weights", "no", "no"], "run: expected", id="weights"),
+        pytest.param(
+            ["training", "--workload", "no:no"], "workload: expected MODULE", id="workload"
+        ),
+        pytest.param(["kernels", "--device", "cpu", "--seeds", "0"], "seeds: expected", id="seeds"),
+        pytest.param(["report"], "results: expected", id="no-results"),
+    ],
+)
+def test_command_says_what_is_wrong(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["deviation", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    assert main(["deviation", "forward", "--quick", "--out", str(out)]) == 7
+    assert f"cannot write to {out}" in capsys.readouterr().err
+
+
+def test_the_package_imports_without_the_studies() -> None:
+    """Help is printed without importing torch's heavy parts, matplotlib or the studies."""
+    code = (
+        "import sys, flash_attn_deterministic_lab.cli as m\n"
+        "import argparse\n"
+        "prefix = 'flash_attn_deterministic_lab.deviation.'\n"
+        "names = [name for name in sys.modules if name.startswith(prefix)]\n"
+        "assert set(names) <= {prefix + 'cli'}, names\n"
+        "assert 'matplotlib' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

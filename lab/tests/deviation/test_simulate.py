@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from flash_attn_deterministic import reference
+from flash_attn_deterministic_lab.deviation.attentions.masks import Call
+from flash_attn_deterministic_lab.deviation.emulate import simulate
+from flash_attn_deterministic_lab.deviation.emulate.simulate import (
+    baseline_attention,
+    check_inputs,
+    golden_attention,
+    tiled_attention,
+)
+from flash_attn_deterministic_lab.deviation.emulate.steps import PRESETS, STEP_NAMES, find_preset
+from flash_attn_deterministic_lab.deviation.forward.inputs import draw
+from flash_attn_deterministic_lab.deviation.numbers.formats import NumberFormat, parse_format
+from flash_attn_deterministic_lab.errors import ArgumentError
+
+SCALE = 32**-0.5
+PAPER, TREE = find_preset("paper"), find_preset("tree")
+
+
+def _qkv(name: str = "bf16", seqlen: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    number_format = parse_format(name)
+    drawn = [draw("normal", seed, seqlen, 32) for seed in range(2)]
+    q, k, v = (
+        number_format.round(torch.stack(part).to(number_format.container))
+        for part in zip(*drawn, strict=True)
+    )
+    return q, k, v
+
+
+def _error(actual: torch.Tensor, golden: torch.Tensor) -> float:
+    return float((actual.double() - golden).abs().max())
+
+
+@pytest.mark.parametrize("preset", ["paper", "lines", "kernel", "tree"])
+@pytest.mark.parametrize("block_c", [16, 64])
+def test_float64_presets_are_exact(preset: str, block_c: int) -> None:
+    q, k, v = _qkv("fp64", 300)
+    number_format = parse_format("fp64")
+    found = find_preset(preset)
+    steps = found.steps(number_format)
+    out = tiled_attention(Call(q, k, v, scale=SCALE), found, steps, block_c)
+    assert _error(out, golden_attention(Call(q, k, v, scale=SCALE))) < 1e-14
+
+
+def test_golden_is_torchs_math_in_float64() -> None:
+    q, k, v = _qkv("fp64")
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=SCALE)
+    assert _error(golden_attention(Call(q, k, v, scale=SCALE)), expected) < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_baseline_is_explicit_torch_code_in_the_dtype(dtype: torch.dtype) -> None:
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    q, k, v = _qkv(name)
+    ours = baseline_attention(Call(q, k, v, scale=0.25), parse_format(name))
+    theirs = ((q.to(dtype) @ k.to(dtype).mT) * 0.25).softmax(-1) @ v.to(dtype)
+    # Sums in another order may round to the neighbour, rarely.
+    assert (ours == theirs.float()).double().mean() > 0.99
+    assert float((ours - theirs.float()).abs().max()) <= 2 * float(
+        parse_format(name).ulp(theirs.double()).max()
+    )
+
+
+@pytest.mark.parametrize("split_size", [0, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_kernel_and_tree_presets_are_the_cpu_backend_but_for_the_order_of_sums(
+    split_size: int, causal: bool
+) -> None:
+    q, k, v = _qkv("bf16", 300)
+    preset = find_preset("tree" if split_size else "kernel")
+    steps = preset.steps(parse_format("bf16"))
+    hidden = torch.ones(300, 300).triu(1).bool()
+    bias = torch.zeros(300, 300).masked_fill(hidden, -math.inf) if causal else None
+    out = tiled_attention(Call(q, k, v, bias, scale=SCALE), preset, steps, 64)
+    wide = {"probs": parse_format("fp32")}
+    wrong = tiled_attention(Call(q, k, v, bias, scale=SCALE), preset, wide, 64)
+    q16, k16, v16 = (tensor.to(torch.bfloat16)[:, :, None] for tensor in (q, k, v))
+    expected, _ = reference.attention(
+        q16, k16, v16, softmax_scale=SCALE, causal=causal, split_size=split_size, block_n=64
+    )
+    real = expected[:, :, 0].float()
+    assert (out == real).double().mean() > 0.99
+    # The test tells a wrong model from the right one.
+    assert (wrong.to(torch.bfloat16).float() == real).double().mean() < 0.9
+
+
+@pytest.mark.parametrize("preset", ["fa4", "fp8"])
+def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
+    q, k, v = _qkv("fp32", 200)
+    q = 6 * q  # peaked rows: the maximum moves
+    found, kernel = find_preset(preset), find_preset("kernel")
+    golden = golden_attention(Call(q, k, v, scale=SCALE))
+    exact: dict[str, NumberFormat] = {}
+    plain = _error(tiled_attention(Call(q, k, v, scale=SCALE), kernel, exact, 16), golden)
+    steps = exact if preset == "fa4" else found.steps(parse_format("fp32"))
+    other = _error(tiled_attention(Call(q, k, v, scale=SCALE), found, steps, 16), golden)
+    # The cubic is good to 9e-5 of a weight, E4M3 to a sixteenth.
+    low, high = {"fa4": (1e-5, 1e-3), "fp8": (1e-3, 0.3)}[preset]
+    assert plain < low < other < high
+
+
+def test_a_maximum_that_stays_behind_changes_nothing_in_exact_arithmetic() -> None:
+    q, k, v = _qkv("fp64", 200)
+    lazy = replace(find_preset("kernel"), threshold=8.0)
+    out = tiled_attention(Call(6 * q, k, v, scale=SCALE), lazy, {}, 16)
+    assert _error(out, golden_attention(Call(6 * q, k, v, scale=SCALE))) < 1e-13
+
+
+def test_the_cubic_is_as_near_as_it_says() -> None:
+    values = torch.linspace(-30, 0, 100001, dtype=torch.float64)
+    error = (simulate._cubic_exp2(values) / torch.exp2(values) - 1).abs().max()
+    assert 8e-5 < float(error) < 9e-5
+    assert simulate._cubic_exp2(torch.tensor([-math.inf, -1e9])).tolist() == [0, 0]
+
+
+def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_c: int) -> torch.Tensor:
+    """FlashAttention's algorithm 1 with bfloat16 tensors, as one would write it in torch."""
+    dtype = torch.bfloat16
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    m = torch.full((len(q), 1), -math.inf, dtype=dtype)
+    total = torch.zeros((len(q), 1), dtype=dtype)
+    out = torch.zeros_like(q)
+    for start in range(0, len(k), block_c):
+        scores = ((q.float() @ k[start : start + block_c].float().T) * 0.25).to(dtype)
+        block_max = scores.amax(1, keepdim=True)
+        probs = (scores.float() - block_max.float()).exp().to(dtype)
+        block_sum = probs.float().sum(1, keepdim=True).to(dtype)
+        m_new = torch.maximum(m, block_max)
+        old = (m.float() - m_new.float()).exp().to(dtype)
+        new = (block_max.float() - m_new.float()).exp().to(dtype)
+        sum_new = old * total + new * block_sum
+        product = (probs.float() @ v[start : start + block_c].float()).to(dtype)
+        out = ((total * old) * out + new * product) / sum_new
+        m, total = m_new, sum_new
+    return out
+
+
+def test_paper_preset_is_algorithm_1_written_out_in_bfloat16() -> None:
+    q, k, v = (tensor[0] for tensor in _qkv())
+    steps = PAPER.steps(parse_format("bf16"))
+    ours = tiled_attention(Call(q, k, v, scale=0.25), PAPER, steps, 16)
+    assert torch.equal(ours, _written_out(q, k, v, 16).float())
+
+
+@pytest.mark.parametrize("step", STEP_NAMES)
+def test_every_step_of_the_paper_preset_does_something(step: str) -> None:
+    q, k, v = _qkv("fp32")
+    exact = tiled_attention(Call(q, k, v, scale=SCALE), PAPER, {}, 16)
+    steps = {step: parse_format("p4")}
+    rounded = tiled_attention(Call(q, k, v, scale=SCALE), PAPER, steps, 16)
+    if step == "row_max":
+        # Any value near the maximum serves as one: it cancels, up to float32's own rounding.
+        assert 0 < _error(rounded, exact.double()) < 1e-5
+    else:
+        assert _error(rounded, exact.double()) > 1e-4
+
+
+@pytest.mark.parametrize("preset", ["kernel", "tree"])
+def test_steps_of_the_other_presets_do_something(preset: str) -> None:
+    q, k, v = _qkv("fp32", 300)
+    found = find_preset(preset)
+    exact = tiled_attention(Call(q, k, v, scale=SCALE), found, {}, 16)
+    for step in ("scores", "probs", "row_sum", "rescale", "products", "acc", "state", "out"):
+        steps = {step: parse_format("p4")}
+        out = tiled_attention(Call(q, k, v, scale=SCALE), found, steps, 16)
+        assert _error(out, exact.double()) > 1e-4, step
+
+
+def test_hidden_keys_take_no_part() -> None:
+    q, k, v = _qkv()
+    bias = torch.zeros(70, 70).masked_fill(torch.ones(70, 70).triu(1).bool(), -math.inf)
+    changed = v.clone()
+    changed[:, 40:] = 99.0
+    number_format = parse_format("bf16")
+    steps = PAPER.steps(number_format)
+    attentions: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda values: tiled_attention(Call(q, k, values, bias, scale=SCALE), PAPER, steps, 16),
+        lambda values: tiled_attention(Call(q, k, values, bias, scale=SCALE), TREE, steps, 16),
+        lambda values: baseline_attention(Call(q, k, values, bias, scale=SCALE), number_format),
+        lambda values: golden_attention(Call(q, k, values, bias, scale=SCALE)),
+    ]
+    for attend in attentions:
+        assert torch.equal(attend(v)[:, :40], attend(changed)[:, :40])
+        assert not torch.equal(attend(v)[:, 40:], attend(changed)[:, 40:])
+
+
+def test_rows_without_a_key_are_zero() -> None:
+    q, k, v = _qkv()
+    bias = torch.full((70, 70), -math.inf)
+    steps = PAPER.steps(parse_format("bf16"))
+    for preset in PRESETS.values():
+        out = tiled_attention(Call(q, k, v, bias, scale=SCALE), preset, steps, 16)
+        assert torch.equal(out, torch.zeros_like(q)), preset.name
+    assert not golden_attention(Call(q, k, v, bias, scale=SCALE)).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"k": torch.full((70, 32), math.nan)}, "k: expected finite", id="nan"),
+        pytest.param({"q": torch.full((70, 32), math.inf)}, "q: expected finite", id="inf"),
+        pytest.param({"k": torch.zeros(70, 31)}, "q, k, v: expected", id="head-dim"),
+        pytest.param({"v": torch.zeros(71, 32)}, "q, k, v: expected", id="length"),
+    ],
+)
+def test_bad_inputs_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
+    tensors = {name: torch.zeros(70, 32) for name in "qkv"} | change
+    with pytest.raises(ArgumentError, match=message):
+        check_inputs(**tensors)
+
+
+def test_blocks_need_not_divide_a_split() -> None:
+    q, k, v = _qkv("fp64", 600)
+    out = tiled_attention(Call(q, k, v, scale=SCALE), TREE, {}, 48)
+    assert _error(out, golden_attention(Call(q, k, v, scale=SCALE))) < 1e-14
+
+
+def test_unknown_presets_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="preset: expected one of paper, lines, kernel"):
+        find_preset("cuda")
+
+
+@pytest.mark.parametrize("name", ["uniform", "normal", "normal_mean", "scaled_logits", "outliers"])
+def test_draws_repeat(name: str) -> None:
+    first, again = (draw(name, 3, 50, 8) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], draw(name, 4, 50, 8)[0])
+    assert not torch.equal(first[0], first[1])

@@ -1,0 +1,78 @@
+"""Attention that keeps or breaks a row of the contract on purpose."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from flash_attn_deterministic import flash_attn_func
+
+
+def good(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Ours, under another name and without lengths."""
+    return flash_attn_func(q, k, v, causal=causal)
+
+
+def split_by_batch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> tuple[torch.Tensor, str]:
+    """Cuts the keys by the batch size, as kernels do that fill a GPU."""
+    split_size = 64 if q.shape[0] == 1 else 0
+    return flash_attn_func(q, k, v, causal=causal, split_size=split_size), "something else"
+
+
+def raises_for_one_query(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Has no decode."""
+    if q.shape[1] == 1:
+        raise RuntimeError("no kernel for one query\nand more words")
+    return flash_attn_func(q, k, v, causal=causal)
+
+
+_RESULTS: dict[torch.Size, torch.Tensor] = {}
+
+
+def same_memory_with_other_bits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Writes each result over the one before, one unit larger in the last place."""
+    before = _RESULTS.get(q.shape)
+    out = flash_attn_func(q, k, v, causal=causal)
+    if before is None:
+        before = _RESULTS[q.shape] = out
+    else:
+        before.copy_(torch.maximum(out, before))
+        before.view(torch.int16).add_(1)
+    return before
+
+
+def another_function(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    """Forgets the mask."""
+    return flash_attn_func(q, k, v)
+
+
+def slow(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Keeps all rows, in its own time."""
+    time.sleep(0.2)
+    return flash_attn_func(q, k, v, causal=causal)
+
+
+_CALLS: list[int] = []
+
+
+def fails_later(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Runs out of memory once all others have theirs."""
+    _CALLS.append(1)
+    if len(_CALLS) > 2:
+        raise MemoryError("no room")
+    return flash_attn_func(q, k, v, causal=causal)
+
+
+def has_a_cause(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Wraps what went wrong, as compilers do, with a folder of this machine."""
+    raise RuntimeError("observed exception") from NotImplementedError(
+        "no backward in /opt/lib/python3.11/peer/_C.so. Aborting"
+    )

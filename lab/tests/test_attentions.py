@@ -1,0 +1,201 @@
+"""The registry: every attention that runs on a CPU, and what is said of those that can't."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from flash_attn_deterministic_lab.attentions import ATTENTIONS, Packed, find_attention, settings_of
+from flash_attn_deterministic_lab.attentions.attention import GRADIENTS, OPTIONS
+from flash_attn_deterministic_lab.errors import ArgumentError, UnavailableError
+
+ON_CPU = [name for name, one in ATTENTIONS.items() if "cpu" in one.devices]
+PLAIN = [name for name in ON_CPU if not name.startswith("flex")]  # others take time to compile
+
+
+def inputs(seqlen_q: int = 20, seqlen_k: int = 33) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2))
+    return [torch.randn(2, *size, 32, generator=generator).bfloat16() for size in sizes]
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, lengths: list[int]
+) -> torch.Tensor:
+    """Each sequence of its own length, in float64, causal masks aligned to the bottom right."""
+    outs = []
+    for one, length in enumerate(lengths):
+        rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(length)
+        mask = keys <= rows + length - q.shape[1] if causal else keys >= 0
+        parts = [t.transpose(0, 1).double() for t in (q[one], k[one, :length], v[one, :length])]
+        outs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *parts, attn_mask=mask.expand(q.shape[1], length), enable_gqa=True
+            ).transpose(0, 1)
+        )
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_each_is_attention_with_its_mask_at_the_bottom_right(name: str, causal: bool) -> None:
+    q, k, v = inputs()
+    attention = find_attention(name)
+    with attention.inside():
+        out = attention(q, k, v, causal=causal)
+    torch.testing.assert_close(out.double(), exact(q, k, v, causal, [33, 33]), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", [n for n in PLAIN if "seqlens_k" in ATTENTIONS[n].takes])
+def test_lengths_mean_the_same_in_all(name: str, causal: bool) -> None:
+    q, k, v = inputs(3)
+    attention = find_attention(name)
+    lengths = torch.tensor([9, 30], dtype=torch.int32)
+    with attention.inside():
+        out = attention(q, k, v, causal=causal, seqlens_k=lengths)
+    torch.testing.assert_close(out.double(), exact(q, k, v, causal, [9, 30]), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++ on the CPU")
+def test_flex_is_attention_too() -> None:
+    q, k, v = inputs()
+    lengths = torch.tensor([9, 30], dtype=torch.int32)
+    flex = ATTENTIONS["flex"]
+    with flex.inside():
+        out = flex(q[:, :3], k, v, causal=True, seqlens_k=lengths)
+    expected = exact(q[:, :3], k, v, True, [9, 30])
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
+
+
+def test_ours_takes_packed_sequences_and_pages() -> None:
+    q, k, v = inputs(33, 33)
+    ours = ATTENTIONS["ours"]
+    starts = torch.tensor([0, 33, 66], dtype=torch.int32)
+    packed = ours(*(t.flatten(0, 1) for t in (q, k, v)), causal=True,
+                  packed=Packed(starts, starts, 33, 33))  # fmt: skip
+    assert torch.equal(packed.view(q.shape), ours(q, k, v, causal=True))
+    pages = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 15)).view(6, 16, 2, 32) for t in (k, v)]
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    lengths = torch.tensor([33, 33], dtype=torch.int32)
+    assert torch.equal(
+        ours(q, *pages, causal=True, seqlens_k=lengths, block_table=table),
+        ours(q, k, v, causal=True),
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in PLAIN if GRADIENTS in ATTENTIONS[n].takes])
+def test_gradients_repeat(name: str) -> None:
+    q, k, v = inputs(33, 33)
+    backward = find_attention(name).gradients(q, k, v, torch.ones_like(q), causal=True)
+    first, again = backward(), backward()
+    assert [gradient.shape for gradient in first] == [t.shape for t in (q, k, v)]
+    assert all(map(torch.equal, first, again))
+
+
+def test_splits_of_ours_are_a_name() -> None:
+    q, k, v = inputs(20, 200)
+    assert torch.equal(find_attention("ours@256")(q, k, v), ATTENTIONS["ours"](q, k, v))
+    assert not torch.equal(find_attention("ours@64")(q, k, v), ATTENTIONS["ours"](q, k, v))
+
+
+def test_settings_and_what_they_run_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [one.name for one in settings_of(ATTENTIONS["sdpa-math"])]
+    assert names == ["sdpa-math", "sdpa-math-deterministic"]
+    with ATTENTIONS[names[1]].inside():
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.delenv("FLASH_ATTENTION_FAMILY", raising=False)
+    with ATTENTIONS["ours-sm80"].inside():
+        assert os.environ["FLASH_ATTENTION_FAMILY"] == "sm80"
+    assert "FLASH_ATTENTION_FAMILY" not in os.environ
+    for attention in ATTENTIONS.values():
+        assert all(one.name in ATTENTIONS for one in settings_of(attention))
+        assert attention.takes <= {*OPTIONS, "gradients", "float32"}
+
+
+def test_what_an_attention_does_not_take_is_named() -> None:
+    q, k, v = inputs()
+    with pytest.raises(UnavailableError, match="sdpa-flash takes no windows"):
+        ATTENTIONS["sdpa-flash"](q, k, v, window=(8, 0))
+    with pytest.raises(UnavailableError, match="fa3 does not run on cpu"):
+        ATTENTIONS["fa3"](q, k, v)
+    with pytest.raises(UnavailableError, match="flashinfer has no backward"):
+        ATTENTIONS["flashinfer"].gradients(q, k, v, q)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("flash_attn", "flash_attn"), ("fa4", "flash_attn.cute"), ("flashinfer", "flashinfer"),
+     ("fa3", "flash_attn_interface"), ("ours", "flash_attn_deterministic")],
+)  # fmt: skip
+def test_a_package_that_is_not_there_is_named(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delenv("FA3_LIBRARY", raising=False)
+    with pytest.raises(UnavailableError, match=r"flash.*(cannot be imported|is not installed)"):
+        ATTENTIONS[name].make()
+
+
+def test_a_namespace_in_the_way_of_flash_attention_2_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention-4 installs flash_attn/cute, without flash_attn/__init__.py."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(UnavailableError, match="namespace package of another project here") as e:
+        ATTENTIONS["flash_attn"].make()
+    assert str(tmp_path) in str(e.value)
+    monkeypatch.delitem(sys.modules, "flash_attn")
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("fa3", "FA3_LIBRARY"), ("flash_attn", "FA2_BASELINE")]
+)
+def test_a_library_that_does_not_load_is_named(
+    name: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "peer.so").write_bytes(b"no library")
+    monkeypatch.setenv(variable, str(tmp_path / "peer.so"))
+    with pytest.raises(UnavailableError, match=r"peer\.so cannot be loaded"):
+        ATTENTIONS[name].make()
+
+
+def test_functions_of_a_module_and_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def attend(q, k, v, causal, seqlens_k=None):\n    return q, k\n"
+    (tmp_path / "attention_of_mine.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    q, k, v = inputs()
+    for name in ("attention_of_mine:attend", f"{tmp_path}/attention_of_mine.py:attend"):
+        found = find_attention(name)
+        assert found(q, k, v) is q
+        assert found.takes == {"seqlens_k", "gradients", "float32"}
+    module = types.ModuleType("no_signature")
+    module.attend = dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "no_signature", module)
+    assert "seqlens_k" not in find_attention("no_signature:attend").takes
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "--attention: expected ours, .* or MODULE:FUNCTION, got 'nothing'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        (":f", "expected MODULE:NAME or .*, got ':f'"),
+        ("math:pi", "expected math:pi to be a callable"),
+    ],
+)
+def test_names_that_are_none(name: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        find_attention(name)

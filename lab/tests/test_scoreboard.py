@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flash_attn_deterministic_lab.attentions import ATTENTIONS, find_attention, registry
+from flash_attn_deterministic_lab.cli import main
+from flash_attn_deterministic_lab.report.document import markdown
+from flash_attn_deterministic_lab.scoreboard import report, rows, trial
+
+SMALL = rows.Sizes("cpu", ((2, 1),), (32,), 130, (2,))
+
+
+def run_rows(name: str, seconds: float = 600) -> dict[str, dict[str, Any]]:
+    peer = find_attention(f"sample_attentions:{name}")
+    return dict(trial.try_rows(peer, ATTENTIONS["ours"], SMALL, seconds, lambda row: None))
+
+
+def statuses(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: result["status"] for name, result in results.items()}
+
+
+def test_ours_keeps_every_row() -> None:
+    own = ATTENTIONS["ours"]
+    found = statuses(dict(trial.try_rows(own, own, SMALL, 600, lambda row: None)))
+    assert found.pop("workspace-256MB") == "not-applicable"
+    assert set(found.values()) == {"kept"}
+    assert list(found) == [row.id for row in rows.ROWS if row.id != "workspace-256MB"]
+
+
+def test_rows_that_a_function_cannot_be_asked_for_are_marked() -> None:
+    results = run_rows("good")
+    for name in ("capacity", "neighbour-9-10"):
+        assert results[name]["status"] == "not-applicable"
+        assert results[name]["reason"] == "its calls take no lengths of keys"
+        assert report.cell(results[name]) == "n/a"
+    assert results["decode"]["status"] == "kept"
+    assert report.cell(results["decode"]) == "3/3"
+
+
+def test_a_broken_row_has_a_counter_example() -> None:
+    results = run_rows("split_by_batch")
+    assert statuses(results)["run-to-run"] == "kept"
+    for name in ("batch", "decode-batch", "tile-of-batch"):
+        assert results[name]["status"] == "broken", name
+        assert results[name]["equal"] < results[name]["cases"]
+    example = results["batch"]["counter_example"]
+    assert example.startswith("H2/1 D32 B2 q130 k130, sequence 0: ")
+    assert "elements differ, the first at [0, " in example
+
+
+def test_results_in_the_same_memory_are_compared_as_they_were() -> None:
+    assert run_rows("same_memory_with_other_bits")["run-to-run"]["status"] == "broken"
+
+
+def test_a_row_that_raises_says_why() -> None:
+    results = run_rows("raises_for_one_query")
+    assert results["decode"]["status"] == "raised"
+    assert results["decode"]["reason"].endswith("RuntimeError: no kernel for one query")
+    assert results["chunk"]["status"] == "kept"
+
+
+def test_another_function_is_not_judged() -> None:
+    results = run_rows("another_function")
+    assert set(statuses(results).values()) == {"raised"}
+    assert "differs from ours" in results["batch"]["reason"]
+
+
+def test_the_first_case_of_a_row_always_runs() -> None:
+    results = run_rows("good", seconds=-1)
+    for row in rows.ROWS:
+        if not row.lengths and row.id != "workspace-256MB":
+            assert results[row.id]["cases"] == 1
+            more = len(list(row.numbers(SMALL))) > 1
+            assert results[row.id]["status"] == ("not-run" if more else "kept")
+
+
+def test_time_ends_a_row_between_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that was equal so far is not called kept; one that was not stays broken."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    results = run_rows("good", seconds=0.5)
+    assert statuses(results)["run-to-run"] == "not-run"
+    assert results["run-to-run"]["cases"] == 1
+    assert report.cell(results["run-to-run"]) == "1/1*"
+    peer = find_attention("sample_attentions:split_by_batch")
+    row = next(row for row in rows.ROWS if row.id == "batch")
+    monkeypatch.setattr(trial, "ROWS", [row])
+    clock = itertools.count()
+    sizes = dataclasses.replace(SMALL, batches=(2, 3))
+    found = dict(trial.try_rows(peer, ATTENTIONS["ours"], sizes, 0.5, lambda row: None))
+    assert found[row.id]["status"] == "broken"
+    assert found[row.id]["cases"] == 1
+    assert found[row.id]["counter_example"]
+
+
+def test_cases_of_bug_reports() -> None:
+    sources = {row.source for row in rows.ROWS if row.source}
+    assert sources == {"vllm #51902", "vllm #54506", "flashinfer #2424", "cudnn-frontend #398"}
+    for row in rows.ROWS:
+        # What is tried needs a GPU for one of them; the cases themselves exist without it.
+        numbers = list(row.numbers(rows.CUDA))
+        assert len(numbers) >= 1, row.id
+    (workspace,) = (row for row in rows.ROWS if row.source == "cudnn-frontend #398")
+    shape = workspace.shape
+    assert shape is not None
+    sizes = [batch * shape.nheads * 2 * n**2 for batch, n in workspace.numbers(rows.CUDA)]
+    assert sizes[0] <= 2**28 < sizes[1]
+
+
+def test_the_command_writes_table_picture_and_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "CPU", SMALL)
+    arguments = ["--attention", "sample_attentions:split_by_batch,fa3", "--device", "cpu"]
+    assert main(["scoreboard", *arguments, "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "scoreboard.json").read_text())
+    assert [one["name"] for one in record["attentions"]] == [
+        "ours",
+        "sample_attentions:split_by_batch",
+    ]
+    assert record["unavailable"]["fa3"] == "it does not run on cpu"
+    assert record["times"] == []
+    assert record["complete"] is True
+    assert {"date", "command", "wheel", "sources", "versions"} <= set(record)
+    table = (tmp_path / "scoreboard.md").read_text()
+    assert table in capsys.readouterr().out
+    assert "| batch: who else is in the batch (prefill) | 1/1 | 0/1 |" in table
+    picture = xml.etree.ElementTree.parse(tmp_path / "scoreboard.svg")
+    words = "".join(element.text or "" for element in picture.iter())
+    assert "0/1" in words
+    assert "flash-attn-" in words
+    assert "Quick run" not in table
+    assert "Incomplete" not in table
+    quick = markdown(report.document({**record, "quick": True}), tmp_path)
+    assert quick.splitlines()[2].startswith("Quick run,")
+
+
+def test_the_command_fails_if_ours_breaks_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = dataclasses.replace(find_attention("sample_attentions:split_by_batch"), name="ours")
+    monkeypatch.setattr(registry, "OURS", broken)
+    monkeypatch.setattr(rows, "CPU", SMALL)
+    arguments = ["scoreboard", "--attention", "sample_attentions:good", "--device", "cpu"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 3
+
+
+def test_the_command_says_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scoreboard", "--attention", "nothing", "--device", "cpu"]) == 2
+    assert "error: --attention: expected ours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_seconds_are_checked(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--attention", "sdpa-math", "--device", "cpu", "--seconds", seconds]
+    assert main(["scoreboard", *arguments]) == 2
+    assert "error: --seconds: expected 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["term", "kill"])
+def test_an_interrupted_run_leaves_what_it_found(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "scoreboard.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    program = (
+        "from flash_attn_deterministic_lab.cli import main\n"
+        "from flash_attn_deterministic_lab.scoreboard import rows\n"
+        "rows.CPU = rows.Sizes('cpu', ((2, 1),), (32,), 130, (2,))\n"
+        f"raise SystemExit(main({_slow(tmp_path)!r}))"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            end = time.monotonic() + 120
+            while not _results(out, 1)["run-to-run"]["cases"]:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            process.send_signal(number)
+            status = process.wait(60)
+        finally:
+            process.kill()
+    assert status == (-number if number == signal.SIGKILL else 130)
+    record = json.loads(out.read_text())
+    assert record["complete"] is False
+    assert set(statuses(_results(out, 0)).values()) == {"kept", "not-applicable"}
+    slow = statuses(_results(out, 1))
+    assert slow["run-to-run"] == "kept"
+    assert slow["tile-of-batch"] == "not-run"
+    table = (tmp_path / "scoreboard.md").read_text()
+    assert "Incomplete: the run was interrupted." in table
+    assert "the run ended before it" in table
+    if number == signal.SIGKILL:
+        return
+    xml.etree.ElementTree.parse(tmp_path / "scoreboard.svg")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["scoreboard.json", "scoreboard.md", "scoreboard.svg"]
+
+
+def _slow(out: Path) -> list[str]:
+    peer = "sample_attentions:slow"
+    return ["scoreboard", "--attention", peer, "--device", "cpu", "--out", str(out)]
+
+
+def _results(out: Path, attention: int) -> dict[str, dict[str, Any]]:
+    """Returns the results of an attention so far; none of a run that has not written any."""
+    if not out.exists():
+        return {"run-to-run": {"cases": 0}}
+    found: dict[str, dict[str, Any]] = json.loads(out.read_text())["attentions"][attention]["rows"]
+    return found
+
+
+def test_seconds_limit_a_slow_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "CPU", SMALL)
+    assert main([*_slow(tmp_path), "--seconds", "0.3"]) == 0
+    record = json.loads((tmp_path / "scoreboard.json").read_text())
+    assert record["complete"] is True
+    slow = statuses(record["attentions"][1]["rows"])
+    assert slow["one-or-k+1"] == "not-run"
+    assert "1/1* |" in (tmp_path / "scoreboard.md").read_text()

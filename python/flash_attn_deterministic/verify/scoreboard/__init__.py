@@ -1,1 +1,0 @@
-"""Which rows of the contract other attention keeps: what `verify --attention` runs."""
