@@ -52,6 +52,7 @@ def test(session: nox.Session) -> None:
     install_wheel(session, wheel)
     session.run("flash-attn-deterministic", "info")
     install(session, "dev")
+    install_lab(session)
     session.run("pytest", *session.posargs, env={"FLASH_ATTN_WHEEL": str(wheel)})
 
 
@@ -60,7 +61,8 @@ def test_python(session: nox.Session) -> None:
     """Test the small wheel in dist/dev under another Python, without a build."""
     install_wheel(session, the_wheel(session, "dist/dev"))
     install(session, "test")
-    session.run("pytest", *(session.posargs or ["tests/unit"]))
+    install_lab(session)
+    session.run("pytest", *(session.posargs or ["tests/unit", "lab/tests"]))
 
 
 @nox.session(default=False)
@@ -69,6 +71,7 @@ def quick(session: nox.Session) -> None:
     wheel = the_wheel(session, "dist/dev")
     install_wheel(session, wheel)
     install(session, "dev")
+    install_lab(session)
     where = session.run(
         "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True
     )
@@ -78,7 +81,9 @@ def quick(session: nox.Session) -> None:
         path.unlink()
     shutil.copytree(ROOT / "python" / package, installed, dirs_exist_ok=True)
     session.run(
-        "pytest", *(session.posargs or ["tests/unit"]), env={"FLASH_ATTN_WHEEL": str(wheel)}
+        "pytest",
+        *(session.posargs or ["tests/unit", "lab/tests"]),
+        env={"FLASH_ATTN_WHEEL": str(wheel)},
     )
 
 
@@ -149,6 +154,7 @@ def deviation(session: nox.Session) -> None:
     """Run quick deviation studies into build/deviation (-- ARGS: other arguments)."""
     install_wheel(session, the_wheel(session, "dist/dev"))
     install(session, "test")  # matplotlib
+    install_lab(session)
     arguments = session.posargs or ["report", "--quick", "--out", "build/deviation"]
     session.run("flash-attn-deterministic", "deviation", *arguments)
 
@@ -213,7 +219,8 @@ def matrix(session: nox.Session, toolkit: str, torch: str) -> None:
         run_tool(session, "compile.build", "--preset", "dev", *where, cudacxx=nvcc)
     session.install(str(the_wheel(session, folder)), f"torch=={torch}.*")
     install(session, "test")
-    session.run("pytest", "tests/unit")
+    install_lab(session)
+    session.run("pytest", "tests/unit", "lab/tests")
 
 
 @nox.session(default=False)
@@ -317,6 +324,11 @@ def install_wheel(session: nox.Session, wheel: Path) -> None:
         install(session, "torch_cuda")  # gigabytes; torch's builds for CPUs do without
     session.install("--no-deps", str(wheel))
     session.run("python", "-m", "pip", "check")
+
+
+def install_lab(session: nox.Session) -> None:
+    """Installs flash-attn-deterministic-lab from its folder; torch brings setuptools."""
+    session.install("--no-deps", "--no-build-isolation", str(ROOT / "lab"))
 
 
 def run_tool(

@@ -201,7 +201,7 @@ def test_an_older_python_is_told_before_anything_is_installed(
 
 
 def test_pytest_skips_no_folder_of_tests(pytestconfig: pytest.Config) -> None:
-    assert pytestconfig.getini("testpaths") == ["tests"]
+    assert pytestconfig.getini("testpaths") == ["tests", "lab/tests"]
     folders = {
         path.parent.relative_to(ROOT).parts for path in (ROOT / "tests").glob("*/**/test_*.py")
     }

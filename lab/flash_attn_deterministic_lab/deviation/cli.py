@@ -53,7 +53,7 @@ def add_command(commands: _Parsers) -> None:
     _option(training, "--seconds", None, "start no run that would end later", type=float)
 
     forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
-    _option(forward, "--preset", "paper,kernel,tree", "paper, lines, kernel, tree, fa4 or fp8",
+    _option(forward, "--preset", "paper,kernel,tree", "or lines, fa4-steps, fp8; with commas",
             type=_names)  # fmt: skip
     _option(forward, "--figures", "all", "3, 4, 5, 6a, 6b, 6c, ablation, bias, backward; or all",
             type=_names)  # fmt: skip

@@ -91,7 +91,7 @@ def test_kernel_and_tree_presets_are_the_cpu_backend_but_for_the_order_of_sums(
     assert (wrong.to(torch.bfloat16).float() == real).double().mean() < 0.9
 
 
-@pytest.mark.parametrize("preset", ["fa4", "fp8"])
+@pytest.mark.parametrize("preset", ["fa4-steps", "fp8"])
 def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
     q, k, v = _qkv("fp32", 200)
     q = 6 * q  # peaked rows: the maximum moves
@@ -99,10 +99,10 @@ def test_presets_of_the_field_do_what_they_say(preset: str) -> None:
     golden = golden_attention(Call(q, k, v, scale=SCALE))
     exact: dict[str, NumberFormat] = {}
     plain = _error(tiled_attention(Call(q, k, v, scale=SCALE), kernel, exact, 16), golden)
-    steps = exact if preset == "fa4" else found.steps(parse_format("fp32"))
+    steps = exact if preset == "fa4-steps" else found.steps(parse_format("fp32"))
     other = _error(tiled_attention(Call(q, k, v, scale=SCALE), found, steps, 16), golden)
     # The cubic is good to 9e-5 of a weight, E4M3 to a sixteenth.
-    low, high = {"fa4": (1e-5, 1e-3), "fp8": (1e-3, 0.3)}[preset]
+    low, high = {"fa4-steps": (1e-5, 1e-3), "fp8": (1e-3, 0.3)}[preset]
     assert plain < low < other < high
 
 

@@ -17,7 +17,8 @@ from . import environment, outcome, report, tasks
 from .installed import Installed, Wheel
 from .progress import Progress
 from .report import numbers
-from .report.record import SCHEMA_VERSION, finite
+from .report.record import SCHEMA_VERSION
+from .shared.files import finite
 from .supervisor import Supervisor
 
 

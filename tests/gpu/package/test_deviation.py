@@ -6,21 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flash_attn_deterministic.deviation.instrument.gradients import GradientPlan, run_gradients
-from flash_attn_deterministic.deviation.instrument.target import load_target
-from flash_attn_deterministic.deviation.instrument.tokens import run_tokens
-from flash_attn_deterministic.deviation.kernels.kernel_study import (
-    CONTROL,
+from flash_attn_deterministic_lab.deviation.instrument.gradients import GradientPlan, run_gradients
+from flash_attn_deterministic_lab.deviation.instrument.target import load_target
+from flash_attn_deterministic_lab.deviation.instrument.tokens import run_tokens
+from flash_attn_deterministic_lab.deviation.kernels.kernel_study import (
     KernelPlan,
     run_kernels,
 )
-from flash_attn_deterministic.deviation.study.files import read_result
-from flash_attn_deterministic.deviation.training.first_difference import first_difference
-from flash_attn_deterministic.deviation.training.runs import Setup
-from flash_attn_deterministic.deviation.training.training_study import plan_of, run_training
+from flash_attn_deterministic_lab.deviation.study.files import read_result
+from flash_attn_deterministic_lab.deviation.training.first_difference import first_difference
+from flash_attn_deterministic_lab.deviation.training.runs import Setup
+from flash_attn_deterministic_lab.deviation.training.training_study import plan_of, run_training
 
 pytestmark = pytest.mark.gpu
-EQUAL = 0.95
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +33,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_our_forward_and_torchs_are_there(study: dict[str, Any]) -> None:
     found = {point["backend"] for point in study["forward"]}
     assert {"ours", "ours-atomics", "sdpa-math", "explicit"} <= found
-
-
-def test_the_reference_agrees_with_the_kernels_and_a_wrong_one_does_not(
-    study: dict[str, Any],
-) -> None:
-    assert study["agreement"]
-    for point in study["agreement"]:
-        if point["preset"] != CONTROL:
-            assert point["equal"] >= EQUAL, point
-            assert point["largest_ulp"] <= 1, point
-        elif point["inputs"] == "normal":
-            assert point["equal"] < EQUAL, point
 
 
 def test_our_kernels_are_at_least_as_accurate_as_explicit_attention(study: dict[str, Any]) -> None:

@@ -19,8 +19,8 @@ from flash_attn_deterministic.verify import environment, outcome, report, tasks
 from flash_attn_deterministic.verify.contract import golden
 from flash_attn_deterministic.verify.contract.golden.record import Entry, Golden
 from flash_attn_deterministic.verify.report import svg, tables
-from flash_attn_deterministic.verify.report.record import finite
 from flash_attn_deterministic.verify.run import Run
+from flash_attn_deterministic.verify.shared.files import finite
 from jsonschema import Draft202012Validator
 
 from verify.samples import cuda_run, times

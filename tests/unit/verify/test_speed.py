@@ -10,7 +10,8 @@ import pytest
 import torch
 from flash_attn_deterministic.verify import limits
 from flash_attn_deterministic.verify.contract import Attention
-from flash_attn_deterministic.verify.speed import backward, decode, measure, seed
+from flash_attn_deterministic.verify.shared import timing as measure
+from flash_attn_deterministic.verify.speed import backward, decode, seed
 
 Calls = Mapping[str, Callable[[], object]]
 
@@ -46,7 +47,7 @@ class Upstream:
 
 
 class Graph:
-    def __init__(self, step: decode.Step) -> None:
+    def __init__(self, step: measure.Step) -> None:
         self.step = step
 
     def replay(self) -> None:
@@ -66,8 +67,8 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     monkeypatch.setattr(seed, "PERFORMANCE", small)
     monkeypatch.setattr(seed, "SCALING", (small, seed.Shape(2, 64, 2)))
     monkeypatch.setattr(decode, "_QUICK", ((1, 64, 4, 2, 64), (2, 64, 4, 2, 64)))
-    monkeypatch.setattr(decode, "_ROTATED_BYTES", 1)
-    monkeypatch.setattr(decode, "capture", lambda step, sets, calls: Graph(step))
+    monkeypatch.setattr(measure, "_ROTATED_BYTES", 1)
+    monkeypatch.setattr(measure, "capture", lambda step, sets, calls: Graph(step))
     monkeypatch.setattr(backward, "_QUICK", ((1, 64, 2, 64, True),))
     return one
 

@@ -72,7 +72,7 @@ PRESETS = {
         Preset("lines", "renormalised", _LINES),
         Preset("kernel", "running", _KERNEL),
         Preset("tree", "running", _KERNEL, split_size=256),
-        Preset("fa4", "running", _KERNEL, threshold=8.0, cubic=True),
+        Preset("fa4-steps", "running", _KERNEL, threshold=8.0, cubic=True),
         # P of at most 1 would waste half of E4M3's range: 2^8 times P ends at 256 of 448.
         Preset("fp8", "running", _KERNEL, probs="fp8_e4m3", probs_scale=256.0),
     )
