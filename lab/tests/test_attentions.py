@@ -32,10 +32,11 @@ def exact(
     for one, length in enumerate(lengths):
         rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(length)
         mask = keys <= rows + length - q.shape[1] if causal else keys >= 0
-        parts = [t.transpose(0, 1).double() for t in (q[one], k[one, :length], v[one, :length])]
+        tensors = (q[one], k[one, :length], v[one, :length])
+        q1, k1, v1 = (tensor.transpose(0, 1).double() for tensor in tensors)
         outs.append(
             torch.nn.functional.scaled_dot_product_attention(
-                *parts, attn_mask=mask.expand(q.shape[1], length), enable_gqa=True
+                q1, k1, v1, attn_mask=mask.expand(q.shape[1], length), enable_gqa=True
             ).transpose(0, 1)
         )
     return torch.stack(outs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -229,6 +230,6 @@ def test_folders_of_the_command_line_are_where_libraries_are_found(
     monkeypatch.setattr(sys, "path", sys.path[:])
     for name in ("fa3", "fa4", "baseline"):
         cli._find(name, tmp_path)
-    assert cli.os.environ["FA3_LIBRARY"] == str(tmp_path / "fa3.so")
-    assert cli.os.environ["FA2_BASELINE"] == str(tmp_path)
+    assert os.environ["FA3_LIBRARY"] == str(tmp_path / "fa3.so")
+    assert os.environ["FA2_BASELINE"] == str(tmp_path)
     assert sys.path[0] == str(tmp_path)

@@ -48,14 +48,16 @@ def calls() -> dict[str, Callable[[], object]]:
     """Returns calls by name: functions, the op and torch's, forward alone and with backward."""
     bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     q, k, v, dout = (torch.randn(1, 64, 4, 64, **bf16) for _ in range(4))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    leaves = (q.clone(), k.clone(), v.clone())
+    for leaf in leaves:
+        leaf.requires_grad_()
     turned = [t.transpose(1, 2).contiguous() for t in (q, k, v)]
     turned_leaves = [t.clone().requires_grad_() for t in turned]
     starts = torch.tensor([0, 64], device="cuda", dtype=torch.int32)
     lengths = torch.tensor([64], device="cuda", dtype=torch.int32)
     one, dout_t = q[:, :1].contiguous(), dout.transpose(1, 2).contiguous()
     sdpa: Any = torch.nn.functional.scaled_dot_product_attention
-    packed = (*(t[0] for t in (q, k, v)), starts, starts, 64, 64)
+    rows = (q[0], k[0], v[0], starts, starts, 64, 64)
 
     def op() -> object:
         # Without autograd's kernel of the op, a function of Python that the functions go around.
@@ -66,7 +68,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
     return {
         "dense": lambda: flash_attn_func(q, k, v, causal=True),
-        "packed": lambda: flash_attn_varlen_func(*packed, causal=True),
+        "packed": lambda: flash_attn_varlen_func(*rows, causal=True),
         "cache": lambda: flash_attn_with_kvcache(one, k, v, cache_seqlens=lengths, causal=True),
         "op dense": op,
         "forward and backward": lambda: torch.autograd.grad(

@@ -182,8 +182,8 @@ def _summary(results: Results) -> str:
                         ("flash_attn-deterministic", "FA2, deterministic")):  # fmt: skip
         peaks = [c["peak_bytes"] for c in backward if name in c["peak_bytes"]]
         memory = max(one["ours"] / one[name] for one in peaks)
-        over = _mean_and_worst(_over(backward, name))
-        rows.append(["backward", words, *over, f"at most {memory:.2f} x, with results"])
+        means = _mean_and_worst(_over(backward, name))
+        rows.append(["backward", words, *means, f"at most {memory:.2f} x, with results"])
     header = ["deterministic", "against", "time, mean", "worst", "scratch memory"]
     words = (
         "Ratios of medians in one process, geometric mean of all shapes in `docs/results`; "

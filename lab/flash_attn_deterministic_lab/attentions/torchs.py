@@ -104,9 +104,9 @@ def flex(**options: Any) -> Callable[[], Function]:
             def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
                 return (key < seqlens_k[batch]) & (key <= row + ahead[batch])
 
-            batch, *lengths = sizes
             device = str(seqlens_k.device)
-            return create_block_mask(visible, batch, None, *lengths, device=device)
+            batch, seqlen_q, seqlen_k = sizes
+            return create_block_mask(visible, batch, None, seqlen_q, seqlen_k, device=device)
 
         @functools.lru_cache(maxsize=4)  # made once, as programs do: it takes longer than the call
         def causal_mask(sizes: tuple[int, int, int], device: torch.device) -> Any:

@@ -38,6 +38,7 @@ def ragged(batch: int, shortest: int, longest: int) -> tuple[int, ...]:
 _MASKS = (False, True)
 _HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 _WIDE = (64, 96, 128, 192, 256)  # that others have kernels for
+_FEATURE_HEADS = ((32, 32, 64), (32, 8, 128))
 SIXTEEN = ragged(16, 256, 8192)
 SIXTY_FOUR = ragged(64, 1, 8192)
 _CPU = (
@@ -86,11 +87,11 @@ def _training(kind: str) -> Iterator[Case]:
     for case in _dense(kind, [(256, 128, 16), (64, 512, 16), (32, 1024, 16)], _HEAD_DIMS):
         if case.shape.causal or case.shape.head_dim in (64, 128):
             yield case
-    for feature, heads in itertools.product(FEATURES[1:], ((32, 32, 64), (32, 8, 128))):
+    for feature, (nheads, nheads_k, dim) in itertools.product(FEATURES[1:], _FEATURE_HEADS):
         causal = feature != "window"  # which has no causal mask besides
-        yield Case(feature, Shape(kind, 4, 4096, *heads, causal, feature=feature))
-    for heads in ((32, 32, 64), (32, 8, 128)):
-        yield Case("window", Shape(kind, 2, 16_384, *heads, feature="window"))
+        yield Case(feature, Shape(kind, 4, 4096, nheads, nheads_k, dim, causal, feature=feature))
+    for nheads, nheads_k, dim in _FEATURE_HEADS:
+        yield Case("window", Shape(kind, 2, 16_384, nheads, nheads_k, dim, feature="window"))
     for head_dim in (64, 128):
         yield Case("dense", Shape(kind, 8, 4096, 32, 32, head_dim, True, "fp16"))
     yield from _packed(kind, SIXTEEN, [(16, 16, 128)])
@@ -101,7 +102,7 @@ def _training(kind: str) -> Iterator[Case]:
 def _decode() -> Iterator[Case]:
     """Decode of one and of several queries, and from pages."""
     # batch, seqlen_q, seqlen, nheads, nheads_k, head_dim, page size
-    for batch, queries, seqlen, *heads, page in (
+    for batch, queries, seqlen, nheads, nheads_k, head_dim, page in (
         (1, 1, 4096, 32, 8, 128, 0), (8, 1, 4096, 32, 8, 128, 0), (64, 1, 4096, 32, 8, 128, 0),
         (1, 1, 32_768, 32, 8, 128, 0), (8, 1, 32_768, 32, 8, 128, 0),
         (64, 1, 16_384, 32, 8, 128, 0), (1, 1, 131_072, 32, 8, 128, 0),
@@ -115,7 +116,8 @@ def _decode() -> Iterator[Case]:
         (32, 1, 6000, 32, 8, 128, 16), (64, 1, 2000, 28, 4, 128, 64),
     ):  # fmt: skip
         group = "pages" if page else "one query" if queries == 1 else "several queries"
-        shape = Shape("decode", batch, seqlen, *heads, causal=True, page_size=page)
+        sizes = (batch, seqlen, nheads, nheads_k, head_dim)
+        shape = Shape("decode", *sizes, causal=True, page_size=page)
         yield Case(group, replace(shape, seqlen_q=queries if queries > 1 else 0))
 
 

@@ -38,7 +38,8 @@ class Document:
 
 def html(document: Document) -> str:
     """Returns a page with its figures inside; claims are listed at the top."""
-    return _template("page.html.j2").render(document=document, data=_data)
+    text: str = _template("page.html.j2").render(document=document, data=_data)
+    return text
 
 
 def markdown(document: Document, folder: Path) -> str:
@@ -47,7 +48,7 @@ def markdown(document: Document, folder: Path) -> str:
     def link(path: Path) -> str:
         return Path(os.path.relpath(path, folder)).as_posix()
 
-    text = _template("page.md.j2").render(document=document, link=link)
+    text: str = _template("page.md.j2").render(document=document, link=link)
     return text.rstrip() + "\n"
 
 

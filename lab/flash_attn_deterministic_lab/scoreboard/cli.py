@@ -93,7 +93,9 @@ def _scoreboard(arguments: argparse.Namespace) -> int:
     text = _write(arguments.out, record, draw=True)
     print(text)
     print(f"written: {arguments.out / 'scoreboard.svg'}, .md, .json")
-    own = next((one["rows"] for one in record["attentions"] if one["name"] == OURS.name), {})
+    own: dict[str, Any] = next(
+        (one["rows"] for one in record["attentions"] if one["name"] == OURS.name), {}
+    )
     if any(row["status"] in (BROKEN, RAISED) for row in own.values()):
         status = status or BROKEN_PROMISE
     return status
