@@ -38,7 +38,8 @@ bool holds_code_for(int capability) {
     const auto comma = rest.find(',');
     const std::string_view item = rest.substr(0, comma);
     rest = comma == std::string_view::npos ? std::string_view{} : rest.substr(comma + 1);
-    const int arch = std::atoi(item.data());
+    int arch = 0;
+    std::from_chars(item.data(), item.data() + item.size(), arch);
     if (item.substr(0, item.find('-')).back() == 'a') {
       continue;  // kernels of the sm90 family alone, which cover some calls only
     }
