@@ -175,10 +175,10 @@ def describe(wheel: Path) -> None:
         info = json.loads(archive.read(check.BUILD_INFO))
     units = [
         {"output": f"{each['direction']}_{each['dtype']}_{each['head_dim']}.cu.o", "command": ["x"],
-         "cpu_seconds": 1.0, "wall_seconds": 1.0, "peak_rss_bytes": 1}
+         "wall_seconds": 1.0}
         for each in info["instances"]
     ]  # fmt: skip
-    text = manifest.describe(wheel, info, units, SETTINGS, TOOLS, {})
+    text = manifest.describe(wheel, info, units, SETTINGS, TOOLS, {}, {})
     files.write_json(manifest.path_of(wheel), text)
 
 

@@ -161,7 +161,8 @@ def test_manifest_is_of_this_wheel(wheel: Path, info: Any) -> None:
     # Tiles of one instance of the Hopper family are units of their own: fwd_sm90_bf16_128_192.
     instances = {re.sub(r"(_sm90_[a-z0-9]+_\d+)_\d+", r"\1", name) for name in generated}
     assert len(instances) == len(info["instances"])
-    assert all(u["cpu_seconds"] > 0 and u["peak_rss_bytes"] > 0 for u in cuda)
+    assert all(unit["wall_seconds"] > 0 for unit in cuda)
+    assert written["totals"]["cpu_seconds"] > 0
     assert str(ROOT) not in beside.read_text()
 
 

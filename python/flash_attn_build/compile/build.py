@@ -7,12 +7,13 @@ import json
 import os
 import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,17 @@ from ..errors import BuildError, SettingError, exit_status
 from ..wheel import sbom
 from ..wheel.check import check
 from ..wheel.repair import repair
-from . import build_folder, jobs, launcher, manifest, toolchain
+from . import build_folder, jobs, manifest, toolchain
 
 # Dates the files of a wheel that is built outside a git checkout.
 FIXED_EPOCH = "1764547200"
-# nvcc hands paths to a shell, partly without quotes.
+_ERROR = re.compile("FAILED: |CMake Error|error: ")
+_STEP = re.compile(r"\[\d+ of |ninja: |-- |\*\*\* ")  # what Ninja and CMake go on with
 _BACKEND = (
     "import json, os, sys; from scikit_build_core.build import build_wheel; "
     "os.chdir(sys.argv[1]); build_wheel(sys.argv[2], json.loads(sys.argv[3]))"
 )
+# nvcc hands paths to a shell, partly without quotes.
 NVCC_PATH = re.compile(r"[\w./+@-]+")
 
 
@@ -87,14 +90,14 @@ def build(request: Request) -> Path:
     begin = time.time()
     # Beside its final place, so that the last step is a rename.
     with tempfile.TemporaryDirectory(dir=request.out_dir, prefix=".build-") as folder:
-        environ = environment(cuda, job_count, request.build_dir, os.environ)
+        environ = environment(cuda, job_count, os.environ)
         environ["TMPDIR"] = folder  # where compilers that are killed leave their files
         made = _compile(request, Path(folder, "made"), environ)
         epoch = int(environ["SOURCE_DATE_EPOCH"])
         parts = sbom.find_parts(cuda)
         wheel = repair(made, Path(folder, "repaired"), parts, epoch, request.local)
         info = check(wheel)
-        units = [unit for unit in build_folder.read_units(request.build_dir).values() if unit]
+        units = build_folder.read_units(request.build_dir)
         settings = {
             "preset": request.preset,
             "defines": list(request.defines),
@@ -115,7 +118,12 @@ def build(request: Request) -> Path:
             str(cuda.root): "<cuda>",
             sys.prefix: "<environment>",
         }
-        text = manifest.describe(wheel, info, units, settings, tools, places)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)  # with their children
+        cost = {
+            "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
+            "peak_rss_bytes": used.ru_maxrss * 1024,
+        }
+        text = manifest.describe(wheel, info, units, settings, tools, places, cost)
         final = request.out_dir / wheel.name
         wheel.chmod(0o644)
         files.write_json(manifest.path_of(final), text)
@@ -125,32 +133,27 @@ def build(request: Request) -> Path:
         f"{final} ({final.stat().st_size / 1e6:.1f} MB, sha256 {text['wheel']['sha256']}); "
         f"{totals['translation_units']} translation units, "
         f"{totals['cpu_seconds'] / 60:.1f} CPU-minutes, "
-        f"peak {totals['peak_rss_bytes'] / jobs.GIB:.2f} GiB"
+        f"largest process {totals['peak_rss_bytes'] / jobs.GIB:.2f} GiB"
     )
     return final
 
 
 def environment(
-    cuda: toolchain.Toolchain, job_count: int, build_dir: Path, environ: Mapping[str, str]
+    cuda: toolchain.Toolchain, job_count: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Makes the environment that CMake and Ninja run in.
 
     Args:
         cuda: The CUDA toolkit.
         job_count: Compilations at once.
-        build_dir: The build folder.
         environ: The environment to start from; what the user set in it stays.
 
     Returns:
         The environment.
     """
-    # The launcher runs as a plain file: no package to import, no site-packages to look through.
-    command = [sys.executable, "-I", "-S", str(Path(launcher.__file__).resolve())]
-    command += ["--log-dir", str(build_dir / build_folder.LOGS), "--"]
     return {
         "CMAKE_BUILD_PARALLEL_LEVEL": str(job_count),
-        "CMAKE_CUDA_COMPILER_LAUNCHER": ";".join(command),
-        "CMAKE_CXX_COMPILER_LAUNCHER": ";".join(command),
+        "NINJA_STATUS": "[%f of %t, %w, about %W left] ",
         **environ,
         "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",  # says which objects are of this configuration
         "CUDACXX": str(cuda.nvcc),
@@ -196,52 +199,60 @@ def _compile(request: Request, destination: Path, environ: Mapping[str, str]) ->
     settings |= {f"cmake.define.{k}": v for k, _, v in (d.partition("=") for d in request.defines)}
     command = [sys.executable, "-c", _BACKEND, str(files.ROOT), str(destination)]
     command.append(json.dumps(settings))
-    begin, job_count = time.time(), int(environ["CMAKE_BUILD_PARALLEL_LEVEL"])
-
-    def tell() -> None:
-        if text := build_folder.progress(request.build_dir, job_count, begin):
-            _say(text)
-
-    status = run_group(command, environ, tell)
+    status, lines = run_group(command, environ)
     made = list(destination.glob("*.whl"))
     if status or len(made) != 1:
-        raise BuildError(
-            f"the build failed (exit status {status}); the first error above says why. "
-            "If a compiler was killed, memory ran out: set MAX_JOBS to a smaller number "
-            f"(this build: {job_count})."
-        )
+        error = first_error(lines)
+        if re.search("Killed|signal 9", error):
+            error += f"\nMemory ran out: set MAX_JOBS below {environ['CMAKE_BUILD_PARALLEL_LEVEL']}"
+        raise BuildError(f"the build failed (exit status {status}):\n{error}")
     return made[0]
 
 
-def run_group(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    tell: Callable[[], None] = lambda: None,
-    interval: float = 30.0,
-) -> int:
+def run_group(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, list[str]]:
     """Runs a command; if it is interrupted, ends its children too (ninja, compilers).
 
     Args:
         command: The command.
         environ: Its environment.
-        tell: Called at intervals until the command ends.
-        interval: Seconds between two of those calls.
 
     Returns:
-        Exit status.
+        Exit status, and the lines that it printed.
     """
-    with subprocess.Popen(command, env=dict(environ), start_new_session=True) as child:
+    with subprocess.Popen(
+        command, env=dict(environ), start_new_session=True, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as child:  # fmt: skip
+        lines = []
         try:
-            while True:
-                try:
-                    return child.wait(interval)
-                except subprocess.TimeoutExpired:
-                    tell()
+            for line in child.stdout or ():
+                print(line, end="", flush=True)
+                lines.append(line.rstrip())
+            return child.wait(), lines
         except BaseException:
             with suppress(ProcessLookupError):  # it ended by itself just now
                 os.killpg(child.pid, signal.SIGTERM)
             child.wait()
             raise
+
+
+def first_error(lines: Sequence[str]) -> str:
+    """Picks the first error out of what CMake and Ninja printed.
+
+    Compilers that run when one fails still end, and theirs would be the last words.
+
+    Args:
+        lines: What they printed.
+
+    Returns:
+        At most 40 lines, without the compiler's command.
+    """
+    begin = next((at for at, line in enumerate(lines) if _ERROR.match(line)), len(lines) - 20)
+    found = list(lines[max(begin, 0) :])
+    if found and found[0].startswith("FAILED: "):
+        del found[1:2]  # the command
+    end = next((at for at, line in enumerate(found) if at and _STEP.match(line)), len(found))
+    return "\n".join(found[: min(end, 40)]).rstrip()
 
 
 def _say(text: str) -> None:

@@ -1,9 +1,10 @@
-"""The folder of a build: what an earlier one left there, and how much of this one is left."""
+"""The folder of a build: what an earlier one left there, what its units cost."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from .. import files
 
 STAMP = "made_with.json"
-LOGS = "launcher"  # folder for the compiler launcher's records
+LOG = ".ninja_log"  # cmake/Progress.cmake begins it
 
 # Environment variables that change what compilers make.
 _PREFIXES = ("CMAKE_", "NVCC_", "SKBUILD_", "ZIG_")
@@ -79,60 +80,29 @@ def renew(build_dir: Path, made_with: Mapping[str, Any]) -> None:
     (build_dir / "CMakeCache.txt").unlink(missing_ok=True)
     same = stamp.exists() and stamp.read_text(encoding="utf-8") == wanted
     # Folders named by CMake's version hold what it detected of the compilers.
-    for folder in state.glob("[0-9]*") if same else [state, build_dir / LOGS]:
+    for folder in state.glob("[0-9]*") if same else [state]:
         if folder.exists():
             shutil.rmtree(folder)
     files.write_text(stamp, wanted)
 
 
-def read_units(build_dir: Path) -> dict[str, dict[str, Any] | None]:
-    """Reads what the compiler launcher noted of the translation units of this configuration.
+def read_units(build_dir: Path) -> list[dict[str, Any]]:
+    """Reads the translation units of this configuration, and how long Ninja waited for each.
 
     Args:
-        build_dir: The build folder, with the compile_commands.json that CMake wrote: objects of an
-            earlier configuration may lie there too, and are left out.
+        build_dir: The build folder: objects of an earlier configuration may lie there too, and are
+            left out.
 
     Returns:
-        Record by output, in the order of outputs; None for a unit that is not compiled yet.
+        `output`, `wall_seconds` and `command` of each, in the order of outputs.
     """
-    commands = json.loads((build_dir / "compile_commands.json").read_text(encoding="utf-8"))
-    # CMake writes whole paths there, and the compilers get them relative to the folder.
-    outputs = {os.path.relpath(build_dir / command["output"], build_dir) for command in commands}
-    records = [json.loads(path.read_text()) for path in (build_dir / LOGS).glob("*.json")]
-    found = {record["output"]: record for record in records}
-    return {output: found.get(output) for output in sorted(outputs)}
-
-
-def progress(build_dir: Path, job_count: int, begin: float, root: Path = files.ROOT) -> str:
-    """Estimates how much of a build is left, from the last measured cost of each unit.
-
-    Ninja estimates from the units that it has finished. Their costs differ a hundredfold here, and
-    the small ones come first.
-
-    Args:
-        build_dir: The build folder. What an earlier build compiled there counts as done.
-        job_count: Compilations at once.
-        begin: When the build began, in seconds since 1970.
-        root: The source tree, whose docs/results has the costs of the release build.
-
-    Returns:
-        A line; "" before CMake has written the list of units, or where nothing was measured.
-    """
-    commands, manifest = build_dir / "compile_commands.json", root / "docs/results/build.json"
-    if not manifest.exists() or not commands.exists() or commands.stat().st_mtime < begin:
-        return ""
-    rows = json.loads(manifest.read_text(encoding="utf-8"))["translation_units"]
-    measured = {row["output"]: row["cpu_seconds"] for row in rows}
-    mean = sum(measured.values()) / len(measured)
-    units = read_units(build_dir)
-    # A unit that was not measured counts as the mean of all.
-    expected = {output: measured.get(output, mean) for output in units}
-    done = {output: unit["cpu_seconds"] for output, unit in units.items() if unit}
-    spent, as_measured = sum(done.values()), sum(expected[output] for output in done)
-    # Scaled by the speed so far: the costs were measured on another machine.
-    left = (sum(expected.values()) - as_measured) * (spent / as_measured if as_measured else 1.0)
-    return (
-        f"{len(done)} of {len(units)} translation units, {spent / 60:.1f} CPU-minutes; about "
-        f"{left / 60:.1f} CPU-minutes left, {left / 60 / job_count:.0f} minutes on "
-        f"{job_count} cores"
-    )
+    log = (build_dir / LOG).read_text(encoding="utf-8").splitlines()[1:]
+    rows = [line.split("\t") for line in log]
+    took = {row[3]: (int(row[1]) - int(row[0])) / 1000 for row in rows}  # the last of each
+    units = []
+    for unit in json.loads((build_dir / "compile_commands.json").read_text(encoding="utf-8")):
+        # CMake writes whole paths there, and Ninja's are relative to the folder.
+        output = os.path.relpath(build_dir / unit["output"], build_dir)
+        command = shlex.split(unit["command"])
+        units.append({"output": output, "wall_seconds": took[output], "command": command})
+    return sorted(units, key=lambda unit: str(unit["output"]))

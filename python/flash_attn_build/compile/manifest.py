@@ -18,7 +18,7 @@ from ..errors import RefusedError
 from ..files import ROOT, sha256_of
 from .toolchain import compiler_name
 
-SCHEMA = 3
+SCHEMA = 4
 # Fields of the wheel's _build_info.json that the manifest repeats.
 FROM_WHEEL = ("upstream", "cuda_toolkit", "architectures", "deterministic", "torch_target",
               "instances", "sources", "bits_version")  # fmt: skip
@@ -59,23 +59,22 @@ def describe(
     settings: Mapping[str, Any],
     tools: Mapping[str, str],
     places: Mapping[str, str],
+    cost: Mapping[str, float],
 ) -> dict[str, Any]:
     """Describes a finished wheel.
 
     Args:
         wheel: The wheel.
         info: The build information it carries.
-        units: The compiler launcher's record of each translation unit.
+        units: Each translation unit: see `build_folder.read_units`.
         settings: How the build was asked for and run.
         tools: Name and version of each tool.
         places: Folders of this machine, and what to write instead of each.
+        cost: CPU time of the build, and memory of its largest process.
 
     Returns:
         The manifest.
     """
-    keys = ("output", "cpu_seconds", "wall_seconds", "peak_rss_bytes")
-    rows = [{key: unit[key] for key in keys} for unit in units]
-    cuda = [row for row in rows if row["output"].endswith(".cu.o")]
     return {
         "schema": SCHEMA,
         "wheel": {
@@ -87,13 +86,10 @@ def describe(
         "build": dict(settings),
         "tools": dict(tools),
         "flags": flags(units, places),
-        "translation_units": rows,
-        "totals": {
-            "translation_units": len(rows),
-            "cpu_seconds": round(sum(row["cpu_seconds"] for row in rows), 3),
-            "cuda_cpu_seconds": round(sum(row["cpu_seconds"] for row in cuda), 3),
-            "peak_rss_bytes": max((row["peak_rss_bytes"] for row in rows), default=0),
-        },
+        "translation_units": [
+            {key: unit[key] for key in ("output", "wall_seconds")} for unit in units
+        ],
+        "totals": {"translation_units": len(units), **cost},
     }
 
 
@@ -101,7 +97,7 @@ def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict
     """Picks the compiler flags of each of CMake's targets.
 
     Args:
-        units: The compiler launcher's record of each translation unit.
+        units: Each translation unit: see `build_folder.read_units`.
         places: Folders of this machine, and what to write instead of each.
 
     Returns:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from flash_attn_build.compile import build_folder, launcher
-from flash_attn_build.files import ROOT, write_json
+from flash_attn_build.compile import build_folder
+from flash_attn_build.files import ROOT
 
 MADE_WITH = {"compilers": {"nvcc": "13.0.88", "g++": "12"}, "environment": {}}
 OTHER = {
@@ -31,14 +30,13 @@ def test_cmake_forgets_and_objects_go_where_ninja_would_not_see_a_change(
     build_folder.renew(folder, earlier or {})
     if earlier is None:
         (folder / build_folder.STAMP).unlink()
-    log = f"{build_folder.LOGS}/a.o.json"
-    made = ("CMakeCache.txt", "CMakeFiles/4.1.0/C.cmake", "CMakeFiles/x.dir/a.o", log, "lib.so")
+    made = ("CMakeCache.txt", "CMakeFiles/4.1.0/C.cmake", "CMakeFiles/x.dir/a.o", "lib.so")
     for name in made:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
     build_folder.renew(folder, MADE_WITH)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    kept = {"CMakeFiles/x.dir/a.o", log} if earlier == MADE_WITH else set()
+    kept = {"CMakeFiles/x.dir/a.o"} if earlier == MADE_WITH else set()
     left = {path.relative_to(folder).as_posix() for path in paths}
     assert left == {*kept, "lib.so", build_folder.STAMP}
 
@@ -95,74 +93,29 @@ def test_cmake_does_not_go_on_with_the_options_of_the_last_build(
 
 
 def test_units_are_those_of_this_configuration(tmp_path: Path, environ: dict[str, str]) -> None:
-    build = tmp_path / "build"
-    start = [sys.executable, "-I", "-S", str(Path(launcher.__file__).resolve())]
-    start += ["--log-dir", str(build / build_folder.LOGS), "--"]
     for name in ("x", "y"):
-        make(tmp_path, environ, name, f"-DCMAKE_CXX_COMPILER_LAUNCHER={';'.join(start)}")
-        ((output, unit),) = build_folder.read_units(build).items()
-        assert output == f"CMakeFiles/x.dir/{name}.cpp.o"
-        assert unit is not None
-        assert unit["cpu_seconds"] > 0
-    assert (build / "CMakeFiles/x.dir/x.cpp.o").exists()
+        make(tmp_path, environ, name)
+        (unit,) = build_folder.read_units(tmp_path / "build")
+        assert unit["output"] == f"CMakeFiles/x.dir/{name}.cpp.o"
+        assert unit["wall_seconds"] > 0
+        assert unit["command"][-1] == str(tmp_path / f"{name}.cpp")
+    assert (tmp_path / "build/CMakeFiles/x.dir/x.cpp.o").exists()
 
 
-MEASURED = {"large.o": 90.0, "small.o": 10.0}
-
-
-@pytest.fixture
-def build(tmp_path: Path) -> Path:
-    """A build folder below a source tree, in which CMake has written its list of units."""
-    folder = tmp_path / "build"
-    write_json(folder / "compile_commands.json", [{"output": name} for name in MEASURED])
-    units = [{"output": name, "cpu_seconds": seconds} for name, seconds in MEASURED.items()]
-    write_json(tmp_path / "docs/results/build.json", {"translation_units": units})
-    return folder
-
-
-def add(build: Path, name: str, seconds: float) -> None:
-    record = {"output": name, "cpu_seconds": seconds}
-    write_json(build / build_folder.LOGS / f"{name}.json", record)
-
-
-def minutes(build: Path) -> tuple[str, str]:
-    """CPU-minutes done and left."""
-    words = build_folder.progress(build, 2, 0, build.parent).split()
-    return words[5], words[8]
-
-
-def test_what_is_left_follows_the_measured_costs(build: Path) -> None:
-    assert minutes(build) == ("0.0", "1.7")
-    add(build, "small.o", 10)
-    assert minutes(build) == ("0.2", "1.5")
-    add(build, "small.o", 20)  # this machine takes twice as long
-    assert build_folder.progress(build, 2, 0, build.parent) == (
-        "1 of 2 translation units, 0.3 CPU-minutes; about 3.0 CPU-minutes left, 2 minutes on 2 "
-        "cores"
+def test_a_first_build_knows_which_units_take_long(tmp_path: Path, environ: dict[str, str]) -> None:
+    """Ninja takes their costs from the log, and none of them for done."""
+    build = tmp_path / "build"
+    large = build / "generated" / "large.cpp"
+    (tmp_path / "small.cpp").touch()
+    (tmp_path / "CMakeLists.txt").write_text(
+        PROJECT.replace("x.cpp", "small.cpp").replace("add_library(x", "add_library(fad_ops")
+        + f'file(WRITE {large} "")\nadd_library(fad_kernels OBJECT {large})\n'
+        f"include({ROOT}/cmake/Progress.cmake)\n"
     )
-    add(build, "large.o", 100)
-    assert minutes(build) == ("2.0", "0.0")
-
-
-def test_nothing_is_told_before_there_is_a_list_of_units(build: Path) -> None:
-    commands = build / "compile_commands.json"
-    assert build_folder.progress(build, 2, 0, build) == ""  # nothing was measured
-    later = commands.stat().st_mtime + 1  # the list is that of an earlier configuration
-    assert build_folder.progress(build, 2, later, build.parent) == ""
-    commands.unlink()
-    assert build_folder.progress(build, 2, 0, build.parent) == ""
-
-
-def test_units_that_were_not_measured_count_as_the_mean(build: Path) -> None:
-    names = [*MEASURED, "new.o"]
-    write_json(build / "compile_commands.json", [{"output": name} for name in names])
-    add(build, "of another configuration.o", 70)
-    assert minutes(build) == ("0.0", "2.5")
-
-
-def test_measured_costs_are_those_of_the_release_build(build: Path) -> None:
-    recorded = json.loads((ROOT / "docs" / "results" / "build.json").read_text())
-    commands = [{"output": unit["output"]} for unit in recorded["translation_units"]]
-    write_json(build / "compile_commands.json", commands)
-    expected = f"about {recorded['totals']['cpu_seconds'] / 60:.1f} CPU-minutes left"
-    assert expected in build_folder.progress(build, 2, 0)
+    configure = ["cmake", "-G", "Ninja", "-S", str(tmp_path), "-B", str(build)]
+    subprocess.run(configure, check=True, env=environ, stdout=subprocess.DEVNULL)
+    environ["NINJA_STATUS"] = "<%P>"
+    said = subprocess.check_output(["ninja", "-j1", "-C", str(build)], text=True, env=environ)
+    first, last = re.findall(r"< *(\d+)%>Building", said)
+    assert int(first) < 20 or int(first) > 80
+    assert last == "100"

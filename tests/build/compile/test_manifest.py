@@ -13,28 +13,27 @@ from flash_attn_build.compile import manifest
 from flash_attn_build.errors import RefusedError
 
 
-def unit(output: str, cpu: float, peak: int, *flags: str) -> dict[str, Any]:
+def unit(output: str, *flags: str) -> dict[str, Any]:
     return {
         "output": output,
-        "cpu_seconds": cpu,
-        "wall_seconds": 2 * cpu,
-        "peak_rss_bytes": peak,
+        "wall_seconds": 2.5,
         "command": ["/opt/cuda/bin/nvcc", *flags, "-c", "/src/x", "-o", output],
     }
 
 
 UNITS = [
-    unit("a.cu.o", 10.25, 700, "-O3", "-I/src/build/up", "-I/src/cpp", "-frandom-seed=a"),
-    unit("b.cu.o", 20.5, 300, "-O3", "-I/src/build/up", "-I/src/cpp", "-frandom-seed=b"),
-    unit("c.cpp.o", 1.0, 900, "-O2", "-MF", "c.d"),
+    unit("a.cu.o", "-O3", "-I/src/build/up", "-I/src/cpp", "-frandom-seed=a"),
+    unit("b.cu.o", "-O3", "-I/src/build/up", "-I/src/cpp", "-frandom-seed=b"),
+    unit("c.cpp.o", "-O2", "-MF", "c.d"),
 ]
 
 
 def test_describes_the_wheel(tmp_path: Path) -> None:
     wheel = fake_wheel.pack(tmp_path, {"x": b"y"})
     places = {"/src": ".", "/src/build": "build"}
+    cost = {"cpu_seconds": 31.75, "peak_rss_bytes": 900}
     text = manifest.describe(
-        wheel, fake_wheel.INFO, UNITS, {"preset": "dev"}, {"cmake": "4"}, places
+        wheel, fake_wheel.INFO, UNITS, {"preset": "dev"}, {"cmake": "4"}, places, cost
     )
     data = wheel.read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
@@ -42,20 +41,17 @@ def test_describes_the_wheel(tmp_path: Path) -> None:
     for key in ("upstream", "instances", "sources", "bits_version"):
         assert text[key] == fake_wheel.INFO[key]
     assert text["build"] == {"preset": "dev"}
-    assert [row["output"] for row in text["translation_units"]] == ["a.cu.o", "b.cu.o", "c.cpp.o"]
-    assert text["totals"] == {
-        "translation_units": 3,
-        "cpu_seconds": 31.75,
-        "cuda_cpu_seconds": 30.75,
-        "peak_rss_bytes": 900,
-    }
+    assert text["translation_units"] == [
+        {"output": name, "wall_seconds": 2.5} for name in ("a.cu.o", "b.cu.o", "c.cpp.o")
+    ]
+    assert text["totals"] == {"translation_units": 3, **cost}
     assert text["flags"] == {"cuda": ["-O3", "-Ibuild/up", "-I./cpp"], "cxx": ["-O2"]}
     assert json.loads(json.dumps(text)) == text
 
 
 def test_flags_of_each_target() -> None:
     kernels, ops = "CMakeFiles/kernels.dir/a.cpp.o", "CMakeFiles/ops.dir/cpp/a.cpp.o"
-    assert manifest.flags([unit(kernels, 1, 1, "-O2"), unit(ops, 1, 1, "-fPIC")], {}) == {
+    assert manifest.flags([unit(kernels, "-O2"), unit(ops, "-fPIC")], {}) == {
         "kernels cxx": ["-O2"],
         "ops cxx": ["-fPIC"],
     }
@@ -91,8 +87,8 @@ def test_a_list_of_locked_tools_that_is_not_there(tmp_path: Path, text: str | No
     [
         (None, "is missing; the build writes it"),
         ("{", "is unreadable"),
-        ("[]", "expected schema 3"),
-        ('{"schema": 2}', "expected schema 3"),
+        ("[]", "expected schema 4"),
+        ('{"schema": 3}', "expected schema 4"),
     ],
     ids=["none", "cut off", "list", "older"],
 )

@@ -1,0 +1,21 @@
+# Ninja estimates the time that is left from its log. A first build has none, and its units' costs
+# differ a hundredfold: these lines stand in. Without a date and a command they mark nothing as done.
+if(NOT EXISTS "${CMAKE_BINARY_DIR}/.ninja_log")
+  set(_log "# ninja log v7\n")
+  foreach(_target IN ITEMS fad_kernels fad_kernels_sm90 fad_ops)
+    set(_sources "")
+    if(TARGET ${_target})
+      get_target_property(_sources ${_target} SOURCES)
+    endif()
+    foreach(_source IN LISTS _sources)
+      set(_milliseconds 4000)
+      string(REPLACE "${CMAKE_BINARY_DIR}/" "" _name "${_source}")
+      # Instances of upstream's templates take minutes for each architecture.
+      if("${_target}/${_name}" MATCHES "^fad_kernels/generated/")
+        set(_milliseconds 95000)
+      endif()
+      string(APPEND _log "0\t${_milliseconds}\t0\tCMakeFiles/${_target}.dir/${_name}.o\t0\n")
+    endforeach()
+  endforeach()
+  file(WRITE "${CMAKE_BINARY_DIR}/.ninja_log" "${_log}")
+endif()
