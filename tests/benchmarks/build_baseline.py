@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from flash_attn_build import files
-from flash_attn_build.compile import jobs, launcher, toolchain
+from flash_attn_build.compile import jobs, toolchain
 from flash_attn_build.errors import BuildError
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "libfa2_baseline.so"
 ARCHITECTURE = "90-real"
-
-# Upstream's own backward files need more memory to compile than anything in the wheel.
-PEAK_BYTES_PER_COMPILATION = 6 * jobs.GIB
 
 
 def build(out: Path, compilations: int, defines: Sequence[str] = ()) -> Path:
@@ -45,8 +42,7 @@ def build(out: Path, compilations: int, defines: Sequence[str] = ()) -> Path:
     tools = toolchain.find()
     out = out.resolve()
     upstream = prepare(out / "upstream")
-    tree, log = out / "build", out / "log"
-    start = [sys.executable, "-I", "-S", launcher.__file__, "--log-dir", str(log), "--"]
+    tree = out / "build"
     _run(
         [
             cmake,
@@ -54,7 +50,6 @@ def build(out: Path, compilations: int, defines: Sequence[str] = ()) -> Path:
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DCMAKE_CUDA_COMPILER={tools.nvcc}",
             f"-DCMAKE_CUDA_ARCHITECTURES={ARCHITECTURE}",
-            f"-DCMAKE_CUDA_COMPILER_LAUNCHER={';'.join(start)}",
             f"-DFA2_UPSTREAM_DIR={upstream['dest']}",
             f"-DFA2_JOBS={compilations}",
             *(f"-D{define}" for define in defines),
@@ -74,7 +69,6 @@ def build(out: Path, compilations: int, defines: Sequence[str] = ()) -> Path:
             "options": list(defines),
             "sha256": hashlib.sha256(library.read_bytes()).hexdigest(),
             "bytes": library.stat().st_size,
-            "translation_units": read_costs(log),
         },
     )
     return library
@@ -90,29 +84,6 @@ def prepare(dest: Path) -> dict[str, Any]:
     output = _run([*command, "--dest", str(dest)], capture=True)
     record: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return record
-
-
-def read_costs(log: Path) -> list[dict[str, Any]]:
-    """Reads what the compiler launcher noted, a record per object file, in order of name."""
-    costs = []
-    for path in log.glob("*.json"):
-        note = json.loads(path.read_text(encoding="utf-8"))
-        name = Path(note["output"]).name.removesuffix(".o").removesuffix(".cu")
-        name = name.removeprefix("flash_").removesuffix("_sm80")
-        if not name.startswith(("fwd_", "bwd_")):
-            continue  # CMake's own trials of the compiler
-        keys = ("cpu_seconds", "wall_seconds", "peak_rss_bytes")
-        costs.append({"name": name, **{key: note[key] for key in keys}})
-    return sorted(costs, key=lambda one: str(one["name"]))
-
-
-def default_jobs() -> int:
-    """MAX_JOBS, or what cores and memory allow for upstream's largest files."""
-    count = jobs.count()
-    memory = jobs.available_memory()
-    if os.environ.get("MAX_JOBS", "").strip() or memory is None:
-        return count
-    return max(1, min(count, memory // PEAK_BYTES_PER_COMPILATION))
 
 
 def _run(command: Sequence[str], *, capture: bool = False) -> str:
@@ -141,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        library = build(options.out, options.jobs or default_jobs(), options.define)
+        library = build(options.out, options.jobs or jobs.count(), options.define)
         print(f"{library}: {library.stat().st_size / 1e6:.1f} MB")
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

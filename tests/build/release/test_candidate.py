@@ -20,7 +20,7 @@ from release_samples import Change, Project, edit
 
 MANIFESTS: dict[str, tuple[Change, str]] = {
     "other bytes": (lambda m: m["wheel"].update(sha256="0" * 64), "is of another wheel"),
-    "schema": (lambda m: m.update(schema=1), "manifest: expected schema 3"),
+    "schema": (lambda m: m.update(schema=1), "manifest: expected schema 4"),
     "pin": (lambda m: m["upstream"].update(version="9"), "not those that cpp/upstream/upstream"),
     "preset": (lambda m: m["build"].update(preset="dev"), "preset 'dev'"),
     "options": (lambda m: m["build"].update(defines=["A=1"]), "options of its own: A=1"),

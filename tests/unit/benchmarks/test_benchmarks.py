@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import rank_functions as ranks
-from flash_attn_build.compile import jobs
 from flash_attn_build.files import ROOT
 from rank_pool import pool_of
 
-from tests.benchmarks import build_baseline as baseline
 from tests.benchmarks import evidence, tables
 from tests.benchmarks.evidence import STEPS, Step, install, run_all, words_of
 from tests.benchmarks.tables import TableError
@@ -151,23 +149,6 @@ def test_times_over_ranks_are_taken_over_gloo() -> None:
             assert set(case["seconds"]) == {"ours_by_1", "ours_by_2", "ours_gathered", "one"}
             assert case["efficiency"].keys() == {"forward", "both"}
             assert case["refused"] == {}
-
-
-@pytest.mark.parametrize(
-    ("given", "cores", "memory", "expected"),
-    [
-        ("", 16, 24 * jobs.GIB, 4), ("", 2, 64 * jobs.GIB, 2), ("", 8, 3 * jobs.GIB, 1),
-        ("", 8, None, 8), ("7", 8, jobs.GIB, 7),
-    ],
-    ids=["memory-bound", "core-bound", "tiny", "unknown-memory", "MAX_JOBS"],
-)  # fmt: skip
-def test_jobs_leave_room_for_upstreams_large_files(
-    monkeypatch: pytest.MonkeyPatch, given: str, cores: int, memory: int | None, expected: int
-) -> None:
-    monkeypatch.setenv("MAX_JOBS", given)
-    monkeypatch.setattr(jobs, "count", lambda: int(given or cores))
-    monkeypatch.setattr(jobs, "available_memory", lambda: memory)
-    assert baseline.default_jobs() == expected
 
 
 def test_python_mirrors_the_c_structs() -> None:
