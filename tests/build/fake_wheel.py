@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import stat
 import struct
 import subprocess
-import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli
 from flash_attn_build.compile import toolchain
-from flash_attn_build.wheel import check, sbom
+from flash_attn_build.files import ROOT
+from flash_attn_build.wheel import archive, check, sbom
+from packaging.version import Version
 
 TAG = check.TAGS["EM_X86_64"]
 INFO: Mapping[str, Any] = {
@@ -38,21 +37,23 @@ INFO: Mapping[str, Any] = {
     "bits_version": 1,
 }
 GPU_CODE = ((2, 80), (1, 80), (2, 90))
-PARTS = (
-    sbom.Part("CUDA Runtime (static)", "13.0.96", "c0" * 32, sbom.LICENCES[3], b"eula", "cudart"),
-    sbom.Part("Zig runtime libraries", "0.17.0", "21" * 32, "MIT", b"mit", "compiler_rt"),
-    sbom.Part(
+COMPONENTS = (
+    sbom.Component(
+        "CUDA Runtime (static)", "13.0.96", "c0" * 32, sbom.LICENCES[3], b"eula", "cudart"
+    ),
+    sbom.Component("Zig runtime libraries", "0.17.0", "21" * 32, "MIT", b"mit", "compiler_rt"),
+    sbom.Component(
         "glibc (libc_nonshared.a)", "2.28 (ziglang 0.17.0)", "61" * 32, "LGPL-2.1-or-later", b"lgpl"
     ),
-    sbom.Part("torch headers of the stable ABI", "2.13.0", "70" * 32, "BSD-3-Clause", b"bsd"),
-)
-LICENCE_FILES = ("LICENSE", *(part.text_name for part in PARTS))
-METADATA = (
-    "Metadata-Version: 2.4\nName: flash-attn-deterministic\nVersion: 0.1.0\n"
-    "Requires-Python: >=3.10\nRequires-Dist: torch>=2.10\n"
-    f"License-Expression: {' AND '.join(sbom.LICENCES)}\n"
-    + "".join(f"License-File: {name}\n" for name in LICENCE_FILES)
-)
+    sbom.Component(
+        "torch headers of the stable ABI", "2.13.0", "70" * 32, "BSD-3-Clause", b"bsd"
+    ),
+)  # fmt: skip
+PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+# What a wheel is compared with, of the tree.
+OF_THE_TREE = ("pyproject.toml", "README.md", *PROJECT["license-files"])
+VERSION = PROJECT["version"]
+DATE = archive.date_of(0)
 SHIMS = ("aoti_torch_get_dtype", "torch_library_impl")
 
 
@@ -101,47 +102,72 @@ def _compile(command: list[str], source: str, folder: Path) -> None:
     subprocess.run(command, input=source, text=True, cwd=folder, check=True)
 
 
-def contents(binary: bytes, tag: str = TAG) -> dict[str, bytes]:
-    """The files of a wheel that is as it should be."""
-    metadata = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n"
-    dist_info = "flash_attn_deterministic-0.1.0.dist-info"
+def metadata(version: str = VERSION) -> bytes:
+    """METADATA of this project."""
+    fields = {"Metadata-Version": "metadata_version", "Name": "name", "Version": "version",
+              "Summary": "summary", "License-Expression": "license_expression",
+              "License-File": "license_files", "Classifier": "classifiers",
+              "Requires-Python": "requires_python", "Requires-Dist": "requires_dist",
+              "Provides-Extra": "provides_extra", "Keywords": "keywords",
+              "Description-Content-Type": "description_content_type"}  # fmt: skip
+    found = check.metadata_of(PROJECT, "", Version(version), sbom.LICENCE_TEXTS)
+    found["keywords"] = ",".join(found["keywords"])
+    lines = []
+    for field, key in fields.items():
+        said = found.get(key, [])
+        lines += [f"{field}: {each}" for each in ([said] if isinstance(said, str) else said)]
+    lines += [f"Project-URL: {label}, {url}" for label, url in PROJECT.get("urls", {}).items()]
+    return "\n".join([*lines, "", (ROOT / PROJECT["readme"]).read_text()]).encode()
+
+
+def entry_points() -> bytes:
+    """entry_points.txt of this project."""
+    groups = {"console_scripts": PROJECT["scripts"], **PROJECT["entry-points"]}
+    lines = []
+    for group, found in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in found.items()), ""]
+    return "\n".join(lines).encode()
+
+
+def contents(binary: bytes, tag: str = TAG, version: str = VERSION) -> dict[str, bytes]:
+    """The files of a wheel that is as it should be, but for the RECORD."""
+    wheel = "Wheel-Version: 1.0\nGenerator: scikit-build-core 1.1.2\nRoot-Is-Purelib: false\n"
+    dist_info = f"flash_attn_deterministic-{version}.dist-info"
     return {
         "flash_attn_deterministic/__init__.py": b"",
         "flash_attn_deterministic/py.typed": b"",
         check.LIBRARY: binary,
         check.BUILD_INFO: json.dumps(INFO).encode(),
         **dict.fromkeys(check.LICENSES, b"text"),
-        **{f"{dist_info}/licenses/{name}": b"text" for name in LICENCE_FILES},
-        f"{dist_info}/METADATA": METADATA.encode(),
-        f"{dist_info}/WHEEL": metadata.encode(),
-        f"{dist_info}/sboms/{sbom.FILE_NAME}": sbom.describe("0.1.0", INFO, binary, PARTS, 0),
+        **{f"{dist_info}/licenses/{each.text_name}": each.text for each in COMPONENTS},
+        **{
+            f"{dist_info}/licenses/{name}": (ROOT / name).read_bytes()
+            for name in PROJECT["license-files"]
+        },
+        f"{dist_info}/METADATA": metadata(version),
+        f"{dist_info}/WHEEL": f"{wheel}Tag: {tag}\n\n".encode(),
+        f"{dist_info}/entry_points.txt": entry_points(),
+        f"{dist_info}/sboms/{sbom.FILE_NAME}": sbom.describe(
+            version, INFO, binary, COMPONENTS, DATE
+        ),
     }
 
 
-def record(files: Mapping[str, bytes], name: str) -> bytes:
-    """RECORD of files, under a name."""
-    lines = [f"{name},,\n"]
-    for each, data in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        lines.append(f"{each},sha256={digest},{len(data)}\n")
-    return "".join(lines).encode()
+def plain(binary: bytes) -> dict[str, bytes]:
+    """The files of a wheel as scikit-build-core leaves it, before it is repaired."""
+    added = (sbom.FILE_NAME, *(f"/licenses/{each.text_name}" for each in COMPONENTS))
+    found = contents(binary, "py3-none-linux_x86_64")
+    files = {name: data for name, data in found.items() if not name.endswith(added)}
+    metadata = next(name for name in files if name.endswith("/METADATA"))
+    for each in COMPONENTS:
+        line = f"License-File: {each.text_name}\n".encode()
+        files[metadata] = files[metadata].replace(line, b"")
+    return files
 
 
-def pack(
-    folder: Path,
-    files: Mapping[str, bytes],
-    tag: str = TAG,
-    mode: int = 0o644,
-    version: str = "0.1.0",
-) -> Path:
-    """Zips a wheel whose files have a mode; its RECORD is made, unless it is among the files."""
+def pack(folder: Path, files: Mapping[str, bytes], tag: str = TAG, version: str = VERSION) -> Path:
+    """Packs a wheel as the build does."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"flash_attn_deterministic-{version}-{tag}.whl"
-    name = f"flash_attn_deterministic-{version}.dist-info/RECORD"
-    files = {name: record(files, name), **files}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in files.items():
-            item = zipfile.ZipInfo(name)
-            item.external_attr = (stat.S_IFREG | mode) << 16
-            archive.writestr(item, data, zipfile.ZIP_DEFLATED)
+    path.write_bytes(archive.pack(files, DATE))
     return path

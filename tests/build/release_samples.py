@@ -22,7 +22,8 @@ from flash_attn_build.wheel import check, sbom
 
 SCHEMA: Mapping[str, Any] = json.loads((ROOT / "docs/verification.schema.json").read_text())
 SETTINGS = {
-    "preset": "release", "defines": [], "environment": {}, "locked": True, "source_date_epoch": 0
+    "preset": "release", "defines": [], "environment": {}, "locked": True, "source_date_epoch": 0,
+    "toolkit_sha256": "70" * 32, "compiled_in_this_run": 2,
 }  # fmt: skip
 TOOLS = {
     "nvcc": "13.0.88", "g++": "(x) 12.2.0", "python": "3.12.3", "ziglang": "0.17.0",
@@ -37,7 +38,12 @@ LOCKS = {
 Change = Callable[[dict[str, Any]], object]
 OTHER_WHEEL = {"filename": "x.whl", "sha256": "1" * 64}  # what a report of another wheel names
 # The real one, but for the toolkit: that of the samples.
-POLICY = replace(policies.POLICY, wheels={"": str(fake_wheel.INFO["cuda_toolkit"])})
+CUDA = str(fake_wheel.INFO["cuda_toolkit"])
+POLICY = replace(policies.POLICY, wheels={"": CUDA}, toolkits={CUDA: ("70" * 32,)})
+MODULES = (
+    "tests.gpu.decode.test_steps",
+    "tests.gpu.test_calls",
+)  # of tests/gpu, as one GPU runs them
 BUILD = ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources")  # in reports
 # What the library of the samples is said to be compiled from.
 _PIN = {
@@ -56,7 +62,7 @@ NATIVE = {
     "cpp/instances.json": json.dumps(_TABLE),
     "cpp/kernels/fwd.cu.in": "__global__ void fwd();\n",
     "cpp/upstream/upstream.json": json.dumps(_PIN),
-    "pyproject.toml": "[build-system]\n",
+    "pyproject.toml": (ROOT / "pyproject.toml").read_text(),
 }
 
 
@@ -110,11 +116,17 @@ class Project:
         self.git("commit", "--quiet", "--allow-empty", "-m", "y")
         self.git("tag", "--force", f"v{self.wheel.name.split('-')[1]}")
 
-    def decide(self) -> Verdict:
-        return decide(self.wheel, find_runs(self.dist), self.policy, self.root)
+    def decide(self, tag: str = "") -> Verdict:
+        return decide(self.wheel, find_runs(self.dist), self.policy, self.root, tag)
 
-    def reasons(self) -> str:
-        return "\n".join(self.decide().reasons)
+    def problems(self, tag: str = "") -> str:
+        return "\n".join(self.decide(tag).problems)
+
+    def exchange(self, wheel: Path) -> None:
+        """Puts another wheel in the place of the one that is there, with a manifest and a proof."""
+        self.wheel.write_bytes(wheel.read_bytes())
+        describe(self.wheel)
+        write_report(self.wheel, self.report_path)
 
 
 def make(root: Path, wheel: Path) -> Project:
@@ -126,7 +138,8 @@ def make(root: Path, wheel: Path) -> Project:
     describe(placed)
     write_native(root)
     files.write_json(root / "docs" / "verification.schema.json", SCHEMA)
-    files.write_text(root / "README.md", "Not verified: sm_80.\n")
+    for name in fake_wheel.OF_THE_TREE:
+        (root / name).write_bytes((ROOT / name).read_bytes())
     files.write_text(
         root / "CHANGELOG.md", "# Changelog\n\n## 0.1.0 (2026)\n\n- First.\n\n## 0.0.1\n"
     )
@@ -136,6 +149,8 @@ def make(root: Path, wheel: Path) -> Project:
             if name.startswith(f"{check.PACKAGE}/") and name.endswith((".py", ".typed")):
                 (root / "python" / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / "python" / name).write_bytes(archive.read(name))
+    for module in (*MODULES, "tests.gpu.ranks.test_two"):
+        files.write_text(root / f"{module.replace('.', '/')}.py", "")
     project = Project(root, dist, placed)
     write_report(placed, project.report_path)
     for name, text in LOCKS.items():
@@ -209,6 +224,20 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
     }
     content["digest"] = digest(content)
     files.write_json(path, content)
+    write_gpu_tests(path.with_name("gpu-tests.xml"), content["wheel"]["sha256"])
+
+
+def write_gpu_tests(path: Path, sha256: str, states: Mapping[str, str] | None = None) -> None:
+    """Writes results as pytest does; `states`: "failure", "error" or "skipped" by module."""
+    given = states or {}
+    cases = [
+        f'<testcase classname="{name}" name="test_a">{f"<{state} />" if state else ""}</testcase>'
+        for name, state in {**dict.fromkeys(MODULES, ""), **given}.items()
+    ]
+    failed = [*given.values()].count("failure"), [*given.values()].count("error")
+    suite = f'name="sha256:{sha256}" errors="{failed[1]}" failures="{failed[0]}"'
+    text = f"<testsuites><testsuite {suite}>{''.join(cases)}</testsuite></testsuites>"
+    files.write_text(path, text)
 
 
 def sections(**states: str) -> list[dict[str, Any]]:
@@ -234,5 +263,7 @@ def wheel(folder: Path, files: Mapping[str, bytes] | None = None, **info: Any) -
     stated = {**fake_wheel.INFO, "sources": sources.digests(folder / "tree"), **info}
     contents[check.BUILD_INFO] = json.dumps(stated).encode()
     bill = next(name for name in contents if name.endswith(sbom.FILE_NAME))
-    contents[bill] = sbom.describe("0.1.0", stated, contents[check.LIBRARY], fake_wheel.PARTS, 0)
+    contents[bill] = sbom.describe(
+        "0.1.0", stated, contents[check.LIBRARY], fake_wheel.COMPONENTS, fake_wheel.DATE
+    )
     return fake_wheel.pack(folder, {**contents, **(files or {})})

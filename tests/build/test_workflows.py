@@ -163,7 +163,7 @@ def test_what_was_built_is_attested_before_the_gpu_runner_starts() -> None:
     assert "attest" in needs(RELEASE["verify"])
     assert RELEASE["attest"]["steps"][1]["with"] == {"subject-path": "dist/*"}
     (gate,) = (step["run"] for step in RELEASE["gate"]["steps"] if "nox" in step.get("run", ""))
-    assert '--attested "$GITHUB_REPOSITORY" "$GITHUB_SHA"' in gate
+    assert '--attested "$GITHUB_REPOSITORY" "$GITHUB_SHA" "$GITHUB_REF_NAME"' in gate
 
 
 @pytest.mark.parametrize("name", ["page", "publish"])

@@ -94,8 +94,8 @@ def build(request: Request) -> Path:
         environ["TMPDIR"] = folder  # where compilers that are killed leave their files
         made = _compile(request, Path(folder, "made"), environ)
         epoch = int(environ["SOURCE_DATE_EPOCH"])
-        parts = sbom.find_parts(cuda)
-        wheel = repair(made, Path(folder, "repaired"), parts, epoch, request.local)
+        components = sbom.find_components(cuda)
+        wheel = repair(made, Path(folder, "repaired"), components, epoch, request.local)
         info = check(wheel)
         units = build_folder.read_units(request.build_dir)
         settings = {
@@ -105,6 +105,7 @@ def build(request: Request) -> Path:
             "machine": manifest.machine(os.environ),
             "source_date_epoch": epoch,
             "locked": request.locked,
+            "toolkit_sha256": toolchain.toolkit_sha256(cuda),
             "jobs": job_count,
             "wall_seconds": round(time.time() - begin, 1),
             # Fewer than all if the build folder held objects of an earlier run.

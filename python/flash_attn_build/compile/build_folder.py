@@ -30,9 +30,11 @@ _NAMES = frozenset(
         "C_INCLUDE_PATH",
         "GCC_EXEC_PREFIX",
         "LDFLAGS",
+        "LD_PRELOAD",
         "LIBRARY_PATH",
     }
 )
+_COMPILERS = frozenset({"CC", "CUDACXX", "CXX"})
 # These change only how fast a build is and what it prints.
 _HARMLESS = frozenset(
     {
@@ -46,7 +48,8 @@ _HARMLESS = frozenset(
 def influences(environ: Mapping[str, str]) -> dict[str, str]:
     """Picks the variables that can change a wheel, and that sources and options do not show.
 
-    CUDACXX, CXX and the like are not among them: the manifest has the compilers' versions.
+    CUDACXX, CXX and the like are among them only where they hold options, as in "g++ -ffast-math":
+    the manifest has the compilers' versions.
 
     Args:
         environ: The environment of a build.
@@ -59,7 +62,11 @@ def influences(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environ.items())
         if value.strip()
         and name not in _HARMLESS
-        and (name in _NAMES or name.startswith(_PREFIXES))
+        and (
+            name in _NAMES
+            or name.startswith(_PREFIXES)
+            or (name in _COMPILERS and any(word.startswith("-") for word in value.split()))
+        )
     }
 
 

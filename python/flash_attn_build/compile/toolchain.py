@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ToolchainError, exit_status
+from ..files import read_tree, tree_sha256
 
 PACKAGES = "cuda-toolkit[nvcc,cccl]"
 # Machines that a wheel can be for, and the folder of CUDA's libraries for each.
@@ -105,6 +106,15 @@ def find(
             f"`pip install '{PACKAGES}=={series}.*'` (13.0 or newer) and unset CUDACXX."
         )
     return Toolchain(nvcc, root, version[1], cudart)
+
+
+def toolkit_sha256(cuda: Toolchain) -> str:
+    """Hashes what of a toolkit decides the bytes of GPU code: its version does not show them."""
+    names = ("nvcc", "nvcc.profile", "cudafe++", "fatbinary", "nvlink", "ptxas")
+    paths = [*(cuda.root / "bin" / name for name in names), cuda.root / "nvvm"]
+    paths += [*cuda.root.glob("include/cuda_*.h*"), cuda.root / "include" / "crt"]
+    there = [path.relative_to(cuda.root).as_posix() for path in paths if path.exists()]
+    return tree_sha256(read_tree(cuda.root, there))
 
 
 def host_compiler(

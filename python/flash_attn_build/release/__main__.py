@@ -3,76 +3,117 @@
 from __future__ import annotations
 
 import argparse
+import html
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..compile import manifest
-from ..errors import BuildError, RefusedError, exit_status
-from ..files import ROOT, sha256_of, write_text
-from . import kernels_hub
-from .gate import Verdict, find_runs, find_wheels, judge
+from ..errors import RefusedError, exit_status
+from ..files import ROOT, sha256_of, write_json, write_text
+from . import attestations
+from .gate import Verdict, find_runs, find_wheels, gpu_test_modules, judge
 from .policy import POLICY
 from .report import at
 
+RESULT = "test-result.json"  # beside the folder of the release: the predicate to be attested
+
 
 def release(
-    dist: Path, reports: Path, out: Path, attested: tuple[str, str] | None, root: Path = ROOT
+    dist: Path, reports: Path, out: Path, attested: Sequence[str] = (), root: Path = ROOT
 ) -> None:
     """Passes wheels through the gate, and writes what is published.
 
     Args:
         dist: Folder for wheels.
         reports: Folder that holds the verification reports.
-        out: Folder for what is published: `assets/` for the release page, `package-index/` for the
-            wheel that has no local version, `kernels-hub/` for a repository of the kernel hub,
-            notes.md and SHA256SUMS; replaced as a whole, removed if the gate refuses.
-        attested: Repository and commit whose attestations wheels and manifests must have; there
-            may be no reports of other wheels then.
+        out: Folder for what is published: `assets/` for the GitHub release, `package-index/` for
+            the wheel that has no local version, notes.md and SHA256SUMS; replaced as a whole,
+            removed if the gate refuses. Beside it, test-result.json is written if the wheels
+            passed, or failed for good.
+        attested: Repository, commit and tag whose attestations wheels and manifests must have;
+            there may be no reports of other wheels then. None: by hand.
         root: The source tree.
 
     Raises:
-        RefusedError: The gate refuses a wheel; the message has every reason.
+        RefusedError: The gate refuses a wheel; the message has everything that stands against it.
     """
-    if attested:
-        repository, commit = attested
-        check_attestations(dist, repository, f"--source-digest={commit}", root)
     shutil.rmtree(out, ignore_errors=True)
+    (out.parent / RESULT).unlink(missing_ok=True)
+    wheels = find_wheels(dist)
+    repository, commit, tag = attested or ("", "", "")
+    if attested:
+        files = [*wheels, *map(manifest.path_of, wheels)]
+        sources = (f"--source-digest={commit}", f"--source-ref=refs/tags/{tag}")
+        attestations.check_built(files, repository, *sources)
+        for wheel in wheels:
+            attestations.check_never_failed(wheel, repository)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         made = Path(name, "made")
         assets = made / "assets"
         assets.mkdir(parents=True)
         # Copies, so that what is judged is what is published.
-        for wheel in find_wheels(dist):
+        for wheel in wheels:
             for path in (wheel, manifest.path_of(wheel)):
                 if path.exists():
                     shutil.copyfile(path, assets / path.name)
-        runs = find_runs(reports)
-        verdicts = judge(find_wheels(assets), runs, POLICY, root, strays=not attested)
+        verdicts, problems = judge(
+            find_wheels(assets), find_runs(reports), POLICY, root,
+            tag=tag, allow_other_reports=not attested,
+        )  # fmt: skip
+        if problems or any(verdict.failed for verdict in verdicts.values()):
+            if any(verdict.failed for verdict in verdicts.values()):
+                write_json(out.parent / RESULT, test_result(verdicts, root))
+            raise RefusedError("not published, because of\n" + "\n".join(problems))
         for label, verdict in verdicts.items():
             wheel = verdict.wheel.path
-            proofs = sorted({report.path.parent for report in verdict.verified.values()})
-            for number, folder in enumerate(proofs, start=1):
-                for path in sorted(folder.glob("verification.*")):
-                    target = f"{wheel.name}.verification-{number}{path.suffix}"
-                    shutil.copyfile(path, assets / target)
-            kernels_hub.write(wheel, made / "kernels-hub")
+            proofs = {report.path: report for report in verdict.verified.values()}
+            for number, path in enumerate(sorted(proofs), start=1):
+                # Written again: nothing of the GPU machine's files but what the schema names.
+                target = assets / f"{wheel.name}.verification-{number}.json"
+                write_json(target, proofs[path].content)
             if not label:
                 (made / "package-index").mkdir()
                 shutil.copyfile(wheel, made / "package-index" / wheel.name)
         changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
         write_text(made / "notes.md", _notes(verdicts, changelog))
-        sums = sorted((path, sha256_of(path)) for path in made.rglob("*") if path.is_file())
-        lines = (f"{digest}  {path.relative_to(made).as_posix()}\n" for path, digest in sums)
-        write_text(made / "SHA256SUMS", "".join(lines))
+        paths = sorted(path for path in made.rglob("*") if path.is_file())
+        sums = [f"{sha256_of(path)}  {path.relative_to(made).as_posix()}\n" for path in paths]
+        write_text(made / "SHA256SUMS", "".join(sums))
+        write_json(out.parent / RESULT, test_result(verdicts, root))
         made.rename(out)
     for verdict in verdicts.values():
         print(f"{verdict.wheel.path.name}: {verdict.wheel.sha256}: the gate is open")
+
+
+def test_result(verdicts: Mapping[str, Verdict], root: Path) -> dict[str, Any]:
+    """The predicate (in-toto, test-result v0.1) that the workflow attests of the wheels."""
+    failed = [failure for verdict in verdicts.values() for failure in verdict.failed]
+    passed = [] if failed else [*POLICY.required_sections]
+    if not failed:
+        passed += [f"contract: {name}" for name in POLICY.required_checks]
+        passed += gpu_test_modules(root, POLICY)
+    lacking = {name for verdict in verdicts.values() for name in verdict.unverified}
+    policy = "python/flash_attn_build/release/policy.py"
+    return {
+        "result": "FAILED" if failed else "PASSED",
+        "configuration": [
+            {"name": policy, "digest": {"sha256": sha256_of(ROOT / policy)}},
+            *(
+                {"name": report.where, "digest": {"sha256": sha256_of(report.path)}}
+                for verdict in verdicts.values()
+                for report in {r.path: r for r in verdict.verified.values()}.values()
+            ),
+        ],
+        "passedTests": passed,
+        "warnedTests": [f"{name}: not verified" for name in sorted(lacking)],
+        "failedTests": failed,
+    }
 
 
 def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
@@ -89,7 +130,7 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
         lines.append(
             f"| {version}{'+' + label if label else ', package index'} "
             f"| {verdict.wheel.manifest['cuda_toolkit']} | {', '.join(sorted(verdict.verified))} "
-            f"| {', '.join(gpus)} | `{verdict.wheel.sha256}` |"
+            f"| {_plain(', '.join(gpus))} | `{verdict.wheel.sha256}` |"
         )
     unverified = {name: why for each in verdicts.values() for name, why in each.unverified.items()}
     lines += ["", "## Not verified", ""] if unverified else []
@@ -99,70 +140,18 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
         lines.append(f"- **{name}**: {why}{run}")
     tools = verdicts[""].wheel.manifest["tools"]
     made = ", ".join(f"{name} {number}" for name, number in list(tools.items())[:3])
-    lines += ["", f"Made with {made} and the packages of locks/: the same give the same bytes."]
+    lines += ["", f"Made with {_plain(made)} and the packages of locks/: the same give the same "
+              "bytes."]  # fmt: skip
     return "\n".join(lines).strip() + "\n"
 
 
-def gh(root: Path, *words: str) -> str:
-    """Runs GitHub's command line tool.
-
-    Args:
-        root: The source tree, from which it knows the project.
-        words: Its arguments.
-
-    Returns:
-        What it printed.
-
-    Raises:
-        BuildError: It is not there, or failed.
-    """
-    if not shutil.which("gh"):
-        raise BuildError("gh, GitHub's command line tool, is not on PATH")
-    done = subprocess.run(["gh", *words], cwd=root, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise BuildError(
-            f"`gh {' '.join(words)}` failed (exit status {done.returncode}, see above)"
-        )
-    return done.stdout
-
-
-def check_attestations(folder: Path, repository: str, source: str, root: Path = ROOT) -> None:
-    """Checks with GitHub that this project's build workflow made the wheels and manifests.
-
-    Args:
-        folder: Folder with wheels and their manifests.
-        repository: Such as "owner/name".
-        source: Option of gh: the commit or the tag that they must be built from.
-        root: The source tree.
-
-    Raises:
-        RefusedError: It did not make one of them, GitHub cannot be asked, or there is no wheel.
-    """
-    workflow = f"{repository}/.github/workflows/release.yml"
-    options = ["--repo", repository, "--signer-workflow", workflow, "--deny-self-hosted-runners"]
-    options.append(source)
-    wheels = find_wheels(folder)
-    if not wheels:
-        raise RefusedError(f"{folder.name}: holds no wheel")
-    for path in (*wheels, *map(manifest.path_of, wheels)):
-        try:
-            gh(root, "attestation", "verify", str(path), *options)
-        except BuildError as error:
-            raise RefusedError(
-                f"{path.name}: has no attestation of this project's build: {error}"
-            ) from error
+def _plain(text: str) -> str:
+    """Text that Markdown and HTML show as it is."""
+    return re.sub(r"([\\`*_{}\[\]<>#!|~])", r"\\\1", html.escape(" ".join(text.split())))
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Runs the command line.
-
-    Args:
-        arguments: Its words; those of the process if None.
-        root: The source tree.
-
-    Returns:
-        Exit status.
-    """
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="nox -s gate --", description=__doc__)
     parser.add_argument("--dist", type=Path, default=root / "dist", help="wheels (dist)")
     parser.add_argument("--reports", type=Path, help="verification reports (those below --dist)")
@@ -170,8 +159,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         "--out", type=Path, default=root / "build" / "release", help="build/release"
     )
     parser.add_argument(
-        "--attested", nargs=2, metavar=("OWNER/NAME", "COMMIT"),
-        help="wheels and manifests must have attestations of that repository and commit",
+        "--attested", nargs=3, default=(), metavar=("OWNER/NAME", "COMMIT", "TAG"),
+        help="wheels and manifests must have attestations of that repository, commit and tag",
     )  # fmt: skip
     given = parser.parse_args(arguments)
     reports, out = given.reports or given.dist, given.out.resolve()

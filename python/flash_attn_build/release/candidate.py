@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,24 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from ..compile import manifest, sources
 from ..errors import RefusedError, first_of
 from ..files import read_tree
-from ..wheel import check, sbom
+from ..wheel import archive, check
+from .policy import Policy
 
 _PIN = "cpp/upstream/upstream.json"
 _INSTANCES = "cpp/instances.json"
+# Flags that CMake adds by itself, or that name folders or what the build was asked for; any other
+# must stand in the tree's CMake files.
+_FLAGS = re.compile(
+    r"-(D(NDEBUG|TORCH_TARGET_VERSION=0x[0-9a-f]+|FAD_ARCHITECTURES=\S+|fad_\w+_EXPORTS)"
+    r"|O3|MD|x|isystem|include|fPIC|Xcompiler=-fPIC|forward-unknown-to-host-compiler"
+    r"|I(\.|build)/[\w./-]+|-generate-code=arch=compute_\d+[a-z]?,code=\[[\w,]+\]"
+    r"|(Xcompiler=-)?ffile-prefix-map=[\w./<>=-]+)|cu|(\.|build|<cuda>|<environment>)/[\w./-]+"
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A wheel, its manifest and its faults.
+    """A wheel, its manifest and their problems.
 
     Attributes:
         path: The wheel.
@@ -32,7 +40,7 @@ class Candidate:
         local: The local part of its version, such as "cu130"; mostly "".
         sha256: Of its bytes.
         manifest: The build manifest; empty if there is none.
-        faults: Everything that is wrong with the wheel or its manifest.
+        problems: Everything that is wrong with the wheel or its manifest.
     """
 
     path: Path
@@ -40,7 +48,7 @@ class Candidate:
     local: str
     sha256: str
     manifest: Mapping[str, Any] = field(repr=False)
-    faults: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -52,75 +60,59 @@ class Candidate:
         )
 
 
-def read_candidate(wheel: Path, root: Path | None = None) -> Candidate:
+def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
     """Reads a wheel and its manifest, and compares them with each other and with the source tree.
 
     Args:
         wheel: The wheel.
-        root: The source tree that it must be built from; None: that is not checked.
-
-    Returns:
-        The wheel with its faults.
+        root: The source tree that it must be built from.
+        policy: The release policy: the toolkits.
     """
     data = wheel.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
-    faults: list[str] = []
+    problems: list[str] = []
     version = local = ""
     text: dict[str, Any] = {}
     try:
         parsed = parse_wheel_filename(wheel.name)[1]
         version, local = parsed.public, parsed.local or ""
         text = manifest.read(manifest.path_of(wheel))
-    except InvalidWheelFilename as error:
-        faults.append(f"wheel: {error}")
-    except RefusedError as error:
-        faults.append(f"manifest: {error}")
+    except (InvalidWheelFilename, RefusedError) as error:
+        problems.append(f"manifest: {error}")
+    # Readers of ELF and JSON raise many kinds of errors for a damaged file; each is a problem.
     try:
-        info = check.check(wheel)
+        info = check.check(wheel, root)
+        contents, date = archive.unpack(data)
+        problems += _source_problems(contents, info, root)
+        problems += instance_problems(info, root)
         if text:
             stated = {"name": wheel.name, "sha256": digest, "bytes": len(data)}
             if text.get("wheel") != stated:
-                faults.append(f"manifest: is of another wheel ({text.get('wheel')})")
+                problems.append(f"manifest: is of another wheel ({text.get('wheel')})")
             for name in manifest.FROM_WHEEL:
                 if text.get(name) != info.get(name):
-                    faults.append(f"manifest: {name} is not what the wheel says of itself")
+                    problems.append(f"manifest: {name} is not what the wheel says of itself")
+            if archive.date_of(text["build"]["source_date_epoch"]) != date:
+                problems.append("manifest: source_date_epoch is not the date in the wheel")
     except RefusedError as error:
-        faults.append(f"wheel: {error}")
-    # Readers of zip and JSON raise many kinds of errors for a damaged file; each is a fault.
+        problems.append(f"wheel: {error}")
     except Exception as error:
-        faults.append(f"wheel: cannot be read ({error!r})")
-    if root:
-        try:
-            faults += _manifest_faults(text, root) if text else []
-        except (AttributeError, LookupError, TypeError) as error:
-            faults.append(f"manifest: not laid out as the build does it ({error!r})")
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                info = json.loads(archive.read(check.BUILD_INFO))
-                faults += _date_faults(archive, text) if text else []
-                faults += _source_faults(archive, info, root)
-            faults += instance_faults(info, root)
-        except Exception as error:  # as above
-            faults.append(f"wheel: cannot be compared with the tree ({error!r})")
-    return Candidate(wheel, version, local, digest, text, tuple(faults))
+        problems.append(f"wheel: cannot be compared with manifest and tree ({error!r})")
+    try:
+        problems += _manifest_problems(text, root, policy) if text else []
+    except OSError as error:
+        problems.append(f"tree: {error}")
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        problems.append(f"manifest: not laid out as the build does it ({error!r})")
+    return Candidate(wheel, version, local, digest, text, tuple(problems))
 
 
-def _date_faults(archive: zipfile.ZipFile, text: Mapping[str, Any]) -> Iterator[str]:
-    """The date that the manifest states is the one in the wheel's bill of materials."""
-    (bill,) = (name for name in archive.namelist() if name.endswith(f"/{sbom.FILE_NAME}"))
-    stated = datetime.fromtimestamp(text["build"]["source_date_epoch"], timezone.utc)
-    if json.loads(archive.read(bill))["metadata"]["timestamp"] != stated.isoformat():
-        yield "manifest: source_date_epoch is not the date in the wheel"
-
-
-def _source_faults(archive: zipfile.ZipFile, info: Mapping[str, Any], root: Path) -> Iterator[str]:
+def _source_problems(
+    contents: Mapping[str, bytes], info: Mapping[str, Any], root: Path
+) -> Iterator[str]:
     """The wheel's files, and those its machine code was compiled from, are the tree's."""
     made = (check.LIBRARY, check.BUILD_INFO, *check.LICENSES)  # by the build
-    held = {
-        name: archive.read(name)
-        for name in archive.namelist()
-        if name.startswith(f"{check.PACKAGE}/") and not name.endswith("/")
-    }
+    held = {name: data for name, data in contents.items() if name.startswith(f"{check.PACKAGE}/")}
     there = read_tree(root / "python", [check.PACKAGE])
     native, stated = sources.digests(root), info["sources"]
     differing = [n for n in {*held, *there}.difference(made) if held.get(n) != there.get(n)]
@@ -129,16 +121,8 @@ def _source_faults(archive: zipfile.ZipFile, info: Mapping[str, Any], root: Path
         yield f"wheel: built from another tree: {first_of(differing)}"
 
 
-def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
-    """Compares the kernels of a wheel with those that a tree has tiles for.
-
-    Args:
-        info: The wheel's build information.
-        root: The source tree.
-
-    Yields:
-        Every reason.
-    """
+def instance_problems(info: Mapping[str, Any], root: Path) -> Iterator[str]:
+    """Compares the kernels of a wheel with those that a tree has tiles for."""
     table = json.loads((root / _INSTANCES).read_text(encoding="utf-8"))
     tiles = {"fwd": table["fwd_tiles"]["one_cta"], "bwd": table["bwd_tiles"]}
     wanted = {
@@ -155,44 +139,54 @@ def instance_faults(info: Mapping[str, Any], root: Path) -> Iterator[str]:
         yield f"wheel: its kernels are not those of {_INSTANCES}: missing are {first_of(missing)}"
 
 
-def _manifest_faults(text: Mapping[str, Any], root: Path) -> Iterator[str]:
+def _manifest_problems(text: Mapping[str, Any], root: Path, policy: Policy) -> Iterator[str]:
     """Compares what the manifest states of the build with what a release demands."""
-    if text["deterministic"] is not True:
-        yield "manifest: built with FLASH_ATTENTION_DETERMINISTIC=OFF"
-    build, tools = text["build"], text["tools"]
-    if build["preset"] != "release":
-        yield f"manifest: built with preset {build['preset']!r}, not 'release'"
-    if build["defines"] != []:
-        yield f"manifest: built with options of its own: {' '.join(build['defines'])}"
-    if build["environment"] != {}:
-        yield (
-            "manifest: environment variables changed how it was compiled: "
-            f"{', '.join(build['environment'])}"
-        )
-    if build["locked"] is not True:
-        yield "manifest: built with tools that locks/ does not pin (`nox -s build -- --locked`)"
+    build, tools, cuda = text["build"], text["tools"], text["cuda_toolkit"]
+    units, totals = text["translation_units"], text["totals"]
+    objects = [unit for unit in units if unit["output"].endswith(".cu.o")]
+    pin = json.loads((root / _PIN).read_text(encoding="utf-8"))
+    upstream = {"name": pin["name"], "version": pin["version"], "sha256": pin["sdist"]["sha256"]}
+    wrong = {
+        "built with FLASH_ATTENTION_DETERMINISTIC=OFF": text["deterministic"] is not True,
+        f"built with preset {build['preset']!r}, not 'release'": build["preset"] != "release",
+        f"built with options of its own: {build['defines']}": build["defines"] != [],
+        f"environment variables changed how it was compiled: {build['environment']}": (
+            build["environment"] != {}
+        ),
+        "built with tools that locks/ does not pin (`nox -s build -- --locked`)": (
+            build["locked"] is not True
+        ),
+        f"nvcc {tools['nvcc']} made a wheel of CUDA {cuda}": tools["nvcc"] != cuda,
+        f"the toolkit {build['toolkit_sha256']} is not the locked one of nvcc {cuda}": (
+            build["toolkit_sha256"] not in policy.toolkits.get(cuda, ())
+        ),
+        f"{len(objects)} CUDA translation units of {totals['translation_units']} for "
+        f"{len(text['instances'])} kernels": (
+            len(objects) < len(text["instances"]) or totals["translation_units"] != len(units)
+        ),
+        f"{build['compiled_in_this_run']} of {len(units)} units were compiled in this build, the "
+        "rest is of an earlier one: remove the build folder": (
+            build["compiled_in_this_run"] != len(units)
+        ),
+        f"its upstream or patches are not those that {_PIN} pins": (
+            text["upstream"] != {**upstream, "patches": pin["patches"]}
+        ),
+    }
+    yield from (f"manifest: {problem}" for problem, found in wrong.items() if found)
     python = {"python_full_version": tools["python"]}
-    for locked in manifest.locked(text["cuda_toolkit"], root):
+    for locked in manifest.locked(cuda, root):
         wanted = locked.marker is None or locked.marker.evaluate(python)
         version = tools.get(locked.name, "").partition("+")[0]  # a local version: "+cpu"
         if (wanted or version) and version not in locked.specifier:
             yield f"manifest: built with {locked.name} {version or None}, but locks/ has {locked}"
-    if tools["nvcc"] != text["cuda_toolkit"]:
-        yield f"manifest: nvcc {tools['nvcc']} made a wheel of CUDA {text['cuda_toolkit']}"
-    units, totals = text["translation_units"], text["totals"]
-    objects = [unit for unit in units if unit["output"].endswith(".cu.o")]
-    if len(objects) < len(text["instances"]) or totals["translation_units"] != len(units):
-        yield (
-            f"manifest: {len(objects)} CUDA translation units of {totals['translation_units']} for "
-            f"{len(text['instances'])} kernels"
-        )
-    try:
-        pin = json.loads((root / _PIN).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        yield f"tree: {_PIN} is unreadable ({error})"
-        return
-    expected = {"name": pin["name"], "version": pin["version"], "sha256": pin["sdist"]["sha256"]}
-    if not isinstance(text["architectures"], list):
-        raise TypeError("architectures: expected a list")
-    if text["upstream"] != {**expected, "patches": pin["patches"]}:
-        yield f"manifest: its upstream or patches are not those that {_PIN} pins"
+    known = _words_of_cmake(root)
+    for target, flags in text["flags"].items():
+        for flag in flags:
+            if not _FLAGS.fullmatch(flag) and flag.removeprefix("-D") not in known:
+                yield f"manifest: {target} was compiled with {flag!r}, which no CMake file has"
+
+
+def _words_of_cmake(root: Path) -> set[str]:
+    files = [root / "CMakeLists.txt", *sorted((root / "cmake").rglob("*"))]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
+    return set(re.split(r'[\s;<>"():$]+', re.sub(r"#.*", "", text)))

@@ -6,13 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import RefusedError
-from . import ptx as ptx_of
-from . import report as reports_of
-from . import tree as tree_of
+from . import ptx, tree
 from .candidate import Candidate, read_candidate
 from .policy import Policy
-from .report import Report, read_report, read_schema
+from .report import Report, failures, proof_problems, read_report, read_schema, run_problems
 
 README = "README.md"
 
@@ -23,13 +20,15 @@ class Verdict:
 
     Attributes:
         wheel: The wheel.
-        reasons: Every reason against publishing it; none: it may be published.
+        problems: Everything that stands against publishing it; none: it may be published.
+        failed: What failed in a run of these bytes: they may never be published.
         verified: Architecture to the report that proves it.
         unverified: Architectures of the wheel that were not verified, and why.
     """
 
     wheel: Candidate
-    reasons: tuple[str, ...]
+    problems: tuple[str, ...]
+    failed: tuple[str, ...]
     verified: Mapping[str, Report] = field(repr=False)
     unverified: Mapping[str, str] = field(repr=False)
 
@@ -42,9 +41,6 @@ def find_wheels(dist: Path) -> list[Path]:
 def find_runs(folder: Path) -> list[Path]:
     """Lists the runs of `verify` below a folder.
 
-    Args:
-        folder: The folder.
-
     Returns:
         Every `verification.json`, and for each run without one the path where it is missing: a
         folder named by a number is that of a run, and a run without a report blocks the release.
@@ -56,9 +52,22 @@ def find_runs(folder: Path) -> list[Path]:
     return sorted(found)
 
 
+def gpu_test_modules(root: Path, policy: Policy) -> list[str]:
+    """Names the modules of tests/gpu of each of which a test must have passed."""
+    paths = sorted((root / "tests" / "gpu").rglob("test_*.py"))
+    names = [path.relative_to(root).with_suffix("").parts for path in paths]
+    return [".".join(name) for name in names if not {*name} & {*policy.other_gpu_tests}]
+
+
 def judge(
-    wheels: Sequence[Path], runs: Sequence[Path], policy: Policy, root: Path, *, strays: bool = True
-) -> dict[str, Verdict]:
+    wheels: Sequence[Path],
+    runs: Sequence[Path],
+    policy: Policy,
+    root: Path,
+    *,
+    tag: str = "",
+    allow_other_reports: bool = True,
+) -> tuple[dict[str, Verdict], list[str]]:
     """Decides on every wheel of a release.
 
     Args:
@@ -66,64 +75,56 @@ def judge(
         runs: See `find_runs`; those of other wheels may be among them.
         policy: The release policy.
         root: The source tree.
-        strays: Whether reports of other wheels may be among the runs, as on a machine where wheels
-            are built and verified again and again.
+        tag: The tag that started the workflow; "": the gate is run by hand.
+        allow_other_reports: Whether reports of other wheels may be among the runs, as on a machine
+            where wheels are built and verified again and again.
 
     Returns:
-        Verdict by local version.
-
-    Raises:
-        RefusedError: One of them may not be published, or they are not those of the policy; the
-            message has every reason.
+        Verdict by local version, and everything that stands against the release.
     """
-    verdicts = [decide(wheel, runs, policy, root) for wheel in wheels]
+    verdicts = [decide(wheel, runs, policy, root, tag) for wheel in wheels]
     lines = []
     for verdict in verdicts:
-        if verdict.reasons:
+        if verdict.problems:
             lines.append(f"{verdict.wheel.path.name} (sha256 {verdict.wheel.sha256}):")
-            lines += [f"  - {reason}" for reason in verdict.reasons]
-    found = sorted(verdict.wheel.local for verdict in verdicts)
-    if found != sorted(policy.wheels):
+            lines += [f"  - {problem}" for problem in verdict.problems]
+    if sorted(verdict.wheel.local for verdict in verdicts) != sorted(policy.wheels):
         there = ", ".join(wheel.name for wheel in wheels) or "no wheel"
         wanted = ", ".join(label or "none" for label in policy.wheels)
         lines.append(f"expected one wheel of each local version ({wanted}), found {there}")
-    if not strays:
+    if not allow_other_reports:
         known = {verdict.wheel.sha256 for verdict in verdicts}
         reports = (read_report(path, {}) for path in runs)
         lines += [
-            f"{_where(report)}: is of no wheel of this release (sha256 {report.sha256})"
+            f"{report.where}: is of no wheel of this release (sha256 {report.sha256})"
             for report in reports
             if report.sha256 not in known
         ]
-    if lines:
-        raise RefusedError("not published, because of\n" + "\n".join(lines))
-    return {verdict.wheel.local: verdict for verdict in verdicts}
+    return {verdict.wheel.local: verdict for verdict in verdicts}, lines
 
 
-def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path) -> Verdict:
+def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path, tag: str = "") -> Verdict:
     """Decides whether a wheel may be published.
 
     Args:
         wheel: The wheel; its manifest lies beside it.
         runs: See `find_runs`; those of other wheels may be among them.
         policy: The release policy.
-        root: The source tree: pin of upstream, JSON Schema of reports, README.
-
-    Returns:
-        The verdict, with all reasons against it.
+        root: The source tree: pin of upstream, JSON Schema of reports, README, tests/gpu.
+        tag: The tag that started the workflow, or "".
     """
-    candidate = read_candidate(wheel, root)
-    reasons = [*tree_of.reasons(root, candidate.version), *candidate.faults]
+    candidate = read_candidate(wheel, root, policy)
+    problems = [*tree.problems(root, candidate.version, tag), *candidate.problems]
     cuda = candidate.manifest.get("cuda_toolkit")
     if cuda != (wanted := policy.wheels.get(candidate.local, cuda)):
-        reasons.append(
+        problems.append(
             f"manifest: made with CUDA {cuda}, but the release policy wants {wanted} for local "
             f"version {candidate.local or 'none'}"
         )
     schema = read_schema(root)
     reports = [read_report(path, schema) for path in sorted(runs)]
-    verified, against = proofs(candidate, reports, policy)
-    reasons += against
+    verified, found = proofs(candidate, reports, policy, gpu_test_modules(root, policy))
+    problems += found
     allowed = policy.unverified_architectures
     unverified = {
         name: allowed[name].reason if name in allowed else ""
@@ -131,52 +132,59 @@ def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path) -> Ver
         if name not in verified
     }
     of_these_bytes = [report for report in reports if report.sha256 == candidate.sha256]
-    reasons += _named(unverified, policy, of_these_bytes, root)
+    problems += _named(unverified, policy, of_these_bytes, root)
     for name in unverified:
         if name in allowed and allowed[name].ptx:
-            found = ptx_of.faults(root, schema, candidate, allowed[name], policy)
-            reasons += [f"{name}: {fault}" for fault in found]
-    return Verdict(candidate, tuple(dict.fromkeys(reasons)), verified, unverified)
+            against = ptx.problems(root, schema, candidate, allowed[name], policy)
+            problems += [f"{name}: {problem}" for problem in against]
+    failed = [
+        f"{report.where}: {failure}"
+        for report in reports
+        for failure in failures(report, candidate.sha256)
+    ]
+    problems += failed
+    return Verdict(candidate, tuple(dict.fromkeys(problems)), tuple(failed), verified, unverified)
 
 
 def proofs(
-    wheel: Candidate, reports: Sequence[Report], policy: Policy
+    wheel: Candidate, reports: Sequence[Report], policy: Policy, modules: Sequence[str]
 ) -> tuple[dict[str, Report], list[str]]:
-    """Picks the reports that prove a wheel, and those that forbid its release.
+    """Picks the reports that prove a wheel, and says what stands against its release.
 
     Args:
         wheel: The wheel.
         reports: Reports; those of other wheels may be among them.
         policy: The release policy.
+        modules: See `gpu_test_modules`.
 
     Returns:
-        Architecture to the report that proves it, and every reason against publishing the wheel.
+        Architecture to the report that proves it, and every problem.
     """
     of_these_bytes = [report for report in reports if report.sha256 == wheel.sha256]
-    faults = {report.path: (*reports_of.faults(report, wheel, policy),) for report in reports}
+    found = {report.path: [*proof_problems(report, wheel, policy, modules)] for report in reports}
     verified = {
         name: report
         for report in of_these_bytes
-        if not faults[report.path]
+        if not found[report.path]
         for name in report.names("ran")
         if name in wheel.architectures
     }
-    reasons = []
+    problems = []
     missing = [name for name in policy.required_architectures if name not in verified]
     for name in missing:
         if wheel.manifest and name not in wheel.architectures:
-            reasons.append(f"{name}: the wheel holds no machine code for it")
-        reasons.append(f"{name}: no complete, passing report for sha256 {wheel.sha256}")
+            problems.append(f"{name}: the wheel holds no machine code for it")
+        problems.append(f"{name}: no complete, passing report for sha256 {wheel.sha256}")
     for report in reports:
-        found: Iterable[str] = ()
-        # A report that was changed or cannot be read may have been of these bytes. A failure counts
-        # even if another report passed. A quick run that passed is no proof, but does not block.
-        if report.sha256 == wheel.sha256 or report.faults:
-            found = (*reports_of.run_faults(report), *reports_of.state_faults(report.content))
+        against: list[str] = []
+        # A report that was changed or cannot be read may have been of these bytes. A quick run
+        # that passed is no proof, but does not block.
+        if report.sha256 == wheel.sha256 or report.problems:
+            against += run_problems(report)
         if missing and report in (of_these_bytes or reports):
-            found = (*found, *faults[report.path])
-        reasons += [f"{_where(report)}: {fault}" for fault in found]
-    return verified, reasons
+            against += found[report.path]
+        problems += [f"{report.where}: {problem}" for problem in against]
+    return verified, problems
 
 
 def _named(
@@ -194,8 +202,4 @@ def _named(
             yield f"{name}: unverified, but {README} does not name it"
         for report in reports:
             if name not in report.names("unverified"):
-                yield f"{name}: unverified, but {_where(report)} does not say so"
-
-
-def _where(report: Report) -> str:
-    return f"{report.path.parent.name}/{report.path.name}"
+                yield f"{name}: unverified, but {report.where} does not say so"

@@ -1,9 +1,8 @@
 """Writes the package index of all releases (PEP 503, 691): `nox -s index`.
 
-Wheels come from the release pages. Each must have the attestations of this project's workflow: that
-it was built from the page's tag, and that the gate passed it. Manifests and reports are not read
-again: the gate read them with the schemas and the policy of its time, and later ones do not take a
-release away.
+Files come from the GitHub releases. A wheel gets into the index if GitHub attests that this
+project's workflow built it from the release's tag, and that it passed the gate then. Reports are
+not read again: what is demanded of later wheels, or another schema, does not take a release away.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from packaging.metadata import Metadata
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import parse_wheel_filename
 
+from ..compile import manifest
 from ..errors import RefusedError, exit_status
-from ..files import ROOT, write_json, write_text
-from .__main__ import check_attestations, gh
+from ..files import ROOT, sha256_of, write_json, write_text
+from ..wheel.check import PACKAGE
+from .attestations import check_built, check_passed, gh
 from .gate import find_wheels
 
 NAME = "flash-attn-deterministic"
@@ -41,35 +43,35 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def write_index(pages: Sequence[Path], out: Path, repository: str | None) -> None:
+def write_index(release_dirs: Sequence[Path], out: Path, repository: str | None) -> None:
     """Writes the index: `simple/` for wheels without a local version, `<label>/simple/` for others.
 
     Args:
-        pages: A folder per release page, with its files.
+        release_dirs: A folder per release, named by its tag, with its files.
         out: Folder for the index; it is replaced as a whole.
         repository: Whose attestations the wheels must have; None: they are not checked.
 
     Raises:
-        RefusedError: A wheel is not this project's, or lacks an attestation.
+        RefusedError: A release holds what is not of it, or a wheel lacks an attestation.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         made = Path(name, "index")
         files: dict[str, list[dict[str, Any]]] = {}
-        for page in pages:
-            wheels = find_wheels(page)
-            if not wheels:
-                raise RefusedError(f"{page.name}: its release page holds no wheel")
-            if repository is not None:
-                check_attestations(page, repository, f"--source-ref=refs/tags/{page.name}")
-            for wheel in wheels:
-                label = _local_version(wheel)
+        for folder in release_dirs:
+            _check_files(folder)
+            for wheel in find_wheels(folder):
+                if repository is not None:
+                    source = f"--source-ref=refs/tags/{folder.name}"
+                    check_built([wheel, manifest.path_of(wheel)], repository, source)
+                    check_passed(wheel, repository, folder.name)
+                label = parse_wheel_filename(wheel.name)[1].local or ""
                 file = _place(wheel, made / label / "packages")
                 if repository is not None and (data := _provenance(wheel, repository)):
                     target = made / label / "packages" / f"{wheel.name}.provenance"
                     write_json(target, data)
                     # PEP 740 wants a whole address, where wheels have one relative to the page.
-                    site = gh(ROOT, "api", f"repos/{repository}/pages", "--jq", ".html_url").strip()
+                    site = gh("api", f"repos/{repository}/pages", "--jq", ".html_url").strip()
                     file["provenance"] = f"{site.rstrip('/')}/{target.relative_to(made)}"
                 files.setdefault(label, []).append(file)
         if not files:
@@ -81,21 +83,26 @@ def write_index(pages: Sequence[Path], out: Path, repository: str | None) -> Non
         made.rename(out)
 
 
-def _local_version(wheel: Path) -> str:
-    try:
-        name, version, _, _ = parse_wheel_filename(wheel.name)
-    except InvalidWheelFilename as error:
-        raise RefusedError(f"{wheel.name}: {error}") from error
-    if name != NAME:
-        raise RefusedError(f"{wheel.name}: expected a wheel of {NAME}, got one of {name}")
-    return version.local or ""
+def _check_files(folder: Path) -> None:
+    """Refuses a release that holds anything but wheels of its version, manifests and reports."""
+    wheels = find_wheels(folder)
+    if not wheels:
+        raise RefusedError(f"{folder.name}: the release holds no wheel")
+    version = re.escape(folder.name.removeprefix("v"))
+    name = rf"{PACKAGE}-{version}(\+[a-z0-9]+)?-py3-none-\w+\.whl"
+    for path in sorted(folder.iterdir()):
+        if not re.fullmatch(rf"{name}(\.(manifest|verification-\d+)\.json)?", path.name, re.ASCII):
+            raise RefusedError(f"{folder.name}: {path.name!r} does not belong into the release")
+    for wheel in wheels:
+        text = manifest.path_of(wheel)
+        stated = json.loads(text.read_bytes())["wheel"]["sha256"] if text.is_file() else "no file"
+        if stated != sha256_of(wheel):
+            raise RefusedError(f"{wheel.name}: its manifest is of another wheel ({stated})")
 
 
 def _place(wheel: Path, packages: Path) -> dict[str, Any]:
     """Puts a wheel and its metadata (PEP 658) into place; returns what PEP 691 says of it."""
     target = packages / wheel.name
-    if target.exists():
-        raise RefusedError(f"{target.name}: two release pages have it")
     packages.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(wheel, target)
     with zipfile.ZipFile(wheel) as archive:
@@ -106,7 +113,7 @@ def _place(wheel: Path, packages: Path) -> dict[str, Any]:
         "filename": wheel.name,
         # Relative, so that the index works wherever it is served from.
         "url": f"../../packages/{wheel.name}",
-        "hashes": {"sha256": hashlib.sha256(wheel.read_bytes()).hexdigest()},
+        "hashes": {"sha256": sha256_of(wheel)},
         "core-metadata": {"sha256": hashlib.sha256(metadata).hexdigest()},
         "size": wheel.stat().st_size,
     }
@@ -117,7 +124,7 @@ def _place(wheel: Path, packages: Path) -> dict[str, Any]:
 
 def _provenance(wheel: Path, repository: str) -> dict[str, Any] | None:
     """The attestation of a wheel's build in the form of PEP 740; None if it has not that form."""
-    said = gh(ROOT, "attestation", "verify", str(wheel), "--repo", repository, "--format", "json")
+    said = gh("attestation", "verify", str(wheel), "--repo", repository, "--format", "json")
     bundle = json.loads(said)[0]["attestation"]["bundle"]
     material, envelope = bundle["verificationMaterial"], bundle["dsseEnvelope"]
     subjects = json.loads(base64.b64decode(envelope["payload"]))["subject"]
@@ -161,36 +168,19 @@ def _link(file: Mapping[str, Any]) -> str:
     return f"<a {' '.join(words)}>{file['filename']}</a><br>"
 
 
-def download_pages(folder: Path) -> list[Path]:
-    """Fetches the files of all release pages, through GitHub's `gh`.
-
-    Args:
-        folder: Receives a folder per page.
-
-    Returns:
-        The folders.
-
-    Raises:
-        BuildError: There is no `gh`, or it failed.
-    """
-    listed = gh(ROOT, "release", "list", "--exclude-drafts", "--limit", "1000", "--json", "tagName")
+def download_releases(folder: Path) -> list[Path]:
+    """Fetches the files of all GitHub releases; returns a folder for each, named by its tag."""
+    listed = gh("release", "list", "--exclude-drafts", "--limit", "1000", "--json", "tagName")
     tags = [row["tagName"] for row in json.loads(listed)]
     for tag in tags:
-        gh(ROOT, "release", "download", tag, "--dir", str(folder / tag))
+        gh("release", "download", tag, "--dir", str(folder / tag))
     return [folder / tag for tag in tags]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the index.
-
-    Args:
-        arguments: Words of the command line; those of the process if None.
-
-    Returns:
-        Exit status.
-    """
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="nox -s index --", description=__doc__)
-    parser.add_argument("--pages", type=Path, help="a folder of them (those of all releases)")
+    parser.add_argument("--releases", type=Path, help="a folder of them (all GitHub releases)")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "index", help="build/index")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--repository", metavar="OWNER/NAME", help="whose attestations to ask for")
@@ -198,10 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
 
     def work() -> None:
-        with tempfile.TemporaryDirectory(prefix="pages-") as folder:
-            pages = sorted(given.pages.iterdir()) if given.pages else download_pages(Path(folder))
+        with tempfile.TemporaryDirectory(prefix="releases-") as name:
+            there = given.releases
+            folders = sorted(there.iterdir()) if there else download_releases(Path(name))
             # None with --unattested alone: an empty name is checked like any other, and refused.
-            write_index(pages, given.out.resolve(), given.repository)
+            write_index(folders, given.out.resolve(), given.repository)
         print(f"index: {given.out}")
 
     return exit_status(work, "The index is as it was.")

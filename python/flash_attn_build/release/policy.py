@@ -28,25 +28,32 @@ class Policy:
 
     Attributes:
         required_architectures: GPU architectures, such as "sm_90", whose machine code must have
-            passed, and words one of which the name of such a GPU holds.
+            passed, and a pattern of the names of such GPUs.
         unverified_architectures: Those that a wheel may hold without.
         required_sections: Sections that a report must have passed.
         required_checks: Rows of the section "contract" that it must have passed.
+        other_gpu_tests: Folders of tests/gpu that a machine with one GPU cannot run; of every other
+            module a test must have passed.
         wheels: The wheels of a release: local version ("" for the one of the package index) to the
             version of nvcc that makes it.
+        toolkits: Version of nvcc to the hashes (`toolchain.toolkit_sha256`) of the packages in
+            locks/, one for each kind of machine that builds.
     """
 
-    required_architectures: Mapping[str, tuple[str, ...]]
+    required_architectures: Mapping[str, str]
     unverified_architectures: Mapping[str, Unverified]
     required_sections: tuple[str, ...]
     required_checks: tuple[str, ...]
+    other_gpu_tests: tuple[str, ...]
     wheels: Mapping[str, str]
+    toolkits: Mapping[str, tuple[str, ...]]
 
 
-_HOPPER = ("H100", "H200", "GH200")
+_HOPPER = r"NVIDIA (GH200|H100|H200)( [\w.-]+)*"
 
 POLICY = Policy(
-    # sm_90a is the code of the kernels that are made for Hopper; the others run as sm_90.
+    # sm_90a is the code of the kernels that are made for Hopper; the others run as sm_90. That both
+    # ran is what the row "family" of the contract asserts.
     required_architectures={"sm_90": _HOPPER, "sm_90a": _HOPPER},
     unverified_architectures={
         "sm_80": Unverified(
@@ -64,5 +71,12 @@ POLICY = Policy(
         "run-to-run", "batch", "chunk", "decode", "capacity", "paged", "varlen", "heads",
         "schedule", "family", "split-size", "backward", "dropout", "golden",
     ),
+    other_gpu_tests=("ranks", "sanitizers"),
     wheels={"": "13.0.88"},
+    toolkits={
+        "13.0.88": (
+            "0b432eb0f09073008aa4d790cafe469629a7738626de4a4e14dc4f8587cb9e35",  # x86-64
+            "6fb8be77293120b4be116774df9529739520e8a7bed3189c5169fb82d2c9c23a",  # aarch64
+        )
+    },
 )  # fmt: skip

@@ -13,13 +13,13 @@ from ..compile import sources
 from ..errors import RefusedError
 from .candidate import Candidate
 from .policy import Policy, Unverified
-from .report import Report, build_faults, read_report, run_faults, state_faults
+from .report import Report, build_problems, read_report, run_problems, state_problems
 
 # Without those that take times: the speed of PTX does not matter here.
 SECTIONS = ("contract", "accuracy")
 
 
-def faults(
+def problems(
     root: Path, schema: Mapping[str, Any], wheel: Candidate, allowed: Unverified, policy: Policy
 ) -> Iterator[str]:
     """Says why a run of PTX cannot be taken for one of an architecture's machine code.
@@ -34,9 +34,6 @@ def faults(
         wheel: The wheel that is to be published.
         allowed: What the policy says of the architecture.
         policy: The release policy.
-
-    Yields:
-        Every reason.
     """
     report = read_report(root / allowed.ptx_report, schema)
     # Beside `<name>.json` lies `<name>.manifest.json`, of the wheel that ran.
@@ -44,23 +41,23 @@ def faults(
     try:
         text = manifests.read(root / path)
         if report.content:
-            for fault in manifest_faults(text, report, wheel, allowed.ptx):
-                yield f"{path}: {fault}"
+            for problem in manifest_problems(text, report, wheel, allowed.ptx):
+                yield f"{path}: {problem}"
     except RefusedError as error:
         yield f"{path}: {error}"
     except (AttributeError, LookupError, TypeError) as error:
         yield f"{path}: is not a manifest ({error!r})"
-    found = [*run_faults(report)]
+    found = [*run_problems(report)]
     if report.content:
         if allowed.ptx not in report.names("ran_as_ptx"):
             found.append(f"did not run {allowed.ptx} as PTX")
         # The golden hashes are of machine code, and PTX has one family: these must not fail either.
         rows = [name for name in policy.required_checks if name not in ("golden", "family")]
-        found += [*build_faults(report, text), *state_faults(report.content, SECTIONS, rows)]
-    yield from (f"{allowed.ptx_report}: {fault}" for fault in found)
+        found += [*build_problems(report, text), *state_problems(report.content, SECTIONS, rows)]
+    yield from (f"{allowed.ptx_report}: {problem}" for problem in found)
 
 
-def manifest_faults(
+def manifest_problems(
     text: Mapping[str, Any], report: Report, wheel: Candidate, ptx: str
 ) -> Iterator[str]:
     """Says where the build of the wheel that ran differs from that of the wheel to be published.
@@ -70,9 +67,6 @@ def manifest_faults(
         report: The report of that run.
         wheel: The wheel that is to be published.
         ptx: Such as "compute_80".
-
-    Yields:
-        Every reason.
     """
     if text["wheel"]["sha256"] != report.sha256:
         yield f"is of another wheel (sha256 {text['wheel']['sha256']}) than the one that ran"

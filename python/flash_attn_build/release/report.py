@@ -1,10 +1,11 @@
-"""A verification report: is it whole, did it pass, and is it of this wheel on such a GPU?"""
+"""What a GPU machine leaves of a run: the report of `verify`, and the results of tests/gpu."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from .policy import Policy
 
 SCHEMA = "docs/verification.schema.json"
 SCHEMA_VERSION = 1
+GPU_TESTS = "gpu-tests.xml"  # JUnit's form, beside the report; the suite is named by the wheel
 _BAD = ("failed", "error")
 _ARCHITECTURE = re.compile(r"(?:sm|compute)_(\d+)(\d)([a-z]?)")
 
@@ -29,17 +31,22 @@ class Report:
     Attributes:
         path: The file.
         content: The JSON object; empty if it could not be read.
-        faults: What is wrong with the file itself.
+        problems: What is wrong with the file itself.
     """
 
     path: Path
     content: Mapping[str, Any] = field(repr=False)
-    faults: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     @property
     def sha256(self) -> str:
         """The sha256 of the wheel that the report is of; "" if it names none."""
         return str(at(self.content, "wheel", "sha256") or "")
+
+    @property
+    def where(self) -> str:
+        """How messages name it."""
+        return f"{self.path.parent.name}/{self.path.name}"
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Names the architectures of one kind in it.
@@ -53,16 +60,9 @@ class Report:
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """Computes the digest that a report carries.
+    """Computes the digest that a report carries: sha256 over the rest as canonical JSON.
 
-    It shows accidental changes. A deliberate edit can include a new digest; the attestation of the
-    build, which binds the wheel's sha256 to the workflow that ran, protects against that.
-
-    Args:
-        content: The report; its own "digest" is left out.
-
-    Returns:
-        Hexadecimal sha256 over the rest as canonical JSON (keys sorted, no spaces, ASCII).
+    It shows accidental changes. A deliberate edit can include a new digest: see docs/releasing.md.
     """
     rest = {key: value for key, value in content.items() if key != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
@@ -70,37 +70,16 @@ def digest(content: Mapping[str, Any]) -> str:
 
 
 def read_schema(root: Path) -> dict[str, Any]:
-    """Reads the JSON Schema of reports.
-
-    Args:
-        root: The source tree.
-
-    Returns:
-        The schema.
-
-    Raises:
-        RefusedError: It cannot be read.
-    """
+    """Reads the JSON Schema of reports from a source tree."""
     try:
         found: dict[str, Any] = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RefusedError(
-            f"schema: {SCHEMA} is unreadable, so no report can be checked ({error})"
-        ) from error
+        raise RefusedError(f"schema: {SCHEMA} is unreadable ({error})") from error
     return found
 
 
 def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
-    """Reads a report.
-
-    Args:
-        path: The file.
-        schema: JSON Schema of reports.
-
-    Returns:
-        The report, with what is wrong with the file. Its content is empty if it is not laid out as
-        a report of this project.
-    """
+    """Reads a report; its content is empty if it is not laid out as one of this project."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -109,26 +88,26 @@ def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
         return Report(path, {}, ("is not a report: expected a JSON object",))
     if (found := content.get("schema_version")) != SCHEMA_VERSION:
         return Report(path, {}, (f"expected schema_version {SCHEMA_VERSION}, got {found!r}",))
-    faults = []
+    problems = []
     if content.get("digest") != digest(content):
-        faults.append("was changed after it was written: its digest is not that of its content")
+        problems.append("was changed after it was written: its digest is not that of its content")
     errors = sorted(Draft202012Validator(schema).iter_errors(content), key=lambda e: e.json_path)
-    faults += [f"{error.json_path}: {error.message[:200]}" for error in errors[:3]]
-    return Report(path, content, tuple(faults))
+    problems += [f"{error.json_path}: {error.message[:200]}" for error in errors[:3]]
+    return Report(path, content, tuple(problems))
 
 
-def faults(report: Report, wheel: Candidate, policy: Policy) -> Iterator[str]:
-    """Says why a report is no proof that a wheel works.
+def proof_problems(
+    report: Report, wheel: Candidate, policy: Policy, modules: Sequence[str]
+) -> Iterator[str]:
+    """Says why a run is no proof that a wheel works.
 
     Args:
-        report: The report.
+        report: The report of the run.
         wheel: The wheel.
         policy: The release policy: what it must have passed.
-
-    Yields:
-        Every reason.
+        modules: Modules of tests/gpu, of each of which a test must have passed.
     """
-    yield from run_faults(report)
+    yield from run_problems(report)
     content = report.content
     if not content:
         return
@@ -138,25 +117,67 @@ def faults(report: Report, wheel: Candidate, policy: Policy) -> Iterator[str]:
         yield f"is for a wheel of another name ({found})"
     if content.get("quick") is not False:
         yield "is of a quick run"
+    gpu = str(at(content, "environment", "gpu"))
     for name in report.names("ran"):
-        gpus = policy.required_architectures.get(name)
-        gpu = str(at(content, "environment", "gpu"))
-        if gpus and not any(word in gpu for word in gpus):
-            yield f"ran {name} on {gpu!r}, which is none of {', '.join(gpus)}"
-    yield from build_faults(report, wheel.manifest)
-    yield from state_faults(content, policy.required_sections, policy.required_checks)
+        wanted = policy.required_architectures.get(name)
+        if wanted and not re.fullmatch(wanted, gpu, re.ASCII):
+            yield f"ran {name} on {gpu[:80]!r}, which is none of {wanted}"
+    yield from build_problems(report, wheel.manifest)
+    yield from state_problems(content, policy.required_sections, policy.required_checks)
+    passed, found = read_gpu_tests(report.path.with_name(GPU_TESTS), wheel.sha256)
+    yield from found
+    for module in modules:
+        if not found and not any(f"{name}.".startswith(f"{module}.") for name in passed):
+            yield f"{GPU_TESTS}: no test of {module} passed"
 
 
-def run_faults(report: Report) -> Iterator[str]:
-    """Says why a report is not one of a complete, passing run of an installed wheel on a GPU.
+def read_gpu_tests(path: Path, sha256: str) -> tuple[list[str], list[str]]:
+    """Reads the results of tests/gpu.
 
     Args:
-        report: The report.
+        path: The file, in JUnit's form.
+        sha256: Of the wheel that must have been installed.
 
-    Yields:
-        Every reason.
+    Returns:
+        Test classes, a class for each test that passed, and what is wrong.
     """
-    yield from report.faults
+    try:
+        data = path.read_bytes()
+        if b"<!DOCTYPE" in data or b"<!ENTITY" in data:
+            raise ValueError("it declares entities")
+        (suite,) = ElementTree.fromstring(data).iter("testsuite")
+    except (OSError, ValueError, ElementTree.ParseError) as error:
+        return [], [f"{GPU_TESTS}: is unreadable ({error})"]
+    problems = []
+    if suite.get("name") != f"sha256:{sha256}":
+        problems.append(f"{GPU_TESTS}: is for other bytes ({str(suite.get('name'))[:80]!r})")
+    passed = []
+    for case in suite.iter("testcase"):
+        states = {element.tag for element in case}
+        if states & {"failure", "error"}:
+            name = f"{case.get('classname')}::{case.get('name')}"
+            problems.append(f"{GPU_TESTS}: failed: {name[:160]!r}")
+        elif "skipped" not in states:
+            passed.append(str(case.get("classname")))
+    if {suite.get("failures"), suite.get("errors")} != {"0"} and not problems:
+        problems.append(f"{GPU_TESTS}: counts failures that it does not list")
+    return passed, problems
+
+
+def failures(report: Report, sha256: str) -> list[str]:
+    """What failed in a run of these bytes: it stands against them, whatever passes later."""
+    if report.sha256 != sha256:
+        return []
+    found = [*state_problems(report.content)]
+    if report.content.get("status") == "failed":
+        found.append("its status is 'failed'")
+    tests = read_gpu_tests(report.path.with_name(GPU_TESTS), sha256)[1]
+    return [*found, *(problem for problem in tests if ": failed: " in problem)]
+
+
+def run_problems(report: Report) -> Iterator[str]:
+    """Says why a report is not one of a complete, passing run of an installed wheel on a GPU."""
+    yield from report.problems
     content = report.content
     if not content:
         return
@@ -177,15 +198,10 @@ def run_faults(report: Report) -> Iterator[str]:
 
 
 def runs_on(architecture: str, capability: str) -> bool:
-    """Tells whether code can have run on a GPU.
+    """Tells whether code, such as "sm_90a" or "compute_80", can have run on a GPU ("9.0").
 
-    Args:
-        architecture: Such as "sm_90", "sm_90a" or "compute_80".
-        capability: Compute capability of the GPU, such as "9.0".
-
-    Returns:
-        Whether it can: machine code runs on its own major capability, PTX on later ones too, and
-        what has a letter on exactly its own.
+    Machine code runs on its own major capability, PTX on later ones too, and what has a letter on
+    exactly its own.
     """
     found, gpu = _ARCHITECTURE.fullmatch(architecture), re.fullmatch(r"(\d+)\.(\d)", capability)
     if not found or not gpu:
@@ -196,16 +212,8 @@ def runs_on(architecture: str, capability: str) -> bool:
     return own <= there and (architecture.startswith("compute_") or own[0] == there[0])
 
 
-def build_faults(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Compares what a report states of the build with a manifest.
-
-    Args:
-        report: The report.
-        manifest: The build manifest.
-
-    Yields:
-        Every reason.
-    """
+def build_problems(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Compares what a report states of the build with a build manifest."""
     content = report.content
     for key in ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources"):
         if at(content, "build", key) != manifest.get(key):
@@ -225,7 +233,7 @@ def build_faults(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
             yield f"says that {name} ran, which the wheel does not hold"
 
 
-def state_faults(
+def state_problems(
     content: Mapping[str, Any], sections: Sequence[str] = (), checks: Sequence[str] = ()
 ) -> Iterator[str]:
     """Says which sections, and which rows of the contract, have not passed.
@@ -234,9 +242,6 @@ def state_faults(
         content: The report.
         sections: Sections that must have passed; of the rest none may have failed.
         checks: Rows of the contract, likewise.
-
-    Yields:
-        Every reason.
     """
     found = _rows(content.get("sections"))
     rows = [at(row, "data", "checks") for row in found if row.get("id") == "contract"]
@@ -270,15 +275,7 @@ def _states(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def at(content: Mapping[str, Any], *keys: str) -> Any:
-    """Looks up a value deep in a report that may be of any form.
-
-    Args:
-        content: The report, or a part of it.
-        keys: The way there.
-
-    Returns:
-        The value; None if it is not there.
-    """
+    """Looks up a value deep in a report that may be of any form; None if it is not there."""
     value: Any = content
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None

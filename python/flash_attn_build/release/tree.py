@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import first_of
 
 
-def reasons(root: Path, version: str) -> Iterator[str]:
+def problems(root: Path, version: str, tag: str = "") -> Iterator[str]:
     """Compares a source tree with its commit, file by file, and its tag with the version.
 
     `git status` can be configured to skip changes (assume-unchanged, skip-worktree, a file system
@@ -24,9 +24,10 @@ def reasons(root: Path, version: str) -> Iterator[str]:
     Args:
         root: The tree's folder.
         version: Version of the wheel, without a local part.
+        tag: The tag that started a workflow; "": one of the commit's must be the version's.
 
     Yields:
-        Every reason against a release from this tree.
+        What stands against a release from this tree.
     """
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()
@@ -39,6 +40,8 @@ def reasons(root: Path, version: str) -> Iterator[str]:
     if f"v{version}" not in tags:
         found = f"it has {', '.join(tags)}" if tags else "it has no tag"
         yield f"tree: {commit[:12]} is not tagged v{version}: {found}"
+    if tag and tag != f"v{version}":
+        yield f"tree: the release is of tag {tag}, but the wheel is of v{version}"
     if changes:
         yield f"tree: differs from its commit: {first_of(changes)}"
 

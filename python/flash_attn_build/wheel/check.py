@@ -1,27 +1,27 @@
-"""Checks a finished wheel: name, contents, licences, stable ABI, GPU code."""
+"""Checks a finished wheel: archive, name, contents, metadata, licences, stable ABI, GPU code."""
 
 from __future__ import annotations
 
-import base64
-import csv
-import hashlib
+import configparser
 import io
 import json
 import re
 import tempfile
-import zipfile
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import tomllib  # type: ignore[import-not-found, unused-ignore]
 from elftools.elf.elffile import ELFFile
-from packaging.metadata import Metadata
+from packaging.metadata import parse_email
+from packaging.requirements import Requirement
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 from torch_abi_audit import inspect_extension
 
 from ..errors import RefusedError
-from . import cubins, sbom
+from ..files import ROOT
+from . import archive, cubins, sbom
 
 PACKAGE = "flash_attn_deterministic"
 # By the machine that the library is for.
@@ -36,13 +36,6 @@ GOLDEN = f"{PACKAGE}/verify/contract/golden/golden.json"
 LICENSES = (
     f"{PACKAGE}/licenses/FlashAttention-LICENSE",
     f"{PACKAGE}/licenses/CUTLASS-LICENSE.txt",
-)
-# Of code that the linker adds; repair takes them from the machine that links.
-LICENCE_TEXTS = (
-    "CUDA-Runtime-static-LICENSE.txt",
-    "Zig-runtime-libraries-LICENSE.txt",
-    "glibc-libc-nonshared-a-LICENSE.txt",
-    "torch-headers-of-the-stable-ABI-LICENSE.txt",
 )
 
 # These come with torch, which Python loads first.
@@ -60,15 +53,19 @@ _SYSTEM = frozenset(
         "ld-linux-aarch64.so.1",
     }
 )
-_METADATA = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses", "sboms")
+_PYTHON = re.compile(rf"{PACKAGE}/(?:[A-Za-z0-9_]+/)*(?:[A-Za-z0-9_]+\.pyi?|py\.typed)")
 _SHIM = re.compile(r"(aoti_)?torch_\w+\Z")
+_WHEEL = (
+    r"Wheel-Version: 1\.0\nGenerator: scikit-build-core [\d.]+\nRoot-Is-Purelib: false\nTag: {}"
+)
 
 
-def check(wheel: Path) -> dict[str, Any]:
-    """Checks a wheel: name, contents, library, GPU code.
+def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
+    """Checks a wheel: archive, name, contents, metadata, library, GPU code.
 
     Args:
-        wheel: The wheel, repaired by auditwheel.
+        wheel: The wheel, repaired.
+        root: The source tree whose pyproject.toml, README and licences it must be of.
 
     Returns:
         The build information that the wheel carries.
@@ -76,101 +73,116 @@ def check(wheel: Path) -> dict[str, Any]:
     Raises:
         RefusedError: Everything that is wrong with it.
     """
-    with zipfile.ZipFile(wheel) as archive:
-        names = [n for n in archive.namelist() if not n.endswith("/")]
-        problems = [*_contents(names, wheel), *_record(archive, names)]
-        tag = ""
-        info: dict[str, Any] = {}
-        if BUILD_INFO in names:
-            info = json.loads(archive.read(BUILD_INFO))
-        if LIBRARY in names:
-            data = archive.read(LIBRARY)
-            library = ELFFile(io.BytesIO(data))
-            tag = TAGS.get(library["e_machine"], "")
-            problems += [*_library(library), *_stable_abi(data, info), *_gpu_code(library, info)]
-            problems += [*_folders(data), *_bill(archive, names, info, data)]
-        for name in names:
-            if name.endswith(".dist-info/WHEEL"):
-                problems += _tags(archive.read(name).decode(), tag)
-            elif name.endswith(".dist-info/METADATA"):
-                problems += _metadata(archive.read(name), wheel, names)
-        problems += _name(wheel, tag)
+    try:
+        problems, version = [], parse_wheel_filename(wheel.name)[1]
+    except InvalidWheelFilename as error:
+        raise RefusedError(f"name: {error}") from error
+    contents, date = archive.unpack(wheel.read_bytes())
+    info_folder = f"{PACKAGE}-{version}.dist-info"
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ours = {f"{info_folder}/licenses/{name}": name for name in project["license-files"]}
+    expected = {
+        LIBRARY, BUILD_INFO, *LICENSES, *ours, f"{info_folder}/sboms/{sbom.FILE_NAME}",
+        *(f"{info_folder}/licenses/{name}" for name in sbom.LICENCE_TEXTS),
+        *(f"{info_folder}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")),
+    }  # fmt: skip
+    for name in sorted(expected.difference(contents)):
+        problems.append(f"contents: {name} is missing")
+    for name in contents:
+        if name not in {*expected, GOLDEN} and not _PYTHON.fullmatch(name):
+            problems.append(f"contents: {name!r} does not belong into the wheel")
+    for name, file in ours.items():
+        if contents.get(name) not in (None, (root / file).read_bytes()):
+            problems.append(f"contents: {name} is not the tree's {file}")
+    readme = (root / project["readme"]).read_text(encoding="utf-8")
+    problems += _metadata(contents.get(f"{info_folder}/METADATA", b""), project, readme, version)
+    problems += _entry_points(contents.get(f"{info_folder}/entry_points.txt", b""), project)
+    info: dict[str, Any] = json.loads(contents.get(BUILD_INFO, b"{}"))
+    tag = ""
+    if data := contents.get(LIBRARY):
+        library = ELFFile(io.BytesIO(data))
+        tag = TAGS.get(library["e_machine"], "")
+        problems += [*_library(library), *_stable_abi(data, info), *_gpu_code(library, info)]
+        problems += _folders(data)
+        bill = contents.get(f"{info_folder}/sboms/{sbom.FILE_NAME}")
+        if bill is not None and info:
+            problems += sbom.problems(bill, str(version), info, data, date)
+    if wheel.name != f"{PACKAGE}-{version}-{tag}.whl":
+        problems.append(f"name: expected {PACKAGE}-<version>-{tag}.whl, got {wheel.name}")
+    said = contents.get(f"{info_folder}/WHEEL", b"").decode(errors="replace").strip()
+    if not re.fullmatch(_WHEEL.format(tag), said, re.ASCII):
+        problems.append(f"WHEEL: expected the one tag {tag} and no field of its own, got {said!r}")
     if problems:
         raise RefusedError(f"{wheel.name} is not fit to be used:\n  " + "\n  ".join(problems))
     return info
 
 
-def _name(wheel: Path, tag: str) -> Iterator[str]:
+def metadata_of(
+    project: Mapping[str, Any], readme: str, version: Version, texts: frozenset[str]
+) -> dict[str, Any]:
+    """What METADATA must say, as `packaging` reads it.
+
+    Args:
+        project: The table [project] of pyproject.toml.
+        readme: The text that it names.
+        version: Of the wheel: the project's, with a local part or without.
+        texts: Names of licence texts beside the project's own.
+    """
+    extras = project.get("optional-dependencies", {})
+    required = [str(Requirement(each)) for each in project["dependencies"]]
+    for extra, wanted in extras.items():
+        required += [str(Requirement(f"{each}; extra == '{extra}'")) for each in wanted]
+    found = {
+        "metadata_version": "2.4",
+        "name": project["name"],
+        "version": project["version"] + (f"+{version.local}" if version.local else ""),
+        "summary": project["description"],
+        "keywords": project["keywords"],
+        "license_expression": project["license"],
+        "license_files": sorted([*project["license-files"], *texts]),
+        "classifiers": project["classifiers"],
+        "requires_python": project["requires-python"],
+        "requires_dist": required,
+        "provides_extra": [*extras],
+        "project_urls": project.get("urls", {}),
+        "description_content_type": "text/markdown",
+        "description": readme.strip(),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def _metadata(
+    data: bytes, project: Mapping[str, Any], readme: str, version: Version
+) -> Iterator[str]:
+    raw, unknown = parse_email(data)
+    found: dict[str, Any] = {**raw, **unknown}
+    found["description"] = str(found.get("description", "")).strip()
+    found["license_files"] = sorted(found.get("license_files", []))
     try:
-        name, _, build, tags = parse_wheel_filename(wheel.name)
-    except InvalidWheelFilename as error:
-        yield f"name: {error}"
-        return
-    if name != PACKAGE.replace("_", "-") or build or {str(t) for t in tags} != {tag}:
-        yield f"name: expected {PACKAGE}-<version>-{tag}.whl, got {wheel.name}"
+        found["requires_dist"] = [str(Requirement(each)) for each in found["requires_dist"]]
+    except (LookupError, ValueError) as error:
+        yield f"METADATA: Requires-Dist cannot be read ({error!r})"
+    expected = metadata_of(project, readme, version, sbom.LICENCE_TEXTS)
+    for key in sorted({*found, *expected}):
+        if found.get(key) != expected.get(key):
+            yield (
+                f"METADATA: {key}: expected {str(expected.get(key))[:90]!r} as pyproject.toml has "
+                f"it, got {str(found.get(key))[:90]!r}"
+            )
 
 
-def _tags(metadata: str, tag: str) -> Iterator[str]:
-    tags = re.findall(r"^Tag: (.+)$", metadata, re.MULTILINE)
-    if tags != [tag]:
-        yield f"WHEEL: expected the one tag {tag}, got {', '.join(tags) or 'none'}"
-
-
-def _metadata(data: bytes, wheel: Path, names: list[str]) -> Iterator[str]:
+def _entry_points(data: bytes, project: Mapping[str, Any]) -> Iterator[str]:
+    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
     try:
-        metadata = Metadata.from_email(data)
-    except Exception as error:  # a group of what is wrong
-        yield f"METADATA: not valid ({error}: {getattr(error, 'exceptions', '')})"
+        parser.read_string(data.decode())
+    except (configparser.Error, UnicodeDecodeError) as error:
+        yield f"entry_points.txt: cannot be read ({error!r})"
         return
-    if metadata.version != parse_wheel_filename(wheel.name)[1]:
-        yield f"METADATA: says version {metadata.version}, the name says another"
-    expression = str(metadata.license_expression or "")
-    for licence in sbom.LICENCES:
-        if licence not in expression.split(" AND "):
-            yield f"METADATA: License-Expression {expression!r} lacks {licence}, which is linked in"
-    listed = {str(name) for name in metadata.license_files or ()}
-    there = {name.partition(".dist-info/licenses/")[2] for name in names} - {""}
-    if listed != there:
-        yield f"METADATA: License-File differs from .dist-info/licenses: {sorted(listed ^ there)}"
-    for text in LICENCE_TEXTS:
-        if text not in there:
-            yield f"contents: the licence text {text} is missing"
-
-
-def _contents(names: list[str], wheel: Path) -> Iterator[str]:
-    dist_info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
-    for name in (LIBRARY, BUILD_INFO, *LICENSES):
-        if name not in names:
-            yield f"contents: {name} is missing"
-    if len(names) != len(set(names)):
-        yield "contents: a file is there twice"
-    for name in names:
-        path = PurePosixPath(name)
-        top = path.parts[0]
-        known = name in (LIBRARY, BUILD_INFO, GOLDEN) or path.suffix in (".py", ".pyi")
-        in_package = top == PACKAGE and (
-            known or path.name == "py.typed" or path.parts[1] == "licenses"
-        )
-        in_metadata = top == dist_info and path.parts[1] in _METADATA
-        if not in_package and not in_metadata:
-            yield f"contents: {name} does not belong into the wheel"
-
-
-def _record(archive: zipfile.ZipFile, names: list[str]) -> Iterator[str]:
-    """Installers refuse a wheel whose RECORD is not that of its files."""
-    (record, *_) = [name for name in names if name.endswith(".dist-info/RECORD")] or [""]
-    lines = archive.read(record).decode().splitlines() if record else []
-    stated = {row[0]: row[1:] for row in csv.reader(lines) if row}
-    for name in sorted({*names, *stated}):
-        expected = None
-        if name == record:
-            expected = ["", ""]
-        elif name in names:
-            data = archive.read(name)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-            expected = [f"sha256={digest}", str(len(data))]
-        if stated.get(name) != expected:
-            yield f"RECORD: what it states of {name} is not what the wheel holds"
+    found = {name: dict(parser[name]) for name in parser.sections()}
+    expected = {"console_scripts": project["scripts"], **project["entry-points"]}
+    if found != expected:
+        yield f"entry_points.txt: expected {expected} as pyproject.toml has it, got {found}"
 
 
 def _library(library: ELFFile) -> Iterator[str]:
@@ -193,14 +205,7 @@ def _library(library: ELFFile) -> Iterator[str]:
 
 
 def unbound(library: ELFFile) -> set[str]:
-    """Names the symbols that others must define, without saying which library.
-
-    Args:
-        library: A shared library.
-
-    Returns:
-        Those that are bound to no version of a library, but for weak ones.
-    """
+    """Names the symbols that others must define, without saying which library, but weak ones."""
     versions: Any = library.get_section_by_name(".gnu.version")
     symbols: Any = library.get_section_by_name(".dynsym")
     return {
@@ -222,18 +227,7 @@ def _folders(data: bytes) -> Iterator[str]:
         )
 
 
-def _bill(
-    archive: zipfile.ZipFile, names: list[str], info: dict[str, Any], library: bytes
-) -> Iterator[str]:
-    bills = [name for name in names if ".dist-info/sboms/" in name]
-    expected = [name for name in bills if name.endswith(f"/{sbom.FILE_NAME}")]
-    if bills != expected or len(bills) != 1:
-        yield f"contents: expected one bill of materials, .dist-info/sboms/{sbom.FILE_NAME}"
-    elif info:
-        yield from sbom.problems(archive.read(bills[0]), info, library)
-
-
-def _stable_abi(data: bytes, info: dict[str, Any]) -> Iterator[str]:
+def _stable_abi(data: bytes, info: Mapping[str, Any]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "_C.so")
         path.write_bytes(data)
@@ -253,7 +247,7 @@ def _stable_abi(data: bytes, info: dict[str, Any]) -> Iterator[str]:
             yield f"{LIBRARY}: needs torch {least} ({names}), but is said to run from {stated}"
 
 
-def _gpu_code(library: ELFFile, info: dict[str, Any]) -> Iterator[str]:
+def _gpu_code(library: ELFFile, info: Mapping[str, Any]) -> Iterator[str]:
     if not info:
         return
     stated = set()

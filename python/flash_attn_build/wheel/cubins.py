@@ -1,4 +1,8 @@
-"""Reads which GPU code a library holds, from the fat binaries that nvcc puts into it."""
+"""Reads which GPU code a library holds, from the fat binaries that nvcc puts into it.
+
+cuobjdump would tell too, but gate and index run where no toolkit is, and no package of CUDA 13.0
+or 12 has it.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +18,18 @@ _KINDS = {1: "virtual", 2: "real"}  # PTX, machine code
 
 
 def architectures(section: bytes) -> set[str]:
-    """Names the GPU code in a library's .nv_fatbin section.
-
-    Args:
-        section: The section's bytes: fat binaries one after another, with padding between them.
-
-    Returns:
-        Names as CMake writes them: "90-real" for sm_90 machine code, "90-virtual" for its PTX.
-
-    Raises:
-        RefusedError: The section is not laid out as expected.
-    """
+    """Names the GPU code in a .nv_fatbin section as CMake does: "90-real", "90-virtual" (PTX)."""
     return {name for entries in containers(section) for name in entries}
 
 
 def containers(section: bytes) -> Iterator[list[str]]:
-    """Goes through the fat binaries of a section.
+    """Goes through the fat binaries of a section, one for each translation unit.
 
     Args:
-        section: As for `architectures`.
+        section: The section's bytes: fat binaries one after another, with padding between them.
 
     Yields:
-        For each fat binary (one per translation unit), what its entries are.
+        What the entries of one are.
 
     Raises:
         RefusedError: The section is not laid out as expected.

@@ -1,11 +1,9 @@
-"""Completes the compiled wheel: platform tag, licences, bill of materials."""
+"""Completes the compiled wheel: platform tag, licences, bill of materials, one way to pack it."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 import subprocess
 import sys
 import tempfile
@@ -13,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 from ..errors import BuildError, RefusedError
-from . import sbom
+from . import archive, sbom
 from .check import BUILD_INFO, LIBRARY, TORCH
 
 # Its command line takes tags of the machine it runs on only, though it can repair those of others.
@@ -24,14 +22,18 @@ _AUDITWHEEL = (
 
 
 def repair(
-    wheel: Path, destination: Path, parts: tuple[sbom.Part, ...], epoch: int, local: str = ""
+    wheel: Path,
+    destination: Path,
+    components: tuple[sbom.Component, ...],
+    epoch: int,
+    local: str = "",
 ) -> Path:
     """Gives a wheel its platform tag, licences and bill of materials, or refuses.
 
     Args:
         wheel: The wheel as built.
         destination: Folder for the tagged wheel.
-        parts: What the build took from this machine.
+        components: What the build took from this machine.
         epoch: SOURCE_DATE_EPOCH: dates the files in the wheel.
         local: Local version label to add: "cu130" makes 0.1.0+cu130 of 0.1.0.
 
@@ -54,32 +56,31 @@ def repair(
     destination.mkdir(parents=True, exist_ok=True)
     # auditwheel may leave an unfinished wheel in the folder it writes to.
     with tempfile.TemporaryDirectory(dir=destination, prefix=".repair-") as folder:
-        plain = _complete(wheel, Path(folder, "plain"), parts, epoch, local)
-        command += ["--wheel-dir", folder, str(plain)]
-        environ = {**os.environ, "SOURCE_DATE_EPOCH": str(epoch)}
-        # The mode of folders in the wheel is that of the folders auditwheel unpacks it into.
-        done = subprocess.run(command, check=False, umask=0o022, env=environ)
+        plain = _complete(wheel, Path(folder, "plain"), components, epoch, local)
+        done = subprocess.run([*command, "--wheel-dir", folder, str(plain)], check=False)
         made = list(Path(folder).glob("*.whl"))
-        if done.returncode == 0 and len(made) == 1:
-            return made[0].rename(destination / made[0].name)
-        raise BuildError(
-            f"auditwheel refuses {wheel.name} as {platform} (exit status {done.returncode}, "
-            "see above). Unless the disk is full: `auditwheel show` on the wheel names the symbols "
-            "and libraries that are too new; a NotImplementedError means a library that would have "
-            "to be copied in."
-        )
+        if done.returncode or len(made) != 1:
+            raise BuildError(
+                f"auditwheel refuses {wheel.name} as {platform} (exit status {done.returncode}, "
+                "see above). Unless the disk is full: `auditwheel show` on the wheel names the "
+                "symbols and libraries that are too new; a NotImplementedError means a library "
+                "that would have to be copied in."
+            )
+        # auditwheel compresses; its archive is packed again.
+        made[0].write_bytes(archive.pack(_files(made[0]), archive.date_of(epoch)))
+        return made[0].rename(destination / made[0].name)
+
+
+def _files(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as found:
+        return {item.filename: found.read(item) for item in found.infolist() if not item.is_dir()}
 
 
 def _complete(
-    wheel: Path, folder: Path, parts: tuple[sbom.Part, ...], epoch: int, local: str
+    wheel: Path, folder: Path, components: tuple[sbom.Component, ...], epoch: int, local: str
 ) -> Path:
-    """Copies a wheel and adds what it lacks.
-
-    Every file becomes rw-r--r--: modes are those of a checkout, and of its umask.
-    """
-    folder.mkdir()
-    with zipfile.ZipFile(wheel) as old:
-        contents = {item.filename: old.read(item) for item in old.infolist() if not item.is_dir()}
+    """Copies a wheel and adds what it lacks."""
+    contents = _files(wheel)
     infos = {name.partition("/")[0] for name in contents if ".dist-info/" in name}
     missing = [name for name in (BUILD_INFO, LIBRARY) if name not in contents]
     if missing or len(infos) != 1:
@@ -90,26 +91,19 @@ def _complete(
     (info,) = infos
     version = info.removesuffix(".dist-info").rpartition("-")[2]
     full = f"{version}+{local}" if local else version
-    renamed = info.replace(f"-{version}.dist-info", f"-{full}.dist-info")
-    added = {f"{renamed}/licenses/{part.text_name}": part.text for part in parts}
-    build_info, library = json.loads(contents[BUILD_INFO]), contents[LIBRARY]
-    added[f"{renamed}/sboms/{sbom.FILE_NAME}"] = sbom.describe(
-        full, build_info, library, parts, epoch
-    )
     metadata = contents[f"{info}/METADATA"].decode()
     metadata = re.sub(r"^Version: .+$", f"Version: {full}", metadata, count=1, flags=re.M)
-    listed = "".join(f"License-File: {part.text_name}\n" for part in parts)
+    listed = "".join(f"License-File: {each.text_name}\n" for each in components)
     metadata = re.sub(r"(^License-File: .+\n)+", rf"\g<0>{listed}", metadata, count=1, flags=re.M)
     contents[f"{info}/METADATA"] = metadata.encode()
-    moved = {
-        name.replace(f"{info}/", f"{renamed}/", 1): data for name, data in contents.items()
-    } | added
-    # auditwheel looks at the files that are recorded, and adds their hashes.
-    moved[f"{renamed}/RECORD"] = "".join(f"{name},,\n" for name in moved).encode()
+    contents |= {f"{info}/licenses/{each.text_name}": each.text for each in components}
+    contents[f"{info}/sboms/{sbom.FILE_NAME}"] = sbom.describe(
+        full, json.loads(contents[BUILD_INFO]), contents[LIBRARY], components,
+        archive.date_of(epoch),
+    )  # fmt: skip
+    renamed = info.replace(f"-{version}.dist-info", f"-{full}.dist-info")
+    moved = {name.replace(f"{info}/", f"{renamed}/", 1): data for name, data in contents.items()}
+    folder.mkdir()
     copy = folder / wheel.name.replace(f"-{version}-", f"-{full}-", 1)
-    with zipfile.ZipFile(copy, "w") as new:
-        for name, data in moved.items():
-            item = zipfile.ZipInfo(name)
-            item.external_attr = (stat.S_IFREG | 0o644) << 16
-            new.writestr(item, data, zipfile.ZIP_DEFLATED)
+    copy.write_bytes(archive.pack(moved, archive.date_of(epoch)))
     return copy

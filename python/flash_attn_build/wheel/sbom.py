@@ -1,7 +1,7 @@
 """The wheel's bill of materials (CycloneDX JSON, PEP 770), and what the build took from outside.
 
 It names the code of others that is inside `_C.so`. The same inputs give the same bytes: no random
-identifier, and no date but SOURCE_DATE_EPOCH.
+identifier, and no date but that of the wheel's files.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..compile.toolchain import Toolchain
 from ..errors import BuildError
 from ..files import read_tree, sha256_of, tree_sha256
+from .archive import Date
 
 NAME = "flash-attn-deterministic"
 FILE_NAME = f"{NAME}.cdx.json"
@@ -30,17 +31,15 @@ LIBRARY = "flash_attn_deterministic/_C.so"
 # (csrc/cutlass/include/cutlass/version.h).
 CUTLASS_IN = {"2.8.3.post2": "4.0.0"}
 
-# Makes the serial number a function of the content.
-_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_DNS, f"{NAME}.sbom")
 _GLIBC = "2.28"  # what cmake/Link.cmake asks zig for
 _EULA = "LicenseRef-NVIDIA-CUDA-Toolkit-EULA"
-# What pyproject.toml states as the wheel's License-Expression, part by part.
+# What pyproject.toml states as the wheel's License-Expression, one by one.
 LICENCES = ("BSD-3-Clause", "MIT", "LGPL-2.1-or-later", _EULA)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Code of others that the build took from this machine.
+class Component:
+    """Code of others that is in the library.
 
     Attributes:
         name: Of the component.
@@ -66,7 +65,7 @@ class Part:
         return re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-") + "-LICENSE.txt"
 
 
-def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
+def find_components(cuda: Toolchain) -> tuple[Component, ...]:
     """Finds what the linker and the compiler of this machine put into the library.
 
     Args:
@@ -85,12 +84,12 @@ def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
         )
         version = importlib.metadata.version("ziglang")
         return (
-            Part(
+            Component(
                 "CUDA Runtime (static)", _cudart_version(cuda), sha256_of(cuda.cudart), _EULA,
                 _cuda_licence(cuda),
                 "libcudart_static.a, whose sha256 this is, linked into the library.",
             ),
-            Part(
+            Component(
                 "Zig runtime libraries", version,
                 _tree(zig, "lib/compiler_rt.zig", "lib/compiler_rt", "lib/ubsan_rt.zig"), "MIT",
                 (zig / "LICENSE").read_bytes(),
@@ -98,14 +97,14 @@ def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
                 "over their sources in the package ziglang.",
                 f"pkg:pypi/ziglang@{version}",
             ),
-            Part(
+            Component(
                 "glibc (libc_nonshared.a)", f"{_GLIBC} (ziglang {version})",
                 _tree(zig, "lib/libc/glibc"), "LGPL-2.1-or-later",
                 (zig / "lib/libc/glibc/LICENSES").read_bytes(),
                 "The few functions that glibc's licence lets programs link statically; the rest is "
                 "the system's. The hash is over their sources in the package ziglang.",
             ),
-            Part(
+            Component(
                 "torch headers of the stable ABI",
                 # A local version ("+cpu") says what torch's libraries can do, not its headers.
                 importlib.metadata.version("torch").partition("+")[0],
@@ -123,7 +122,11 @@ def find_parts(cuda: Toolchain) -> tuple[Part, ...]:
 
 
 def describe(
-    version: str, info: Mapping[str, Any], library: bytes, parts: tuple[Part, ...], epoch: int
+    version: str,
+    info: Mapping[str, Any],
+    library: bytes,
+    components: tuple[Component, ...],
+    date: Date,
 ) -> bytes:
     """Writes the bill of materials.
 
@@ -131,8 +134,8 @@ def describe(
         version: Version of the wheel.
         info: The build information that the wheel carries.
         library: The wheel's `_C.so`.
-        parts: What the build took from this machine.
-        epoch: SOURCE_DATE_EPOCH: seconds since 1970.
+        components: What the build took from this machine.
+        date: That of the wheel's files.
 
     Returns:
         CycloneDX JSON.
@@ -140,100 +143,85 @@ def describe(
     Raises:
         BuildError: This project has not recorded which CUTLASS the release of upstream holds.
     """
-    from cyclonedx.model import HashAlgorithm, HashType, Property
-    from cyclonedx.model.bom import Bom, BomMetaData
-    from cyclonedx.model.component import Component, ComponentScope, ComponentType
-    from cyclonedx.model.license import LicenseExpression
-    from cyclonedx.output.json import JsonV1Dot6
-    from packageurl import PackageURL
-
-    def hashes(sha256: str) -> list[HashType]:
-        return [HashType(alg=HashAlgorithm.SHA_256, content=sha256)]
-
-    def component(part: Part, properties: list[Property]) -> Component:
-        return Component(
-            bom_ref=part.purl or part.name,
-            type=ComponentType.LIBRARY,
-            name=part.name,
-            version=part.version,
-            description=part.description,
-            scope=ComponentScope.REQUIRED,
-            hashes=hashes(part.sha256),
-            licenses=[LicenseExpression(part.licence)],
-            purl=PackageURL.from_string(part.purl) if part.purl else None,
-            properties=properties,
-        )
-
-    upstream, cutlass = _upstream(info["upstream"])
-    patches = [
-        Property(name=_patch(patch["name"]), value=patch["sha256"])
-        for patch in info["upstream"]["patches"]
+    ours, upstream = f"pkg:pypi/{NAME}@{version}", info["upstream"]
+    everything = [*_of_upstream(upstream), *components]
+    rows = [_row(each) for each in everything]
+    rows[0]["properties"] = [
+        {"name": f"{NAME}:patch:{patch['name']}", "value": patch["sha256"]}
+        for patch in upstream["patches"]
     ]
-    ours = f"pkg:pypi/{NAME}@{version}"
     digest = hashlib.sha256(library).hexdigest()
-    root = Component(
-        bom_ref=ours,
-        type=ComponentType.LIBRARY,
-        name=NAME,
-        version=version,
-        licenses=[LicenseExpression(" AND ".join(LICENCES))],
-        purl=PackageURL.from_string(ours),
-        components=[
-            Component(bom_ref=LIBRARY, type=ComponentType.FILE, name=LIBRARY, hashes=hashes(digest))
+    root = {
+        "bom-ref": ours, "type": "library", "name": NAME, "version": version, "purl": ours,
+        "licenses": [{"expression": " AND ".join(LICENCES)}],
+        "components": [
+            {"bom-ref": LIBRARY, "type": "file", "name": LIBRARY, "hashes": _hashes(digest)}
         ],
-    )
-    components = [component(upstream, patches)]
-    components += [component(part, []) for part in (cutlass, *parts)]
-    bom = Bom(
-        components=components,
-        metadata=BomMetaData(component=root, timestamp=datetime.fromtimestamp(epoch, timezone.utc)),
-        serial_number=uuid.UUID(int=0),
-    )
-    bom.register_dependency(root, components)
-    text = JsonV1Dot6(bom).output_as_string()
-    bom.serial_number = uuid.uuid5(_NAMESPACE, text)
-    return (JsonV1Dot6(bom).output_as_string(indent=2) + "\n").encode()
+    }  # fmt: skip
+    depends = [{"ref": ours, "dependsOn": [row["bom-ref"] for row in rows]}]
+    content = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"timestamp": f"{datetime(*date).isoformat()}+00:00", "component": root},
+        "components": rows,
+        "dependencies": [*depends, *({"ref": row["bom-ref"]} for row in rows)],
+    }
+    # The serial number is a function of the content.
+    namespace = uuid.uuid5(uuid.NAMESPACE_DNS, f"{NAME}.sbom")
+    serial = uuid.uuid5(namespace, json.dumps(content, sort_keys=True))
+    return (json.dumps({**content, "serialNumber": f"urn:uuid:{serial}"}, indent=2) + "\n").encode()
 
 
-def problems(data: bytes, info: Mapping[str, Any], library: bytes) -> Iterator[str]:
-    """Compares a wheel's bill of materials with the wheel.
+def problems(
+    data: bytes, version: str, info: Mapping[str, Any], library: bytes, date: Date
+) -> Iterator[str]:
+    """Compares a wheel's bill of materials with the one that its own rows give.
 
     Args:
         data: The bill of materials.
+        version: Version of the wheel.
         info: The build information that the wheel carries.
         library: The wheel's `_C.so`.
+        date: That of the wheel's files.
 
     Yields:
-        Each thing that is wrong with it.
+        What is wrong with it.
     """
     try:
-        bom = json.loads(data)
-        components = {component["name"]: component for component in bom["components"]}
-        described = bom["metadata"]["component"]["components"][0]["hashes"][0]["content"]
-        patches = {p["name"]: p["value"] for p in components["flash-attn"].get("properties", [])}
-        lacking = [
-            name for name, component in components.items()
-            if not all(component.get(key) for key in ("version", "licenses", "hashes"))
-        ]  # fmt: skip
-        sources = components["flash-attn"]["hashes"][0]["content"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        components = tuple(
+            Component(
+                row["name"], row["version"], row["hashes"][0]["content"],
+                row["licenses"][0]["expression"], b"", row["description"], row.get("purl", ""),
+            )
+            for row in json.loads(data)["components"][2:]
+        )  # fmt: skip
+        expected = describe(version, info, library, components, date)
+    except (ValueError, LookupError, TypeError, AttributeError, BuildError) as error:
         yield f"{FILE_NAME}: not the bill of materials of this build ({error!r})"
         return
-    if described != hashlib.sha256(library).hexdigest():
-        yield f"{FILE_NAME}: describes another {LIBRARY}"
-    for name in ("CUTLASS", "CUDA Runtime (static)", "Zig runtime libraries"):
-        if name not in components:
-            yield f"{FILE_NAME}: does not name {name}"
-    for name in lacking:
-        yield f"{FILE_NAME}: {name} lacks a version, a licence or a hash"
-    upstream = info.get("upstream", {})
-    if sources != upstream.get("sha256"):
-        yield f"{FILE_NAME}: flash-attn's sha256 is not the one in the build information"
-    if patches != {_patch(p["name"]): p["sha256"] for p in upstream.get("patches", [])}:
-        yield f"{FILE_NAME}: its patches are not those in the build information"
+    if data != expected:
+        yield f"{FILE_NAME}: is not the one of this library, upstream, patches, version and date"
+    if (found := {each.text_name for each in components}) != LICENCE_TEXTS:
+        yield f"{FILE_NAME}: names other components: {sorted(found ^ LICENCE_TEXTS)}"
+    for each in components:
+        if each.licence not in LICENCES or not re.fullmatch("[0-9a-f]{64}", each.sha256):
+            yield f"{FILE_NAME}: {each.name} has no hash, or licence {each.licence!r}"
 
 
-def _upstream(upstream: Mapping[str, Any]) -> tuple[Part, Part]:
+# Names of the licence texts of what the linker and the compiler add.
+LICENCE_TEXTS = frozenset(
+    {
+        "CUDA-Runtime-static-LICENSE.txt",
+        "Zig-runtime-libraries-LICENSE.txt",
+        "glibc-libc-nonshared-a-LICENSE.txt",
+        "torch-headers-of-the-stable-ABI-LICENSE.txt",
+    }
+)
+
+
+def _of_upstream(upstream: Mapping[str, Any]) -> tuple[Component, Component]:
     """flash-attn and the CUTLASS in it. The build itself puts their licences into the package."""
     release, sha256 = upstream["version"], upstream["sha256"]
     if release not in CUTLASS_IN:
@@ -243,22 +231,31 @@ def _upstream(upstream: Mapping[str, Any]) -> tuple[Part, Part]:
             "flash_attn_build/wheel/sbom.py."
         )
     return (
-        Part(
+        Component(
             upstream["name"], release, sha256, "BSD-3-Clause", b"",
             "Device code of its source distribution, whose sha256 this is, with our patches.",
             f"pkg:pypi/{upstream['name']}@{release}",
         ),
-        Part(
+        Component(
             "CUTLASS", CUTLASS_IN[release], sha256, "BSD-3-Clause", b"",
             f"Header templates from the source distribution of flash-attn {release}, whose sha256 "
             "this is.",
-            f"pkg:github/NVIDIA/cutlass@v{CUTLASS_IN[release]}",
+            f"pkg:github/nvidia/cutlass@v{CUTLASS_IN[release]}",
         ),
     )  # fmt: skip
 
 
-def _patch(name: str) -> str:
-    return f"{NAME}:patch:{name}"
+def _row(component: Component) -> dict[str, Any]:
+    row = {
+        "bom-ref": component.purl or component.name, "type": "library", "name": component.name,
+        "version": component.version, "description": component.description, "scope": "required",
+        "hashes": _hashes(component.sha256), "licenses": [{"expression": component.licence}],
+    }  # fmt: skip
+    return {**row, "purl": component.purl} if component.purl else row
+
+
+def _hashes(sha256: str) -> list[dict[str, str]]:
+    return [{"alg": "SHA-256", "content": sha256}]
 
 
 def _tree(root: Path, *starts: str) -> str:

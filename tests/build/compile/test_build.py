@@ -49,7 +49,7 @@ class Backend:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     binary = fake_wheel.library(tmp_path_factory.mktemp("library"))
-    return fake_wheel.contents(binary, "py3-none-linux_x86_64")
+    return fake_wheel.plain(binary)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def backend(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Backend
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "find", lambda arch: CUDA)
-    monkeypatch.setattr(sbom, "find_parts", lambda cuda: fake_wheel.PARTS)
+    monkeypatch.setattr(sbom, "find_components", lambda cuda: fake_wheel.COMPONENTS)
     monkeypatch.setenv("MAX_JOBS", "3")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     for name in build_folder.influences(os.environ):
@@ -118,7 +118,7 @@ def test_a_failure_leaves_dist_as_it_was(
     (request_.out_dir / "old.whl").write_text("")
     if failure == "gate":
         backend.files = {**backend.files, "setup.py": b""}
-        with pytest.raises(RefusedError, match=r"setup\.py does not belong"):
+        with pytest.raises(RefusedError, match=r"'setup\.py' does not belong"):
             build.build(request_)
     else:
         backend.status = 1

@@ -1,4 +1,4 @@
-"""The static index: what pip reads, and what is not let into it."""
+"""The static index: nothing without its attestations, or not listed, gets into it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_wheel
 import package_server
 import pytest
 import release_samples
-from flash_attn_build.errors import BuildError, RefusedError
-from flash_attn_build.files import write_text
+from flash_attn_build.errors import RefusedError
+from flash_attn_build.files import write_json, write_text
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
-from release_samples import Project
+from release_samples import Project, edit
+
+ROWS = [{"verificationResult": {"statement": {"predicate": {"result": "PASSED"}}}}]
+PASSED = f"""case "$*" in
+  *predicate-type*) echo '{json.dumps(ROWS)}';;
+  *--format*) echo '[{{"attestation": {{"bundle": {{"verificationMaterial": {{}}, "dsseEnvelope":
+    {{"payload": "eyJzdWJqZWN0IjogW119"}}}}}}}}]';;
+esac"""
 
 
 @pytest.fixture
-def pages(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of one release page, as the gate writes them."""
+def releases(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of one release, as the gate writes them."""
     monkeypatch.setattr(release, "POLICY", release_samples.POLICY)
-    release.release(project.dist, project.dist, tmp_path / "release", None, project.root)
-    shutil.copytree(tmp_path / "release" / "assets", tmp_path / "pages" / "v0.1.0")
-    return tmp_path / "pages"
+    release.release(project.dist, project.dist, tmp_path / "release", (), project.root)
+    shutil.copytree(tmp_path / "release" / "assets", tmp_path / "releases" / "v0.1.0")
+    return tmp_path / "releases"
 
 
-def write(pages: Path, *options: str) -> int:
-    out = pages.parent / "index"
-    return index.main(["--pages", str(pages), "--out", str(out), *(options or ["--unattested"])])
+def write(releases: Path, *options: str) -> int:
+    out = releases.parent / "index"
+    given = options or ["--unattested"]
+    return index.main(["--releases", str(releases), "--out", str(out), *given])
 
 
-def the_wheel(pages: Path) -> Path:
-    (wheel,) = pages.rglob("*.whl")
+def the_wheel(releases: Path) -> Path:
+    (wheel,) = releases.rglob("*.whl")
     return wheel
 
 
@@ -49,10 +58,10 @@ def contents(index: Path) -> dict[str, bytes]:
 PROJECT = "simple/flash-attn-deterministic"
 
 
-def test_pages_name_hashes_and_are_the_same_a_second_time(pages: Path, tmp_path: Path) -> None:
-    write(pages)
+def test_pages_name_hashes_and_are_the_same_a_second_time(releases: Path, tmp_path: Path) -> None:
+    write(releases)
     first = contents(tmp_path / "index")
-    wheel = the_wheel(pages)
+    wheel = the_wheel(releases)
     metadata = first[f"packages/{wheel.name}.metadata"]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -72,7 +81,7 @@ def test_pages_name_hashes_and_are_the_same_a_second_time(pages: Path, tmp_path:
     assert f'href="{file["url"]}#sha256={file["hashes"]["sha256"]}"' in page
     assert f'data-core-metadata="sha256={sha256(metadata)}"' in page
     assert 'data-requires-python="&gt;=3.10"' in page
-    write(pages)
+    write(releases)
     assert contents(tmp_path / "index") == first
     assert list(tmp_path.glob(".*")) == []
 
@@ -81,22 +90,34 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def foreign(pages: Path) -> None:
-    wheel = the_wheel(pages)
-    wheel.rename(wheel.with_name("torch-2.13.0-py3-none-any.whl"))
+def in_release(name: str) -> Callable[[Path], object]:
+    return lambda releases: (releases / "v0.1.0" / name).write_text("x")
+
+
+def renamed(releases: Path) -> None:
+    (releases / "v0.1.0").rename(releases / "v0.2.0")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not ours": (foreign, "expected a wheel of flash-attn-deterministic, got one of torch"),
-    "no wheel": (lambda p: the_wheel(p).unlink(), "its release page holds no wheel"),
-    "twice": (lambda p: shutil.copytree(p / "v0.1.0", p / "v0.2.0"), "two release pages"),
-    "no page": (lambda p: shutil.rmtree(p / "v0.1.0"), "would be empty"),
-}
+    "a script": (in_release("install.sh"), "'install.sh' does not belong into the release"),
+    "a foreign wheel": (in_release("evil-1-py3-none-any.whl"), "'evil-1-py3-none-any.whl' does"),
+    "a report in HTML": (in_release("x.verification-1.html"), "verification-1.html' does not"),
+    "a wheel of another version": (
+        in_release("flash_attn_deterministic-0.2.0-py3-none-any.whl"), "0.2.0-py3-none-any.whl' do"
+    ),
+    "another tag": (renamed, "does not belong into the release"),
+    "other bytes": (lambda r: the_wheel(r).write_bytes(b"x"), "its manifest is of another wheel"),
+    "no manifest": (
+        lambda r: next(r.rglob("*.manifest.json")).unlink(), "of another wheel (no file)"
+    ),
+    "no wheel": (lambda r: the_wheel(r).unlink(), "v0.1.0: the release holds no wheel"),
+    "no release": (lambda r: shutil.rmtree(r / "v0.1.0"), "would be empty"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("damage", "expected"), DAMAGE.values(), ids=DAMAGE)
-def test_what_does_not_belong_is_refused(
-    pages: Path,
+def test_what_is_not_of_a_release_is_refused(
+    releases: Path,
     tmp_path: Path,
     damage: Callable[[Path], object],
     expected: str,
@@ -104,28 +125,108 @@ def test_what_does_not_belong_is_refused(
 ) -> None:
     kept = tmp_path / "index" / "kept"
     kept.mkdir(parents=True)
-    damage(pages)
-    assert write(pages) == RefusedError.exit_code
+    damage(releases)
+    assert write(releases) == RefusedError.exit_code
     assert expected in capsys.readouterr().err
     assert list((tmp_path / "index").iterdir()) == [kept]
 
 
-def test_a_release_outlives_the_schemas_of_its_time(pages: Path, tmp_path: Path) -> None:
-    for path in pages.rglob("*.json"):
-        path.write_text('{"schema": 0}')
-    assert write(pages) == 0
-    assert f"packages/{the_wheel(pages).name}" in contents(tmp_path / "index")
+def test_what_is_demanded_since_a_release_does_not_undo_it(
+    releases: Path, tmp_path: Path, gh: Callable[[str], Path]
+) -> None:
+    """Neither another form of reports and manifests, nor other checks of wheels."""
+    gh(PASSED)
+    old = releases / "v0.0.1"
+    old.mkdir()
+    files = {**fake_wheel.contents(b"of other rules", version="0.0.1"), "notes.txt": b""}
+    wheel = fake_wheel.pack(old, files, version="0.0.1")
+    stated = {"schema": 1, "wheel": {"sha256": sha256(wheel.read_bytes())}}
+    write_json(old / f"{wheel.name}.manifest.json", stated)
+    write_json(old / f"{wheel.name}.verification-1.json", {"schema_version": 0})
+    assert write(releases, "--repository", "o/n") == 0
+    assert len(list((tmp_path / "index" / "packages").glob("*.whl"))) == 2
+
+
+FAILED = PASSED.replace("PASSED", "FAILED")
+NONE = 'case "$*" in *predicate-type*) echo "No attestations found" >&2; exit 1;; esac'
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ('case "$3" in *.json) exit 1;; esac', "manifest.json: has no attestation of its build"),
+        (NONE, "has no attestation that it passed verification as v0.1.0"),
+        (FAILED, "the verification of these bytes failed"),
+    ],
+    ids=["manifest", "not verified", "failed"],
+)
+def test_every_wheel_needs_its_attestations(
+    releases: Path,
+    gh: Callable[[str], Path],
+    program: str,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    gh(PASSED)
+    assert write(releases, "--repository", "o/n") == 0
+    shutil.rmtree(releases.parent / "index")
+    calls = gh(program)
+    assert write(releases, "--repository", "o/n") == RefusedError.exit_code
+    assert expected in capsys.readouterr().err
+    # A release holds what was built from its tag, not from that of another one.
+    assert "--source-ref=refs/tags/v0.1.0" in calls.read_text()
+    assert not (releases.parent / "index").exists()
+
+
+def test_an_edited_report_of_a_failed_run_does_not_help(
+    releases: Path, gh: Callable[[str], Path]
+) -> None:
+    """Its digest can be computed again; the attestation of the result cannot."""
+    (report,) = releases.rglob("*.verification-1.json")
+    edit(report, lambda content: content.update(status="passed"), sign=True)
+    gh(FAILED)
+    assert write(releases, "--repository", "o/n") == RefusedError.exit_code
+
+
+def test_attestations_are_not_left_out_by_mistake(
+    releases: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        index.main(["--releases", str(releases)])
+    assert "--repository --unattested is required" in capsys.readouterr().err
+    calls = gh("exit 1")
+    # As where a workflow's variable is not set.
+    assert write(releases, "--repository", "") == RefusedError.exit_code
+    assert "attestation verify" in calls.read_text()
+
+
+def test_files_come_from_all_releases(
+    releases: Path, tmp_path: Path, gh: Callable[[str], Path]
+) -> None:
+    listed = json.dumps([{"tagName": "v0.1.0"}])
+    calls = gh(f"""case "$2" in
+      list) echo '{listed}';;
+      download) mkdir -p "$5" && cp {releases}/v0.1.0/* "$5";;
+    esac
+    {PASSED}""")
+    assert index.main(["--out", str(tmp_path / "index"), "--repository", "o/n"]) == 0
+    listing, download, *asked = calls.read_text().splitlines()
+    assert "release list --exclude-drafts" in listing
+    assert download.startswith("release download v0.1.0")
+    assert [call.split()[:2] for call in asked] == [["attestation", "verify"]] * 5
+    assert (tmp_path / "index" / "simple" / "flash-attn-deterministic" / "index.html").exists()
 
 
 def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
-    pages: Path, tmp_path: Path
+    releases: Path, tmp_path: Path
 ) -> None:
-    wheel = the_wheel(pages)
+    wheel = the_wheel(releases)
     for name in (
         wheel.name.replace("x86_64", "aarch64"), wheel.name.replace("0.1.0", "0.1.0+cu12")
     ):  # fmt: skip
         shutil.copy(wheel, wheel.with_name(name))
-    assert write(pages) == 0
+        shutil.copy(f"{wheel}.manifest.json", wheel.with_name(f"{name}.manifest.json"))
+    assert write(releases) == 0
     made = contents(tmp_path / "index")
     for folder, version, count in (("", "0.1.0", 2), ("cu12/", "0.1.0+cu12", 1)):
         listed = json.loads(made[f"{folder}{PROJECT}/index.json"])
@@ -134,9 +235,9 @@ def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
 
 
 @pytest.mark.parametrize("torch", ["2.13.0", "2.9.1"])
-def test_torch_is_never_taken_from_the_index(pages: Path, tmp_path: Path, torch: str) -> None:
+def test_torch_is_never_taken_from_the_index(releases: Path, tmp_path: Path, torch: str) -> None:
     """README's command; a torch that will not do is an error, and not looked for elsewhere."""
-    write(pages)
+    write(releases)
     python = package_server.clean_environment(tmp_path / "environment")
     (site,) = (tmp_path / "environment").rglob("site-packages")
     metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
@@ -167,15 +268,16 @@ def bundle(*names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_attestation_is_linked_where_it_is_of_the_wheel_alone(
-    pages: Path, tmp_path: Path, gh: Callable[[str], Path], alone: bool
+    releases: Path, tmp_path: Path, gh: Callable[[str], Path], alone: bool
 ) -> None:
-    name = the_wheel(pages).name
+    name = the_wheel(releases).name
     said = [{"attestation": {"bundle": bundle(*([name] if alone else [name, "other"]))}}]
     gh(f"""case "$*" in
+      *predicate-type*) echo '{json.dumps(ROWS)}';;
       "api repos/o/n/pages "*) echo https://pages.example/n/;;
       *--format*) echo '{json.dumps(said)}';;
     esac""")
-    assert write(pages, "--repository", "o/n") == 0
+    assert write(releases, "--repository", "o/n") == 0
     made = contents(tmp_path / "index")
     (file,) = json.loads(made[f"{PROJECT}/index.json"])["files"]
     assert (f"packages/{name}.provenance" in made) == alone
@@ -185,53 +287,3 @@ def test_an_attestation_is_linked_where_it_is_of_the_wheel_alone(
         (each,) = json.loads(made[f"packages/{name}.provenance"])["attestation_bundles"]
         assert each["publisher"]["repository"] == "o/n"
         assert each["attestations"][0]["envelope"]["signature"] == "c2ln"
-
-
-def test_every_wheel_and_manifest_needs_an_attestation(
-    pages: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = gh('case "$3" in *.json) exit 1;; esac')
-    assert write(pages, "--repository", "o/n") == RefusedError.exit_code
-    error = capsys.readouterr().err
-    assert "manifest.json: has no attestation of this project's build" in error
-    first, second = calls.read_text().splitlines()
-    for call, suffix in ((first, ".whl"), (second, ".manifest.json")):
-        assert call.startswith("attestation verify ")
-        assert call.split()[2].endswith(suffix)
-        assert "--repo o/n --signer-workflow o/n/.github/workflows/release.yml" in call
-        # A page holds what was built from its tag, not from that of another release.
-        assert call.endswith("--deny-self-hosted-runners --source-ref=refs/tags/v0.1.0")
-    assert not (pages.parent / "index").exists()
-
-
-def test_attestations_are_not_left_out_by_mistake(
-    pages: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        index.main(["--pages", str(pages)])
-    assert "--repository --unattested is required" in capsys.readouterr().err
-    calls = gh("exit 1")
-    # As where a workflow's variable is not set.
-    assert write(pages, "--repository", "") == RefusedError.exit_code
-    assert "attestation verify" in calls.read_text()
-
-
-def test_pages_come_from_all_releases(
-    pages: Path, tmp_path: Path, gh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = json.dumps([{"tagName": "v0.1.0"}])
-    said = json.dumps([{"attestation": {"bundle": bundle()}}])
-    calls = gh(f"""case "$*" in
-      *" list "*) echo '{listed}';;
-      *" download "*) mkdir -p "$5" && cp {pages}/v0.1.0/* "$5";;
-      *--format*) echo '{said}';;
-    esac""")
-    assert index.main(["--out", str(tmp_path / "index"), "--repository", "o/n"]) == 0
-    listing, download, *attestations = calls.read_text().splitlines()
-    assert "release list --exclude-drafts" in listing
-    assert download.startswith("release download v0.1.0")
-    assert [call.split()[0] for call in attestations] == ["attestation"] * 3
-    assert (tmp_path / "index" / "simple" / "flash-attn-deterministic" / "index.html").exists()
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(BuildError, match="gh, GitHub's command line tool, is not on PATH"):
-        index.download_pages(tmp_path)

@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import release_samples
+from flash_attn_build.compile import sources
 from flash_attn_build.files import ROOT
 from flash_attn_build.release import ptx
 from flash_attn_build.release.candidate import read_candidate
-from flash_attn_build.release.report import read_report, run_faults
+from flash_attn_build.release.report import read_report, run_problems
 from release_samples import POLICY, Change, Project, edit, sections
 
 ENTRY = POLICY.unverified_architectures["sm_80"]
 WHERE = "docs/results/verification-compute_80"
 
 
-def faults(project: Project) -> list[str]:
-    wheel = read_candidate(project.wheel, project.root)
-    return list(ptx.faults(project.root, release_samples.SCHEMA, wheel, ENTRY, POLICY))
+def problems(project: Project) -> list[str]:
+    wheel = read_candidate(project.wheel, project.root, project.policy)
+    return list(ptx.problems(project.root, release_samples.SCHEMA, wheel, ENTRY, POLICY))
 
 
 REPORTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -45,19 +46,19 @@ def test_a_report_that_does_not_stand_in(
     project: Project, changes: dict[str, Any], expected: str
 ) -> None:
     edit(project.ptx_path, lambda report: report.update(changes), sign=True)
-    assert f"{WHERE}.json: {expected}" in "\n".join(faults(project))
+    assert f"{WHERE}.json: {expected}" in "\n".join(problems(project))
     project.tag()
-    assert f"sm_80: {WHERE}.json: {expected}" in project.reasons()
+    assert f"sm_80: {WHERE}.json: {expected}" in project.problems()
 
 
 def test_neither_report_nor_manifest(project: Project) -> None:
     project.ptx_path.unlink()
-    (fault,) = faults(project)
-    assert fault.startswith(f"{WHERE}.json: is unreadable")
+    (problem,) = problems(project)
+    assert problem.startswith(f"{WHERE}.json: is unreadable")
     project.ptx_manifest.unlink()
     assert (
         f"{WHERE}.manifest.json: verification-compute_80.manifest.json is missing"
-        in (faults(project)[0])
+        in (problems(project)[0])
     )
 
 
@@ -65,7 +66,7 @@ def test_rows_that_ptx_cannot_pass_are_not_asked_for(project: Project) -> None:
     """Golden hashes are of machine code, and PTX has one family of kernels."""
     passed = sections(golden="not-applicable", family="not-applicable", performance="not-run")
     edit(project.ptx_path, lambda report: report.update(sections=passed), sign=True)
-    assert faults(project) == []
+    assert problems(project) == []
 
 
 ALONE = "expected preset 'release' with the option CMAKE_CUDA_ARCHITECTURES=80-virtual alone"
@@ -87,7 +88,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
         lambda m: m["architectures"].append("90-real"),
         "expected 80-virtual alone, got 80-virtual, 90-real",
     ),
-    "schema": (lambda m: m.update(schema=2), "expected schema 3"),
+    "schema": (lambda m: m.update(schema=2), "expected schema 4"),
     "no sources": (lambda m: m.pop("sources"), "is not a manifest"),
     "other form": (lambda m: m.update(build=[]), "is not a manifest"),
 }
@@ -96,37 +97,40 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize(("change", "expected"), MANIFESTS.values(), ids=MANIFESTS)
 def test_a_manifest_of_something_else(project: Project, change: Change, expected: str) -> None:
     edit(project.ptx_manifest, change)
-    assert f"{WHERE}.manifest.json: {expected}" in "\n".join(faults(project))
+    assert f"{WHERE}.manifest.json: {expected}" in "\n".join(problems(project))
 
 
 def test_a_new_version_with_the_same_kernels_needs_no_new_run(project: Project) -> None:
     other = {"pyproject.toml": "0" * 64}
     edit(project.ptx_manifest, lambda m: m["sources"].update(other))
-    assert "build's sources is not that of the manifest" in faults(project)[0]
+    assert "build's sources is not that of the manifest" in problems(project)[0]
     edit(project.ptx_path, lambda r: r["build"]["sources"].update(other), sign=True)
-    assert faults(project) == []
+    assert problems(project) == []
 
 
 def test_kernels_of_a_later_family_have_no_earlier_ptx(project: Project) -> None:
     own = [
         {"direction": "fwd", "dtype": "bf16", "head_dim": 64, "family": f"sm{n}"} for n in (80, 90)
     ]
-    wheel = read_candidate(project.wheel, project.root)
+    wheel = read_candidate(project.wheel, project.root, project.policy)
     wheel = replace(wheel, manifest={**wheel.manifest, "instances": own})
     text = json.loads(project.ptx_manifest.read_text())
     report = read_report(project.ptx_path, release_samples.SCHEMA)
     for instances, expected in ((own[:1], 0), (own, 1), ([], 1)):
         text["instances"] = instances
-        assert len(list(ptx.manifest_faults(text, report, wheel, "compute_80"))) == expected
+        assert len(list(ptx.manifest_problems(text, report, wheel, "compute_80"))) == expected
 
 
 def test_the_report_in_this_tree_stands_in() -> None:
-    """The gate compares it with the tree's present kernels, when something is released."""
+    """While it is of the present kernels; the gate refuses it where it is not."""
     path = ROOT / ENTRY.ptx_report
     said = "The gate is shut" in (ROOT / "docs" / "releasing.md").read_text()
     assert said == (not path.exists())
-    if path.exists():
-        report = read_report(path, release_samples.SCHEMA)
-        assert list(run_faults(report)) == []
-        assert ENTRY.ptx in report.names("ran_as_ptx")
-        assert json.loads(path.with_suffix(".manifest.json").read_text())["sources"]
+    stated = (
+        json.loads(path.with_suffix(".manifest.json").read_text())["sources"] if not said else {}
+    )
+    if any(stated.get(part) != sha256 for part, sha256 in sources.digests().items()):
+        pytest.skip("the report is of other kernels; docs/releasing.md says how it is made again")
+    report = read_report(path, release_samples.SCHEMA)
+    assert list(run_problems(report)) == []
+    assert ENTRY.ptx in report.names("ran_as_ptx")

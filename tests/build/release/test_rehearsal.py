@@ -24,7 +24,7 @@ from flash_attn_build.files import ROOT
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
 from flash_attn_build.release.policy import POLICY
-from release_samples import OTHER_WHEEL, Project, edit
+from release_samples import MODULES, OTHER_WHEEL, Project, edit
 
 NAME = "flash-attn-deterministic"
 WHEEL = "flash_attn_deterministic-0.1.0"
@@ -58,7 +58,10 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     listed = {line.split()[1] for line in (out / "SHA256SUMS").read_text().splitlines()}
     there = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert listed == there - {"SHA256SUMS"}
-    assert list((out / "kernels-hub" / "build").iterdir())
+    result = json.loads((out.parent / release.RESULT).read_text())
+    assert result["result"] == "PASSED"
+    assert {"contract", "contract: family", *MODULES} <= set(result["passedTests"])
+    assert (result["warnedTests"], result["failedTests"]) == (["sm_80: not verified"], [])
     upload_and_install(out / "package-index" / wheel, tmp_path)
     install_from_index(out, project.wheel, tmp_path)
 
@@ -83,9 +86,9 @@ def upload_and_install(wheel: Path, folder: Path) -> Path:
 
 def install_from_index(out: Path, wheel: Path, folder: Path) -> None:
     """By pip, from the static index of what the gate wrote."""
-    shutil.copytree(out / "assets", folder / "pages" / "v0.1.0")
+    shutil.copytree(out / "assets", folder / "releases" / "v0.1.0")
     made = folder / "index"
-    arguments = ["--pages", str(folder / "pages"), "--out", str(made), "--unattested"]
+    arguments = ["--releases", str(folder / "releases"), "--out", str(made), "--unattested"]
     assert index.main(arguments) == 0
     command = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]
     python = folder / "environment" / "bin" / "python"
@@ -115,6 +118,37 @@ def test_what_the_gate_refuses_is_not_written(
     assert list(out.parent.iterdir()) == []
 
 
+def test_a_failed_run_is_written_down_to_be_attested(project: Project, out: Path) -> None:
+    project.add_report(status="failed")
+    assert run(project, out) == RefusedError.exit_code
+    result = json.loads((out.parent / release.RESULT).read_text())
+    assert (result["result"], result["passedTests"]) == ("FAILED", [])
+    assert result["failedTests"] == ["2/verification.json: its status is 'failed'"]
+    shutil.rmtree(project.dist / "verification" / "2")
+    (project.dist / "verification" / "2").mkdir()  # cut short: it may be run again
+    assert run(project, out) == RefusedError.exit_code
+    assert list(out.parent.iterdir()) == []
+
+
+def test_nothing_of_the_gpu_machine_is_published_but_the_report(
+    project: Project, out: Path
+) -> None:
+    folder = project.report_path.parent
+    for name in ("verification.sh", "verification.whl", "verification.html", "notes.md"):
+        (folder / name).write_text("evil")
+    edit(project.report_path, lambda r: r["environment"].update(driver="<script>"), sign=True)
+    assert run(project, out) == 0
+    there = sorted(path.name for path in (out / "assets").iterdir())
+    assert [name.partition(".whl")[2] for name in there] == [
+        "", ".manifest.json", ".verification-1.json"
+    ]  # fmt: skip
+    assert "script" not in (out / "notes.md").read_text()
+
+
+def test_text_of_others_is_shown_as_it_is() -> None:
+    assert release._plain("a|b\n<img>`x`[y](z)") == r"a\|b &lt;img&gt;\`x\`\[y\](z)"
+
+
 @pytest.mark.parametrize("name", ["", "other-0.1.0", "flash_attn_deterministic-0.1.0+cu130"])
 def test_the_wheels_must_be_those_of_the_policy(
     project: Project, out: Path, name: str, capsys: pytest.CaptureFixture[str]
@@ -133,15 +167,21 @@ def test_the_wheels_must_be_those_of_the_policy(
 def test_attestations_are_asked_for_before_anything_is_read(
     project: Project, out: Path, gh: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = gh("")
-    assert run(project, out, "--attested", "o/n", "c0ffee") == 0
-    assert calls.read_text().count("--source-digest=c0ffee") == 2
+    never = 'case "$*" in *predicate-type*) echo no attestations found >&2; exit 1;; esac'
+    calls = gh(never)
+    attested = ("--attested", "o/n", "c0ffee", "v0.1.0")
+    assert run(project, out, *attested) == 0
+    assert calls.read_text().count("--source-digest=c0ffee --source-ref=refs/tags/v0.1.0") == 2
+    assert run(project, out, *attested[:3], "v9") == RefusedError.exit_code
+    assert "the release is of tag v9, but the wheel is of v0.1.0" in capsys.readouterr().err
     project.add_report(wheel=OTHER_WHEEL)
     assert run(project, out) == 0
-    assert run(project, out, "--attested", "o/n", "c0ffee") == RefusedError.exit_code
+    assert run(project, out, *attested) == RefusedError.exit_code
     assert "is of no wheel of this release" in capsys.readouterr().err
+    gh(never.replace("echo no", "echo HTTP 500; echo not no", 1).replace("found", "there"))
+    assert run(project, out, *attested) == RefusedError.exit_code
     gh("exit 1")
-    assert run(project, out, "--attested", "o/n", "c0ffee") == RefusedError.exit_code
+    assert run(project, out, *attested) == RefusedError.exit_code
     assert "has no attestation" in capsys.readouterr().err
 
 

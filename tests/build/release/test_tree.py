@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from flash_attn_build.files import write_text
-from flash_attn_build.release.tree import reasons
+from flash_attn_build.release.tree import problems
 from release_samples import Project
 
 HIDDEN = "python/flash_attn_deterministic/hidden.py"
@@ -30,7 +30,7 @@ CHANGES: dict[str, tuple[list[str], dict[str, str], str]] = {
 
 
 def told(project: Project) -> str:
-    return "\n".join(reasons(project.root, "0.1.0"))
+    return "\n".join(problems(project.root, "0.1.0"))
 
 
 @pytest.mark.parametrize(("commands", "files", "expected"), CHANGES.values(), ids=CHANGES)
@@ -48,6 +48,13 @@ def test_a_file_that_may_be_run_suddenly(project: Project) -> None:
     project.git("config", "core.fileMode", "false")
     (project.root / "CMakeLists.txt").chmod(0o755)
     assert "tree: differs from its commit: CMakeLists.txt" in told(project)
+
+
+def test_the_tag_that_runs_is_the_versions(project: Project) -> None:
+    """A second tag of the same commit does not verify the same version again."""
+    project.git("tag", "v9")
+    assert project.problems("v0.1.0") == ""
+    assert "the release is of tag v9, but the wheel is of v0.1.0" in project.problems("v9")
 
 
 def test_another_tag_or_none(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

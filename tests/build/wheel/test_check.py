@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +39,51 @@ def test_another_tag(tmp_path: Path, binary: bytes, tag: str) -> None:
     assert "WHEEL: expected the one tag" in text
 
 
-TEXTS = [f"{INFO}/licenses/{name}" for name in check.LICENCE_TEXTS]
-
-
-@pytest.mark.parametrize("name", [check.LIBRARY, check.BUILD_INFO, *check.LICENSES, *TEXTS])
-def test_a_missing_file(tmp_path: Path, binary: bytes, name: str) -> None:
-    files = fake_wheel.contents(binary)
-    del files[name]
-    text = problems(fake_wheel.pack(tmp_path, files))
-    assert f"{Path(name).name if name in TEXTS else name} is missing" in text
-    assert ("License-File differs" in text) == (name in TEXTS)
+NAMES = [name for name in fake_wheel.contents(b"") if name.endswith(("/LICENSE", "-LICENSE.txt"))]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "flash_attn_build/compile/build.py",
-        "flash_attn_deterministic/extra.so",
-        "flash_attn_deterministic/fwd.cu",
-        "flash_attn_deterministic.libs/libcudart.so.13",
-        "setup.py",
-        f"{INFO}/hook.py",
-        f"{INFO}/notes.txt",
-        "flash_attn_deterministic-0.2.0.dist-info/entry_points.txt",
-    ],
+    "name", [check.LIBRARY, check.BUILD_INFO, *check.LICENSES, *NAMES, f"{INFO}/entry_points.txt"]
 )
+def test_a_missing_file(tmp_path: Path, binary: bytes, name: str) -> None:
+    files = fake_wheel.contents(binary)
+    del files[name]
+    assert f"{name} is missing" in problems(fake_wheel.pack(tmp_path, files))
+
+
+FOREIGN = [
+    "flash_attn_build/compile/build.py",
+    "flash_attn_deterministic/extra.so",
+    "flash_attn_deterministic/fwd.cu",
+    "flash_attn_deterministic/licenses/evil.py.txt",
+    "flash_attn_deterministic/../evil.py",
+    "flash_attn_deterministic//evil.py",
+    "flash_attn_deterministic/./evil.py",
+    "flash_attn_deterministic\\evil.py",
+    "flash_attn_deterministic/ev\nil.py",
+    "/flash_attn_deterministic/evil.py",
+    "flash_attn_deterministic.libs/libcudart.so.13",
+    "flash_attn_deterministic-0.1.0.data/scripts/evil",
+    "setup.py",
+    "evil.pth",
+    f"{INFO}/hook.py",
+    f"{INFO}/notes.txt",
+    f"{INFO}/entry_points.txt/../../evil.pth",
+    f"{INFO}/licenses/evil.pth",
+    f"{INFO}/sboms/other.cdx.json",
+    "flash_attn_deterministic-0.2.0.dist-info/entry_points.txt",
+]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
 def test_a_file_that_does_not_belong(tmp_path: Path, binary: bytes, name: str) -> None:
     files = {**fake_wheel.contents(binary), name: b""}
-    assert f"{name} does not belong" in problems(fake_wheel.pack(tmp_path, files))
+    assert f"{name!r} does not belong" in problems(fake_wheel.pack(tmp_path, files))
+
+
+def test_a_licence_that_is_not_the_trees(tmp_path: Path, binary: bytes) -> None:
+    files = {**fake_wheel.contents(binary), f"{INFO}/licenses/LICENSE": b"all yours"}
+    assert "LICENSE is not the tree's LICENSE" in problems(fake_wheel.pack(tmp_path, files))
 
 
 SHIMS = fake_wheel.SHIMS
@@ -131,25 +147,6 @@ def test_a_folder_of_the_machine_in_the_library(tmp_path: Path, binary: bytes) -
     assert "built on (./env/lib/site-packages/torch/stable/ops.h)" in text
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda text: text.replace(b"sha256=", b"sha256=A", 1),
-        lambda text: text.replace(b"flash_attn_deterministic/py.typed", b"elsewhere"),
-        lambda text: text + b"more.py,,\n",
-        lambda text: b"",
-    ],
-    ids=["another hash", "another name", "one more", "empty"],
-)
-def test_a_record_that_is_not_of_the_files(
-    tmp_path: Path, binary: bytes, change: Callable[[bytes], bytes]
-) -> None:
-    files = fake_wheel.contents(binary)
-    name = f"{INFO}/RECORD"
-    files[name] = change(fake_wheel.record(files, name))
-    assert "RECORD: what it states of " in problems(fake_wheel.pack(tmp_path, files))
-
-
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     binary = fake_wheel.library(tmp_path / "library", options=[], code=b"")
     files = {**fake_wheel.contents(binary), "setup.py": b""}
@@ -175,22 +172,57 @@ def test_architectures_without_a_kind_mean_both(
         assert check.check(wheel)["architectures"] == names
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (" AND MIT", "", "lacks MIT, which is linked in"),
-        ("Version: 0.1.0", "Version: 0.1.0+x", "says version 0.1.0+x"),
-        ("Name: ", "X-Name: ", "METADATA: not valid"),
-    ],
-    ids=["licence", "version", "damaged"],
-)
+METADATA = {
+    "licence": (" AND MIT", "", "license_expression: expected"),
+    "licence text": ("License-File: NOTICE\n", "", "license_files: expected"),
+    "version": ("Version: 0.1.0", "Version: 0.1.0+x", "version: expected '0.1.0'"),
+    "name": ("Name: ", "X-Name: ", "name: expected 'flash-attn-deterministic'"),
+    "requirement": ("Requires-Dist: torch", "Requires-Dist: evil\nRequires-Dist: torch", "evil"),
+    "another place": ("torch>=2.10", "torch @ file:///evil.whl", "requires_dist: expected"),
+    "no requirement": ("Requires-Dist: ", "X-Dist: ", "x-dist: expected"),
+    "extra": ("Provides-Extra: ", "Provides-Extra: evil\nProvides-Extra: ", "provides_extra: "),
+    "Python": (">=3.10", ">=2.7", "requires_python: expected '>=3.10'"),
+    "page": ("Keywords: ", "Home-page: file:///evil\nKeywords: ", "home_page: expected 'None'"),
+    "description": ("\n\n#", "\n\npip install evil\n#", "description: expected"),
+    "unknown field": ("Keywords: ", "Evil: yes\nKeywords: ", "evil: expected 'None'"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), METADATA.values(), ids=METADATA)
 def test_metadata_that_is_wrong(
     tmp_path: Path, binary: bytes, old: str, new: str, expected: str
 ) -> None:
     files = fake_wheel.contents(binary)
-    changed = fake_wheel.METADATA.replace(old, new, 1)
-    files[f"{INFO}/METADATA"] = changed.encode()
+    assert old in files[f"{INFO}/METADATA"].decode()
+    files[f"{INFO}/METADATA"] = fake_wheel.metadata().decode().replace(old, new, 1).encode()
     assert expected in problems(fake_wheel.pack(tmp_path, files))
+
+
+ENTRY_POINTS = {
+    "one more": (b"[console_scripts]\n", b"[console_scripts]\npip = evil:main\n"),
+    "another target": (b"__main__:main", b"evil:main"),
+    "a group more": (b"[console_scripts]", b"[pytest11]\nevil = evil\n[console_scripts]"),
+    "none": (b"[", b"#"),
+    "not a table": (b"[console_scripts]", b"[console_scripts"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), ENTRY_POINTS.values(), ids=ENTRY_POINTS)
+def test_entry_points_that_are_wrong(tmp_path: Path, binary: bytes, old: bytes, new: bytes) -> None:
+    files = fake_wheel.contents(binary)
+    files[f"{INFO}/entry_points.txt"] = fake_wheel.entry_points().replace(old, new)
+    assert "entry_points.txt: " in problems(fake_wheel.pack(tmp_path, files))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"false", b"true"), (b"Tag: ", b"Tag: py3-none-any\nTag: "), (b"Tag: ", b"Build: 1\nTag: ")],
+    ids=["purelib", "tag", "build"],
+)
+def test_a_wheel_file_that_is_wrong(tmp_path: Path, binary: bytes, old: bytes, new: bytes) -> None:
+    files = fake_wheel.contents(binary)
+    files[f"{INFO}/WHEEL"] = files[f"{INFO}/WHEEL"].replace(old, new)
+    assert "WHEEL: expected the one tag" in problems(fake_wheel.pack(tmp_path, files))
 
 
 def test_the_tag_is_that_of_the_librarys_machine(tmp_path: Path, binary: bytes) -> None:

@@ -17,15 +17,14 @@ LINUX = "py3-none-linux_x86_64"
 
 def test_two_builds_at_two_times_and_places_give_the_same_bytes(tmp_path: Path) -> None:
     binary = fake_wheel.library(tmp_path / "library")
-    files = fake_wheel.contents(binary, LINUX)
+    files = fake_wheel.plain(binary)
     digests = set()
     for place, umask, order in (("one", 0o022, 1), ("two/deeper", 0o007, -1)):
         before = os.umask(umask)
         try:
             ordered = dict(list(files.items())[::order])
-            # A checkout's files have the mode that the umask leaves them.
-            wheel = fake_wheel.pack(tmp_path / place, ordered, LINUX, 0o666 & ~umask)
-            made = repair.repair(wheel, tmp_path / place / "out", fake_wheel.PARTS, 1700000000)
+            wheel = fake_wheel.pack(tmp_path / place, ordered, LINUX)
+            made = repair.repair(wheel, tmp_path / place / "out", fake_wheel.COMPONENTS, 1700000000)
         finally:
             os.umask(before)
         check.check(made)
@@ -61,7 +60,7 @@ def test_what_the_platform_does_not_allow_is_refused(
         monkeypatch.setenv("AUDITWHEEL_LD_LIBRARY_PATH", str(tmp_path / "library"))
     wheel = fake_wheel.pack(tmp_path, fake_wheel.contents(binary, LINUX), LINUX)
     with pytest.raises(BuildError, match="auditwheel refuses"):
-        repair.repair(wheel, tmp_path / "out", fake_wheel.PARTS, 0)
+        repair.repair(wheel, tmp_path / "out", fake_wheel.COMPONENTS, 0)
     assert not list(tmp_path.glob("out/*.whl"))
     assert expected in capfd.readouterr().err
 
@@ -69,4 +68,4 @@ def test_what_the_platform_does_not_allow_is_refused(
 def test_a_foreign_wheel_is_refused(tmp_path: Path) -> None:
     wheel = fake_wheel.pack(tmp_path, {"a.py": b"", "a-1.dist-info/WHEEL": b""}, LINUX)
     with pytest.raises(RefusedError, match=r"_build_info\.json and .*_C\.so is missing"):
-        repair.repair(wheel, tmp_path / "out", fake_wheel.PARTS, 0)
+        repair.repair(wheel, tmp_path / "out", fake_wheel.COMPONENTS, 0)
