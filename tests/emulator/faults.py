@@ -122,6 +122,10 @@ FAULTS = [
         ),
     ),
     Fault(
+        "keys of a page begin at its first row",
+        *(64, _PRODUCER, "used ? key - page * call.page_size", "used ? key % call.box_keys"),
+    ),
+    Fault(
         "the tail lies in another block",
         *(64, _PRODUCER, "(count == 1 ? 1 : 2)", "2"),
     ),

@@ -53,7 +53,6 @@ bool takes_variant(const FwdParams& call, const Tree& tree) {
   const int keys = has_128_keys(*variant_at_hand) ? 128 : 64;
   const sm90::FwdParams params = sm90::params_of(call, tree);
   return params.split_tokens % keys == 0 && params.softcap == 0.f &&
-         (params.block_table == nullptr || (keys == 64 && params.page_size % keys == 0)) &&
          sm90::supports(params);
 }
 #endif
@@ -153,7 +152,7 @@ struct Call {
                                 : about((split == 0 ? 64 : split) * draw(1, split <= 128 ? 4 : 2) +
                                         (chance(30) ? 64 * draw(-1, 1) : 0));
     seqlen_k = one_behind ? std::max(seqlen_k, 128) : seqlen_k;
-    const int page = 64 * draw(1, 3), pages = (seqlen_k + page - 1) / page;
+    const int page = 16 * draw(1, 12), pages = (seqlen_k + page - 1) / page;
     const int rows_k = paged ? pages * page : seqlen_k;
     const bool indexed = cache && !paged && chance(40),
                padded = cache && !paged && chance(40) && !one_behind;

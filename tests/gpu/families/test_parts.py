@@ -144,7 +144,7 @@ def test_ragged(
     )
 
 
-@pytest.mark.parametrize("page_size", [0, 64, 256])
+@pytest.mark.parametrize("page_size", [0, 16, 64, 256])
 @pytest.mark.parametrize("seqlen_q", [3, 16, 100])
 @MASK
 @HEADS

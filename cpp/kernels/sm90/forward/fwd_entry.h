@@ -64,10 +64,8 @@ template <int kHeadDim, int kBlockM>
 bool takes(const fad::FwdParams& call, const Tree& tree) {
   const FwdParams params = params_of(call, tree);
   constexpr int kKeys = fwd_shape(kHeadDim, kBlockM).keys;
-  // A block of keys is loaded at once: it lies in one split, and in one page.
-  const bool whole_blocks =
-      params.block_table == nullptr || (params.page_size > 0 && params.page_size % kKeys == 0);
-  return params.split_tokens % kKeys == 0 && whole_blocks && supports(params);
+  // A block of keys lies in one split.
+  return params.split_tokens % kKeys == 0 && supports(params);
 }
 
 // launch is compiled for Hopper; it serves both paths.
@@ -75,7 +73,6 @@ template <int kHeadDim, int kBlockM, Path kPath, Features kCovers>
 constexpr FwdKernel fwd_entry(void (*launch)(const fad::FwdParams&, unsigned, cudaStream_t)) {
   static_assert(kPath == Path::kOneCta || kPath == Path::kParts);
   constexpr FwdShape kShape = fwd_shape(kHeadDim, kBlockM);
-  static_assert((kCovers & kPaged) == 0 || takes_pages(kShape.keys));
   constexpr int kShared = shared_bytes(kShape.ctas_per_sm);
   return {Family::kSm90,
           kPath,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "fwd_consumer.cuh"
 #include "fwd_params.h"
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
 
   if (warpgroup == 0) {
     give_registers<T::kProducerRegisters>();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x / 32 == 0) {
       load_keys_and_values<T>(call, q_map, k_map, v_map, shared);
     } else if (threadIdx.x == 32) {
       load_queries<T>(call, q_map, shared);
@@ -81,7 +82,8 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const bool splits = params.split_tokens > 0 && params.seqlen_k > params.split_tokens;
   call.split_blocks = splits ? params.split_tokens / T::kKeys : kUnlimited;
   call.part_blocks = parts ? call.split_blocks : kUnlimited;
-  call.page_blocks = params.page_size / T::kKeys;
+  call.box_keys = params.block_table == nullptr ? T::kKeys : std::gcd(T::kKeys, params.page_size);
+  call.block_boxes = T::kKeys / call.box_keys;
   call.blocks = splits && !parts ? T::kBlocks : T::kBlocksAlone;
   // K and V of the heads that are worked on together should stay in L2. Parts of one split are
   // worked on together, head by head.
@@ -97,8 +99,8 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const FwdTensors tensors = fwd_tensors(params);
   const CUtensorMap q_map =
       tensor_map<Element>(tensors.q, kGroupRows >> call.group_bits, 1 << call.group_bits);
-  const CUtensorMap k_map = tensor_map<Element>(tensors.k, T::kKeys);
-  const CUtensorMap v_map = tensor_map<Element>(tensors.v, T::kKeys);
+  const CUtensorMap k_map = tensor_map<Element>(tensors.k, call.box_keys);
+  const CUtensorMap v_map = tensor_map<Element>(tensors.v, call.box_keys);
 
   if (params.tile_counter != nullptr) {
     C10_CUDA_CHECK(cudaMemsetAsync(params.tile_counter, 0, sizeof(unsigned), stream));

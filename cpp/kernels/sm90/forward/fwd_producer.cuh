@@ -72,11 +72,19 @@ __device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUte
   }
 }
 
-// One thread.
+// Where some keys of a sequence lie: a lane knows the rows of one box of them, and loads it.
+struct KeyBoxes {
+  int first = -1;  // number of lane 0's box in the sequence
+  int row = 0;
+  int sequence = 0;  // of k and v; a page, where they are in pages
+};
+
+// One warp. A block of keys is one box for every 64 columns or, in pages, several.
 template <typename T>
 __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const CUtensorMap& q_map,
                                                      const CUtensorMap& k_map,
                                                      const CUtensorMap& v_map, uint32_t shared) {
+  const int lane = threadIdx.x % 32;
   Ring ring;
   int taken = 0;
   for (int turn = 0;; ++turn) {
@@ -84,7 +92,8 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     KeyRange blocks{};
     int k_row = 0;
     for (;;) {
-      const int tile = next_tile(call, taken++);
+      const int tile = __shfl_sync(~0u, lane == 0 ? next_tile(call, taken) : 0, 0);
+      ++taken;
       if (tile >= call.tiles) {
         work.first_row = -1;
         break;
@@ -112,8 +121,10 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
 
     const int note = turn & 1;
     barrier_wait(shared + T::kWorkEmpty + 8 * note, (turn >> 1 & 1) ^ 1);
-    write_work(shared + T::kWorkAt + 32 * note, work);
-    barrier_arrive(shared + T::kWorkFull + 8 * note);
+    if (lane == 0) {
+      write_work(shared + T::kWorkAt + 32 * note, work);
+      barrier_arrive(shared + T::kWorkFull + 8 * note);
+    }
     if (done) {
       return;
     }
@@ -122,24 +133,39 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
                       : call.cache_batch_idx != nullptr ? call.cache_batch_idx[work.bidb]
                                                         : work.bidb;
     const int head = work.bidh / call.heads_per_kv;
-    const auto load = [&](const CUtensorMap& map, int block, bool is_tail) {
-      int row = k_row + block * T::kKeys;
-      int sequence = batch;
-      if constexpr (T::kTakesPages) {
-        if (call.block_table != nullptr) {  // before the wait, which hides the read
-          const int page = block / call.page_blocks;
-          row -= page * call.page_size;
-          sequence = call.block_table[work.bidb * call.block_table_batch_stride + page];
+    KeyBoxes keys, values;
+    const auto load = [&](const CUtensorMap& map, int block, bool is_tail, KeyBoxes& at) {
+      const int number = block * call.block_boxes;
+      if (at.first != number / 32 * 32) {  // rarely: reading the page table takes long
+        at.first = number / 32 * 32;
+        const int key = (at.first + lane) * call.box_keys;
+        at.row = k_row + key;
+        at.sequence = batch;
+        if (call.block_table != nullptr) {
+          // Behind the end there may be no page: rows that no page has are zeros.
+          const bool used = key < work.seqlen_k;
+          const int page = key / call.page_size;
+          const int64_t sequence = work.bidb;
+          at.row = used ? key - page * call.page_size : call.page_size;
+          at.sequence =
+              used ? call.block_table[sequence * call.block_table_batch_stride + page] : 0;
         }
       }
+      const int box = lane - number % 32;  // of the block
       barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
       const uint32_t full =
           shared + (is_tail ? T::kTailLoaded + 8 * note : T::kFull + 8 * ring.slot);
-      const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
-      barrier_expect(full, T::kBlockBytes);
+      if (lane == 0) {
+        barrier_expect(full, T::kBlockBytes);
+      }
+      __syncwarp();
+      if (box >= 0 && box < call.block_boxes) {
+        const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes +
+                            box * call.box_keys * kBoxRowBytes;
 #pragma unroll
-      for (int box = 0; box < T::kBoxes; ++box) {
-        load_box(to + box * T::kBoxBytes, map, full, box * kBoxColumns, head, row, sequence);
+        for (int i = 0; i < T::kBoxes; ++i) {
+          load_box(to + i * T::kBoxBytes, map, full, i * kBoxColumns, head, at.row, at.sequence);
+        }
       }
       ring.advance(call.blocks);
     };
@@ -151,22 +177,25 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
         const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
         constexpr int kGroups = T::kWarpgroups / (T::kQueriesThroughRing ? T::kRingQueryBlocks : 1);
         constexpr int kGroupBytes = T::kRingBoxes * T::kQBoxBytes;
-        barrier_expect(full, kGroups * kGroupBytes);
+        if (lane == 0) {
+          barrier_expect(full, kGroups * kGroupBytes);
 #pragma unroll 1
-        for (int i = 0; i < kGroups; ++i) {
-          load_query_boxes<T>(call, q_map, work, block * kGroups + i, 0, T::kRingBoxes,
-                              to + i * kGroupBytes, full);
+          for (int i = 0; i < kGroups; ++i) {
+            load_query_boxes<T>(call, q_map, work, block * kGroups + i, 0, T::kRingBoxes,
+                                to + i * kGroupBytes, full);
+          }
         }
+        __syncwarp();
         ring.advance(call.blocks);
       }
     }
     // Each block of V comes after the next block of K, as the consumers need them.
     for (int block = blocks.end; block >= blocks.begin && count > 0; --block) {
       if (block > blocks.begin) {
-        load(k_map, block - 1, false);
+        load(k_map, block - 1, false, keys);
       }
       if (block < blocks.end) {
-        load(v_map, block, tail && block == blocks.end - 1);
+        load(v_map, block, tail && block == blocks.end - 1, values);
       }
     }
   }

@@ -62,8 +62,4 @@ struct ShapeOf {
   static constexpr FwdShape value = fwd_shape(kHeadDim, kBlockM);
 };
 
-// Keys in pages: with 128 keys to a product the code for them spills in the loop (head dim 64 with
-// softcap, nvcc 13.0).
-constexpr bool takes_pages(int keys) { return keys == kStep; }
-
 }  // namespace fad::sm90

@@ -24,7 +24,6 @@ struct FwdTile {
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr int kWarpgroups = kWarpgroups_;
-  static constexpr bool kTakesPages = takes_pages(kKeys);
   static constexpr int kSteps = kKeys / kStep;
   static constexpr int kRows = kGroupRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);

@@ -22,7 +22,8 @@ struct FwdCall : FwdParams {
   int blocks;        // in the ring
   int split_blocks;  // blocks of keys in a split
   int part_blocks;   // and in what one CTA walks of a tile
-  int page_blocks;   // and in a page
+  int box_keys;      // keys that one box holds: all of them lie in one page
+  int block_boxes;   // boxes of a block: a power of two, at most 8
 };
 
 struct KeyRange {
