@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import re
@@ -95,9 +96,14 @@ def verify_dev(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def verify(session: nox.Session) -> None:
-    """Verify each wheel in dist/, installed in a clean environment, on this machine's GPU."""
+    """Verify each wheel in dist/ on this machine's GPU: its own `verify`, then tests/gpu."""
     for wheel in wheels(session, "dist"):
-        run_verify(session, wheel, *session.posargs)
+        out = run_verify(session, wheel, *session.posargs)
+        install(session, "test")
+        # The gate reads which wheel it was.
+        suite = f"junit_suite_name=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+        tests = ["tests/gpu", "-o", suite, f"--junit-xml={out / 'gpu-tests.xml'}"]
+        session.run("pytest", *tests, env={"PYTHONPATH": ""})
 
 
 @nox.session(default=False)
@@ -264,8 +270,8 @@ def run_gate(session: nox.Session, name: str, *arguments: str) -> None:
     session.run("python", "-m", f"flash_attn_build.{name}", *others, env=TOOLS)
 
 
-def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
-    """Installs a wheel with its requirements only, and verifies it."""
+def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> Path:
+    """Installs a wheel with its requirements only, and verifies it; returns the report's folder."""
     install_wheel(session, wheel)
     runs = wheel.parent / "verification"
     # Each run has its own folder: a failed report blocks a release, and must not be overwritten.
@@ -275,6 +281,7 @@ def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> None:
     command = ["flash-attn-deterministic", "verify", "--wheel", str(wheel), "--out", str(out)]
     # The installed package, whatever the environment would have Python import.
     session.run(*command, *arguments, env={"PYTHONPATH": ""})
+    return out
 
 
 def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: bool = False) -> str:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 
 import pytest
 from flash_attn_build.compile import build
-from flash_attn_build.files import ROOT
+from flash_attn_build.files import ROOT, sha256_of
+from flash_attn_build.release.report import read_gpu_tests
 
 
 class Stopped(Exception):
@@ -188,6 +190,33 @@ def test_every_wheel_of_a_release_is_verified(sessions: ModuleType, tmp_path: Pa
     sessions.verify(session)
     reports = [c[c.index("--wheel") + 1] for c in session.commands if "--wheel" in c]
     assert [Path(path).name for path in reports] == ["a-0.1.0.whl", "a-0.1.0+cu12.whl"]
+    tests = [command for command in session.commands if command[:2] == ("pytest", "tests/gpu")]
+    assert [command[-1] for command in tests] == [
+        f"--junit-xml={tmp_path}/dist/verification/{run}/gpu-tests.xml" for run in (1, 2)
+    ]
+
+
+def test_the_gate_reads_what_pytest_writes(sessions: ModuleType, tmp_path: Path) -> None:
+    put(tmp_path / "dist", "a-0.1.0.whl")
+    session = Session()
+    sessions.verify(session)
+    (command,) = (command for command in session.commands if command[0] == "pytest")
+    program = (
+        "import pytest\ndef test_a(): pass\ndef test_b(): {}\ndef test_c(): pytest.skip('no')\n"
+    )
+    results = tmp_path / "dist" / "verification" / "1" / "gpu-tests.xml"
+    digest = sha256_of(tmp_path / "dist" / "a-0.1.0.whl")
+    for body, problems in (
+        ("pass", []),
+        ("raise ValueError", ["gpu-tests.xml: failed: 'tests.gpu"]),
+    ):
+        (tmp_path / "tests" / "gpu").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / "gpu" / "test_x.py").write_text(program.format(body))
+        run = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *command[1:]]
+        subprocess.run(run, cwd=tmp_path, check=False, capture_output=True)
+        passed, found = read_gpu_tests(results, digest)
+        assert set(passed) == {"tests.gpu.test_x"}
+        assert [problem[:33] for problem in found] == problems
 
 
 def test_an_older_python_is_told_before_anything_is_installed(

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from flash_attn_build.files import ROOT
+from flash_attn_build.files import ROOT, sha256_of
+from flash_attn_build.release import __main__ as release
+from flash_attn_build.release import attestations
 
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FILES}
 RELEASE = WORKFLOWS["release"]["jobs"]
 NOX = re.compile(r'\.ci/nox -s (?P<sessions>"?[\w$.-]+"?(?: \w+)*)(?: -- (?P<arguments>.+))?\Z')
-SUMS = 'base64 --decode <<< "$SHA256SUMS" | sha256sum --check --strict'
+# Compares every file of a folder with the list that the gate passed.
+SUMS = (
+    'diff <(base64 --decode <<< "$SHA256SUMS") <(find . ! -type d ! -path ./SHA256SUMS '
+    "-printf '%P\\0' | LC_ALL=C sort --zero-terminated | xargs --null sha256sum)"
+)
 
 
 def jobs() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -58,8 +67,8 @@ def sessions_of(job: dict[str, Any]) -> set[str]:
 def test_every_session_that_is_run_exists(where: str, run: str, sessions: set[str]) -> None:
     match = NOX.match(run)
     if not match:
-        assert run in {SUMS, "exit 1", "cmp one/*.whl two/*.whl"} or run.startswith(
-            ("gh release create ", 'echo "sha256sums=')
+        assert run in {SUMS, "cmp one/*.whl two/*.whl"} or run.startswith(
+            ("gh release create ", 'echo "sha256', "sha256sum --check ")
         )
         return
     for name in match["sessions"].replace('"', "").split():
@@ -105,9 +114,10 @@ def test_nothing_is_permitted_but_by_job() -> None:
         for where, job in PRIVILEGED
     }
     assert writes == {
-        "release.attest": {"id-token", "attestations"},
-        "release.page": {"contents"},
-        "release.pages": {"pages", "id-token"},
+        "release.attest-build": {"id-token", "attestations"},
+        "release.attest-result": {"id-token", "attestations"},
+        "release.github-release": {"contents"},
+        "release.deploy-index": {"pages", "id-token"},
         "release.publish": {"id-token"},
     }
 
@@ -116,13 +126,14 @@ def test_a_job_with_privileges_runs_no_code_of_packages() -> None:
     """Pinned actions, and programs of the runner's image; not even this repository's code."""
     for where, step in ((where, step) for where, job in PRIVILEGED for step in job["steps"]):
         if "run" in step:
-            assert step["run"] == SUMS or step["run"].startswith("gh release create "), where
+            known = ("gh release create ", "sha256sum --check --strict <<< ")
+            assert step["run"] == SUMS or step["run"].startswith(known), where
         else:
             assert not step["uses"].startswith("actions/checkout@"), where
 
 
 def test_what_builds_and_gates_is_installed_by_hash() -> None:
-    for name, session in (("build", "build"), ("gate", "gate"), ("index", "index")):
+    for name, session in (("build", "build"), ("gate", "gate"), ("build-index", "index")):
         runs = [step["run"] for step in RELEASE[name]["steps"] if "run" in step]
         assert runs[0].startswith(f".ci/nox -s {session} -- --locked")
     script = (ROOT / ".ci" / "nox").read_text()
@@ -136,7 +147,7 @@ def test_no_secret_is_used() -> None:
     for path in FILES:
         assert "secrets." not in path.read_text()
     with_token = [where for where, step in steps() if "GH_TOKEN" in step.get("env", {})]
-    assert with_token == ["release.gate", "release.page", "release.index"]
+    assert with_token == ["release.gate", "release.github-release", "release.build-index"]
 
 
 def needs(job: dict[str, Any]) -> list[str]:
@@ -150,45 +161,114 @@ def before(name: str) -> set[str]:
     return set(direct).union(*(before(other) for other in direct)) if direct else set()
 
 
-@pytest.mark.parametrize("name", ["page", "index", "pages", "publish"])
-def test_nothing_leaves_before_the_gate(name: str) -> None:
-    assert {"build", "attest", "verify", "gate"} <= before(name)
-    assert "page" in before("publish")  # the upload that cannot be undone is the last
+@pytest.mark.parametrize("name", ["github-release", "build-index", "deploy-index", "publish"])
+def test_nothing_leaves_before_the_gate_and_what_attests_it(name: str) -> None:
+    assert {"build", "attest-build", "verify", "gate", "attest-result"} <= before(name)
+    assert "if" not in RELEASE[name]  # all of them must have succeeded
+    assert "github-release" in {*before(name), name}  # the upload that cannot be undone is last
     # YAML reads the key "on" as true.
     assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}
 
 
 def test_what_was_built_is_attested_before_the_gpu_runner_starts() -> None:
-    assert before("attest") == {"build"}
-    assert "attest" in needs(RELEASE["verify"])
-    assert RELEASE["attest"]["steps"][1]["with"] == {"subject-path": "dist/*"}
+    assert before("attest-build") == {"build"}
+    assert "attest-build" in needs(RELEASE["verify"])
+    subjects = [step["with"] for step in RELEASE["attest-build"]["steps"][1:]]
+    assert subjects == [{"subject-path": "dist/*.whl"}, {"subject-path": "dist/*.json"}]
     (gate,) = (step["run"] for step in RELEASE["gate"]["steps"] if "nox" in step.get("run", ""))
     assert '--attested "$GITHUB_REPOSITORY" "$GITHUB_SHA" "$GITHUB_REF_NAME"' in gate
 
 
-@pytest.mark.parametrize("name", ["page", "publish"])
+def test_the_gates_result_is_attested_passed_or_failed() -> None:
+    """Also where the gate refuses: bytes that failed stay refused, whatever runs next."""
+    job, gate = RELEASE["attest-result"], RELEASE["gate"]
+    assert job["if"] == "${{ !cancelled() && needs.gate.outputs.result != '' }}"
+    assert job["steps"][-1]["with"] == {
+        "subject-path": "dist/*.whl",
+        "predicate-type": attestations.TEST_RESULT,
+        "predicate-path": f"result/{release.RESULT}",
+    }
+    # The gate judges a failed run, too, and one of a second attempt with the first one's reports.
+    assert gate["if"] == "${{ !cancelled() && needs.attest-build.result == 'success' }}"
+    (reports,) = (s["with"] for s in gate["steps"] if "pattern" in s.get("with", {}))
+    assert reports["pattern"] == "verification-*"
+    (result,) = (step for step in gate["steps"] if step.get("id") == "result")
+    assert result["if"] == "always()"
+    assert result["with"]["path"] == f"build/{release.RESULT}"
+
+
+def test_jobs_pass_artifacts_by_id() -> None:
+    """Every job can replace what a name means, also the one on the GPU runner."""
+    for name, job in RELEASE.items():
+        for step in job["steps"]:
+            if step.get("uses", "").startswith("actions/download-artifact@"):
+                asked = step["with"].get("artifact-ids", "")
+                found = re.fullmatch(r"\$\{\{ needs\.([\w-]+)\.outputs\.(\w+) \}\}", asked)
+                if found is None:
+                    assert (name, step["with"]["pattern"]) == ("gate", "verification-*")
+                    continue
+                assert found[1] in needs(job)
+                output = RELEASE[found[1]]["outputs"][found[2]]
+                assert re.fullmatch(r"\$\{\{ steps\.\w+\.outputs\.artifact[_-]id \}\}", output)
+
+
+@pytest.mark.parametrize("name", ["github-release", "publish"])
 def test_what_is_published_is_what_the_gate_wrote(name: str) -> None:
-    download, compare, *_ = RELEASE[name]["steps"]
-    assert download["with"] == {"name": "release", "path": "release"}
+    _, compare, *_ = RELEASE[name]["steps"]
     assert compare["run"] == SUMS
     assert compare["working-directory"] == "release"
     assert compare["env"] == {"SHA256SUMS": "${{ needs.gate.outputs.sha256sums }}"}
-    assert "gate" in needs(RELEASE[name])
 
 
-def test_the_gpu_runner_is_used_once_and_by_the_release_alone() -> None:
+def in_folder(folder: Path) -> bool:
+    environ = {**os.environ, "SHA256SUMS": (folder / "list").read_text()}
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", SUMS]
+    return subprocess.run(command, cwd=folder / "release", env=environ, check=False).returncode == 0
+
+
+FOLDERS: dict[str, Callable[[Path], object]] = {
+    "one more": lambda folder: (folder / "assets" / "evil.whl").write_text("x"),
+    "hidden": lambda folder: (folder / ".evil").write_text("x"),
+    "a link": lambda folder: (folder / "assets" / "evil").symlink_to("/etc/passwd"),
+    "less": lambda folder: (folder / "notes.md").unlink(),
+    "edited": lambda folder: (folder / "notes.md").write_text("x"),
+    "another name": lambda folder: (folder / "notes.md").rename(folder / "notes2.md"),
+    "nothing": lambda folder: [path.unlink() for path in folder.rglob("*.*")],
+}
+
+
+@pytest.mark.parametrize("change", FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_that_is_not_as_listed(tmp_path: Path, change: Callable[[Path], object]) -> None:
+    folder = tmp_path / "release"
+    (folder / "assets").mkdir(parents=True)
+    lines = []
+    for name in ("assets/a-0.1.0+cu12.whl", "assets/a.whl", "notes.md"):  # as the gate sorts them
+        (folder / name).write_text(name)
+        lines.append(f"{sha256_of(folder / name)}  {name}\n")
+    (folder / "SHA256SUMS").write_text("".join(lines))
+    (tmp_path / "list").write_text(base64.b64encode("".join(lines).encode()).decode())
+    assert in_folder(tmp_path)
+    change(folder)
+    assert not in_folder(tmp_path)
+
+
+def test_the_index_that_is_deployed_is_the_one_that_was_made() -> None:
+    _, check, upload, deploy = RELEASE["deploy-index"]["steps"]
+    assert check["run"] == 'sha256sum --check --strict <<< "$SHA256  index/artifact.tar"'
+    assert check["env"] == {"SHA256": "${{ needs.build-index.outputs.sha256 }}"}
+    assert upload["with"]["path"] == "index/artifact.tar"
+    # A name that the content gives, and that no earlier job could use.
+    assert upload["with"]["name"] == deploy["with"]["artifact_name"]
+    assert "needs.build-index.outputs.sha256" in upload["with"]["name"]
+
+
+def test_the_gpu_runner_is_used_by_the_release_alone() -> None:
     own = [(w, name) for w, name, job in jobs() if "self-hosted" in job["runs-on"]]
     assert own == [("release", "verify")]
     verify = RELEASE["verify"]
     assert "ephemeral" in verify["runs-on"]
     assert verify["environment"] == "gpu"
-    assert verify["steps"][0] == {"if": "github.run_attempt != '1'", "run": "exit 1"}
-    upload = verify["steps"][-1]
-    assert upload["if"] == "always()"
-    # What it puts into the run's store must not lie among the wheels.
-    for where, step in steps():
-        if step.get("uses", "").startswith("actions/download-artifact@"):
-            assert "name" in step["with"], where
+    assert verify["steps"][-1]["if"] == "always()"
 
 
 def test_what_every_pull_request_does() -> None:
