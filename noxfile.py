@@ -253,14 +253,13 @@ def run_build(session: nox.Session, *arguments: str) -> None:
     parser.add_argument("--cuda")
     parser.add_argument("--arch", default=platform.machine())
     given, _ = parser.parse_known_args(arguments)
-    # Another machine's libraries are those of the locked compiler.
-    locked = given.locked or given.arch != platform.machine()
-    nvcc = install_compilers(session, locked=locked, cuda12=given.cuda is not None)
+    install_compilers(session, locked=given.locked, cuda12=given.cuda is not None)
     if given.arch != platform.machine():
+        install(session, "cuda")
         options = ["--platform", f"manylinux2014_{given.arch}", "--only-binary", ":all:"]
         options += ["--target", str(Path(session.virtualenv.location, given.arch)), "--upgrade"]
         session.install("--no-deps", *options, "--require-hashes", "-r", "locks/cuda.txt")
-    run_tool(session, "compile.build", *arguments, cudacxx=nvcc)
+    run_tool(session, "compile.build", *arguments)
 
 
 def run_gate(session: nox.Session, name: str, *arguments: str) -> None:
@@ -284,12 +283,8 @@ def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> Path:
     return out
 
 
-def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: bool = False) -> str:
-    """Installs what compiling needs, a CUDA compiler included where the machine has none.
-
-    Returns:
-        The nvcc to compile with; "": the build finds it.
-    """
+def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: bool = False) -> None:
+    """Installs what compiling needs, a CUDA compiler included where the machine has none."""
     if not re.fullmatch(NVCC_PATH, str(ROOT)):
         session.error(
             f"nvcc does not compile in {str(ROOT)!r}: move this folder to a path of "
@@ -298,13 +293,9 @@ def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: boo
     install(session, "build", "torch")  # only torch's headers are read
     if cuda12:
         install(session, "cuda12")
-        return run_tool(session, "compile.debian_cuda", "build/cuda12", silent=True)
     # A locked build compiles with the locked compiler, whatever the machine has.
-    if locked or not run_tool(session, "compile.toolchain", silent=True):
+    elif locked or not run_tool(session, "compile.toolchain", silent=True):
         install(session, "cuda")
-    if locked:
-        return run_tool(session, "compile.toolchain", "--packages", silent=True)
-    return ""
 
 
 def install(session: nox.Session, *names: str) -> None:
@@ -338,17 +329,14 @@ def install_lab(session: nox.Session) -> None:
     session.install("--no-deps", "--no-build-isolation", str(ROOT / "lab"))
 
 
-def run_tool(
-    session: nox.Session, name: str, *arguments: str, silent: bool = False, cudacxx: str = ""
-) -> str:
+def run_tool(session: nox.Session, name: str, *arguments: str, silent: bool = False) -> str:
     """Runs a module of flash_attn_build; returns what it printed, if silent."""
     command = ["python", "-m", f"flash_attn_build.{name}", *arguments]
-    environ = {**TOOLS, "CUDACXX": cudacxx} if cudacxx else TOOLS
     # SIGTERM would end nox and leave the compilers running; now it does what Ctrl-C does. After
     # half a second nox would kill the build, before it has removed its files.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     said = session.run(
-        *command, env=environ, silent=silent, interrupt_timeout=3, terminate_timeout=30
+        *command, env=TOOLS, silent=silent, interrupt_timeout=3, terminate_timeout=30
     )
     return str(said).strip() if silent else ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import signal
@@ -12,13 +13,15 @@ import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from flash_attn_build.compile import build
 from flash_attn_build.files import ROOT, sha256_of
 from flash_attn_build.release.report import read_gpu_tests
+
+OTHER = "x86_64" if platform.machine() == "aarch64" else "aarch64"
 
 
 class Stopped(Exception):
@@ -32,6 +35,7 @@ class Session:
         self.commands: list[tuple[str, ...]] = []
         self.environments: list[dict[str, str]] = []  # of what was run
         self.posargs: list[str] = []
+        self.virtualenv = SimpleNamespace(location=Path("/environment"))
         self.said = "/packages/nvcc"  # by what was run
 
     def error(self, message: str) -> None:
@@ -108,16 +112,17 @@ def installs(session: Session) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "locks", "debian"),
+    ("arguments", "locks"),
     [
-        pytest.param((), ["build", "torch"], False, id="nvcc"),
-        pytest.param(("--locked",), ["build", "torch", "cuda"], False, id="locked"),
-        pytest.param(("--cuda", "12"), ["build", "torch", "cuda12"], True, id="cuda"),
-        pytest.param(("--cuda=12", "--locked"), ["build", "torch", "cuda12"], True, id="both"),
+        pytest.param((), ["build", "torch"], id="nvcc"),
+        pytest.param(("--locked",), ["build", "torch", "cuda"], id="locked"),
+        pytest.param(("--cuda", "12"), ["build", "torch", "cuda12"], id="cuda"),
+        pytest.param(("--cuda=12", "--locked"), ["build", "torch", "cuda12"], id="both"),
+        pytest.param(("--arch", OTHER), ["build", "torch", "cuda", "cuda"], id="arch"),
     ],
 )
 def test_compilers_are_those_that_the_build_is_asked_for(
-    sessions: ModuleType, arguments: tuple[str, ...], locks: list[str], debian: bool
+    sessions: ModuleType, arguments: tuple[str, ...], locks: list[str]
 ) -> None:
     """The stand-in says of every nvcc that there is one."""
     session = Session()
@@ -125,11 +130,10 @@ def test_compilers_are_those_that_the_build_is_asked_for(
     assert installs(session) == locks
     tools = [command for command in session.commands if command[0] == "python"]
     assert tools[-1] == ("python", "-m", "flash_attn_build.compile.build", *arguments)
-    if debian:
-        assert tools[-2][2] == "flash_attn_build.compile.debian_cuda"
-    else:
-        assert (tools[-2][-1] == "--packages") == ("--locked" in arguments)
-    assert session.environments[-1].get("CUDACXX") == ("/packages/nvcc" if arguments else None)
+    last = session.commands[-2]
+    assert ("--platform" in last) == (OTHER in arguments)
+    if OTHER in arguments:  # beside the packages of this machine
+        assert last[last.index("--target") + 1] == str(session.virtualenv.location / OTHER)
 
 
 @pytest.mark.parametrize(

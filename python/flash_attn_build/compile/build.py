@@ -23,7 +23,7 @@ from ..errors import BuildError, SettingError, exit_status
 from ..wheel import sbom
 from ..wheel.check import check
 from ..wheel.repair import repair
-from . import build_folder, jobs, manifest, toolchain
+from . import build_folder, debian_cuda, jobs, manifest, toolchain
 
 # Dates the files of a wheel that is built outside a git checkout.
 FIXED_EPOCH = "1764547200"
@@ -49,7 +49,8 @@ class Request:
         arch: Machine that the wheel is for. Where it is not this one, cmake/aarch64.cmake names
             the compiler.
         local: Local version that tells this wheel from others of its version, such as "cu130".
-        locked: Whether the tools were installed from the hash-locked lists in locks/.
+        locked: Whether only tools from the hash-locked lists in locks/ may be used.
+        cuda: "12" for Debian's compiler of CUDA 12; "" for the one that is found.
     """
 
     preset: str
@@ -59,6 +60,7 @@ class Request:
     arch: str = platform.machine()
     local: str = ""
     locked: bool = False
+    cuda: str = ""
 
 
 def build(request: Request) -> Path:
@@ -73,7 +75,13 @@ def build(request: Request) -> Path:
     Raises:
         BuildError: A step failed. The out_dir is as it was.
     """
-    cuda = toolchain.find(arch=request.arch)
+    environ: Mapping[str, str] = os.environ
+    if request.cuda:
+        nvcc = debian_cuda.assemble(debian_cuda.fetch(), files.ROOT / "build" / "cuda12")
+        environ = {"CUDACXX": str(nvcc)}
+    elif request.locked or request.arch != platform.machine():
+        environ = {}  # whatever nvcc the machine has, that of packages
+    cuda = toolchain.find(environ, arch=request.arch)
     job_count = jobs.count()
     host = toolchain.host_compiler(arch=request.arch)
     tools = manifest.tool_versions(cuda.version, host)
@@ -289,9 +297,9 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
         "--arch", choices=toolchain.TARGETS, default=platform.machine(),
         help="machine that the wheel is for (this one); another: with Debian's cross compiler",
     )  # fmt: skip
-    # Read by the nox session, which installs what compiles before this module runs.
+    # Also read by the nox session, which installs what compiles before this module runs.
     parser.add_argument("--locked", action="store_true", help="tools of locks/ only, by hash")
-    parser.add_argument("--cuda", choices=["12"], help="compile with Debian's CUDA 12 toolkit")
+    parser.add_argument("--cuda", choices=["12"], default="", help="with Debian's CUDA 12 toolkit")
     given = parser.parse_args(arguments)
     for define in given.defines:
         if "=" not in define:
@@ -315,6 +323,7 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
         arch=given.arch,
         local=given.local.lower(),
         locked=given.locked,
+        cuda=given.cuda,
     )
 
 

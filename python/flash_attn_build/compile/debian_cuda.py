@@ -1,33 +1,47 @@
-"""A CUDA 12 toolkit of Debian's compiler and NVIDIA's packages, in a folder of its own.
+"""A CUDA 12 toolkit of Debian's compiler and NVIDIA's packages, in build/cuda12.
 
 NVIDIA's Python packages of CUDA 12 have headers, ptxas and the static runtime, but no nvcc. The
-component non-free of Debian has all of CUDA 12.4's compiler.
-`python -m flash_attn_build.compile.debian_cuda DIR` unpacks it beside the packages that are
-installed for this Python (dependency group "cuda12"), without root and without installing it, and
-prints the path of nvcc.
+component non-free of Debian has all of CUDA 12.4's compiler. `python -m
+flash_attn_build.compile.debian_cuda` fetches that package alone: from apt's mirror on a Debian,
+elsewhere in a container of Debian. Nothing is installed.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
+import io
+import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
+import tarfile
 from pathlib import Path
 
 from ..errors import RefusedError, ToolchainError, exit_status
-from ..files import sha256_of
+from ..files import ROOT, sha256_of
 
 SUITE = "trixie"
-PACKAGE = "nvidia-cuda-toolkit=12.4.131~12.4.1-2"
-SHA256 = "cd5fe85aee38d108b315f408a688641478f2402622a10c677478eb7a6c4e5319"
-VARIABLE = "FLASH_ATTENTION_CUDA12"
-_ELSEWHERE = f"fetch {PACKAGE} ({SUITE}, non-free) on a Debian, and set {VARIABLE} to the file"
-_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
+VERSION = "12.4.131~12.4.1-2"
+# Debian's name of a machine, and the package's hash.
+PACKAGES = {
+    "x86_64": ("amd64", "cd5fe85aee38d108b315f408a688641478f2402622a10c677478eb7a6c4e5319"),
+    "aarch64": ("arm64", "34c1018e03a87493e2bac39dbb7ca7cff2ca84e64f4556089672ba09c8025858"),
+}
+# Downloads into the folder $1, past the machine's own list of sources, which may lack non-free.
+_FETCH = f"""set -e
+mirror=$(apt-get indextargets --format '$(ORIGIN) $(REPO_URI)' | sed -n 's/^Debian //p' | head -n 1)
+[ "$mirror" ] || {{ echo "apt knows no mirror of Debian's" >&2; exit 1; }}
+work=$(mktemp -d); trap 'rm -r "$work"' EXIT
+mkdir -p "$work/lists/partial" "$work/cache/archives/partial"; touch "$work/status"
+key=/usr/share/keyrings/debian-archive-keyring.gpg
+echo "deb [signed-by=$key] $mirror {SUITE} non-free" > "$work/list"
+set -- "$1" -o Dir::Etc::sourcelist="$work/list" -o Dir::Etc::sourceparts=none \\
+  -o Dir::State::lists="$work/lists" -o Dir::State::status="$work/status" \\
+  -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root
+cd "$1"; shift
+apt-get "$@" update >&2
+apt-get "$@" download nvidia-cuda-toolkit={VERSION} >&2
+"""
 _SHARE = "usr/lib/nvidia-cuda-toolkit"  # of the package
 _COPIES = {
     **{f"usr/bin/{name}": f"bin/{name}" for name in ("cudafe++", "fatbinary", "nvlink", "ptxas")},
@@ -44,105 +58,87 @@ LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64"
 """
 
 
-def assemble(dest: Path, packages: Path, package: Path | None = None) -> Path:
-    """Makes the toolkit's folder, unless it is there.
+def fetch(folder: Path = ROOT / "build" / "debian") -> Path:
+    """Fetches Debian's package for this machine, unless it is there.
 
     Args:
+        folder: Where it lies.
+
+    Returns:
+        The package, of the pinned hash.
+
+    Raises:
+        ToolchainError: It cannot be fetched.
+        RefusedError: It is not the pinned one.
+    """
+    name, wanted = PACKAGES[platform.machine()]
+    package = folder / f"nvidia-cuda-toolkit_{VERSION}_{name}.deb"
+    if not package.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        ways = [["sh", "-c", _FETCH, "sh", str(folder)]]
+        for engine in filter(shutil.which, ("docker", "podman")):
+            way = [engine, "run", "--rm", "--volume", f"{folder}:/out", f"debian:{SUITE}"]
+            ways.append([*way, "sh", "-c", f"apt-get update >&2\n{_FETCH}", "sh", "/out"])
+        if all(subprocess.run(way, check=False).returncode for way in ways):
+            raise ToolchainError(
+                f"{package}: could not be fetched by apt, nor in a container of Debian (see "
+                f"above). Put nvidia-cuda-toolkit {VERSION} ({SUITE}, non-free, {name}) there"
+            )
+    if (found := sha256_of(package)) != wanted:
+        raise RefusedError(f"{package}: expected sha256 {wanted}, found {found}. Remove it")
+    return package
+
+
+def assemble(package: Path, dest: Path, packages: Path | None = None) -> Path:
+    """Makes the toolkit's folder anew.
+
+    Args:
+        package: Debian's package.
         dest: The folder.
-        packages: Folder of installed Python packages, with `nvidia/cuda_*` in it.
-        package: Debian's package (FLASH_ATTENTION_CUDA12 names it); None: apt fetches it.
+        packages: Folder of installed Python packages (dependency group "cuda12"); this Python's own
+            if None.
 
     Returns:
         Path of nvcc.
 
     Raises:
-        ToolchainError: A part is missing, or apt cannot fetch it.
-        RefusedError: Debian's package is not the pinned one.
+        ToolchainError: A part is missing.
     """
-    nvcc = dest / "bin" / "nvcc"
-    if nvcc.exists():
-        return nvcc
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=dest.parent, prefix=f".{dest.name}.") as name:
-        work = Path(name)
-        package = package or _fetch(work)
-        if not package.is_file():
-            raise ToolchainError(f"{VARIABLE}: expected a file, got {package}")
-        if (found := sha256_of(package)) != SHA256:
-            raise RefusedError(f"{package.name}: expected sha256 {SHA256}, found {found}")
-        _run("dpkg-deb", "--extract", str(package), str(work / "package"))
-        root = work / "root"
-        for source, target in _COPIES.items():
-            (root / target).parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(work / "package" / source, root / target)
-        (root / "bin" / "nvcc.profile").write_text(_PROFILE)
-        for part in ("cuda_runtime", "cuda_cccl", "cuda_nvcc"):
-            headers = packages / "nvidia" / part / "include"
-            if not headers.is_dir():
-                raise ToolchainError(
-                    f"{headers}: not there; `pip install --group cuda12` brings it"
-                )
-            shutil.copytree(headers, root / "include", dirs_exist_ok=True)
-        (root / "lib64").mkdir()
-        for library in ("libcudart_static.a", "libcudart.so.12"):
-            shutil.copy(packages / "nvidia/cuda_runtime/lib" / library, root / "lib64")
-        (root / "lib64" / "libcudart.so").symlink_to("libcudart.so.12")
-        # nvcc names it at every link. It serves kernels that launch kernels; there are none here.
-        (root / "lib64" / "libcudadevrt.a").write_bytes(b"!<arch>\n")
-        root.rename(dest)
-    return nvcc
+    packages = packages or Path(sysconfig.get_paths()["purelib"])
+    shutil.rmtree(dest, ignore_errors=True)
+    _unpack(package, dest)
+    (dest / "bin" / "nvcc.profile").write_text(_PROFILE)
+    for part in ("cuda_runtime", "cuda_cccl", "cuda_nvcc"):
+        headers = packages / "nvidia" / part / "include"
+        if not headers.is_dir():
+            raise ToolchainError(f"{headers}: not there; `pip install --group cuda12` brings it")
+        shutil.copytree(headers, dest / "include", dirs_exist_ok=True)
+    (dest / "lib64").mkdir()
+    for library in ("libcudart_static.a", "libcudart.so.12"):
+        shutil.copy(packages / "nvidia/cuda_runtime/lib" / library, dest / "lib64")
+    (dest / "lib64" / "libcudart.so").symlink_to("libcudart.so.12")
+    # nvcc names it at every link. It serves kernels that launch kernels; there are none here.
+    (dest / "lib64" / "libcudadevrt.a").write_bytes(b"!<arch>\n")
+    return dest / "bin" / "nvcc"
 
 
-def _fetch(work: Path) -> Path:
-    """Fetches Debian's package from the mirror that this machine's apt uses."""
-    if not shutil.which("apt-get"):
-        raise ToolchainError(f"apt-get: not on PATH; {_ELSEWHERE}")
-    targets = _run("apt-get", "indextargets", "--format", "$(ORIGIN) $(REPO_URI)")
-    mirrors = re.findall(r"^Debian (\S+)$", targets, re.MULTILINE)
-    if not mirrors:
-        raise ToolchainError(
-            f"apt knows no mirror of Debian's; {_ELSEWHERE}, or set CUDACXX to an nvcc of CUDA 12"
-        )
-    for folder in ("lists/partial", "cache/archives/partial"):
-        (work / folder).mkdir(parents=True)
-    (work / "status").touch()
-    (work / "list").write_text(f"deb [signed-by={_KEYS}] {mirrors[0]} {SUITE} non-free\n")
-    options = []
-    for key, value in {
-        "Dir::Etc::sourcelist": "list", "Dir::Etc::sourceparts": "none", "Dir::Cache": "cache",
-        "Dir::State::lists": "lists", "Dir::State::status": "status",
-    }.items():  # fmt: skip
-        options += ["-o", f"{key}={work / value}"]
-    _run("apt-get", *options, "update")
-    _run("apt-get", *options, "download", PACKAGE, folder=work)
-    return next(work.glob("*.deb"))
-
-
-def _run(*command: str, folder: Path | None = None) -> str:
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    except FileNotFoundError as error:
-        raise ToolchainError(f"{command[0]}: not on PATH; it comes with Debian") from error
-    except subprocess.CalledProcessError as error:
-        raise ToolchainError(f"{' '.join(command)}: {error.stderr.strip()}") from error
-    return done.stdout
-
-
-def main() -> int:
-    """Makes the toolkit's folder and prints the path of its nvcc.
-
-    Returns:
-        Exit status.
-    """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("dest", type=Path, metavar="DIR")
-    given = parser.parse_args()
-    package = os.environ.get(VARIABLE)
-    packages = Path(sysconfig.get_paths()["purelib"])
-    return exit_status(
-        lambda: print(assemble(given.dest.absolute(), packages, Path(package) if package else None))
-    )
+def _unpack(package: Path, dest: Path) -> None:
+    """Takes the compiler out of a package, which is an `ar` archive of tar archives."""
+    data, offset = package.read_bytes(), len(b"!<arch>\n")
+    while not data.startswith(b"data.tar", offset):
+        offset += 60 + int(data[offset + 48 : offset + 58])
+        offset += offset % 2
+    size = int(data[offset + 48 : offset + 58])
+    with tarfile.open(fileobj=io.BytesIO(data[offset + 60 : offset + 60 + size])) as archive:
+        for member in filter(tarfile.TarInfo.isfile, archive):
+            name = member.name.removeprefix("./")
+            place = next((p for p in _COPIES if name == p or name.startswith(f"{p}/")), None)
+            if place:
+                target = dest / (_COPIES[place] + name.removeprefix(place))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.extractfile(member).read())  # type: ignore[union-attr]
+                target.chmod(member.mode)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(lambda: print(fetch())))

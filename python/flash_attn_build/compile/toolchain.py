@@ -188,14 +188,11 @@ def _run(nvcc: Path, *arguments: str) -> str:
 def main() -> int:
     """Prints the path of nvcc, or an empty line where a CUDA compiler is still to be installed.
 
-    With `--packages`: only that of this Python's packages.
-
     Returns:
         Exit status.
     """
     packages = Path(sysconfig.get_paths()["purelib"])
-    environ: Mapping[str, str] = {} if sys.argv[1:] == ["--packages"] else os.environ
-    return exit_status(lambda: print(next(_candidates(environ, packages), "")))
+    return exit_status(lambda: print(next(_candidates(os.environ, packages), "")))
 
 
 if __name__ == "__main__":

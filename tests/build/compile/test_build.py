@@ -66,7 +66,7 @@ def backend(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Backend
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "find", lambda arch: CUDA)
+    monkeypatch.setattr(toolchain, "find", lambda environ, arch: CUDA)
     monkeypatch.setattr(sbom, "find_components", lambda cuda: fake_wheel.COMPONENTS)
     monkeypatch.setenv("MAX_JOBS", "3")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")

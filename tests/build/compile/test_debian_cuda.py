@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
+import platform
 import shutil
-import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
 from flash_attn_build.compile import debian_cuda
 from flash_attn_build.errors import RefusedError, ToolchainError
 from flash_attn_build.files import sha256_of
-
-pytestmark = pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="no dpkg-deb: not a Debian")
 
 SHARE = "usr/lib/nvidia-cuda-toolkit"
 HELD = (
@@ -27,15 +28,25 @@ PACKAGES = (
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of the shape of Debian's, which is taken for the pinned one."""
-    for name in (*HELD, "DEBIAN/control"):
-        (tmp_path / "deb" / name).parent.mkdir(parents=True, exist_ok=True)
-        text = "Package: x\nVersion: 1\nArchitecture: all\nMaintainer: x\nDescription: x\n"
-        (tmp_path / "deb" / name).write_text(text)
-    made = tmp_path / "x.deb"
-    command = ["dpkg-deb", "--root-owner-group", "--build", str(tmp_path / "deb"), str(made)]
-    subprocess.run(command, check=True, capture_output=True)
-    monkeypatch.setattr(debian_cuda, "SHA256", sha256_of(made))
+    """A package of the shape of Debian's, where it is looked for, and taken for the pinned one."""
+    for name in (*HELD, "usr/share/doc/x"):
+        path = tmp_path / "deb" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        path.chmod(0o755)
+    made = tmp_path / "debian" / f"nvidia-cuda-toolkit_{debian_cuda.VERSION}_all.deb"
+    made.parent.mkdir()
+    parts = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", "data.tar.xz": b""}
+    with io.BytesIO() as data:
+        with tarfile.open(fileobj=data, mode="w:xz") as archive:
+            archive.add(tmp_path / "deb", "./")
+        parts["data.tar.xz"] = data.getvalue()
+    with made.open("wb") as file:
+        file.write(b"!<arch>\n")
+        for name, content in parts.items():
+            head = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(content):<10}`\n"
+            file.write(head.encode() + content + b"\n" * (len(content) % 2))
+    monkeypatch.setitem(debian_cuda.PACKAGES, platform.machine(), ("all", sha256_of(made)))
     return made
 
 
@@ -49,7 +60,10 @@ def packages(tmp_path: Path) -> Path:
 
 
 def test_nvcc_lies_in_a_whole_toolkit(package: Path, packages: Path, tmp_path: Path) -> None:
-    nvcc = debian_cuda.assemble(tmp_path / "build" / "cuda12", packages, package)
+    old = tmp_path / "cuda12" / "bin" / "old"
+    old.parent.mkdir(parents=True)
+    old.write_text("")
+    nvcc = debian_cuda.assemble(debian_cuda.fetch(package.parent), tmp_path / "cuda12", packages)
     root = nvcc.parents[1]
     for name in (
         "bin/ptxas", "bin/crt/link.stub", "nvvm/bin/cicc", "nvvm/libdevice/libdevice.10.bc",
@@ -57,38 +71,40 @@ def test_nvcc_lies_in_a_whole_toolkit(package: Path, packages: Path, tmp_path: P
         "lib64/libcudart_static.a", "lib64/libcudart.so", "lib64/libcudadevrt.a",
     ):  # fmt: skip
         assert (root / name).is_file(), name
+    assert nvcc.read_text() == f"{SHARE}/bin/nvcc"
+    assert os.access(nvcc, os.X_OK)
     assert "NVVMIR_LIBRARY_DIR" in (root / "bin" / "nvcc.profile").read_text()
-    package.unlink()  # the second time nothing is fetched
-    assert debian_cuda.assemble(root, packages, package) == nvcc
-    assert [path.name for path in root.parent.iterdir()] == ["cuda12"]
+    assert not old.exists()
+    assert not list(root.rglob("doc"))
 
 
-def test_another_package_or_a_missing_part_leaves_nothing(
-    package: Path, packages: Path, tmp_path: Path
-) -> None:
+def test_another_package_or_a_missing_part(package: Path, packages: Path, tmp_path: Path) -> None:
     shutil.rmtree(packages / "nvidia" / "cuda_cccl")
     with pytest.raises(ToolchainError, match=r"cuda_cccl/include: not there; `pip install --group"):
-        debian_cuda.assemble(tmp_path / "build" / "cuda12", packages, package)
+        debian_cuda.assemble(package, tmp_path / "cuda12", packages)
     with package.open("ab") as file:
         file.write(b"\0")
-    with pytest.raises(RefusedError, match=r"x\.deb: expected sha256"):
-        debian_cuda.assemble(tmp_path / "build" / "cuda12", packages, package)
-    assert list((tmp_path / "build").iterdir()) == []
+    with pytest.raises(RefusedError, match=r"_all\.deb: expected sha256 .* Remove it"):
+        debian_cuda.fetch(package.parent)
 
 
+@pytest.mark.parametrize("engine", ["podman", ""])
 def test_where_apt_has_no_mirror_of_debian(
-    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    apt = tmp_path / "bin" / "apt-get"
-    apt.parent.mkdir()
-    apt.write_text("#!/bin/sh\necho Ubuntu http://example.org/ubuntu\n")
-    apt.chmod(0o755)
-    monkeypatch.setenv("PATH", str(apt.parent))
-    monkeypatch.delenv(debian_cuda.VARIABLE, raising=False)
-    monkeypatch.setattr("sys.argv", ["debian_cuda", str(tmp_path / "build" / "cuda12")])
-    assert debian_cuda.main() == ToolchainError.exit_code
-    assert "on a Debian, and set FLASH_ATTENTION_CUDA12 to the file" in capsys.readouterr().err
-    monkeypatch.setenv(debian_cuda.VARIABLE, str(tmp_path / "none.deb"))
-    assert debian_cuda.main() == ToolchainError.exit_code
-    assert "FLASH_ATTENTION_CUDA12: expected a file, got" in capsys.readouterr().err
+    package: Path, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container of Debian fetches the package; without one, the message names it."""
+    kept = package.rename(tmp_path / "kept.deb")
+    (tmp_path / "bin").mkdir()
+    programs = {"apt-get": "echo Ubuntu http://example.org/ubuntu", "docker": "exit 125"}
+    if engine:
+        # run --rm --volume FOLDER:/out IMAGE sh -c SCRIPT sh /out
+        programs[engine] = f'[ "$5" = debian:trixie ] && cp {kept} "${{4%:/out}}/{package.name}"'
+    for name, program in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    if engine:
+        assert debian_cuda.fetch(package.parent) == package
+    else:
+        with pytest.raises(ToolchainError, match=r"could not be fetched.*Put nvidia-cuda-toolkit"):
+            debian_cuda.fetch(package.parent)

@@ -127,7 +127,3 @@ def test_command_prints_what_is_there_and_only_packages_where_the_build_is_locke
     nvcc = toolkit(tmp_path / "cuda")
     monkeypatch.setenv("CUDACXX", str(nvcc))
     assert printed() == str(nvcc)
-    monkeypatch.setenv("PATH", str(nvcc.parent))
-    assert printed("--packages") == ""
-    own = toolkit(packages / "nvidia" / "cu13")
-    assert printed("--packages") == str(own)
