@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TOOLS = {"PYTHONPATH": str(ROOT / "python")}  # flash_attn_build
 PYTHONS = ("3.10", "3.14")  # the oldest and the newest that the wheel is tested on
+# The Python that builds a wheel in its image, by CUDA: [tool.cibuildwheel] tells them apart by it.
+WHEELS = {"13": "cp312", "12": "cp311"}
 NVCC_PATH = r"[\w./+@-]+"  # nvcc hands paths to a shell, partly without quotes
 BUILD_PYTHON = (3, 11)  # the oldest that builds and gates: torch-abi-audit needs it
 # NEWEST=1: the newest versions that pyproject.toml allows, and the newest torch, instead of locks/.
@@ -37,6 +40,30 @@ NEWEST = bool(os.environ.get("NEWEST"))
 def build(session: nox.Session) -> None:
     """Build the wheel into dist/ (-- --preset dev: a small one, in minutes)."""
     run_build(session, *session.posargs)
+
+
+@nox.session(name="wheels", default=False)
+def release_wheels(session: nox.Session) -> None:
+    """Build the release's wheel of this machine in its manylinux image (-- --cuda 12: +cu12)."""
+    parser = argparse.ArgumentParser(prog="nox -s wheels --")
+    parser.add_argument("--cuda", choices=WHEELS, default="13")
+    cuda = parser.parse_args(session.posargs).cuda
+    install(session, "wheels")
+    only = f"{WHEELS[cuda]}-manylinux_{platform.machine()}"
+    for arch in ("x86_64", "aarch64"):
+        plan = ["cibuildwheel", "--platform", "linux", "--archs", arch, "--print-build-identifiers"]
+        found = str(session.run(*plan, silent=True)).split()
+        session.log(f"{arch}: {', '.join(found)}")
+        if sorted(found) != sorted(f"{python}-manylinux_{arch}" for python in WHEELS.values()):
+            session.error(f"expected one wheel of each CUDA for {arch}, planned are {found}")
+    engine = next((name for name in ("docker", "podman") if _runs(name)), None)
+    if engine is None:
+        session.skip(f"{only} is not built: no container engine runs here")
+    if cuda == "12":
+        session.run("python", "-m", "flash_attn_build.compile.debian_cuda", env=TOOLS)
+    epoch = str(session.run("git", "log", "-1", "--format=%ct", external=True, silent=True)).strip()
+    environ = {"SOURCE_DATE_EPOCH": epoch, "CIBW_CONTAINER_ENGINE": engine}
+    session.run("cibuildwheel", "--only", only, "--output-dir", "dist", env=environ)
 
 
 @nox.session(default=False)
@@ -190,15 +217,18 @@ def lock(session: nox.Session) -> None:
     session.install("uv==0.13.9")
     compile_ = ["uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes"]
     compile_ += ["--no-header", "--no-annotate", "--upgrade"]
+
+    def lines_of(*arguments: str) -> list[str]:
+        said = session.run(*compile_, *arguments, silent=True)
+        return re.sub(r" \\\n +", " ", str(said)).splitlines(keepends=True)  # one for each package
+
     for name, python in LOCKS.items():
         arguments = ["--python-version", python, "--group", f"pyproject.toml:{name}"]
         # One version of each package: the lists before this one bind it.
         for before in list(LOCKS)[: list(LOCKS).index(name)]:
             files = ("torch", "torch_cpu", "torch_cuda") if before == "torch" else (before,)
             arguments += [f"--constraint=locks/{file}.txt" for file in files]
-        said = session.run(*compile_, *arguments, silent=True)
-        # A line for each package.
-        lines = re.sub(r" \\\n +", " ", str(said)).splitlines(keepends=True)
+        lines = lines_of(*arguments)
         parts = {name: lines}
         if name == "torch":  # alone, for its headers; what all its builds need; what CUDA's needs
             torch = [line for line in lines if line.startswith("torch==")]
@@ -208,25 +238,56 @@ def lock(session: nox.Session) -> None:
             parts["torch_cuda"] = cuda
         for part, packages in parts.items():
             Path(ROOT, "locks", f"{part}.txt").write_text("".join(packages))
+    for version in TORCHES:
+        wanted = Path(session.create_tmp(), "torch.in")
+        wanted.write_text(f"torch=={version}.*\n")
+        python = "3.10" if version < "2.15" else "3.11"
+        lines = lines_of("--python-version", python, "--constraint=locks/test.txt", str(wanted))
+        Path(ROOT, "locks", "matrix", f"torch-{version}.txt").write_text("".join(lines))
+
+
+# CUDA, torch and Python of the matrix: the oldest Python of each torch, the newest, without a GIL.
+TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+CELLS = [
+    nox.param(python, cuda, torch, id=f"cuda{cuda}-torch{torch}-{python}")
+    for cuda in ("12", "13")
+    for torch in TORCHES
+    for python in ("3.10" if torch < "2.15" else "3.11", "3.14", "3.14t")
+]
 
 
 @nox.session(default=False)
-@nox.parametrize("torch", ["2.10", "2.12", "2.13", "2.15"])
-@nox.parametrize("toolkit", ["13.0", "13.5"])
-def matrix(session: nox.Session, toolkit: str, torch: str) -> None:
-    """Test a dev wheel of one CUDA toolkit under one torch: gigabytes (--report FILE)."""
-    folder = f"dist/cuda-{toolkit}"
-    if not list(ROOT.glob(f"{folder}/*.whl")):
-        install(session, "build", "torch")
-        session.install(f"cuda-toolkit[nvcc,cccl]=={toolkit}.*")
-        # This toolkit's, whatever nvcc the machine has.
-        nvcc = run_tool(session, "compile.toolchain", "--packages", silent=True)
-        where = ["--out-dir", folder, "--build-dir", f"build/cuda-{toolkit}"]
-        run_tool(session, "compile.build", "--preset", "dev", *where, cudacxx=nvcc)
-    session.install(str(the_wheel(session, folder)), f"torch=={torch}.*")
-    install(session, "test")
-    install_lab(session)
-    session.run("pytest", "tests/unit", "lab/tests")
+@nox.parametrize("python,cuda,torch", CELLS)
+def matrix(session: nox.Session, cuda: str, torch: str) -> None:
+    """Test the dev wheel of a CUDA under a torch and a Python, until it has passed (gigabytes)."""
+    folder = f"dist/cuda{cuda}"
+    # Each time: what is compiled stays, and a wheel of other sources is never the one tested.
+    options = [
+        "--preset",
+        "dev",
+        "--locked",
+        "--out-dir",
+        folder,
+        "--build-dir",
+        f"build/cuda{cuda}",
+    ]
+    options += ["--cuda", "12", "--local", "cu12"] if cuda == "12" else []
+    build = ["-m", "nox", "--reuse-existing-virtualenvs", "--session", "build", "--", *options]
+    session.run(sys.executable, *build, external=True)
+    wheel = the_wheel(session, folder)
+    locks = [f"locks/matrix/torch-{torch}.txt", "locks/test.txt"]
+    inputs = [wheel, *(ROOT / lock for lock in locks)]
+    state = " ".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in inputs)
+    passed = ROOT / "build" / "matrix" / f"{cuda}-{torch}-{session.python}"
+    if passed.exists() and passed.read_text() == state:
+        session.skip(f"{wheel.name} of the same bytes passed under the same packages")
+    session.install("--no-deps", "--require-hashes", "-r", locks[0], "-r", locks[1])
+    session.install("--no-deps", str(wheel))
+    session.run("python", "-m", "pip", "check")
+    session.run("pytest", *(session.posargs or ["tests/unit"]))
+    if not session.posargs:
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.write_text(state)
 
 
 @nox.session(default=False)
@@ -239,7 +300,7 @@ def baseline(session: nox.Session) -> None:
 # Dependency groups that are locked, and the oldest Python of each.
 LOCKS = {
     "torch": "3.10", "test": "3.10", "dev": "3.11", "build": "3.11", "cuda": "3.11",
-    "cuda12": "3.11", "gate": "3.11", "nox": "3.11", "publish": "3.11",
+    "cuda12": "3.11", "gate": "3.11", "nox": "3.11", "publish": "3.11", "wheels": "3.11",
 }  # fmt: skip
 # torch's own build for CPUs (cp311, x86-64): pip prefers it where its settings offer it.
 CPU_TORCH = "--hash=sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
@@ -361,6 +422,13 @@ def the_wheel(session: nox.Session, folder: str) -> Path:
 def groups(*names: str) -> tuple[str, ...]:
     """Requirements of dependency groups in pyproject.toml."""
     return nox.project.dependency_groups(PROJECT, *names)
+
+
+def _runs(engine: str) -> bool:
+    """Whether a container engine is there and answers; its client alone is not enough."""
+    if found := shutil.which(engine):
+        return subprocess.run([found, "info"], capture_output=True).returncode == 0
+    return False
 
 
 def native_sources() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -28,6 +29,10 @@ class Stopped(Exception):
     """What a session raises to end."""
 
 
+class Skipped(Exception):
+    """What a session raises that has nothing to do."""
+
+
 class Session:
     """Stands in for nox's: notes commands, and ends where nox would."""
 
@@ -35,11 +40,18 @@ class Session:
         self.commands: list[tuple[str, ...]] = []
         self.environments: list[dict[str, str]] = []  # of what was run
         self.posargs: list[str] = []
+        self.python = "3.10"
         self.virtualenv = SimpleNamespace(location=Path("/environment"))
         self.said = "/packages/nvcc"  # by what was run
 
     def error(self, message: str) -> None:
         raise Stopped(message)
+
+    def skip(self, message: str) -> None:
+        raise Skipped(message)
+
+    def log(self, message: str) -> None:
+        print(message)
 
     def install(self, *arguments: str) -> None:
         self.commands.append(("install", *arguments))
@@ -77,6 +89,7 @@ def sessions(noxfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def put(folder: Path, *names: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for age, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("")
         os.utime(folder / name, (age, age))
 
@@ -156,16 +169,51 @@ def test_torch_gets_the_libraries_of_its_build(
     assert installs(session) == locks
 
 
-def test_a_cell_of_the_matrix_compiles_with_its_own_toolkit(sessions: ModuleType) -> None:
-    """The machine may have another nvcc on PATH."""
+def test_a_cell_of_the_matrix_is_run_until_its_wheel_has_passed(
+    sessions: ModuleType, tmp_path: Path
+) -> None:
+    put(tmp_path / "dist" / "cuda12", "a.whl")
+    put(tmp_path / "locks", "test.txt", "matrix/torch-2.10.txt")
+    for expected in ("pytest", "skip", "pytest"):
+        session = Session()
+        with contextlib.suppress(Skipped):
+            sessions.matrix(session, cuda="12", torch="2.10")
+            assert expected == "pytest"
+            assert session.commands[-1] == ("pytest", "tests/unit")
+        build = session.commands[0]
+        assert build[build.index("--session") + 1] == "build"
+        assert build[build.index("--cuda") + 1] == "12"
+        assert (len(session.commands) == 1) == (expected == "skip")
+        if expected == "skip":  # another wheel is another cell
+            (tmp_path / "dist" / "cuda12" / "a.whl").write_text("other")
+
+
+@pytest.mark.parametrize("cuda", ["12", "13"])
+def test_a_release_wheel_is_built_in_its_image(
+    sessions: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: str
+) -> None:
     session = Session()
-    with pytest.raises(Stopped, match=r"dist/cuda-13\.5: expected a wheel, found none"):
-        sessions.matrix(session, toolkit="13.5", torch="2.13")
-    assert ("install", "cuda-toolkit[nvcc,cccl]==13.5.*") in session.commands
-    find, build = (command for command in session.commands if command[0] == "python")
-    assert find == ("python", "-m", "flash_attn_build.compile.toolchain", "--packages")
-    assert build[2] == "flash_attn_build.compile.build"
-    assert [each.get("CUDACXX") for each in session.environments] == [None, "/packages/nvcc"]
+    session.posargs = ["--cuda", cuda]
+    session.said = "cp311-manylinux_{0} cp312-manylinux_{0}"
+
+    def run(*arguments: str, **options: Any) -> str:
+        said = Session.run(session, *arguments, **options)
+        return said.format(*(arguments[4:5] if "--archs" in arguments else [""]))
+
+    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(sessions, "_runs", lambda engine: engine == "podman")
+    sessions.release_wheels(session)
+    only = f"{'cp311' if cuda == '12' else 'cp312'}-manylinux_{platform.machine()}"
+    assert session.commands[-1][:3] == ("cibuildwheel", "--only", only)
+    assert session.environments[-1]["CIBW_CONTAINER_ENGINE"] == "podman"
+    fetched = [command[-1] for command in session.commands if "debian_cuda" in command[-1]]
+    assert len(fetched) == (cuda == "12")
+    monkeypatch.setattr(sessions, "_runs", lambda engine: False)
+    with pytest.raises(Skipped, match=f"{only} is not built"):
+        sessions.release_wheels(session)
+    session.said = "cp312-manylinux_{0}"
+    with pytest.raises(Stopped, match="expected one wheel of each CUDA for x86_64"):
+        sessions.release_wheels(session)
 
 
 @pytest.mark.parametrize("short", ["--lock", "--cud=12", "--pre=dev"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 import tomli
-from flash_attn_build.compile import manifest
+from cibuildwheel.options import CommandLineArguments, compute_options
+from flash_attn_build.compile import build, manifest
 from flash_attn_build.files import ROOT
 from flash_attn_build.wheel import sbom
 from packaging.requirements import Requirement
@@ -69,6 +71,28 @@ def test_one_version_of_a_package_is_locked_for_a_python() -> None:
         locked = {each.name: str(each.specifier) for each in manifest.locked(cuda)}
         assert {f"=={version}" for version in found["ziglang"]} == {locked["ziglang"]}
         assert ("nvidia-cuda-nvcc" in locked) == (cuda == "13.0.88")
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "aarch64"])
+def test_the_plan_of_release_wheels(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cibuildwheel reads it: a wheel of each CUDA, from images pinned by digest."""
+    monkeypatch.chdir(ROOT)
+    for name in [name for name in os.environ if name.startswith("CIBW_")]:
+        monkeypatch.delenv(name)
+    command = [sys.executable, "-m", "cibuildwheel", "--platform", "linux", "--archs", arch]
+    said = subprocess.check_output([*command, "--print-build-identifiers"], text=True).split()
+    assert sorted(said) == [f"cp311-manylinux_{arch}", f"cp312-manylinux_{arch}"]
+    options = compute_options("linux", CommandLineArguments.defaults(), {})
+    for identifier, cuda, local in zip(sorted(said), ("cuda12", "cuda"), ("cu12", ""), strict=True):
+        plan = options.build_options(identifier)
+        image = (plan.manylinux_images or {})[arch]
+        assert re.search(rf"manylinux_2_28_{arch}@sha256:[0-9a-f]{{64}}$", image)
+        install = plan.before_build or ""
+        assert re.findall(r"-r locks/(\w+)\.txt", install) == ["build", "torch", cuda]
+        assert "--require-hashes" in install
+        request = build.request_from(shlex.split(plan.config_settings.partition("=")[2].strip("'")))
+        assert (request.preset, request.locked, request.local) == ("release", True, local)
+        assert request.cuda == ("12" if local else "")
 
 
 def configure(folder: Path, generator: str, program: str) -> tuple[str, str]:
