@@ -290,6 +290,19 @@ def matrix(session: nox.Session, cuda: str, torch: str) -> None:
         passed.write_text(state)
 
 
+@nox.session(python=False, default=False)
+@nox.parametrize("nvcc", ["packages", "machine"])
+@nox.parametrize("suite", ["bookworm", "trixie", "sid"])
+def fresh(session: nox.Session, suite: str, nvcc: str) -> None:
+    """Run README's commands, or the given one, in a new Debian: as root, with debootstrap."""
+    environ = {}
+    if nvcc == "machine":
+        environ["NVCC"] = shutil.which("nvcc") or session.error("nvcc: not on PATH")
+    readme = re.findall(r"\.ci/nox -s \w+", (ROOT / "README.md").read_text())
+    for command in [session.posargs] if session.posargs else [line.split() for line in readme]:
+        session.run(".ci/fresh", suite, *command, env=environ, external=True)
+
+
 @nox.session(default=False)
 def baseline(session: nox.Session) -> None:
     """Build upstream's own kernels, for comparisons; they are not part of the wheel."""
