@@ -150,16 +150,7 @@ def build(request: Request) -> Path:
 def environment(
     cuda: toolchain.Toolchain, job_count: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Makes the environment that CMake and Ninja run in.
-
-    Args:
-        cuda: The CUDA toolkit.
-        job_count: Compilations at once.
-        environ: The environment to start from; what the user set in it stays.
-
-    Returns:
-        The environment.
-    """
+    """The environment of CMake and Ninja; what the user set stays."""
     return {
         "CMAKE_BUILD_PARALLEL_LEVEL": str(job_count),
         "NINJA_STATUS": "[%f of %t, %w, about %W left] ",
@@ -171,32 +162,23 @@ def environment(
 
 
 def source_date_epoch(environ: Mapping[str, str], root: Path = files.ROOT) -> str:
-    """Chooses the date that files in the wheel bear.
-
-    Args:
-        environ: Environment: SOURCE_DATE_EPOCH, if set, is taken.
-        root: The source tree: else the date of its last commit.
-
-    Returns:
-        Seconds since 1970, in digits; a fixed date outside a git checkout.
+    """Dates the files of a wheel: SOURCE_DATE_EPOCH, or the last commit, in seconds since 1970.
 
     Raises:
         SettingError: SOURCE_DATE_EPOCH is not a whole number.
     """
     given = environ.get("SOURCE_DATE_EPOCH", "").strip()
-    if given:
-        if not given.isascii() or not given.isdigit():
-            raise SettingError(
-                f"SOURCE_DATE_EPOCH: expected seconds since 1970, a whole number, got {given!r}. "
-                "Unset it to take the date of the last commit."
-            )
-        return given
-    if (root / ".git").exists():
+    if not given and (root / ".git").exists():
         command = ["git", "-C", str(root), "log", "-1", "--format=%ct"]
-        with suppress(OSError, subprocess.CalledProcessError):  # no git; no commit yet
-            log = subprocess.run(command, capture_output=True, text=True, check=True)
-            return log.stdout.strip() or FIXED_EPOCH
-    return FIXED_EPOCH
+        with suppress(OSError):  # no git
+            log = subprocess.run(command, capture_output=True, text=True, check=False)
+            given = log.stdout.strip()  # nothing before the first commit
+    if not re.fullmatch("[0-9]*", given):
+        raise SettingError(
+            f"SOURCE_DATE_EPOCH: expected seconds since 1970, a whole number, got {given!r}. "
+            "Unset it to take the date of the last commit."
+        )
+    return given or FIXED_EPOCH
 
 
 def _compile(request: Request, destination: Path, environ: Mapping[str, str]) -> Path:
@@ -219,11 +201,7 @@ def _compile(request: Request, destination: Path, environ: Mapping[str, str]) ->
 
 
 def run_group(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Runs a command; if it is interrupted, ends its children too (ninja, compilers).
-
-    Args:
-        command: The command.
-        environ: Its environment.
+    """Runs a command and shows what it prints; interrupted, ends its children too (compilers).
 
     Returns:
         Exit status, and the lines that it printed.
@@ -246,15 +224,9 @@ def run_group(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, 
 
 
 def first_error(lines: Sequence[str]) -> str:
-    """Picks the first error out of what CMake and Ninja printed.
+    """Picks the first error out of what CMake and Ninja printed, without the compiler's command.
 
     Compilers that run when one fails still end, and theirs would be the last words.
-
-    Args:
-        lines: What they printed.
-
-    Returns:
-        At most 40 lines, without the compiler's command.
     """
     begin = next((at for at, line in enumerate(lines) if _ERROR.match(line)), len(lines) - 20)
     found = list(lines[max(begin, 0) :])
@@ -269,15 +241,7 @@ def _say(text: str) -> None:
 
 
 def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
-    """Reads the command line.
-
-    Args:
-        arguments: Its words.
-        root: The source tree.
-
-    Returns:
-        What to build.
-    """
+    """Reads the command line."""
     parser = argparse.ArgumentParser(
         prog="nox -s build --", description=__doc__, allow_abbrev=False
     )
@@ -328,11 +292,7 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
 
 
 def main() -> int:
-    """Builds what the command line asks for.
-
-    Returns:
-        Exit status.
-    """
+    """Builds what the command line asks for; returns the exit status."""
     request = request_from(sys.argv[1:])
     return exit_status(lambda: build(request), "Nothing was put into the folder for wheels.")
 

@@ -50,12 +50,6 @@ def influences(environ: Mapping[str, str]) -> dict[str, str]:
 
     CUDACXX, CXX and the like are among them only where they hold options, as in "g++ -ffast-math":
     the manifest has the compilers' versions.
-
-    Args:
-        environ: The environment of a build.
-
-    Returns:
-        Those that are set to something, in the order of names.
     """
     return {
         name: value
@@ -94,14 +88,9 @@ def renew(build_dir: Path, made_with: Mapping[str, Any]) -> None:
 
 
 def read_units(build_dir: Path) -> list[dict[str, Any]]:
-    """Reads the translation units of this configuration, and how long Ninja waited for each.
+    """Reads output, command and seconds of the translation units of this configuration.
 
-    Args:
-        build_dir: The build folder: objects of an earlier configuration may lie there too, and are
-            left out.
-
-    Returns:
-        `output`, `wall_seconds` and `command` of each, in the order of outputs.
+    Objects of an earlier configuration may lie in the folder too, and are left out.
     """
     log = (build_dir / LOG).read_text(encoding="utf-8").splitlines()[1:]
     rows = [line.split("\t") for line in log]

@@ -71,9 +71,6 @@ def describe(
         tools: Name and version of each tool.
         places: Folders of this machine, and what to write instead of each.
         cost: CPU time of the build, and memory of its largest process.
-
-    Returns:
-        The manifest.
     """
     return {
         "schema": SCHEMA,
@@ -94,16 +91,7 @@ def describe(
 
 
 def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict[str, list[str]]:
-    """Picks the compiler flags of each of CMake's targets.
-
-    Args:
-        units: Each translation unit: see `build_folder.read_units`.
-        places: Folders of this machine, and what to write instead of each.
-
-    Returns:
-        Target and language, such as "fad_kernels cuda", to the flags its translation units share,
-        in the order of the first command, without its inputs and outputs.
-    """
+    """Picks the compiler flags that the units of a target and language share."""
     named: dict[str, list[str]] = {}
     for unit in units:
         found = re.search(r"CMakeFiles/([^/]+)\.dir/", unit["output"])
@@ -119,14 +107,7 @@ def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict
 
 
 def locked(cuda: str, root: Path = ROOT) -> Iterator[Requirement]:
-    """Reads what a build with `--locked` installs, from the hash-locked lists in locks/.
-
-    Args:
-        cuda: Version of nvcc: the compilers of CUDA 12 and 13 have lists of their own.
-        root: The source tree.
-
-    Yields:
-        A requirement with one version each.
+    """Reads the requirements that a build with `--locked` installs, of one version each.
 
     Raises:
         LookupError: A list is not there, or empty.
@@ -143,15 +124,9 @@ def locked(cuda: str, root: Path = ROOT) -> Iterator[Requirement]:
 
 
 def tool_versions(cuda: str, host_compiler: tuple[str, ...]) -> dict[str, str]:
-    """Looks up the versions of what makes the wheel.
+    """Looks up the versions of the compilers, and of every installed package that locks/ names.
 
-    Args:
-        cuda: Version of nvcc.
-        host_compiler: Command of the C++ compiler.
-
-    Returns:
-        Name to version: the compilers, and every installed package that locks/ names. That of the
-        host compiler is the line it prints, which names the distribution that built it.
+    That of the host compiler is the line it prints, which names the distribution that built it.
     """
     said = subprocess.run(
         [*host_compiler, "--version"], capture_output=True, text=True, check=False
@@ -169,14 +144,7 @@ def tool_versions(cuda: str, host_compiler: tuple[str, ...]) -> dict[str, str]:
 
 
 def machine(environ: Mapping[str, str]) -> dict[str, str]:
-    """Names the system that a build runs on.
-
-    Args:
-        environ: Environment: on GitHub's runners it names the image.
-
-    Returns:
-        `system`, such as "Debian GNU/Linux 12 (bookworm)", and `image`, or "".
-    """
+    """Names the system that a build runs on, and on GitHub's runners the image."""
     try:
         system = platform.freedesktop_os_release().get("PRETTY_NAME", "")
     except OSError:

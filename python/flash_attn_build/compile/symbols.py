@@ -18,14 +18,7 @@ _ARCHITECTURES = {"EM_X86_64": Architecture.x86_64, "EM_AARCH64": Architecture.a
 
 
 def too_new(path: Path) -> Iterator[str]:
-    """Names the symbols that a library imports and manylinux_2_28 does not have.
-
-    Args:
-        path: The library.
-
-    Yields:
-        A symbol, its version and the library it is of; a version alone, where no symbol has it.
-    """
+    """Names what a library imports and manylinux_2_28 does not have: symbol, version, library."""
     with path.open("rb") as file:
         elf: Any = ELFFile(file)
         policies = WheelPolicies(libc=Libc.GLIBC, arch=_ARCHITECTURES[elf["e_machine"]])
@@ -43,11 +36,7 @@ def too_new(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Refuses the library that the command line names, if it imports what is too new.
-
-    Returns:
-        Exit status.
-    """
+    """Refuses the library that the command line names; returns the exit status."""
 
     def check() -> None:
         if found := sorted(too_new(Path(sys.argv[1]))):
