@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from flash_attn_build.release import attestations
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in FILES}
 RELEASE = WORKFLOWS["release"]["jobs"]
-NOX = re.compile(r'\.ci/nox -s (?P<sessions>"?[\w$.-]+"?(?: \w+)*)(?: -- (?P<arguments>.+))?\Z')
+NOX = re.compile(r'\.ci/nox -s (?P<sessions>"?[\w$.()-]+"?(?: \w+)*)(?: -- (?P<arguments>.+))?\Z')
 # Compares every file of a folder with the list that the gate passed.
 SUMS = (
     'diff <(base64 --decode <<< "$SHA256SUMS") <(find . ! -type d ! -path ./SHA256SUMS '
@@ -54,7 +55,13 @@ PRIVILEGED = [
 def sessions() -> set[str]:
     command = [sys.executable, "-m", "nox", "--nocolor", "--list", "-f", str(ROOT / "noxfile.py")]
     listed = subprocess.check_output(command, text=True)
-    return set(re.findall(r"^[*-] ([\w.-]+)", listed, re.M))
+    return set(re.findall(r"^[*-] ([\w.()-]+)", listed, re.M))
+
+
+def combinations(matrix: dict[str, Any]) -> Iterator[str]:
+    for cuda, torch, python in product(*(matrix[key] for key in ("cuda", "torch", "python"))):
+        if {"torch": torch, "python": python} not in matrix["exclude"]:
+            yield f"cuda{cuda}-torch{torch}-{python}"
 
 
 def sessions_of(job: dict[str, Any]) -> set[str]:
@@ -75,6 +82,11 @@ def test_every_session_that_is_run_exists(where: str, run: str, sessions: set[st
         if "$PYTHON" in name:
             versions = WORKFLOWS["test"]["jobs"]["pythons"]["strategy"]["matrix"]["python"]
             assert {name.replace("$PYTHON", version) for version in versions} <= sessions
+        elif "$CELL" in name:
+            cells = WORKFLOWS["wheels"]["jobs"]["cell"]["strategy"]["matrix"]
+            assert {name.replace("$CELL", cell) for cell in combinations(cells)} == {
+                session for session in sessions if session.startswith("matrix(")
+            }
         else:
             assert name in sessions, where
 
@@ -133,7 +145,11 @@ def test_a_job_with_privileges_runs_no_code_of_packages() -> None:
 
 
 def test_what_builds_and_gates_is_installed_by_hash() -> None:
-    for name, session in (("build", "build"), ("gate", "gate"), ("build-index", "index")):
+    # cibuildwheel's own configuration says the rest.
+    assert [step["run"] for step in RELEASE["build"]["steps"] if "run" in step] == [
+        ".ci/nox -s wheels"
+    ]
+    for name, session in (("gate", "gate"), ("build-index", "index")):
         runs = [step["run"] for step in RELEASE[name]["steps"] if "run" in step]
         assert runs[0].startswith(f".ci/nox -s {session} -- --locked")
     script = (ROOT / ".ci" / "nox").read_text()
@@ -281,4 +297,4 @@ def test_what_every_pull_request_does() -> None:
     assert same["steps"][-1]["run"] == "cmp one/*.whl two/*.whl"
     # And rehearses a release.
     assert "pull_request" in WORKFLOWS["test"][True]
-    assert sessions_of(WORKFLOWS["test"]["jobs"]["rehearse"]) == {"build", "rehearse"}
+    assert sessions_of(WORKFLOWS["test"]["jobs"]["rehearse"]) == {"wheels", "rehearse"}
