@@ -8,7 +8,7 @@ if(NOT EXISTS "${CMAKE_BINARY_DIR}/.ninja_log")
       get_target_property(_sources ${_target} SOURCES)
     endif()
     foreach(_source IN LISTS _sources)
-      set(_milliseconds 4000)
+      set(_milliseconds 3000)
       string(REPLACE "${CMAKE_BINARY_DIR}/" "" _name "${_source}")
       # Instances of upstream's templates take minutes for each architecture.
       if("${_target}/${_name}" MATCHES "^fad_kernels/generated/")

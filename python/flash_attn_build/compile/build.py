@@ -29,6 +29,8 @@ from . import build_folder, debian_cuda, jobs, manifest, toolchain
 FIXED_EPOCH = "1764547200"
 _ERROR = re.compile("FAILED: |CMake Error|error: ")
 _STEP = re.compile(r"\[\d+ of |ninja: |-- |\*\*\* ")  # what Ninja and CMake go on with
+# Before two large units have ended, Ninja does not know how many run at once.
+_EARLY = re.compile(r"(?<=, 0[01]:\d\d), about [^]]+ left")
 _BACKEND = (
     "import json, os, sys; from scikit_build_core.build import build_wheel; "
     "os.chdir(sys.argv[1]); build_wheel(sys.argv[2], json.loads(sys.argv[3]))"
@@ -213,7 +215,7 @@ def run_group(command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, 
         lines = []
         try:
             for line in child.stdout or ():
-                print(line, end="", flush=True)
+                print(_EARLY.sub("", line), end="", flush=True)
                 lines.append(line.rstrip())
             return child.wait(), lines
         except BaseException:

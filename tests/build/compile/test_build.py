@@ -170,9 +170,10 @@ def test_the_first_error(said: str, expected: list[str]) -> None:
 
 
 def test_what_a_command_prints_is_shown_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["sh", "-c", "echo a; echo b >&2; exit 3"]
-    assert build.run_group(command, os.environ) == (3, ["a", "b"])
-    assert capfd.readouterr().out == "a\nb\n"
+    early, late = "[2 of 9, 01:59, about 05:00 left] x", "[3 of 9, 02:00, about 05:00 left] y"
+    command = ["sh", "-c", f"echo '{early}'; echo '{late}' >&2; exit 3"]
+    assert build.run_group(command, os.environ) == (3, [early, late])
+    assert capfd.readouterr().out == f"[2 of 9, 01:59] x\n{late}\n"
 
 
 @pytest.mark.parametrize("given", ["yesterday", "-5", "1.5"])
