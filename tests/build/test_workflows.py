@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -249,7 +250,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "less": lambda folder: (folder / "notes.md").unlink(),
     "edited": lambda folder: (folder / "notes.md").write_text("x"),
     "another name": lambda folder: (folder / "notes.md").rename(folder / "notes2.md"),
-    "nothing": lambda folder: [path.unlink() for path in folder.rglob("*.*")],
+    "nothing": lambda folder: shutil.rmtree(folder / "assets"),
 }
 
 
