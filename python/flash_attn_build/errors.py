@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 
 class BuildError(Exception):
@@ -44,16 +45,25 @@ def exit_status(work: Callable[[], object], left: str = "") -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         work()
-    except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}. {left}".rstrip(), file=sys.stderr)
-        return ToolchainError.exit_code
+    except (BuildError, OSError) as error:
+        print(f"error: {error}. {left}" if left and isinstance(error, OSError) else
+              f"error: {error}", file=sys.stderr)  # fmt: skip
+        return getattr(error, "exit_code", ToolchainError.exit_code)
     except KeyboardInterrupt:
         print(f"error: interrupted. {left}".rstrip(), file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
+
+
+def differences(found: Any, expected: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """Compares JSON with what it must hold: "build.preset: expected 'release', got 'dev'"."""
+    for key, value in expected.items():
+        name = f"{where}.{key}" if where else key
+        got = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(value, Mapping) and value:
+            yield from differences(got, value, name)
+        elif got != value or isinstance(got, bool) != isinstance(value, bool):
+            yield f"{name}: expected {repr(value)[:120]}, got {repr(got)[:120]}"
 
 
 def first_of(names: Collection[str]) -> str:

@@ -75,6 +75,18 @@ def edit(path: Path, change: Change, *, sign: bool = False) -> None:
     files.write_json(path, content)
 
 
+def put(path: str, value: object) -> Change:
+    """Sets a value deep in a JSON object: "build.preset"."""
+
+    def change(content: Any) -> None:
+        *way, last = path.split(".")
+        for key in way:
+            content = content[int(key) if isinstance(content, list) else key]
+        content[last] = value
+
+    return change
+
+
 @dataclass
 class Project:
     """Where everything lies: source tree (a git checkout), folder of wheels, the wheel."""

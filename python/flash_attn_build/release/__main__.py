@@ -38,9 +38,6 @@ def release(
         attested: Repository, commit and tag whose attestations wheels and manifests must have;
             there may be no reports of other wheels then. None: by hand.
         root: The source tree.
-
-    Raises:
-        RefusedError: The gate refuses a wheel; the message has everything that stands against it.
     """
     shutil.rmtree(out, ignore_errors=True)
     (out.parent / RESULT).unlink(missing_ok=True)

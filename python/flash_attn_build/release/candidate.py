@@ -13,7 +13,7 @@ from typing import Any
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
 from ..compile import manifest, sources
-from ..errors import RefusedError, first_of
+from ..errors import RefusedError, differences, first_of
 from ..files import read_tree
 from ..wheel import archive, check
 from .policy import Policy
@@ -61,13 +61,7 @@ class Candidate:
 
 
 def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
-    """Reads a wheel and its manifest, and compares them with each other and with the source tree.
-
-    Args:
-        wheel: The wheel.
-        root: The source tree that it must be built from.
-        policy: The release policy: the toolkits.
-    """
+    """Reads a wheel and its manifest, and compares them with each other and with the tree."""
     data = wheel.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     problems: list[str] = []
@@ -87,11 +81,8 @@ def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
         problems += instance_problems(info, root)
         if text:
             stated = {"name": wheel.name, "sha256": digest, "bytes": len(data)}
-            if text.get("wheel") != stated:
-                problems.append(f"manifest: is of another wheel ({text.get('wheel')})")
-            for name in manifest.FROM_WHEEL:
-                if text.get(name) != info.get(name):
-                    problems.append(f"manifest: {name} is not what the wheel says of itself")
+            expected = {"wheel": stated, **{key: info.get(key) for key in manifest.FROM_WHEEL}}
+            problems += [f"manifest: {each}" for each in differences(text, expected)]
             if archive.date_of(text["build"]["source_date_epoch"]) != date:
                 problems.append("manifest: source_date_epoch is not the date in the wheel")
     except RefusedError as error:
@@ -99,7 +90,8 @@ def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
     except Exception as error:
         problems.append(f"wheel: cannot be compared with manifest and tree ({error!r})")
     try:
-        problems += _manifest_problems(text, root, policy) if text else []
+        found = _manifest_problems(text, root, policy) if text else ()
+        problems += [f"manifest: {problem}" for problem in found]
     except OSError as error:
         problems.append(f"tree: {error}")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -141,49 +133,38 @@ def instance_problems(info: Mapping[str, Any], root: Path) -> Iterator[str]:
 
 def _manifest_problems(text: Mapping[str, Any], root: Path, policy: Policy) -> Iterator[str]:
     """Compares what the manifest states of the build with what a release demands."""
-    build, tools, cuda = text["build"], text["tools"], text["cuda_toolkit"]
-    units, totals = text["translation_units"], text["totals"]
-    objects = [unit for unit in units if unit["output"].endswith(".cu.o")]
+    build, tools, cuda, units = (
+        text[key] for key in ("build", "tools", "cuda_toolkit", "translation_units")
+    )
     pin = json.loads((root / _PIN).read_text(encoding="utf-8"))
     upstream = {"name": pin["name"], "version": pin["version"], "sha256": pin["sdist"]["sha256"]}
-    wrong = {
-        "built with FLASH_ATTENTION_DETERMINISTIC=OFF": text["deterministic"] is not True,
-        f"built with preset {build['preset']!r}, not 'release'": build["preset"] != "release",
-        f"built with options of its own: {build['defines']}": build["defines"] != [],
-        f"environment variables changed how it was compiled: {build['environment']}": (
-            build["environment"] != {}
-        ),
-        "built with tools that locks/ does not pin (`nox -s build -- --locked`)": (
-            build["locked"] is not True
-        ),
-        f"nvcc {tools['nvcc']} made a wheel of CUDA {cuda}": tools["nvcc"] != cuda,
-        f"the toolkit {build['toolkit_sha256']} is not the locked one of nvcc {cuda}": (
-            build["toolkit_sha256"] not in policy.toolkits.get(cuda, ())
-        ),
-        f"{len(objects)} CUDA translation units of {totals['translation_units']} for "
-        f"{len(text['instances'])} kernels": (
-            len(objects) < len(text["instances"]) or totals["translation_units"] != len(units)
-        ),
-        f"{build['compiled_in_this_run']} of {len(units)} units were compiled in this build, the "
-        "rest is of an earlier one: remove the build folder": (
-            build["compiled_in_this_run"] != len(units)
-        ),
-        f"its upstream or patches are not those that {_PIN} pins": (
-            text["upstream"] != {**upstream, "patches": pin["patches"]}
-        ),
-    }
-    yield from (f"manifest: {problem}" for problem, found in wrong.items() if found)
+    expected = {
+        "deterministic": True,
+        "build": {
+            "preset": "release", "defines": [], "environment": {}, "locked": True,
+            "compiled_in_this_run": len(units),  # nothing that an earlier build left
+        },
+        "tools": {"nvcc": cuda},
+        "totals": {"translation_units": len(units)},
+        "upstream": {**upstream, "patches": pin["patches"]},
+    }  # fmt: skip
+    yield from differences(text, expected)
+    if build["toolkit_sha256"] not in policy.toolkits.get(cuda, ()):
+        yield f"the toolkit {build['toolkit_sha256']} is not the locked one of nvcc {cuda}"
+    objects = [unit for unit in units if unit["output"].endswith(".cu.o")]
+    if len(objects) < len(text["instances"]):
+        yield f"{len(objects)} CUDA translation units for {len(text['instances'])} kernels"
     python = {"python_full_version": tools["python"]}
     for locked in manifest.locked(cuda, root):
         wanted = locked.marker is None or locked.marker.evaluate(python)
         version = tools.get(locked.name, "").partition("+")[0]  # a local version: "+cpu"
         if (wanted or version) and version not in locked.specifier:
-            yield f"manifest: built with {locked.name} {version or None}, but locks/ has {locked}"
+            yield f"built with {locked.name} {version or None}, but locks/ has {locked}"
     known = _words_of_cmake(root)
     for target, flags in text["flags"].items():
         for flag in flags:
             if not _FLAGS.fullmatch(flag) and flag.removeprefix("-D") not in known:
-                yield f"manifest: {target} was compiled with {flag!r}, which no CMake file has"
+                yield f"{target} was compiled with {flag!r}, which no CMake file has"
 
 
 def _words_of_cmake(root: Path) -> set[str]:

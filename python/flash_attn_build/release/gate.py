@@ -39,11 +39,9 @@ def find_wheels(dist: Path) -> list[Path]:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Lists the runs of `verify` below a folder.
+    """Lists the reports below a folder, and for each run without one where it is missing.
 
-    Returns:
-        Every `verification.json`, and for each run without one the path where it is missing: a
-        folder named by a number is that of a run, and a run without a report blocks the release.
+    A folder named by a number is that of a run. A run without a report blocks the release.
     """
     found = set(folder.rglob("verification.json"))
     for run in folder.rglob("*"):
@@ -68,11 +66,11 @@ def judge(
     tag: str = "",
     allow_other_reports: bool = True,
 ) -> tuple[dict[str, Verdict], list[str]]:
-    """Decides on every wheel of a release.
+    """Decides on every wheel of a release; their manifests lie beside them.
 
     Args:
-        wheels: The wheels; their manifests lie beside them.
-        runs: See `find_runs`; those of other wheels may be among them.
+        wheels: The wheels.
+        runs: See `find_runs`.
         policy: The release policy.
         root: The source tree.
         tag: The tag that started the workflow; "": the gate is run by hand.
@@ -104,15 +102,7 @@ def judge(
 
 
 def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path, tag: str = "") -> Verdict:
-    """Decides whether a wheel may be published.
-
-    Args:
-        wheel: The wheel; its manifest lies beside it.
-        runs: See `find_runs`; those of other wheels may be among them.
-        policy: The release policy.
-        root: The source tree: pin of upstream, JSON Schema of reports, README, tests/gpu.
-        tag: The tag that started the workflow, or "".
-    """
+    """Decides whether a wheel may be published: see `judge`."""
     candidate = read_candidate(wheel, root, policy)
     problems = [*tree.problems(root, candidate.version, tag), *candidate.problems]
     cuda = candidate.manifest.get("cuda_toolkit")
@@ -149,17 +139,7 @@ def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path, tag: s
 def proofs(
     wheel: Candidate, reports: Sequence[Report], policy: Policy, modules: Sequence[str]
 ) -> tuple[dict[str, Report], list[str]]:
-    """Picks the reports that prove a wheel, and says what stands against its release.
-
-    Args:
-        wheel: The wheel.
-        reports: Reports; those of other wheels may be among them.
-        policy: The release policy.
-        modules: See `gpu_test_modules`.
-
-    Returns:
-        Architecture to the report that proves it, and every problem.
-    """
+    """Picks for each architecture a report that proves it, and says what stands against a wheel."""
     of_these_bytes = [report for report in reports if report.sha256 == wheel.sha256]
     found = {report.path: [*proof_problems(report, wheel, policy, modules)] for report in reports}
     verified = {

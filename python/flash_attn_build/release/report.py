@@ -13,14 +13,18 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from ..errors import RefusedError
+from ..errors import RefusedError, differences
 from .candidate import Candidate
 from .policy import Policy
 
 SCHEMA = "docs/verification.schema.json"
 SCHEMA_VERSION = 1
 GPU_TESTS = "gpu-tests.xml"  # JUnit's form, beside the report; the suite is named by the wheel
-_BAD = ("failed", "error")
+# A complete, passing run of an installed wheel on a GPU.
+PASSED = {
+    "complete": True, "source_tree": False, "device": "cuda", "status": "passed",
+    "installed": {"matches_wheel": True},
+}  # fmt: skip
 _ARCHITECTURE = re.compile(r"(?:sm|compute)_(\d+)(\d)([a-z]?)")
 
 
@@ -49,18 +53,13 @@ class Report:
         return f"{self.path.parent.name}/{self.path.name}"
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """Names the architectures of one kind in it.
-
-        Args:
-            kind: "ran": machine code, such as "sm_90"; "ran_as_ptx": PTX that the driver compiled,
-                such as "compute_80"; "unverified": neither.
-        """
+        """Architectures that "ran" ("sm_90"), "ran_as_ptx" ("compute_80") or are "unverified"."""
         found = at(self.content, "architectures", kind)
         return tuple(str(name) for name in found) if isinstance(found, list) else ()
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """Computes the digest that a report carries: sha256 over the rest as canonical JSON.
+    """The digest that a report carries: sha256 over the rest as canonical JSON.
 
     It shows accidental changes. A deliberate edit can include a new digest: see docs/releasing.md.
     """
@@ -84,10 +83,8 @@ def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         return Report(path, {}, (f"is unreadable ({error})",))
-    if not isinstance(content, dict):
-        return Report(path, {}, ("is not a report: expected a JSON object",))
-    if (found := content.get("schema_version")) != SCHEMA_VERSION:
-        return Report(path, {}, (f"expected schema_version {SCHEMA_VERSION}, got {found!r}",))
+    if found := [*differences(content, {"schema_version": SCHEMA_VERSION})]:
+        return Report(path, {}, tuple(found))
     problems = []
     if content.get("digest") != digest(content):
         problems.append("was changed after it was written: its digest is not that of its content")
@@ -111,12 +108,8 @@ def proof_problems(
     content = report.content
     if not content:
         return
-    if report.sha256 != wheel.sha256:
-        yield f"is for other bytes (sha256 {report.sha256 or 'not named'})"
-    elif (found := at(content, "wheel", "filename")) != wheel.path.name:
-        yield f"is for a wheel of another name ({found})"
-    if content.get("quick") is not False:
-        yield "is of a quick run"
+    named = {"filename": wheel.path.name, "sha256": wheel.sha256}
+    yield from differences(content, {"wheel": named, "quick": False})
     gpu = str(at(content, "environment", "gpu"))
     for name in report.names("ran"):
         wanted = policy.required_architectures.get(name)
@@ -148,10 +141,7 @@ def read_gpu_tests(path: Path, sha256: str) -> tuple[list[str], list[str]]:
         (suite,) = ElementTree.fromstring(data).iter("testsuite")
     except (OSError, ValueError, ElementTree.ParseError) as error:
         return [], [f"{GPU_TESTS}: is unreadable ({error})"]
-    problems = []
-    if suite.get("name") != f"sha256:{sha256}":
-        problems.append(f"{GPU_TESTS}: is for other bytes ({str(suite.get('name'))[:80]!r})")
-    passed = []
+    passed, problems = [], [*differences(suite.attrib, {"name": f"sha256:{sha256}"}, GPU_TESTS)]
     for case in suite.iter("testcase"):
         states = {element.tag for element in case}
         if states & {"failure", "error"}:
@@ -178,23 +168,12 @@ def failures(report: Report, sha256: str) -> list[str]:
 def run_problems(report: Report) -> Iterator[str]:
     """Says why a report is not one of a complete, passing run of an installed wheel on a GPU."""
     yield from report.problems
-    content = report.content
-    if not content:
-        return
-    if content.get("complete") is not True:
-        yield "is not complete: the run was cut short"
-    if content.get("source_tree") is not False:
-        yield "was run against the source tree, not the installed wheel"
-    if content.get("device") != "cuda":
-        yield f"ran on {content.get('device')!r}, not on a GPU"
-    if at(content, "installed", "matches_wheel") is not True:
-        yield "the installed files were not those of the wheel"
-    if content.get("status") != "passed":
-        yield f"its status is {content.get('status')!r}, not 'passed'"
-    capability = str(at(content, "environment", "compute_capability"))
-    for name in (*report.names("ran"), *report.names("ran_as_ptx")):
-        if not runs_on(name, capability):
-            yield f"says that {name} ran on a GPU of compute capability {capability}"
+    if report.content:
+        yield from differences(report.content, PASSED)
+        capability = str(at(report.content, "environment", "compute_capability"))
+        for name in (*report.names("ran"), *report.names("ran_as_ptx")):
+            if not runs_on(name, capability):
+                yield f"says that {name} ran on a GPU of compute capability {capability}"
 
 
 def runs_on(architecture: str, capability: str) -> bool:
@@ -214,35 +193,24 @@ def runs_on(architecture: str, capability: str) -> bool:
 
 def build_problems(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
     """Compares what a report states of the build with a build manifest."""
-    content = report.content
-    for key in ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources"):
-        if at(content, "build", key) != manifest.get(key):
-            yield f"its build's {key} is not that of the manifest"
-    for key in ("version", "sha256"):
-        if at(content, "pins", "upstream", key) != at(manifest, "upstream", key):
-            yield "its upstream is not that of the manifest"
-    if at(content, "pins", "patches") != at(manifest, "upstream", "patches"):
-        yield "its patches are not those of the manifest"
-    if at(content, "build", "missing_kernels"):
+    keys = ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources")
+    upstream = {key: at(manifest, "upstream", key) for key in ("version", "sha256")}
+    pins = {"upstream": upstream, "patches": at(manifest, "upstream", "patches")}
+    expected = {"build": {key: manifest.get(key) for key in keys}, "pins": pins}
+    yield from differences(report.content, expected)
+    if at(report.content, "build", "missing_kernels"):
         yield "says that the wheel lacks kernels"
     held = {str(name) for name in manifest.get("architectures") or ()}
     for name in (*report.names("ran"), *report.names("ran_as_ptx")):
         kind, _, number = name.partition("_")
-        suffix = "-real" if kind == "sm" else "-virtual"
-        if not {number, number + suffix} & held:
+        if not {number, f"{number}-{'real' if kind == 'sm' else 'virtual'}"} & held:
             yield f"says that {name} ran, which the wheel does not hold"
 
 
 def state_problems(
     content: Mapping[str, Any], sections: Sequence[str] = (), checks: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Says which sections, and which rows of the contract, have not passed.
-
-    Args:
-        content: The report.
-        sections: Sections that must have passed; of the rest none may have failed.
-        checks: Rows of the contract, likewise.
-    """
+    """Says which sections, and which rows of the contract, have not passed; others may not fail."""
     found = _rows(content.get("sections"))
     rows = [at(row, "data", "checks") for row in found if row.get("id") == "contract"]
     contract = [check for each in rows for check in _rows(each)]
@@ -250,9 +218,9 @@ def state_problems(
         ("section", sections, _states(found)),
         ("contract,", checks, _states(contract)),
     ):
-        for name in (*wanted, *(name for name in states if name not in wanted)):
+        for name in dict.fromkeys((*wanted, *states)):
             state = states.get(name, "missing")
-            if state.startswith(_BAD) or (name in wanted and state != "passed"):
+            if state.startswith(("failed", "error")) or (name in wanted and state != "passed"):
                 yield f"{kind} {name}: {state}"
 
 

@@ -13,7 +13,7 @@ from flash_attn_build.files import ROOT
 from flash_attn_build.release import ptx
 from flash_attn_build.release.candidate import read_candidate
 from flash_attn_build.release.report import read_report, run_problems
-from release_samples import POLICY, Change, Project, edit, sections
+from release_samples import POLICY, Project, edit, put, sections
 
 ENTRY = POLICY.unverified_architectures["sm_80"]
 WHERE = "docs/results/verification-compute_80"
@@ -25,7 +25,7 @@ def problems(project: Project) -> list[str]:
 
 
 REPORTS: dict[str, tuple[dict[str, Any], str]] = {
-    "cut short": ({"complete": False}, "is not complete"),
+    "cut short": ({"complete": False}, "complete: expected True"),
     "other PTX": (
         {"architectures": {"ran": [], "ran_as_ptx": [], "unverified": []}},
         "did not run compute_80 as PTX",
@@ -35,9 +35,9 @@ REPORTS: dict[str, tuple[dict[str, Any], str]] = {
     "a row left out": ({"sections": sections(paged="not-run")}, "contract, paged: not-run"),
     "another section": (
         {"status": "failed", "sections": sections(performance="failed")},
-        "its status is 'failed', not 'passed'",
+        "status: expected 'passed', got 'failed'",
     ),
-    "other pin": ({"pins": {}}, "its upstream is not that of the manifest"),
+    "other pin": ({"pins": {}}, "pins.upstream.version: expected"),
 }
 
 
@@ -69,41 +69,38 @@ def test_rows_that_ptx_cannot_pass_are_not_asked_for(project: Project) -> None:
     assert problems(project) == []
 
 
-ALONE = "expected preset 'release' with the option CMAKE_CUDA_ARCHITECTURES=80-virtual alone"
-MANIFESTS: dict[str, tuple[Change, str]] = {
-    "other wheel": (lambda m: m["wheel"].update(sha256="0" * 64), "is of another wheel"),
-    "older kernels": (lambda m: m["sources"].update(cpp="0" * 64), "built from another tree: cpp"),
-    "options": (lambda m: m["build"]["defines"].append("CMAKE_CUDA_FLAGS=-G"), ALONE),
-    "environment": (lambda m: m["build"].update(environment={"CUDAFLAGS": "-G"}), ALONE),
-    "preset": (lambda m: m["build"].update(preset="dev"), "expected preset"),
-    "kernels": (lambda m: m["instances"].pop(), "its kernels are not those"),
-    "toolkit": (
-        lambda m: m.update(cuda_toolkit="12.4.131"),
-        "cuda_toolkit: '12.4.131', but the wheel to be published has '13.0.88'",
-    ),
-    "mode": (lambda m: m.update(deterministic=False), "deterministic: False"),
-    "bits": (lambda m: m.update(bits_version=9), "bits_version: 9"),
-    "upstream": (lambda m: m["upstream"].update(version="9"), "upstream: "),
-    "machine code": (
-        lambda m: m["architectures"].append("90-real"),
-        "expected 80-virtual alone, got 80-virtual, 90-real",
-    ),
-    "schema": (lambda m: m.update(schema=2), "expected schema 4"),
-    "no sources": (lambda m: m.pop("sources"), "is not a manifest"),
-    "other form": (lambda m: m.update(build=[]), "is not a manifest"),
+MANIFEST: dict[str, object] = {
+    "wheel.sha256": "0" * 64,
+    "sources.cpp": "0" * 64,
+    "build.preset": "dev",
+    "build.defines": ["CMAKE_CUDA_ARCHITECTURES=80-virtual", "CMAKE_CUDA_FLAGS=-G"],
+    "build.environment": {"CUDAFLAGS": "-G"},
+    "instances": [],
+    "cuda_toolkit": "12.4.131",
+    "deterministic": False,
+    "bits_version": 9,
+    "upstream.version": "9",
+    "architectures": ["80-virtual", "90-real"],
 }
 
 
-@pytest.mark.parametrize(("change", "expected"), MANIFESTS.values(), ids=MANIFESTS)
-def test_a_manifest_of_something_else(project: Project, change: Change, expected: str) -> None:
-    edit(project.ptx_manifest, change)
-    assert f"{WHERE}.manifest.json: {expected}" in "\n".join(problems(project))
+@pytest.mark.parametrize(("path", "value"), MANIFEST.items(), ids=MANIFEST)
+def test_a_manifest_of_something_else(project: Project, path: str, value: object) -> None:
+    edit(project.ptx_manifest, put(path, value))
+    assert f"{WHERE}.manifest.json: {path}: expected" in "\n".join(problems(project))
+
+
+def test_a_manifest_of_another_form(project: Project) -> None:
+    edit(project.ptx_manifest, lambda manifest: manifest.pop("sources"))
+    assert f"{WHERE}.manifest.json: sources.cpp: expected" in "\n".join(problems(project))
+    edit(project.ptx_manifest, put("schema", 2))
+    assert f"{WHERE}.manifest.json: expected schema 4" in "\n".join(problems(project))
 
 
 def test_a_new_version_with_the_same_kernels_needs_no_new_run(project: Project) -> None:
     other = {"pyproject.toml": "0" * 64}
     edit(project.ptx_manifest, lambda m: m["sources"].update(other))
-    assert "build's sources is not that of the manifest" in problems(project)[0]
+    assert "build.sources.pyproject.toml: expected" in problems(project)[0]
     edit(project.ptx_path, lambda r: r["build"]["sources"].update(other), sign=True)
     assert problems(project) == []
 

@@ -114,7 +114,7 @@ def test_what_the_gate_refuses_is_not_written(
     assert not out.exists()
     errors = capsys.readouterr().err
     assert "sm_90: no complete, passing report" in errors
-    assert "1/verification.json: is of a quick run" in errors
+    assert "1/verification.json: quick: expected False, got True" in errors
     assert list(out.parent.iterdir()) == []
 
 
