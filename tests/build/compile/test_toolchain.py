@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import platform
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -61,6 +63,34 @@ def test_a_toolkit_from_packages_gets_the_names_that_cmake_looks_for(packages: P
     assert found.root == root
     assert (root / "lib64").readlink() == Path("lib")
     assert (root / "lib" / "libcudart.so").readlink() == Path("libcudart.so.13")
+
+
+def test_libraries_of_another_machine_come_from_its_own_packages(
+    tmp_path: Path, packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc is this machine's; `-target-dir` finds the other machine's folder below its toolkit."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
+    nvcc = toolkit(packages / "nvidia" / "cu13")
+    with pytest.raises(ToolchainError, match=r"targets/sbsa-linux: .* lacks libcudart_static\.a"):
+        toolchain.find({"PATH": ""}, packages, "aarch64")
+    toolkit(tmp_path / "environment" / "aarch64" / "nvidia" / "cu13")
+    found = toolchain.find({"PATH": ""}, packages, "aarch64")
+    assert (found.nvcc, found.root) == (nvcc, packages / "nvidia" / "cu13")
+    assert found.cudart == found.root / "targets/sbsa-linux/lib/libcudart_static.a"
+    assert "environment" in found.cudart.resolve().parts
+
+
+def test_the_cross_compiler_is_named_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    compiler = script(tmp_path / "bin" / "aarch64-linux-gnu-g++", "")
+    environ = {"PATH": str(tmp_path / "bin"), "CXX": "clang++"}
+    assert toolchain.host_compiler(environ, "aarch64") == (str(compiler),)
+    compiler.unlink()
+    with pytest.raises(ToolchainError, match="apt-get install g\\+\\+-aarch64-linux-gnu"):
+        toolchain.host_compiler(environ, "aarch64")
 
 
 @pytest.mark.parametrize("variable", ["", "CUDACXX", "CUDA_HOME", "CUDA_PATH"])
