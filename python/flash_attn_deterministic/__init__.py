@@ -1,30 +1,9 @@
 """FlashAttention-2 with the same bits every time: deterministic, batch-invariant attention."""
 
-# ruff: noqa: E402 -- the handler of Ctrl-C is set before the slow imports
-
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Any
-
-
-def _leave(*_: Any) -> None:
-    os._exit(130)
-
-
-# sys.argv may be empty or missing where a program embeds Python.
-_program = str(next(iter(getattr(sys, "argv", ())), ""))
-if os.path.basename(_program) == "flash-attn-deterministic" or (
-    _program == "-m" and __name__ in sys.orig_argv
-):
-    # The process runs our command. Importing torch takes seconds, in which Ctrl-C would abort the
-    # process in C++ code or print a traceback. main() restores Python's handler.
-    import signal
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
 
 from .errors import FlashAttnError
 from .interface import (
@@ -36,9 +15,9 @@ from .interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from .mode.checkpoint import checkpoint_contexts
-from .mode.current import (
+from .mode import (
     Mode,
+    checkpoint_contexts,
     deterministic_mode,
     get_deterministic_mode,
     set_deterministic_mode,
@@ -46,8 +25,7 @@ from .mode.current import (
 
 if TYPE_CHECKING:
     from .integrations.alias import as_flash_attn
-    from .mode.explain import explain
-    from .mode.plan import Plan
+    from .plan import Plan, explain
 
 __all__ = [
     "FlashAttnError",
@@ -70,7 +48,7 @@ __all__ = [
 
 
 # Imported at first use, to keep the import of the package short.
-_LAZY = {"Plan": "mode.plan", "as_flash_attn": "integrations.alias", "explain": "mode.explain"}
+_LAZY = {"Plan": "plan", "as_flash_attn": "integrations.alias", "explain": "plan"}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
 import sys
 from collections.abc import Sequence
 
-from . import _lab, _leave
+from . import lab
 from .errors import FlashAttnError
 
 # Modules with a function add_command; they import quickly.
@@ -26,8 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage); `verify` has more.
     """
     try:
-        if signal.getsignal(signal.SIGINT) is _leave:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(argv)
     except FlashAttnError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -43,7 +40,7 @@ def _run(argv: Sequence[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in _COMMANDS:
         importlib.import_module(f".{name}", __package__).add_command(commands)
-    _lab.add_commands(commands)
+    lab.add_commands(commands)
     arguments = parser.parse_args(argv)
     status: int = arguments.run(arguments)
     return status

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic.info.build_info import Tile, build_info
+from flash_attn_deterministic.build_info import Tile, build_info
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Of the bit checks: even and padded kernels, small and large tiles.

@@ -14,7 +14,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 def _missing() -> str:
     if not torch.cuda.is_available():
         return "no CUDA device"
-    from flash_attn_deterministic._ops.library import kernels_missing
+    from flash_attn_deterministic.ops.library import kernels_missing
 
     return kernels_missing
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
-from flash_attn_deterministic.reference._dropout import keep_mask, keep_probability
+from flash_attn_deterministic.reference.dropout import keep_mask, keep_probability
 
 from tests.gpu.attention import DTYPES, assert_same, make_qkv, skip_unless_built
 
@@ -197,12 +197,10 @@ def assert_same_gradients(left: Gradients, right: Gradients) -> None:
 
 def rng_state(seed: int) -> torch.Tensor:
     """The seed and offset that a call with dropout draws first after torch.manual_seed(seed)."""
-    from flash_attn_deterministic.interface._call import draw_rng_state
+    from flash_attn_deterministic.interface.call import draw_rng_state
 
     torch.manual_seed(seed)
-    state = draw_rng_state(0.5, torch.device("cuda"))
-    assert state is not None
-    return state
+    return draw_rng_state(torch.device("cuda"))
 
 
 def visible_keys(

@@ -44,7 +44,7 @@ def outcome_without(case: Case, what: str) -> dict[str, Any]:
     if what == "rounded sums":
         broken = _rounded_sums
     elif what == "alignment":
-        module, name, broken = op_calls.Scores, "key_align", property(lambda scores: 1)
+        module, name, broken = op_calls.Numbers, "key_align", property(lambda scores: 1)
     with _instead(module, **{name: broken}):
         return run.outcome_of(case, "cpu")
 
@@ -429,7 +429,7 @@ def last_rows_first(case: Case, block: int) -> dict[str, bool] | None:
     if not groups:
         return None
     mask = plan.Mask(-1, 0) if case.mask == "causal" else plan.Mask(20, 9)
-    scores = op_calls.Scores(0.25, mask, 0.0, 64, True, True)
+    scores = op_calls.Numbers(0.25, mask, 0.0, 64, True, True)
     starts_q, starts_k = (
         (0, *itertools.accumulate(lengths)) for lengths in (case.lengths_q, case.lengths_k)
     )
@@ -448,7 +448,7 @@ def last_rows_first(case: Case, block: int) -> dict[str, bool] | None:
         k: torch.Tensor,
         v: torch.Tensor,
         call: plan.Call,
-        scores: op_calls.Scores,
+        scores: op_calls.Numbers,
         sums: op_calls.Sums,
     ) -> torch.Tensor:
         return _blocks_last_first(rows, k, v, call, scores, sums, block)
@@ -488,7 +488,7 @@ def _blocks_last_first(
     k: torch.Tensor,
     v: torch.Tensor,
     call: plan.Call,
-    scores: op_calls.Scores,
+    scores: op_calls.Numbers,
     sums: op_calls.Sums,
     block: int,
 ) -> torch.Tensor:

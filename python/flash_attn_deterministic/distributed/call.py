@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .._checks import kernels, tensors
-from .._checks.numbers import check_flag, check_int
-from .._ops.arguments import Options
+from ..checks import tensors
+from ..checks.numbers import as_flag, as_int
+from ..checks.ops import validate
 from ..errors import ArgumentError, FlashAttnError, UnsupportedError
-from ..interface._call import has_backward, padded, resolve_options
+from ..interface.call import has_backward, padded, resolve_options, with_ints
+from ..schemas import forward_call
+from ..types import Lengths, Options
 from . import ops
 
 # Defines the ops.
@@ -58,20 +60,17 @@ def checked(groups: Groups, given: Sequence[Any], prepare: Callable[[], _Result]
         raise
 
 
-def check_packed(
-    name: str, tensor: torch.Tensor, count: int, layout: str, options: Mapping[str, Any]
-) -> None:
-    """Checks a packed tensor as `_checks.tensors.check_packed` does; reports as `checked`.
+def check_packed(name: str, tensor: torch.Tensor, layout: str, options: Mapping[str, Any]) -> None:
+    """Checks a packed tensor as `checks.tensors.check_packed` does; reports as `checked`.
 
     Args:
         name: of the argument.
         tensor: the argument.
-        count: of tensors in it.
         layout: expected.
         options: keyword arguments of the call, with the groups.
     """
     groups = find_groups(*(options.get(one) for one in ("group", "heads_group", "mesh")))
-    checked(groups, (tensor,), lambda: tensors.check_packed(name, tensor, count, layout))
+    checked(groups, (tensor,), lambda: tensors.check_packed(name, tensor, layout))
 
 
 def resolve(
@@ -79,19 +78,21 @@ def resolve(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    lengths: Lengths | None,
     options: tuple[Any, ...],
     alibi_slopes: Any,
     order: Any,
     heads_k_stride: Any,
     return_attn_probs: Any,
 ) -> tuple[Options, Settings]:
-    """Checks everything but q, k and v.
+    """Checks a call.
 
     Args:
         groups: of ranks.
-        q: checked.
-        k: checked.
-        v: checked.
+        q: the argument; k and v too.
+        k: see q.
+        v: see q.
+        lengths: of packed sequences; None: dense.
         options: arguments of `resolve_options` after head_dim.
         alibi_slopes: has to be None.
         order: the argument.
@@ -103,9 +104,10 @@ def resolve(
         UnsupportedError: dropout, ALiBi, a mode with keep_residual where a gradient is wanted, or a
             group whose backend can't send the tensors.
     """
-    kernels.check_kernels(q.device, q.dtype, q.shape[-1])
+    _, found = resolve_options(q, *options)
+    lengths = None if lengths is None else with_ints(lengths, same=False)
+    validate(*forward_call((q, k, v), lengths, found, None))
     groups.check(q.device)
-    found = resolve_options(q.shape[-1], *options)
     if found.dropout_p > 0:
         raise UnsupportedError(
             f"dropout_p: expected 0.0 on several ranks, got {found.dropout_p}: the mask of a "
@@ -132,10 +134,10 @@ def resolve(
         )
     heads_k = 0
     if heads_k_stride is not None:
-        heads_k = check_int("heads_k_stride", heads_k_stride)
+        heads_k = as_int("heads_k_stride", heads_k_stride)
     if heads_k_stride is not None and not 1 <= heads_k <= nheads_k:
         raise ArgumentError(f"heads_k_stride: expected 1 to {nheads_k}, got {heads_k}")
-    with_lse = check_flag("return_attn_probs", return_attn_probs)
+    with_lse = as_flag("return_attn_probs", return_attn_probs)
     return found, Settings(groups, ORDERS.index(order), heads_k, with_lse)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from .._checks import tensors
-from .._checks.determinism import Deterministic
+from ..types import Deterministic
 from .call import attend, check_packed, checked, resolve
 from .dtensor import with_dtensors
 from .messages.groups import find_groups
@@ -98,11 +97,10 @@ def flash_attn_func(
     groups = find_groups(group, heads_group, mesh)
 
     def prepare() -> Any:
-        tensors.check_dense(q, k, v)
         scores = softmax_scale, causal, window_size, softcap
         options = dropout_p, *scores, split_size, deterministic
         return resolve(
-            groups, q, k, v, options, alibi_slopes, order, heads_k_stride, return_attn_probs
+            groups, q, k, v, None, options, alibi_slopes, order, heads_k_stride, return_attn_probs
         )
 
     options, settings = checked(groups, (q, k, v), prepare)
@@ -123,7 +121,7 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> A
     Raises:
         As `flash_attn_func`.
     """
-    check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)", kwargs)
+    check_packed("qkv", qkv, "(batch, seqlen, 3, nheads, head_dim)", kwargs)
     return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
 
 
@@ -142,5 +140,5 @@ def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **kw
     Raises:
         As `flash_attn_func`.
     """
-    check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)", kwargs)
+    check_packed("kv", kv, "(batch, seqlen_k, 2, nheads_k, head_dim)", kwargs)
     return flash_attn_func(q, *kv.unbind(2), *args, **kwargs)

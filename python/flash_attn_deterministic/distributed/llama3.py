@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from .._checks.describe import shown
-from .._checks.determinism import Deterministic
-from .._checks.index_values import check_starts
-from .._checks.numbers import check_flag, check_int
-from .._checks.tensors import VARLEN, check_rank
-from .._checks.varlen import check_cu_seqlens
+from ..checks.describe import shown
+from ..checks.numbers import as_flag, as_int
+from ..checks.tensors import VARLEN, check_cu_seqlens, check_rank
+from ..checks.values import check_starts
 from ..errors import ArgumentError, ArgumentTypeError
+from ..types import Deterministic
 from .call import check_packed, checked
 from .messages.agreement import check, report
 from .messages.groups import find_groups
@@ -49,8 +48,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
         ArgumentTypeError: a wrong type; DtypeError: cu_seqlens is not torch.int32.
     """
     check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
-    causal = check_flag("causal", causal)
-    rank, world_size = check_int("rank", rank), check_int("world_size", world_size)
+    causal = as_flag("causal", causal)
+    rank, world_size = as_int("rank", rank), as_int("world_size", world_size)
     if not 0 <= rank < world_size:
         raise ArgumentError(
             f"rank: expected 0 to world_size - 1, got {rank} with world_size {world_size}"
@@ -146,7 +145,7 @@ def llama3_flash_attn_varlen_func(
             if isinstance(local_k_slice, slice):
                 given = f"slice({shown(local_k_slice.start)}, {shown(local_k_slice.stop)})"
             raise ArgumentTypeError(f"local_k_slice: expected a slice of two ints, got {given}")
-        return check_flag("causal", causal)
+        return as_flag("causal", causal)
 
     causal = checked(groups, (q, k, v), prepare)
     if ranks.size > 1:
@@ -192,7 +191,7 @@ def llama3_flash_attn_varlen_func(
 
 def llama3_flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Computes `llama3_flash_attn_varlen_func` with qkv (total, 3, nheads, head_dim)."""
-    check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)", kwargs)
+    check_packed("qkv", qkv, "(total tokens, 3, nheads, head_dim)", kwargs)
     q, k, v = qkv.unbind(1)
     return llama3_flash_attn_varlen_func(q, k, v, *args, **kwargs)
 
@@ -201,6 +200,6 @@ def llama3_flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Computes `llama3_flash_attn_varlen_func` with kv (total, 2, nheads_k, head_dim)."""
-    check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)", kwargs)
+    check_packed("kv", kv, "(total tokens, 2, nheads_k, head_dim)", kwargs)
     k, v = kv.unbind(1)
     return llama3_flash_attn_varlen_func(q, k, v, *args, **kwargs)

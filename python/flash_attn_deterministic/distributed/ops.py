@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from .._checks.determinism import alert_atomics
-from .._checks.kernels import check_kernels
-from .._ops import autograd
+from ..checks.kernels import check_kernels
+from ..ops.autograd import alert_atomics, autograd_kernel, function_of, no_double_backward
+from ..types import Gradients, Outputs
 from .messages.agreement import check
 from .messages.ranks import Ranks
 from .passes import chained_backward, forward, gathered_backward
-from .passes.op_calls import Rows, Scores
+from .passes.op_calls import Numbers, Rows
 from .planning.layout import ORDERS, Tokens, dense_tokens, packed_tokens
 from .planning.plan import Mask
 from .planning.steps import find_units
@@ -45,8 +45,6 @@ _SCHEMAS = {
 }
 # Makes every backward the gathered one, for tests and comparisons.
 GATHER = False
-Outputs = tuple[torch.Tensor, torch.Tensor]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _sequence_fwd(
@@ -147,9 +145,9 @@ def _swap(
     return torch.cat(list(arrived.flatten().view(tensor.dtype).view(parts.shape)), dim=gather)
 
 
-def _scores(numbers: Sequence[Any]) -> Scores:
+def _scores(numbers: Sequence[Any]) -> Numbers:
     scale, left, right, *others = numbers
-    return Scores(scale, Mask(left, right), *others)
+    return Numbers(scale, Mask(left, right), *others)
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,7 +163,7 @@ def _agreed(
     cu_seqlens_k: torch.Tensor | None,
     order: int,
     numbers: tuple[int, bool, bool],
-    scores: Scores,
+    scores: Numbers,
 ) -> tuple[Tokens, Tokens]:
     """Checks that all ranks make the same call, and returns where the tokens of q and k are."""
     starts_q, starts_k = (
@@ -245,9 +243,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Gradients:
     saved = ctx.saved_tensors
     if dout is None:
         # The other ranks may have a gradient, and wait for this one.
@@ -255,18 +251,18 @@ def _backward(
     gradients = torch.ops.flash_attn_deterministic.sequence_bwd(
         dout.contiguous(), *saved, *ctx.call
     )
-    return (*gradients, *[None] * (2 + len(ctx.call)))
+    return gradients  # type: ignore[no-any-return]
 
 
 def _setup_swap(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.scatter, ctx.gather, ctx.group, _, _ = inputs
 
 
-def _backward_swap(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward_swap(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor]:
     back = torch.ops.flash_attn_deterministic.swap(
         gradient.contiguous(), ctx.gather, ctx.scatter, ctx.group, [], ""
     )
-    return back, None, None, None, None, None
+    return (back,)
 
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]
@@ -280,12 +276,10 @@ for _name, _body, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _body, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
-_checked: Any = autograd.CheckedLibrary(_library)
-for _name, _formula, _context in (
-    ("sequence_fwd", _backward, _setup),
-    ("sequence_bwd", autograd.no_double_backward, None),
-    ("swap", _backward_swap, _setup_swap),
+for _name, _context, _formula, _count in (
+    ("sequence_fwd", _setup, _backward, 3),
+    ("sequence_bwd", None, no_double_backward, 6),
+    ("swap", _setup_swap, _backward_swap, 1),
 ):
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{_name}", _formula, setup_context=_context, lib=_checked
-    )
+    _kernel = autograd_kernel(_name, function_of(_name, _context, _formula), _count)
+    _library.impl(_name, _kernel, "Autograd", with_keyset=True)

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from .._checks import varlen as checks
-from .._checks.determinism import Deterministic
-from .._ops.arguments import Lengths
 from ..errors import UnsupportedError
+from ..types import Deterministic, Lengths
 from .call import attend, check_packed, checked, resolve
 from .messages.groups import find_groups
 from .planning.layout import CONTIGUOUS
@@ -82,11 +80,11 @@ def flash_attn_varlen_func(
         if block_table is not None:
             raise UnsupportedError("block_table: expected None on several ranks")
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        checks.check_varlen(q, k, v, lengths)
         scores = softmax_scale, causal, window_size, softcap
         options = dropout_p, *scores, split_size, deterministic
         return resolve(
-            groups, q, k, v, options, alibi_slopes, order, heads_k_stride, return_attn_probs
+            *(groups, q, k, v, lengths, options),
+            *(alibi_slopes, order, heads_k_stride, return_attn_probs),
         )
 
     options, settings = checked(groups, (q, k, v), prepare)
@@ -111,7 +109,7 @@ def flash_attn_varlen_qkvpacked_func(
     Raises:
         As `flash_attn_varlen_func`.
     """
-    check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)", kwargs)
+    check_packed("qkv", qkv, "(total tokens, 3, nheads, head_dim)", kwargs)
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **kwargs
@@ -135,6 +133,6 @@ def flash_attn_varlen_kvpacked_func(
     Raises:
         As `flash_attn_varlen_func`.
     """
-    check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)", kwargs)
+    check_packed("kv", kv, "(total tokens, 2, nheads_k, head_dim)", kwargs)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(q, k, v, *args, **kwargs)

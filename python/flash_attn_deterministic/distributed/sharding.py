@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .._checks.describe import type_name
-from .._checks.numbers import check_int
-from .._checks.varlen import check_cu_seqlens
+from ..checks.describe import type_name
+from ..checks.numbers import as_int
+from ..checks.tensors import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
 from .messages import agreement
 from .messages.groups import Groups, find_groups
@@ -100,7 +100,7 @@ def _dimension(tensor: Any, dim: Any) -> int:
     """Checks a tensor and its dimension of tokens, and returns the latter."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"tensor: expected a torch.Tensor, got {type_name(tensor)}")
-    found = check_int("dim", dim)
+    found = as_int("dim", dim)
     if not -tensor.dim() <= found < tensor.dim():
         raise ArgumentError(
             f"dim: expected a dimension of the tensor, of shape {tuple(tensor.shape)}, got {found}"

@@ -9,11 +9,11 @@ from importlib.metadata import version
 
 import torch
 
-from .._checks import kernels
-from .._ops import library
+from ..build_info import BuildInfo, Upstream, build_info
+from ..checks import kernels
 from ..errors import FlashAttnError
-from ..mode.current import Mode, get_deterministic_mode
-from .build_info import BuildInfo, Upstream, build_info
+from ..mode import Mode, get_deterministic_mode
+from ..ops import library
 
 # Lowest Linux driver that runs machine code of any toolkit of a CUDA major version. Source: NVIDIA,
 # CUDA compatibility, "Minor Version Compatibility", table 1.

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch.nn.attention import register_flash_attention_impl
 
-from .._ops.arguments import Lengths
+from ..checks.tensors import check_like
 from ..errors import ArgumentError, UnsupportedError
+from ..types import Gradients, Lengths
 from . import low_level
 
 NAME = "flash_attn_deterministic"
@@ -114,9 +115,9 @@ def forward(
     """
     lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
     window = (window_size_left, window_size_right)
-    scores = low_level.Scores(scale, is_causal, window, 0.0, alibi_slopes)
+    mask = low_level.Mask(scale, is_causal, window, 0.0, alibi_slopes)
     _check_unsupported(return_debug_mask, unknown)
-    result = low_level.forward(query, key, value, scores, dropout_p, lengths)
+    result = low_level.forward(query, key, value, mask, dropout_p, lengths)
     rng_state = result.rng_state
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=query.device)
@@ -147,7 +148,7 @@ def forward_no_dropout_inplace(
     Source:
         aten/src/ATen/native/native_functions.yaml of torch 2.13.
     """
-    low_level.check_like("out", out, "query", query)
+    check_like("out", out, "query", query)
     result, softmax_lse, *_ = forward(query, *arguments, **options)
     out.copy_(result)
     return softmax_lse
@@ -173,7 +174,7 @@ def backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     **unknown: Any,
-) -> low_level.Gradients:
+) -> Gradients:
     """Computes aten::_flash_attention_backward.
 
     Gradients are deterministic where the mode is enabled, or torch may use deterministic algorithms
@@ -194,7 +195,7 @@ def backward(
     """
     _check_unsupported(False, unknown)
     lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, None, None)
-    scores = low_level.Scores(scale, is_causal, (window_size_left, window_size_right))
+    mask = low_level.Mask(scale, is_causal, (window_size_left, window_size_right))
     seed = rng_state.view(torch.int64) if dropout_p > 0 else None
     dq, dk, dv = low_level.backward(
         grad_out,
@@ -202,10 +203,9 @@ def backward(
         key,
         value,
         low_level.Forward(out, logsumexp, seed),
-        scores,
+        mask,
         dropout_p,
         lengths,
-        torch.are_deterministic_algorithms_enabled(),
     )
     return _strided_like(dq, query), _strided_like(dk, key), _strided_like(dv, value)
 
@@ -262,7 +262,7 @@ def sdpa_backward(
     philox_offset: torch.Tensor,
     *,
     scale: float | None = None,
-) -> low_level.Gradients:
+) -> Gradients:
     """Computes aten::_scaled_dot_product_flash_attention_backward.
 
     Other arguments, what is returned and what is raised, as in `backward`.

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
-from .._checks import tensors
-from .._checks.determinism import Deterministic
-from ._call import WithProbs, attend, typed
-
-_QKV = tensors.Names("qkv", "qkv", "qkv")
-_KV = tensors.Names("q", "kv", "kv")
-
-
-def _check_qkv(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: None) -> None:
-    tensors.check_dense(*inputs)
-
-
-def _check_qkvpacked(inputs: tuple[None, torch.Tensor], lengths: None) -> None:
-    _, qkv = inputs
-    tensors.check_packed("qkv", qkv, 3, "(batch, seqlen, 3, nheads, head_dim)")
-    q, k, v = qkv.unbind(2)
-    tensors.check_dense(q, k, v, _QKV)
-
-
-def _check_kvpacked(inputs: tuple[torch.Tensor, torch.Tensor], lengths: None) -> None:
-    q, kv = inputs
-    tensors.check_packed("kv", kv, 2, "(batch, seqlen_k, 2, nheads_k, head_dim)")
-    k, v = kv.unbind(2)
-    tensors.check_dense(q, k, v, _KV)
+from ..checks.tensors import check_tensor
+from ..types import Deterministic
+from .call import WithProbs, attend, typed
 
 
 @typed
@@ -45,7 +23,7 @@ def flash_attn_func(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: Deterministic = None,
-    return_attn_probs: Literal[False] = False,
+    return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
 ) -> torch.Tensor | WithProbs:
@@ -138,7 +116,7 @@ def flash_attn_func(
         torch.Size([1, 4, 2, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend(4, (q, k, v), None, _check_qkv, options, alibi_slopes, return_attn_probs)
+    return attend((q, k, v), None, options, alibi_slopes, return_attn_probs)
 
 
 @typed
@@ -151,7 +129,7 @@ def flash_attn_qkvpacked_func(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: Deterministic = None,
-    return_attn_probs: Literal[False] = False,
+    return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
 ) -> torch.Tensor | WithProbs:
@@ -172,7 +150,7 @@ def flash_attn_qkvpacked_func(
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend(5, (None, qkv), None, _check_qkvpacked, options, alibi_slopes, return_attn_probs)
+    return attend((None, qkv), None, options, alibi_slopes, return_attn_probs)
 
 
 @typed
@@ -186,7 +164,7 @@ def flash_attn_kvpacked_func(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: Deterministic = None,
-    return_attn_probs: Literal[False] = False,
+    return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
 ) -> torch.Tensor | WithProbs:
@@ -208,4 +186,6 @@ def flash_attn_kvpacked_func(
         As `flash_attn_func`; of the same name in flash_attn 2.8.3.
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend(4, (q, kv), None, _check_kvpacked, options, alibi_slopes, return_attn_probs)
+    if q is None:  # which in an op says that q is in kv
+        check_tensor("q", q)
+    return attend((q, kv), None, options, alibi_slopes, return_attn_probs)

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from .._checks import derivatives, kernels, numbers, tensors
-from .._checks import kvcache as checks
-from .._ops.arguments import Options
-from .._ops.autograd import run
-from .._ops.dispatch import needs_dispatcher
-from ._call import (
-    WithLse,
-    contiguous,
-    op_checks,
-    padded,
-    resolve_options,
-    run_then_check,
-    slopes_for_op,
-    typed,
-)
+from ..checks import numbers
+from ..checks.ops import capacity, length_in_cache, validate
+from ..ops.autograd import run
+from ..schemas import cache_call
+from ..types import Call
+from .call import WithLse, completed, resolve_options, typed
 
 
 def _writable() -> AbstractContextManager[Any]:
@@ -50,7 +41,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
-    return_softmax_lse: Literal[False] = False,
+    return_softmax_lse: bool = False,
     *,
     split_size: int | None = None,
 ) -> torch.Tensor | WithLse:
@@ -119,43 +110,24 @@ def flash_attn_with_kvcache(
         2104.09864).
     """
     numbers.check_num_splits(num_splits)
-    interleaved = numbers.check_flag("rotary_interleaved", rotary_interleaved)
-    with_lse = numbers.check_flag("return_softmax_lse", return_softmax_lse)
-    options_given = 0.0, softmax_scale, causal, window_size, softcap, split_size
-    given = (
-        *(q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx),
-        *(cache_leftpad, block_table, alibi_slopes),
-    )
-    seqlens = cache_seqlens
-    # A length that is an int is checked here: the op does not read the tensor made of it.
-    op_checks_first = (seqlens is None or isinstance(seqlens, torch.Tensor)) and op_checks(
-        4, q, k_cache, v_cache, k, v
-    )
-    if op_checks_first:
-        options = resolve_options(q.shape[3], *options_given)
-    else:
-        seqlens, options = _check(given, options_given)
-    if seqlens is not None and not isinstance(seqlens, torch.Tensor):
-        seqlens = torch.full((q.shape[0],), seqlens, dtype=torch.int32, device=q.device)
-    others = seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
-    settings = *options.scores, interleaved, options.split_size, options.deterministic
-    rest = *map(contiguous, others), slopes_for_op(alibi_slopes), *settings
-    if op_checks_first:
-        arguments = q, k_cache, v_cache, k, v, *rest
-        unchecked = given, options_given
-        out, softmax_lse = run_then_check("kvcache_fwd", arguments, _check, unchecked)
-    else:
-        head_dim = q.shape[3]
+    interleaved = numbers.as_flag("rotary_interleaved", rotary_interleaved)
+    with_lse = numbers.as_flag("return_softmax_lse", return_softmax_lse)
+    given = softmax_scale, causal, window_size, softcap, split_size
+    new = q, k_cache, v_cache, k, v
+    indices = cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
+    head_dim, call = prepare((*new, *indices), given, interleaved, alibi_slopes)
+    if head_dim % 8:
         with torch.no_grad():
-            copies = padded(k_cache), padded(v_cache)
-            qkv = padded(q), *copies, padded(k), padded(v)
-            out, softmax_lse = run("kvcache_fwd", (*qkv, *rest), needs_dispatcher(*qkv))
-            if head_dim % 8:
-                out = out[..., :head_dim]
-                if k is not None:
-                    with _writable():
-                        k_cache.copy_(copies[0][..., :head_dim])
-                        v_cache.copy_(copies[1][..., :head_dim])
+            call = completed(call, pads=True)
+            out, softmax_lse = run(call)
+            out = out[..., :head_dim]
+            if k is not None:
+                _, k_copy, v_copy, *_ = call.arguments
+                with _writable():
+                    k_cache.copy_(k_copy[..., :head_dim])
+                    v_cache.copy_(v_copy[..., :head_dim])
+    else:
+        out, softmax_lse = run(call)
     if k is not None and not torch.compiler.is_compiling():
         # A backward that saved the cache has to detect the change.
         torch.autograd.graph.increment_version(k_cache)
@@ -163,28 +135,30 @@ def flash_attn_with_kvcache(
     return (out, softmax_lse) if with_lse else out
 
 
-def _check(
-    given: tuple[Any, ...], options_given: tuple[Any, ...]
-) -> tuple[int | torch.Tensor | None, Options]:
-    """Checks a call, and returns the lengths before k is appended, and the options.
+def prepare(
+    tensors: tuple[Any, ...],
+    given: tuple[Any, ...],
+    rotary_interleaved: bool,
+    alibi_slopes: torch.Tensor | None,
+) -> tuple[int, Call]:
+    """Returns head_dim, and the layout of a call; a wrong length raises.
 
     Args:
-        given: the tensors and cache_seqlens.
-        options_given: the arguments of `resolve_options` after head_dim.
+        tensors: those of `cache_call`, with a cache_seqlens that may be an int.
+        given: the arguments of `resolve_options` after dropout_p.
+        rotary_interleaved: as of the function; alibi_slopes too.
+        alibi_slopes: see rotary_interleaved.
     """
-    q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, *others = given
-    cache_batch_idx, cache_leftpad, block_table, alibi_slopes = others
-    capacity = checks.check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
-    batch, _, nheads, head_dim = q.shape
-    seqlen_new = checks.check_new(q, k_cache, k, v, cache_seqlens, capacity)
-    seqlens = checks.check_cache_seqlens(cache_seqlens, batch, seqlen_new, capacity, q.device)
-    checks.check_leftpad(cache_leftpad, block_table, batch, q.device)
-    tensors.check_alibi(alibi_slopes, batch, nheads, q.device)
-    options = resolve_options(head_dim, *options_given)
-    checks.check_rotary(q, k, rotary_cos, rotary_sin, seqlens, capacity, options.scores)
-    kernels.check_kernels(q.device, q.dtype, head_dim)
-    if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
-        checks.check_rows_aligned("k_cache", k_cache)
-        checks.check_rows_aligned("v_cache", v_cache)
-    derivatives.check_no_tangent((q, k_cache, v_cache, k, v))
-    return seqlens, options
+    head_dim, options = resolve_options(tensors[0], 0.0, *given)
+    call = cache_call(tensors, options, rotary_interleaved, alibi_slopes)
+    q, k_cache, _, k, v, seqlens, *_, table = tensors
+    if seqlens is None or isinstance(seqlens, torch.Tensor):
+        return head_dim, call
+    # Checked here: the op does not read the tensor that is made of it.
+    if not torch.compiler.is_compiling():
+        validate(*call)
+    new = 0 if k is None or v is None else k.shape[1]
+    length = length_in_cache(seqlens, capacity(k_cache, table), new)
+    filled = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    tensors = *tensors[:5], filled, *tensors[6:]
+    return head_dim, cache_call(tensors, options, rotary_interleaved, alibi_slopes)

@@ -3,39 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
-from .._checks import tensors
-from .._checks import varlen as checks
-from .._checks.determinism import Deterministic
-from .._ops.arguments import Lengths
-from ._call import WithProbs, attend, typed
-
-_KV = checks.NAMES._replace(k="kv", v="kv")
-
-
-def _check_qkv(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lengths: Lengths
-) -> Lengths:
-    lengths = checks.check_varlen(*inputs, lengths)
-    checks.check_no_gradient(inputs, lengths)
-    return lengths
-
-
-def _check_qkvpacked(inputs: tuple[None, torch.Tensor], lengths: Lengths) -> Lengths:
-    _, qkv = inputs
-    tensors.check_packed("qkv", qkv, 3, "(total tokens, 3, nheads, head_dim)")
-    q, k, v = qkv.unbind(1)
-    return checks.check_varlen(q, k, v, lengths, checks.NAMES_QKV)
-
-
-def _check_kvpacked(inputs: tuple[torch.Tensor, torch.Tensor], lengths: Lengths) -> Lengths:
-    q, kv = inputs
-    tensors.check_packed("kv", kv, 2, "(total tokens, 2, nheads_k, head_dim)")
-    k, v = kv.unbind(1)
-    return checks.check_varlen(q, k, v, lengths, _KV)
+from ..checks.tensors import check_tensor
+from ..types import Deterministic, Lengths
+from .call import WithProbs, attend, typed
 
 
 @typed
@@ -54,7 +27,7 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: Deterministic = None,
-    return_attn_probs: Literal[False] = False,
+    return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
     *,
     seqused_k: torch.Tensor | None = None,
@@ -117,7 +90,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend(3, (q, k, v), lengths, _check_qkv, options, alibi_slopes, return_attn_probs)
+    return attend((q, k, v), lengths, options, alibi_slopes, return_attn_probs)
 
 
 @typed
@@ -132,7 +105,7 @@ def flash_attn_varlen_qkvpacked_func(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: Deterministic = None,
-    return_attn_probs: Literal[False] = False,
+    return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
 ) -> torch.Tensor | WithProbs:
@@ -157,9 +130,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend(
-        4, (None, qkv), lengths, _check_qkvpacked, options, alibi_slopes, return_attn_probs
-    )
+    return attend((None, qkv), lengths, options, alibi_slopes, return_attn_probs)
 
 
 @typed
@@ -177,7 +148,7 @@ def flash_attn_varlen_kvpacked_func(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: Deterministic = None,
-    return_attn_probs: Literal[False] = False,
+    return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
 ) -> torch.Tensor | WithProbs:
@@ -205,4 +176,6 @@ def flash_attn_varlen_kvpacked_func(
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend(3, (q, kv), lengths, _check_kvpacked, options, alibi_slopes, return_attn_probs)
+    if q is None:  # which in an op says that q is in kv
+        check_tensor("q", q)
+    return attend((q, kv), lengths, options, alibi_slopes, return_attn_probs)

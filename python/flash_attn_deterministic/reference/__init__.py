@@ -3,7 +3,7 @@
 The forward: keys are cut into splits of split_size tokens, counted from the sequence's own position
 0, and a split into blocks of block_n. Blocks are visited last to first with FlashAttention-2's
 online softmax; the un-normalised states of the splits are merged last to first; one division ends
-it. `_backward` describes the backward.
+it. `backward` describes the backward.
 
 A row's bits depend on that row's inputs and on nothing else. So every step is an elementwise IEEE
 operation, whose result cannot depend on vector width, tails or threads: no matmul (BLAS picks its
@@ -21,14 +21,14 @@ Three more rules keep bits independent of other rows:
 
 from __future__ import annotations
 
-from ._backward import attention_backward
-from ._dense import attention
-from ._formats import DEFAULT_FORMATS, Formats, Rounding
-from ._kvcache import kvcache_attention
-from ._residual import restored, with_residual
-from ._state import State, merge_state
-from ._varlen import varlen_attention
-from ._varlen_backward import finish_key_sums, varlen_attention_backward
+from .backward import attention_backward
+from .dense import attention
+from .formats import DEFAULT_FORMATS, Formats, Rounding
+from .kvcache import kvcache_attention
+from .residual import restored, with_residual
+from .state import State, merge_state
+from .varlen import varlen_attention
+from .varlen_backward import finish_key_sums, varlen_attention_backward
 
 __all__ = [
     "DEFAULT_FORMATS",

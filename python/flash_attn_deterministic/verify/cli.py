@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .. import _lab
+from .. import lab
 
 _EPILOG = """\
 exit status: 0 passed; 2 wrong usage, or a file that is no wheel of this package; 3 contract;
@@ -103,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from .ranks.cli import run as run_ranks
 
         return run_ranks(arguments, wheel)
-    return _lab.run(_of_scoreboard(arguments))
+    return lab.run(_of_scoreboard(arguments))
 
 
 def _of_scoreboard(arguments: argparse.Namespace) -> list[str]:

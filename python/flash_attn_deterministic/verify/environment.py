@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ..info.architectures import Architecture, parse
-from ..info.build_info import BuildInfo
+from ..architectures import Architecture, parse
+from ..build_info import BuildInfo
 
 # Head dims and dtypes that the sections need.
 NEEDED = ((64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16"))
@@ -89,7 +89,7 @@ def problems(device: str, record: dict[str, Any], deterministic: bool) -> list[s
         record: from `collect`.
         deterministic: whether the wheel holds deterministic kernels.
     """
-    from ..info.build_info import build_info
+    from ..build_info import build_info
     from ..info.collect import driver_floor
     from .tasks import holds
 
@@ -122,8 +122,8 @@ def check_device(device: str) -> None:
         return
     import torch
 
-    from .._checks.kernels import device_problem
-    from .._ops import library
+    from ..checks.kernels import device_problem
+    from ..ops import library
 
     if not torch.cuda.is_available():
         why = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..info import build_info
+from .. import build_info
 from . import environment, outcome, report, tasks
 from .installed import Installed, Wheel
 from .progress import Progress

@@ -74,7 +74,7 @@ def list_tasks(device: str, quick: bool, held: Callable[[Config], bool]) -> list
 
 def holds(device: str) -> Callable[[Config], bool]:
     """Returns a function: whether the installed wheel can run a config on a device."""
-    from ..info.build_info import build_info
+    from ..build_info import build_info
 
     info = build_info()
     instances = {(i.dtype, i.head_dim) for i in info.instances if i.direction == "fwd"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_deterministic.info.build_info import build_info
+from flash_attn_deterministic.build_info import build_info
 
 
 @pytest.fixture

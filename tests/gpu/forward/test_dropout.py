@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic import explain, flash_attn_func, flash_attn_varlen_func
-from flash_attn_deterministic.reference._dropout import (
+from flash_attn_deterministic.reference.dropout import (
     keep_mask,
     keep_probability,
     largest_kept_byte,

@@ -16,7 +16,7 @@ import torch
 from flash_attn_deterministic import flash_attn_varlen_func
 from flash_attn_deterministic.distributed.messages.ranks import Message, Ranks
 from flash_attn_deterministic.distributed.passes import chained_backward, forward
-from flash_attn_deterministic.distributed.passes.op_calls import Rows, Scores
+from flash_attn_deterministic.distributed.passes.op_calls import Numbers, Rows
 from flash_attn_deterministic.distributed.planning.layout import Layout, packed_tokens
 from flash_attn_deterministic.distributed.planning.plan import Mask
 
@@ -76,7 +76,7 @@ def over_ranks(
     starts_k: tuple[int, ...],
     size: int,
     order: str,
-    scores: Scores,
+    scores: Numbers,
 ) -> dict[str, torch.Tensor]:
     """Attends packed sequences cut over ranks, forward and backward.
 
@@ -140,7 +140,7 @@ def over_ranks(
 
 
 def on_one(
-    tensors: Tensors, starts_q: tuple[int, ...], starts_k: tuple[int, ...], scores: Scores
+    tensors: Tensors, starts_q: tuple[int, ...], starts_k: tuple[int, ...], scores: Numbers
 ) -> dict[str, torch.Tensor]:
     """Returns what one call gives, shaped as `over_ranks` has it."""
     *leaves, dout = tensors
@@ -152,7 +152,8 @@ def on_one(
         max(end - begin for begin, end in itertools.pairwise(starts))
         for starts in (starts_q, starts_k)
     ]
-    out, lse, _ = flash_attn_varlen_func(
+    function: Any = flash_attn_varlen_func
+    out, lse, _ = function(
         *(q, k, v),
         *cu_seqlens,
         *longest,
@@ -186,9 +187,9 @@ def packed_call(
     return tensors, starts
 
 
-def scores_of(head_dim: int, mask: tuple[int, int], softcap: float, split_size: int) -> Scores:
+def scores_of(head_dim: int, mask: tuple[int, int], softcap: float, split_size: int) -> Numbers:
     """Returns what holds for a deterministic call."""
-    return Scores(head_dim**-0.5, Mask(*mask), softcap, split_size, True, True)
+    return Numbers(head_dim**-0.5, Mask(*mask), softcap, split_size, True, True)
 
 
 def _index(layout: Layout, starts: tuple[int, ...]) -> Tensors:

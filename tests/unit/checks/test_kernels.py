@@ -9,13 +9,13 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic._checks import kernels
+from flash_attn_deterministic.build_info import Instance, build_info
+from flash_attn_deterministic.checks import kernels
 from flash_attn_deterministic.errors import (
     MissingInstanceError,
     UnsupportedDeviceError,
     UnsupportedError,
 )
-from flash_attn_deterministic.info.build_info import Instance, build_info
 
 CUDA = torch.device("cuda", 0)
 Pretend = Callable[..., None]

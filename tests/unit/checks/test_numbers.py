@@ -14,7 +14,7 @@ import torch
 from bits import bits_equal
 from calls import CALLS, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic._checks.describe import shown
+from flash_attn_deterministic.checks.describe import shown
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,

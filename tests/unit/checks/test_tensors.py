@@ -16,7 +16,7 @@ from calls import (
     varlen_call,
 )
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic._checks.tensors import check_alike
+from flash_attn_deterministic.checks.tensors import check_alike
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,

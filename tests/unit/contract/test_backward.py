@@ -19,7 +19,7 @@ from backward_cases import (
 )
 from bits import bits_equal
 from contract_cases import LENGTHS, Call, make_call
-from flash_attn_deterministic.reference import _backward, _dense
+from flash_attn_deterministic.reference import backward, dense
 
 features = pytest.mark.parametrize("feature", BACKWARD_FEATURES)
 lengths = pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"L{length}")
@@ -125,8 +125,8 @@ def test_whole_groups_of_heads_alone(feature: str, seqlen_q: int, seqlen_k: int)
 def test_tiles(feature: str, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_backward(feature, 2, 20, 37)
     usual = call()
-    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", elements)
-    monkeypatch.setattr(_dense, "_MAX_TILE_ROWS", rows)
+    monkeypatch.setattr(dense, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(dense, "_MAX_TILE_ROWS", rows)
     assert same_gradients(usual, call())
 
 
@@ -202,10 +202,10 @@ def _matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> Non
 
 def test_a_matmul_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of sums in a matmul depends on the shape, which the tests above detect."""
-    monkeypatch.setattr(_backward, "add_products", _matmul)
+    monkeypatch.setattr(backward, "add_products", _matmul)
     q, k, v = make_inputs(1, 300, 300, 1, 1, 64, torch.float32)
     call = BackwardCall.of(Call(q, k, v))
     usual = call()
-    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", 1)
-    monkeypatch.setattr(_dense, "_MAX_TILE_ROWS", 1)
+    monkeypatch.setattr(dense, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(dense, "_MAX_TILE_ROWS", 1)
     assert not same_gradients(usual, call())

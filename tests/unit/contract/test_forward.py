@@ -30,10 +30,10 @@ from contract_cases import (
 )
 from flash_attn_deterministic.reference import (
     State,
-    _dense,
-    _walk,
+    dense,
     kvcache_attention,
     merge_state,
+    walk,
 )
 
 INF = math.inf
@@ -222,8 +222,8 @@ def test_tiles(
     call = make_call(feature, 1, length, length)
     call = replace(call, q=call.q[:, -20:])
     usual = call()
-    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", elements)
-    monkeypatch.setattr(_dense, "_MAX_TILE_ROWS", rows)
+    monkeypatch.setattr(dense, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(dense, "_MAX_TILE_ROWS", rows)
     assert same(usual, call())
 
 
@@ -271,7 +271,7 @@ def test_hidden_blocks_do_not_change_the_sign_of_zero(
     assert bits_equal(alone, together)
     assert bits_equal(alone, torch.zeros_like(alone))
     if split_size in (0, 16):  # elsewhere the key is in another split than the row
-        monkeypatch.setattr(_walk, "normalise", normalise_and_keep_the_sign_of_zero)
+        monkeypatch.setattr(walk, "normalise", normalise_and_keep_the_sign_of_zero)
         alone, together = alone_and_together()
         assert not bits_equal(alone, together)
 

@@ -279,7 +279,7 @@ def test_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="that divides by the 2 ranks of the heads' group, got 3"):
         resolve(
             groups.Groups(Ranks(None), two),
-            *(q, k, k),
+            *(q, k, k, None),
             (0.0, None, False, (-1, -1), 0.0, None, None),
             *(None, "contiguous", None, False),
         )
@@ -295,7 +295,7 @@ def test_residual_for_a_backward(leaf: int) -> None:
 
     def found() -> Any:
         q, k, v = inputs
-        return resolve(ranks, q, k, v, numbers, *(None, "contiguous", None, False))
+        return resolve(ranks, q, k, v, None, numbers, *(None, "contiguous", None, False))
 
     with package.deterministic_mode(keep_residual=True):
         with pytest.raises(UnsupportedError, match="keep_residual: expected False on several"):

@@ -94,7 +94,7 @@ def test_memory_is_what_the_page_says(
     monkeypatch.setattr(gathered_backward, "backward_call", _backward_call)
     seqlen, group = 2048, nheads // nheads_k
     tokens = dense_tokens(1, seqlen // count, count, "zigzag")
-    scores = op_calls.Scores(1.0, Mask(-1, 0), 0.0, 0, True, True)
+    scores = op_calls.Numbers(1.0, Mask(-1, 0), 0.0, 0, True, True)
 
     def most_of(run: Callable[..., Sequence[torch.Tensor]], heads_k: int, is_forward: bool) -> int:
         """Returns the bytes at the peak of the rank that has most."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from flash_attn_deterministic.info.architectures import any_runs_on, runs_on
+from flash_attn_deterministic.architectures import any_runs_on, runs_on
 
 
 @pytest.mark.parametrize(

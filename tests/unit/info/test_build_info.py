@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flash_attn_deterministic import build_info as record
+from flash_attn_deterministic.build_info import Instance, Patch, Tile, build_info, parse
 from flash_attn_deterministic.errors import BuildInfoError
-from flash_attn_deterministic.info import build_info as record
-from flash_attn_deterministic.info.build_info import Instance, Patch, Tile, build_info, parse
 
 RECORD: dict[str, Any] = {
     "schema": 1,

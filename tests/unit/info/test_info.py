@@ -15,12 +15,12 @@ from pathlib import Path
 import flash_attn_deterministic
 import pytest
 import torch
+from flash_attn_deterministic import build_info as record
 from flash_attn_deterministic.__main__ import _COMMANDS, main
-from flash_attn_deterministic._checks import kernels
-from flash_attn_deterministic._ops import library
-from flash_attn_deterministic.info import build_info as record
+from flash_attn_deterministic.build_info import Instance, build_info
+from flash_attn_deterministic.checks import kernels
 from flash_attn_deterministic.info import collect as info
-from flash_attn_deterministic.info.build_info import Instance, build_info
+from flash_attn_deterministic.ops import library
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
+from calls import normal
 from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
 from flash_attn_deterministic.integrations import low_level
@@ -219,5 +220,9 @@ def test_unsupported_arguments_are_refused() -> None:
 
 
 def test_scores_without_a_window() -> None:
-    assert low_level.Scores(1.0, False, (None, -1)).checked(64) == (1.0, -1, -1, 0.0)
-    assert low_level.Scores(1.0, True, (3, 2)).checked(64) == (1.0, 3, 0, 0.0)
+    q = normal(1, 4, 2, 32)
+    for window, same in ((None, -1), (-1, -1)), ((3, None), (3, 0)):
+        mask = low_level.Mask(1.0, same[1] == 0, window)
+        out, *_ = low_level.forward(q, q, q, mask)
+        other, *_ = low_level.forward(q, q, q, low_level.Mask(1.0, False, same))
+        assert bits_equal(out, other)

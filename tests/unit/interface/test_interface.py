@@ -445,7 +445,7 @@ def test_options_compile_without_a_graph_break(name: str, options: dict[str, Any
 @pytest.mark.usefixtures("dynamo")
 def test_cache_compiles_once_for_all_int_lengths() -> None:
     counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
-    compiled = torch.compile(
+    compiled: Any = torch.compile(
         interface.flash_attn_with_kvcache, fullgraph=True, backend=counter, dynamic=True
     )
     counts = []
@@ -461,7 +461,7 @@ def test_cache_compiles_once_for_all_int_lengths() -> None:
 @pytest.mark.usefixtures("dynamo")
 def test_varlen_compiles_once_for_all_max_seqlens() -> None:
     counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
-    compiled = torch.compile(
+    compiled: Any = torch.compile(
         interface.flash_attn_varlen_func, fullgraph=True, backend=counter, dynamic=True
     )
     counts = []

@@ -13,7 +13,7 @@ from calls import CALLS, fresh, kvcache_call, normal, varlen_call
 from flash_attn_deterministic import deterministic_mode, explain, flash_attn_func
 from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedDeviceError
 from flash_attn_deterministic.interface import flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_deterministic.reference._dropout import largest_kept_byte
+from flash_attn_deterministic.reference.dropout import largest_kept_byte
 
 every_name = pytest.mark.parametrize("name", CALLS)
 

@@ -18,9 +18,10 @@ from flash_attn_deterministic import (
     deterministic_mode,
     flash_attn_qkvpacked_func,
     get_deterministic_mode,
+    private,
     set_deterministic_mode,
 )
-from flash_attn_deterministic.mode import current, thread_state
+from flash_attn_deterministic import mode as current
 from torch.utils.checkpoint import checkpoint
 
 SPLIT = 64
@@ -35,7 +36,7 @@ def one_split() -> Iterator[None]:
     set_deterministic_mode(split_size=0)
     yield
     set_deterministic_mode(*before)
-    assert thread_state.get(KEY) is None
+    assert private.get_state(KEY) is None
 
 
 class Recorded:
@@ -177,7 +178,7 @@ def _deep_backward(block: Any) -> Recorded:
     return function
 
 
-@pytest.mark.skipif(not thread_state._AVAILABLE, reason="this torch hands nothing on")
+@pytest.mark.skipif(not private.HAS_STATE, reason="this torch hands nothing on")
 @pytest.mark.parametrize("mode", [Mode(True, SPLIT), Mode(False, 0)], ids=["splits", "disabled"])
 def test_engine_threads_have_the_mode_of_the_caller_of_backward(mode: Mode) -> None:
     function = _deep_backward(deterministic_mode(mode.enabled, mode.split_size))
@@ -190,7 +191,7 @@ def test_engine_threads_do_not_keep_the_mode() -> None:
 
 
 def test_torch_without_shared_thread_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_state, "_AVAILABLE", False)
+    monkeypatch.setattr(private, "HAS_STATE", False)
     function = _deep_backward(deterministic_mode(split_size=SPLIT))
     assert function.modes[0] == Mode(True, SPLIT)
     assert Mode(True, 0) in function.modes
@@ -214,11 +215,11 @@ def _fail_inside() -> None:
     raise ValueError("inside")
 
 
-@pytest.mark.skipif(not thread_state._AVAILABLE, reason="this torch hands nothing on")
+@pytest.mark.skipif(not private.HAS_STATE, reason="this torch hands nothing on")
 def test_nothing_stays_after_an_exception() -> None:
     with pytest.raises(ValueError, match="inside"):
         _fail_inside()
-    assert thread_state.get(KEY) is None
+    assert private.get_state(KEY) is None
 
 
 @pytest.mark.parametrize(
@@ -234,22 +235,22 @@ def test_block_with_a_graph_break_restores_the_mode(around: Any) -> None:
     torch._dynamo.reset()
     qkv = _qkv().detach()
     with around:
-        before = get_deterministic_mode(), thread_state.get(KEY)
+        before = get_deterministic_mode(), private.get_state(KEY)
         found = torch.compile(function, backend="aot_eager")(qkv)
-        assert (get_deterministic_mode(), thread_state.get(KEY)) == before
+        assert (get_deterministic_mode(), private.get_state(KEY)) == before
     with deterministic_mode(split_size=SPLIT):
         assert bits_equal(found, flash_attn_qkvpacked_func(qkv.sin(), causal=True))
 
 
-@pytest.mark.skipif(not thread_state._AVAILABLE, reason="this torch hands nothing on")
+@pytest.mark.skipif(not private.HAS_STATE, reason="this torch hands nothing on")
 def test_thread_state() -> None:
     value = object()
     references = sys.getrefcount(value)
-    assert thread_state.get("name") is None
-    thread_state.put("name", None)
+    assert private.get_state("name") is None
+    private.put_state("name", None)
     for _ in range(3):
-        thread_state.put("name", value)
-        assert thread_state.get("name") is value
-        thread_state.put("name", None)
-        assert thread_state.get("name") is None
+        private.put_state("name", value)
+        assert private.get_state("name") is value
+        private.put_state("name", None)
+        assert private.get_state("name") is None
     assert sys.getrefcount(value) == references

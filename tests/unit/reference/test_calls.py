@@ -10,8 +10,8 @@ from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from contract_cases import cumulative, garbage, int32, padded, paged, same
 from flash_attn_deterministic.reference import (
-    _ieee,
     attention,
+    ieee,
     kvcache_attention,
     varlen_attention,
 )
@@ -321,7 +321,7 @@ def test_softcap_and_alibi_come_before_the_mask_in_this_order(softcap: float) ->
     factor = scale
     if softcap:
         factor = torch.tensor(softcap)
-        score = _ieee.tanh((score * (scale / factor)).reshape(1))[0]
+        score = ieee.tanh((score * (scale / factor)).reshape(1))[0]
     score = score - slope[0] / factor * 0.0
     assert bits_equal(softmax_lse[0, 0, 0], score * factor)
 

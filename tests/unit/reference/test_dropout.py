@@ -15,7 +15,7 @@ from bits import bits_equal
 from calls import CALLS, int32, normal, paged_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.reference import attention
-from flash_attn_deterministic.reference._dropout import (
+from flash_attn_deterministic.reference.dropout import (
     keep_mask,
     keep_probability,
     largest_kept_byte,

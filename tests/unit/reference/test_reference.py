@@ -8,9 +8,9 @@ import pytest
 import torch
 from attention_cases import Inputs, make_inputs, softmax_attention, tolerance
 from bits import bits_equal
+from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
-from flash_attn_deterministic.info.build_info import build_info
-from flash_attn_deterministic.reference import Formats, State, _dense, _ieee, attention, merge_state
+from flash_attn_deterministic.reference import Formats, State, attention, dense, ieee, merge_state
 
 INF = math.inf
 LOG2_E = math.log2(math.e)
@@ -137,7 +137,7 @@ def _scalar_row(
     zero, lowest = torch.tensor(0.0), torch.tensor(-INF)
 
     def exp2(x: torch.Tensor) -> torch.Tensor:
-        return _ieee.exp2(x.reshape(1))[0]
+        return ieee.exp2(x.reshape(1))[0]
 
     def tree(values: list[torch.Tensor]) -> torch.Tensor:
         while len(values) > 1:
@@ -175,7 +175,7 @@ def _scalar_row(
         row_max, row_sum = merged, row_sum * left + part_sum * right
         acc = [a * left + b * right for a, b in zip(acc, part_acc, strict=True)]
     out = torch.stack([a / row_sum for a in acc]).to(q.dtype)
-    return out, row_max * scale + _ieee.log(row_sum.reshape(1))[0]
+    return out, row_max * scale + ieee.log(row_sum.reshape(1))[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -337,8 +337,8 @@ def test_tiles_and_masked_blocks(
     q, k, v = (x[:2, :, -2:] for x in case[0])
     split = case[1]
     usual = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
-    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", elements)
-    monkeypatch.setattr(_dense, "_MAX_TILE_ROWS", rows)
+    monkeypatch.setattr(dense, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(dense, "_MAX_TILE_ROWS", rows)
     assert _same(usual, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
 
 
@@ -372,7 +372,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dense, "_TILE_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(dense, "_TILE_ELEMENTS", 1 << 17)
     q, k, v = make_inputs(2, 129, 129, 3, 3, 32)
     results = []
     for count in (1, 2, 3):

@@ -18,8 +18,8 @@ from typing import Any
 import flash_attn_deterministic
 import pytest
 import torch
+from flash_attn_deterministic import build_info as record
 from flash_attn_deterministic.__main__ import main
-from flash_attn_deterministic.info import build_info as record
 from flash_attn_deterministic.verify import environment, installed, outcome, progress, tasks
 from flash_attn_deterministic.verify import run as runs
 from flash_attn_deterministic.verify import supervisor as supervisors

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic.info.build_info import build_info
+from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.verify import outcome, tasks
 from flash_attn_deterministic.verify.contract import (
     CHECKS,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flash_attn_deterministic.info.build_info import build_info
+from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.verify import environment, outcome, report, tasks
 from flash_attn_deterministic.verify.contract import golden
 from flash_attn_deterministic.verify.contract.golden.record import Entry, Golden

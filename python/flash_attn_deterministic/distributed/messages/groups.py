@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._checks.describe import type_name
+from ...checks.describe import type_name
 from ...errors import ArgumentError, ArgumentTypeError
 from .ranks import Ranks
 

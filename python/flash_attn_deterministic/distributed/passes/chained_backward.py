@@ -23,14 +23,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...types import Gradients
 from ..messages import exchange
 from ..messages.ranks import Message, Ranks
 from ..planning.layout import Layout, Tokens, in_blocks, stored_tokens
 from ..planning.plan import Part, call_of, divided, rows_on_keys
 from ..planning.steps import Step, Unit, find_steps, find_units
 from .forward import KEYS, gathered
-from .gathered_backward import Gradients, whole_sequences, zeros_like
-from .op_calls import Rows, Scores, Sums, backward_step, finish, row_order
+from .gathered_backward import whole_sequences, zeros_like
+from .op_calls import Numbers, Rows, Sums, backward_step, finish, row_order
 
 LAG = 2  # waves from a step to the next one of the same head: one computes, one sends
 
@@ -42,7 +43,7 @@ def backward(
     v: torch.Tensor,
     tokens_q: Tokens,
     tokens_k: Tokens,
-    scores: Scores,
+    scores: Numbers,
     heads_k: int,
 ) -> Gradients:
     """Computes what `gathered_backward.backward` does."""
@@ -131,7 +132,7 @@ class Totals:
         scores: of the call.
     """
 
-    def __init__(self, keys: int, q: torch.Tensor, k: torch.Tensor, scores: Scores) -> None:
+    def __init__(self, keys: int, q: torch.Tensor, k: torch.Tensor, scores: Numbers) -> None:
         self.results = [k.new_empty((keys, *k.shape[1:])) for _ in range(2)]
         self._scores, self._group = scores, q.shape[1] // k.shape[1]
         self._sums: torch.Tensor | None = None

@@ -11,7 +11,7 @@ from ..messages.ranks import Ranks
 from ..planning.layout import Tokens, stored_tokens
 from ..planning.plan import Call, divided, rows_on_keys
 from ..planning.steps import head_slices, heads_of_forward
-from .op_calls import Scores, forward_call
+from .op_calls import Numbers, forward_call
 
 
 def forward(
@@ -21,7 +21,7 @@ def forward(
     v: torch.Tensor,
     tokens_q: Tokens,
     tokens_k: Tokens,
-    scores: Scores,
+    scores: Numbers,
     heads_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes attention of this rank's rows.

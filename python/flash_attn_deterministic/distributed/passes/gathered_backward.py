@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
+from ...types import Gradients
 from ..messages import exchange
 from ..messages.ranks import Ranks
 from ..planning.layout import Tokens
 from ..planning.plan import ROW_BLOCK, Call, divided, keys_under_rows, rows_on_keys
 from .forward import KEYS, gathered
-from .op_calls import Rows, Scores, backward_call
-
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from .op_calls import Numbers, Rows, backward_call
 
 
 def backward(
@@ -29,7 +28,7 @@ def backward(
     v: torch.Tensor,
     tokens_q: Tokens,
     tokens_k: Tokens,
-    scores: Scores,
+    scores: Numbers,
     heads_k: int,
 ) -> Gradients:
     """Computes the gradients of this rank's q, k and v.
@@ -87,7 +86,7 @@ def whole_sequences(
     rows: Rows,
     k: torch.Tensor,
     v: torch.Tensor,
-    scores: Scores,
+    scores: Numbers,
     gradients: Gradients,
 ) -> None:
     """Writes the gradients of the sequences that are entirely on this rank."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ... import schemas, types
+from ...ops.autograd import run
+from ...types import Gradients, Lengths, Options, Scores
+
 # Defines the ops.
-from ..._ops import library as library
+from ...ops import library as library  # isort: skip
 from ..planning.plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
 
 # Running sums of dk, without softmax_scale, and of dv, which another rank continues: (keys, nheads,
@@ -17,7 +21,7 @@ from ..planning.plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
 Sums = tuple[torch.Tensor, torch.Tensor]
 
 
-class Scores(NamedTuple):
+class Numbers(NamedTuple):
     """The numbers of a distributed call.
 
     Args:
@@ -35,6 +39,11 @@ class Scores(NamedTuple):
     split_size: int
     deterministic: bool
     deterministic_bwd: bool
+
+    def options(self, call: Call) -> Options:
+        """Returns what the op of a call takes."""
+        scores = Scores(self.softmax_scale, *call.mask, self.softcap)
+        return Options(0.0, scores, self.split_size, self.deterministic, self.deterministic_bwd)
 
     @property
     def key_align(self) -> int:
@@ -80,7 +89,7 @@ def row_order(device: torch.device) -> RowOrder:
 
 
 def forward_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Numbers
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of a call.
 
@@ -91,33 +100,14 @@ def forward_call(
         call: lengths and mask.
         scores: of the whole.
     """
-    starts_q, starts_k = _starts(call, q.device)
-    out, softmax_lse = torch.ops.flash_attn_deterministic.varlen_fwd(
-        q,
-        k,
-        v,
-        starts_q,
-        starts_k,
-        None,
-        None,
-        None,
-        None,
-        None,
-        *call.longest,
-        0.0,
-        scores.softmax_scale,
-        *call.mask,
-        scores.softcap,
-        scores.split_size,
-        scores.deterministic,
-        scores.deterministic_bwd,
-    )
+    lengths = _lengths(call, q.device)
+    out, softmax_lse = run(schemas.forward_call((q, k, v), lengths, scores.options(call), None))
     return out, softmax_lse.transpose(0, 1)
 
 
 def backward_call(
-    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Numbers
+) -> Gradients:
     """Computes dq, dk and dv of a call, rounded to the dtype of q.
 
     Args:
@@ -127,14 +117,12 @@ def backward_call(
         call: lengths and mask.
         scores: of the whole.
     """
-    dq, dk, dv = torch.ops.flash_attn_deterministic.varlen_bwd(
-        *_of_rows(rows, k, v), *_of_call(call, scores, k.device)
-    )
-    return dq, dk, dv
+    gradients: Gradients = run(_backward(rows, k, v, call, scores))
+    return gradients
 
 
 def backward_step(
-    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Scores, sums: Sums
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Numbers, sums: Sums
 ) -> torch.Tensor:
     """Computes dq of a call, rounded, and adds its rows to the sums of dk and dv, in place.
 
@@ -146,13 +134,11 @@ def backward_step(
         scores: of the whole.
         sums: of the rows before in `row_order`, for the keys of the call; contiguous.
     """
-    dq: torch.Tensor = torch.ops.flash_attn_deterministic.varlen_bwd_accumulate(
-        *_of_rows(rows, k, v), *sums, *_of_call(call, scores, k.device)
-    )
+    dq: torch.Tensor = run(_backward(rows, k, v, call, scores, sums))
     return dq
 
 
-def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def finish(sums: Sums, k: torch.Tensor, scores: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dk and dv, rounded, from the sums of all rows; adds the heads of a group in order.
 
     Args:
@@ -166,30 +152,25 @@ def finish(sums: Sums, k: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, t
     return dk, dv
 
 
-def _of_rows(rows: Rows, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the leading arguments of both backward ops."""
+def _backward(
+    rows: Rows,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    scores: Numbers,
+    sums: Sums | None = None,
+) -> types.Call:
     dout, q, out, softmax_lse = rows
-    return dout, q, k, v, out, softmax_lse.transpose(0, 1).contiguous()
+    lse = softmax_lse.transpose(0, 1).contiguous()
+    lengths = _lengths(call, k.device)
+    options = scores.options(call)
+    return schemas.backward_call(dout, (q, k, v), out, lse, lengths, options, None, None, sums)
 
 
-def _of_call(call: Call, scores: Scores, device: torch.device) -> tuple[Any, ...]:
-    """Returns the trailing arguments of both backward ops."""
-    return (
-        *_starts(call, device),
-        None,
-        None,
-        *call.longest,
-        0.0,
-        scores.softmax_scale,
-        *call.mask,
-        scores.softcap,
-        scores.deterministic_bwd,
-    )
-
-
-def _starts(call: Call, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _lengths(call: Call, device: torch.device) -> Lengths:
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _on_device(call.starts_q, device, stream), _on_device(call.starts_k, device, stream)
+    starts_q = _on_device(call.starts_q, device, stream)
+    return Lengths(starts_q, _on_device(call.starts_k, device, stream), *call.longest)
 
 
 # Cached, as each copy to a GPU makes the host wait for earlier kernels. One tensor for each stream:

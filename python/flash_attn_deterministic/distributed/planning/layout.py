@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..._checks.describe import shown, type_name
+from ...checks.describe import shown, type_name
 from ...errors import ArgumentError, ArgumentTypeError
 
 CONTIGUOUS = "contiguous"

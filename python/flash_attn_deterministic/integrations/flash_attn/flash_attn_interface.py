@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..._ops.arguments import Lengths
+from ...checks.tensors import check_like
 from ...errors import UnsupportedError
 from ...interface import (
     flash_attn_func,
@@ -19,6 +19,7 @@ from ...interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from ...types import Gradients, Lengths
 from .. import low_level
 
 __all__ = [
@@ -82,8 +83,8 @@ def _flash_attn_forward(
         _flash_attn_forward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
-    scores = low_level.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
-    return _forward(q, k, v, scores, dropout_p, return_softmax)
+    mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
+    return _forward(q, k, v, mask, dropout_p, return_softmax)
 
 
 def _flash_attn_varlen_forward(
@@ -133,11 +134,11 @@ def _flash_attn_varlen_forward(
         _flash_attn_varlen_forward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
-    scores = low_level.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
     lengths = Lengths(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
-    return _forward(q, k, v, scores, dropout_p, return_softmax, lengths)
+    return _forward(q, k, v, mask, dropout_p, return_softmax, lengths)
 
 
 def _flash_attn_backward(
@@ -185,9 +186,9 @@ def _flash_attn_backward(
         _flash_attn_backward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
-    scores = low_level.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
     result = low_level.Forward(out, softmax_lse, rng_state)
-    _backward(dout, (q, k, v), result, (dq, dk, dv), scores, dropout_p, deterministic)
+    _backward(dout, (q, k, v), result, (dq, dk, dv), mask, dropout_p, deterministic)
     softmax_d = (dout.float() * out.float()).sum(-1).transpose(1, 2)
     return torch.nn.functional.pad(softmax_d, (0, -softmax_d.shape[-1] % _ROWS))
 
@@ -229,10 +230,10 @@ def _flash_attn_varlen_backward(
         _flash_attn_varlen_backward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
-    scores = low_level.Scores(softmax_scale, causal, window, softcap, alibi_slopes)
+    mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
     result = low_level.Forward(out, softmax_lse, rng_state)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    _backward(dout, (q, k, v), result, (dq, dk, dv), scores, dropout_p, deterministic, lengths)
+    _backward(dout, (q, k, v), result, (dq, dk, dv), mask, dropout_p, deterministic, lengths)
     return _packed_softmax_d(dout, out, cu_seqlens_q)
 
 
@@ -247,7 +248,7 @@ def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scores: low_level.Scores,
+    mask: low_level.Mask,
     dropout_p: float,
     return_softmax: bool,
     lengths: Lengths | None = None,
@@ -257,7 +258,7 @@ def _forward(
             "return_softmax: expected False; flash_attn_func(..., return_attn_probs=True) returns "
             "S_dmask"
         )
-    out, softmax_lse, rng_state = low_level.forward(q, k, v, scores, dropout_p, lengths)
+    out, softmax_lse, rng_state = low_level.forward(q, k, v, mask, dropout_p, lengths)
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     return out, softmax_lse, out.new_empty(0), rng_state
@@ -265,10 +266,10 @@ def _forward(
 
 def _backward(
     dout: torch.Tensor,
-    inputs: low_level.Gradients,
+    inputs: Gradients,
     result: low_level.Forward,
     targets: tuple[torch.Tensor | None, ...],
-    scores: low_level.Scores,
+    mask: low_level.Mask,
     dropout_p: float,
     deterministic: bool,
     lengths: Lengths | None = None,
@@ -276,8 +277,8 @@ def _backward(
     """Writes the gradients of inputs into targets, once all of these are checked."""
     for name, target, like in zip("qkv", targets, inputs, strict=True):
         if target is not None:
-            low_level.check_like(f"d{name}", target, name, like)
-    gradients = low_level.backward(dout, *inputs, result, scores, dropout_p, lengths, deterministic)
+            check_like(f"d{name}", target, name, like)
+    gradients = low_level.backward(dout, *inputs, result, mask, dropout_p, lengths, deterministic)
     for target, gradient in zip(targets, gradients, strict=True):
         if target is not None:
             target.copy_(gradient)

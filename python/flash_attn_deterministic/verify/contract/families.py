@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ...info import architectures
-from ...info.build_info import build_info
+from ... import architectures
+from ...build_info import build_info
 from ..features import FEATURES
 from . import layouts
 from .attention import Attention

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ....info.build_info import build_info
+from ....build_info import build_info
 from ..attention import Attention
 from ..call import Call, Tensors
 from ..check import Case, Mismatch, expect_numbers

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from ....build_info import build_info
 from ....errors import FlashAttnError
-from ....info.build_info import build_info
 from ...tasks import holds
 from .. import families
 from ..attention import Attention

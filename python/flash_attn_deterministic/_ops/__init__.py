@@ -1,1 +1,0 @@
-"""The ops of torch.ops.flash_attn_deterministic: schemas, implementations, autograd."""

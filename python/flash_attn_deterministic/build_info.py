@@ -1,0 +1,147 @@
+"""The build's record of this wheel: its sources, architectures and kernels."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import BuildInfoError
+
+_SCHEMA = 1
+_PATH = Path(__file__).parent.joinpath("_build_info.json")
+
+
+@dataclass(frozen=True)
+class Patch:
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The pinned source distribution, and the patches put on it."""
+
+    name: str
+    version: str
+    sha256: str
+    patches: tuple[Patch, ...]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The rows and keys that one thread block of a kernel processes at a time."""
+
+    block_m: int
+    block_n: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The kernels of one direction, dtype and family for one head dim.
+
+    Args:
+        direction: "fwd" or "bwd".
+        dtype: "fp16" or "bf16".
+        head_dim: the largest that the kernels take; smaller ones are padded.
+        family: "sm80", for every supported GPU, or "sm90", for compute capability 9.0 only.
+    """
+
+    direction: str
+    dtype: str
+    head_dim: int
+    family: str = "sm80"
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    upstream: Upstream
+    cuda_toolkit: str
+    architectures: tuple[str, ...]
+    deterministic: bool
+    torch_target: str
+    tiles: Mapping[int, Tile]
+    instances: tuple[Instance, ...]
+    # sha256 by part of the source tree that the machine code is compiled from.
+    sources: Mapping[str, str]
+    # Wheels with equal numbers give equal bits on one compute capability; 0: an old wheel without.
+    bits_version: int
+
+    def kernel_head_dim(self, head_dim: int) -> int:
+        """Returns the head dim of the kernel that serves `head_dim` (1 to 256)."""
+        for kernel_head_dim in self.tiles:
+            if head_dim <= kernel_head_dim:
+                return kernel_head_dim
+        raise BuildInfoError(f"{_PATH.name}: no tile for head_dim {head_dim}; rebuild the wheel")
+
+    def tile(self, head_dim: int) -> Tile:
+        """Returns the tile of the kernel that serves `head_dim` (1 to 256)."""
+        return self.tiles[self.kernel_head_dim(head_dim)]
+
+
+def parse(record: Mapping[str, Any]) -> BuildInfo:
+    """Converts a parsed `_build_info.json`.
+
+    Args:
+        record: the JSON object.
+
+    Returns:
+        The record; tiles in rising order of head dim.
+
+    Raises:
+        BuildInfoError: another schema, or a missing or wrong field.
+    """
+    schema = record.get("schema")
+    if schema != _SCHEMA:
+        raise BuildInfoError(f"{_PATH.name}: expected schema {_SCHEMA}, got {schema!r}")
+    try:
+        upstream = record["upstream"]
+        return BuildInfo(
+            upstream=Upstream(
+                name=upstream["name"],
+                version=upstream["version"],
+                sha256=upstream["sha256"],
+                patches=tuple(Patch(p["name"], p["sha256"]) for p in upstream["patches"]),
+            ),
+            cuda_toolkit=record["cuda_toolkit"],
+            architectures=tuple(record["architectures"]),
+            deterministic=bool(record["deterministic"]),
+            torch_target=record["torch_target"],
+            tiles={
+                head_dim: Tile(tile["block_m"], tile["block_n"], tile["warps"])
+                for head_dim, tile in sorted((int(d), t) for d, t in record["tiles"].items())
+            },
+            instances=tuple(
+                Instance(i["direction"], i["dtype"], i["head_dim"], i.get("family", "sm80"))
+                for i in record["instances"]
+            ),
+            sources={str(part): str(sha256) for part, sha256 in record["sources"].items()},
+            bits_version=int(record.get("bits_version", 0)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BuildInfoError(
+            f"{_PATH.name}: missing or wrong field ({type(error).__name__}: {error})"
+        ) from error
+
+
+@functools.cache
+def build_info() -> BuildInfo:
+    """Reads the record of this wheel, once per process.
+
+    Raises:
+        BuildInfoError: the file is missing (a source tree) or unreadable.
+    """
+    try:
+        record = json.loads(_PATH.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BuildInfoError(
+            f"{_PATH} does not exist: this is the source tree, not an installed wheel; run "
+            "`nox -s build` and install the wheel it leaves in dist/"
+        ) from None
+    except ValueError as error:
+        raise BuildInfoError(f"{_PATH}: not JSON ({error}); reinstall the wheel") from error
+    return parse(record)

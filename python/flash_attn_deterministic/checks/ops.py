@@ -1,0 +1,377 @@
+"""One validator for each op, which raises what the caller did wrong.
+
+The kernels for CPU and meta tensors call it first. The CUDA kernels check by themselves all that
+their memory depends on, without these words: a call that they refused is validated afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, DtypeError, UnsupportedError
+from ..schemas import WITH_RESIDUAL, argument_names, parts_of
+from ..types import Scores
+from . import kernels, numbers, values
+from .describe import shown
+from .tensors import (
+    DENSE,
+    NAMES,
+    NAMES_KV,
+    NAMES_QKV,
+    PACKED,
+    PAGED,
+    VARLEN,
+    Names,
+    check_alike,
+    check_batch,
+    check_cu_seqlens,
+    check_device,
+    check_heads,
+    check_int32,
+    check_is,
+    check_like,
+    check_packed,
+    check_page_size,
+    check_rank,
+    check_shape,
+    check_tensor,
+)
+
+Given = dict[str, Any]
+
+
+def validate(op: str, arguments: Sequence[Any], read_values: bool = False) -> None:
+    """Checks the arguments of an op.
+
+    Args:
+        op: its name.
+        arguments: in the order of its schema; defaults at the end may be missing. cache_seqlens may
+            be an int, of which the caller makes a tensor.
+        read_values: whether to check the values of lengths and indices too, of CPU tensors.
+
+    Raises:
+        ArgumentTypeError: not a tensor; DtypeError: a wrong dtype.
+        ArgumentError: a wrong shape, layout, device or value.
+        UnsupportedError: a combination of arguments that no kernel computes.
+        UnsupportedDeviceError: a device that this wheel has no code for.
+        MissingInstanceError: this wheel lacks the kernel.
+    """
+    given = dict(zip(argument_names(op), arguments, strict=False))
+    _VALIDATORS[op.removesuffix(WITH_RESIDUAL)](given)
+    if read_values:
+        values.check_values(given, names_of(given))
+
+
+def names_of(given: Given) -> Names:
+    """Returns what the caller of an op calls its arguments."""
+    if "qkv" not in given:
+        return NAMES
+    return NAMES_QKV if given["q"] is None else NAMES_KV
+
+
+def _forward(given: Given) -> None:
+    q = _inputs(given)
+    _slopes(given, q)
+    _numbers(given, q, "fwd")
+
+
+def _backward(given: Given) -> None:
+    q = _inputs(given)
+    check_like("dout", given["dout"], "q", q)
+    check_like("out", given["out"], "q", q)
+    *tokens, nheads, _ = q.shape
+    lse_shape = (*tokens[:-1], nheads, tokens[-1])
+    check_is("softmax_lse", given["softmax_lse"], torch.float32, lse_shape, q.device)
+    for name in ("dk_sums", "dv_sums"):
+        if name in given:
+            *keys, _, head_dim = given["k"].shape
+            shape = (*keys, nheads, head_dim)
+            check_is(name, given[name], torch.float32, shape, q.device)
+    if given.get("residual") is not None:
+        check_is("residual", given["residual"], torch.bfloat16, q.shape, q.device)
+    _slopes(given, q)
+    _numbers(given, q, "bwd")
+    if given["dropout_p"] > 0:
+        if given["rng_state"] is None:
+            raise ArgumentError(
+                "rng_state: expected the tensor that the forward returned, since dropout_p is "
+                f"{given['dropout_p']}, got None"
+            )
+        check_is("rng_state", given["rng_state"], torch.int64, (2,), q.device)
+
+
+def _finish(given: Given) -> None:
+    k = given["k"]
+    check_tensor("k", k)
+    check_alike(k, (), "k")
+    *keys, nheads, head_dim = given["dk_sums"].shape
+    for name in ("dk_sums", "dv_sums"):
+        check_is(name, given[name], torch.float32, (*keys, nheads, head_dim), k.device)
+    check_heads(given["dk_sums"], k, Names(q="dk_sums"))
+    if given["dropout_p"] > 0 and k.device.type == "cpu":
+        raise UnsupportedError(f"dropout_p: expected 0.0 for CPU tensors, got {given['dropout_p']}")
+
+
+def _inputs(given: Given) -> torch.Tensor:
+    """Checks q, k and v, and the lengths of packed sequences; returns q."""
+    names, varlen = names_of(given), "cu_seqlens_q" in given
+    if "qkv" in given:
+        layout = PACKED[3 if given["q"] is None else 2, varlen]
+        check_packed(names.k, given["qkv"], layout)
+        q, k, v = parts_of(given["q"], given["qkv"])
+    else:
+        q, k, v = given["q"], given["k"], given["v"]
+    table = given.get("block_table")
+    layout = VARLEN if varlen else DENSE
+    keys_layout = layout if table is None else PAGED
+    check_rank(names.q, q, layout)
+    check_rank(names.k, k, keys_layout)
+    check_rank(names.v, v, keys_layout)
+    check_alike(q, ((names.k, k), (names.v, v)), names.q)
+    if not varlen:
+        check_batch(names.q, q, q.shape[0])
+    check_heads(q, k, names)
+    head_dim = q.shape[-1]
+    if varlen:
+        if k.shape[-1] != head_dim:
+            raise ArgumentError(
+                f"{names.k}: expected a head_dim of {head_dim}, that of {names.q}, got "
+                f"{k.shape[-1]}"
+            )
+        if table is not None:
+            check_page_size(names.k, k.shape[1])
+    elif k.shape[0] != q.shape[0] or k.shape[3] != head_dim:
+        raise ArgumentError(
+            f"{names.k}: expected shape ({q.shape[0]}, seqlen_k, nheads_k, {head_dim}), with the "
+            f"batch and head_dim of {names.q}, got {tuple(k.shape)}"
+        )
+    check_shape(names.v, v, tuple(k.shape), f"the shape of {names.k}")
+    if varlen:
+        _lengths(given, q.device, names)
+    return q
+
+
+def _lengths(given: Given, device: torch.device, names: Names) -> None:
+    check_cu_seqlens(names.cu_seqlens_q, given["cu_seqlens_q"], None, device)
+    batch = given["cu_seqlens_q"].shape[0] - 1
+    check_cu_seqlens(names.cu_seqlens_k, given["cu_seqlens_k"], batch, device)
+    _index(given, "seqused_k", batch, device)
+    _table(given, batch, device, ("leftpad_k",))
+    _index(given, "leftpad_k", batch, device)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        called = getattr(names, name)
+        tokens = given[name]
+        if type(tokens) is not int:
+            tokens = numbers.as_int(called, tokens)
+        numbers.check_length(called, tokens)
+
+
+def _index(given: Given, name: str, batch: int, device: torch.device) -> None:
+    if given.get(name) is not None:
+        check_int32(name, given[name], (batch,), "(batch,)", device)
+
+
+def _table(given: Given, batch: int, device: torch.device, without: Sequence[str]) -> None:
+    """Checks the block table, and that arguments which do not go with it are None."""
+    table = given.get("block_table")
+    if table is None:
+        return
+    layout = "(batch, max_num_blocks_per_seq)"
+    check_int32("block_table", table, (batch, -1), layout, device)
+    for name in without:
+        if given[name] is not None:
+            raise ArgumentError(
+                f"{name}: expected None together with block_table; leave the padding out of the "
+                "pages"
+            )
+
+
+def _slopes(given: Given, q: torch.Tensor) -> None:
+    slopes = given["alibi_slopes"]
+    if slopes is None:
+        return
+    starts = given.get("cu_seqlens_q")
+    batch, nheads = q.shape[0] if starts is None else starts.shape[0] - 1, q.shape[-2]
+    check_tensor("alibi_slopes", slopes, "a torch.Tensor or None")
+    if slopes.dtype != torch.float32:
+        raise DtypeError(
+            f"alibi_slopes: expected dtype torch.float32, got {slopes.dtype}; convert it with "
+            "alibi_slopes.float()"
+        )
+    # Not `not in`: torch.compile finds no equal shapes there if nheads is symbolic.
+    if slopes.shape != (nheads,) and slopes.shape != (batch, nheads):
+        raise ArgumentError(
+            f"alibi_slopes: expected shape (nheads,) = ({nheads},) or (batch, nheads) = "
+            f"({batch}, {nheads}), got {tuple(slopes.shape)}"
+        )
+    check_device("alibi_slopes", slopes, q.device)
+
+
+def _numbers(given: Given, q: torch.Tensor, direction: str) -> None:
+    """Checks what the numbers of a call are, and that the wheel holds a kernel for it."""
+    head_dim = q.shape[-1]
+    numbers.check_factors(given["softmax_scale"], given["softcap"])
+    dropout_p = numbers.as_dropout(given.get("dropout_p", 0.0))
+    # torch.compile can't trace reading the wheel's record: the op checks again.
+    if "split_size" in given and not torch.compiler.is_compiling():
+        numbers.check_multiple(given["split_size"], kernels.block_n(head_dim))
+    kernels.check_kernels(q.device, q.dtype, head_dim, direction)
+    kernels.check_combination(q.device, given["softcap"], dropout_p)
+
+
+def _cache(given: Given) -> None:
+    q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
+    paged = given["block_table"] is not None
+    layout = PAGED if paged else DENSE
+    check_rank("q", q, DENSE)
+    check_rank("k_cache", k_cache, layout)
+    check_rank("v_cache", v_cache, layout)
+    check_alike(q, (("k_cache", k_cache), ("v_cache", v_cache)))
+    batch, _, _, head_dim = q.shape
+    check_batch("q", q, batch)
+    check_heads(q, k_cache, Names(k="k_cache"))
+    if k_cache.shape[3] != head_dim:
+        raise ArgumentError(
+            f"k_cache: expected a head_dim of {head_dim}, that of q, got {k_cache.shape[3]}"
+        )
+    check_shape("v_cache", v_cache, tuple(k_cache.shape), "the shape of k_cache")
+    for name in ("k_cache", "v_cache"):
+        # No copy is made: the cache is written in place.
+        if given[name].stride(3) != 1:
+            raise ArgumentError(
+                f"{name}: expected a contiguous last dimension, got strides {given[name].stride()}"
+            )
+    capacity = _capacity(given, batch)
+    new = _new_tokens(given, capacity)
+    seqlens = given["cache_seqlens"]
+    if seqlens is not None and not isinstance(seqlens, torch.Tensor):
+        seqlens = length_in_cache(seqlens, capacity, new)
+    elif seqlens is not None:
+        check_int32("cache_seqlens", seqlens, (batch,), "(batch,)", q.device)
+    _table(given, batch, q.device, ("cache_leftpad",))
+    _index(given, "cache_leftpad", batch, q.device)
+    _slopes(given, q)
+    _rotary(given, capacity, seqlens)
+    _numbers(given, q, "fwd")
+    if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
+        kernels.check_rows_aligned("k_cache", k_cache)
+        kernels.check_rows_aligned("v_cache", v_cache)
+
+
+def _capacity(given: Given, batch: int) -> int:
+    """Returns how many tokens the cache can hold for one sequence."""
+    q, k_cache, index = given["q"], given["k_cache"], given["cache_batch_idx"]
+    if given["block_table"] is not None:
+        _table(given, batch, q.device, ())
+        check_page_size("k_cache", k_cache.shape[1])
+        if index is not None:
+            raise ArgumentError(
+                "cache_batch_idx: expected None together with block_table; pick its rows with "
+                "block_table[cache_batch_idx]"
+            )
+    elif index is not None:
+        _index(given, "cache_batch_idx", batch, q.device)
+    elif k_cache.shape[0] < batch:
+        raise ArgumentError(
+            f"k_cache: expected room for the {batch} sequences of q, got shape "
+            f"{tuple(k_cache.shape)}; name their places with cache_batch_idx"
+        )
+    return capacity(k_cache, given["block_table"])
+
+
+def capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """Returns how many tokens a cache has room for in a sequence."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+
+
+def _new_tokens(given: Given, capacity: int) -> int:
+    """Checks the keys and values to append, and returns how many a sequence gets."""
+    q, k, v = given["q"], given["k"], given["v"]
+    if not _both(given, "k", "v"):
+        return 0
+    check_rank("k", k, DENSE)
+    check_rank("v", v, DENSE)
+    check_alike(q, (("k", k), ("v", v)))
+    shape = (q.shape[0], k.shape[1], given["k_cache"].shape[2], q.shape[3])
+    check_shape("k", k, shape, "(batch, seqlen_new, nheads_k, head_dim) of q and k_cache")
+    check_shape("v", v, shape, "the shape of k")
+    if given["cache_seqlens"] is None:
+        raise ArgumentError(
+            "cache_seqlens: expected the lengths at which to append k and v, got None"
+        )
+    if k.shape[1] > capacity:
+        raise ArgumentError(
+            f"k: expected at most the {capacity} tokens that the cache holds for a sequence, got "
+            f"{k.shape[1]}"
+        )
+    return k.shape[1]  # type: ignore[no-any-return]
+
+
+def _both(given: Given, one: str, other: str) -> bool:
+    """Returns whether two arguments are given; refuses one without the other."""
+    for name, beside in ((one, other), (other, one)):
+        if given[name] is None and given[beside] is not None:
+            raise ArgumentError(f"{name}: expected a tensor together with {beside}, got None")
+    return given[one] is not None
+
+
+def length_in_cache(cache_seqlens: Any, capacity: int, new: int) -> int:
+    """Returns the length of all cached sequences, as an int that leaves room for new tokens."""
+    length = numbers.as_int("cache_seqlens", cache_seqlens, "an int, a torch.Tensor or None")
+
+    def message() -> str:
+        return (
+            f"cache_seqlens: expected 0 to {capacity - new}, the {capacity} tokens of the cache "
+            f"less {new} new ones, got {shown(length)}"
+        )
+
+    numbers.require(length >= 0, message)
+    numbers.require(length <= capacity - new, message)
+    return length
+
+
+def _rotary(given: Given, capacity: int, seqlens: int | torch.Tensor | None) -> None:
+    """Checks the tables of a rotary embedding, which have to cover the capacity of the cache."""
+    q, cos, sin = given["q"], given["rotary_cos"], given["rotary_sin"]
+    if not _both(given, "rotary_cos", "rotary_sin"):
+        return
+    if given["k"] is None:
+        raise ArgumentError(
+            "rotary_cos: expected None without k and v; rotation is for tokens that are appended"
+        )
+    check_rank("rotary_cos", cos, "(seqlen_ro, rotary_dim / 2)")
+    check_rank("rotary_sin", sin, "(seqlen_ro, rotary_dim / 2)")
+    check_alike(q, (("rotary_cos", cos), ("rotary_sin", sin)))
+    seqlen_ro, half = cos.shape
+    if half == 0 or half % 8 or 2 * half > q.shape[3]:
+        raise ArgumentError(
+            "rotary_cos: expected a rotary_dim that is a multiple of 16 and at most the head_dim "
+            f"{q.shape[3]}, got {2 * half} (shape {tuple(cos.shape)})"
+        )
+    if seqlen_ro < capacity:
+        raise ArgumentError(
+            f"rotary_cos: expected a seqlen_ro of at least the {capacity} tokens that the cache "
+            f"holds for a sequence, got shape {tuple(cos.shape)}"
+        )
+    check_shape("rotary_sin", sin, (seqlen_ro, half), "the shape of rotary_cos")
+    if isinstance(seqlens, int):
+        values.check_rotated_queries(seqlens, q, cos, Scores(*(given[n] for n in Scores._fields)))
+
+
+_VALIDATORS: dict[str, Callable[[Given], None]] = {
+    "fwd": _forward,
+    "varlen_fwd": _forward,
+    "qkvpacked_fwd": _forward,
+    "varlen_qkvpacked_fwd": _forward,
+    "kvcache_fwd": _cache,
+    "bwd": _backward,
+    "varlen_bwd": _backward,
+    "qkvpacked_bwd": _backward,
+    "varlen_qkvpacked_bwd": _backward,
+    "bwd_accumulate": _backward,
+    "varlen_bwd_accumulate": _backward,
+    "finish_key_sums": _finish,
+}

@@ -1,0 +1,253 @@
+"""The steps that all functions share: options, the layout of the op's arguments, its call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, cast, overload
+
+import torch
+
+from ..checks import numbers
+from ..checks.ops import validate
+from ..errors import UnsupportedError
+from ..mode import Mode, get_deterministic_mode, resolve, resolve_deterministic
+from ..ops.autograd import run
+from ..schemas import argument_names, forward_call, parts_of
+from ..types import Call, Inputs, Lengths, Options
+
+# Defines the ops.
+from ..ops import library as library  # isort: skip
+
+WithProbs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+WithLse = tuple[torch.Tensor, torch.Tensor]
+Arguments = ParamSpec("Arguments")
+_PYTHON_TYPES = frozenset((bool, int, float, str, type(None)))
+
+
+class Attention(Protocol[Arguments]):
+    """The type of a function that returns more than out if a flag is True."""
+
+    __name__: str
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, *args: Any, return_attn_probs: Literal[True], **kwargs: Any
+    ) -> WithProbs: ...
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, *args: Any, return_softmax_lse: Literal[True], **kwargs: Any
+    ) -> WithLse: ...
+
+    @overload
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> torch.Tensor: ...
+
+
+def typed(function: Callable[Arguments, Any]) -> Attention[Arguments]:
+    """Returns the function itself, with the type above for type checkers."""
+    return cast(Attention[Arguments], function)
+
+
+class Prepared(NamedTuple):
+    """A call up to its op; nothing was copied or drawn, and only numbers were checked."""
+
+    inputs: Inputs
+    lengths: Lengths | None
+    head_dim: int
+    options: Options
+    call: Call
+
+
+def attend(
+    inputs: Inputs,
+    lengths: Lengths | None,
+    given: tuple[Any, ...],
+    alibi_slopes: torch.Tensor | None,
+    return_attn_probs: Any,
+) -> torch.Tensor | WithProbs:
+    """Runs a dense or a packed call. All arguments are as the caller gave them, unchecked.
+
+    Args:
+        inputs: the tensors that get gradients.
+        lengths: of packed sequences; None: dense.
+        given: the arguments of `resolve_options` after head_dim.
+        alibi_slopes: as of `flash_attn_func`.
+        return_attn_probs: as of `flash_attn_func`.
+    """
+    with_probs = return_attn_probs
+    if with_probs is not False:
+        with_probs = numbers.as_flag("return_attn_probs", return_attn_probs)
+    inputs, lengths, head_dim, options, call = prepare(inputs, lengths, given, alibi_slopes)
+    if head_dim % 8 or options.dropout_p:
+        call = completed(call, pads=bool(head_dim % 8))
+    out, softmax_lse, *_ = run(call)
+    if head_dim % 8:
+        out = out[..., :head_dim]
+    if not with_probs:
+        return out  # type: ignore[no-any-return]
+    if not options.dropout_p:
+        return out, softmax_lse, out.new_empty(0)
+    # Imported here, to keep the import of the package short.
+    from ..reference.probs import signed_probs
+
+    drawn = dict(zip(argument_names(call.op), call.arguments, strict=False))
+    q, k, _ = parts_of(*inputs) if len(inputs) == 2 else inputs
+    random = drawn["alibi_slopes"], drawn["rng_state"]
+    return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, *random, options)
+
+
+def prepare(
+    inputs: Inputs,
+    lengths: Lengths | None,
+    given: tuple[Any, ...],
+    alibi_slopes: torch.Tensor | None,
+) -> Prepared:
+    """Finds the op of a call and lays out its arguments; see `attend`."""
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        inputs = autocast(inputs)
+    head_dim, options = resolve_options(inputs[1] if inputs[0] is None else inputs[0], *given)
+    if lengths is not None:
+        lengths = with_ints(lengths, inputs[0] is None)
+    residual = options.keep_residual and has_backward(inputs, lengths)
+    if torch.compiler.is_compiling() and lengths is not None:
+        _check_no_gradient(inputs, lengths)
+    call = forward_call(inputs, lengths, options, alibi_slopes, None, residual)
+    return Prepared(inputs, lengths, head_dim, options, call)
+
+
+def completed(call: Call, pads: bool) -> Call:
+    """Returns a call with padded tensors, and with the seed of its dropout; a wrong one raises."""
+    if not torch.compiler.is_compiling():
+        validate(*call)  # before a seed is drawn, and with the caller's shapes
+    changed = dict(zip(argument_names(call.op), call.arguments, strict=False))
+    if changed.get("dropout_p"):
+        device = changed["qkv" if "qkv" in changed else "q"].device
+        changed["rng_state"] = draw_rng_state(device)
+    if pads:
+        for name in ("q", "k", "v", "qkv", "k_cache", "v_cache"):
+            if changed.get(name) is not None:
+                changed[name] = padded(changed[name])
+    return Call(call.op, tuple(changed.values()))
+
+
+def autocast(inputs: Inputs) -> Inputs:
+    """Casts tensors as autocast does for scaled_dot_product_attention, if one is float32."""
+    tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+    kind = tensors[0].device.type if tensors else "meta"
+    enabled = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    if not enabled or all(tensor.dtype != torch.float32 for tensor in tensors):
+        return inputs
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(  # type: ignore[return-value]
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype != torch.float64 else x
+        for x in inputs
+    )
+
+
+def resolve_options(
+    q: Any,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    split_size: Any,
+    deterministic: Any = None,
+) -> tuple[int, Options]:
+    """Returns head_dim, and the numbers and flags of a call, checked, with defaults filled in."""
+    try:
+        head_dim = q.shape[-1] or 8
+    except (AttributeError, IndexError, RuntimeError):
+        head_dim = 8  # no tensor, of no dimension, or nested: the op refuses it
+    mode = get_deterministic_mode()
+    plain = head_dim, dropout_p, softmax_scale, causal, softcap, split_size, deterministic
+    if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
+        arguments = plain + window_size
+        if _PYTHON_TYPES.issuperset(map(type, arguments)):
+            only_deterministic = torch.are_deterministic_algorithms_enabled()
+            return head_dim, _known_options(mode, only_deterministic, *arguments)
+    return head_dim, _find_options(mode, window_size, *plain)
+
+
+# typed: True == 1 == 1.0, but not each of them is a valid value of each argument.
+@functools.lru_cache(maxsize=256, typed=True)
+def _known_options(mode: Mode, only_deterministic: bool, *arguments: Any) -> Options:
+    """Calls `_find_options` with Python numbers and strings, which can be keys of a cache."""
+    *plain, left, right = arguments
+    return _find_options(mode, (left, right), *plain)
+
+
+def _find_options(
+    mode: Mode,
+    window_size: Any,
+    head_dim: int,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    softcap: Any,
+    split_size: Any,
+    deterministic: Any,
+) -> Options:
+    dropout_p = numbers.as_dropout(dropout_p)
+    scores = numbers.as_scores(head_dim, softmax_scale, causal, window_size, softcap)
+    mode = resolve(mode, None if split_size is None else numbers.as_split_size(split_size))
+    backward = resolve_deterministic(deterministic, mode)
+    return Options(dropout_p, scores, mode.split_size, mode.enabled, backward, mode.keep_residual)
+
+
+def with_ints(lengths: Lengths, same: bool) -> Lengths:
+    """Returns lengths with Python ints; `same`: queries and keys have them in common."""
+    longest = lengths.max_seqlen_q, lengths.max_seqlen_k
+    if type(longest[0]) is int and type(longest[1]) is int:
+        return lengths
+    names = ("max_seqlen", "max_seqlen") if same else ("max_seqlen_q", "max_seqlen_k")
+    q, k = (numbers.as_int(name, tokens) for name, tokens in zip(names, longest, strict=True))
+    return lengths._replace(max_seqlen_q=q, max_seqlen_k=k)
+
+
+def _check_no_gradient(inputs: Inputs, lengths: Lengths) -> None:
+    """Refuses to compile a call without a backward whose inputs require a gradient.
+
+    torch.compile traces the backward together with the call. Otherwise the backward raises, and the
+    forward alone works.
+    """
+    name = without_backward(lengths)
+    if name and wants_gradient(inputs):
+        raise UnsupportedError(
+            f"{name}: there is no backward with it, and q, k or v requires a gradient; call it "
+            f"under torch.no_grad(), or pass packed sequences without {name}"
+        )
+
+
+def without_backward(lengths: Lengths) -> str:
+    """Returns the name of a given argument that has no backward; "" if there is none."""
+    for name in ("seqused_k", "leftpad_k", "block_table"):
+        if getattr(lengths, name) is not None:
+            return name
+    return ""
+
+
+def has_backward(inputs: Inputs, lengths: Lengths | None) -> bool:
+    """Returns whether a backward can follow a call."""
+    return wants_gradient(inputs) and (lengths is None or not without_backward(lengths))
+
+
+def wants_gradient(inputs: Inputs) -> bool:
+    """Returns whether autograd records a call of these tensors."""
+    wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+    return wanted and torch.is_grad_enabled()
+
+
+def draw_rng_state(device: torch.device) -> torch.Tensor:
+    """Draws seed and offset of a call's dropout mask from torch's generator of the device.
+
+    They stay on the device: the host does not wait, and a replayed CUDA graph draws new ones.
+    """
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
+
+
+def padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Pads head_dim to a multiple of 8 with zeros."""
+    padding = -tensor.shape[-1] % 8
+    return torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor

@@ -1,0 +1,239 @@
+"""Gradients of the ops, and the way of a call to its op.
+
+An op with a gradient has a torch.autograd.Function. torch's dispatcher applies it, in the op's
+autograd kernel: under torch.compile and torch.export, in modes, and for direct calls of the op.
+`run` applies it directly where only autograd observes a call, past a Python kernel that takes the
+host longer than the rest (docs/adr/0021-less-host-time.md).
+
+`kvcache_fwd` and the ops that add to sums write to their arguments, and have no gradient. The
+Function of a backward op raises: there is no double backward. Forward-mode AD and torch.func, for
+which torch would return zero or raise obscurely, are refused.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from ..checks.ops import validate
+from ..errors import NotDeterministicError, UnsupportedError
+from ..private import C, is_observed
+from ..schemas import BACKWARD, FORWARD, WITH_RESIDUAL, argument_names
+from ..types import Call
+
+_OPS: Any = torch.ops.flash_attn_deterministic
+_NO_GRADIENT = None, 0
+_WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
+
+
+def register(library: Any) -> None:
+    """Registers the autograd kernel of each op that gets gradients, and of the cache."""
+    for name in (*FORWARD, *BACKWARD):
+        library.impl(name, autograd_kernel(name, *_FUNCTIONS[name]), "Autograd", with_keyset=True)
+
+
+def run(call: Call) -> Any:
+    """Runs an op. A refusal of torch or C++ is put into our words where we have some."""
+    name, arguments = call
+    op = getattr(_OPS, name)
+    apply, count = _FUNCTIONS.get(name, _NO_GRADIENT)
+    wanted = arguments[:count]
+    # Where torch.compile could not compile the caller, it may start tracing here. All lines below
+    # are in one function, so that it can't start between them.
+    try:
+        if torch.compiler.is_compiling() or is_observed(wanted):
+            return op(*arguments)
+        if apply is not None and torch.is_grad_enabled() and C._any_requires_grad(*wanted):
+            return apply(*wanted, None, arguments)
+        with C._AutoDispatchBelowAutograd():
+            # _op is what the object calls: one Python function less.
+            return getattr(op, "_op", op)(*arguments)
+    except Exception as error:
+        problem = error
+    try:
+        validate(name, arguments)
+        raise problem
+    finally:
+        del problem  # its traceback refers to this frame, and so to the tensors
+
+
+def autograd_kernel(name: str, apply: Any, count: int) -> Callable[..., Any]:
+    """Returns an op's kernel for torch's autograd keys.
+
+    A check before the call of the op would miss cases: torch runs this kernel at each level of
+    nested transforms, and in a compiled graph with the actual tensors.
+
+    Args:
+        name: of the op.
+        apply: of its Function, which takes `count` tensors, the key set and all arguments; None:
+            the op has no gradient.
+        count: of the leading arguments that get gradients.
+    """
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        check_no_tangent(arguments)
+        wanted = arguments[:count]
+        if apply is not None and torch.is_grad_enabled() and C._any_requires_grad(*wanted):
+            _check_no_function_transform(wanted)
+            return apply(*wanted, keyset, arguments)
+        return _below_autograd(name, keyset, arguments)
+
+    return kernel
+
+
+def _below_autograd(name: str, keyset: Any, arguments: tuple[Any, ...]) -> Any:
+    op = getattr(_OPS, name)
+    with C._AutoDispatchBelowAutograd():
+        if keyset is None:
+            return getattr(op, "_op", op)(*arguments)
+        return op.default.redispatch(keyset & C._after_autograd_keyset, *arguments)
+
+
+def function_of(
+    name: str, setup: Callable[..., None] | None, backward: Callable[..., tuple[Any, ...]]
+) -> Callable[..., Any]:
+    """Returns apply of an op's torch.autograd.Function; see `autograd_kernel`.
+
+    It is not Function's own, which in Python prepares calls under torch.func, and calls this one.
+
+    Args:
+        name: of the op.
+        setup: puts into the context what the backward needs; takes it, the arguments, the results.
+        backward: takes the context and the gradients of the results; returns those of `count`
+            tensors.
+    """
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *_, keyset, arguments = inputs
+        output = _below_autograd(name, keyset, arguments)
+        if setup is not None:
+            setup(ctx, arguments, output)
+        return output
+
+    def backward_of_all(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return *backward(ctx, *gradients), None, None
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)}
+    function: Any = type(name, (torch.autograd.Function,), methods)
+    return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return]
+
+
+def _forward_function(name: str) -> tuple[Callable[..., Any], int]:
+    """Returns apply and count of a forward op."""
+    names = argument_names(name)
+    backward_name = name.removesuffix(WITH_RESIDUAL).replace("fwd", "bwd")
+    count = names.index("qkv" if "qkv" in names else "v") + 1
+    # The backward takes dout, the inputs, out, softmax_lse, more tensors, numbers, the residual.
+    *rest, _, _ = argument_names(backward_name)[count + 3 :]
+    split = rest.index("rng_state") + 1
+    more = operator.itemgetter(*map(names.index, rest[:split]))
+    numbers = operator.itemgetter(*map(names.index, (*rest[split:], "deterministic_bwd")))
+    without = [(other, names.index(other)) for other in _WITHOUT_BACKWARD if other in names]
+
+    # The context keeps the arguments of a call and what its mode resolved to: the backward may run
+    # in another thread, or in another mode.
+
+    def setup(ctx: Any, arguments: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        out, softmax_lse, *residual = output
+        tensors = *arguments[:count], out, softmax_lse, *more(arguments)
+        ctx.save_for_backward(*tensors, *(residual or (None,)))
+        ctx.numbers = numbers(arguments)
+        ctx.without_backward = [other for other, place in without if arguments[place] is not None]
+        # flash_attn ignores a gradient of softmax_lse; here softmax_lse does not require one.
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[Any, ...]:
+        if ctx.without_backward:
+            raise UnsupportedError(
+                f"{ctx.without_backward[0]}: there is no backward with it; pass packed sequences "
+                "without it, or detach q, k and v"
+            )
+        if dout is None:
+            return (None,) * count
+        # Read once: torch.utils.checkpoint frees them then.
+        *saved, residual = ctx.saved_tensors
+        if not ctx.numbers[-1]:  # deterministic
+            alert_atomics(dout.device)
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
+        gradients = run(Call(backward_name, (dout, *saved, *ctx.numbers, residual)))
+        # Where q is in the packed tensor, its gradient is empty.
+        return (None, *gradients[1:]) if saved[0] is None else gradients
+
+    return function_of(name, setup, backward), count
+
+
+def _backward_function(name: str) -> tuple[Callable[..., Any], int]:
+    """Returns apply and count of a backward op."""
+    return function_of(name, None, no_double_backward), argument_names(name).index("out")
+
+
+def no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
+    """The formula of an op without a gradient."""
+    raise UnsupportedError(
+        "double backward: the gradients of flash_attn_deterministic have no gradient of their own; "
+        "call backward() or torch.autograd.grad() without create_graph=True"
+    )
+
+
+def alert_atomics(device: torch.device) -> None:
+    """Applies torch.use_deterministic_algorithms to a backward that adds atomically.
+
+    On the CPU nothing is added atomically. Raises NotDeterministicError, or warns if torch shall.
+    """
+    if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
+        return
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    options = "True, warn_only=True" if warn_only else "True"
+    message = (
+        "the backward of flash_attn_deterministic does not have a deterministic implementation "
+        "with deterministic='never', or outside of the deterministic mode, but you set "
+        f"'torch.use_deterministic_algorithms({options})'; pass deterministic=True to the call"
+    )
+    if not warn_only:
+        raise NotDeterministicError(message)
+    warnings.warn(message, stacklevel=2)
+
+
+def check_no_tangent(values: Iterable[Any]) -> None:
+    """Refuses forward-mode automatic differentiation, for which torch would return zero."""
+    # Unpacking each tensor instead costs microseconds in every call.
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
+        dual = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call, unused-ignore]
+        if dual.tangent is not None:
+            raise UnsupportedError(
+                "forward-mode AD: flash_attn_deterministic has no forward derivative "
+                "(torch.func.jvp, jacfwd, torch.autograd.forward_ad), and an input carries a "
+                "tangent; use backward() or torch.autograd.grad(), or detach the inputs"
+            )
+
+
+def _check_no_function_transform(values: Iterable[Any]) -> None:
+    """Refuses torch.func.grad and similar transforms, which need another form of the backward."""
+    for value in values:
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            continue
+        # A transform wraps each tensor that it differentiates.
+        if torch.func.debug_unwrap(value, recurse=False) is not value:
+            raise UnsupportedError(
+                "torch.func: flash_attn_deterministic has no gradient for grad, vjp, jacrev and "
+                "other transforms of torch.func; use backward() or torch.autograd.grad()"
+            )
+
+
+# By op: apply, or None without a gradient, and the number of leading arguments that get one.
+_FUNCTIONS: dict[str, tuple[Any, int]] = {
+    "kvcache_fwd": (None, 5),
+    **{name: _forward_function(name) for name in FORWARD if name != "kvcache_fwd"},
+    **{name: _backward_function(name) for name in BACKWARD},
+}

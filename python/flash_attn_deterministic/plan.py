@@ -1,0 +1,333 @@
+"""The plan of a call: which kernels run, and how the work is divided; nothing is run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import interface
+from .build_info import build_info
+from .checks.describe import shown
+from .checks.kernels import instance_problem
+from .checks.ops import validate
+from .errors import ArgumentError, UnsupportedError
+from .interface import call as steps
+from .interface import kvcache
+from .mode import DECORATED, deterministic_mode
+from .ops.autograd import check_no_tangent
+from .schemas import FAMILIES, PATHS, WITH_RESIDUAL, argument_names, unpacked
+from .types import Call, Lengths
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How the backward of a call is carried out. No bit of a deterministic one depends on it.
+
+    Args:
+        family: as in Plan.
+        block_m: query rows to a tile.
+        block_n: keys to a tile.
+        whole_heads: whether a thread block works on all keys of a head, one block after another.
+        in_turns: whether thread blocks wait for each other, to add to dq in one order.
+        heads_in_flight: heads, of all sequences, whose key blocks run at the same time.
+    """
+
+    family: str
+    block_m: int
+    block_n: int
+    whole_heads: bool
+    in_turns: bool
+    heads_in_flight: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is carried out. Its bits depend on split_size and block_n, on nothing else here.
+
+    Args:
+        family: "sm80": the kernels for every supported GPU; "sm90": those for compute capability
+            9.0 (Hopper), of calls that they cover; "reference": plain torch, on CPUs. The
+            environment variable FLASH_ATTENTION_FAMILY, read in each call, overrides the choice:
+            "sm80" runs those kernels on Hopper too, "sm90" runs Hopper's wherever they can run. The
+            plan assumes contiguous tensors: others may run in the other family.
+        path: "one-cta": one thread block walks over all splits of its rows; "parts": one thread
+            block per split, then a kernel that merges the parts; "few-rows": the same for up to 16
+            queries, where the heads of a group share a thread block; "scores-first": a kernel for
+            all scores, then one for the rest, whose thread blocks take 32 columns of a split each.
+        block_m: query rows per thread block.
+        block_n: keys that a thread block processes at a time.
+        split_size: tokens per split of the call or the mode; 0: one split.
+        num_splits: splits of the longest sequence.
+        tokens_per_split: tokens of a whole split; with one split, those of the longest sequence.
+        launches: how often the kernels are launched; more launches need less scratch memory.
+        scratch_bytes: memory besides inputs and outputs.
+        backward: the plan of the backward; None on CPUs, for wheels without its kernels, and for
+            calls without one.
+        residual_bytes: memory for the rounding error of out, kept until the backward; 0 unless the
+            mode has keep_residual and the call gets a backward.
+    """
+
+    family: str
+    path: str
+    block_m: int
+    block_n: int
+    split_size: int
+    num_splits: int
+    tokens_per_split: int
+    launches: int
+    scratch_bytes: int
+    backward: BackwardPlan | None = None
+    residual_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """The properties of a call that its plan depends on.
+
+    Lengths are those of the longest sequence, or an upper bound; page_size 0: no pages.
+    deterministic_bwd is None for calls without a backward.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    seqlen_q: int
+    seqlen_k: int
+    window: tuple[int, int]
+    has_alibi: bool
+    has_softcap: bool
+    has_dropout: bool
+    packed: bool
+    page_size: int
+    cache_index: bool
+    split_size: int
+    deterministic: bool
+    deterministic_bwd: bool | None = None
+    residual_bytes: int = 0
+
+
+def plan(request: Request) -> Plan:
+    """Returns the plan of a call.
+
+    Raises:
+        UnsupportedError: the mode is not enabled, and the tensors are not on a CUDA device: the
+            order of additions is then the kernels' choice.
+    """
+    if request.device.type == "cuda":
+        return _cuda_plan(request)
+    if not request.deterministic:
+        raise UnsupportedError(
+            "explain: without the deterministic mode, only calls on a CUDA device have a plan; "
+            "call it inside deterministic_mode()"
+        )
+    tile = build_info().tile(request.head_dim)
+    split_size = request.split_size
+    several = 0 < split_size < request.seqlen_k
+    return Plan(
+        family="reference",
+        path="one-cta",
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        split_size=split_size,
+        num_splits=-(-request.seqlen_k // split_size) if several else 1,
+        tokens_per_split=split_size if several else request.seqlen_k,
+        launches=1,
+        scratch_bytes=0,
+        residual_bytes=request.residual_bytes,
+    )
+
+
+def _cuda_plan(request: Request) -> Plan:
+    numbers = torch.ops.flash_attn_deterministic.plan(
+        *_shared_arguments(request),
+        request.page_size,
+        request.cache_index,
+        request.residual_bytes > 0,
+        request.split_size,
+        request.deterministic,
+    )
+    family, path, block_m, num_splits, tokens, launches, scratch = numbers
+    return Plan(
+        family=FAMILIES[family],
+        path=PATHS[path],
+        block_m=block_m,
+        block_n=build_info().tile(request.head_dim).block_n,
+        split_size=request.split_size,
+        num_splits=num_splits,
+        tokens_per_split=tokens if num_splits > 1 else request.seqlen_k,
+        launches=launches,
+        scratch_bytes=scratch,
+        backward=_backward_plan(request),
+        residual_bytes=request.residual_bytes,
+    )
+
+
+def _backward_plan(request: Request) -> BackwardPlan | None:
+    held = not instance_problem(request.dtype, request.head_dim, "bwd")
+    if request.deterministic_bwd is None or not held:
+        return None
+    family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
+        *_shared_arguments(request), request.deterministic_bwd
+    )
+    if family < 0:  # the GPU has too little shared memory for the backward
+        return None
+    return BackwardPlan(FAMILIES[family], *numbers)
+
+
+def _shared_arguments(request: Request) -> tuple[Any, ...]:
+    """Returns the leading arguments of both ops that plan."""
+    return (
+        torch.empty(0, dtype=request.dtype, device=request.device),
+        request.batch,
+        request.seqlen_q,
+        request.seqlen_k,
+        request.nheads,
+        request.nheads_k,
+        request.head_dim,
+        *request.window,
+        request.has_alibi,
+        request.has_softcap,
+        request.has_dropout,
+        request.packed,
+    )
+
+
+def explain(
+    function: Callable[..., Any] | str | torch.Tensor | None = None, *args: Any, **kwargs: Any
+) -> Plan:
+    """Returns the plan of a call of one of this package's functions, without running it.
+
+    The arguments are checked as in the call itself, and laid out for its op by the same function:
+    nothing is computed, written, or drawn from a random generator.
+
+    Args:
+        function: one of this package's functions, or its name; also a functools.partial of one, one
+            that torch.compile has compiled, or one that `deterministic_mode` decorates. If q or a
+            keyword comes first: flash_attn_func.
+        *args: arguments of the call.
+        **kwargs: arguments of the call.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ArgumentError: a ValueError; no such function.
+        UnsupportedError: a NotImplementedError; the mode is not enabled, and the tensors are not on
+            a CUDA device.
+        All that the call itself raises before it runs.
+
+    Example:
+        >>> q = k = v = torch.ones(1, 4096, 2, 64, dtype=torch.bfloat16)
+        >>> explain(flash_attn_func, q, k, v, split_size=1024).num_splits
+        4
+    """
+    if isinstance(function, torch.Tensor):
+        args = (function, *args)
+    if function is None or isinstance(function, torch.Tensor):
+        function = interface.flash_attn_func
+    if isinstance(function, str):
+        function = _FUNCTIONS.get(function, function)
+    with contextlib.ExitStack() as modes:
+        inner: Any = function
+        while inner not in _FUNCTIONS.values():
+            if isinstance(inner, functools.partial):
+                args, kwargs = (*inner.args, *args), {**inner.keywords, **kwargs}
+                inner = inner.func
+            elif hasattr(inner, "_torchdynamo_orig_callable"):
+                inner = inner._torchdynamo_orig_callable
+            elif hasattr(inner, "__wrapped__"):
+                if hasattr(inner, DECORATED):
+                    modes.enter_context(deterministic_mode(*getattr(inner, DECORATED)))
+                inner = inner.__wrapped__
+            else:
+                raise ArgumentError(
+                    f"function: expected one of {', '.join(_FUNCTIONS)}, or its name, got "
+                    f"{shown(function)}"
+                )
+        bound = inspect.signature(inner).bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = _prepared(bound.arguments)
+    first = call.arguments[0]
+    q = call.arguments[1] if first is None else first
+    check_no_tangent(call.arguments)
+    validate(*call, read_values=type(q) is torch.Tensor and q.device.type == "cpu")
+    return plan(_request(call))
+
+
+_FUNCTIONS = {name: getattr(interface, name) for name in interface.__all__}
+
+
+def _prepared(given: dict[str, Any]) -> Call:
+    """Returns the call of an op that a function makes of its arguments."""
+
+    def values(*names: str) -> tuple[Any, ...]:
+        return tuple(given[name] for name in names)
+
+    numbers = values("softmax_scale", "causal", "window_size", "softcap", "split_size")
+    slopes = given["alibi_slopes"]
+    if "k_cache" in given:
+        tensors = values(*argument_names("kvcache_fwd")[:11])
+        return kvcache.prepare(tensors, numbers, given["rotary_interleaved"], slopes)[1]
+    inputs: Any = values("q", "k", "v") if "k" in given else None
+    if inputs is None:
+        inputs = values("q", "kv") if "kv" in given else (None, given["qkv"])
+    lengths = None
+    if "cu_seqlens" in given:
+        lengths = Lengths(*values("cu_seqlens", "cu_seqlens", "max_seqlen", "max_seqlen"))
+    elif "cu_seqlens_q" in given:
+        lengths = Lengths(*(given.get(name) for name in Lengths._fields))  # type: ignore[arg-type]
+    options = given["dropout_p"], *numbers, given["deterministic"]
+    return steps.prepare(inputs, lengths, options, slopes).call
+
+
+_WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
+
+
+def _request(call: Call) -> Request:
+    name, arguments = unpacked(
+        call.op, dict(zip(argument_names(call.op), call.arguments, strict=False))
+    )
+    q = arguments["q"]
+    head_dim = -(-q.shape[-1] // 8) * 8  # as the call pads it
+    keys = arguments["k_cache" if name == "kvcache_fwd" else "k"]
+    table = arguments.get("block_table")
+    if name == "varlen_fwd":
+        batch = arguments["cu_seqlens_q"].shape[0] - 1
+        seqlen_q, seqlen_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
+        if table is not None:
+            seqlen_k = min(seqlen_k, table.shape[1] * keys.shape[1])
+    else:
+        batch, seqlen_q = q.shape[:2]
+        seqlen_k = keys.shape[1] if table is None else table.shape[1] * keys.shape[1]
+    return Request(
+        device=q.device,
+        dtype=q.dtype,
+        batch=batch,
+        nheads=q.shape[-2],
+        nheads_k=keys.shape[-2],
+        head_dim=head_dim,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        window=(arguments["window_left"], arguments["window_right"]),
+        has_alibi=arguments["alibi_slopes"] is not None,
+        has_softcap=arguments["softcap"] > 0.0,
+        has_dropout=arguments.get("dropout_p", 0.0) > 0.0,
+        packed=name == "varlen_fwd",
+        page_size=0 if table is None else keys.shape[1],
+        cache_index=arguments.get("cache_batch_idx") is not None,
+        split_size=arguments["split_size"],
+        deterministic=arguments["deterministic"],
+        deterministic_bwd=None
+        if any(arguments.get(name) is not None for name in _WITHOUT_BACKWARD)
+        else arguments.get("deterministic_bwd"),
+        residual_bytes=2 * q[..., 0].numel() * head_dim if call.op.endswith(WITH_RESIDUAL) else 0,
+    )

@@ -1,0 +1,230 @@
+"""The ops: their schemas, and the functions that lay out the arguments of a call.
+
+The schemas are defined in Python, so that a torch without CUDA needs no binary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .types import Call, Inputs, Lengths, Options, Tensor
+
+NAMESPACE = "flash_attn_deterministic"
+
+# Scores and mask, and the tree that reduces the keys. causal is window_right 0; a negative window
+# has no limit. Without deterministic, split_size has no effect. torch.compile takes an int (not a
+# SymInt) as a constant, and compiles again for another value.
+_SCORES = "float softmax_scale, int window_left, int window_right, float softcap"
+_TREE = "int split_size, bool deterministic"
+# rng_state is (2,), int64: seed and offset of the dropout mask. They are drawn on the device
+# before the op, so that a replayed CUDA graph draws new ones.
+_SLOPES_AND_RNG = "Tensor? alibi_slopes, Tensor? rng_state"
+# For packed sequences.
+_STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+_LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
+_OUTPUTS = "(Tensor out, Tensor softmax_lse)"
+# Forward ops with this suffix have a third output: the rounding error of out, like it, in bfloat16.
+# With it, a backward computes rowsum(dout * (out + residual)).
+WITH_RESIDUAL = "_with_residual"
+_BACKWARD_MODE = "bool deterministic, Tensor? residual=None"
+_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
+# q, k and v in one tensor and no q, or k and v in one tensor beside q. The gradient is one tensor
+# too; without q, dq has shape (0).
+_QKV_PACKED = "Tensor? q, Tensor qkv"
+_PACKED_GRADIENTS = "(Tensor dq, Tensor dqkv)"
+
+# deterministic_bwd does not affect the forward; autograd passes it to the backward.
+FORWARD = {
+    "fwd": f"(Tensor q, Tensor k, Tensor v, {_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, "
+    f"{_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
+    "varlen_fwd": f"(Tensor q, Tensor k, Tensor v, {_STARTS}, Tensor? seqused_k, "
+    f"Tensor? leftpad_k, Tensor? block_table, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, "
+    f"{_SCORES}, {_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
+    "qkvpacked_fwd": f"({_QKV_PACKED}, {_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, {_TREE}, "
+    f"bool deterministic_bwd) -> {_OUTPUTS}",
+    "varlen_qkvpacked_fwd": f"({_QKV_PACKED}, {_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, "
+    f"float dropout_p, {_SCORES}, {_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
+    "kvcache_fwd": "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
+    "Tensor? cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_batch_idx, "
+    "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, "
+    f"{_SCORES}, bool rotary_interleaved, {_TREE}) -> {_OUTPUTS}",
+}
+FORWARD |= {
+    name + WITH_RESIDUAL: schema.replace("softmax_lse)", "softmax_lse, Tensor residual)")
+    for name, schema in FORWARD.items()
+    if "deterministic_bwd" in schema
+}
+BACKWARD = {
+    "bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"{_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) -> {_GRADIENTS}",
+    "varlen_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) "
+    f"-> {_GRADIENTS}",
+    "qkvpacked_bwd": f"(Tensor dout, {_QKV_PACKED}, Tensor out, Tensor softmax_lse, "
+    f"{_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) -> {_PACKED_GRADIENTS}",
+    "varlen_qkvpacked_bwd": f"(Tensor dout, {_QKV_PACKED}, Tensor out, Tensor softmax_lse, "
+    f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) "
+    f"-> {_PACKED_GRADIENTS}",
+}
+# The *_accumulate ops compute dq for a part of the rows, and add what these rows contribute to
+# dk_sums and dv_sums: float32, unscaled, a sum per query head, (batch, seqlen_k, nheads, head_dim)
+# or packed (total_k, nheads, head_dim), which already hold the rows after them. finish_key_sums
+# turns the sums of all rows into dk and dv, with the heads of k. They are not in BACKWARD because
+# torch registers autograd formulas only for ops that write to no argument. The dense one runs on
+# CUDA devices only.
+ACCUMULATE = {
+    **{
+        f"{name}_accumulate": schema.replace(
+            "Tensor softmax_lse, ", "Tensor softmax_lse, Tensor(a!) dk_sums, Tensor(b!) dv_sums, "
+        ).replace(_GRADIENTS, "Tensor")
+        for name, schema in BACKWARD.items()
+        if "Tensor k" in schema
+    },
+    "finish_key_sums": "(Tensor dk_sums, Tensor dv_sums, Tensor k, float softmax_scale, "
+    "float softcap, float dropout_p) -> (Tensor dk, Tensor dv)",
+}
+# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes) of a
+# forward, and (family, block_m, block_n, whole_heads, in_turns, heads_in_flight) of a backward.
+PLAN = {
+    "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
+    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
+    f"bool has_dropout, bool packed, int page_size, bool cache_index, bool keep_residual, "
+    f"{_TREE}) "
+    "-> (int, int, int, int, int, int, int)",
+    "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
+    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
+    "bool has_dropout, bool packed, bool deterministic) -> (int, int, int, bool, bool, int)",
+}
+# Names of the plan's numbers, in the order of cpp/kernels/fwd.h.
+FAMILIES = ("sm80", "sm90")
+PATHS = ("one-cta", "parts", "few-rows", "scores-first")
+
+
+def define(library: Any) -> None:
+    """Defines all ops in a torch.library.Library."""
+    for name, schema in {**FORWARD, **BACKWARD, **ACCUMULATE, **PLAN}.items():
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def parts_of(q: Tensor | None, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v as views of the arguments of an op on packed tensors.
+
+    Args:
+        q: (..., seqlen_q, nheads, head_dim); None: in qkv.
+        qkv: (..., seqlen_k, 2, nheads_k, head_dim); without q (..., seqlen, 3, nheads, head_dim).
+    """
+    if q is None:
+        q, k, v = qkv.unbind(-3)
+    else:
+        k, v = qkv.unbind(-3)
+    return q, k, v
+
+
+def unpacked(name: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns name and arguments of the op on q, k and v that makes the same call.
+
+    The name is without the suffix of a residual.
+
+    Args:
+        name: of an op.
+        arguments: of the op, by name.
+    """
+    plain = name.replace("qkvpacked_", "").removesuffix(WITH_RESIDUAL)
+    if "qkv" not in arguments:
+        return plain, dict(arguments)
+    parts = zip("qkv", parts_of(arguments["q"], arguments["qkv"]), strict=True)
+    given = {**arguments, **dict(parts)}
+    return plain, {argument: given.get(argument) for argument in argument_names(plain)}
+
+
+def _names(schema: str) -> tuple[str, ...]:
+    arguments, _ = schema.removeprefix("(").split(") -> ")
+    return tuple(argument.split()[-1].split("=")[0] for argument in arguments.split(", "))
+
+
+# Not a cache: torch.compile warns of functions that have one.
+_NAMES = {name: _names(schema) for name, schema in {**FORWARD, **BACKWARD, **ACCUMULATE}.items()}
+
+
+def argument_names(name: str) -> tuple[str, ...]:
+    """Returns the names of an op's arguments, in order."""
+    return _NAMES[name]
+
+
+# The layout of each op's arguments, which the callers of the ops share.
+
+
+def forward_call(
+    inputs: Inputs,
+    lengths: Lengths | None,
+    options: Options,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None = None,
+    with_residual: bool = False,
+) -> Call:
+    """Lays out a forward; without lengths a dense one."""
+    dropout_p, scores, split_size, deterministic, deterministic_bwd, _ = options
+    tree = split_size, deterministic, deterministic_bwd
+    if isinstance(alibi_slopes, torch.Tensor):
+        (alibi_slopes,) = plain(alibi_slopes.detach())
+    packed = len(inputs) == 2
+    arguments: tuple[object, ...]
+    if lengths is None:
+        op = "qkvpacked_fwd" if packed else "fwd"
+        arguments = *inputs, alibi_slopes, rng_state, dropout_p, *scores, *tree
+    else:
+        op = "varlen_qkvpacked_fwd" if packed else "varlen_fwd"
+        starts_q, starts_k, longest_q, longest_k, *others = lengths
+        indices = plain(starts_q, starts_k, *(() if packed else others))
+        random = alibi_slopes, rng_state, longest_q, longest_k, dropout_p
+        arguments = *inputs, *indices, *random, *scores, *tree
+    return Call(op + WITH_RESIDUAL if with_residual else op, arguments)
+
+
+def backward_call(
+    dout: Tensor,
+    inputs: Inputs,
+    out: Tensor,
+    softmax_lse: Tensor,
+    lengths: Lengths | None,
+    options: Options,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    sums: tuple[Tensor, Tensor] | None = None,
+) -> Call:
+    """Lays out the backward of `forward_call`; with sums of dk and dv, one that adds to these."""
+    op = ("" if lengths is None else "varlen_") + ("qkvpacked_bwd" if len(inputs) == 2 else "bwd")
+    starts = () if lengths is None else plain(*lengths[:2])
+    longest = () if lengths is None else lengths[2:4]
+    results = (out, softmax_lse) if sums is None else (out, softmax_lse, *sums)
+    random = *plain(alibi_slopes), rng_state
+    numbers = options.dropout_p, *options.scores, options.deterministic_bwd
+    arguments = dout, *inputs, *results, *starts, *random, *longest, *numbers, None
+    return Call(op if sums is None else f"{op}_accumulate", arguments)
+
+
+def cache_call(
+    tensors: tuple[Tensor | None, ...],
+    options: Options,
+    rotary_interleaved: bool,
+    alibi_slopes: Tensor | None,
+) -> Call:
+    """Lays out a call on a cache; tensors are those from q to block_table."""
+    *caches, seqlens, cos, sin, index, leftpad, table = tensors
+    if isinstance(alibi_slopes, torch.Tensor):
+        alibi_slopes = alibi_slopes.detach()
+    indices = plain(seqlens, cos, sin, index, leftpad, table, alibi_slopes)
+    tree = rotary_interleaved, options.split_size, options.deterministic
+    return Call("kvcache_fwd", (*caches, *indices, *options.scores, *tree))
+
+
+def plain(*tensors: Any) -> list[Any]:
+    """Returns small tensors as the ops take them, contiguous; what they refuse, as it is."""
+    made = []
+    for tensor in tensors:
+        strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+        made.append(tensor.contiguous() if strided else tensor)
+    return made

@@ -1,0 +1,136 @@
+"""The argument deterministic, and torch.use_deterministic_algorithms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from calls import CALLS, qkv_call
+from flash_attn_deterministic import deterministic_mode
+from flash_attn_deterministic import mode as current
+from flash_attn_deterministic.errors import (
+    ArgumentTypeError,
+    MissingInstanceError,
+    NotDeterministicError,
+)
+from flash_attn_deterministic.interface import call as steps
+from flash_attn_deterministic.mode import Mode, resolve_deterministic
+from flash_attn_deterministic.ops import autograd
+from flash_attn_deterministic.ops.autograd import alert_atomics
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+NAMES = [name for name in CALLS if name != "flash_attn_with_kvcache"]
+
+
+@pytest.fixture
+def only_deterministic() -> Iterator[None]:
+    """torch.use_deterministic_algorithms(True) for one test."""
+    yield from _deterministic_only(warn_only=False)
+
+
+@pytest.fixture
+def warn_only() -> Iterator[None]:
+    """The same with warn_only=True."""
+    yield from _deterministic_only(warn_only=True)
+
+
+def _deterministic_only(warn_only: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the check run as for a GPU."""
+    monkeypatch.setattr(autograd, "alert_atomics", lambda device: alert_atomics(CUDA))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_none_follows_the_mode(enabled: bool) -> None:
+    mode = Mode(enabled, 0)
+    assert resolve_deterministic(None, mode) is enabled
+    assert resolve_deterministic(True, mode) is True
+    assert resolve_deterministic("never", mode) is False
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    "value",
+    [False, 0, np.bool_(False), torch.tensor(False)],
+    ids=["bool", "int", "numpy", "tensor"],
+)
+def test_false_follows_the_mode(value: object, enabled: bool) -> None:
+    """False is flash_attn's default, which transformers passes in every call."""
+    assert resolve_deterministic(value, Mode(enabled, 0)) is enabled
+
+
+@pytest.mark.parametrize("value", ["True", 0.5, "x" * 1000], ids=["str", "float", "long"])
+def test_deterministic_is_a_flag(value: object) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"deterministic: expected a bool.*, got") as caught:
+        resolve_deterministic(value, Mode(True, 0))
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wheel_without_deterministic_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "_WHEEL_DETERMINISTIC", False)
+    steps._known_options.cache_clear()  # those found for a wheel that has them
+    message = "deterministic: this wheel .*=OFF .* or pass deterministic=False"
+    with pytest.raises(MissingInstanceError, match=message):
+        CALLS[name](32)(deterministic=True)
+    with deterministic_mode(False):
+        CALLS[name](32)(deterministic=False)
+        CALLS[name](32)()
+
+
+def test_torch_allows_atomics_by_default() -> None:
+    alert_atomics(CUDA)
+
+
+@pytest.mark.usefixtures("only_deterministic")
+def test_torch_refuses_atomics() -> None:
+    with pytest.raises(NotDeterministicError, match=r"does not have a deterministic .* pass det"):
+        alert_atomics(CUDA)
+    alert_atomics(CPU)
+    assert issubclass(NotDeterministicError, RuntimeError)  # what torch raises
+
+
+@pytest.mark.usefixtures("warn_only")
+def test_torch_warns_of_atomics() -> None:
+    with pytest.warns(UserWarning, match=r"does not have a deterministic .*warn_only=True"):
+        alert_atomics(CUDA)
+    alert_atomics(CPU)
+
+
+@pytest.mark.usefixtures("only_deterministic", "as_on_cuda")
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_checks_the_setting_of_torch(name: str) -> None:
+    call = CALLS[name](32)
+    leaf_name = "qkv" if "qkv" in call.arguments else "q"
+    leaf = call.arguments[leaf_name].clone().requires_grad_()
+    # Forwards never add atomically.
+    out = call(**{leaf_name: leaf}, deterministic="never")
+    with pytest.raises(NotDeterministicError):
+        out.sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(**{leaf_name: leaf}, deterministic=True).sum().backward()
+        call(**{leaf_name: leaf}).sum().backward()
+        call(**{leaf_name: leaf}, deterministic=False).sum().backward()
+
+
+@pytest.mark.usefixtures("only_deterministic", "as_on_cuda")
+def test_compiled_backward_checks_the_setting_of_torch() -> None:
+    torch._dynamo.reset()
+    call = qkv_call()
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    leaf = call.arguments["q"].clone().requires_grad_()
+    arguments = {**call.arguments, "q": leaf}
+    compiled(**arguments).sum().backward()
+    assert leaf.grad is not None
+    with pytest.raises(Exception, match="does not have a deterministic implementation"):
+        compiled(**arguments, deterministic="never").sum().backward()
