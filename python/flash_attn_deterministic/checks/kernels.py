@@ -14,11 +14,6 @@ _DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 _ROW_MULTIPLE, _ROW_BYTES = 8, 16
 
 
-def block_n(head_dim: int) -> int:
-    """Returns the keys that the kernel for a head dim takes at a time."""
-    return build_info().tile(head_dim).block_n
-
-
 def check_kernels(
     device: torch.device, dtype: torch.dtype, head_dim: int, direction: str = "fwd"
 ) -> None:

@@ -193,17 +193,22 @@ def check_num_splits(num_splits: Any) -> None:
         raise ArgumentError(f"num_splits: expected 0 (automatic) or more, got {shown(number)}")
 
 
-def common_block_n() -> int:
-    """Returns the least common multiple of the keys per block of all head dims."""
+def blocks() -> dict[int, int]:
+    """Returns the keys that kernels take at a time, by the largest head dim of each."""
     try:
-        tiles = build_info().tiles
+        return {head_dim: tile.block_n for head_dim, tile in build_info().tiles.items()}
     except BuildInfoError:
-        return 64  # a source tree: the value of all kernels
-    return math.lcm(*(tile.block_n for tile in tiles.values()))
+        return {256: 64}  # a source tree: the value of all kernels
 
 
 # Read at import: torch.compile can't trace reading a file.
-_COMMON_BLOCK_N = common_block_n()
+_BLOCKS = blocks()
+_COMMON_BLOCK_N = math.lcm(*_BLOCKS.values())
+
+
+def block_n(head_dim: int) -> int:
+    """Returns the keys that the kernel for a head dim takes at a time."""
+    return next((block for most, block in _BLOCKS.items() if head_dim <= most), _COMMON_BLOCK_N)
 
 
 def as_split_size(split_size: Any, name: str = "split_size") -> int:

@@ -215,9 +215,8 @@ def _numbers(given: Given, q: torch.Tensor, direction: str) -> None:
     head_dim = q.shape[-1]
     numbers.check_factors(given["softmax_scale"], given["softcap"])
     dropout_p = numbers.as_dropout(given.get("dropout_p", 0.0))
-    # torch.compile can't trace reading the wheel's record: the op checks again.
-    if "split_size" in given and not torch.compiler.is_compiling():
-        numbers.check_multiple(given["split_size"], kernels.block_n(head_dim))
+    if "split_size" in given:
+        numbers.check_multiple(given["split_size"], numbers.block_n(head_dim))
     kernels.check_kernels(q.device, q.dtype, head_dim, direction)
     kernels.check_combination(q.device, given["softcap"], dropout_p)
 

@@ -118,8 +118,7 @@ def prepare(
 
 def completed(call: Call, pads: bool) -> Call:
     """Returns a call with padded tensors, and with the seed of its dropout; a wrong one raises."""
-    if not torch.compiler.is_compiling():
-        validate(*call)  # before a seed is drawn, and with the caller's shapes
+    validate(*call)  # before a seed is drawn, and with the caller's shapes
     changed = dict(zip(argument_names(call.op), call.arguments, strict=False))
     if changed.get("dropout_p"):
         device = changed["qkv" if "qkv" in changed else "q"].device

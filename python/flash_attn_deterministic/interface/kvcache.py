@@ -155,8 +155,7 @@ def prepare(
     if seqlens is None or isinstance(seqlens, torch.Tensor):
         return head_dim, call
     # Checked here: the op does not read the tensor that is made of it.
-    if not torch.compiler.is_compiling():
-        validate(*call)
+    validate(*call)
     new = 0 if k is None or v is None else k.shape[1]
     length = length_in_cache(seqlens, capacity(k_cache, table), new)
     filled = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)

@@ -45,8 +45,11 @@ def run(call: Call) -> Any:
     wanted = arguments[:count]
     # Where torch.compile could not compile the caller, it may start tracing here. All lines below
     # are in one function, so that it can't start between them.
+    if torch.compiler.is_compiling():
+        validate(name, arguments)  # torch.compile would change the type of an error of the op
+        return op(*arguments)
     try:
-        if torch.compiler.is_compiling() or is_observed(wanted):
+        if is_observed(wanted):
             return op(*arguments)
         if apply is not None and torch.is_grad_enabled() and C._any_requires_grad(*wanted):
             return apply(*wanted, None, arguments)

@@ -10,6 +10,7 @@ from bits import bits_equal
 from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, FlashAttnError
 from flash_attn_deterministic.integrations.flash_attn import flash_attn_interface
+from flash_attn_deterministic.ops import autograd
 
 # Any, because the type checker can't match unpacked arguments.
 interface: Any = flash_attn_interface
@@ -285,7 +286,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
             return op
 
-    monkeypatch.setattr(torch.ops, "flash_attn_deterministic", Ops())
+    monkeypatch.setattr(autograd, "_OPS", Ops())
     return seen
 
 

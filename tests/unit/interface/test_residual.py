@@ -135,10 +135,9 @@ def test_sequence_alone_has_the_bits_of_the_batch() -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
 def test_residual_of_float64_is_zero(dropout_p: float) -> None:
-    scores = (0.2, -1, 0, 0.0)
     q, k, v = (normal(1, 9, 2, 32, dtype=torch.float64, seed=seed) for seed in range(3))
-    random = (None, torch.tensor([5, 7]), dropout_p)
-    *_, residual = OPS.fwd_with_residual(q, k, v, *random, *scores, 64, True, True)
+    random: dict[str, Any] = {"dropout_p": dropout_p, "rng_state": torch.tensor([5, 7])}
+    *_, residual = with_residual(attention, q, k, v, causal=True, split_size=64, **random)
     assert not residual.any()
 
 

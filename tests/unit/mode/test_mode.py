@@ -427,9 +427,9 @@ def test_source_tree_knows_the_block_size(monkeypatch: pytest.MonkeyPatch) -> No
     def no_record() -> None:
         raise BuildInfoError("a source tree")
 
-    assert numbers.common_block_n() == 64
+    assert set(numbers.blocks().values()) == {64}
     monkeypatch.setattr(numbers, "build_info", no_record)
-    assert numbers.common_block_n() == 64
+    assert numbers.blocks() == {256: 64}
 
 
 # --- Environment --------------------------------------------------------------------------------
@@ -753,7 +753,7 @@ def test_compiled_call_with_a_split_size() -> None:
 def test_wrong_split_size_fails_in_a_compiled_call_too() -> None:
     torch._dynamo.reset()
     compiled: Any = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="got 100; the nearest valid: 64 and 128"):
+    with pytest.raises(ArgumentError, match="got 100; the nearest valid: 64 and 128"):
         compiled(*long_call(), split_size=100)
 
 
