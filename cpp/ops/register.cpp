@@ -1,4 +1,4 @@
-// CUDA implementations of the ops. Their schemas are defined in python (_ops/schemas.py), where
+// CUDA implementations of the ops. Their schemas are defined in python (schemas.py), where
 // torch built for the CPU finds them too.
 #include <torch/csrc/stable/library.h>
 

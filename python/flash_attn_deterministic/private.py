@@ -8,9 +8,9 @@ the host longer. `torch.utils._device.DeviceContext`: so do calls inside a devic
 `_is_key_in_tls`, `_get_obj_in_tls`, `_stash_obj_in_tls`, `_remove_obj_from_tls`: backward()
 recomputes a checkpoint in the mode of the process, unless `checkpoint_contexts` is used.
 
-`_after_autograd_keyset`, `_dispatch_has_kernel_for_dispatch_key` (ops), `_get_dispatch_mode`
-(mode), `Library._destroy` (integrations.torch) and transformers' `_lazy_imports`: what needs them
-raises an AttributeError.
+`_after_autograd_keyset`, `_is_any_autocast_enabled` (interface), `_get_dispatch_mode` (mode),
+`_dispatch_has_kernel_for_dispatch_key` (ops), `Library._destroy` (integrations.torch) and
+transformers' `_lazy_imports`: what needs them raises an AttributeError.
 """
 
 from __future__ import annotations

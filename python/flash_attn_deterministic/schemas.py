@@ -213,18 +213,20 @@ def cache_call(
     alibi_slopes: Tensor | None,
 ) -> Call:
     """Lays out a call on a cache; tensors are those from q to block_table."""
-    *caches, seqlens, cos, sin, index, leftpad, table = tensors
     if isinstance(alibi_slopes, torch.Tensor):
         alibi_slopes = alibi_slopes.detach()
-    indices = plain(seqlens, cos, sin, index, leftpad, table, alibi_slopes)
-    tree = rotary_interleaved, options.split_size, options.deterministic
-    return Call("kvcache_fwd", (*caches, *indices, *options.scores, *tree))
+    _, scores, split_size, deterministic, _, _ = options
+    indices = plain(*tensors[5:], alibi_slopes)
+    settings = *scores, rotary_interleaved, split_size, deterministic
+    return Call("kvcache_fwd", (*tensors[:5], *indices, *settings))
 
 
 def plain(*tensors: Any) -> list[Any]:
     """Returns small tensors as the ops take them, contiguous; what they refuse, as it is."""
-    made = []
-    for tensor in tensors:
-        strided = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-        made.append(tensor.contiguous() if strided else tensor)
+    made = [*tensors]
+    for place, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            made[place] = tensor.contiguous()
     return made

@@ -24,8 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, modeling_fl
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from .. import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from ..errors import UnsupportedError
+from ..interface import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from .flash_attn.bert_padding import pad_input, unpad_input
 
 NAME = "flash_attn_deterministic"

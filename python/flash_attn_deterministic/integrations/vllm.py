@@ -27,8 +27,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from .. import deterministic_mode, flash_attn_varlen_func
 from ..errors import UnsupportedError
+from ..interface import flash_attn_varlen_func
+from ..mode import deterministic_mode
 
 NAME = "FLASH_ATTN_DETERMINISTIC"
 _PAGE = 16  # page sizes of the kernels are multiples of this

@@ -13,6 +13,7 @@ from ..checks.ops import validate
 from ..errors import UnsupportedError
 from ..mode import Mode, get_deterministic_mode, resolve, resolve_deterministic
 from ..ops.autograd import run
+from ..private import C
 from ..schemas import argument_names, forward_call, parts_of
 from ..types import Call, Inputs, Lengths, Options
 
@@ -104,10 +105,10 @@ def prepare(
     alibi_slopes: torch.Tensor | None,
 ) -> Prepared:
     """Finds the op of a call and lays out its arguments; see `attend`."""
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+    if C._is_any_autocast_enabled():
         inputs = autocast(inputs)
     head_dim, options = resolve_options(inputs[1] if inputs[0] is None else inputs[0], *given)
-    if lengths is not None:
+    if lengths is not None and not (type(lengths[2]) is int is type(lengths[3])):
         lengths = with_ints(lengths, inputs[0] is None)
     residual = options.keep_residual and has_backward(inputs, lengths)
     if torch.compiler.is_compiling() and lengths is not None:
@@ -197,11 +198,8 @@ def _find_options(
 
 def with_ints(lengths: Lengths, same: bool) -> Lengths:
     """Returns lengths with Python ints; `same`: queries and keys have them in common."""
-    longest = lengths.max_seqlen_q, lengths.max_seqlen_k
-    if type(longest[0]) is int and type(longest[1]) is int:
-        return lengths
     names = ("max_seqlen", "max_seqlen") if same else ("max_seqlen_q", "max_seqlen_k")
-    q, k = (numbers.as_int(name, tokens) for name, tokens in zip(names, longest, strict=True))
+    q, k = (numbers.as_int(n, tokens) for n, tokens in zip(names, lengths[2:4], strict=True))
     return lengths._replace(max_seqlen_q=q, max_seqlen_k=k)
 
 

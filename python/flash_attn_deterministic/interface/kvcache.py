@@ -151,9 +151,10 @@ def prepare(
     """
     head_dim, options = resolve_options(tensors[0], 0.0, *given)
     call = cache_call(tensors, options, rotary_interleaved, alibi_slopes)
-    q, k_cache, _, k, v, seqlens, *_, table = tensors
+    seqlens = tensors[5]
     if seqlens is None or isinstance(seqlens, torch.Tensor):
         return head_dim, call
+    q, k_cache, _, k, v, *_, table = tensors
     # Checked here: the op does not read the tensor that is made of it.
     validate(*call)
     new = 0 if k is None or v is None else k.shape[1]

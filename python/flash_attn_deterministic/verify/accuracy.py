@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import deterministic_mode
+from ..mode import deterministic_mode
 from . import bounds, limits, standard
 from .bounds import Error, Tensors
 from .contract import layouts

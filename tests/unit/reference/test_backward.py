@@ -25,7 +25,6 @@ from flash_attn_deterministic.reference import (
     varlen_attention_backward,
 )
 
-OPS = torch.ops.flash_attn_deterministic
 SLOPES = torch.tensor([[0.5, 0.25, 0.125, 0.3], [0.1, 0.2, 0.4, 0.8]])
 RNG = torch.tensor([2**61 + 5, 77])
 SCALE = 0.3
@@ -51,48 +50,43 @@ shapes = pytest.mark.parametrize(
 # --- gradcheck ----------------------------------------------------------------------------------
 
 
+class _Reference(torch.autograd.Function):
+    """The reference's gradients as those of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, options: dict[str, Any], starts: Any, *inputs: torch.Tensor) -> Any:
+        function: Any = varlen_attention if starts else attention
+        results = function(*inputs, *starts, **options)
+        ctx.save_for_backward(*inputs, *results)
+        ctx.call = options, starts
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        options, starts = ctx.call
+        function: Any = varlen_attention_backward if starts else attention_backward
+        return None, None, *function(dout, *ctx.saved_tensors, *starts, **options)
+
+
+attend: Any = _Reference.apply
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
 @features
 def test_gradcheck(feature: str, dropout_p: float) -> None:
-    options = FEATURES[feature]
-    left, right = options.get("window", (-1, -1))
+    options = {**FEATURES[feature], "softmax_scale": SCALE}
+    options |= {"dropout_p": dropout_p, "rng_state": RNG}
     inputs = [x.requires_grad_() for x in make_inputs(2, 3, 4, 4, 2, 4, torch.float64)]
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = OPS.fwd(
-            q,
-            k,
-            v,
-            options.get("alibi_slopes"),
-            RNG,
-            dropout_p,
-            SCALE,
-            left,
-            0 if options.get("causal") else right,
-            options.get("softcap", 0.0),
-            0,
-            True,
-            True,
-        )[0]
-        return out
-
-    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradcheck(lambda *qkv: attend(options, (), *qkv), inputs)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
 def test_gradcheck_of_packed_sequences(dropout_p: float) -> None:
-    starts_q, starts_k = cumulative([3, 0, 4, 1]), cumulative([2, 3, 5, 0])
+    starts = cumulative([3, 0, 4, 1]), cumulative([2, 3, 5, 0])
+    options = {"softmax_scale": SCALE, "causal": True, "dropout_p": dropout_p, "rng_state": RNG}
     shapes = ((8, 2, 4), (10, 1, 4), (10, 1, 4))
     inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        optional = (None,) * 4
-        rng = (RNG, 4, 5, dropout_p)
-        scores = (SCALE, -1, 0, 0.0, 0, True, True)
-        out: torch.Tensor = OPS.varlen_fwd(q, k, v, starts_q, starts_k, *optional, *rng, *scores)[0]
-        return out
-
-    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradcheck(lambda *qkv: attend(options, starts, *qkv), inputs)
 
 
 # --- autograd of the definition -----------------------------------------------------------------
