@@ -28,15 +28,15 @@ from typing import Any
 PACKAGE = "flash_attn_deterministic"
 # Module to functions; empty: all of it.
 TARGETS: dict[str, tuple[str, ...]] = {
-    "reference._window": (),
-    "reference._walk": (
+    "reference.window": (),
+    "reference.walk": (
         "scale", "scale_log2", "tanh_scale", "score_scale", "keep_scale", "bias_slopes", "rows",
         "_block", "scores",
     ),
-    "reference._sequences": (),
-    "reference._kvcache": ("kvcache_attention", "_used", "_rotated"),
-    "reference._varlen": (),
-    "reference._backward": ("_add_rows",),
+    "reference.sequences": (),
+    "reference.kvcache": ("kvcache_attention", "_used", "_rotated"),
+    "reference.varlen": (),
+    "reference.backward": ("_add_rows",),
 }  # fmt: skip
 _CHECKS = ("chunk", "varlen", "split-size")  # what accuracy can't see: the order of additions
 _SECONDS = 90.0  # of a mutant
