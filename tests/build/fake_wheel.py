@@ -43,10 +43,11 @@ COMPONENTS = (
     ),
     sbom.Component("Zig runtime libraries", "0.17.0", "21" * 32, "MIT", b"mit", "compiler_rt"),
     sbom.Component(
-        "glibc (libc_nonshared.a)", "2.28 (ziglang 0.17.0)", "61" * 32, "LGPL-2.1-or-later", b"lgpl"
+        "glibc (libc_nonshared.a)", "2.28 (ziglang 0.17.0)", "61" * 32, "LGPL-2.1-or-later",
+        b"lgpl", "",
     ),
     sbom.Component(
-        "torch headers of the stable ABI", "2.13.0", "70" * 32, "BSD-3-Clause", b"bsd"
+        "torch headers of the stable ABI", "2.13.0", "70" * 32, "BSD-3-Clause", b"bsd", ""
     ),
 )  # fmt: skip
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -114,7 +115,7 @@ def metadata(version: str = VERSION) -> bytes:
     found["keywords"] = ",".join(found["keywords"])
     lines = []
     for field, key in fields.items():
-        said = found.get(key, [])
+        said = found.get(key) or []
         lines += [f"{field}: {each}" for each in ([said] if isinstance(said, str) else said)]
     lines += [f"Project-URL: {label}, {url}" for label, url in PROJECT.get("urls", {}).items()]
     return "\n".join([*lines, "", (ROOT / PROJECT["readme"]).read_text()]).encode()

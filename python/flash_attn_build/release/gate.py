@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,75 +111,54 @@ def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path, tag: s
             f"manifest: made with CUDA {cuda}, but the release policy wants {wanted} for local "
             f"version {candidate.local or 'none'}"
         )
-    schema = read_schema(root)
+    schema, modules = read_schema(root), gpu_test_modules(root, policy)
     reports = [read_report(path, schema) for path in sorted(runs)]
-    verified, found = proofs(candidate, reports, policy, gpu_test_modules(root, policy))
-    problems += found
-    allowed = policy.unverified_architectures
-    unverified = {
-        name: allowed[name].reason if name in allowed else ""
-        for name in candidate.architectures
-        if name not in verified
-    }
+    against = {each.path: [*proof_problems(each, candidate, policy, modules)] for each in reports}
     of_these_bytes = [report for report in reports if report.sha256 == candidate.sha256]
-    problems += _named(unverified, policy, of_these_bytes, root)
-    for name in unverified:
-        if name in allowed and allowed[name].ptx:
-            against = ptx.problems(root, schema, candidate, allowed[name], policy)
-            problems += [f"{name}: {problem}" for problem in against]
-    failed = [
-        f"{report.where}: {failure}"
-        for report in reports
-        for failure in failures(report, candidate.sha256)
-    ]
-    problems += failed
-    return Verdict(candidate, tuple(dict.fromkeys(problems)), tuple(failed), verified, unverified)
-
-
-def proofs(
-    wheel: Candidate, reports: Sequence[Report], policy: Policy, modules: Sequence[str]
-) -> tuple[dict[str, Report], list[str]]:
-    """Picks for each architecture a report that proves it, and says what stands against a wheel."""
-    of_these_bytes = [report for report in reports if report.sha256 == wheel.sha256]
-    found = {report.path: [*proof_problems(report, wheel, policy, modules)] for report in reports}
+    held = candidate.architectures
     verified = {
         name: report
         for report in of_these_bytes
-        if not found[report.path]
+        if not against[report.path]
         for name in report.names("ran")
-        if name in wheel.architectures
+        if name in held
     }
-    problems = []
     missing = [name for name in policy.required_architectures if name not in verified]
     for name in missing:
-        if wheel.manifest and name not in wheel.architectures:
+        if candidate.manifest and name not in held:
             problems.append(f"{name}: the wheel holds no machine code for it")
-        problems.append(f"{name}: no complete, passing report for sha256 {wheel.sha256}")
+        problems.append(f"{name}: no complete, passing report for sha256 {candidate.sha256}")
+    failed = []
     for report in reports:
-        against: list[str] = []
         # A report that was changed or cannot be read may have been of these bytes. A quick run
         # that passed is no proof, but does not block.
-        if report.sha256 == wheel.sha256 or report.problems:
-            against += run_problems(report)
         if missing and report in (of_these_bytes or reports):
-            against += found[report.path]
-        problems += [f"{report.where}: {problem}" for problem in against]
-    return verified, problems
-
-
-def _named(
-    unverified: Mapping[str, str], policy: Policy, reports: Iterable[Report], root: Path
-) -> Iterator[str]:
-    """What was not verified must be allowed by the policy, and named in README and reports."""
+            found = against[report.path]
+        else:
+            counts = report in of_these_bytes or report.problems
+            found = [*run_problems(report)] if counts else []
+        problems += [f"{report.where}: {problem}" for problem in found]
+        failed += [f"{report.where}: {each}" for each in failures(report, candidate.sha256)]
+    allowed = policy.unverified_architectures
+    unverified = {name: allowed.get(name) for name in held if name not in verified}
     readme = (root / README).read_text(encoding="utf-8")
-    for name, reason in unverified.items():
+    for name, entry in unverified.items():
         if name in policy.required_architectures:
-            continue  # `proofs` has named it
-        if not reason:
-            yield f"{name}: unverified, and the release policy does not allow for that"
+            continue
+        if entry is None:
+            problems.append(f"{name}: unverified, and the release policy does not allow for that")
             continue
         if name not in readme:
-            yield f"{name}: unverified, but {README} does not name it"
-        for report in reports:
-            if name not in report.names("unverified"):
-                yield f"{name}: unverified, but {report.where} does not say so"
+            problems.append(f"{name}: unverified, but {README} does not name it")
+        silent = [report for report in of_these_bytes if name not in report.names("unverified")]
+        problems += [f"{name}: unverified, but {each.where} does not say so" for each in silent]
+        if entry.ptx:
+            found = [*ptx.problems(root, schema, candidate, entry, policy)]
+            problems += [f"{name}: {problem}" for problem in found]
+    return Verdict(
+        candidate,
+        tuple(dict.fromkeys([*problems, *failed])),
+        tuple(failed),
+        verified,
+        {name: entry.reason if entry else "" for name, entry in unverified.items()},
+    )

@@ -19,15 +19,7 @@ def problems(root: Path, version: str, tag: str = "") -> Iterator[str]:
     monitor), to ignore new files (.git/info/exclude, or a .gitignore that ignores itself) and to
     look into another folder (core.worktree). So the bytes of every file are hashed here and
     compared with the commit's blobs. New files are those that the .gitignore at the commit's root
-    does not name.
-
-    Args:
-        root: The tree's folder.
-        version: Version of the wheel, without a local part.
-        tag: The tag that started a workflow; "": one of the commit's must be the version's.
-
-    Yields:
-        What stands against a release from this tree.
+    does not name. `tag`: the one that a workflow runs for, "" by hand.
     """
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()

@@ -25,8 +25,7 @@ class Pin:
         path: The data file.
         name: Package name.
         version: Package version.
-        sha256: Of the source distribution.
-        size: Of the source distribution, in bytes.
+        sha256: Of the source distribution; `size`: its bytes.
         tree_sha256: Of the used files, by their names in a prepared tree.
         patched_tree_sha256: The same after the patches.
         patches: File name and sha256 of each, in the order of application.

@@ -36,16 +36,10 @@ _BSD_3_CLAUSE = (
 def prepare(
     dest: Path, pin: Pin, *, patched: bool = True, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Makes `dest` hold upstream's used files, patched, and the licence texts.
+    """Makes `dest` hold upstream's used files, patched or not, and the licence texts.
 
     The tree is made beside `dest` and moved there as a whole. Nothing is touched, times included,
-    when `dest` already holds what would be made.
-
-    Args:
-        dest: Folder; made if need be.
-        pin: The pin.
-        patched: False: upstream's files as they are.
-        environ: Says where the sources come from: see `read_sources`.
+    when `dest` already holds what would be made. `environ`: see `read_sources`.
 
     Returns:
         Version, sha256, patches and destination, ready for JSON.
@@ -86,11 +80,7 @@ def prepare(
 
 
 def refresh(pin: Pin, environ: Mapping[str, str] = os.environ) -> None:
-    """Lists the patches as they are now, with the hash of what they make, in the data file.
-
-    Raises:
-        RefusedError: A patch does not apply, or the sources are not the pinned ones.
-    """
+    """Lists the patches as they are now, with the hash of what they make, in the data file."""
     with tempfile.TemporaryDirectory() as work:
         found = _make(Path(work, "tree"), pin, found_patches(pin.path), environ)
     write_patches(pin, found)

@@ -37,10 +37,6 @@ def read_sources(pin: Pin, environ: Mapping[str, str]) -> dict[str, bytes]:
 
     Returns:
         Content by path in a prepared tree.
-
-    Raises:
-        RefusedError: The sources are not the pinned ones.
-        BuildError: They cannot be had.
     """
     path = Path(environ.get(SOURCE_VARIABLE, "")).expanduser().absolute()
     given = bool(environ.get(SOURCE_VARIABLE)) and path.is_dir()

@@ -19,7 +19,7 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 from torch_abi_audit import inspect_extension
 
-from ..errors import RefusedError
+from ..errors import RefusedError, differences
 from ..files import ROOT
 from . import archive, cubins, sbom
 
@@ -43,16 +43,9 @@ TORCH = frozenset({"libtorch_cpu.so", "libtorch_cuda.so"})
 # Shared, so that exceptions pass between torch and this library, and not linked in.
 RUNTIME = frozenset({"libstdc++.so.6", "libgcc_s.so.1"})
 _SYSTEM = frozenset(
-    {
-        "libc.so.6",
-        "libm.so.6",
-        "libdl.so.2",
-        "libpthread.so.0",
-        "librt.so.1",
-        "ld-linux-x86-64.so.2",
-        "ld-linux-aarch64.so.1",
-    }
-)
+    {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
+     "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+)  # fmt: skip
 _PYTHON = re.compile(rf"{PACKAGE}/(?:[A-Za-z0-9_]+/)*(?:[A-Za-z0-9_]+\.pyi?|py\.typed)")
 _SHIM = re.compile(r"(aoti_)?torch_\w+\Z")
 _WHEEL = (
@@ -61,11 +54,7 @@ _WHEEL = (
 
 
 def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
-    """Checks a wheel: archive, name, contents, metadata, library, GPU code.
-
-    Args:
-        wheel: The wheel, repaired.
-        root: The source tree whose pyproject.toml, README and licences it must be of.
+    """Checks a wheel, with the tree whose pyproject.toml, README and licences it must have.
 
     Returns:
         The build information that the wheel carries.
@@ -120,19 +109,12 @@ def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
 def metadata_of(
     project: Mapping[str, Any], readme: str, version: Version, texts: frozenset[str]
 ) -> dict[str, Any]:
-    """What METADATA must say, as `packaging` reads it.
-
-    Args:
-        project: The table [project] of pyproject.toml.
-        readme: The text that it names.
-        version: Of the wheel: the project's, with a local part or without.
-        texts: Names of licence texts beside the project's own.
-    """
+    """What METADATA must say, as `packaging` reads it; `texts`: licences beside the project's."""
     extras = project.get("optional-dependencies", {})
     required = [str(Requirement(each)) for each in project["dependencies"]]
     for extra, wanted in extras.items():
         required += [str(Requirement(f"{each}; extra == '{extra}'")) for each in wanted]
-    found = {
+    return {
         "metadata_version": "2.4",
         "name": project["name"],
         "version": project["version"] + (f"+{version.local}" if version.local else ""),
@@ -143,12 +125,11 @@ def metadata_of(
         "classifiers": project["classifiers"],
         "requires_python": project["requires-python"],
         "requires_dist": required,
-        "provides_extra": [*extras],
-        "project_urls": project.get("urls", {}),
+        "provides_extra": [*extras] or None,
+        "project_urls": sorted(project.get("urls", {}).items()),
         "description_content_type": "text/markdown",
         "description": readme.strip(),
     }
-    return {key: value for key, value in found.items() if value}
 
 
 def _metadata(
@@ -158,17 +139,10 @@ def _metadata(
     found: dict[str, Any] = {**raw, **unknown}
     found["description"] = str(found.get("description", "")).strip()
     found["license_files"] = sorted(found.get("license_files", []))
-    try:
-        found["requires_dist"] = [str(Requirement(each)) for each in found["requires_dist"]]
-    except (LookupError, ValueError) as error:
-        yield f"METADATA: Requires-Dist cannot be read ({error!r})"
+    found["project_urls"] = sorted(found.get("project_urls", {}).items())
     expected = metadata_of(project, readme, version, sbom.LICENCE_TEXTS)
-    for key in sorted({*found, *expected}):
-        if found.get(key) != expected.get(key):
-            yield (
-                f"METADATA: {key}: expected {str(expected.get(key))[:90]!r} as pyproject.toml has "
-                f"it, got {str(found.get(key))[:90]!r}"
-            )
+    # What pyproject.toml does not say, METADATA must not.
+    yield from differences(found, {**dict.fromkeys(found), **expected}, "METADATA")
 
 
 def _entry_points(data: bytes, project: Mapping[str, Any]) -> Iterator[str]:

@@ -37,6 +37,14 @@ _EULA = "LicenseRef-NVIDIA-CUDA-Toolkit-EULA"
 LICENCES = ("BSD-3-Clause", "MIT", "LGPL-2.1-or-later", _EULA)
 
 
+# Names of the licence texts of what the linker and the compiler add.
+LICENCE_TEXTS = frozenset(
+    f"{name}-LICENSE.txt"
+    for name in ("CUDA-Runtime-static", "Zig-runtime-libraries", "glibc-libc-nonshared-a",
+                 "torch-headers-of-the-stable-ABI")
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Component:
     """Code of others that is in the library.
@@ -56,7 +64,7 @@ class Component:
     sha256: str
     licence: str
     text: bytes = field(repr=False)
-    description: str = ""
+    description: str
     purl: str = ""
 
     @property
@@ -66,13 +74,7 @@ class Component:
 
 
 def find_components(cuda: Toolchain) -> tuple[Component, ...]:
-    """Finds what the linker and the compiler of this machine put into the library.
-
-    Args:
-        cuda: The CUDA toolkit.
-
-    Returns:
-        The CUDA runtime, zig's run-time parts, glibc's static part, torch's headers.
+    """Finds what linker and compiler of this machine put into the library.
 
     Raises:
         BuildError: A package that the build uses is not installed, or a file of it is missing.
@@ -128,7 +130,7 @@ def describe(
     components: tuple[Component, ...],
     date: Date,
 ) -> bytes:
-    """Writes the bill of materials.
+    """Writes the bill of materials, as CycloneDX JSON.
 
     Args:
         version: Version of the wheel.
@@ -136,12 +138,6 @@ def describe(
         library: The wheel's `_C.so`.
         components: What the build took from this machine.
         date: That of the wheel's files.
-
-    Returns:
-        CycloneDX JSON.
-
-    Raises:
-        BuildError: This project has not recorded which CUTLASS the release of upstream holds.
     """
     ours, upstream = f"pkg:pypi/{NAME}@{version}", info["upstream"]
     everything = [*_of_upstream(upstream), *components]
@@ -177,18 +173,7 @@ def describe(
 def problems(
     data: bytes, version: str, info: Mapping[str, Any], library: bytes, date: Date
 ) -> Iterator[str]:
-    """Compares a wheel's bill of materials with the one that its own rows give.
-
-    Args:
-        data: The bill of materials.
-        version: Version of the wheel.
-        info: The build information that the wheel carries.
-        library: The wheel's `_C.so`.
-        date: That of the wheel's files.
-
-    Yields:
-        What is wrong with it.
-    """
+    """Compares a wheel's bill of materials (`data`) with the one that its own rows give."""
     try:
         components = tuple(
             Component(
@@ -208,17 +193,6 @@ def problems(
     for each in components:
         if each.licence not in LICENCES or not re.fullmatch("[0-9a-f]{64}", each.sha256):
             yield f"{FILE_NAME}: {each.name} has no hash, or licence {each.licence!r}"
-
-
-# Names of the licence texts of what the linker and the compiler add.
-LICENCE_TEXTS = frozenset(
-    {
-        "CUDA-Runtime-static-LICENSE.txt",
-        "Zig-runtime-libraries-LICENSE.txt",
-        "glibc-libc-nonshared-a-LICENSE.txt",
-        "torch-headers-of-the-stable-ABI-LICENSE.txt",
-    }
-)
 
 
 def _of_upstream(upstream: Mapping[str, Any]) -> tuple[Component, Component]:
@@ -291,12 +265,7 @@ def _cuda_licence(cuda: Toolchain) -> bytes:
 
 
 def _cudart_version(cuda: Toolchain) -> str:
-    """Version of the static runtime: the toolkit's list, or else its header."""
-    listed = cuda.root / "version.json"
-    if listed.exists():
-        known = json.loads(listed.read_text())
-        if "cuda_cudart" in known:
-            return str(known["cuda_cudart"]["version"])
+    """Version of the static runtime, which its header has."""
     for folder in ("include", "targets/x86_64-linux/include"):
         header = cuda.root / folder / "cuda_runtime_api.h"
         if header.exists():

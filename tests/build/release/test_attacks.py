@@ -110,21 +110,21 @@ ATTACKS: dict[str, tuple[Callable[[Project], object], str]] = {
     ),
     "a requirement": (
         replacing(METADATA, b"Requires-Dist: ", b"Requires-Dist: evil\nRequires-Dist: "),
-        "METADATA: requires_dist: expected",
+        "METADATA.requires_dist: expected",
     ),
     "a requirement of elsewhere": (
         replacing(METADATA, b"torch>=2.10", b"torch @ https://evil.example/torch.whl"),
-        "METADATA: requires_dist: expected",
+        "METADATA.requires_dist: expected",
     ),
     "an extra": (
         replacing(METADATA, b"Provides-Extra: ", b"Provides-Extra: evil\nProvides-Extra: "),
-        "METADATA: provides_extra",
+        "METADATA.provides_extra",
     ),
     "a home page": (
         replacing(METADATA, b"Keywords: ", b"Project-URL: Home, https://evil.example\nKeywords: "),
-        "METADATA: project_urls: expected",
+        "METADATA.project_urls: expected",
     ),
-    "a description": (replacing(METADATA, b"\n\n", b"\n\nRun evil.sh\n"), "METADATA: description"),
+    "a description": (replacing(METADATA, b"\n\n", b"\n\nRun evil.sh\n"), "METADATA.description"),
     "a command": (
         replacing(COMMANDS, b"[console_scripts]", b"[console_scripts]\npip = evil:main"),
         "entry_points.txt: expected",

@@ -53,7 +53,6 @@ def test_a_missing_file(tmp_path: Path, binary: bytes, name: str) -> None:
 
 FOREIGN = [
     "flash_attn_build/compile/build.py",
-    "flash_attn_deterministic/extra.so",
     "flash_attn_deterministic/fwd.cu",
     "flash_attn_deterministic/licenses/evil.py.txt",
     "flash_attn_deterministic/../evil.py",
@@ -63,13 +62,8 @@ FOREIGN = [
     "flash_attn_deterministic/ev\nil.py",
     "/flash_attn_deterministic/evil.py",
     "flash_attn_deterministic.libs/libcudart.so.13",
-    "flash_attn_deterministic-0.1.0.data/scripts/evil",
     "setup.py",
-    "evil.pth",
     f"{INFO}/hook.py",
-    f"{INFO}/notes.txt",
-    f"{INFO}/entry_points.txt/../../evil.pth",
-    f"{INFO}/licenses/evil.pth",
     f"{INFO}/sboms/other.cdx.json",
     "flash_attn_deterministic-0.2.0.dist-info/entry_points.txt",
 ]
@@ -79,11 +73,6 @@ FOREIGN = [
 def test_a_file_that_does_not_belong(tmp_path: Path, binary: bytes, name: str) -> None:
     files = {**fake_wheel.contents(binary), name: b""}
     assert f"{name!r} does not belong" in problems(fake_wheel.pack(tmp_path, files))
-
-
-def test_a_licence_that_is_not_the_trees(tmp_path: Path, binary: bytes) -> None:
-    files = {**fake_wheel.contents(binary), f"{INFO}/licenses/LICENSE": b"all yours"}
-    assert "LICENSE is not the tree's LICENSE" in problems(fake_wheel.pack(tmp_path, files))
 
 
 SHIMS = fake_wheel.SHIMS
@@ -172,56 +161,45 @@ def test_architectures_without_a_kind_mean_both(
         assert check.check(wheel)["architectures"] == names
 
 
+# What METADATA says otherwise, and in which field that shows.
 METADATA = {
-    "licence": (" AND MIT", "", "license_expression: expected"),
-    "licence text": ("License-File: NOTICE\n", "", "license_files: expected"),
-    "version": ("Version: 0.1.0", "Version: 0.1.0+x", "version: expected '0.1.0'"),
-    "name": ("Name: ", "X-Name: ", "name: expected 'flash-attn-deterministic'"),
-    "requirement": ("Requires-Dist: torch", "Requires-Dist: evil\nRequires-Dist: torch", "evil"),
-    "another place": ("torch>=2.10", "torch @ file:///evil.whl", "requires_dist: expected"),
-    "no requirement": ("Requires-Dist: ", "X-Dist: ", "x-dist: expected"),
-    "extra": ("Provides-Extra: ", "Provides-Extra: evil\nProvides-Extra: ", "provides_extra: "),
-    "Python": (">=3.10", ">=2.7", "requires_python: expected '>=3.10'"),
-    "page": ("Keywords: ", "Home-page: file:///evil\nKeywords: ", "home_page: expected 'None'"),
-    "description": ("\n\n#", "\n\npip install evil\n#", "description: expected"),
-    "unknown field": ("Keywords: ", "Evil: yes\nKeywords: ", "evil: expected 'None'"),
+    "license_expression": (" AND MIT", ""),
+    "license_files": ("License-File: NOTICE\n", ""),
+    "version": ("Version: 0.1.0", "Version: 0.1.0+x"),
+    "name": ("Name: ", "X-Name: "),
+    "requires_dist": ("torch>=2.10", "torch @ file:///evil.whl"),
+    "x-dist": ("Requires-Dist: ", "X-Dist: "),
+    "requires_python": (">=3.10", ">=2.7"),
+    "home_page": ("Keywords: ", "Home-page: file:///evil\nKeywords: "),
+    "evil": ("Keywords: ", "Evil: yes\nKeywords: "),
 }
 
 
-@pytest.mark.parametrize(("old", "new", "expected"), METADATA.values(), ids=METADATA)
+@pytest.mark.parametrize(("key", "change"), METADATA.items(), ids=METADATA)
 def test_metadata_that_is_wrong(
-    tmp_path: Path, binary: bytes, old: str, new: str, expected: str
+    tmp_path: Path, binary: bytes, key: str, change: tuple[str, str]
 ) -> None:
     files = fake_wheel.contents(binary)
-    assert old in files[f"{INFO}/METADATA"].decode()
-    files[f"{INFO}/METADATA"] = fake_wheel.metadata().decode().replace(old, new, 1).encode()
-    assert expected in problems(fake_wheel.pack(tmp_path, files))
+    assert change[0] in files[f"{INFO}/METADATA"].decode()
+    files[f"{INFO}/METADATA"] = fake_wheel.metadata().decode().replace(*change, 1).encode()
+    assert f"METADATA.{key}: expected" in problems(fake_wheel.pack(tmp_path, files))
 
 
-ENTRY_POINTS = {
-    "one more": (b"[console_scripts]\n", b"[console_scripts]\npip = evil:main\n"),
-    "another target": (b"__main__:main", b"evil:main"),
-    "a group more": (b"[console_scripts]", b"[pytest11]\nevil = evil\n[console_scripts]"),
-    "none": (b"[", b"#"),
-    "not a table": (b"[console_scripts]", b"[console_scripts"),
-}
-
-
-@pytest.mark.parametrize(("old", "new"), ENTRY_POINTS.values(), ids=ENTRY_POINTS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"__main__:main", b"evil:main"), (b"[", b"#"), (b"[console_scripts]", b"[console_scripts")],
+    ids=["another target", "none", "not a table"],
+)
 def test_entry_points_that_are_wrong(tmp_path: Path, binary: bytes, old: bytes, new: bytes) -> None:
     files = fake_wheel.contents(binary)
     files[f"{INFO}/entry_points.txt"] = fake_wheel.entry_points().replace(old, new)
     assert "entry_points.txt: " in problems(fake_wheel.pack(tmp_path, files))
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(b"false", b"true"), (b"Tag: ", b"Tag: py3-none-any\nTag: "), (b"Tag: ", b"Build: 1\nTag: ")],
-    ids=["purelib", "tag", "build"],
-)
-def test_a_wheel_file_that_is_wrong(tmp_path: Path, binary: bytes, old: bytes, new: bytes) -> None:
+@pytest.mark.parametrize("line", [b"Tag: py3-none-any\n", b"Build: 1\n"])
+def test_a_wheel_file_that_is_wrong(tmp_path: Path, binary: bytes, line: bytes) -> None:
     files = fake_wheel.contents(binary)
-    files[f"{INFO}/WHEEL"] = files[f"{INFO}/WHEEL"].replace(old, new)
+    files[f"{INFO}/WHEEL"] = files[f"{INFO}/WHEEL"].replace(b"Tag: ", line + b"Tag: ")
     assert "WHEEL: expected the one tag" in problems(fake_wheel.pack(tmp_path, files))
 
 

@@ -134,12 +134,6 @@ def test_finds_what_this_machine_builds_with(cuda: toolchain.Toolchain) -> None:
     assert {each.licence for each in components} <= set(sbom.LICENCES)
 
 
-def test_a_full_toolkit_lists_the_version_of_its_runtime(cuda: toolchain.Toolchain) -> None:
-    listed = {"cuda_cudart": {"name": "CUDA Runtime (cudart)", "version": "13.2.51"}}
-    (cuda.root / "version.json").write_text(json.dumps(listed))
-    assert sbom.find_components(cuda)[0].version == "13.2.51"
-
-
 def test_a_toolkit_of_unpacked_packages_has_the_licence_in_their_metadata(
     cuda: toolchain.Toolchain,
 ) -> None:
