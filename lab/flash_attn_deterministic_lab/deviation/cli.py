@@ -46,7 +46,7 @@ def add_command(commands: _Parsers) -> None:
     _option(training, "--workload", "drawings-small",
             "drawings-SIZE, language-SIZE (25m, 100m), or MODULE:FUNCTION")  # fmt: skip
     _device(training, "cpu")
-    _option(training, "--steps", 0, "optimizer steps; 0: as many as fit into --seconds")
+    _option(training, "--steps", 100, "optimizer steps")
     _option(training, "--seeds", "0,1,2,3,4", "paired seeds", type=_numbers)
     _option(training, "--runs", (), "controls and attentions, with commas", type=_names)
     _option(training, "--base", "", "attention of the base run")
@@ -55,9 +55,9 @@ def add_command(commands: _Parsers) -> None:
     forward = _add(studies, "forward", _forward, "emulated attention: formats, blocks, steps")
     _option(forward, "--preset", "paper,kernel,tree", "or lines, fa4-steps, fp8; with commas",
             type=_names)  # fmt: skip
-    _option(forward, "--figures", "all", "3, 4, 5, 6a, 6b, 6c, ablation, bias, backward; or all",
+    _option(forward, "--figures", "all", "3, 4, 5, 6c, ablation, backward; or all",
             type=_names)  # fmt: skip
-    _option(forward, "--inputs", (), "distributions, or a .pt file of captured calls", type=_names)
+    _option(forward, "--inputs", (), "distributions", type=_names)
     _option(forward, "--seeds", 8, "draws per point")
     _option(forward, "--head-dim", 64, "of the inputs")
     _option(forward, "--quick", False, "fewer points: less than a minute")
@@ -82,10 +82,6 @@ def add_command(commands: _Parsers) -> None:
     _device(repeat, "cpu")
     _option(repeat, "--steps", 6, "optimizer steps")
     _option(repeat, "--times", 3, "repeats")
-
-    every = _add(studies, "all", _all, "every study on a GPU, each in a process of its own")
-    _device(every, "cuda")
-    _option(every, "--seconds", 330.0, "in which all of them end")
 
 
 def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
@@ -212,14 +208,11 @@ def _weights(arguments: argparse.Namespace) -> None:
     value = compare_runs(arguments.run_a, arguments.run_b, references, arguments.out)
     for checkpoint, found in value["checkpoints"].items():
         for name, measures in found.items():
-            print(f"{checkpoint} {name}: {_intervals(measures)}")
-        for name, ratios in value["over"][checkpoint].items():
-            text = _intervals(ratios) or "the reference is equal to A"
-            print(f"{checkpoint} B over {name}: {text}")
+            numbers = ", ".join(f"{measure} {number:.2g}" for measure, number in measures.items())
+            print(f"{checkpoint} {name}: {numbers}")
     for name, lacking in value["without"].items():
         if lacking:
             print(f"{name} lacks {', '.join(lacking)}")
-    print("Intervals are over the weight matrices of these runs, not over seeds.")
 
 
 def _forward(arguments: argparse.Namespace) -> None:
@@ -285,11 +278,3 @@ def _report(arguments: argparse.Namespace) -> None:
         folders = [folder for folder in folders if folder.exists()]
     for path in write_report(folders, arguments.out):
         print(path)
-
-
-def _all(arguments: argparse.Namespace) -> object:
-    from ..cli import check_device
-    from .study.all_studies import run_all
-
-    check_device(arguments.device)
-    return run_all(arguments.out, arguments.seconds, arguments.device)

@@ -107,11 +107,8 @@ def test_dropout_is_refused() -> None:
         _call("explicit", dropout_p=0.5)
 
 
-def test_a_window_is_aligned_at_the_end() -> None:
+def test_a_mask_and_causal_add_up() -> None:
     q, k = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8)
-    bias = Call(q, k, k, window=(1, 0)).bias()
-    assert bias is not None
-    assert (bias == 0).tolist() == [[False, True, True, False], [False, False, True, True]]
     bias = Call(q, k, k, causal=True, mask=torch.full((1, 4), -2.0)).bias()
     assert bias is not None
     assert bias.tolist() == [[-2, -math.inf, -math.inf, -math.inf],

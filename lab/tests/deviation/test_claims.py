@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from flash_attn_deterministic_lab.deviation.emulate.steps import LINES, TILING
 from flash_attn_deterministic_lab.deviation.forward.cells import Cell
-from flash_attn_deterministic_lab.deviation.forward.plan import ON_CHIP, Points
+from flash_attn_deterministic_lab.deviation.forward.plan import Points
 from flash_attn_deterministic_lab.deviation.numbers.intervals import Interval
 from flash_attn_deterministic_lab.deviation.numbers.metrics import METRICS
 from flash_attn_deterministic_lab.deviation.report.claims import CLAIMS, judge_all
@@ -76,9 +76,6 @@ def test_a_case_says_on_which_side_it_fails() -> None:
     assert "(above the range)" in str(_case(3, 4, 5))
     assert "(not decided)" in str(PARTLY)
     assert str(INSIDE) == "case: 1.2 [1.1, 1.3]"
-    outside = Case("case", Interval(1.1, 1.2, 1.3), 1.0, 2.0, outside=True)
-    assert outside.holds is False
-    assert "(inside the range)" in str(outside)
 
 
 def test_nothing_is_judged_without_data() -> None:
@@ -120,29 +117,6 @@ def test_growth_with_length(key: str, last: float, expected: str) -> None:
     assert _verdict(key, _forward("5", points)) == expected
 
 
-@pytest.mark.parametrize(
-    ("sizes", "loops", "expected"),
-    [(1.0, 1.0, NOT_REPRODUCED), (1.6, 1.0, CONDITIONAL), (0.5, 2.0, REPRODUCED)],
-)
-def test_both_readings_of_swapped(sizes: float, loops: float, expected: str) -> None:
-    points: Points = [
-        (Cell(), _result(1)),
-        (Cell(), _result(1, 1, sizes)),
-        (Cell(exempt=ON_CHIP), _result(1, 1, loops)),
-    ]
-    assert _verdict("swapped", _forward("6a", points)) == expected
-
-
-@pytest.mark.parametrize(("other", "expected"), [(1.0, REPRODUCED), (2.0, NOT_REPRODUCED)])
-def test_square_blocks_have_no_effect(other: float, expected: str) -> None:
-    points: Points = [
-        (Cell(block_r=64, block_c=64), _result(1)),
-        (Cell(block_r=32, block_c=128), _result(1, 1, other)),
-        (Cell(block_r=128, block_c=32), _result(1, 1, other)),
-    ]
-    assert _verdict("square", _forward("6b", points)) == expected
-
-
 @pytest.mark.parametrize(("last", "expected"), [(0.9, NOT_REPRODUCED), (0.7, REPRODUCED)])
 def test_larger_blocks(last: float, expected: str) -> None:
     points: Points = [(Cell(block_c=512), _result(1, 1, last)), (Cell(block_c=8), _result(1))]
@@ -164,26 +138,6 @@ def test_steps_alone_and_all_steps_but_them(alone: float, others: float, expecte
             (Cell(exempt=steps), _result(others)),
         ]
         assert _verdict(key, _forward("ablation", points)) == expected
-
-
-def _bias(two: float, one: float, moved: float) -> Evidence:
-    def point(mean: float, **cell: Any) -> tuple[Cell, Any]:
-        found = {"away": [mean - 0.001, mean, mean + 0.001] * 3}
-        nothing = {"away": [0.0] * 9}
-        result = {"product": found, "output": nothing, "residual": nothing}
-        return Cell(kind="bias", preset="kernel", **{"inputs": "one_sign", **cell}), result
-
-    return _forward(
-        "bias",
-        [point(two, ties=2), point(two, ties=4), point(one, ties=1), point(moved, ties=2,
-                                                                           shifted=True)],
-    )  # fmt: skip
-
-
-def test_bias_needs_its_sign_at_one_key_and_its_controls() -> None:
-    assert _verdict("bias", _bias(0.17, -0.06, 0.002)) == REPRODUCED
-    assert _verdict("bias", _bias(0.17, 0.0, 0.002)) == CONDITIONAL
-    assert _verdict("bias", _bias(0.17, -0.06, 0.17)) == CONDITIONAL
 
 
 @pytest.mark.parametrize(
@@ -241,62 +195,13 @@ def test_other_bits_are_noise() -> None:
     assert _verdict("noise", _kernels(run_to_run=[point])) == NOT_REPRODUCED
 
 
-def _training(**last: float) -> Evidence:
-    steps = [0, 1, 2, 4, 8, 16]
-    ends = {"paper": 1.0, "init": 5.0, "data": 3.0, "fp32": 2.0, "fp16": 3.0, "repeat": 0.0,
-            "nudge": 1.0, "explicit:p5": 1.2, "explicit:p24": 1.0} | last  # fmt: skip
-
-    def history(name: str, seed: int) -> dict[str, Any]:
-        end = ends.get(name, 0.0) * (1 + (0.2 if name == "fp16" else 0.01) * seed)
-        values = [(2.0 if name == "init" else 0.0) + end * step / 16 for step in steps]
-        names = ("max_difference", "wasserstein", "l1", "l2", "function")
-        return {"steps": steps, "loss": [1.0] * 6, "probe": 1.0 + ends.get("probe", 0.0) *
-                (name == "paper"), **dict.fromkeys(names, values)}  # fmt: skip
-
-    runs = {
-        name: {"against": "" if name == "base" else "fp32" if name == "fp16" else "base"}
-        for name in ("base", *ends)
-        if name != "probe"
-    }
-    seeds = {str(s): {name: history(name, s) for name in runs} for s in range(5)}
-    return {TRAINING: {"runs": runs, "seeds": seeds}}
-
-
 @pytest.mark.parametrize(
-    ("key", "change", "expected"),
-    [
-        ("repeat", {}, REPRODUCED),
-        ("repeat", {"repeat": 1e-9}, NOT_REPRODUCED),
-        ("init", {}, REPRODUCED),
-        ("init", {"paper": 9.0}, NOT_REPRODUCED),
-        ("grows", {}, REPRODUCED),
-        ("low-precision", {"fp16": 2.5, "fp32": 3.0}, REPRODUCED),
-        ("low-precision", {"fp16": 0.4, "fp32": 0.4}, NOT_REPRODUCED),
-        ("low-precision", {"fp16": 40.0, "fp32": 40.0}, NOT_REPRODUCED),
-        ("variable", {}, REPRODUCED),
-        ("null", {}, REPRODUCED),
-        ("null", {"paper": 4.0}, NOT_REPRODUCED),
-        ("ranks", {}, REPRODUCED),
-        ("ranks", {"explicit:p5": 9.0}, NOT_REPRODUCED),
-        ("nudge", {}, REPRODUCED),
-        ("nudge", {"nudge": 1e-6}, NOT_REPRODUCED),
-        ("loss", {}, REPRODUCED),
-        ("loss", {"probe": 0.5}, CONDITIONAL),
-    ],
+    ("last", "expected"), [(0.0, REPRODUCED), (1e-9, NOT_REPRODUCED), (None, UNDECIDED)]
 )
-def test_training_claims(key: str, change: dict[str, float], expected: str) -> None:
-    assert _verdict(key, _training(**change)) == expected
-
-
-def test_more_variable_needs_more_than_a_few_seeds_say() -> None:
-    """The same relative spread: five seeds do not decide."""
-    evidence = _training()
-    training = evidence[TRAINING]
-    for seed, shift in enumerate((0.7, 1.3, 0.9, 1.2, 1.0)):
-        histories = training["seeds"][str(seed)]
-        for name, factor in (("fp16", shift), ("paper", 2.2 - shift)):
-            histories[name]["wasserstein"] = [0.0] * 5 + [factor]
-    assert _verdict("variable", evidence) == UNDECIDED
+def test_a_repeat_is_equal_or_not(last: float | None, expected: str) -> None:
+    histories = {"base": {}, "repeat": {"max_difference": [0.0, last]}}
+    runs = {"base": {"against": ""}, "repeat": {"against": "base"}}
+    assert _verdict("repeat", {TRAINING: {"runs": runs, "seeds": {"0": histories}}}) == expected
 
 
 LINES_NAME, MOVED, CURED = "torch-lines", "torch-lines-shifted", "kernel+residual"
@@ -331,33 +236,3 @@ def _sinks(change: dict[str, tuple[float, float]]) -> Evidence:
 )
 def test_failure_claims(key: str, change: dict[str, Any], expected: str) -> None:
     assert _verdict(key, _sinks(change)) == expected
-
-
-def test_a_run_that_diverged_is_not_decided() -> None:
-    evidence = _training()
-    for histories in evidence[TRAINING]["seeds"].values():
-        for measure in ("max_difference", "l2", "wasserstein", "function"):
-            histories["paper"][measure] = [0.0] * 5 + [None]
-        histories["paper"]["probe"] = None
-    for key in ("init", "grows", "low-precision", "null", "loss"):
-        assert _verdict(key, evidence) in (UNDECIDED, CONDITIONAL), key
-
-
-def test_distances_count_from_step_0() -> None:
-    """BF16 weights start apart by rounding alone; that is no effect of training."""
-    evidence = _training(fp16=3.0)
-    for histories in evidence[TRAINING]["seeds"].values():
-        for measure in ("wasserstein", "l2"):
-            histories["fp16"][measure] = [value + 50.0 for value in histories["fp16"][measure]]
-    assert _verdict("low-precision", evidence) == _verdict("low-precision", _training(fp16=3.0))
-
-
-def test_verdicts_need_no_plots() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, flash_attn_deterministic_lab.deviation.report.claims\n"
-        "assert not [n for n in sys.modules if n.endswith('plots') or 'matplotlib' in n]\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

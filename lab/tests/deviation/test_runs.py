@@ -34,13 +34,12 @@ def test_distances_beside_known_ones(tmp_path: Path) -> None:
     value = compare_runs(a, b, references, tmp_path / "out")
     assert list(value["checkpoints"]) == ["step-1.pt"]  # step 2 is in A alone
     found = value["checkpoints"]["step-1.pt"]
-    assert found["B"]["max_difference"][1] == pytest.approx(0.1, rel=1e-3)
-    assert found["B"]["wasserstein"][1] == pytest.approx(0.1, rel=1e-3)
+    assert found["B"]["max_difference"] == pytest.approx(0.1, rel=1e-3)
+    assert found["B"]["wasserstein"] == pytest.approx(0.1, rel=1e-3)
     expected = (0.1 * math.sqrt(6) / math.sqrt(55) + 0.1 + 0.1) / 3
-    assert found["B"]["l2"][1] == pytest.approx(expected, rel=1e-3)
-    over = value["over"]["step-1.pt"]
-    assert over["data"]["l1"] == pytest.approx([0.25] * 3, rel=1e-3)
-    assert over["d"]["l1"] is None  # a repeat that is equal is no measure
+    assert found["B"]["l2"] == pytest.approx(expected, rel=1e-3)
+    assert found["data"]["l1"] == pytest.approx(0.4, rel=1e-3)
+    assert found["d"]["l1"] == 0
     assert json.loads((tmp_path / "out" / "weights.json").read_text())["kind"] == "weights"
 
 
@@ -57,13 +56,13 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
     value = compare_runs(tmp_path / "a", tmp_path / "b", {}, tmp_path / "out")
     # Shards are one checkpoint: two matrices differ by their own size, two are equal.
     assert list(value["checkpoints"]) == ["model.safetensors"]
-    assert value["checkpoints"]["model.safetensors"]["B"]["l2"][1] == 0.5
+    assert value["checkpoints"]["model.safetensors"]["B"]["l2"] == 0.5
 
 
 def test_two_files_need_no_common_name(tmp_path: Path) -> None:
     a, b = (_run(tmp_path, change, f"{change}.pt") / f"{change}.pt" for change in (0, 1))
     (found,) = compare_runs(a, b, {}, tmp_path / "out")["checkpoints"].values()
-    assert found["B"]["max_difference"][1] == 1
+    assert found["B"]["max_difference"] == 1
 
 
 def test_runs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -93,11 +92,11 @@ def test_runs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_prints_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_distances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = (_run(tmp_path / name, x) for name, x in zip("abc", (0, 0.1, 0.2), strict=True))
     arguments = ["deviation", "weights", str(a), str(b), "--reference", f"init={c}"]
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    assert "B over init: l2 0.5" in capsys.readouterr().out
+    assert "step-1.pt init: l2 " in capsys.readouterr().out
 
 
 def test_padding_does_not_count(tmp_path: Path) -> None:

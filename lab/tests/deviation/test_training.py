@@ -186,18 +186,6 @@ def test_an_interrupted_study_goes_on_to_the_same(
         run_training(replace(PLAN, setup=replace(SETUP, steps=7)), tmp_path / "parts")
 
 
-def test_steps_follow_from_the_seconds(tmp_path: Path) -> None:
-    plan = replace(PLAN, setup=replace(SETUP, steps=0), runs=("repeat",), seeds=(0,))
-    value = run_training(plan, tmp_path, seconds=1.0)
-    steps = value["configuration"]["steps"]
-    assert steps >= 10
-    assert run_training(plan, tmp_path)["configuration"]["steps"] == steps
-    # However short the time is, there is a first run: other studies begin with its weights.
-    assert set(run_training(plan, tmp_path / "late", seconds=0)["seeds"]["0"]) == {"base"}
-    with pytest.raises(ArgumentError, match="steps: expected at least 1 without seconds"):
-        run_training(plan, tmp_path / "new")
-
-
 def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(setup: Setup, run: Run, *rest: Any) -> Any:
         if run.name in ("sdpa", "fp32"):
@@ -209,8 +197,9 @@ def test_a_run_that_fails_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mon
     assert value["missing"] == {"sdpa": "no memory", "fp32": "no memory"}
     # fp16 has nothing that it could be compared with.
     assert set(value["seeds"]["0"]) == {"base", "repeat"}
-    # Nor is it in the way of the measurement of how many steps fit.
-    assert training_study._fitting_steps(PLAN, PLAN.ordered(), end=0.0) == 10
+    # However short the time is, there is a first run: other studies begin with its weights.
+    late = run_training(PLAN, tmp_path / "late", seconds=0)
+    assert set(late["seeds"]["0"]) == {"base"}
 
 
 def test_what_does_not_run_here_is_left_out_and_named(tmp_path: Path) -> None:
@@ -301,7 +290,7 @@ def test_bad_workloads_are_refused(workload: str) -> None:
     ("change", "message"),
     [
         pytest.param({"workload": "huge"}, "workload: expected one of", id="workload"),
-        pytest.param({"steps": -1}, "steps: expected at least 0", id="steps"),
+        pytest.param({"steps": -1}, "steps: expected at least 1", id="steps"),
         pytest.param({"runs": ["flashy"]}, "attention: expected one of", id="runs"),
         pytest.param({"runs": ["explicit:p99"]}, "format: expected", id="format"),
         pytest.param({"seeds": [-1]}, "seeds: expected at least one", id="seeds"),

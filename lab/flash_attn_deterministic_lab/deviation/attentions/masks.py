@@ -19,9 +19,6 @@ class Call:
     mask: torch.Tensor | None = None
     causal: bool = False  # hides keys after a query's own index, both counted from the start
     scale: float | None = None  # factor of q k^T; None: head_dim**-0.5
-    # Keys to the left and right of a query that it sees, -1: all; positions are aligned at the end
-    # of the sequences, as in this package's functions.
-    window: tuple[int, int] = (-1, -1)
 
     @property
     def factor(self) -> float:
@@ -47,12 +44,6 @@ class Call:
         place = torch.arange(self.q.shape[-2], device=self.q.device)[:, None]
         keys = torch.arange(self.k.shape[-2], device=self.q.device)
         hidden = [keys > place] if self.causal else []
-        place = place + self.k.shape[-2] - self.q.shape[-2]
-        left, right = self.window
-        if left >= 0:
-            hidden.append(keys < place - left)
-        if right >= 0:
-            hidden.append(keys > place + right)
         if self.mask is not None and self.mask.dtype == torch.bool:
             hidden.append(~self.mask)
         bias = None if self.mask is None or self.mask.dtype == torch.bool else self.mask

@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from ..attentions.masks import Call
 from ..attentions.registry import gradients_of
 from ..emulate.gradients import DELTAS
-from ..emulate.rounding_bias import measure_bias
 from ..emulate.simulate import baseline_attention, golden_attention, tiled_attention
 from ..emulate.steps import Steps, find_preset
 from ..numbers.formats import NumberFormat, parse_format
 from ..numbers.metrics import Metrics, deviation
-from .inputs import draw, read_calls
+from .inputs import draw
 
 Result = dict[str, Metrics]
 _BATCH_ELEMENTS = 1 << 24
@@ -29,17 +27,14 @@ class Cell:
 
     preset: str = "paper"
     format: str = "bf16"
-    inputs: str = "uniform"  # a distribution, or a file of captured calls
+    inputs: str = "uniform"  # a distribution
     seqlen: int = 1024  # rows of q, k and v
     head_dim: int = 64
-    block_r: int = 64  # rows of a tile; no part of the arithmetic
     block_c: int = 64  # keys of a block
     seeds: int = 8  # draws
     only: str = ""  # rounds these steps alone, with a + between them
     exempt: str = ""  # rounds every step of the preset but these
-    kind: str = "attention"  # "gradients": dq, dk, dv; "bias": the experiment on rounding P V
-    ties: int = 0  # with "bias": how many keys share the maximum of a row
-    shifted: bool = False  # with "bias": whether the maximum is moved so that no P is exactly 1
+    kind: str = "attention"  # "gradients": dq, dk and dv
 
     def number_formats(self) -> tuple[NumberFormat, Steps]:
         """Returns the format, and that of each step."""
@@ -56,12 +51,9 @@ def run_cell(cell: Cell) -> Result:
 
     Returns:
         {"flash": ..., "baseline": ..., "difference": ...}: the deviations of both attentions from
-        float64, and of the one from the other; each metric a list of one number per seed (per
-        sequence and head with captured calls). With "gradients" {"DELTA dq": ...} and so on, and
-        "explicit" in the place of a delta. With "bias" what `measure_bias` returns.
+        float64, and of the one from the other; each metric a list of one number per seed. With
+        "gradients" {"DELTA dq": ...} and so on, and "explicit" in the place of a delta.
     """
-    if cell.kind == "bias":
-        return measure_bias(cell.format, cell.inputs, cell.ties, cell.shifted, cell.seeds)
     run = _gradients if cell.kind == "gradients" else _compare
     results = list(run(cell))
     first = results[0]
@@ -72,8 +64,6 @@ def run_cell(cell: Cell) -> Result:
 
 
 def _calls(cell: Cell) -> list[Call]:
-    if cell.inputs.endswith(".pt"):
-        return read_calls(Path(cell.inputs))
     drawn = [draw(cell.inputs, seed, cell.seqlen, cell.head_dim) for seed in range(cell.seeds)]
     size = max(1, _BATCH_ELEMENTS // cell.seqlen**2)
     groups = [drawn[start : start + size] for start in range(0, len(drawn), size)]

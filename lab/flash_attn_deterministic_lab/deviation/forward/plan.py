@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,9 @@ from ..numbers.formats import FORMAT_NAMES
 from ..study.environment import Progress, one_thread
 from ..study.files import new_result, write_result
 from .cells import Cell, Result, run_cell
-from .inputs import DISTRIBUTIONS, read_calls
+from .inputs import DISTRIBUTIONS
 
 FOUR_FORMATS = ("bf16", "fp16", "fp32", "fp64")
-# Fig. 6a's other reading: a row's O, l and m stay on chip, in the wider container.
-ON_CHIP = "+".join(n for n in STEP_NAMES if n not in ("scores", "probs", "acc", "out"))
 Point = tuple[Cell, Result]
 Points = list[Point]
 
@@ -30,7 +28,7 @@ class Plan:
 
     presets: tuple[str, ...] = ("paper", "kernel", "tree")  # the first: of single-preset figures
     figures: tuple[str, ...] = ()  # names of FIGURES
-    inputs: tuple[str, ...] = DISTRIBUTIONS  # or a file of captured calls
+    inputs: tuple[str, ...] = DISTRIBUTIONS
     seeds: int = 8  # draws per point
     # Lengths of figure 5; the third from the end is that of the others.
     seqlens: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
@@ -40,28 +38,17 @@ class Plan:
     quick: bool = False  # whether sweeps are thinned
 
     def base(self) -> Cell:
-        rows, keys = self.blocks()
+        """B_c = ceil(M / 4d) keys of a block, as in FlashAttention's algorithm 1."""
+        keys = math.ceil(self.sram / (4 * self.head_dim))
         return Cell(
             self.presets[0], inputs=self.inputs[0], seqlen=self.seqlen, head_dim=self.head_dim,
-            block_r=rows, block_c=keys, seeds=self.seeds,
+            block_c=keys, seeds=self.seeds,
         )  # fmt: skip
-
-    def blocks(self, factor: float = 1.0) -> tuple[int, int]:
-        """Returns B_r and B_c of FlashAttention's algorithm 1 for a multiple of the memory.
-
-        B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d).
-        """
-        keys = math.ceil(int(self.sram * factor) / (4 * self.head_dim))
-        return min(keys, self.head_dim), keys
 
     @property
     def seqlen(self) -> int:
         """The length of the figures that don't sweep it."""
         return self.seqlens[max(0, len(self.seqlens) - 3)]
-
-    def lengths(self, inputs: str) -> tuple[int, ...]:
-        """The lengths to sweep; captured calls have their own."""
-        return (self.seqlen,) if inputs.endswith(".pt") else self.seqlens
 
     @property
     def main_inputs(self) -> tuple[str, ...]:
@@ -83,12 +70,9 @@ class Plan:
             if name not in FIGURES:
                 raise ArgumentError(f"figures: expected {', '.join(FIGURES)} or all, got {name!r}")
         for name in self.inputs:
-            if name.endswith(".pt"):
-                read_calls(Path(name))
-            elif name not in DISTRIBUTIONS:
+            if name not in DISTRIBUTIONS:
                 raise ArgumentError(
-                    f"inputs: expected one of {', '.join(DISTRIBUTIONS)} or a .pt file of "
-                    f"captured calls, got {name!r}"
+                    f"inputs: expected one of {', '.join(DISTRIBUTIONS)}, got {name!r}"
                 )
 
 
@@ -130,7 +114,7 @@ def _lengths(plan: Plan) -> list[Cell]:
         replace(base, preset=preset, inputs=inputs, seqlen=seqlen)
         for preset in plan.presets
         for inputs in (plan.inputs if preset == "paper" else plan.main_inputs)
-        for seqlen in plan.lengths(inputs)
+        for seqlen in plan.seqlens
     ]
 
 
@@ -143,26 +127,6 @@ def _sweep(plan: Plan, cells: Callable[[Cell], Iterable[Cell]]) -> list[Cell]:
         for inputs in plan.main_inputs
         for cell in cells(replace(base, format=name, inputs=inputs))
     ]
-
-
-def _swapped(plan: Plan) -> list[Cell]:
-    """Sizes exchanged; and loops exchanged, with which a row's O, l and m stay on chip."""
-
-    def cells(base: Cell) -> Iterator[Cell]:
-        for factor in (1, 4) if plan.quick else (0.25, 1, 4, 8):
-            rows, keys = plan.blocks(factor)
-            cell = replace(base, block_r=rows, block_c=keys)
-            yield from (cell, replace(cell, block_r=keys, block_c=rows))
-            yield replace(cell, exempt=ON_CHIP)
-
-    return _sweep(plan, cells)
-
-
-def _square(plan: Plan) -> list[Cell]:
-    """Tiles of equal area B_r x B_c: square, twice as wide as that, and half as wide."""
-    sides = (16, 64) if plan.quick else (8, 16, 32, 64, 128, 256)
-    tiles = [t for n in sides for t in ((n, n), (n // 2, 2 * n), (2 * n, n // 2))]
-    return _sweep(plan, lambda cell: (replace(cell, block_r=r, block_c=c) for r, c in tiles))
 
 
 def _larger(plan: Plan) -> list[Cell]:
@@ -183,24 +147,13 @@ def _ablation(plan: Plan) -> list[Cell]:
     return cells
 
 
-def _bias(plan: Plan) -> list[Cell]:
-    base = Cell(kind="bias", preset="kernel", seeds=4 * plan.seeds)
-    return [
-        replace(base, format=name, inputs=values, ties=ties, shifted=shifted)
-        for name in ("bf16", "bf16:sr")
-        for values in ("one_sign", "two_signs")
-        for ties in (1, 2, 3, 4, 8)
-        for shifted in (False, True)
-    ]
-
-
 def _backward(plan: Plan) -> list[Cell]:
     base = replace(plan.base(), preset="kernel", kind="gradients")
     return [
         replace(base, format=name, inputs=inputs, seqlen=seqlen)
         for name in ("bf16", "fp16")
         for inputs in plan.inputs
-        for seqlen in plan.lengths(inputs)[-5:-2] or plan.lengths(inputs)
+        for seqlen in plan.seqlens[-5:-2]
     ]
 
 
@@ -208,11 +161,8 @@ FIGURES: dict[str, Callable[[Plan], list[Cell]]] = {
     "3": _formats,
     "4": _golden,
     "5": _lengths,
-    "6a": _swapped,
-    "6b": _square,
     "6c": _larger,
     "ablation": _ablation,
-    "bias": _bias,
     "backward": _backward,
 }
 

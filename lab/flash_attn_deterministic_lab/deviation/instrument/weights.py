@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 
 from ...errors import ArgumentError
-from ..numbers.intervals import bootstrap, mean_interval
 from ..numbers.metrics import wasserstein
 from ..study.files import new_result, write_result
 from .target import read_weights
@@ -36,10 +36,9 @@ def compare_runs(
         out: folder of weights.json.
 
     Returns:
-        weights.json: {"checkpoints": {name: {run: {measure: [low, middle, high]}}}, "over": {name:
-        {reference: {measure: ...}}}, "without": {reference: [checkpoints that it lacks]}}: means
-        over weight matrices of l2 (|w - w'| / |w'|), l1, max_difference and the Wasserstein
-        distance of the entries, with intervals over the matrices; "over": B's over the reference's.
+        weights.json: {"checkpoints": {name: {run: {measure: mean over weight matrices}}},
+        "without": {reference: [checkpoints that it lacks]}}. Measures: l2 (|w - w'| / |w'|), l1,
+        max_difference and the Wasserstein distance of the entries.
 
     Raises:
         ArgumentError: a folder without checkpoints, no names in common, other tensors or shapes,
@@ -54,23 +53,17 @@ def compare_runs(
                 f"like those of {run_a} ({', '.join(files['A'])}), got {', '.join(there)}"
             )
     shared = [name for name in files["A"] if name in files["B"]]
-    checkpoints: dict[str, Any] = {}
-    over: dict[str, Any] = {}
+    checkpoints: dict[str, dict[str, dict[str, float]]] = {}
     for checkpoint in shared:
         base = _matrices(files["A"][checkpoint])
-        has = [name for name in runs if checkpoint in files[name]]
-        found = {name: _distances(files[name][checkpoint], base) for name in has}
         checkpoints[checkpoint] = {
-            name: {m: mean_interval(found[name][m]).listed() for m in MEASURES} for name in has
+            name: _distances(files[name][checkpoint], base)
+            for name in runs
+            if checkpoint in files[name]
         }
-        over[checkpoint] = {
-            name: {m: _over(found["B"][m], found[name][m]) for m in MEASURES} for name in has[1:]
-        }
-    configuration = {"A": run_a.name, **{name: path.name for name, path in runs.items()}}
     value = {
-        **new_result("weights", configuration),
+        **new_result("weights", {"A": run_a.name, **{n: path.name for n, path in runs.items()}}),
         "checkpoints": checkpoints,
-        "over": over,
         "without": {name: [c for c in shared if c not in files[name]] for name in references},
     }
     write_result(out, value)
@@ -100,7 +93,7 @@ def _matrices(files: Files) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _distances(files: Files, base: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+def _distances(files: Files, base: dict[str, torch.Tensor]) -> dict[str, float]:
     result: dict[str, list[float]] = {measure: [] for measure in MEASURES}
     weights = _matrices(files)
     here, there = ({(n, tuple(t.shape)) for n, t in found.items()} for found in (weights, base))
@@ -118,18 +111,7 @@ def _distances(files: Files, base: dict[str, torch.Tensor]) -> dict[str, list[fl
         result["l1"].append(float(size.mean()))
         result["max_difference"].append(float(size.max()))
         result["wasserstein"].append(wasserstein(left, right))
-    return result
-
-
-def _over(above: list[float], below: list[float]) -> list[float] | None:
-    """The ratio of the means, matrices drawn together; None where the reference is no distance."""
-    left, right = (torch.tensor(v, dtype=torch.float64) for v in (above, below))
-    if not float(right.sum()):
-        return None
-    smallest = torch.finfo(torch.float64).tiny
-    return bootstrap(
-        len(above), lambda i: left[i].mean(-1) / right[i].mean(-1).clamp(min=smallest)
-    ).listed()
+    return {measure: statistics.fmean(found) for measure, found in result.items()}
 
 
 def parse_references(texts: Iterable[str]) -> dict[str, Path]:

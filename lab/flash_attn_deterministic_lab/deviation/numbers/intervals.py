@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy import stats
 
 RESAMPLES = 2000
 _FEWEST = 3  # items that have an interval
@@ -78,16 +78,8 @@ def resamples(count: int) -> torch.Tensor:
 
 
 def student(freedom: int) -> float:
-    """Returns the 97.5 % quantile of Student's t, to 0.3 % (Abramowitz and Stegun, 26.7.5)."""
-    if freedom < 4:
-        return (12.706, 4.303, 3.182)[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(1 - _TAIL)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
+    """Returns the 97.5 % quantile of Student's t."""
+    return float(stats.t.ppf(1 - _TAIL, freedom))
 
 
 def expanded_tail(count: int) -> float:
@@ -98,7 +90,7 @@ def expanded_tail(count: int) -> float:
     """
     if count < _FEWEST:
         return math.nan
-    return statistics.NormalDist().cdf(-math.sqrt(count / (count - 1)) * student(count - 1))
+    return float(stats.norm.cdf(-math.sqrt(count / (count - 1)) * student(count - 1)))
 
 
 def bounds(values: torch.Tensor, tail: float) -> torch.Tensor:

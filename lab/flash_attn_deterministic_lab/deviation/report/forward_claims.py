@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from ..emulate.steps import TILING
 from ..forward.cells import Cell, Result
 from ..forward.plan import FOUR_FORMATS, Point, Points
-from ..numbers.intervals import Interval, mean_interval, median_interval
+from ..numbers.intervals import Interval, median_interval
 from .judging import Case, Claim, Range, emulated, range_text, ratio
 from .names import inputs_of, presets_of, select, title
 
@@ -22,8 +22,6 @@ TENFOLD = (5.0, 20.0)  # "roughly an order of magnitude"
 MORE = (1.1, float("inf"))  # more than the other by more than a tenth
 GROWS = (1.5, float("inf"))  # from the shortest to the longest, or from early to late
 FALLS = (0.0, 0.8)  # from the smallest block to the largest
-SAME = (1 / 1.25, 1.25)  # no significant effect
-BIAS_ULP = 0.05  # mean error in gaps of the format from which one is called biased
 D_MATTERS = (3.0, float("inf"))  # error with D from the rounded O over that with D from the exact O
 D_CURED = (0.0, 1.1)  # error with D from O and its residual over that with D from the exact O
 
@@ -80,29 +78,8 @@ def _difference(above: Point, below: Point, metric: str = "max") -> Interval:
     return ratio(above[1]["difference"][metric], below[1]["difference"][metric])
 
 
-def _triples(points: Points) -> Iterator[tuple[Point, Point, Point]]:
-    """Figures 6a and 6b: three cells for each size, the plain one first."""
-    return zip(points[0::3], points[1::3], points[2::3], strict=True)
-
-
 def _where(cell: Cell) -> str:
     return f"{cell.format.upper()}, {title(cell.inputs)}"
-
-
-def _swapped(points: Points) -> Iterator[Case]:
-    """The paper's sizes, these exchanged, and loops exchanged."""
-    for plain, sizes, loops in _triples(points):
-        where = f"{_where(plain[0])}, M/4d = {plain[0].block_c}"
-        for label, other in (("sizes", sizes), ("loops", loops)):
-            value = _difference(other, plain)
-            yield Case(f"{label} exchanged, {where}", value, *SAME, "x", outside=True)
-
-
-def _square(points: Points) -> Iterator[Case]:
-    for square, wide, tall in _triples(points):
-        where = f"{_where(square[0])}, area {square[0].block_r * square[0].block_c}"
-        for label, other in (("wide", wide), ("tall", tall)):
-            yield Case(f"square over {label}, {where}", _difference(square, other), *SAME, "x")
 
 
 def _larger(points: Points) -> Iterator[Case]:
@@ -126,34 +103,6 @@ def _share(steps: str, points: Points) -> Iterator[Case]:
         unit = " of the whole"
         yield Case(f"{name}, alone", share[steps, ""], 0.5, unit=unit, note=f"; largest: {text}")
         yield Case(f"{name}, all but these", share["", steps], high=0.5, unit=unit)
-
-
-def _bias(points: Points) -> Iterator[Case]:
-    """Towards or away from zero where it is expected, and nothing where it is not."""
-    wanted = (
-        ("two keys at the maximum", "bf16", "one_sign", 2, False, "product", 1),
-        ("four keys", "bf16", "one_sign", 4, False, "product", 1),
-        ("one key, small terms lost", "bf16", "one_sign", 1, False, "product", -1),
-        ("two keys, V of both signs", "bf16", "two_signs", 2, False, "product", 0),
-        ("two keys, maximum moved so that P < 1", "bf16", "one_sign", 2, True, "product", 0),
-        ("two keys, stochastic rounding", "bf16:sr", "one_sign", 2, False, "product", 0),
-        ("two keys, divided by l first, as kernels do", "bf16", "one_sign", 2, False, "output", 0),
-        ("one key, divided by l first", "bf16", "one_sign", 1, False, "output", 0),
-        ("one key, maximum moved, divided by l first", "bf16", "one_sign", 1, True, "output", 0),
-        ("two keys, maximum moved, divided by l first", "bf16", "one_sign", 2, True, "output", 0),
-        ("two keys, O with its residual", "bf16", "one_sign", 2, False, "residual", 0),
-    )  # fmt: skip
-    ranges = {
-        1: ("away from 0", BIAS_ULP, 1.0),
-        -1: ("towards 0", -1.0, -BIAS_ULP),
-        0: (f"within {BIAS_ULP:g}", -BIAS_ULP, BIAS_ULP),
-    }
-    for label, number_format, inputs, ties, shifted, place, sign in wanted:
-        word, low, high = ranges[sign]
-        for _, result in select(points, format=number_format, inputs=inputs, ties=ties,
-                                shifted=shifted):  # fmt: skip
-            value = mean_interval(result[place]["away"])
-            yield Case(f"{label} ({word})", value, low, high, " ULP")
 
 
 def _deltas(above: str, wanted: Range) -> Callable[[Points], Iterator[Case]]:
@@ -211,20 +160,6 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         emulated("5"), _growth("mean", "std"), ("fig5b",),
     ),
     Claim(
-        "swapped", f"{PAPER}, Fig. 6a",
-        "Swapping changes the difference from baseline: of the two block sizes, or of the loops.",
-        "max |flash - baseline|, swapped over not: outside "
-        f"{range_text(*SAME)}. With the loops exchanged a row's O, l and m stay on chip in FP32.",
-        emulated("6a"), _swapped, ("fig6a",),
-    ),
-    Claim(
-        "square", f"{PAPER}, Fig. 6b",
-        "Square blocks have no significant effect.",
-        "max |flash - baseline|, square over wide and over tall tiles of equal area: "
-        f"{range_text(*SAME)}.",
-        emulated("6b"), _square, ("fig6b",),
-    ),
-    Claim(
         "larger", f"{PAPER}, Fig. 6c",
         "Larger blocks lower the difference from baseline.",
         f"max |flash - baseline|, largest over smallest B_c: {range_text(*FALLS)}.",
@@ -242,14 +177,6 @@ FORWARD_CLAIMS: tuple[Claim, ...] = (
         "Rounding the factors and everything that is multiplied by them makes at least half.",
         "The same for the factors, their products with l, O and P V, and the sum of the last two.",
         emulated("ablation"), functools.partial(_share, TILING), ("ablation",),
-    ),
-    Claim(
-        "bias", NEWER,
-        "Rounding of P V is biased away from 0 where several P are 1 and V has one sign; with the "
-        "controls, and what kernels do, stated.",
-        f"Mean error away from 0, in gaps: beyond {BIAS_ULP:g} on the expected side where bias is "
-        f"expected, within it where not.",
-        emulated("bias"), _bias, ("bias",),
     ),
     Claim(
         "d-matters", OURS,

@@ -22,19 +22,10 @@ def forward_plots(figures: dict[str, Points]) -> dict[str, Panels]:
         "fig5a": ("5", _lengths_max),
         "fig5b": ("5", _lengths_mean),
         "fig5-ratio": ("5", _ratio),
-        "fig6a": ("6a", functools.partial(
-            _swept, lambda cell: cell.block_c, "ceil(M/4d)",
-            ("as the paper", "sizes exchanged", "loops exchanged"),
-        )),
-        "fig6b": ("6b", functools.partial(
-            _swept, lambda cell: cell.block_r * cell.block_c, "area B_r x B_c",
-            ("square", "wide", "tall"),
-        )),
         "fig6c": ("6c", functools.partial(
             _swept, lambda cell: cell.block_c, "B_c, keys per block", ("",)
         )),
         "ablation": ("ablation", _ablation),
-        "bias": ("bias", _bias),
         "backward": ("backward", _backward),
     }  # fmt: skip
     return {name: draw(figures[of]) for name, (of, draw) in known.items() if of in figures}
@@ -175,27 +166,6 @@ def _ablation(points: Points) -> DotPanels:
     }  # fmt: skip
     steps = [groups.get(s, s.replace("_", " ")) for s in ("", *STEP_NAMES, TILING, LINES)]
     return DotPanels(columns, steps, "max |flash - FP64|, BF16")
-
-
-def _bias(points: Points) -> DotPanels:
-    cases = (
-        ("V of one sign", "bf16", "one_sign", False, "product"),
-        ("maximum moved up", "bf16", "one_sign", True, "product"),
-        ("stochastic rounding", "bf16:sr", "one_sign", False, "product"),
-        ("V of both signs", "bf16", "two_signs", False, "product"),
-        ("divided by l first", "bf16", "one_sign", False, "output"),
-        ("moved up, divided by l first", "bf16", "one_sign", True, "output"),
-    )
-    series = [
-        (label, {
-            f"{cell.ties} key{'s' * (cell.ties > 1)}": result[place]["away"]
-            for cell, result in select(points, format=name, inputs=inputs, shifted=shifted)
-        })
-        for label, name, inputs, shifted, place in cases
-    ]  # fmt: skip
-    shown = {"by the keys at a row's maximum (P = 1)": series}
-    label = "mean error away from 0, gaps of BF16"
-    return DotPanels(shown, list(series[0][1]), label, "linear")
 
 
 def _backward(points: Points) -> DotPanels:

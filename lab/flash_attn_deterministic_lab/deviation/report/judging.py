@@ -41,16 +41,13 @@ class Case:
     high: float = math.inf
     unit: str = ""
     note: str = ""
-    outside: bool = False  # whether the claim is that the interval lies outside of the range
 
     @property
     def holds(self) -> bool | None:
-        inside = self.value.lies_in(self.low, self.high)
-        return not inside if self.outside and inside is not None else inside
+        return self.value.lies_in(self.low, self.high)
 
     def __str__(self) -> str:
         side = "above" if self.value.low > self.high else "below"
-        side = "inside" if self.outside else side
         word = {True: "", False: f" ({side} the range)", None: " (not decided)"}[self.holds]
         number = "no number" if math.isnan(self.value.middle) else f"{self.value}{self.unit}"
         return f"{self.name}: {number}{self.note}{word}"

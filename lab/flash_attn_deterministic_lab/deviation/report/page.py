@@ -32,13 +32,8 @@ CAPTIONS = {
     "fig5a": "Fig. 5a. Largest difference against sequence length, BF16.",
     "fig5b": "Fig. 5b. Mean and standard deviation of the difference from baseline, BF16.",
     "fig5-ratio": "Flash's largest deviation over baseline's, BF16. Dotted: ten times.",
-    "fig6a": "Fig. 6a. Block sizes from a memory of M elements; these exchanged; and the loops "
-    "exchanged, so that a row's O, l and m stay on chip in FP32.",
-    "fig6b": "Fig. 6b. Tiles of equal area: square, wide (half the rows, twice the keys), tall.",
     "fig6c": "Fig. 6c. Keys per block.",
     "ablation": "Which step's rounding matters, preset paper.",
-    "bias": "Biased rounding of P V (BF16): mean error away from 0 by the number of keys at the "
-    "maximum.",
     "backward": "Gradients of emulated kernels by what D = rowsum(dO * O) is formed from.",
     "kernels-forward": "Real kernels: largest deviation from FP64.",
     "kernels-backward": "Real kernels: deviation of the gradients from FP64.",
@@ -46,7 +41,6 @@ CAPTIONS = {
     "step 0. Median of the seeds, band from the least to the largest.",
     "fig8": "Fig. 8. Wasserstein distance of weights, and distance as functions, less that at "
     "step 0.",
-    "noise": "Distance from base (8 bits) by the bits of explicit attention.",
     "gradients": "Errors of the gradient of each parameter tensor, forward and backward together.",
     "systematic": "Share of these errors that batches have in common.",
     "outputs": "Relative error of the output of each call of attention on the same tensors.",

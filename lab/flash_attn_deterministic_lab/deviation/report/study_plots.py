@@ -113,14 +113,10 @@ Series = list[tuple[float, list[float | None]]]
 
 def training_plots(value: dict[str, Any]) -> dict[str, Panels]:
     """Returns each figure, by file name."""
-    noise = [n for n in value["runs"] if n.startswith("explicit:p") and by_seed(value, n)]
-    figures: dict[str, Panels] = {
+    return {
         "fig7": _over_steps(value, ("max_difference", "l2")),
         "fig8": _over_steps(value, ("wasserstein", "function")),
     }
-    if len(noise) > 1:
-        figures["noise"] = _noise_sizes(value, noise)
-    return figures
 
 
 def _label(name: str) -> str:
@@ -158,21 +154,3 @@ def _over_steps(value: dict[str, Any], measures: tuple[str, ...]) -> LinePanels:
         for measure in measures
     }
     return LinePanels(columns, ("optimizer steps", "distance"), sharey=False)
-
-
-def _noise_sizes(value: dict[str, Any], names: list[str]) -> LinePanels:
-    """The runs of explicit attention in some bits, at a few steps."""
-    sizes = sorted((int(name.rpartition("p")[2]), name) for name in names)
-    steps = next(iter(by_seed(value, names[0]).values()))["steps"]
-    chosen = [step for step in (steps[1], steps[len(steps) // 2], steps[-1]) if step]
-    columns = {
-        _DISTANCES[measure]: [
-            Line(f"step {step}", [
-                (bits, dict(_series(value, name, measure))[step]) for bits, name in sizes
-            ], number)
-            for number, step in enumerate(chosen)
-        ]
-        for measure in ("l2", "function")
-    }  # fmt: skip
-    labels = ("bits of scores, weights and their gradients", "distance from base")
-    return LinePanels(columns, labels, [bits for bits, _ in sizes])

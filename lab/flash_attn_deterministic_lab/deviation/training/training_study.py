@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,12 @@ def plan_of(
     controls, real kernels on a GPU, number formats and emulated attentions on a CPU.
 
     Raises:
-        ArgumentError: an unknown name, a negative number of steps, or no such device.
+        ArgumentError: an unknown name, a number of steps below 1, or no such device.
     """
     find_workload(workload)
     check_device(device)
-    if steps < 0:
-        raise ArgumentError(f"steps: expected at least 0, got {steps}")
+    if steps < 1:
+        raise ArgumentError(f"steps: expected at least 1, got {steps}")
     if not seeds or min(seeds) < 0:
         raise ArgumentError(f"seeds: expected at least one, from 0, got {tuple(seeds)}")
     usual, others = ("ours", _ON_GPU) if device == "cuda" else ("explicit", _ON_CPU)
@@ -94,8 +94,7 @@ def plan_of(
 def run_training(plan: TrainingPlan, folder: Path, seconds: float | None = None) -> dict[str, Any]:
     """Runs or resumes the study in a folder; training.json is written after each run.
 
-    No run is started that would end later than `seconds`; with 0 steps as many are taken as fit,
-    by measurement.
+    No run is started that would end later than `seconds`.
 
     Returns:
         training.json: {"runs": {name: run}, "seeds": {seed: {name: history}}, "missing": {name of
@@ -103,22 +102,15 @@ def run_training(plan: TrainingPlan, folder: Path, seconds: float | None = None)
         need not repeat], ...}.
 
     Raises:
-        ArgumentError: the folder holds another study; or 0 steps without seconds.
+        ArgumentError: the folder holds another study.
     """
     start = time.monotonic()
     value = _opened(plan, folder)
-    steps = value["configuration"]["steps"] or plan.setup.steps
-    if not steps and seconds is None:
-        raise ArgumentError("steps: expected at least 1 without seconds, got 0")
     runs = plan.ordered()
     names, seeds = {run.name for run in runs}, [str(seed) for seed in plan.seeds]
     new_runs = sum(len(names - value["seeds"].get(seed, {}).keys()) for seed in seeds)
     slowest, progress = 0.0, Progress("training", new_runs)
     with repeatable(plan.setup.device) as warned, one_thread(plan.setup.device):
-        if not steps:
-            steps = _fitting_steps(plan, runs, start + (seconds or 0.0))
-        setup = replace(plan.setup, steps=steps)
-        value["configuration"]["steps"] = steps
         for seed in plan.seeds:
             histories = value["seeds"].setdefault(str(seed), {})
             todo = names - histories.keys()
@@ -133,7 +125,9 @@ def run_training(plan: TrainingPlan, folder: Path, seconds: float | None = None)
                 if seconds is not None and slowest and before - start + slowest > seconds:
                     break
                 try:
-                    history, states, model = train(setup, run, seed, kept.get(run.against), keep)
+                    history, states, model = train(
+                        plan.setup, run, seed, kept.get(run.against), keep
+                    )
                 except Exception as error:  # the other runs still have a result
                     if run.name == "base":
                         raise
@@ -165,47 +159,12 @@ def _opened(plan: TrainingPlan, folder: Path) -> dict[str, Any]:
     if not (folder / "training.json").exists():
         return fresh
     found = {**fresh, **read_result(folder, "training"), "missing": {}}
-    # Without a number of steps, those of the study in the folder are meant.
-    configuration["steps"] = configuration["steps"] or found["configuration"]["steps"]
     if found["configuration"] != configuration:
         raise ArgumentError(
             f"out: {folder} holds a study of another configuration "
             f"({found['configuration']}); give another folder with --out"
         )
     return found
-
-
-def _fitting_steps(plan: TrainingPlan, runs: Sequence[Run], end: float) -> int:
-    """Measures how long runs take, and returns how many steps fit for all of them until `end`."""
-    base = next(run for run in runs if run.name == "base")
-    # Where runs are slow to start, those not measured by then count as the slowest.
-    middle = (time.monotonic() + end) / 2
-
-    def seconds(run: Run, steps: int, reference: States | None = None) -> float:
-        before = time.monotonic()
-        train(replace(plan.setup, steps=steps), run, 0, reference, False)
-        return time.monotonic() - before
-
-    _, states, _ = train(replace(plan.setup, steps=0), base, 0, None, True)
-    start = seconds(base, 0)
-    # Weights are compared a few times in each run, however long it is.
-    compared = (seconds(base, 0, states) - start) * len(replace(plan.setup, steps=999).points())
-    of_steps: dict[tuple[str, str], float] = {}
-    for run in runs:
-        kind = (run.attention, run.precision)
-        if kind not in of_steps:
-            if of_steps and time.monotonic() > middle:
-                of_steps[kind] = max(of_steps.values())
-                continue
-            try:
-                seconds(run, 2)  # the first calls of a kernel take longer
-                of_steps[kind] = max(6e-4, seconds(run, 6) - start) / 6
-            except Exception:  # the study itself says what fails
-                of_steps[kind] = 0.0
-    count = len(plan.seeds)
-    fixed = count * len(runs) * (start + max(0.0, compared))
-    each = count * sum(of_steps[run.attention, run.precision] for run in runs)
-    return max(10, int(0.9 * (end - time.monotonic() - fixed) / max(each, 1e-9)))
 
 
 def by_seed(value: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
