@@ -401,8 +401,9 @@ def install_wheel(session: nox.Session, wheel: Path) -> None:
 
 
 def install_lab(session: nox.Session) -> None:
-    """Installs flash-attn-deterministic-lab from its folder; torch brings setuptools."""
-    session.install("--no-deps", "--no-build-isolation", str(ROOT / "lab"))
+    """Installs flash-attn-deterministic-lab from its folder, by the locked setuptools."""
+    options = [] if NEWEST else ["--no-deps", "--no-build-isolation"]
+    session.install(*options, str(ROOT / "lab"))
 
 
 def run_tool(session: nox.Session, name: str, *arguments: str, silent: bool = False) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
+MISSING = 6  # the exit status without the lab
 _GROUP = "flash_attn_deterministic.commands"
 _COMMANDS = {
     "bench": "time attention on this machine",
@@ -17,28 +18,36 @@ _COMMANDS = {
 
 
 def add_commands(commands: Any) -> None:
-    """Adds the lab's commands to a program's subparsers; without the lab they say how to get it."""
-    found = {entry.name: entry for entry in entry_points(group=_GROUP)}
+    """Adds the lab's commands to a program's subparsers; those that are not there to its help."""
+    found = _found()
     for name, words in _COMMANDS.items():
         if name in found:
             found[name].load()(commands)
         else:
-            parser = commands.add_parser(name, help=f"{words} (not installed)", add_help=False)
-            parser.add_argument("arguments", nargs=argparse.REMAINDER)
-            parser.set_defaults(run=_missing)
+            commands.add_parser(name, help=f"{words} (not installed)")
 
 
-def _missing(arguments: argparse.Namespace) -> int:
+def _found() -> dict[str, Any]:
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+
+
+def is_missing(argv: Sequence[str]) -> bool:
+    """Returns whether a command line is of the lab, which is not installed; says so if it is."""
+    command = next(iter(argv), "")
+    if command not in _COMMANDS or command in _found():
+        return False
     print(
-        f"error: {arguments.command} is in another package; "
+        f"error: {command} is in another package; "
         "run `python -m pip install flash-attn-deterministic[lab]`",
         file=sys.stderr,
     )
-    return 6
+    return True
 
 
 def run(argv: Sequence[str]) -> int:
     """Runs one of the lab's commands with its arguments, and returns its exit status."""
+    if is_missing(argv):
+        return MISSING
     parser = argparse.ArgumentParser(prog="flash-attn-deterministic")
     add_commands(parser.add_subparsers(dest="command", required=True))
     arguments = parser.parse_args(argv)

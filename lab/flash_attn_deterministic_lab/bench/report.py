@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ def write(folder: Path, record: Mapping[str, Any]) -> None:
     name, record = record["study"], finite(record)
     files = {f"{name}.json": json_text(record), f"{name}.md": markdown(document(record), folder)}
     if 0 < len(record["cases"]) <= 12:
-        files[f"{name}.svg"] = picture(record)
+        with contextlib.suppress(ImportError):  # of matplotlib: times are worth more than a picture
+            files[f"{name}.svg"] = picture(record)
     write_files(folder, files)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -135,6 +136,7 @@ def _write(folder: Path, record: dict[str, Any], *, draw: bool = False) -> str:
     text = markdown(document(record), folder)
     files = {"json": json_text(record), "md": text}
     if draw:
-        files["svg"] = picture(record)
+        with contextlib.suppress(ImportError):  # of matplotlib
+            files["svg"] = picture(record)
     write_files(folder, {f"scoreboard.{kind}": content for kind, content in files.items()})
     return text
