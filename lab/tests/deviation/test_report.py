@@ -144,7 +144,7 @@ def test_bad_folders_are_refused(case: str, folders: list[Path], tmp_path: Path)
 
 
 def test_command_runs_a_study_and_its_report(tmp_path: Path) -> None:
-    forward = ["deviation", "forward", "--quick", "--preset", "paper", "--figures", "3,bias",
+    forward = ["deviation", "forward", "--quick", "--preset", "paper", "--figures", "3,6c",
                "--seeds", "1", "--out", str(tmp_path / "forward")]  # fmt: skip
     assert main(forward) == 0
     assert main(["deviation", "report", "--out", str(tmp_path)]) == 0
