@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    if _lab.is_missing(sys.argv[1:] if argv is None else argv):
-        return _lab.MISSING
+    if lab.is_missing(sys.argv[1:] if argv is None else argv):
+        return lab.MISSING
     parser = argparse.ArgumentParser(prog="flash-attn-deterministic")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in _COMMANDS:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flash_attn_deterministic import _lab
+from flash_attn_deterministic import lab
 from flash_attn_deterministic.__main__ import main
 
 
@@ -15,7 +15,7 @@ from flash_attn_deterministic.__main__ import main
 def test_without_the_lab_a_line_says_what_to_install(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_lab, "entry_points", lambda group: [])
+    monkeypatch.setattr(lab, "entry_points", lambda group: [])
     assert main([command, "--device", "cpu"]) == 6
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -39,7 +39,7 @@ def test_verify_hands_other_attention_to_the_lab(
     seen: dict[str, Any] = {}
     monkeypatch.setattr(EntryPoint, "load", lambda entry: add_command)
     entry = EntryPoint("scoreboard", "lab:add_command", "flash_attn_deterministic.commands")
-    monkeypatch.setattr(_lab, "entry_points", lambda group: [entry] if "commands" in group else [])
+    monkeypatch.setattr(lab, "entry_points", lambda group: [entry] if "commands" in group else [])
     arguments = ["verify", "--attention", "fa3,my:f", "--device", "cpu", "--seconds", "5"]
     assert main([*arguments, "--quick", "--out", str(tmp_path)]) == 3
     assert (seen["attention"], seen["device"], seen["quick"]) == ("fa3,my:f", "cpu", True)
