@@ -5,7 +5,8 @@
 A JSON file names, at its top or under `provenance`: `date`, `command`, `hardware`, `versions`,
 `wheel` (name and sha256) and `sources` (digests of what the kernels were compiled from). One whose
 numbers do not depend on the kernels says so by `"depends_on_kernels": false`, with a `reason`, and
-needs no wheel and sources. Any other file is made from the JSON file beside it of the same name.
+needs no wheel and sources. A manifest lies beside the report of its wheel. Any other file is made
+from the JSON file beside it of the same name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ def problems(results: Path, sources: Mapping[str, str]) -> Iterator[str]:
     files = sorted(path for path in results.rglob("*") if path.is_file())
     for path in files:
         name = path.relative_to(results).as_posix()
-        if path.suffix == ".json":
+        if path.name.endswith(".manifest.json"):
+            beside = path.with_name(path.name.replace(".manifest.json", ".json"))
+            if not beside.exists():
+                yield f"{name}: there is no {beside.name} that it is the manifest of"
+        elif path.suffix == ".json":
             yield from (f"{name}: {words}" for words in _of_json(path, sources))
         elif not path.with_suffix(".json").exists():
             yield f"{name}: there is no {path.stem}.json beside it that it is made from"

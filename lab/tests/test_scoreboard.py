@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from flash_attn_deterministic_lab.attentions import ATTENTIONS, find_attention, registry
 from flash_attn_deterministic_lab.cli import main
-from flash_attn_deterministic_lab.report.document import markdown
 from flash_attn_deterministic_lab.scoreboard import report, rows, trial
+from flash_attn_deterministic_lab.shared.document import markdown
 
 SMALL = rows.Sizes("cpu", ((2, 1),), (32,), 130, (2,))
 

@@ -214,7 +214,7 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
     text = json.loads(manifest.path_of(wheel).read_text())
     upstream = text["upstream"]
     content: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": 2,
         "complete": True,
         "quick": False,
         "source_tree": False,
@@ -225,11 +225,20 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
         "wheel": {"filename": wheel.name, "sha256": text["wheel"]["sha256"]},
         "installed": {"version": "0.1.0", "files": 9, "matches_wheel": True, "problems": []},
         "environment": {"gpu": "NVIDIA H200", "compute_capability": "9.0"},
+        "provenance": {
+            "date": "2026-01-01",
+            "command": "verify",
+            "hardware": {"gpu": "NVIDIA H200"},
+            "versions": {"torch": "2.13.0"},
+            "wheel": None,
+            "sources": text["sources"],
+            "bits_version": text["bits_version"],
+        },
         "pins": {
             "upstream": {key: upstream[key] for key in ("name", "version", "sha256")},
             "patches": upstream["patches"],
         },
-        "build": {key: text[key] for key in BUILD},
+        "build": {**{key: text[key] for key in BUILD}, "golden": None},
         "architectures": {"ran": ["sm_90", "sm_90a"], "ran_as_ptx": [], "unverified": ["sm_80"]},
         "sections": sections(),
         **changes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,15 @@ import torch
 from torch import Tensor
 
 from ..errors import UnavailableError
+from . import upstream
 from .attention import Function, Packed
 
 
 def load(path: str, deterministic: bool) -> Function:
     """Opens the library, and returns its attention; raises UnavailableError."""
     try:
-        # What calls it from Python comes with flash-attn-deterministic, whose gate times it too.
-        upstream: Any = importlib.import_module("flash_attn_deterministic.verify.speed.upstream")
         library = upstream.Baseline(Path(path))
-    except (ImportError, OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise UnavailableError(f"{Path(path).name} cannot be loaded ({error})") from error
 
     class Attend(torch.autograd.Function):

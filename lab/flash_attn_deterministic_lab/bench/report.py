@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report.document import Document, Section, markdown
 from ..report.pictures import bars
+from ..shared.document import Document, Section, markdown
 from ..shared.files import finite, json_text, write_files
 
 _READING = "reading keys and values"

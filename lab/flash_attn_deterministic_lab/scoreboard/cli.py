@@ -128,7 +128,7 @@ def _fill(
 
 
 def _write(folder: Path, record: dict[str, Any], *, draw: bool = False) -> str:
-    from ..report.document import markdown
+    from ..shared.document import markdown
     from ..shared.files import finite, json_text, write_files
     from .report import document, picture
 

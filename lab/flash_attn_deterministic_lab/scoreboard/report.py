@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..report.document import Document, Section
 from ..report.pictures import fields
+from ..shared.document import Document, Section
 from .trial import BROKEN, KEPT, NOT_APPLICABLE, NOT_RUN, RAISED
 
 _COLOURS = {KEPT: "#1a7f4b", BROKEN: "#c0392b", RAISED: "#8a6d1a"}

@@ -63,10 +63,7 @@ POLICY = Policy(
             ptx_report="docs/results/verification-compute_80.json",
         )
     },
-    required_sections=(
-        "environment", "contract", "accuracy", "memory", "performance", "batch-invariance",
-        "scaling", "decode", "backward",
-    ),
+    required_sections=("environment", "contract", "accuracy", "forward", "decode", "backward"),
     required_checks=(
         "run-to-run", "batch", "chunk", "decode", "capacity", "paged", "varlen", "heads",
         "schedule", "family", "split-size", "backward", "dropout", "golden",

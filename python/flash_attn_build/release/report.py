@@ -18,7 +18,7 @@ from .candidate import Candidate
 from .policy import Policy
 
 SCHEMA = "docs/verification.schema.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 GPU_TESTS = "gpu-tests.xml"  # JUnit's form, beside the report; the suite is named by the wheel
 # A complete, passing run of an installed wheel on a GPU.
 PASSED = {

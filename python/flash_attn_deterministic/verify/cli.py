@@ -41,12 +41,6 @@ def add_command(commands: Any) -> None:
         "--quick", action="store_true", help="fewer head dims and shapes; not enough to publish"
     )
     parser.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="FILE",
-        help="libfa2_baseline.so, upstream's own kernels (`nox -s baseline`): timed too",
-    )
-    parser.add_argument(
         "--allow-source",
         action="store_true",
         help="for developers: run on a source tree; such a report cannot be published",
@@ -126,13 +120,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         and (arguments.ranks is not None or arguments.attention is not None)
     ):
         raise ArgumentError("--allow-source: expected together with --wheel")
-    ignored = {"--ranks": ("attention", "seconds", "baseline"), "--attention": ("baseline",)}
-    for kind, names in ignored.items():
-        if getattr(arguments, kind[2:]) is None:
-            continue
-        for name in names:
-            if getattr(arguments, name) is not None:
-                raise ArgumentError(f"--{name}: cannot be combined with {kind}")
+    for name in ("attention", "seconds"):
+        if arguments.ranks is not None and getattr(arguments, name) is not None:
+            raise ArgumentError(f"--{name}: cannot be combined with --ranks")
     if arguments.seconds is not None and arguments.attention is None:
         raise ArgumentError("--seconds: expected together with --attention only")
 
@@ -146,10 +136,9 @@ def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
     found = installed.inspect(wheel)
     installed.check(found, wheel, arguments.allow_source)
     environment.check_device(arguments.device)
-    baseline = _baseline(arguments)
     device, quick = arguments.device, arguments.quick
-    options = tasks.Options(device, quick, None if baseline is None else str(baseline))
-    settings = runs.Settings(device, quick, arguments.out, wheel, found, baseline)
+    options = tasks.Options(device, quick)
+    settings = runs.Settings(device, quick, arguments.out, wheel, found)
     run = runs.Run(settings, tasks.list_tasks(device, quick, tasks.holds(device)))
     bar = progress.Progress(len(run.tasks), sys.stderr)
     with sigterm_interrupts():
@@ -176,16 +165,3 @@ def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
         )
         status = status or outcome.Exit.REPORT
     return int(status)
-
-
-def _baseline(arguments: argparse.Namespace) -> Path | None:
-    from .installed import FileError
-
-    path: Path | None = arguments.baseline
-    if path is None:
-        return None
-    if arguments.device != "cuda":
-        raise FileError("--baseline: its kernels need --device cuda")
-    if not path.is_file():
-        raise FileError(f"--baseline: {path} is not a file; `nox -s baseline` builds it")
-    return path.resolve()

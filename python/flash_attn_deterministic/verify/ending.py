@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from .installed import NotInstalledError
 from .outcome import Exit
-from .report import ReportError
+from .shared.files import ReportError
 
 
 @contextmanager

@@ -31,11 +31,8 @@ INCOMPLETE = "incomplete"  # of a whole report only
 SECTION_EXITS = {
     "environment": Exit.ENVIRONMENT,  # nothing else can be what it should be then
     "contract": Exit.CONTRACT,
-    "batch-invariance": Exit.CONTRACT,
     "accuracy": Exit.ACCURACY,
-    "memory": Exit.PERFORMANCE,
-    "performance": Exit.PERFORMANCE,
-    "scaling": Exit.PERFORMANCE,
+    "forward": Exit.PERFORMANCE,
     "decode": Exit.PERFORMANCE,
     "backward": Exit.PERFORMANCE,
 }

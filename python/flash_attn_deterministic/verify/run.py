@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import functools
-import hashlib
 import os
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,9 +16,8 @@ from .. import build_info
 from . import environment, outcome, report, tasks
 from .installed import Installed, Wheel
 from .progress import Progress
-from .report import numbers
-from .report.record import SCHEMA_VERSION
-from .shared.files import finite
+from .shared.files import finite, write_files
+from .shared.provenance import HARDWARE
 from .supervisor import Supervisor
 
 
@@ -31,7 +30,6 @@ class Settings:
     out: Path  # folder of the report
     wheel: Wheel | None  # the wheel named, or None
     installed: Installed  # what is known of the installed files
-    baseline: Path | None = None  # library of upstream's own kernels, or None
 
 
 @dataclass
@@ -79,7 +77,7 @@ class Run:
             ReportError: it cannot be written.
         """
         texts, self.unrendered = report.render(self.record())
-        report.write_files(self.settings.out, texts)
+        write_files(self.settings.out, texts)
 
     def sections(self) -> list[dict[str, Any]]:
         """Returns the sections of the report."""
@@ -97,7 +95,7 @@ class Run:
             status = outcome.FAILED
         upstream = info.upstream
         record: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": report.SCHEMA_VERSION,
             "complete": self.complete,
             "quick": settings.quick,
             "source_tree": settings.installed.source_tree,
@@ -116,6 +114,7 @@ class Run:
                 "problems": list(settings.installed.problems),
             },
             "environment": machine,
+            "provenance": self._provenance(machine),
             "pins": {
                 "upstream": {n: getattr(upstream, n) for n in ("name", "version", "sha256")},
                 "patches": [asdict(patch) for patch in upstream.patches],
@@ -136,12 +135,23 @@ class Run:
             ),
             "sections": sections,
         }
-        if settings.baseline is not None:
-            digest = _sha256(settings.baseline)
-            record["baseline"] = {"filename": settings.baseline.name, "sha256": digest}
         record = finite(record)
         record["digest"] = report.canonical_digest(record)
         return record
+
+    def _provenance(self, machine: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what every result begins with."""
+        info, wheel = build_info.build_info(), self.settings.wheel
+        words = [Path(word).name if "/" in word else word for word in sys.argv]
+        return {
+            "date": self.started.date().isoformat(),
+            "command": shlex.join(words),
+            "hardware": {name: machine.get(name) for name in HARDWARE},
+            "versions": {name: machine[name] for name in machine if name not in HARDWARE},
+            "wheel": None if wheel is None else wheel.record(),
+            "sources": dict(info.sources),
+            "bits_version": info.bits_version,
+        }
 
     def _section(self, name: str) -> dict[str, Any]:
         own = [task for task in self.tasks if task.section == name]
@@ -235,11 +245,6 @@ def _why(name: str, data: Mapping[str, Any]) -> str:
     return f"not met: {data.get('criterion')}"
 
 
-@functools.cache
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _accuracy(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     found = [result["data"] for result in results.values() if result["data"].get("rows")]
     rows = [row for data in found for row in data["rows"]]
@@ -247,7 +252,7 @@ def _accuracy(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for direction in ("forward", "backward"):
         own = [row for row in rows if row["direction"] == direction]
         if own:
-            row = max(own, key=lambda row: numbers.height(finite(row["ratio"])))
+            row = max(own, key=lambda row: report.height(finite(row["ratio"])))
             worst[direction] = {n: row[n] for n in ("name", "head_dim", "dtype", "ratio")}
     return {
         "rows": rows,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from . import outcome
@@ -15,14 +14,11 @@ SECTIONS = {
     "environment": "Environment",
     "contract": "Contract",
     "accuracy": "Accuracy against float64",
-    "memory": "Memory",
-    "performance": "Performance",
-    "batch-invariance": "Batch invariance, 8 against 4 + 4",
-    "scaling": "Scaling",
-    "decode": "Decode",
-    "backward": "Backward",
+    "forward": "Time and memory of the forward",
+    "decode": "Time of decode",
+    "backward": "Time and memory of the backward",
 }
-CUDA_ONLY = ("memory", "performance", "scaling", "decode", "backward")
+CUDA_ONLY = ("forward", "decode", "backward")
 
 OnCase = Callable[[str, int, int], None]
 
@@ -33,7 +29,6 @@ class Options:
 
     device: str  # "cpu" or "cuda"
     quick: bool  # the smaller run
-    baseline: str | None = None  # library of upstream's own kernels; None: not there
 
 
 @dataclass(frozen=True)
@@ -115,21 +110,9 @@ def execute(section: str, task_id: str, options: Options, on_case: OnCase) -> di
         data = accuracy.measure((int(head_dim), dtype), device, attention)
         return _result(all(row["passed"] for row in data["rows"]), data)
 
-    from .speed import backward, decode, seed
-    from .speed.upstream import Baseline
+    from .speed import measure
 
-    baseline = None if options.baseline is None else Baseline(Path(options.baseline))
-    if section == "batch-invariance":
-        data = seed.batch_invariance(attention, baseline, device)
-    else:
-        measure = {
-            "memory": seed.memory,
-            "performance": seed.performance,
-            "scaling": seed.scaling,
-            "decode": decode.measure,
-            "backward": backward.measure,
-        }[section]
-        data = measure(attention, baseline, quick)
+    data = measure(section, attention, quick)
     return _result(bool(data["passed"]), data)
 
 

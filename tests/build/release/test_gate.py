@@ -187,8 +187,8 @@ DAMAGE: dict[str, tuple[Callable[[str], str], str]] = {
     "truncated": (lambda text: text[: len(text) // 2], "is unreadable"),
     "empty": (lambda text: "", "is unreadable"),
     "nested": (lambda text: "[" * 99_999, "is unreadable"),
-    "emptied": (lambda text: "{}", "schema_version: expected 1, got None"),
-    "a list": (lambda text: "[]", "schema_version: expected 1, got None"),
+    "emptied": (lambda text: "{}", "schema_version: expected 2, got None"),
+    "a list": (lambda text: "[]", "schema_version: expected 2, got None"),
     "other bytes": (
         lambda text: re.sub('"sha256": "[0-9a-f]{8}', '"sha256": "00000000', text, count=1),
         "was changed",

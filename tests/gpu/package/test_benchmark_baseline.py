@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic.verify.speed.upstream import HEAD_DIMS, Baseline, Packed, Scores
+from flash_attn_deterministic_lab.attentions.upstream import HEAD_DIMS, Baseline, Packed, Scores
 
 from tests.gpu.attention import DTYPES, errors, exact, make_qkv, skip_unless_built, torch_flash
 

@@ -183,9 +183,6 @@ def test_wrong_numbers_of_ranks(
         pytest.param(
             ["--seconds", "5"], "--seconds: cannot be combined with --ranks", id="seconds"
         ),
-        pytest.param(
-            ["--baseline", "x.so"], "--baseline: cannot be combined with --ranks", id="baseline"
-        ),
         pytest.param(["--wheel", "no.whl"], "--wheel: no.whl is not a file", id="wheel"),
     ],
 )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-import torch
-from flash_attn_deterministic.verify import limits
+from flash_attn_deterministic.verify import limits, speed
 from flash_attn_deterministic.verify.contract import Attention
-from flash_attn_deterministic.verify.shared import timing as measure
-from flash_attn_deterministic.verify.speed import backward, decode, seed
+from flash_attn_deterministic.verify.shared import timing
+
+from verify.samples import cuda_run
 
 Calls = Mapping[str, Callable[[], object]]
+OURS = Attention.installed()
+SECTIONS = ["forward", "decode", "backward"]
 
 
 class Stand:
@@ -22,6 +25,7 @@ class Stand:
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}
         self.peaks: list[int] = []
+        self.last: dict[str, float] = {}
 
     def interleaved(self, calls: Calls, *, repeats: int, warmup: int = 3) -> dict[str, list[float]]:
         for call in calls.values():
@@ -33,21 +37,8 @@ class Stand:
         return self.peaks.pop(0) if self.peaks else 1000
 
 
-class Upstream:
-    """Stands for the library of upstream's own kernels."""
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        group = q.shape[2] // k.shape[2]
-        k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
-        probs = torch.softmax(torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5, -1)
-        return torch.einsum("bhij,bjhd->bihd", probs, v), None
-
-    def backward(self, *tensors: Any, **options: Any) -> Any:
-        return tensors[1:4]
-
-
 class Graph:
-    def __init__(self, step: measure.Step) -> None:
+    def __init__(self, step: timing.Step) -> None:
         self.step = step
 
     def replay(self) -> None:
@@ -57,128 +48,97 @@ class Graph:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
     one = Stand()
-    for module in (seed, decode, backward):
-        monkeypatch.setattr(module, "_DEVICE", "cpu")
-        monkeypatch.setattr(module, "interleaved", one.interleaved)
-    for module in (seed, backward):
-        monkeypatch.setattr(module, "peak_memory", one.peak_memory)
-    small = seed.Shape(1, 64, 2)
-    monkeypatch.setattr(seed, "MEMORY", small)
-    monkeypatch.setattr(seed, "PERFORMANCE", small)
-    monkeypatch.setattr(seed, "SCALING", (small, seed.Shape(2, 64, 2)))
-    monkeypatch.setattr(decode, "_QUICK", ((1, 64, 4, 2, 64), (2, 64, 4, 2, 64)))
-    monkeypatch.setattr(measure, "_ROTATED_BYTES", 1)
-    monkeypatch.setattr(measure, "capture", lambda step, sets, calls: Graph(step))
-    monkeypatch.setattr(backward, "_QUICK", ((1, 64, 2, 64, True),))
+    monkeypatch.setattr(speed, "_DEVICE", "cpu")
+    monkeypatch.setattr(speed, "interleaved", one.interleaved)
+    monkeypatch.setattr(speed, "peak_memory", one.peak_memory)
+    monkeypatch.setattr(speed, "last_ratios", lambda section: one.last)
+    small = speed.Shape(1, 64, 4, 2, 64)
+    monkeypatch.setattr(speed, "SHAPES", dict.fromkeys(SECTIONS, (small,)))
+    monkeypatch.setattr(timing, "_ROTATED_BYTES", 1)
+    monkeypatch.setattr(timing, "capture", lambda step, sets, calls: Graph(step))
     return one
 
 
-OURS = Attention.installed()
-BASELINE: Any = Upstream()
+SMALL = "B1 L64 H4/2 D64 bf16"
 
 
-@pytest.mark.parametrize("baseline", [None, BASELINE], ids=["alone", "with-upstream"])
-def test_performance(stand: Stand, baseline: Any) -> None:
-    stand.ms = {"standard": 2.0, "deterministic": 2.2, "deterministic_512": 3.0, "upstream": 2.0}
-    found = seed.performance(OURS, baseline, quick=True)
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(("ms", "passed"), [(1.07, True), (1.09, False)])
+def test_times_are_bound_by_the_last_release(
+    section: str, ms: float, passed: bool, stand: Stand
+) -> None:
+    stand.ms, stand.last = {"standard": 2.0, "ours": ms}, {SMALL: 0.5}
+    found = speed.measure(section, OURS, quick=True)
     (row,) = found["rows"]
-    assert row["time_ratio"]["deterministic"] == 1.1
-    assert row["time_ratio"]["deterministic_512"] == 1.5
-    assert row.get("ratio_to_upstream") == (1.1 if baseline else None)
-    assert found["passed"] is True
-    assert found["seed"] == seed.REFERENCE
+    assert row["shape"] == SMALL
+    assert (row["time_ratio"], row["last_ratio"], row["limit"]) == (ms / 2, 0.5, 0.54)
+    assert found["passed"] is passed
+    assert found["geometric_mean"] == ms / 2
 
 
-def test_too_slow(stand: Stand) -> None:
-    stand.ms = {"deterministic": limits.FORWARD_TIME_RATIO + 0.01}
-    assert seed.performance(OURS, None, quick=True)["passed"] is False
-    assert seed.scaling(OURS, None, quick=True)["passed"] is False
+@pytest.mark.parametrize("section", SECTIONS)
+def test_without_a_release_on_this_kind_of_gpu_times_are_shown_only(
+    section: str, stand: Stand
+) -> None:
+    stand.ms = {"standard": 2.0, "ours": 9.0}
+    found = speed.measure(section, OURS, quick=False)
+    (row,) = found["rows"]
+    assert (row["time_ratio"], row["limit"], found["passed"]) == (4.5, None, True)
 
 
-def test_scaling_has_a_row_for_each_shape(stand: Stand) -> None:
-    found = seed.scaling(OURS, BASELINE, quick=True)
-    assert [row["shape"] for row in found["rows"]] == ["B1 L64 H2 D64", "B2 L64 H2 D64"]
-    assert found["passed"] is True
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_time_that_is_no_number_passes_nothing(section: str, value: float, stand: Stand) -> None:
+    stand.ms = {"ours": value}
+    assert speed.measure(section, OURS, quick=True)["passed"] is False
 
 
+@pytest.mark.parametrize("section", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("ours", "passed"), [(10**8, True), (105 * 10**6 + 2**20, True), (107 * 10**6, False)]
 )
-def test_memory(stand: Stand, ours: int, passed: bool) -> None:
-    stand.peaks = [10**8, ours, 2 * 10**8]
-    found = seed.memory(OURS, None, quick=True)
-    (row,) = found["rows"]
+def test_memory(section: str, ours: int, passed: bool, stand: Stand) -> None:
+    order = [10**8, ours] if section == "forward" else [ours, 10**8]
+    stand.peaks = list(order)
+    found = speed.measure(section, OURS, quick=True)
     assert found["passed"] is passed
-    assert row["memory_ratio"] == {"deterministic": ours / 10**8, "deterministic_512": 2.0}
-    assert "ms" not in row
+    assert found["rows"][0]["memory_ratio"] == ours / 10**8
 
 
-def test_batch_invariance_sees_a_difference() -> None:
-    def by_batch(q: torch.Tensor, *args: Any, **options: Any) -> Any:
-        out = OURS.dense(q, *args, **options)
-        return out + 1 if q.shape[0] == 4 else out
-
-    broken = Attention(by_batch, OURS.varlen, OURS.kvcache, OURS.path)
-    found = seed.batch_invariance(broken, None, "cpu")
-    assert found["passed"] is False
-    assert found["rows"][0]["differing"] > 0
-    assert found["rows"][1]["side"] == "standard"
-    assert seed.batch_invariance(OURS, BASELINE, "cpu")["passed"] is True
+def test_decode_is_compared_with_reading_the_cache(stand: Stand) -> None:
+    stand.ms = {"standard": 8.0, "ours": 10.0, "copy": 8.0}
+    (row,) = speed.measure("decode", OURS, quick=True)["rows"]
+    assert row["ms"]["ours"]["median"] == 1.25  # of a graph with eight calls
+    assert row["ratio_to_floor"] == 2.5
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_batch_invariance_of_what_is_no_number(value: float) -> None:
-    """The bits of two NaN are equal."""
-
-    def infinite(*args: Any, **options: Any) -> Any:
-        return torch.full_like(OURS.dense(*args, **options), value)
-
-    found = seed.batch_invariance(
-        Attention(infinite, OURS.varlen, OURS.kvcache, OURS.path), None, "cpu"
-    )
-    assert found["passed"] is False
-    assert (found["rows"][0]["differing"], found["rows"][0]["finite"]) == (0, False)
-    assert "not all numbers are finite" in found["rows"][0]["words"]
+def test_noise_widens_the_limit_as_its_medians_explain() -> None:
+    quiet = {"ours": {"median": 1.0, "p10": 1.0, "p90": 1.0}}
+    quiet["standard"] = quiet["ours"]
+    assert speed.limit_of(0.5, quiet, 15) == 0.5 * limits.TIME_RATIO
+    noisy = {**quiet, "ours": {"median": 1.0, "p10": 0.9, "p90": 1.1}}
+    few, many = (speed.limit_of(0.5, noisy, n) for n in (4, 100))
+    assert few is not None
+    assert many is not None
+    assert 0.54 < many < few < 0.6
+    assert speed.limit_of(None, noisy, 4) is None
 
 
-@pytest.mark.parametrize("baseline", [None, BASELINE], ids=["alone", "with-upstream"])
-def test_decode(stand: Stand, baseline: Any) -> None:
-    stand.ms = {"standard": 8.0, "deterministic": 10.0, "copy": 8.0, "upstream": 8.0}
-    assert limits.DECODE_TIME_RATIO == 1.25
-    found = decode.measure(OURS, baseline, quick=True)
-    assert found["geometric_mean"] == 1.25
-    for row in found["rows"]:
-        # Times are of a graph with eight calls.
-        assert row["ms"]["deterministic"]["median"] == 1.25
-        assert row["floor_ms"] == 0.5
-        assert row["ratio_to_floor"] == 2.5
-        assert row.get("ratio_to_upstream") == (1.25 if baseline else None)
-    assert found["passed"] is True
-    stand.ms["deterministic"] = 10.1
-    assert decode.measure(OURS, baseline, quick=True)["passed"] is False
+def test_every_shape_of_the_last_release_is_bound() -> None:
+    record = json.loads(speed.LAST.read_text(encoding="utf-8"))
+    assert len(record["wheel"]["sha256"]) == 64
+    for ratios in record["ratios"].values():
+        for section, shapes in speed.SHAPES.items():
+            assert ratios[section].keys() == {shape.name for shape in shapes}
 
 
-@pytest.mark.parametrize("baseline", [None, BASELINE], ids=["alone", "with-upstream"])
-def test_backward(stand: Stand, baseline: Any) -> None:
-    stand.ms = {"standard": 2.0, "deterministic": 2.2, "upstream": 2.0}
-    found = backward.measure(OURS, baseline, quick=True)
-    (row,) = found["rows"]
-    assert row["time_ratio"] == 1.1
-    assert row.get("ratio_to_upstream") == (1.1 if baseline else None)
-    assert found["passed"] is True
-    assert limits.BACKWARD_TIME_RATIO == 1.2
-    stand.ms = {"standard": 2.0, "deterministic": 2.41}
-    assert backward.measure(OURS, baseline, quick=True)["passed"] is False
+def test_a_report_becomes_the_last_release(tmp_path: Any) -> None:
+    found = speed.release(cuda_run(tmp_path).record(), "0.2.0")
+    assert (found["version"], found["gpu"]) == ("0.2.0", "NVIDIA H200")
+    assert found["ratios"]["9.0"]["decode"]["B8 L4096 H32/8 D128 bf16"] == 1.11
+    assert found["ratios"]["9.0"].keys() == set(SECTIONS)
 
 
 def test_summary() -> None:
-    assert measure.summary([1.0, 2.0, 3.0]) == {"median": 2.0, "p10": 1.2, "p90": 2.8}
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_time_that_is_no_number_is_within_no_limit(stand: Stand, value: float) -> None:
-    assert not math.isfinite(measure.summary([value, 1.0, 2.0])["median"])
-    stand.ms = {"deterministic": value}
-    assert seed.performance(OURS, None, quick=True)["passed"] is False
-    assert decode.measure(OURS, None, quick=True)["passed"] is False
-    assert backward.measure(OURS, None, quick=True)["passed"] is False
+    assert timing.summary([1.0, 2.0, 3.0]) == {"median": 2.0, "p10": 1.2, "p90": 2.8}
+    assert not math.isfinite(timing.summary([math.nan, 1.0, 2.0])["median"])

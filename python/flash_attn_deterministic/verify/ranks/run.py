@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ...errors import FlashAttnError
 from .. import installed
 from ..outcome import FAILED, INCOMPLETE, PASSED, Exit
-from ..report.markdown import table_lines
-from ..report.tables import Table
+from ..shared.document import table
+from ..shared.files import write_files
 from ..tasks import holds
 from . import trial
 from .cases import Case, cases_of, counts_of, scale_of
@@ -77,8 +77,6 @@ def run(device: str, quick: bool, out: Path, wheel: installed.Wheel | None = Non
     Raises:
         ReportError: on rank 0; the files cannot be written.
     """
-    from ..report import write_files
-
     begin, size, first = time.monotonic(), dist.get_world_size(), dist.get_rank() == 0
     rows: list[dict[str, Any]] = []
     record: dict[str, Any] = {
@@ -147,7 +145,7 @@ def _table(record: dict[str, Any]) -> str:
     header = ("ranks", "cases", "failed", "seconds")
     rows = [tuple(str(row[name]) for name in header) for row in record["rows"]]
     rows += [(str(count), "not run", "", "") for count in record["counts"][len(rows) :]]
-    return "\n".join([title, "", *table_lines(Table(header, tuple(rows)))]) + "\n"
+    return f"{title}\n\n{table(header, rows)}\n"
 
 
 if __name__ == "__main__":

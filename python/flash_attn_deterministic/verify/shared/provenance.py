@@ -45,7 +45,7 @@ def provenance(
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "command": shlex.join(word if word.startswith("-") else Path(word).name or word
                               for word in command),
-        "hardware": {name: found.pop(name) for name in _HARDWARE},
+        "hardware": {name: found.pop(name) for name in HARDWARE},
         "versions": {**found, **versions, "cuda_of_wheel": built.get("cuda_toolkit")},
         "wheel": _installed_wheel() if wheel is None else _named(wheel.name, wheel.read_bytes()),
         "sources": built.get("sources"),
@@ -53,7 +53,7 @@ def provenance(
     }  # fmt: skip
 
 
-_HARDWARE = ("gpu", "compute_capability", "sms", "memory_gib", "system", "cpus")
+HARDWARE = ("gpu", "compute_capability", "sms", "memory_gib", "system", "cpus")
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Document:
     title: str
     intro: str
     sections: Sequence[Section]
+    # heads of the list of sections with a verdict
+    columns: tuple[str, str, str] = ("claim", "source", "verdict")
 
 
 def html(document: Document) -> str:
@@ -55,6 +57,11 @@ def markdown(document: Document, folder: Path) -> str:
 def _data(path: Path) -> str:
     """Returns a picture as a data URL."""
     return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    return "\n".join(map(_row, (header, ["---"] * len(header), *rows)))
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -1,0 +1,279 @@
+"""The report: one record, written as JSON, and as a document in Markdown and HTML."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .shared.document import Document, Section, html, markdown
+from .shared.files import json_text
+
+SCHEMA_VERSION = 2
+NAMES = ("verification.json", "verification.md", "verification.html")
+MARKS = {
+    "passed": "✓ passed",
+    "failed": "✗ failed",
+    "error": "✗ error",
+    "not-applicable": "- not applicable",
+    "not-run": "… not run",
+    "incomplete": "… incomplete",
+}
+_CLASSES = {"passed": "yes", "failed": "no", "error": "no"}  # of a mark in the style sheet
+_DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
+Record = Mapping[str, Any]
+
+
+def canonical_digest(record: Record) -> str:
+    """Returns the sha256 over a report without its digest, as canonical JSON.
+
+    It detects accidental changes of a file, not tampering: against that stands the attestation of
+    the build.
+    """
+    rest = {name: value for name, value in record.items() if name != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def render(record: Record) -> tuple[dict[str, str], str]:
+    """Returns the text of each file, and why the readable ones could not be made ("": they were).
+
+    Results that took a GPU minutes must not be lost to an error in a table: the JSON file then
+    holds them, and the others name the error.
+    """
+    data, page, web = NAMES
+    texts = {data: json_text(record)}
+    try:
+        found = document(record)
+        texts |= {page: markdown(found, Path()), web: html(found)}
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        words = f"This page could not be made ({why}). The results are in {data}."
+        return {**texts, page: f"{words}\n", web: f"<!doctype html>\n<p>{escape(words)}</p>\n"}, why
+    return texts, ""
+
+
+def document(record: Record) -> Document:
+    """Returns a report: the verdict and what must be known first, then a part for each section."""
+    device = record["environment"].get("gpu") or "CPU"
+    wheel = record["wheel"]["filename"] or "the installed package, no wheel named"
+    intro = [f"Verification of {wheel} on {device}, {record['started'][:10]}.", *notices(record)]
+    parts: list[Section] = []
+    for section in record["sections"]:
+        words = (section["reason"], section["data"].get("criterion"))
+        header, rows = _TABLES.get(section["id"], _no_table)(record, section)
+        part = Section(
+            title=section["title"],
+            text=" · ".join(filter(None, words)),
+            header=header,
+            rows=rows,
+            key=section["id"],
+            source=f"{section['seconds']:.0f} s",
+            verdict=MARKS[section["status"]],
+            mark=_CLASSES.get(section["status"], "none"),
+        )
+        parts.append(part)
+        if section["id"] == "contract":
+            parts += _details(section["data"].get("checks", []))
+    parts.append(Section("What ran where", header=("", ""), rows=list(_facts(record))))
+    title = f"{MARKS[record['status']]}: flash-attn-deterministic"
+    return Document(title, " ".join(intro), parts, ("section", "took", "result"))
+
+
+def notices(record: Record) -> list[str]:
+    """Returns what a reader must know before the results."""
+    found = []
+    if not record["complete"]:
+        found.append("Incomplete: the run did not come to its end. What is missing is marked so.")
+    if record["quick"]:
+        found.append("Quick run: fewer head dims and shapes. Not enough to publish a wheel.")
+    if record["source_tree"]:
+        found.append("Ran on a source tree, not on an installed wheel.")
+    elif record["installed"]["matches_wheel"] is None:
+        found.append("No wheel was named: the report is bound to no file.")
+    if record["device"] == "cpu":
+        return [*found, "Ran on the CPU: none of the wheel's GPU code was verified."]
+    if record["architectures"]["unverified"]:
+        names = ", ".join(record["architectures"]["unverified"])
+        found.append(f"Not verified, because it does not run on this GPU: {names}.")
+    head_dims: dict[str, list[str]] = {}
+    for one in record["build"]["missing_kernels"]:
+        kind = f"{_DIRECTIONS[one['direction']]} {one['dtype']}"
+        head_dims.setdefault(kind, []).append(str(one["head_dim"]))
+    if head_dims:
+        kinds = (f"{kind}, head_dim up to: {', '.join(n)}" for kind, n in head_dims.items())
+        found.append(f"Not in the wheel, and so not tested: {'; '.join(kinds)}.")
+    for section in record["sections"]:
+        for check in section["data"].get("checks", []):
+            if (check["id"], check["status"]) == ("golden", "not-applicable"):
+                found.append(f"Not compared with earlier wheels: {check['reason']}.")
+    return found
+
+
+# --- tables: a header, and rows of as many words ------------------------------------------------
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+
+
+def _no_table(record: Record, section: Record) -> Table:
+    return (), ()
+
+
+def _contract(record: Record, section: Record) -> Table:
+    """Rows are checks, columns are head dims with dtypes."""
+    checks = section["data"].get("checks", [])
+    configs = list(dict.fromkeys(name for check in checks for name in check["by_config"]))
+    rows = [
+        (
+            check["id"],
+            MARKS[check["status"]],
+            str(check["cases"]),
+            *(_cell(check["by_config"].get(name)) for name in configs),
+        )
+        for check in checks
+    ]
+    return ("row", "result", "cases", *configs), rows
+
+
+def _cell(counts: Mapping[str, int] | None) -> str:
+    if counts is None:
+        return ""
+    if counts["failed"]:
+        return f"✗ {counts['failed']}/{counts['cases']}"
+    return f"✓ {counts['cases']}"
+
+
+def _details(checks: Iterable[Record]) -> Iterator[Section]:
+    """Yields what the rows promise, and what is wrong with those that did not pass."""
+    rows = [(c["id"], c["promise"], c["reason"] or "") for c in checks]
+    header = ("row", "the same bits whatever", "")
+    yield Section("What the rows promise", header=header, rows=rows)
+    for check in checks:
+        if check["counter_example"] is not None:
+            title = f"First counter-example of {check['id']}"
+            yield Section(title, header=("", ""), rows=list(_example(check["counter_example"])))
+        elif check["status"] == "error":
+            words = filter(None, (check["reason"], check["stderr"]))
+            yield Section(f"{check['id']}: no result", items=list(words))
+
+
+def _example(found: Record) -> Iterator[tuple[str, str]]:
+    """The first case of a check that failed, in full."""
+    for name in ("case", "what", "device", "dtype", "head_dim", "seed"):
+        yield name, str(found[name])
+    for name in ("shapes", "options", "parameters"):
+        yield name, ", ".join(f"{key} {value}" for key, value in found[name].items()) or "-"
+    if found["index"] is not None:
+        yield "tensor", f"{found['tensor']}: {found['differing']} of {found['elements']} differ"
+        yield "first index", str(found["index"])
+        for side in ("left", "right"):
+            yield f"{side} side", f"{found[side]['bits']} = {found[side]['value']}"
+
+
+def _accuracy(record: Record, section: Record) -> Table:
+    """The worst row of each head dim, dtype and tensor."""
+    worst: dict[tuple[int, str, str], Record] = {}
+    for row in section["data"].get("rows", []):
+        key = (row["head_dim"], row["dtype"], row["tensor"])
+        if key not in worst or height(row["ratio"]) > height(worst[key]["ratio"]):
+            worst[key] = row
+    rows = [
+        (
+            str(row["head_dim"]),
+            row["dtype"],
+            row["tensor"],
+            row["name"].split(" ", 2)[2],
+            _number(row["ours"]["largest"], ".1e"),
+            "" if row["standard"] is None else _number(row["standard"]["largest"], ".1e"),
+            ("" if row["passed"] else "✗ ") + _number(row["ratio"], ".2f"),
+        )
+        for row in worst.values()
+    ]
+    return ("head dim", "dtype", "tensor", "worst call", "ours", "torch", "of what passes"), rows
+
+
+def _times(record: Record, section: Record) -> Table:
+    rows = []
+    for row in section["data"].get("rows", []):
+        passed = row["time_passed"] and row["memory_passed"]
+        cells = [
+            row["shape"],
+            *(_milliseconds(row["ms"][side]) for side in ("ours", "standard")),
+            ("" if passed else "✗ ") + _number(row["time_ratio"], ".3f"),
+            "" if row["last_ratio"] is None else _number(row["last_ratio"], ".3f"),
+            "none" if row["limit"] is None else _number(row["limit"], ".3f"),
+            _number(row["memory_ratio"], ".3f") if "memory_ratio" in row else "",
+            _number(row["ratio_to_floor"], ".2f") if "ratio_to_floor" in row else "",
+        ]
+        rows.append(cells)
+    header = ("shape", "ours, ms", "torch, ms", "time", "last release", "limit", "memory")
+    return (*header, "to reading the cache"), rows
+
+
+_TABLES = {
+    "contract": _contract,
+    "accuracy": _accuracy,
+    **dict.fromkeys(("forward", "decode", "backward"), _times),
+}
+
+
+def _facts(record: Record) -> Iterator[tuple[str, str]]:
+    """What was verified, where."""
+    machine, wheel, installed = (record[n] for n in ("environment", "wheel", "installed"))
+    upstream, build, ran = record["pins"]["upstream"], record["build"], record["architectures"]
+    matches = {True: "yes", False: "no", None: "no wheel was named"}[installed["matches_wheel"]]
+    yield "wheel", wheel["filename"] or "not named"
+    yield "sha256", wheel["sha256"] or "-"
+    yield "installed version", installed["version"] or "source tree"
+    yield "installed files are the wheel's", matches
+    yield "upstream", f"{upstream['name']} {upstream['version']}, sha256 {upstream['sha256']}"
+    yield from ((f"patch {p['name']}", p["sha256"]) for p in record["pins"]["patches"])
+    yield "CUDA toolkit of the wheel", build["cuda_toolkit"]
+    yield "bits version", str(build["bits_version"])
+    yield "golden hashes", _golden(build["golden"])
+    yield "machine code that ran", ", ".join(ran["ran"]) or "-"
+    yield "PTX that the driver compiled", ", ".join(ran["ran_as_ptx"]) or "-"
+    yield "machine code not verified here", ", ".join(ran["unverified"]) or "-"
+    for name in ("gpu", "compute_capability", "sms", "memory_gib", "driver", "torch", "cuda",
+                 "python", "system"):  # fmt: skip
+        yield name.replace("_", " "), str(machine.get(name) or "-")
+    yield "begun", record["started"]
+    yield "took", f"{record['seconds']:.0f} s"
+    yield "digest of the report", record.get("digest", "")
+
+
+def _golden(found: Record | None) -> str:
+    """Says what speaks for the hashes of earlier wheels."""
+    if found is None:
+        return "none for this bits version on this device"
+    words = [f"recorded on {found['origin']['gpu']}"]
+    evidence = found["evidence"] or {}
+    if evidence.get("families"):
+        agreeing = evidence["families"]["agreeing"]
+        words.append(f"{agreeing} calls have the same bits in two families of kernels")
+    if evidence:
+        accuracy = evidence["accuracy"]
+        worst = _number(accuracy["worst"]["ratio"], ".2f")
+        words.append(f"of {accuracy['calls']} calls the worst error is {worst} of what passes")
+    return "; ".join(words)
+
+
+# A number that JSON does not have (NaN, Inf) is None in a report.
+
+
+def height(value: float | None) -> float:
+    """Returns what to order by: None is above all."""
+    return float("inf") if value is None else float(value)
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "not finite" if value is None else format(value, spec)
+
+
+def _milliseconds(time: Mapping[str, float | None]) -> str:
+    """Returns e.g. "3.36 (3.34 to 3.70)": median, 10th and 90th percentile."""
+    median, low, high = (_number(time[name], ".3g") for name in ("median", "p10", "p90"))
+    return f"{median} ({low} to {high})"

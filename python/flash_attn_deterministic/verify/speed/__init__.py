@@ -1,1 +1,0 @@
-"""Time and memory on a GPU, ours beside the standard in one process."""
