@@ -59,7 +59,7 @@ VALUES: dict[str, object] = {
     "build.architectures": ["90-real"],
     "build.deterministic": False,
     "build.bits_version": 9,
-    "schema_version": 2,
+    "schema_version": 1,
 }
 
 

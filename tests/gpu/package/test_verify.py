@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic import deterministic_mode, flash_attn_func
-from flash_attn_deterministic.verify import accuracy, tasks
+from flash_attn_deterministic.verify import accuracy, speed, tasks
 from flash_attn_deterministic.verify.contract import (
     CHECKS,
     Attention,
@@ -22,7 +22,6 @@ from flash_attn_deterministic.verify.contract import (
 )
 from flash_attn_deterministic.verify.contract.sizes import Config
 from flash_attn_deterministic.verify.outcome import Exit
-from flash_attn_deterministic.verify.speed import seed
 from flash_attn_deterministic.verify.supervisor import Supervisor
 
 pytestmark = pytest.mark.gpu
@@ -74,9 +73,9 @@ def test_the_checks_fail_what_is_schedule_dependent(check_id: str) -> None:
 
 def test_memory_is_measured_above_the_inputs() -> None:
     skip_unless_held((64, "fp16"))
-    (row,) = seed.memory(Attention.installed(), None, quick=False)["rows"]
+    row, _ = speed.measure("forward", Attention.installed(), quick=True)["rows"]
     out_and_lse = 4 * 2048 * 32 * (2 * 64 + 4)
-    assert out_and_lse <= row["peak_bytes"]["deterministic"] < 1.1 * out_and_lse + 2**20
+    assert out_and_lse <= row["peak_bytes"]["ours"] < 1.1 * out_and_lse + 2**20
 
 
 CRASHING = """
