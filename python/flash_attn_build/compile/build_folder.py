@@ -100,5 +100,6 @@ def read_units(build_dir: Path) -> list[dict[str, Any]]:
         # CMake writes whole paths there, and Ninja's are relative to the folder.
         output = os.path.relpath(build_dir / unit["output"], build_dir)
         command = shlex.split(unit["command"])
-        units.append({"output": output, "wall_seconds": took[output], "command": command})
+        if output in took:  # not where a target is left out of the build
+            units.append({"output": output, "wall_seconds": took[output], "command": command})
     return sorted(units, key=lambda unit: str(unit["output"]))

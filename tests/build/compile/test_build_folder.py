@@ -59,6 +59,7 @@ PROJECT = """
 cmake_minimum_required(VERSION 3.20)
 project(x LANGUAGES CXX)
 add_library(x OBJECT x.cpp)
+add_library(left_out OBJECT EXCLUDE_FROM_ALL x.cpp)
 """
 
 
