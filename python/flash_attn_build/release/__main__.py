@@ -43,12 +43,6 @@ def release(
     (out.parent / RESULT).unlink(missing_ok=True)
     wheels = find_wheels(dist)
     repository, commit, tag = attested or ("", "", "")
-    if attested:
-        files = [*wheels, *map(manifest.path_of, wheels)]
-        sources = (f"--source-digest={commit}", f"--source-ref=refs/tags/{tag}")
-        attestations.check_built(files, repository, *sources)
-        for wheel in wheels:
-            attestations.check_never_failed(wheel, repository)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         made = Path(name, "made")
@@ -59,13 +53,18 @@ def release(
             for path in (wheel, manifest.path_of(wheel)):
                 if path.exists():
                     shutil.copyfile(path, assets / path.name)
+        if attested:
+            sources = (f"--source-digest={commit}", f"--source-ref=refs/tags/{tag}")
+            attestations.check_built(sorted(assets.iterdir()), repository, *sources)
+            for wheel in find_wheels(assets):
+                attestations.check_never_failed(wheel, repository)
         verdicts, problems = judge(
             find_wheels(assets), find_runs(reports), POLICY, root,
             tag=tag, allow_other_reports=not attested,
         )  # fmt: skip
         if problems or any(verdict.failed for verdict in verdicts.values()):
             if any(verdict.failed for verdict in verdicts.values()):
-                write_json(out.parent / RESULT, test_result(verdicts, root))
+                write_json(out.parent / RESULT, test_result(verdicts, root, assets))
             raise RefusedError("not published, because of\n" + "\n".join(problems))
         for label, verdict in verdicts.items():
             wheel = verdict.wheel.path
@@ -82,13 +81,13 @@ def release(
         paths = sorted(path for path in made.rglob("*") if path.is_file())
         sums = [f"{sha256_of(path)}  {path.relative_to(made).as_posix()}\n" for path in paths]
         write_text(made / "SHA256SUMS", "".join(sums))
-        write_json(out.parent / RESULT, test_result(verdicts, root))
+        write_json(out.parent / RESULT, test_result(verdicts, root, assets))
         made.rename(out)
     for verdict in verdicts.values():
         print(f"{verdict.wheel.path.name}: {verdict.wheel.sha256}: the gate is open")
 
 
-def test_result(verdicts: Mapping[str, Verdict], root: Path) -> dict[str, Any]:
+def test_result(verdicts: Mapping[str, Verdict], root: Path, assets: Path) -> dict[str, Any]:
     """The predicate (in-toto, test-result v0.1) that the workflow attests of the wheels."""
     failed = [failure for verdict in verdicts.values() for failure in verdict.failed]
     passed = [] if failed else [*POLICY.required_sections]
@@ -96,16 +95,12 @@ def test_result(verdicts: Mapping[str, Verdict], root: Path) -> dict[str, Any]:
         passed += [f"contract: {name}" for name in POLICY.required_checks]
         passed += gpu_test_modules(root, POLICY)
     lacking = {name for verdict in verdicts.values() for name in verdict.unverified}
-    policy = "python/flash_attn_build/release/policy.py"
+    # By what it was judged, and what is published of that.
+    paths = [ROOT / "python/flash_attn_build/release/policy.py", *sorted(assets.iterdir())]
     return {
         "result": "FAILED" if failed else "PASSED",
         "configuration": [
-            {"name": policy, "digest": {"sha256": sha256_of(ROOT / policy)}},
-            *(
-                {"name": report.where, "digest": {"sha256": sha256_of(report.path)}}
-                for verdict in verdicts.values()
-                for report in {r.path: r for r in verdict.verified.values()}.values()
-            ),
+            {"name": path.name, "digest": {"sha256": sha256_of(path)}} for path in paths
         ],
         "passedTests": passed,
         "warnedTests": [f"{name}: not verified" for name in sorted(lacking)],

@@ -23,10 +23,10 @@ _INSTANCES = "cpp/instances.json"
 # Flags that CMake adds by itself, or that name folders or what the build was asked for; any other
 # must stand in the tree's CMake files.
 _FLAGS = re.compile(
-    r"-(D(NDEBUG|TORCH_TARGET_VERSION=0x[0-9a-f]+|FAD_ARCHITECTURES=\S+|fad_\w+_EXPORTS)"
+    r"(?!.*\.\.)(-(D(NDEBUG|TORCH_TARGET_VERSION=0x[0-9a-f]+|FAD_ARCHITECTURES=\S+|fad_\w+_EXPORTS)"
     r"|O3|MD|x|isystem|include|fPIC|Xcompiler=-fPIC|forward-unknown-to-host-compiler"
     r"|I(\.|build)/[\w./-]+|-generate-code=arch=compute_\d+[a-z]?,code=\[[\w,]+\]"
-    r"|(Xcompiler=-)?ffile-prefix-map=[\w./<>=-]+)|cu|(\.|build|<cuda>|<environment>)/[\w./-]+"
+    r"|(Xcompiler=-)?ffile-prefix-map=[\w./<>=-]+)|cu|(\.|build|<cuda>|<environment>)/[\w./-]+)"
 )
 
 

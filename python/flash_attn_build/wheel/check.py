@@ -19,7 +19,8 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 from torch_abi_audit import inspect_extension
 
-from ..errors import RefusedError, differences
+from ..compile import manifest
+from ..errors import RefusedError, differences, first_of
 from ..files import ROOT
 from . import archive, cubins, sbom
 
@@ -46,6 +47,8 @@ _SYSTEM = frozenset(
     {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
      "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 )  # fmt: skip
+# What cmake/BuildInfo.cmake writes.
+_INFO = {*manifest.FROM_WHEEL, "schema", "tiles"}
 _PYTHON = re.compile(rf"{PACKAGE}/(?:[A-Za-z0-9_]+/)*(?:[A-Za-z0-9_]+\.pyi?|py\.typed)")
 _SHIM = re.compile(r"(aoti_)?torch_\w+\Z")
 _WHEEL = (
@@ -96,8 +99,11 @@ def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
         bill = contents.get(f"{info_folder}/sboms/{sbom.FILE_NAME}")
         if bill is not None and info:
             problems += sbom.problems(bill, str(version), info, data, date)
-    if wheel.name != f"{PACKAGE}-{version}-{tag}.whl":
-        problems.append(f"name: expected {PACKAGE}-<version>-{tag}.whl, got {wheel.name}")
+    full = project["version"] + (f"+{version.local}" if version.local else "")
+    if wheel.name != f"{PACKAGE}-{full}-{tag}.whl":
+        problems.append(f"name: expected {PACKAGE}-{full}-{tag}.whl, got {wheel.name}")
+    if unknown := {*info} - _INFO:
+        problems.append(f"{BUILD_INFO}: says more than the build writes: {first_of(unknown)}")
     said = contents.get(f"{info_folder}/WHEEL", b"").decode(errors="replace").strip()
     if not re.fullmatch(_WHEEL.format(tag), said, re.ASCII):
         problems.append(f"WHEEL: expected the one tag {tag} and no field of its own, got {said!r}")

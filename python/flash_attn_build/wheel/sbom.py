@@ -35,14 +35,43 @@ _GLIBC = "2.28"  # what cmake/Link.cmake asks zig for
 _EULA = "LicenseRef-NVIDIA-CUDA-Toolkit-EULA"
 # What pyproject.toml states as the wheel's License-Expression, one by one.
 LICENCES = ("BSD-3-Clause", "MIT", "LGPL-2.1-or-later", _EULA)
+# Code of others that is in the library: licence, what of it, package URL up to the version.
+_LINKED = {
+    "CUDA Runtime (static)": (
+        _EULA, "libcudart_static.a, whose sha256 this is, linked into the library.", ""
+    ),
+    "Zig runtime libraries": (
+        "MIT", "compiler_rt and ubsan_rt, from which the linker takes what it lacks. The hash is "
+        "over their sources in the package ziglang.", "pkg:pypi/ziglang@",
+    ),
+    "glibc (libc_nonshared.a)": (
+        "LGPL-2.1-or-later", "The few functions that glibc's licence lets programs link "
+        "statically; the rest is the system's. The hash is over their sources in the package "
+        "ziglang.", "",
+    ),
+    "torch headers of the stable ABI": (
+        "BSD-3-Clause", "Inline functions. The hash is over torch/csrc/stable and "
+        "torch/headeronly. The libraries of torch are not in the wheel.", "",
+    ),
+}  # fmt: skip
+_OF_UPSTREAM = {
+    "flash-attn": (
+        "BSD-3-Clause", "Device code of its source distribution, whose sha256 this is, with our "
+        "patches.", "pkg:pypi/flash-attn@",
+    ),
+    "CUTLASS": (
+        "BSD-3-Clause", "Header templates from the source distribution of flash-attn, whose sha256 "
+        "this is.", "pkg:github/nvidia/cutlass@v",
+    ),
+}  # fmt: skip
 
 
-# Names of the licence texts of what the linker and the compiler add.
-LICENCE_TEXTS = frozenset(
-    f"{name}-LICENSE.txt"
-    for name in ("CUDA-Runtime-static", "Zig-runtime-libraries", "glibc-libc-nonshared-a",
-                 "torch-headers-of-the-stable-ABI")
-)  # fmt: skip
+def text_name(component: str) -> str:
+    """File name of a component's licence in the wheel's .dist-info/licenses."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", component).strip("-") + "-LICENSE.txt"
+
+
+LICENCE_TEXTS = frozenset(map(text_name, _LINKED))
 
 
 @dataclass(frozen=True)
@@ -53,24 +82,18 @@ class Component:
         name: Of the component.
         version: Its version.
         sha256: Of the file, or of the folder of sources (`files.tree_sha256`), that it came from.
-        licence: SPDX expression.
         text: The licence's text.
-        description: What of it is in the library.
-        purl: Package URL, or "".
     """
 
     name: str
     version: str
     sha256: str
-    licence: str
-    text: bytes = field(repr=False)
-    description: str
-    purl: str = ""
+    text: bytes = field(repr=False, default=b"")
 
     @property
     def text_name(self) -> str:
         """File name of its licence in the wheel's .dist-info/licenses."""
-        return re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-") + "-LICENSE.txt"
+        return text_name(self.name)
 
 
 def find_components(cuda: Toolchain) -> tuple[Component, ...]:
@@ -85,37 +108,24 @@ def find_components(cuda: Toolchain) -> tuple[Component, ...]:
             for name in ("ziglang", "torch")
         )
         version = importlib.metadata.version("ziglang")
-        return (
-            Component(
-                "CUDA Runtime (static)", _cudart_version(cuda), sha256_of(cuda.cudart), _EULA,
-                _cuda_licence(cuda),
-                "libcudart_static.a, whose sha256 this is, linked into the library.",
-            ),
-            Component(
-                "Zig runtime libraries", version,
-                _tree(zig, "lib/compiler_rt.zig", "lib/compiler_rt", "lib/ubsan_rt.zig"), "MIT",
-                (zig / "LICENSE").read_bytes(),
-                "compiler_rt and ubsan_rt, from which the linker takes what it lacks. The hash is "
-                "over their sources in the package ziglang.",
-                f"pkg:pypi/ziglang@{version}",
-            ),
-            Component(
-                "glibc (libc_nonshared.a)", f"{_GLIBC} (ziglang {version})",
-                _tree(zig, "lib/libc/glibc"), "LGPL-2.1-or-later",
-                (zig / "lib/libc/glibc/LICENSES").read_bytes(),
-                "The few functions that glibc's licence lets programs link statically; the rest is "
-                "the system's. The hash is over their sources in the package ziglang.",
-            ),
-            Component(
-                "torch headers of the stable ABI",
-                # A local version ("+cpu") says what torch's libraries can do, not its headers.
-                importlib.metadata.version("torch").partition("+")[0],
-                _tree(torch / "include/torch", "csrc/stable", "headeronly"), "BSD-3-Clause",
-                _package_licence("torch"),
-                "Inline functions. The hash is over torch/csrc/stable and torch/headeronly. The "
-                "libraries of torch are not in the wheel.",
-            ),
+        runtime, glibc = (
+            ("lib/compiler_rt.zig", "lib/compiler_rt", "lib/ubsan_rt.zig"),
+            "lib/libc/glibc",
+        )
+        texts = (
+            _cuda_licence(cuda), (zig / "LICENSE").read_bytes(),
+            (zig / glibc / "LICENSES").read_bytes(), _package_licence("torch"),
         )  # fmt: skip
+        found = (
+            (_cudart_version(cuda), sha256_of(cuda.cudart)),
+            (version, _tree(zig, *runtime)),
+            (f"{_GLIBC} (ziglang {version})", _tree(zig, glibc)),
+            # A local version ("+cpu") says what torch's libraries can do, not its headers.
+            (importlib.metadata.version("torch").partition("+")[0],
+             _tree(torch / "include/torch", "csrc/stable", "headeronly")),
+        )  # fmt: skip
+        named = zip(_LINKED, found, texts, strict=True)
+        return tuple(Component(name, *what, text) for name, what, text in named)
     except (OSError, importlib.metadata.PackageNotFoundError) as error:
         raise BuildError(
             f"the wheel's bill of materials: {error}. Install the build's packages again: "
@@ -176,23 +186,18 @@ def problems(
     """Compares a wheel's bill of materials (`data`) with the one that its own rows give."""
     try:
         components = tuple(
-            Component(
-                row["name"], row["version"], row["hashes"][0]["content"],
-                row["licenses"][0]["expression"], b"", row["description"], row.get("purl", ""),
-            )
+            Component(row["name"], row["version"], row["hashes"][0]["content"])
             for row in json.loads(data)["components"][2:]
-        )  # fmt: skip
+        )
         expected = describe(version, info, library, components, date)
     except (ValueError, LookupError, TypeError, AttributeError, BuildError) as error:
         yield f"{FILE_NAME}: not the bill of materials of this build ({error!r})"
         return
-    if data != expected:
+    if data != expected or [each.name for each in components] != [*_LINKED]:
         yield f"{FILE_NAME}: is not the one of this library, upstream, patches, version and date"
-    if (found := {each.text_name for each in components}) != LICENCE_TEXTS:
-        yield f"{FILE_NAME}: names other components: {sorted(found ^ LICENCE_TEXTS)}"
     for each in components:
-        if each.licence not in LICENCES or not re.fullmatch("[0-9a-f]{64}", each.sha256):
-            yield f"{FILE_NAME}: {each.name} has no hash, or licence {each.licence!r}"
+        if not re.fullmatch(r"[0-9a-f]{64}", str(each.sha256)) or not each.version:
+            yield f"{FILE_NAME}: {each.name} has no version or no hash"
 
 
 def _of_upstream(upstream: Mapping[str, Any]) -> tuple[Component, Component]:
@@ -204,28 +209,20 @@ def _of_upstream(upstream: Mapping[str, Any]) -> tuple[Component, Component]:
             "csrc/cutlass/include/cutlass/version.h says it; add it to CUTLASS_IN in "
             "flash_attn_build/wheel/sbom.py."
         )
-    return (
-        Component(
-            upstream["name"], release, sha256, "BSD-3-Clause", b"",
-            "Device code of its source distribution, whose sha256 this is, with our patches.",
-            f"pkg:pypi/{upstream['name']}@{release}",
-        ),
-        Component(
-            "CUTLASS", CUTLASS_IN[release], sha256, "BSD-3-Clause", b"",
-            f"Header templates from the source distribution of flash-attn {release}, whose sha256 "
-            "this is.",
-            f"pkg:github/nvidia/cutlass@v{CUTLASS_IN[release]}",
-        ),
-    )  # fmt: skip
+    versions = (release, CUTLASS_IN[release])
+    ours, theirs = (Component(n, v, sha256) for n, v in zip(_OF_UPSTREAM, versions, strict=True))
+    return ours, theirs
 
 
 def _row(component: Component) -> dict[str, Any]:
+    licence, description, purl = {**_LINKED, **_OF_UPSTREAM}[component.name]
+    purl += component.version if purl else ""
     row = {
-        "bom-ref": component.purl or component.name, "type": "library", "name": component.name,
-        "version": component.version, "description": component.description, "scope": "required",
-        "hashes": _hashes(component.sha256), "licenses": [{"expression": component.licence}],
+        "bom-ref": purl or component.name, "type": "library", "name": component.name,
+        "version": component.version, "description": description, "scope": "required",
+        "hashes": _hashes(component.sha256), "licenses": [{"expression": licence}],
     }  # fmt: skip
-    return {**row, "purl": component.purl} if component.purl else row
+    return {**row, "purl": purl} if purl else row
 
 
 def _hashes(sha256: str) -> list[dict[str, str]]:

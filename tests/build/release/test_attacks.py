@@ -91,6 +91,15 @@ def in_tests(old: str, new: str) -> Callable[[Project], object]:
     return attack
 
 
+def another_version(project: Project) -> None:
+    """0.1.0.0 is 0.1.0 to installers, and another file name to an index."""
+    files = {name.replace("0.1.0", "0.1.0.0"): data for name, data in files_of(project).items()}
+    project.wheel.unlink()
+    project.wheel = fake_wheel.pack(project.dist, files, version="0.1.0.0")
+    project.exchange(project.wheel)
+
+
+BILL = f"{INFO}/sboms/flash-attn-deterministic.cdx.json"
 METADATA, WHEEL, COMMANDS = (f"{INFO}/{name}" for name in ("METADATA", "WHEEL", "entry_points.txt"))
 ATTACKS: dict[str, tuple[Callable[[Project], object], str]] = {
     "a path that climbs": (
@@ -136,7 +145,7 @@ ATTACKS: dict[str, tuple[Callable[[Project], object], str]] = {
     "purelib": (replacing(WHEEL, b"false", b"true"), "WHEEL: expected the one tag"),
     "another licence": (replacing(f"{INFO}/licenses/LICENSE", b"BSD", b"MIT"), "is not the tree's"),
     "another bill": (
-        replacing(f"{INFO}/sboms/flash-attn-deterministic.cdx.json", b"CUTLASS", b"NOTHING"),
+        replacing(BILL, b"CUTLASS", b"NOTHING"),
         "is not the one of this library",
     ),
     "a link": (with_bytes(packed(stat.S_IFLNK | 0o777)), "archive: is not what the build makes"),
@@ -148,6 +157,13 @@ ATTACKS: dict[str, tuple[Callable[[Project], object], str]] = {
     ),
     "compressed": (
         with_bytes(lambda d: d.replace(b"PK\3\4\24\0\0\0\0", b"PK\3\4\24\0\0\0\10")), "archive: "
+    ),
+    "a bill that says another licence": (
+        with_files(lambda files: files.update({BILL: files[BILL].replace(b'"MIT"', b'"WTFPL"')})),
+        "is not the one of this library",
+    ),
+    "another spelling of the version": (
+        another_version, "name: expected flash_attn_deterministic-0.1.0-py3"
     ),
     "nothing compiled in this build": (
         lambda p: edit(p.manifest_path, lambda m: m["build"].update(compiled_in_this_run=0)),
@@ -188,6 +204,25 @@ ATTACKS: dict[str, tuple[Callable[[Project], object], str]] = {
     "GPU tests of another wheel": (in_tests("sha256:", "sha256:0"), "gpu-tests.xml.name: expected"),
     "GPU tests that do not add up": (
         in_tests('failures="0"', 'failures="1"'), "counts failures that it does not list"
+    ),
+    "GPU tests in another encoding": (
+        lambda p: (path := p.report_path.with_name("gpu-tests.xml")).write_bytes(
+            path.read_text().encode("utf-16-le")
+        ),
+        "gpu-tests.xml: is unreadable",
+    ),
+    "two suites": (
+        in_tests("</testsuites>", "<testsuite name='x' /></testsuites>"), "gpu-tests.xml: is unrea"
+    ),
+    "a report that says it is true": (
+        lambda p: edit(p.report_path, lambda r: r.update(schema_version=True), sign=True),
+        "schema_version: expected 1, got True",
+    ),
+    "a header that climbs": (
+        lambda p: edit(
+            p.manifest_path, lambda m: m.update(flags={"a cxx": ["-include", "./../evil.h"]})
+        ),
+        "a cxx was compiled with './../evil.h'",
     ),
     "GPU tests with entities": (
         in_tests("<testsuites>", '<!DOCTYPE x [<!ENTITY a "b">]><testsuites>'), "declares entities"
