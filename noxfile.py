@@ -403,7 +403,10 @@ def install_wheel(session: nox.Session, wheel: Path) -> None:
 def install_lab(session: nox.Session) -> None:
     """Installs flash-attn-deterministic-lab from its folder, by the locked setuptools."""
     options = [] if NEWEST else ["--no-deps", "--no-build-isolation"]
+    # setuptools would pack what an earlier build left there.
+    shutil.rmtree(ROOT / "lab" / "build", ignore_errors=True)
     session.install(*options, str(ROOT / "lab"))
+    shutil.rmtree(ROOT / "lab" / "build", ignore_errors=True)
 
 
 def run_tool(session: nox.Session, name: str, *arguments: str, silent: bool = False) -> str:
