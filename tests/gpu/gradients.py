@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
-from flash_attn_deterministic.reference.dropout import keep_mask, keep_probability
+from flash_attn_deterministic.reference.dropout import keep_mask
 
 from tests.gpu.attention import DTYPES, assert_same, make_qkv, skip_unless_built
 
@@ -230,63 +230,3 @@ def kept(call: GradientCall) -> torch.Tensor:
         (0, seqlen_q),
         (0, call.k.shape[1]),
     )
-
-
-def defined(
-    call: GradientCall, dtype: torch.dtype, keep: torch.Tensor | None = None
-) -> tuple[torch.Tensor, Gradients]:
-    """Attention by its definition, and its gradients by autograd, every step in one dtype.
-
-    Args:
-        call: what to compute.
-        dtype: float64 for the truth; that of the call for what plain torch makes of it.
-        keep: the dropout mask, (batch, nheads, seqlen_q, seqlen_k).
-
-    Returns:
-        out like q, and dq, dk, dv, in dtype; rows without a visible key are 0.
-    """
-    leaves = tuple(t.detach().to(dtype).requires_grad_() for t in (call.q, call.k, call.v))
-    options = {"causal": False, "window_size": (-1, -1), "softcap": 0.0, **call.options}
-    seqlen_q, nheads, head_dim = call.q.shape[1:]
-    seqlen_k, nheads_k = call.k.shape[1:3]
-    q, k, v = (t.transpose(1, 2) for t in leaves)
-    k, v = (t.repeat_interleave(nheads // nheads_k, dim=1) for t in (k, v))
-    scores = q @ k.transpose(-1, -2) * head_dim**-0.5
-    if options["softcap"] > 0:
-        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    if call.slopes is not None:
-        row = torch.arange(seqlen_q, device="cuda")[:, None] + seqlen_k - seqlen_q
-        distance = (row - torch.arange(seqlen_k, device="cuda")).abs()
-        scores = scores - (call.slopes[..., None, None] * distance).to(dtype)
-    visible = visible_keys(seqlen_q, seqlen_k, options["causal"], options["window_size"])
-    # Of a row without keys every score is masked, so nothing of its NaNs flows back.
-    probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
-    probs = torch.where(visible.any(-1, keepdim=True), probs, 0.0)
-    if keep is not None:
-        probs = torch.where(keep, probs / keep_probability(options["dropout_p"]), 0.0)
-    out = (probs @ v).transpose(1, 2)
-    dq, dk, dv = torch.autograd.grad(out, leaves, call.dout.to(dtype))
-    return out.detach(), (dq, dk, dv)
-
-
-@dataclass(frozen=True)
-class GradientErrors:
-    """Distance of one gradient from the exact one."""
-
-    largest: float
-    rmse: float
-    relative: float  # 2-norm of the difference over that of the exact gradient
-
-
-def gradient_errors(found: Gradients, exact: Gradients) -> dict[str, GradientErrors]:
-    """Compares dq, dk and dv with float64; a NaN is an infinite error."""
-    errors = {}
-    for name, one, wanted in zip(("dq", "dk", "dv"), found, exact, strict=True):
-        difference = (one.double() - wanted).abs().nan_to_num(math.inf)
-        norm = float(wanted.norm())
-        errors[name] = GradientErrors(
-            largest=float(difference.max()),
-            rmse=float(difference.square().mean().sqrt()),
-            relative=float(difference.norm()) / norm if norm > 0 else 0.0,
-        )
-    return errors

@@ -206,7 +206,7 @@ def _parts(case: Case, call: Call, gradients: bool) -> layouts.Parts:
     options = dict(_FORMS[case.form])
     if case.form == "dense":
         return [(call, call.gradients() if gradients else call())]
-    ragged = [case.seqlen_k, case.seqlen_k // 2 + 1, case.seqlen_k - 9]
+    ragged = [case.seqlen_k, case.seqlen_k // 2 + 1, max(0, case.seqlen_k - 9)]
     if "room" in options:
         options["room"] += case.seqlen_k
     if case.form.startswith(("packed", "padded")):

@@ -77,25 +77,6 @@ def test_run_to_run_beside_other_work(head_dim: int, dtype: str, feature: str) -
     assert not bool(different)
 
 
-@ALL
-@CONFIG
-def test_forward_again(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature)
-    assert_same_gradients(call(), call())
-
-
-@FEATURE
-@CONFIG
-def test_batch(head_dim: int, dtype: str, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, batch=8)
-    together = call()
-    for index in range(8):
-        alone = call.sequences([index])()
-        assert_same_gradients(picked(together, slice(index, index + 1)), alone)
-    for order in ([5, 0, 7, 2, 1, 6, 3, 4], [3, 3, 1]):
-        assert_same_gradients(picked(together, order), call.sequences(order)())
-
-
 @FEATURE
 @pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
 def test_number_of_batch_mates(head_dim: int, feature: str) -> None:
@@ -160,18 +141,6 @@ def test_packed_is_dense(head_dim: int, dtype: str, feature: str) -> None:
     backwards = run_packed(calls[::-1], 1)
     for one, expected in zip(backwards[::-1], alone, strict=True):
         assert_same_gradients(one, expected)
-
-
-@FEATURE
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), RAGGED)
-@pytest.mark.parametrize("head_dim", [64, 128], ids=["d64", "d128"])
-def test_lengths_in_a_batch(head_dim: int, seqlen_q: int, seqlen_k: int, feature: str) -> None:
-    call = draw_call(head_dim, "bf16", feature, batch=3, seqlen_q=LONGEST)
-    call = call.lengths(seqlen_q, seqlen_k)
-    together = call()
-    assert [g.shape for g in together] == [t.shape for t in (call.q, call.k, call.v)]
-    for index in range(3):
-        assert_same_gradients(picked(together, slice(index, index + 1)), call.sequences([index])())
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 70), (70, 0), (0, 0)])

@@ -24,6 +24,7 @@ from tests.gpu.attention import (
     assert_same_on_streams,
     each_config,
     make_qkv,
+    pairwise,
     skip_unless_built,
 )
 from tests.gpu.gradients import int32
@@ -32,29 +33,25 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
 SCHEDULES = ("family=sm80,path=one_cta", "family=sm90,path=one_cta", "family=sm90,path=parts")
-CONFIGS = each_config(
-    [
-        (32, "bf16"),
-        (40, "fp16"),
-        (64, "bf16"),
-        (96, "bf16"),
-        (128, "fp16"),
-        (192, "bf16"),
-        (256, "fp16"),
-    ]
-)
-MASKS: dict[str, dict[str, Any]] = {
+CONFIG = {
+    "d32": (32, "bf16"),
+    "d40": (40, "fp16"),
+    "d64": (64, "bf16"),
+    "d96": (96, "bf16"),
+    "d128": (128, "fp16"),
+    "d192": (192, "bf16"),
+    "d256": (256, "fp16"),
+}
+CONFIGS = each_config(tuple(CONFIG.values()))
+MASK: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window_size": (300, 20)},
     "narrow": {"window_size": (0, 0)},
     "softcap": {"softcap": 20.0, "causal": True},
 }
-MASK = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
-# nheads, nheads_k: of a group of 1, 4, 8 and 3 heads
-HEADS = pytest.mark.parametrize(
-    ("nheads", "nheads_k"), [(2, 2), (8, 2), (8, 1), (6, 2)], ids=["g1", "g4", "g8", "g3"]
-)
+HEADS = {"g1": (2, 2), "g4": (8, 2), "g8": (8, 1), "g3": (6, 2)}  # nheads, nheads_k
+AXES: dict[str, Any] = {"config": CONFIG, "heads": HEADS, "options": MASK}
 SPLIT = 256
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -79,55 +76,44 @@ def assert_schedules_agree(
     return results[0]
 
 
-@pytest.mark.parametrize("seqlen_k", [257, 511, 512, 513, 575, 577, 1100])
-@MASK
-@HEADS
-@CONFIGS
+@pairwise(**AXES, seqlen_k=(257, 511, 512, 513, 575, 577, 1100))
 def test_edges_of_splits(
-    head_dim: int,
-    dtype: str,
-    nheads: int,
-    nheads_k: int,
+    config: tuple[int, str],
+    heads: tuple[int, int],
     options: dict[str, Any],
     seqlen_k: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (head_dim, dtype), (nheads, nheads_k) = config, heads
     skip_unless_built(head_dim, dtype)
     q, k, v = make_qkv((2, 200, nheads, head_dim), seqlen_k, nheads_k, dtype=DTYPES[dtype])
     assert_schedules_agree(monkeypatch, flash_attn_func, q, k, v, split_size=SPLIT, **options)
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 2, 16, 17, 63, 65, 127, 129, 193, 385, 900])
-@MASK
-@HEADS
-@CONFIGS
+@pairwise(**AXES, seqlen_q=(1, 2, 16, 17, 63, 65, 127, 129, 193, 385, 900))
 def test_edges_of_tiles(
-    head_dim: int,
-    dtype: str,
-    nheads: int,
-    nheads_k: int,
+    config: tuple[int, str],
+    heads: tuple[int, int],
     options: dict[str, Any],
     seqlen_q: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With 900 queries on 700 keys some rows see none."""
+    (head_dim, dtype), (nheads, nheads_k) = config, heads
     skip_unless_built(head_dim, dtype)
     q, k, v = make_qkv((2, seqlen_q, nheads, head_dim), 700, nheads_k, dtype=DTYPES[dtype])
     assert_schedules_agree(monkeypatch, flash_attn_func, q, k, v, split_size=SPLIT, **options)
 
 
-@MASK
-@HEADS
-@CONFIGS
+@pairwise(**AXES)
 def test_ragged(
-    head_dim: int,
-    dtype: str,
-    nheads: int,
-    nheads_k: int,
+    config: tuple[int, str],
+    heads: tuple[int, int],
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sequences without queries or keys, and such as end at, before and behind a split's end."""
+    (head_dim, dtype), (nheads, nheads_k) = config, heads
     skip_unless_built(head_dim, dtype)
     lengths_q = [300, 0, 1, 65, 640, 5, 40, 129]
     lengths_k = [300, 17, 900, 0, 129, 256, 257, 511]
@@ -144,21 +130,16 @@ def test_ragged(
     )
 
 
-@pytest.mark.parametrize("page_size", [0, 16, 64, 256])
-@pytest.mark.parametrize("seqlen_q", [3, 16, 100])
-@MASK
-@HEADS
-@CONFIGS
+@pairwise(**AXES, seqlen_q=(3, 16, 100), page_size=(0, 16, 64, 256))
 def test_cache_with_nan_behind_its_ends(
-    head_dim: int,
-    dtype: str,
-    nheads: int,
-    nheads_k: int,
+    config: tuple[int, str],
+    heads: tuple[int, int],
     options: dict[str, Any],
     seqlen_q: int,
     page_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (head_dim, dtype), (nheads, nheads_k) = config, heads
     skip_unless_built(head_dim, dtype)
     used = [1000, 63, 0, 256, 257, 512]
     page, batch = page_size or 1024, len(used)

@@ -20,7 +20,6 @@ from tests.gpu.attention import DTYPES, assert_same, each_config, same_bits
 from tests.gpu.gradients import (
     DROPOUT_FEATURES,
     GradientCall,
-    defined,
     draw_call,
     int32,
     kept,
@@ -194,22 +193,6 @@ def test_heads_and_sequences_have_masks_of_their_own() -> None:
     for left, right in itertools.combinations(mask, 2):
         # Two masks of independent elements agree in 0.8^2 + 0.2^2 of them.
         assert 0.6 < float((left == right).double().mean()) < 0.76
-
-
-@FEATURE
-@pytest.mark.parametrize("split_size", [128, 0])
-@CONFIG
-def test_out_against_float64(head_dim: int, dtype: str, split_size: int, feature: str) -> None:
-    call = draw_call(head_dim, dtype, feature, seqlen_q=200, seqlen_k=333)
-    call = call.with_options(split_size=split_size)
-    _, out = call.forward()
-    options = {name: x for name, x in call.options.items() if name != "split_size"}
-    exact, _ = defined(replace(call, options=options), torch.float64, kept(call))
-    positive = replace(call, v=call.v.abs(), options=options)
-    weight, _ = defined(positive, torch.float64, kept(call))
-    # Weights and the output are rounded to the dtype.
-    excess = (out.detach().double() - exact).abs() - torch.finfo(DTYPES[dtype]).eps * weight
-    assert float(excess.max()) <= 1e-5
 
 
 @FEATURE

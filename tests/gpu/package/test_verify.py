@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,14 @@ from flash_attn_deterministic.verify.contract import (
     run_check,
     size_of,
 )
+from flash_attn_deterministic.verify.contract.call import Call, draw, pick
 from flash_attn_deterministic.verify.contract.sizes import Config
 from flash_attn_deterministic.verify.outcome import Exit
+from flash_attn_deterministic.verify.shared.bits import difference
 from flash_attn_deterministic.verify.supervisor import Supervisor
+
+from tests.drawn import draw_case
+from tests.gpu.attention import HEAD_DIMS
 
 pytestmark = pytest.mark.gpu
 
@@ -48,10 +55,29 @@ def test_contract(check: Check, config: Config) -> None:
     assert outcome.cases > 0 or (check.id == "family" and config[0] < 64)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"d{config[0]}-{config[1]}")
-def test_accuracy(config: Config) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda head_dim: f"d{head_dim}")
+def test_accuracy(head_dim: int, dtype: str) -> None:
+    assert_accurate((head_dim, dtype), Attention.installed(), accuracy.cases("cuda"))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_accuracy_of_drawn_calls(seed: int) -> None:
+    config, case = draw_case(seed, longest=2000)
+    attention = Attention.installed()
+    if seed % 4 == 0:
+        attention = dataclasses.replace(attention, dense=atomic)
+    assert_accurate(config, attention, [case])
+
+
+def atomic(*args: Any, **kwargs: Any) -> Any:
+    return flash_attn_func(*args, **{**kwargs, "deterministic": "never"})
+
+
+def assert_accurate(config: Config, attention: Attention, among: Iterable[accuracy.Case]) -> None:
     skip_unless_held(config)
-    rows = accuracy.measure(config, "cuda", Attention.installed())["rows"]
+    rows = accuracy.measure(config, "cuda", attention, among)["rows"]
+    assert rows
     assert [row for row in rows if not row["passed"]] == []
 
 
@@ -69,6 +95,45 @@ def test_the_checks_fail_what_is_schedule_dependent(check_id: str) -> None:
     size = dataclasses.replace(size_of("cuda", quick=True), configs=(config,))
     attention = dataclasses.replace(Attention.installed(), dense=schedule_dependent)
     assert run_check(BY_ID[check_id], size, attention).failed > 0
+
+
+def drawn(head_dim: int, dtype: str, seqlen_q: int, seqlen_k: int, **shape: int) -> Call:
+    skip_unless_held((head_dim, dtype))
+    size = (shape.get("batch", 2), seqlen_q, shape.get("nheads", 8), head_dim)
+    return draw(
+        Attention.installed(), size, seqlen_k, shape.get("nheads_k", 2),
+        dtype=dtype, device="cuda", seed=0, options={},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_without_the_mode_the_batch_changes_bits(dtype: str) -> None:
+    """The checks could not see anything otherwise."""
+    call = drawn(128, dtype, 1, 16_384, batch=64, nheads=32, nheads_k=8)
+    with deterministic_mode(enabled=False):
+        alone, together = call.sequences([0])(), pick(call(), 0)
+    assert difference(alone["out"], together["out"]) is not None
+    for name, tensor in pick(call(), 0).items():
+        assert difference(tensor, call.sequences([0])()[name]) is None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("seqlen_q", [1, 130])
+def test_split_size_changes_bits(seqlen_q: int, dtype: str) -> None:
+    call = drawn(128, dtype, seqlen_q, 4096)
+    results = [call.with_options(split_size=size)()["out"] for size in (64, 512, 2048, 0)]
+    for left, right in itertools.combinations(results, 2):
+        assert difference(left, right) is not None
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"d{config[0]}-{config[1]}")
+def test_mode_is_what_a_call_without_split_size_takes(config: Config) -> None:
+    call = drawn(*config, 130, 4100).with_options(causal=True)
+    with deterministic_mode(split_size=64):
+        of_mode = call()
+    for own, split_size in ((of_mode, 64), (call(), 2048)):
+        for name, tensor in call.with_options(split_size=split_size)().items():
+            assert difference(own[name], tensor) is None
 
 
 def test_memory_is_measured_above_the_inputs() -> None:

@@ -12,6 +12,8 @@ from flash_attn_deterministic.verify import accuracy, bounds, exact
 from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.features import FEATURES
 
+from tests.drawn import draw_case
+
 OURS = Attention.installed()
 ON_CPU = list(accuracy.cases("cpu"))
 
@@ -28,6 +30,14 @@ def test_ours_passes(head_dim: int, dtype: str) -> None:
     rows = accuracy.measure((head_dim, dtype), "cpu", OURS)["rows"]
     assert [row["name"] for row in rows if not row["passed"]] == []
     assert len({row["name"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_calls_pass(seed: int) -> None:
+    config, case = draw_case(seed, longest=130, head_dims=range(1, 80))
+    rows = accuracy.measure(config, "cpu", OURS, [case])["rows"]
+    assert rows
+    assert [row for row in rows if not row["passed"]] == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
