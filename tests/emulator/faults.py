@@ -195,13 +195,17 @@ FAULTS = [
         "a note is not waited for",
         64,
         _PRODUCER,
-        "    barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);\n"
-        "    const Work work = read_work_by_warp(",
-        "    const Work work = read_work_by_warp(",
+        "  uint32_t parities = 0;  // a bit for each note\n"
+        "  for (int turn = 0;; ++turn) {\n"
+        "    const int note = turn & 1;\n"
+        "    barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);\n",
+        "  uint32_t parities = 0;\n"
+        "  for (int turn = 0;; ++turn) {\n"
+        "    const int note = turn & 1;\n",
     ),
     Fault(
         "a note takes a reader too few",
-        *(64, _LAUNCH, "kConsumerWarps + 2)", "kConsumerWarps + 1)"),
+        *(64, _LAUNCH, "kConsumerWarps + 3)", "kConsumerWarps + 2)"),
     ),
     Fault(
         "a block takes a warp too few",

@@ -5,11 +5,11 @@
     python -m tests.emulator.hopper --upstream build/dev/upstream --faults
     python -m tests.emulator.hopper --upstream build/dev/upstream --plans --count 10000
 
-Drawn calls go through every kernel of instances.json, and with --variants through the shapes of
-tests/benchmarks/hopper_variants.cu. --faults plants known faults, one after another, each of which
-must be found. --plans runs no kernel, but checks the plans of drawn calls and devices (plans.cpp).
---backward runs the backward's loop against plain loops (hopper_bwd.cpp). Needs g++ and the CUDA
-runtime (headers and libcudart_static.a), but no GPU. See hopper.h for what this shows.
+Drawn calls go through every kernel of instances.json. --faults plants known faults, one after
+another, each of which must be found. --plans runs no kernel, but checks the plans of drawn calls
+and devices (plans.cpp). --backward runs the backward's loop against plain loops (hopper_bwd.cpp).
+Needs g++ and the CUDA runtime (headers and libcudart_static.a), but no GPU. See hopper.h for what
+this shows.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ def build(
     folder: Path,
     head_dim: int,
     dtype: str,
-    variants: bool = False,
     source: str = "hopper_fwd.cpp",
     fault: Fault | None = None,
 ) -> Path:
@@ -97,7 +96,6 @@ def build(
         folder: where to build.
         head_dim: of the kernels.
         dtype: "bf16" or "fp16".
-        variants: with the shapes of tests/benchmarks/hopper_variants.cu.
         source: of the program.
         fault: to plant; None for none.
 
@@ -125,13 +123,9 @@ def build(
             text += '#include "hopper_products.h"\n'
         path.write_text(text, encoding="utf-8")
     (sources / "hopper_table.h").write_text(_table(tree, head_dim, dtype), encoding="utf-8")
-    if variants:
-        text = (tree / "tests/benchmarks/hopper_variants.cu").read_text(encoding="utf-8")
-        text = text[: text.index('extern "C"')].replace("__nv_bfloat16", "fad::Element90")
-        (sources / "variants.h").write_text(text, encoding="utf-8")
     words = ["-march=native", "-fno-strict-aliasing", "-Wno-psabi"]
     words += [f"-DHEAD_DIM={head_dim}", f"-DFAD_HEAD_DIM={head_dim}"]
-    return compile_program(source, words + ["-DVARIANTS"] * variants, tree, folder, cuda)
+    return compile_program(source, words, tree, folder, cuda)
 
 
 def find(fault: Fault, tree: Path, upstream: Path, cuda: Path, first: int, count: int) -> str:
@@ -172,7 +166,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp16"], default=["bf16"])
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--count", type=int, help="calls; default: 10, for a fault at most 40")
-    parser.add_argument("--variants", action="store_true")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--faults", action="store_true")
     which.add_argument("--plans", action="store_true")
@@ -198,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as name:
                 program = build(
                     *(options.tree, options.upstream, options.cuda, Path(name) / "new"),
-                    *(head_dim, dtype, options.variants, source),
+                    *(head_dim, dtype, source),
                 )
                 run = subprocess.run([str(program), str(options.first), str(count)], check=False)
                 failed = failed or run.returncode != 0

@@ -34,29 +34,6 @@ struct Named {
   FwdKernel kernel;
 };
 
-#ifdef VARIANTS
-}  // namespace fad
-#include "variants.h"  // cut from tests/benchmarks/hopper_variants.cu
-namespace fad {
-
-const Variant* variant_at_hand = nullptr;
-
-void launch_variant(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  variant_at_hand->launch(sm90::params_of(params, params.tree), ctas, stream);
-}
-
-bool has_128_keys(const Variant& variant) {
-  return std::string(variant.name).find("k128") != std::string::npos;
-}
-
-bool takes_variant(const FwdParams& call, const Tree& tree) {
-  const int keys = has_128_keys(*variant_at_hand) ? 128 : 64;
-  const sm90::FwdParams params = sm90::params_of(call, tree);
-  return params.split_tokens % keys == 0 && params.softcap == 0.f &&
-         sm90::supports(params);
-}
-#endif
-
 std::vector<Named> kernels() {
   std::vector<Named> all;
 #ifdef HAS_PARTS
@@ -384,22 +361,6 @@ int main(int count_of_arguments, char** arguments) {
       runs[named.name] += run_kernel(call, expected, named, seed, 2, right);
       different += !right;
     }
-#ifdef VARIANTS
-    for (const Variant& variant : kVariants) {
-      const std::string name = variant.name;
-      fad::variant_at_hand = &variant;
-      for (const fad::Path path : {fad::Path::kOneCta, fad::Path::kParts}) {
-        const int shared = fad::sm90::shared_bytes(variant.ctas_per_sm);
-        const fad::Named named{
-            name + (path == fad::Path::kParts ? ", parts" : ""),
-            {fad::Family::kSm90, path, fad::kMost & ~fad::kAlibi, variant.rows, shared, shared,
-             &fad::launch_variant, variant.ctas_per_sm, &fad::takes_variant}};
-        bool right = true;
-        runs[named.name] += run_kernel(call, expected, named, seed, 1, right);
-        different += !right;
-      }
-    }
-#endif
   }
   for (const auto& [name, calls] : runs) {
     std::printf("  %s: %d calls\n", name.c_str(), calls);

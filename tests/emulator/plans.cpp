@@ -144,8 +144,7 @@ void launch_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
       if (call.tile_counter == nullptr && dealt[number] != 1) {
         wrong("tile %d is dealt out %d times", number, dealt[number]);
       }
-      int k_row;
-      const sm90::Work work = sm90::work_of<T>(call, number, k_row);
+      const sm90::Work work = sm90::work_of<T>(call, number);
       const long long unit =
           static_cast<long long>(work.bidb) * (params.h / params.group) + work.bidh / params.group;
       if (work.bidh % params.group != 0 || work.first_row % T::kRows != 0) {

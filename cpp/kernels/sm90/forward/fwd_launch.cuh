@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(shared + T::kWorkFull + 8 * i, 1);
-      barrier_init(shared + T::kWorkEmpty + 8 * i, kConsumerWarps + 2);
+      barrier_init(shared + T::kWorkEmpty + 8 * i, kConsumerWarps + 3);
       barrier_init(shared + T::kTailLoaded + 8 * i, 1);
     }
     fence_barrier_init();
@@ -50,11 +50,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kCtasPerSm)
   if (warpgroup == 0) {
     give_registers<T::kProducerRegisters>();
     if (threadIdx.x / 32 == 0) {
-      load_keys_and_values<T>(call, q_map, k_map, v_map, shared);
+      load_keys<T>(call, q_map, k_map, shared);
     } else if (threadIdx.x == 32) {
       load_queries<T>(call, q_map, shared);
     } else if (threadIdx.x / 32 == 2) {
       clear_tails<T>(shared);
+    } else if (threadIdx.x / 32 == 3) {
+      load_values<T>(call, v_map, shared);
     }
   } else {
     take_registers<T::kConsumerRegisters>();

@@ -1,5 +1,5 @@
-// The warps that feed the consumers: one takes tiles and loads K and V (and what goes through the
-// ring of Q), one loads Q, one clears rows of V behind the end of a sequence.
+// The warps that feed the consumers: one takes tiles and loads K (and what goes through the ring of
+// Q), one loads Q, one clears rows of V behind the end of a sequence, one loads V.
 #pragma once
 
 #include "fwd_tile.h"
@@ -14,7 +14,7 @@ namespace fad::sm90 {
 // of heads, whose K and V fit in L2, before the next. Parts of the first split of all tiles before
 // those of the next: they share keys, and it is the last splits that a mask cuts.
 template <typename T>
-__device__ __forceinline__ Work work_of(const FwdCall& call, int number, int& k_row) {
+__device__ __forceinline__ Work work_of(const FwdCall& call, int number) {
   const int split = number / call.split_tiles;
   const int tile = call.first_tile + number - split * call.split_tiles;
   const int section = tile / (call.units_at_a_time * call.row_tiles);
@@ -39,7 +39,6 @@ __device__ __forceinline__ Work work_of(const FwdCall& call, int number, int& k_
   int length = call.cu_seqlens_k == nullptr ? call.seqlen_k : call.cu_seqlens_k[b + 1] - first_k;
   length = (call.seqused_k == nullptr ? length : call.seqused_k[b]) + call.seqlen_new - pad;
   work.seqlen_k = within(length, call.seqlen_k - pad);
-  k_row = call.block_table == nullptr ? first_k + pad : 0;
   return work;
 }
 
@@ -72,25 +71,74 @@ __device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUte
   }
 }
 
-// Where some keys of a sequence lie: a lane knows the rows of one box of them, and loads it.
-struct KeyBoxes {
-  int first = -1;  // number of lane 0's box in the sequence
-  int row = 0;
-  int sequence = 0;  // of k and v; a page, where they are in pages
+// A warp's loads of a tile's keys, or values. A block of them is one box for every 64 columns or,
+// in pages, several, each loaded by a lane of its own: where 32 of them lie is found at once, since
+// reading the page table takes long.
+template <typename T>
+struct BlockLoads {
+  const FwdCall& call;
+  const CUtensorMap& map;
+  const Work& work;
+  uint32_t shared;
+  int lane = threadIdx.x % 32;
+  int first = -1;         // number of lane 0's box in the sequence
+  int row = 0;            // of this lane's
+  int sequence_of_k = 0;  // a page, if there are pages
+
+  __device__ __forceinline__ void find_boxes() {
+    const int key = (first + lane) * call.box_keys;
+    const int64_t b = work.bidb;
+    if (call.block_table != nullptr) {
+      // Behind the end there may be no page: rows that no page has are zeros.
+      const bool used = key < work.seqlen_k;
+      const int page = key / call.page_size;
+      row = used ? key - page * call.page_size : call.page_size;
+      sequence_of_k = used ? call.block_table[b * call.block_table_batch_stride + page] : 0;
+    } else {
+      row = key + (call.cu_seqlens_k == nullptr ? 0 : call.cu_seqlens_k[b]) +
+            (call.leftpad_k == nullptr ? 0 : call.leftpad_k[b]);
+      sequence_of_k = call.cu_seqlens_k != nullptr      ? 0
+                      : call.cache_batch_idx != nullptr ? call.cache_batch_idx[b]
+                                                        : work.bidb;
+    }
+  }
+
+  // Into a place of the ring; full: the barrier that counts the bytes.
+  __device__ __forceinline__ void load(int block, const Ring& ring, uint32_t full) {
+    const int number = block * call.block_boxes;
+    if (first != number / 32 * 32) {
+      first = number / 32 * 32;
+      find_boxes();
+    }
+    const int box = lane - number % 32;  // of the block
+    barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
+    if (lane == 0) {
+      barrier_expect(full, T::kBlockBytes);
+    }
+    __syncwarp();
+    if (box >= 0 && box < call.block_boxes) {
+      const uint32_t to =
+          shared + T::kRingAt + ring.slot * T::kBlockBytes + box * call.box_keys * kBoxRowBytes;
+#pragma unroll
+      for (int i = 0; i < T::kBoxes; ++i) {
+        load_box(to + i * T::kBoxBytes, map, full, i * kBoxColumns, work.bidh / call.heads_per_kv,
+                 row, sequence_of_k);
+      }
+    }
+  }
 };
 
-// One warp. A block of keys is one box for every 64 columns or, in pages, several.
+// Each block of V comes to the ring after the next block of K, as the consumers need them: this
+// warp and the one that loads V skip each other's places.
 template <typename T>
-__device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const CUtensorMap& q_map,
-                                                     const CUtensorMap& k_map,
-                                                     const CUtensorMap& v_map, uint32_t shared) {
+__device__ __forceinline__ void load_keys(const FwdCall& call, const CUtensorMap& q_map,
+                                          const CUtensorMap& k_map, uint32_t shared) {
   const int lane = threadIdx.x % 32;
   Ring ring;
   int taken = 0;
   for (int turn = 0;; ++turn) {
     Work work;
     KeyRange blocks{};
-    int k_row = 0;
     for (;;) {
       const int tile = __shfl_sync(~0u, lane == 0 ? next_tile(call, taken) : 0, 0);
       ++taken;
@@ -98,7 +146,7 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
         work.first_row = -1;
         break;
       }
-      work = work_of<T>(call, tile, k_row);
+      work = work_of<T>(call, tile);
       if (work.first_row < work.rows) {
         blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
         // Rows without keys get their zeros here, or where parts are merged.
@@ -128,75 +176,70 @@ __device__ __forceinline__ void load_keys_and_values(const FwdCall& call, const 
     if (done) {
       return;
     }
-
-    const int batch = call.cu_seqlens_k != nullptr      ? 0
-                      : call.cache_batch_idx != nullptr ? call.cache_batch_idx[work.bidb]
-                                                        : work.bidb;
-    const int head = work.bidh / call.heads_per_kv;
-    KeyBoxes keys, values;
-    const auto load = [&](const CUtensorMap& map, int block, bool is_tail, KeyBoxes& at) {
-      const int number = block * call.block_boxes;
-      if (at.first != number / 32 * 32) {  // rarely: reading the page table takes long
-        at.first = number / 32 * 32;
-        const int key = (at.first + lane) * call.box_keys;
-        at.row = k_row + key;
-        at.sequence = batch;
-        if (call.block_table != nullptr) {
-          // Behind the end there may be no page: rows that no page has are zeros.
-          const bool used = key < work.seqlen_k;
-          const int page = key / call.page_size;
-          const int64_t sequence = work.bidb;
-          at.row = used ? key - page * call.page_size : call.page_size;
-          at.sequence =
-              used ? call.block_table[sequence * call.block_table_batch_stride + page] : 0;
-        }
-      }
-      const int box = lane - number % 32;  // of the block
+    if (count == 0) {
+      continue;
+    }
+#pragma unroll 1
+    for (int block = 0; block < T::kRingQueryBlocks; ++block) {
       barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
-      const uint32_t full =
-          shared + (is_tail ? T::kTailLoaded + 8 * note : T::kFull + 8 * ring.slot);
+      const uint32_t full = shared + T::kFull + 8 * ring.slot;
+      const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
+      constexpr int kGroups = T::kWarpgroups / (T::kQueriesThroughRing ? T::kRingQueryBlocks : 1);
+      constexpr int kGroupBytes = T::kRingBoxes * T::kQBoxBytes;
       if (lane == 0) {
-        barrier_expect(full, T::kBlockBytes);
+        barrier_expect(full, kGroups * kGroupBytes);
+#pragma unroll 1
+        for (int i = 0; i < kGroups; ++i) {
+          load_query_boxes<T>(call, q_map, work, block * kGroups + i, 0, T::kRingBoxes,
+                              to + i * kGroupBytes, full);
+        }
       }
       __syncwarp();
-      if (box >= 0 && box < call.block_boxes) {
-        const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes +
-                            box * call.box_keys * kBoxRowBytes;
-#pragma unroll
-        for (int i = 0; i < T::kBoxes; ++i) {
-          load_box(to + i * T::kBoxBytes, map, full, i * kBoxColumns, head, at.row, at.sequence);
-        }
-      }
       ring.advance(call.blocks);
-    };
-    if (count > 0) {
-#pragma unroll 1
-      for (int block = 0; block < T::kRingQueryBlocks; ++block) {
-        barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
-        const uint32_t full = shared + T::kFull + 8 * ring.slot;
-        const uint32_t to = shared + T::kRingAt + ring.slot * T::kBlockBytes;
-        constexpr int kGroups = T::kWarpgroups / (T::kQueriesThroughRing ? T::kRingQueryBlocks : 1);
-        constexpr int kGroupBytes = T::kRingBoxes * T::kQBoxBytes;
-        if (lane == 0) {
-          barrier_expect(full, kGroups * kGroupBytes);
-#pragma unroll 1
-          for (int i = 0; i < kGroups; ++i) {
-            load_query_boxes<T>(call, q_map, work, block * kGroups + i, 0, T::kRingBoxes,
-                                to + i * kGroupBytes, full);
-          }
-        }
-        __syncwarp();
-        ring.advance(call.blocks);
+    }
+    BlockLoads<T> loads{call, k_map, work, shared};
+    for (int block = blocks.end - 1; block >= blocks.begin; --block) {
+      loads.load(block, ring, shared + T::kFull + 8 * ring.slot);
+      ring.advance(call.blocks);
+      if (block < blocks.end - 1) {
+        ring.advance(call.blocks);  // V's place
       }
     }
-    // Each block of V comes after the next block of K, as the consumers need them.
-    for (int block = blocks.end; block >= blocks.begin && count > 0; --block) {
+    ring.advance(call.blocks);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void load_values(const FwdCall& call, const CUtensorMap& v_map,
+                                            uint32_t shared) {
+  Ring ring;
+  for (int turn = 0;; ++turn) {
+    const int note = turn & 1;
+    barrier_wait(shared + T::kWorkFull + 8 * note, turn >> 1 & 1);
+    const Work work = read_work_by_warp(shared + T::kWorkAt + 32 * note);
+    if (work.first_row < 0) {
+      return;
+    }
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(shared + T::kWorkEmpty + 8 * note);
+    }
+    const KeyRange blocks = blocks_of_rows<T>(call, work, work.first_row, T::kRows);
+    if (blocks.end == blocks.begin) {
+      continue;
+    }
+#pragma unroll 1
+    for (int block = 0; block < T::kRingQueryBlocks + 1; ++block) {  // of Q, and the first of K
+      ring.advance(call.blocks);
+    }
+    BlockLoads<T> loads{call, v_map, work, shared};
+    for (int block = blocks.end - 1; block >= blocks.begin; --block) {
       if (block > blocks.begin) {
-        load(k_map, block - 1, false, keys);
+        ring.advance(call.blocks);  // K's place
       }
-      if (block < blocks.end) {
-        load(v_map, block, tail && block == blocks.end - 1, values);
-      }
+      const bool tail = work.tail >= 0 && block == blocks.end - 1;
+      loads.load(block, ring,
+                 shared + (tail ? T::kTailLoaded + 8 * note : T::kFull + 8 * ring.slot));
+      ring.advance(call.blocks);
     }
   }
 }

@@ -74,7 +74,9 @@ struct FwdTile {
   // Blocks in the ring beside the state of later splits, and with a single split, which has none.
   static constexpr int kBlocks = blocks_in(kSharedBytes - kBarrierBytes - kQBytes - kStateBytes);
   static constexpr int kBlocksAlone = blocks_in(kSharedBytes - kBarrierBytes - kQBytes);
-  static_assert(kBlocks >= 3 && kBlocks > kRingQueryBlocks + 1);
+  // From V's last place in a tile to its first in the next one it is at most this far: a warp that
+  // waits for a block to be free must not be two rounds of the ring ahead of the one before.
+  static_assert(kBlocks >= kRingQueryBlocks + 3);
   static constexpr int kRingAt = kQBytes;
   static constexpr int kStateAt = kRingAt + kBlocks * kBlockBytes;
   static constexpr int kBarriersAt = kSharedBytes - kBarrierBytes;
