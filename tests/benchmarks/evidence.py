@@ -30,8 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests import conftest as _finds_flash_attn_build  # noqa: F401
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 RECORD = "gpu-tests.json"
@@ -222,7 +220,7 @@ def install(out: Path, results: Path, sources: Mapping[str, str]) -> list[str]:
     names = [name for name in names if (out / name).exists()]
     for name in [RECORD, *(name for name in names if name.endswith(".json"))]:
         found = json.loads((out / name).read_text(encoding="utf-8"))
-        own = found.get("sources") or found.get("build", {}).get("sources") or {}
+        own = found.get("provenance", found).get("sources") or {}
         differing = [part for part in sources if own.get(part) != sources[part]]
         if differing:
             raise ValueError(f"{name}: of other kernels, or of none: {', '.join(differing)} differ")
@@ -265,11 +263,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _install(options: argparse.Namespace) -> int:
-    from flash_attn_build.compile.sources import digests
-
     from tests.benchmarks import tables
+    from tests.results import kernels
 
-    copied = install(options.folder, RESULTS, digests())
+    copied = install(options.folder, RESULTS, kernels())
     print(f"copied: {', '.join(copied) or 'the record alone'}")
     return tables.main([])
 
