@@ -78,7 +78,8 @@ def release(
                 shutil.copyfile(wheel, made / "package-index" / wheel.name)
         changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
         write_text(made / "notes.md", _notes(verdicts, changelog))
-        paths = sorted(path for path in made.rglob("*") if path.is_file())
+        paths = [path for path in made.rglob("*") if path.is_file()]
+        paths.sort(key=lambda path: path.relative_to(made).as_posix())
         sums = [f"{sha256_of(path)}  {path.relative_to(made).as_posix()}\n" for path in paths]
         write_text(made / "SHA256SUMS", "".join(sums))
         write_json(out.parent / RESULT, test_result(verdicts, root, assets))
