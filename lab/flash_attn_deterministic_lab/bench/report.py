@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report.pictures import bars
+from ..pictures import bars
 from ..shared.document import Document, Section, markdown
 from ..shared.files import finite, json_text, write_files
 

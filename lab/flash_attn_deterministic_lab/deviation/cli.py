@@ -165,7 +165,7 @@ def _gradients(arguments: argparse.Namespace) -> None:
     from .instrument.gradients import GradientPlan, run_gradients
 
     if not arguments.no_plots:
-        from ..report.pictures import load_pyplot
+        from ..pictures import load_pyplot
 
         load_pyplot()  # fails before anything is computed
     target = _target(arguments)
@@ -264,13 +264,13 @@ def _repeat(arguments: argparse.Namespace) -> object:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from ..report.pictures import load_pyplot
+    from ..pictures import load_pyplot
     from .report.page import write_report
 
     load_pyplot()  # fails before anything is computed
     folders = list(arguments.results)
     if arguments.quick:
-        from .study.all_studies import quick_studies
+        from .study.quick import quick_studies
 
         folders = quick_studies(arguments.out)
     elif not folders:

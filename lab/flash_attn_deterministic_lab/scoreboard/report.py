@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ..report.pictures import fields
+from ..pictures import fields
 from ..shared.document import Document, Section
 from .trial import BROKEN, KEPT, NOT_APPLICABLE, NOT_RUN, RAISED
 

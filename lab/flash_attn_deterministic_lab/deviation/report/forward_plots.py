@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ...report.pictures import DotPanels, Line, LinePanels, Panels
+from ...pictures import DotPanels, Line, LinePanels, Panels
 from ..emulate.steps import LINES, STEP_NAMES, TILING
 from ..forward.cells import Cell, Result
 from ..forward.plan import FOUR_FORMATS, Points

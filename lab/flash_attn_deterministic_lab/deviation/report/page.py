@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ArgumentError
-from ...report.pictures import Panels, draw_all
+from ...pictures import Panels, draw_all
 from ...shared.document import Document, Section, html, markdown
 from ..forward.plan import Points, forward_points
 from ..numbers.intervals import Interval, median_interval

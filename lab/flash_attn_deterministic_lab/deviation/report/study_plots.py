@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...report.pictures import DotPanels, Line, LinePanels, Panels
+from ...pictures import DotPanels, Line, LinePanels, Panels
 from ..kernels.kernel_study import COMPARED
 from ..training.training_study import by_seed, minus
 from .names import title

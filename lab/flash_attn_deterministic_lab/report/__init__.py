@@ -1,1 +1,0 @@
-"""What all results are shown by: one model of a document, its templates, and one drawer."""
