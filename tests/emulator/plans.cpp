@@ -112,7 +112,7 @@ void launch_sm80(const FwdParams& params, unsigned ctas, cudaStream_t) {
 
 template <int kBlockM>
 void launch_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  using T = sm90::TileOf<sm90::bf16, HEAD_DIM, kBlockM, false>;
+  using T = sm90::FwdTile<sm90::bf16, HEAD_DIM, kBlockM, false>;
   if (ctas == 0 || static_cast<int>(ctas) > T::kCtasPerSm * seen.device->num_sms) {
     wrong("%u CTAs", ctas);
   }

@@ -117,9 +117,9 @@ using bf16 = __nv_bfloat16;
 template <typename Element, int kHeadDim, int kBlockM>
 void fwd_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   if (params.softcap > 0.f) {
-    launch_fwd<TileOf<Element, kHeadDim, kBlockM, true>>(params, ctas, stream);
+    launch_fwd<FwdTile<Element, kHeadDim, kBlockM, true>>(params, ctas, stream);
   } else {
-    launch_fwd<TileOf<Element, kHeadDim, kBlockM, false>>(params, ctas, stream);
+    launch_fwd<FwdTile<Element, kHeadDim, kBlockM, false>>(params, ctas, stream);
   }
 }
 

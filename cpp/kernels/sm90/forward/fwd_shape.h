@@ -56,10 +56,4 @@ constexpr FwdShape fwd_shape(int head_dim, int block_m) {
                                              : FwdShape{64, 16, false, true, 8, true, true};
 }
 
-// The product's shapes as types, as a tile takes them.
-template <int kHeadDim, int kBlockM>
-struct ShapeOf {
-  static constexpr FwdShape value = fwd_shape(kHeadDim, kBlockM);
-};
-
 }  // namespace fad::sm90

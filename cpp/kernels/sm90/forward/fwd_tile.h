@@ -8,22 +8,22 @@
 
 namespace fad::sm90 {
 
-// Shape: a type whose `value` is a FwdShape.
-template <typename Element_, int kHeadDim_, bool kSoftcap_, int kWarpgroups_, typename Shape>
+template <typename Element_, int kHeadDim_, int kBlockM, bool kSoftcap_>
 struct FwdTile {
-  static constexpr int kKeys = Shape::value.keys;
-  static constexpr int kStateColumns = Shape::value.state_columns;
-  static constexpr bool kTakesTurns = Shape::value.takes_turns;
-  static constexpr bool kWaitsLast = Shape::value.waits_last;
-  static constexpr int kRegisterQueries = Shape::value.register_queries;
-  static constexpr bool kQueriesThroughRing = Shape::value.queries_through_ring;
-  static constexpr bool kWaitsInLines = Shape::value.waits_in_lines;
-  static constexpr int kCtasPerSm = Shape::value.ctas_per_sm;
+  static constexpr FwdShape kShape = fwd_shape(kHeadDim_, kBlockM);
+  static constexpr int kKeys = kShape.keys;
+  static constexpr int kStateColumns = kShape.state_columns;
+  static constexpr bool kTakesTurns = kShape.takes_turns;
+  static constexpr bool kWaitsLast = kShape.waits_last;
+  static constexpr int kRegisterQueries = kShape.register_queries;
+  static constexpr bool kQueriesThroughRing = kShape.queries_through_ring;
+  static constexpr bool kWaitsInLines = kShape.waits_in_lines;
+  static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
   static constexpr bool kSoftcap = kSoftcap_;
-  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kWarpgroups = kBlockM / kGroupRows;
   static constexpr int kSteps = kKeys / kStep;
   static constexpr int kRows = kGroupRows * kWarpgroups;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
@@ -92,9 +92,5 @@ struct FwdTile {
   static constexpr int kWorkAt = kBarriersAt + kBarrierBytes - 2 * 32;
   static_assert(kTailLoaded + 16 <= kWorkAt && kWorkAt % 16 == 0);
 };
-
-template <typename Element, int kHeadDim, int kBlockM, bool kSoftcap>
-using TileOf =
-    FwdTile<Element, kHeadDim, kSoftcap, kBlockM / kGroupRows, ShapeOf<kHeadDim, kBlockM>>;
 
 }  // namespace fad::sm90
