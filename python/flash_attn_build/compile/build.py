@@ -95,7 +95,7 @@ def build(request: Request) -> Path:
     }
     influences = build_folder.influences(os.environ)
     _say(f"preset {request.preset}, CUDA {cuda.version} ({cuda.root}), {job_count} at once")
-    build_folder.renew(request.build_dir, {"tools": made_of, "environment": influences})
+    build_folder.drop_stale_state(request.build_dir, {"tools": made_of, "environment": influences})
     request.out_dir.mkdir(parents=True, exist_ok=True)
     begin = time.time()
     # Beside its final place, so that the last step is a rename.

@@ -64,7 +64,7 @@ def influences(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def renew(build_dir: Path, made_with: Mapping[str, Any]) -> None:
+def drop_stale_state(build_dir: Path, made_with: Mapping[str, Any]) -> None:
     """Removes what CMake stored in earlier builds; keeps objects that are still valid.
 
     CMake keeps an option until another value is given, so a build without options would use those

@@ -27,14 +27,14 @@ def test_cmake_forgets_and_objects_go_where_ninja_would_not_see_a_change(
     tmp_path: Path, earlier: dict[str, object] | None
 ) -> None:
     folder = tmp_path / "build" / "dev"
-    build_folder.renew(folder, earlier or {})
+    build_folder.drop_stale_state(folder, earlier or {})
     if earlier is None:
         (folder / build_folder.STAMP).unlink()
     made = ("CMakeCache.txt", "CMakeFiles/4.1.0/C.cmake", "CMakeFiles/x.dir/a.o", "lib.so")
     for name in made:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
-    build_folder.renew(folder, MADE_WITH)
+    build_folder.drop_stale_state(folder, MADE_WITH)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     kept = {"CMakeFiles/x.dir/a.o"} if earlier == MADE_WITH else set()
     left = {path.relative_to(folder).as_posix() for path in paths}
@@ -77,7 +77,7 @@ def make(tmp_path: Path, environ: dict[str, str], name: str, *options: str) -> s
     if not (tmp_path / f"{name}.cpp").exists():
         (tmp_path / f"{name}.cpp").touch()
     (tmp_path / "CMakeLists.txt").write_text(PROJECT.replace("x.cpp", f"{name}.cpp"))
-    build_folder.renew(build, MADE_WITH)
+    build_folder.drop_stale_state(build, MADE_WITH)
     configure = ["cmake", "-G", "Ninja", "-S", str(tmp_path), "-B", str(build), *options]
     subprocess.run(configure, check=True, env=environ, stdout=subprocess.DEVNULL)
     return subprocess.check_output(["ninja", "-v", "-C", str(build)], text=True, env=environ)
