@@ -68,11 +68,20 @@ def mutants(module: str, functions: tuple[str, ...], text: str) -> Iterator[Muta
             continue
         tree = copy.deepcopy(whole)
         function = [*ast.walk(tree)][number]
-        for part in ast.walk(function):
+        for part in _code(function):
             for undo, words in _changes(part):
                 line = getattr(part, "lineno", 0)
                 yield Mutant(module, line, words.replace("\n", " ")[:120], ast.unparse(tree))
                 undo()
+
+
+def _code(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields a node and what is in it, but for types."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, ast.AST) and name not in ("annotation", "returns"):
+                yield from _code(part)
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[Any, str]]:
@@ -91,8 +100,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[Any, str]]:
         yield change(node, "value", not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int):
         yield change(node, "value", node.value + 1)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not, ast.Invert)):
-        yield change(node, "op", ast.UAdd() if isinstance(node.op, ast.USub) else ast.Not())
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield change(node, "op", ast.UAdd())
     elif isinstance(node, (ast.IfExp, ast.If)):
         yield change(node, "test", ast.UnaryOp(ast.Not(), node.test))
     elif isinstance(node, ast.Name) and node.id in _NAMES:

@@ -317,7 +317,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("window left: doubled", window(lambda left, right: (2 * left, right)),
           ("window", "window-left")),
     Fault("window left: a key too far", window(lambda left, right: (left + 1, right)),
-          ("window", "window-left", "window-0")),
+          ("window", "window-left", "window-0", "window-left-0")),
     Fault("window left: a key too short", window(lambda left, right: (left - 1, right)),
           ("window", "window-left")),
     Fault("window right: dropped", window(lambda left, right: (left, -1)),

@@ -21,6 +21,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "everything-causal": {"causal": True, "window_size": (600, -1), "softcap": 4.0, "alibi": True},
     "scale": {"softmax_scale": 0.3},
     "window-0": {"window_size": (0, 0)},
+    "window-left-0": {"window_size": (0, -1)},
     "softcap-full": {"softcap": 0.5},
     "alibi-full": {"alibi": True},
     "dropout": {"dropout_p": 0.2},
