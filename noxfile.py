@@ -211,6 +211,8 @@ def lint(session: nox.Session) -> None:
     session.run("check-jsonschema", "--builtin-schema", "vendor.dependabot", dependabot)
     session.run("zizmor", "--offline", "--quiet", ".github")
     session.run("actionlint", *workflows)
+    # Last: after a change of kernels it names the results that have to be taken again.
+    session.run("python", "-m", "tests.results", env=TOOLS)
 
 
 @nox.session(default=False)

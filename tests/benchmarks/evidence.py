@@ -76,6 +76,7 @@ STEPS = (
          "--out {out}", ("scoreboard.json", "scoreboard.svg")),
     Step("tests", "tests", 300, f'{_PYTEST} -n 12 -m "not slow"'),
     Step("slow-tests", "tests", 240, f"{_PYTEST} -m slow"),
+    Step("planted-faults", "tests", 240, "-m tests.gpu.planted --out {out}/planted.json"),
     Step("sanitizers", "tests", 420, "-m tests.gpu.sanitizers --limit 100 --out {out}/sanitizers"),
     Step("whole-model", "tests", 90, "examples/whole_model.py"),
     Step("conformance", "tests", 200,

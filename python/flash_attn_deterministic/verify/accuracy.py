@@ -77,7 +77,7 @@ def cases(device: str) -> Iterator[Case]:
             name = f"{form} {feature}"
             yield Case(name, feature=feature, form=form, batch=3, backward=backward, **common)
     # A window turns rotary positions on, whatever its width.
-    one_sided = {"feature": "window-left-0", "form": "append-pages", "batch": 3}
+    one_sided: dict[str, Any] = {"feature": "window-left-0", "form": "append-pages", "batch": 3}
     yield Case("append-pages window", **one_sided, **common)
     yield Case("packed dropout", feature="dropout", form="packed", batch=3, backward=True, **common)
 
