@@ -129,6 +129,7 @@ def verify(session: nox.Session) -> None:
         if "cpu" in session.posargs:
             continue
         install(session, "test")
+        install_lab(session)
         # The gate reads which wheel it was.
         suite = f"junit_suite_name=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
         tests = ["tests/gpu", "-o", suite, f"--junit-xml={out / 'gpu-tests.xml'}"]

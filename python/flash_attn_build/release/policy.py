@@ -32,8 +32,8 @@ class Policy:
         unverified_architectures: Those that a wheel may hold without.
         required_sections: Sections that a report must have passed.
         required_checks: Rows of the section "contract" that it must have passed.
-        other_gpu_tests: Folders of tests/gpu that a machine with one GPU cannot run; of every other
-            module a test must have passed.
+        other_gpu_tests: Folders and modules of tests/gpu that want two GPUs, an nvcc or a library
+            that is built apart; of every other module a test must have passed.
         wheels: The wheels of a release: local version ("" for the one of the package index) to the
             version of nvcc that makes it.
         toolkits: Version of nvcc to the hashes (`toolchain.toolkit_sha256`) of the packages in
@@ -68,7 +68,7 @@ POLICY = Policy(
         "run-to-run", "batch", "chunk", "decode", "capacity", "paged", "varlen", "heads",
         "schedule", "family", "split-size", "backward", "dropout", "golden",
     ),
-    other_gpu_tests=("ranks", "sanitizers"),
+    other_gpu_tests=("ranks", "test_benchmark_baseline", "test_wgmma"),
     wheels={"": "13.0.88"},
     toolkits={
         "13.0.88": (

@@ -16,7 +16,7 @@ from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import ROOT
 from flash_attn_build.release import policy
 from flash_attn_build.release.candidate import read_candidate
-from flash_attn_build.release.gate import find_runs, find_wheels, judge
+from flash_attn_build.release.gate import find_runs, find_wheels, gpu_test_modules, judge
 from flash_attn_build.release.report import digest, proof_problems, read_report, runs_on
 from flash_attn_deterministic.verify import environment
 from flash_attn_deterministic.verify.contract.checks import CHECKS
@@ -294,6 +294,14 @@ def test_the_policy_demands_what_reports_have() -> None:
     assert list(POLICY.required_sections) == [row["properties"]["id"]["const"] for row in rows]
     listed = schema["$defs"]["check"]["properties"]["id"]["enum"]
     assert list(POLICY.required_checks) == listed == [check.id for check in CHECKS]
+
+
+def test_gpu_tests_that_are_not_asked_for_exist() -> None:
+    asked = gpu_test_modules(ROOT, POLICY)
+    others = set(gpu_test_modules(ROOT, replace(POLICY, other_gpu_tests=()))) - set(asked)
+    assert asked
+    for name in POLICY.other_gpu_tests:
+        assert any(name in module.split(".") for module in others), name
 
 
 def test_the_samples_are_reports(intact: Project) -> None:
