@@ -122,8 +122,13 @@ def completed(call: Call, pads: bool) -> Call:
     validate(*call)  # before a seed is drawn, and with the caller's shapes
     changed = dict(zip(argument_names(call.op), call.arguments, strict=False))
     if changed.get("dropout_p"):
-        device = changed["qkv" if "qkv" in changed else "q"].device
-        changed["rng_state"] = draw_rng_state(device)
+        first = changed["qkv" if "qkv" in changed else "q"]
+        if hasattr(first, "device_mesh"):
+            raise UnsupportedError(
+                f"dropout_p: expected 0.0 with DTensors, got {changed['dropout_p']}: a mask "
+                "depends on the indices of sequences and heads, which are those of one rank"
+            )
+        changed["rng_state"] = draw_rng_state(first.device)
     if pads:
         for name in ("q", "k", "v", "qkv", "k_cache", "v_cache"):
             if changed.get(name) is not None:

@@ -12,7 +12,9 @@ which torch would return zero or raise obscurely, are refused.
 
 from __future__ import annotations
 
+import functools
 import operator
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -50,6 +52,7 @@ def run(call: Call) -> Any:
         return op(*arguments)
     try:
         if is_observed(wanted):
+            _know_sharding()
             return op(*arguments)
         if apply is not None and torch.is_grad_enabled() and C._any_requires_grad(*wanted):
             return apply(*wanted, None, arguments)
@@ -63,6 +66,19 @@ def run(call: Call) -> Any:
         raise problem
     finally:
         del problem  # its traceback refers to this frame, and so to the tensors
+
+
+@functools.cache
+def _register_sharding() -> None:
+    from .sharding import register
+
+    register()
+
+
+def _know_sharding() -> None:
+    """Registers how DTensors are sharded, where there may be some."""
+    if "torch.distributed.tensor" in sys.modules:
+        _register_sharding()
 
 
 def autograd_kernel(name: str, apply: Any, count: int) -> Callable[..., Any]:

@@ -1,0 +1,76 @@
+"""torch.func.vmap over the batch: the vmapped dimension becomes part of the ops' own one.
+
+A row's bits do not depend on the batch, so these are the bits of a loop. Packed sequences and
+caches are refused: torch would loop over the op, or copy the cache that a call writes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..schemas import BACKWARD, FORWARD, NAMESPACE, argument_names
+
+
+def register(library: Any) -> None:
+    """Registers the rule of each op."""
+    for name in (*FORWARD, *BACKWARD):
+        packed = "varlen" in name or name == "kvcache_fwd"
+        rule = _refuse(name) if packed else _rule(name)
+        torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=library)
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    kind = "a cache" if name == "kvcache_fwd" else "packed sequences"
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        raise UnsupportedError(
+            f"torch.func.vmap: there is no rule for {kind}; call it once for each element"
+        )
+
+    return rule
+
+
+def _rule(name: str) -> Callable[..., Any]:
+    names = argument_names(name)
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+        size = info.batch_size
+        given = dict(zip(names, arguments, strict=False))
+        dims = dict(zip(names, in_dims, strict=False))
+        if given["dropout_p"] > 0:
+            raise UnsupportedError(
+                f"torch.func.vmap: expected dropout_p 0.0, got {given['dropout_p']}: the mask of a "
+                "sequence depends on its index in the batch"
+            )
+        lead = given["dout"] if "dout" in given else given["qkv" if given["q"] is None else "q"]
+        lead_dim = dims["dout"] if "dout" in dims else dims["qkv" if given["q"] is None else "q"]
+        batch = lead.shape[0] if lead_dim is None else lead.movedim(lead_dim, 0).shape[1]
+
+        def flat(argument: str, tensor: torch.Tensor) -> torch.Tensor:
+            dim = dims[argument]
+            by_element = (
+                tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            )
+            if argument == "alibi_slopes":
+                if by_element.dim() == 2:  # the same for all sequences of an element
+                    by_element = by_element[:, None]
+                by_element = by_element.expand(size, batch, by_element.shape[-1])
+            return by_element.flatten(0, 1)
+
+        made = [
+            flat(argument, value) if isinstance(value, torch.Tensor) else value
+            for argument, value in given.items()
+        ]
+        results = getattr(torch.ops.flash_attn_deterministic, name)(*made)
+        shared = [result.numel() == 0 and result.dim() == 1 for result in results]  # an absent dq
+        split = [
+            result if one else result.unflatten(0, (size, batch))
+            for result, one in zip(results, shared, strict=True)
+        ]
+        return tuple(split), tuple(None if one else 0 for one in shared)
+
+    return rule
