@@ -204,6 +204,7 @@ def lint(session: nox.Session) -> None:
     session.run("mypy")
     session.run("clang-format", "--dry-run", "--Werror", *native_sources())
     session.run("codespell")
+    session.run("python", "-m", "tests.api", "--check")
     session.run("python", "-m", "tests.benchmarks.tables", "--check", env=TOOLS)
     session.run("validate-pyproject", "pyproject.toml", "lab/pyproject.toml", silent=True)
     workflows = [str(path) for path in sorted(ROOT.glob(".github/workflows/*.yml"))]

@@ -5,7 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import FlashAttnError
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BuildInfoError,
+    DtypeError,
+    FlashAttnError,
+    MissingInstanceError,
+    ModeError,
+    NotDeterministicError,
+    RankError,
+    UnsupportedDeviceError,
+    UnsupportedError,
+)
 from .interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -28,9 +40,19 @@ if TYPE_CHECKING:
     from .plan import Plan, explain
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BuildInfoError",
+    "DtypeError",
     "FlashAttnError",
+    "MissingInstanceError",
     "Mode",
+    "ModeError",
+    "NotDeterministicError",
     "Plan",
+    "RankError",
+    "UnsupportedDeviceError",
+    "UnsupportedError",
     "as_flash_attn",
     "checkpoint_contexts",
     "deterministic_mode",

@@ -1,4 +1,13 @@
-"""Exceptions of this package. Each is also the built-in type that a caller would expect."""
+"""Exceptions of this package. Each is also the built-in type that a caller would expect.
+
+FlashAttnError
+    ArgumentError (ValueError, RuntimeError)
+    ArgumentTypeError (TypeError, RuntimeError)
+        DtypeError
+    UnsupportedError (NotImplementedError)
+    UnsupportedDeviceError, MissingInstanceError, NotDeterministicError, ModeError, RankError,
+    BuildInfoError (RuntimeError)
+"""
 
 from __future__ import annotations
 

@@ -26,9 +26,14 @@ def _compare(function: Any, tensors: list[torch.Tensor], placements: list[Any]) 
     expected, found = function(*whole), function(*parts)
     assert isinstance(found, DTensor)
     dout = normal(*expected.shape, seed=9)
-    expected.backward(dout)
-    found.backward(distribute_tensor(dout, mesh, found.placements))
-    pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True))]
+    of_whole: Any = expected
+    of_parts: Any = found
+    of_whole.backward(dout)
+    of_parts.backward(distribute_tensor(dout, mesh, found.placements))
+    pairs: list[Any] = [
+        (found, expected),
+        *((a.grad, b.grad) for a, b in zip(parts, whole, strict=True)),
+    ]
     same = [bits_equal(a.full_tensor().detach(), b.detach()) for a, b in pairs]
     return [*same, found.placements[0].is_shard()]
 

@@ -12,7 +12,7 @@ After it a model takes `attn_implementation="flash_attn_deterministic"`:
 Padded and packed batches, sliding windows, softcap, static and dynamic caches work as with
 "flash_attention_2": transformers itself packs padded batches and finds the sequences in
 position_ids. The order of additions is that of this package's mode; transformers' variable
-FLASH_ATTENTION_DETERMINISTIC has no effect.
+FLASH_ATTENTION_DETERMINISTIC sets this mode too, when a process starts.
 """
 
 from __future__ import annotations

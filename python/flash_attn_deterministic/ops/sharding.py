@@ -33,7 +33,7 @@ def _strategy(name: str) -> Any:
         given = dict(zip(names, arguments, strict=False))
 
         def placed(tensor: str, heads: bool) -> Any:
-            spec = given.get(tensor)
+            spec: Any = given.get(tensor)
             if tensor in names and not hasattr(spec, "placements"):
                 return None  # a number, or None
             if tensor in _SHARED:
