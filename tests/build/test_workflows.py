@@ -299,3 +299,9 @@ def test_what_every_pull_request_does() -> None:
     # And rehearses a release.
     assert "pull_request" in WORKFLOWS["test"][True]
     assert sessions_of(WORKFLOWS["test"]["jobs"]["rehearse"]) == {"wheels", "rehearse"}
+
+
+def test_the_readme_asks_for_what_the_workflow_attests() -> None:
+    for name in ("README.md", "docs/releasing.md"):
+        text = (ROOT / name).read_text()
+        assert f"--predicate-type {attestations.TEST_RESULT}" in text, name
