@@ -9,8 +9,8 @@ set(CMAKE_CUDA_STANDARD 17)
 # uses everywhere but under clang. The GPU's code is the same.
 set(_trials "")
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 16)
-  string(APPEND CMAKE_CUDA_FLAGS " -allow-unsupported-compiler -D_GLIBCXX_CLANG=1")
-  set(_trials "-allow-unsupported-compiler -D_GLIBCXX_CLANG=1 -std=c++17")
+  set(_trials "-allow-unsupported-compiler -std=c++17 -D_GLIBCXX_CLANG=1")
+  string(APPEND CMAKE_CUDA_FLAGS " ${_trials}")
 endif()
 # For CMake's own trials of nvcc. CUDA 13.0 and glibc 2.42 declare rsqrt differently, which nvcc takes
 # from system headers alone; the kernels get CUDA's as such.
