@@ -5,17 +5,22 @@ endif()
 set(CMAKE_CXX_STANDARD 17)
 set(CMAKE_CUDA_STANDARD 17)
 
+set(_flags "")
 # CUDA 13.0 names g++ up to 15. It compiles with 16 as well, without a syntax of C++23 that libstdc++
 # uses everywhere but under clang. The GPU's code is the same.
-set(_trials "")
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 16)
-  set(_trials "-allow-unsupported-compiler -std=c++17 -D_GLIBCXX_CLANG=1")
-  string(APPEND CMAKE_CUDA_FLAGS " ${_trials}")
+  set(_flags "-allow-unsupported-compiler -std=c++17 -D_GLIBCXX_CLANG=1")
 endif()
-# For CMake's own trials of nvcc. CUDA 13.0 and glibc 2.42 declare rsqrt differently, which nvcc takes
-# from system headers alone; the kernels get CUDA's as such.
-if(DEFINED ENV{CUDACXX})
-  cmake_path(SET _root NORMALIZE "$ENV{CUDACXX}/../..")
-  string(APPEND _trials " -isystem ${_root}/include -isystem ${_root}/targets/x86_64-linux/include")
+# CUDA 13.0 and glibc 2.42 declare rsqrt differently, which nvcc takes from system headers alone.
+if(DEFINED ENV{CUDACXX} AND NOT CMAKE_CROSSCOMPILING)
+  set(_root "$ENV{CUDACXX}")
+  cmake_path(GET _root PARENT_PATH _root)
+  cmake_path(GET _root PARENT_PATH _root)
+  foreach(_folder IN ITEMS include targets/${CMAKE_SYSTEM_PROCESSOR}-linux/include)
+    if(EXISTS "${_root}/${_folder}/cuda_runtime.h")
+      string(APPEND _flags " -isystem ${_root}/${_folder}")
+    endif()
+  endforeach()
 endif()
-set(ENV{NVCC_PREPEND_FLAGS} "${_trials} $ENV{NVCC_PREPEND_FLAGS}")
+string(APPEND CMAKE_CUDA_FLAGS " ${_flags}")
+set(ENV{NVCC_PREPEND_FLAGS} "${_flags} $ENV{NVCC_PREPEND_FLAGS}") # CMake's own trials of nvcc
