@@ -258,7 +258,7 @@ def test_what_failed_is_kept_apart_from_what_was_cut_short(project: Project) -> 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("CXX", "g++ -ffast-math -DX"), ("CXX", "ccache g++ -O0"), ("CXXFLAGS", "-DX"),
-     ("NVCC_APPEND_FLAGS", "-G"), ("CMAKE_ARGS", "-DA=1"), ("LD_PRELOAD", "/tmp/evil.so")],
+     ("NVCC_APPEND_FLAGS", "-G"), ("CMAKE_ARGS", "-DA=1"), ("LD_PRELOAD", "/opt/evil.so")],
 )  # fmt: skip
 def test_flags_of_the_environment_are_recorded(name: str, value: str) -> None:
     assert build_folder.influences({name: value}) == {name: value}

@@ -66,7 +66,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
     "another date": (put("build.source_date_epoch", 10**9), "source_date_epoch is not the date in"),
     "a definition": (put("flags", {"fad_ops cxx": ["-DX"]}), "compiled with '-DX'"),
     "a header of elsewhere": (
-        put("flags", {"fad_ops cxx": ["-include", "/tmp/evil.h"]}), "'/tmp/evil.h', which no CMake"
+        put("flags", {"fad_ops cxx": ["-include", "/opt/evil.h"]}), "'/opt/evil.h', which no CMake"
     ),
 }  # fmt: skip
 
