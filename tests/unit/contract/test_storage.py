@@ -1,4 +1,4 @@
-"""The contract: bits don't depend on how keys are stored (capacity, paged, varlen)."""
+"""What the reference's bits don't depend on, besides the rows of `verify`'s contract."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from contract_cases import (
     CAUSAL,
     FEATURES,
     LENGTHS,
-    SPLIT,
-    cumulative,
     decode,
     garbage,
     int32,
@@ -21,7 +19,6 @@ from contract_cases import (
     one_by_one,
     packed,
     packed_call,
-    padded,
     paged,
     ragged_calls,
     same,
@@ -41,22 +38,6 @@ pages = pytest.mark.parametrize("page", [16, 48], ids=lambda page: f"page{page}"
 
 
 # --- capacity -----------------------------------------------------------------------------------
-
-
-@features
-@lengths
-def test_capacity_and_garbage(feature: str, length: int) -> None:
-    call = make_call(feature, 2, min(length, 5), length)
-    expected = call()
-    for capacity, leftpad in ((length + 1, 0), (3 * SPLIT + 7, 0), (2 * length + 40, 19)):
-        result = decode(
-            call,
-            k_cache=padded(call.k, capacity, leftpad),
-            v_cache=padded(call.v, capacity, leftpad),
-            cache_seqlens=int32([leftpad + length] * 2),
-            cache_leftpad=int32([leftpad] * 2) if leftpad else None,
-        )
-        assert same(expected, result)
 
 
 @features
@@ -104,39 +85,6 @@ def test_nothing_but_the_new_tokens_is_written() -> None:
 # --- paged --------------------------------------------------------------------------------------
 
 
-@features
-@lengths
-@pages
-def test_pages_in_any_order(feature: str, length: int, page: int) -> None:
-    call = make_call(feature, 2, min(length, 5), length)
-    expected = call()
-    for seed in (0, 1):
-        k_cache, v_cache, table = paged(list(call.k), list(call.v), page, seed)
-        result = decode(
-            call,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            block_table=table,
-            cache_seqlens=int32([length] * 2),
-        )
-        assert same(expected, result)
-
-
-@features
-@pages
-def test_varlen_pages(feature: str, page: int) -> None:
-    calls = ragged_calls(feature)
-    k, v, table = paged([call.k[0] for call in calls], [call.v[0] for call in calls], page)
-    expected = packed(one_by_one(calls))
-    assert same(expected, packed_call(calls, k=k, v=v, block_table=table))
-    used = int32([call.seqlen for call in calls])
-    longer = cumulative([call.seqlen + page for call in calls])
-    padded_result = packed_call(
-        calls, k=k, v=v, block_table=table, cu_seqlens_k=longer, seqused_k=used
-    )
-    assert same(expected, padded_result)
-
-
 @causal_features
 @pages
 def test_appending_to_pages(feature: str, page: int) -> None:
@@ -178,49 +126,12 @@ def test_appending_to_pages(feature: str, page: int) -> None:
 
 
 @features
-@lengths
-def test_packed_is_dense(feature: str, length: int) -> None:
-    call = make_call(feature, 3, min(length, 20), length)
-    calls = [call.sequences([b]) for b in range(3)]
-    expected = packed([sequences_of(call(), [b]) for b in range(3)])
-    assert same(expected, packed_call(calls))
-
-
-@features
 def test_ragged_sequences_with_empty_ones(feature: str) -> None:
     calls = ragged_calls(feature)
     results = one_by_one(calls)
     assert same(packed(results), packed_call(calls))
     for order in ([8, 7, 6, 5, 4, 3, 2, 1, 0], [5, 5, 1], [3], [0, 4]):
         assert same(packed([results[i] for i in order]), packed_call([calls[i] for i in order]))
-
-
-@features
-def test_padded_with_seqused_k(feature: str) -> None:
-    calls = ragged_calls(feature)
-    expected = packed(one_by_one(calls))
-    capacities = [call.seqlen + 1 + 13 * (i % 3) for i, call in enumerate(calls)]
-    for leftpads in ([0] * len(calls), [0, 3, 17, 2, 0, 16, 1, 40, 9]):
-        sizes = [c + left for c, left in zip(capacities, leftpads, strict=True)]
-        k, v = (
-            torch.cat(
-                [
-                    padded(getattr(call, name), size, left)[0]
-                    for call, size, left in zip(calls, sizes, leftpads, strict=True)
-                ]
-            )
-            for name in ("k", "v")
-        )
-        used = [call.seqlen + left for call, left in zip(calls, leftpads, strict=True)]
-        result = packed_call(
-            calls,
-            k=k,
-            v=v,
-            cu_seqlens_k=cumulative(sizes),
-            seqused_k=int32(used),
-            leftpad_k=int32(leftpads) if any(leftpads) else None,
-        )
-        assert same(expected, result)
 
 
 def test_rows_of_no_sequence_are_defined() -> None:

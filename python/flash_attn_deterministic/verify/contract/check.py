@@ -130,7 +130,7 @@ def make(case: Case, attention: Attention, size: Size, **shape: int) -> Call:
     nheads = shape.get("nheads", size.nheads)
     parameters = {**case.parameters, **shape}
     seqlen_q = parameters.get("seqlen_q", size.seqlen_q[-1])
-    return draw(
+    call = draw(
         attention,
         (parameters.get("batch", 2), seqlen_q, nheads, case.head_dim),
         parameters.get("seqlen_k", size.seqlen),
@@ -143,6 +143,12 @@ def make(case: Case, attention: Attention, size: Size, **shape: int) -> Call:
             "split_size": parameters.get("split_size", size.split),
         },
     )
+    # Ties, zeros of both signs, and scores that make earlier sums vanish.
+    call.v[:, ::3, :, ::2] = 0.0
+    call.v[:, ::5, :, ::2] = -0.0
+    call.k[:, 1::7] = call.k[:, :1]
+    call.k[:, 3::31, :1] *= 100.0
+    return call
 
 
 def run_check(
