@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -39,6 +40,17 @@ class Packed:
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: str) -> Packed:
+        """Returns that of sequences whose q and k have the same lengths."""
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        return cls(starts, starts, max(lengths), max(lengths))
+
+    @property
+    def batch(self) -> int:
+        """Returns the number of sequences."""
+        return len(self.cu_seqlens_q) - 1
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments that FlashAttention's functions have for it."""

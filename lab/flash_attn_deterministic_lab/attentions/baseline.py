@@ -52,7 +52,7 @@ def load(path: str, deterministic: bool) -> Function:
         scores = upstream.Scores(window=window, dropout_p=dropout_p, **features)
         given: dict[str, Any] = {"causal": causal, "scores": scores}
         if packed is not None:
-            given["packed"] = upstream.Packed(**packed.arguments())
+            given["packed"] = packed
         if not library.holds(
             q.shape[-1], q.dtype, causal, scores, backward=torch.is_grad_enabled()
         ):

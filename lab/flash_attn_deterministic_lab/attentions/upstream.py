@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .attention import Packed
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # that a full build of the library holds
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -99,28 +99,6 @@ class Scores:
 
 
 PLAIN = Scores()
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Where packed sequences lie: cu_seqlens are (batch + 1,), int32, on CUDA."""
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> Packed:
-        """Makes that of sequences whose q and k have the same lengths."""
-        starts = [0, *itertools.accumulate(lengths)]
-        cu_seqlens = torch.tensor(starts, dtype=torch.int32, device="cuda")
-        return cls(cu_seqlens, cu_seqlens, max(lengths), max(lengths))
-
-    @property
-    def batch(self) -> int:
-        """Returns the number of sequences."""
-        return self.cu_seqlens_q.shape[0] - 1
 
 
 class Baseline:

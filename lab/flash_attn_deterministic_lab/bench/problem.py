@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,9 +122,7 @@ class Problem:
         if shape.feature == "alibi":
             options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, shape.nheads, device=device)
         if shape.lengths:
-            starts = torch.tensor([0, *itertools.accumulate(shape.lengths)], dtype=torch.int32)
-            starts = starts.to(device)
-            options["packed"] = Packed(starts, starts, shape.seqlen, shape.seqlen)
+            options["packed"] = Packed.of(shape.lengths, device)
         if shape.page_size:
             k, v, options["block_table"] = _paged(k, v, shape.page_size, generator)
             options["seqlens_k"] = torch.full(

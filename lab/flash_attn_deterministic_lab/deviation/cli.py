@@ -183,9 +183,9 @@ def _gradients(arguments: argparse.Namespace) -> None:
     for name, reason in value["missing"].items():
         print(f"{name}: not run: {reason}")
     if not arguments.no_plots:
-        from .report.page import write_gradients_page
+        from .report.page import write_report
 
-        print(write_gradients_page(arguments.out))
+        print(*write_report([arguments.out], arguments.out), sep="\n")
 
 
 def _tokens(arguments: argparse.Namespace) -> None:

@@ -278,7 +278,7 @@ def test_the_command_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     arguments = ["deviation", "gradients", "--quick", "--attention", "explicit,kernel",
                  "--out", str(tmp_path)]  # fmt: skip
     assert main(arguments) == 0
-    page = (tmp_path / "gradients.html").read_text()
+    page = (tmp_path / "report.html").read_text()
     assert page.count("<figure>") == 3
     assert "systematic" in capsys.readouterr().out
     assert main([*arguments[:3], "--attention", "explicit", "--out", str(tmp_path)]) == 2

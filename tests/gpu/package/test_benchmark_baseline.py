@@ -10,7 +10,8 @@ import torch
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.verify import bounds
 from flash_attn_deterministic.verify.exact import Definition
-from flash_attn_deterministic_lab.attentions.upstream import HEAD_DIMS, Baseline, Packed, Scores
+from flash_attn_deterministic_lab.attentions import Packed
+from flash_attn_deterministic_lab.attentions.upstream import HEAD_DIMS, Baseline, Scores
 
 from tests.gpu.attention import DTYPES, make_qkv, skip_unless_built
 
@@ -120,7 +121,7 @@ def test_packed_sequences(
     shape = (1, sum(LENGTHS), 8, head_dim)
     q, k, v = (t[0] for t in make_qkv(shape, nheads_k=nheads_k, dtype=DTYPES[dtype]))
     dout = make_qkv(shape, dtype=DTYPES[dtype], seed=1)[0][0]
-    packed = Packed.of(LENGTHS)
+    packed = Packed.of(LENGTHS, "cuda")
     out, lse = baseline.forward(q, k, v, causal=causal, packed=packed)
     eps = torch.finfo(DTYPES[dtype]).eps
     for deterministic in (False, True):

@@ -11,9 +11,8 @@ from typing import Any
 from ...errors import ArgumentError
 from ...pictures import Panels, draw_all
 from ...shared.document import Document, Section, html, markdown
-from ..forward.plan import Points, forward_points
+from ..forward.plan import forward_points
 from ..numbers.intervals import Interval, median_interval
-from ..numbers.metrics import METRICS
 from ..study.files import read_result, write_text
 from ..training.training_study import SUMMARY_HEADER, by_seed, summary
 from .claims import CLAIMS, judge_all
@@ -142,26 +141,25 @@ def _setup(value: dict[str, Any]) -> str:
         text += f"; {setup['workload']}, {setup['steps']} steps, {len(by_seed(value, 'base'))} "
         text += f"paired seeds, base: {title(setup['base'])}"
     if kind == "gradients":
-        text += f"; {setup['model']}, {setup['precision']}, {value['done']} batches"
+        text += f"; {setup['model']}, {value['parameters'] / 1e6:.3g} million parameters, "
+        text += f"{setup['precision']}, {value['done']} batches"
     if kind == "forward":
         text += f"; {setup['seeds']} draws a point, d = {setup['head_dim']}, M = {setup['sram']}"
     return text
 
 
 def _tables(value: dict[str, Any]) -> Iterator[Section]:
-    """Tables that no claim has: every metric, errors of the gradients, every run."""
+    """Tables that no claim has: errors of the gradients, every run."""
     kind = value["kind"]
-    if kind == "forward" and "5" in value["figures"]:
-        yield _metrics_table(forward_points(value)["5"])
     if kind == "training":
         yield Section("Every run of the training study", header=SUMMARY_HEADER, rows=summary(value))
     if kind == "gradients":
-        yield whole_table(value)
+        yield _whole_table(value)
     if kind == "kernels" and value["backward"]:
         yield _gradients_table(value["backward"])
 
 
-def whole_table(value: dict[str, Any]) -> Section:
+def _whole_table(value: dict[str, Any]) -> Section:
     """Returns the errors of the gradients of a whole model, by attention."""
     rows = [
         [title(name), *(str(Interval.read(whole[measure])) for measure in MEASURES)]
@@ -171,33 +169,11 @@ def whole_table(value: dict[str, Any]) -> Section:
         [title(name), f"not run: {reason}", "", ""] for name, reason in value["missing"].items()
     ]
     name = f"Gradients of {value['configuration']['model']} against exact attention"
-    return Section(name, header=["attention", *MEASURES], rows=rows)
-
-
-def write_gradients_page(folder: Path) -> Path:
-    """Draws gradients.json of a folder into its gradients.html, which needs no other file.
-
-    Raises:
-        ArgumentError: the folder holds no such result.
-    """
-    value = read_result(folder, "gradients")
-    plots = draw_all(gradient_plots(value), folder / "plots")
-    setup = value["configuration"]
-    intro = (
-        f"{setup['model']}, {value['parameters'] / 1e6:.3g} million parameters, "
-        f"{setup['precision']}, {value['done']} batches on "
-        f"{setup['device']}, {value['seconds']:.0f} s, {value['memory_bytes'] / 1e6:.0f} MB of "
-        "kept gradients. Each attention against exact (FP64) attention in the same model; numbers "
-        "with 95 % bootstrap intervals over batches. error: relative size of the gradient's error. "
-        "noise: that error over the spread of the gradient from batch to batch. systematic: share "
-        "of the squared error that batches have in common, which adds up over steps; near 0, "
-        "errors average out."
+    text = (
+        "Each attention against exact (FP64) attention in the same model, with 95 % bootstrap "
+        "intervals over batches. Shares that batches have in common add up over steps."
     )
-    figures = Section("Figures", figures=[(CAPTIONS[plot.stem], plot) for plot in plots])
-    path = folder / "gradients.html"
-    name = "Rounding of attention, in this model's gradients"
-    write_text(path, html(Document(name, intro, [whole_table(value), figures])))
-    return path
+    return Section(name, text, header=["attention", *MEASURES], rows=rows)
 
 
 def _gradients_table(points: list[dict[str, Any]]) -> Section:
@@ -217,22 +193,3 @@ def _gradients_table(points: list[dict[str, Any]]) -> Section:
 def _median(values: Sequence[float | None], digits: str) -> str:
     found = median_interval(values).middle
     return "overflow" if math.isnan(found) else f"{found:{digits}}"
-
-
-def _metrics_table(points: Points) -> Section:
-    """Every metric at one length, in BF16."""
-    lengths = sorted({cell.seqlen for cell, _ in points})
-    seqlen = lengths[max(0, len(lengths) - 3)]
-    rows = []
-    for cell, result in points:
-        if cell.seqlen != seqlen:
-            continue
-        pairs = [(f"flash, {cell.preset}", result["flash"])]
-        if cell.preset == points[0][0].preset:
-            pairs.append(("baseline", result["baseline"]))
-        for label, metrics in pairs:
-            numbers = [_median(metrics[name], ".2g") for name in METRICS]
-            rows.append([title(cell.inputs), label, *numbers])
-    header = ["inputs", "attention", *(name.replace("_", " ") for name in METRICS)]
-    name = f"Every metric, BF16, length {seqlen}, median of the draws"
-    return Section(name, header=header, rows=sorted(rows))
