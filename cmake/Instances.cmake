@@ -8,6 +8,7 @@ file(READ "${_table_file}" _table)
 # Raised by every change of the sources that changes a bit of a result.
 string(JSON FAD_BITS_VERSION GET "${_table}" bits_version)
 string(JSON FAD_KEYS_PER_BLOCK GET "${_table}" keys_per_block)
+string(JSON FAD_CHUNK_ROWS GET "${_table}" chunk_rows)
 
 # Sets FAD_<KEY> for each key of a tile; the tile is what the further arguments lead to.
 function(fad_read_tile)

@@ -28,6 +28,7 @@ struct BwdInstance {
   const BwdKernel* kernels;
   int num_kernels;
   BwdLauncher before;  // fills the row sums, clears dq's sums
+  BwdLauncher fold;    // dk and dv, from the sums of parts
 };
 
 // The instance for a dtype and a head dim (rounded up to the next compiled one), or nullptr if this

@@ -49,20 +49,17 @@ struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   int total_k;  // rows of packed k and v
   // Whether CTAs wait for each other, to add to a row block of dq in the order of key blocks.
   bool in_turns;
-  // Whether a CTA works on all key blocks of a head, one after another.
-  bool whole_heads;
-  // (batch, head) pairs whose key blocks run at the same time.
-  int heads_in_flight;
-  // How many CTAs have started.
-  unsigned* tickets;
-  // To which row blocks of dq each key block of a head has been added, from the last one down.
-  unsigned* progress;
-  // How many query heads of a group have been added to each key block of dk and dv.
-  unsigned* key_turns;
-  // Their sums so far: dk and dv of each key block, fp32, as the threads hold them.
-  float* key_sums;
-  // dk and dv of each query head, fp32, not scaled: (batch, seqlen_k, h, d), or packed (total_k, h,
-  // d). Where given, a call adds its rows to what they hold, and writes no dk and dv.
+  KeyParts parts;        // of dk and dv: CTAs share each key block
+  int shares_in_flight;  // parts of heads whose key blocks run at the same time
+  unsigned* tickets;     // how many CTAs have started
+  unsigned* progress;    // how far each CTA has come with dq
+  // Room for sums of dk and dv while a CTA adds up others: (num_slots, slot_sums, dk and dv, keys,
+  // head dim), as threads hold them; nullptr: none is needed.
+  float* slots;
+  int num_slots, slot_sums;  // slot_sums: kept_sums of a part
+  unsigned* freed_slots;     // how many, then which; chained: heads that have been added to a chunk
+  // Where the sums of parts go, fp32, not scaled: (parts, batch, seqlen_k, h_k, d), or packed
+  // (parts, total_k, h_k, d). nullptr: there is one part, which is rounded into dk and dv.
   float* dk_sums;
   float* dv_sums;
   // What the forward kept of out, contiguous; nullptr: nothing.

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fold_parts.h"
 #include "sm80/decode/scores_first.h"
 #include "sm90/forward/fwd_shape.h"
 
@@ -407,35 +408,88 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
              : one_cta;
 }
 
-// Whether whole heads, one to an SM, keep (nearly) all SMs at work until the end. Then no CTA
-// waits for another, which pays where tiles are tall and the warps that compute would wait. Heads
-// of a group would still wait for each other at every key block; and of packed sequences only the
-// sum of lengths is known here.
-bool suits_whole_heads(const BwdParams& params, const BwdKernel& kernel, int num_sms) {
-  const long long heads = static_cast<long long>(params.b) * params.h;
-  const long long total = params.total_k;
-  const bool even = params.cu_seqlens_k == nullptr ||
-                    total * 20 >= static_cast<long long>(params.b) * params.seqlen_k * 19;
-  return kernel.family == Family::kSm80 && kernel.block_m > 64 && params.h == params.h_k && even &&
-         heads * 20 >= ceil_div(heads, num_sms) * num_sms * 19;
-}
-
-// How many heads' key blocks run at the same time where CTAs take turns: no bits depend on it. Key
+// How many parts of heads run at the same time where CTAs take turns: no bits depend on it. Key
 // blocks of one head that start together wait for each other, one step apart: in a short sequence
 // under a causal mask, where each has fewer rows than the one before, for most of their time. With
 // many heads at a time, key blocks of one head start one after another, and do not wait. But what
 // they read and add to should stay in L2: with more heads, less of it does.
-int heads_in_flight(const BwdParams& params, const Device& device) {
+int shares_in_flight(const BwdParams& params, const KeyParts& parts, const Device& device) {
   if (device.heads_in_flight > 0) {
     return device.heads_in_flight;
   }
   // Windows are taken to be like causal masks, as their key blocks end at different rows too.
   const bool full = params.window_size_left < 0 && params.window_size_right < 0;
   // Rounded here: the op rounds lengths after it has made the plan, and explain never does.
-  const int64_t rows = ceil_div(params.seqlen_q, 128) * 128;
+  const int64_t rows =
+      std::min<int64_t>(ceil_div(params.seqlen_q, 128) * 128, int64_t{kChunkRows} * parts.chunks);
   const int64_t sums = int64_t{4} * rows * kernel_head_dim(params.d);
   const int64_t fit = device.l2_bytes / (full ? 6 : 3) / std::max<int64_t>(sums, 1);
   return static_cast<int>(std::min<int64_t>(std::max<int64_t>(fit, full ? 2 : 4), device.num_sms));
+}
+
+// Sums that have room in a slot.
+int kept_sums_of(const KeyParts& parts) {
+  return parts.chained + kept_sums(parts.chunks, parts.heads);
+}
+
+int64_t part_bytes(const BwdParams& params) {
+  const int64_t keys = params.cu_seqlens_k != nullptr
+                           ? params.total_k
+                           : static_cast<int64_t>(params.b) * params.seqlen_k;
+  return 2 * 4 * keys * params.h_k * params.d;
+}
+
+// Into how many CTAs the leaves of a key block are divided. More fill the SMs better, but their
+// sums go through memory. Times are in steps: row blocks of a CTA.
+KeyParts choose_parts(const BwdParams& params, const BwdKernel& kernel, const Device& device) {
+  constexpr double kBytesPerStep = 4e6;  // that the GPU moves while a CTA goes over a row block
+  constexpr double kStepsOfTurn = 2;     // of a head that waits for the one before
+  const int chunks = static_cast<int>(std::max(ceil_div(params.seqlen_q, kChunkRows), 1LL));
+  int run = 1;
+  while (run < chunks) {
+    run *= 2;
+  }
+  const int group = params.h_h_k_ratio;
+  const KeyParts whole{run, group, 1};
+  if (params.dk_sums != nullptr || device.path == Path::kOneCta) {
+    return whole;
+  }
+  const double key_blocks =
+      static_cast<double>(ceil_div(params.seqlen_k, kernel.block_n)) * params.b * params.h_k;
+  const bool full = params.window_size_left < 0 && params.window_size_right < 0;
+  const auto time = [&](const KeyParts& parts) {
+    const double rows = std::min<double>(params.seqlen_q, double{kChunkRows} * parts.chunks);
+    const double longest = rows / kernel.block_m * parts.heads;
+    const double steps = key_blocks * params.seqlen_q / kernel.block_m * group / (full ? 1 : 2);
+    const double waves = std::ceil(key_blocks * parts.count / device.num_sms);
+    const double folding = parts.fold() ? 2.0 * part_bytes(params) * parts.count / kBytesPerStep
+                           : parts.chained > 0 ? kStepsOfTurn * group
+                                               : 0.0;
+    return folding +
+           (full ? waves * longest : std::max(longest, steps / device.num_sms + longest / 2));
+  };
+  // One CTA that walks the heads of a group waits at each for the key block before, which has more
+  // rows under a causal mask. CTAs that pass on sums do not, but need room for all key blocks: no
+  // more than dq's sums take.
+  const KeyParts chained{run, 1, group, chunks};
+  const bool passes_on = group > 1 && device.path != Path::kParts &&
+                         2 * kept_sums_of(chained) * static_cast<int64_t>(params.seqlen_k) <=
+                             static_cast<int64_t>(params.seqlen_q) * group;
+  KeyParts best = passes_on ? chained : whole;
+  const auto consider = [&](const KeyParts& parts) {
+    const bool fits = part_bytes(params) * parts.count <= static_cast<int64_t>(kScratchBytes) &&
+                      parts.count / (group / parts.heads) <= kMostRuns;
+    if (fits && (device.path == Path::kParts || time(parts) < 0.95 * time(best))) {
+      best = parts;
+    }
+  };
+  for (int each = run / 2; each >= 1; each /= 2) {
+    consider({each, group, static_cast<int>(ceil_div(chunks, each))});
+  }
+  if (group > 1) {
+    consider({1, 1, chunks * group});
+  }
+  return best;
 }
 
 }  // namespace
@@ -559,7 +613,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
 BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
                  const Device& device) {
   const Features features = features_of(params);
-  BwdPlan plan{&instance, nullptr, false, false, 1};
+  BwdPlan plan{&instance, nullptr, deterministic, {}, 1, 0, 0, 0};
   for (int i = instance.num_kernels - 1; i >= 0; --i) {  // the fastest comes first in the table
     const BwdKernel& kernel = instance.kernels[i];
     const bool wanted = kernel.family == Family::kSm80 || device.family != Family::kSm80;
@@ -576,21 +630,43 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
         " bytes of shared memory per block, this GPU offers " +
         std::to_string(device.shared_bytes_per_block));
   }
-  plan.whole_heads = deterministic && suits_whole_heads(params, *plan.kernel, device.num_sms);
-  plan.in_turns = deterministic && !plan.whole_heads;
+  // The sm80 family's most general kernels always do.
+  plan.in_turns |= plan.kernel->family == Family::kSm80 && (features & ~kCausal) != 0;
+  plan.parts = choose_parts(params, *plan.kernel, device);
   if (plan.in_turns) {
-    plan.heads_in_flight = heads_in_flight(params, device);
+    plan.shares_in_flight = shares_in_flight(params, plan.parts, device);
+  }
+  plan.kept_sums = kept_sums_of(plan.parts);
+  const int64_t ctas =
+      ceil_div(params.seqlen_k, plan.kernel->block_n) * params.b * params.h_k * plan.parts.count;
+  if (plan.parts.chained > 0) {
+    // As turns.h counts key blocks of packed sequences, without knowing their lengths.
+    const int64_t blocks = params.cu_seqlens_k != nullptr
+                               ? params.total_k / plan.kernel->block_n + params.b
+                               : ceil_div(params.seqlen_k, plan.kernel->block_n) * params.b;
+    plan.slots = static_cast<int>(blocks * params.h_k);
+    plan.slot_counters = blocks * params.h_k * plan.parts.chained;
+  } else if (plan.kept_sums > 0) {
+    // For those that may be resident. If there are more, some wait.
+    const int64_t resident = (plan.kernel->family == Family::kSm80 ? 2 : 1) * device.num_sms;
+    plan.slots = static_cast<int>(std::min(ctas, resident));
+    plan.slot_counters = 1 + ctas;
   }
   return plan;
 }
 
 void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream) {
-  params.whole_heads = plan.whole_heads;
   params.in_turns = plan.in_turns;
-  params.heads_in_flight = plan.heads_in_flight;
+  params.parts = plan.parts;
+  params.shares_in_flight = plan.shares_in_flight;
+  params.num_slots = plan.slots;
+  params.slot_sums = plan.kept_sums;
   plan.instance->before(params, stream);
   plan.kernel->launch(params, stream);
   plan.kernel->after(params, stream);
+  if (plan.parts.fold()) {
+    plan.instance->fold(params, stream);
+  }
 }
 
 namespace {

@@ -21,7 +21,7 @@ struct Device {
   std::optional<Path> path;      // run this one where it can run at all
   std::optional<Family> family;  // likewise
   int l2_bytes = 0;              // of the cache that all SMs share
-  int heads_in_flight = 0;       // of a backward in turns; 0: the plan's choice
+  int heads_in_flight = 0;       // of a backward in turns, or parts of them; 0: the plan's choice
 };
 
 // Scratch memory of one launch: parts beyond it are computed by several launches.
@@ -54,9 +54,12 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
 struct BwdPlan {
   const BwdInstance* instance;
   const BwdKernel* kernel;
-  bool whole_heads;     // a CTA works on all key blocks of a head, so that none waits for another
-  bool in_turns;        // CTAs wait for each other, so that sums have one order
-  int heads_in_flight;  // (batch, head) pairs whose key blocks run at the same time
+  bool in_turns;         // CTAs wait for each other, so that dq's sums have one order
+  KeyParts parts;        // how CTAs share a key block
+  int shares_in_flight;  // parts of heads whose key blocks run at the same time
+  int kept_sums;         // of dk and dv, that a CTA keeps beside those that it adds up, ...
+  int slots;             // ... and CTAs that have room for them
+  int64_t slot_counters;
 };
 
 // No kernel that covers a call fits a block of this device.

@@ -1,17 +1,18 @@
-// The order in which CTAs of a backward add to shared gradients, for every family. A CTA works on
-// one key block of one head. It adds to every row block of dq that sees its keys, and the query
-// heads of a group add to one dk and dv. fp32 sums depend on the order of their terms, so each has
-// a fixed one: a row block of dq takes key blocks first to last, a key block of dk and dv takes
-// query heads first to last. CTAs take turns: each waits for the key block before it.
+// The order in which CTAs of a backward add to dq, for every family. A CTA works on a part of one
+// key block of one key head (tree/key_tree.h), and adds to dq of every row block that it walks.
+// fp32 sums depend on the order of their terms: a row block takes key blocks first to last. So CTAs
+// take turns: each waits for the key block before it, of the same part; and for the query head
+// before, where the heads of a group pass on sums of dk and dv.
 //
-// There is no deadlock. A CTA waits only for CTAs with a smaller ticket (key blocks below its own,
-// or earlier heads at its own key block), tickets are drawn as CTAs start, and the CTA with the
-// smallest ticket that has not ended waits for no one. This holds however few CTAs fit on the GPU.
+// There is no deadlock. A CTA waits only for CTAs with a smaller ticket, tickets are drawn as CTAs
+// start, and the CTA with the smallest ticket that has not ended waits for no one. This holds
+// however few CTAs fit on the GPU.
 #pragma once
 
 #include <cstdint>
 
 #include "sm80/row_block.h"
+#include "tree/key_tree.h"
 
 namespace fad {
 
@@ -43,10 +44,6 @@ __device__ __forceinline__ unsigned wait_for(const unsigned* counter, unsigned w
   return value;
 }
 
-// A CTA's counter when it has added to the row blocks from m_block up. Row blocks go last to first,
-// counters go up; the function is its own inverse.
-__device__ __forceinline__ unsigned progress(int m_block) { return 0x40000000u - m_block; }
-
 // Blocks of all sequences before this one, without knowing their lengths: of packed sequences, each
 // may leave one block unused.
 __device__ __forceinline__ int64_t blocks_before(const int* cu_seqlens, int bidb, int seqlen,
@@ -55,56 +52,144 @@ __device__ __forceinline__ int64_t blocks_before(const int* cu_seqlens, int bidb
                                : static_cast<int64_t>(cu_seqlens[bidb] / block) + bidb;
 }
 
-// A key block of a head.
+// A part of a key block of a key head.
 struct KeyPlace {
-  int bidb, bidh, n_block;
+  int bidb, head_k, n_block, part;
 };
 
-// The key block that belongs to a ticket; num_n_blocks: of each head. Key blocks are in order,
-// those of heads_in_flight heads at the same time. The first heads of all groups come before the
-// second ones, so that heads of one group, which wait for each other at every key block, do not
-// start together.
+// What belongs to a ticket; num_n_blocks: of each head. Key blocks are in order, those of
+// shares_in_flight parts of heads at the same time. The first parts of all heads come before the
+// second ones, since heads of a group that wait for each other should not start together.
 template <typename Params>
 __device__ __forceinline__ KeyPlace place_of_ticket(const Params& params, unsigned ticket,
                                                     unsigned num_n_blocks) {
-  const unsigned heads = static_cast<unsigned>(params.b) * params.h;
-  const unsigned first = ticket / (params.heads_in_flight * num_n_blocks) * params.heads_in_flight;
-  const unsigned beside = min(static_cast<unsigned>(params.heads_in_flight), heads - first);
+  const unsigned parts = params.parts.count;
+  const unsigned shares = static_cast<unsigned>(params.b) * params.h_k * parts;
+  const unsigned first =
+      ticket / (params.shares_in_flight * num_n_blocks) * params.shares_in_flight;
+  const unsigned beside = min(static_cast<unsigned>(params.shares_in_flight), shares - first);
   const unsigned rest = ticket - first * num_n_blocks;
-  const unsigned head = first + rest % beside;
-  const int turn = head % params.h;
-  return {static_cast<int>(head / params.h),
-          turn % params.h_k * params.h_h_k_ratio + turn / params.h_k,
-          static_cast<int>(rest / beside)};
+  const unsigned share = first + rest % beside;
+  const unsigned part = share / params.h_k;
+  return {static_cast<int>(part / parts), static_cast<int>(share % params.h_k),
+          static_cast<int>(rest / beside), static_cast<int>(part % parts)};
 }
 
-// The counter of a key block of a head: to which row blocks of dq it has been added. That of the
-// key block before lies params.h before it.
+// The counter of a CTA: how far it has come in the walk of `steps_before`.
 template <typename Params>
 __device__ __forceinline__ unsigned* progress_of(const Params& params, const KeyPlace& place,
                                                  int block_n) {
-  return params.progress + place.bidh +
-         params.h * (blocks_before(params.cu_seqlens_k, place.bidb, params.seqlen_k, block_n) +
-                     place.n_block);
+  const int64_t block =
+      blocks_before(params.cu_seqlens_k, place.bidb, params.seqlen_k, block_n) + place.n_block;
+  return params.progress + (block * params.parts.count + place.part) * params.h_k + place.head_k;
+}
+
+// The counter of the key block before.
+template <typename Params>
+__device__ __forceinline__ const unsigned* progress_before(const Params& params,
+                                                           const unsigned* progress) {
+  return progress - params.parts.count * params.h_k;
 }
 
 // The end of the row blocks that see this key block or one before it, where the left window is a
-// number (kUnlimited: none).
+// number (kUnlimited: none). To the row blocks from there on nobody adds before the next key block.
 template <typename Params>
 __device__ __forceinline__ int row_blocks_end(const Params& params, int seqlen_q, int seqlen_k,
                                               int n_block, int block_m, int block_n) {
   const int rows = (n_block + 1) * block_n + seqlen_q - seqlen_k + params.window_size_left;
-  return num_blocks(max(rows, 0), block_m);
+  return min(num_blocks(seqlen_q, block_m), num_blocks(max(rows, 0), block_m));
 }
 
-// Which key block of dk and dv the query heads of a group add up, counted over all sequences.
+// The row blocks of a part that see its key block, where windows are numbers. Both families walk
+// the same ones, to the last: an additional one may change the sign of a zero.
 template <typename Params>
-__device__ __forceinline__ int64_t group_of(const Params& params, const KeyPlace& place,
-                                            int block_n) {
-  return (blocks_before(params.cu_seqlens_k, place.bidb, params.seqlen_k, block_n) +
-          place.n_block) *
-             params.h_k +
-         place.bidh / params.h_h_k_ratio;
+__device__ __forceinline__ RowBlocks part_row_blocks(const Params& params, const KeyPlace& place,
+                                                     int seqlen_q, int seqlen_k, int block_m,
+                                                     int block_n) {
+  const int first_row = place.n_block * block_n + seqlen_q - seqlen_k - params.window_size_right;
+  const int end = row_blocks_end(params, seqlen_q, seqlen_k, place.n_block, block_m, block_n);
+  const int64_t blocks = static_cast<int64_t>(params.parts.chunks) * (kChunkRows / block_m);
+  const int64_t first = place.part / (params.h_h_k_ratio / params.parts.heads) * blocks;
+  return {static_cast<int>(max(static_cast<int64_t>(max(first_row, 0) / block_m), first)),
+          static_cast<int>(min(static_cast<int64_t>(end), first + blocks))};
+}
+
+// The chunks of a part that its row blocks lie in; there are some.
+template <typename Params>
+__device__ __forceinline__ Chunks chunks_of(const Params& params, const RowBlocks& part,
+                                            int block_m) {
+  const int each = kChunkRows / block_m;
+  return {part.begin / each % params.parts.chunks, (part.end - 1) / each % params.parts.chunks};
+}
+
+// The row blocks of a chunk (of the sequence), of those of its part.
+__device__ __forceinline__ RowBlocks leaf_row_blocks(const RowBlocks& part, int chunk,
+                                                     int block_m) {
+  const int first = chunk * (kChunkRows / block_m);
+  return {max(part.begin, first), min(part.end, first + kChunkRows / block_m)};
+}
+
+// Counters go up with the walk, which is that of every key block: chunks last to first, the heads
+// of a group first to last, row blocks last to first. A counter that has come to
+// steps_before(...) - m_block says that row block m_block and all before it have been added to.
+__device__ __forceinline__ int steps_before(int seqlen_q, int group, int chunk, int head,
+                                            int block_m) {
+  const int leaves = (num_blocks(seqlen_q, kChunkRows) - 1 - chunk) * group + head;
+  return (leaves + chunk + 1) * (kChunkRows / block_m);
+}
+
+// The first query head of a part, in its group.
+template <typename Params>
+__device__ __forceinline__ int first_head(const Params& params, const KeyPlace& place) {
+  return place.part % (params.h_h_k_ratio / params.parts.heads) * params.parts.heads;
+}
+
+// Memory for sums of dk and dv. Chained CTAs share that of their key block. Else there is a slot
+// for each CTA that may be resident, or fewer: a CTA takes over that of a CTA that has ended, in
+// the order of tickets, so that the one with the smallest ticket always gets one. One thread.
+template <typename Params>
+__device__ __forceinline__ int take_slot(const Params& params, unsigned ticket,
+                                         const KeyPlace& place, int block_n) {
+  if (params.parts.chained > 0) {
+    const int64_t block =
+        blocks_before(params.cu_seqlens_k, place.bidb, params.seqlen_k, block_n) + place.n_block;
+    return static_cast<int>(block * params.h_k + place.head_k);
+  }
+  if (params.slots == nullptr || ticket < static_cast<unsigned>(params.num_slots)) {
+    return static_cast<int>(ticket);
+  }
+  return static_cast<int>(wait_for(params.freed_slots + 1 + ticket - params.num_slots, 1)) - 1;
+}
+
+// At the end, behind a barrier of all threads that have used it. One thread.
+template <typename Params>
+__device__ __forceinline__ void free_slot(const Params& params, int slot) {
+  if (params.slots != nullptr && params.parts.chained == 0) {
+    const unsigned number = atomicAdd(params.freed_slots, 1u);
+    store_release(params.freed_slots + 1 + number, slot + 1);
+  }
+}
+
+// Where a slot holds the sums that `climb` names: a chunk's where heads pass them on.
+template <typename Params>
+__device__ __forceinline__ int64_t kept_at(const Params& params, int slot, int which, int chunk) {
+  const int chained = params.parts.chained;
+  const int place = chained == 0 ? which - (params.parts.heads == 1 ? 1 : 0)
+                    : which == 0 ? chunk
+                                 : chained - 1 + which;
+  return static_cast<int64_t>(slot) * params.slot_sums + place;
+}
+
+// How many query heads of a group have been added to the sums of a chunk.
+template <typename Params>
+__device__ __forceinline__ unsigned* heads_added(const Params& params, int slot, int chunk) {
+  return params.freed_slots + static_cast<int64_t>(slot) * params.parts.chained + chunk;
+}
+
+// The query heads that are added up one after another, and which of them a head is.
+template <typename Params>
+__device__ __forceinline__ int heads_in_order(const Params& params) {
+  return params.parts.chained > 0 ? params.h_h_k_ratio : params.parts.heads;
 }
 
 // Rows of dq's sums and of the row sums before a head's own: the rows of a head are contiguous,

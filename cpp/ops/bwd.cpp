@@ -16,7 +16,7 @@ Gradients new_gradients(const Tensor& q, const Tensor& k, const Tensor& v) {
 
 void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, const Tensor& k,
               const Tensor& v, const Tensor& out, const Tensor& softmax_lse, const Scores& scores,
-              const KeptSums* sums, bool deterministic, const OptionalTensor& residual) {
+              bool deterministic, const OptionalTensor& residual) {
   check_dense(q, k, v);
   check_gradient_inputs(dout, q, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(0), q.size(2), q.size(1)});
@@ -33,7 +33,6 @@ void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, c
   set_dense(params, q_rows, k_rows, v_rows, out_rows, softmax_lse);
   set_gradients(params, dout_rows, dq, dk, dv);
   set_scores(params, scores, q);
-  set_sums(params, sums, q, k);
   set_residual(params, residual, q);
   run_bwd(params, q, /*total_k=*/0, deterministic);
 }
@@ -46,22 +45,8 @@ Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   const Gradients gradients = new_gradients(q, k, v);
   bwd_into(gradients, dout, q, k, v, out, softmax_lse,
            {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           nullptr, deterministic, residual);
+           deterministic, residual);
   return gradients;
-}
-
-Tensor bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                      const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums, Tensor dv_sums,
-                      const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
-                      double dropout_p, double softmax_scale, std::int64_t window_left,
-                      std::int64_t window_right, double softcap, bool deterministic,
-                      const OptionalTensor& residual) {
-  const Gradients gradients = new_gradients(q, k, v);
-  const KeptSums sums{dk_sums, dv_sums};
-  bwd_into(gradients, dout, q, k, v, out, softmax_lse,
-           {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           &sums, deterministic, residual);
-  return std::get<0>(gradients);
 }
 
 }  // namespace fad

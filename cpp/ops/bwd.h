@@ -37,8 +37,8 @@ Gradients varlen_bwd(const torch::stable::Tensor& dout, const torch::stable::Ten
                      std::int64_t window_left, std::int64_t window_right, double softcap,
                      bool deterministic, const OptionalTensor& residual);
 
-// Sums of dk and dv that the caller keeps.
-struct KeptSums {
+// Sums of dk and dv, (total_k, nheads_k, head_dim), fp32, not scaled.
+struct KeySums {
   torch::stable::Tensor dk, dv;
 };
 
@@ -47,54 +47,41 @@ Gradients new_gradients(const torch::stable::Tensor& q, const torch::stable::Ten
                         const torch::stable::Tensor& v);
 
 // The same, into given gradients: strided rows that start at multiples of 16 bytes. Of packed
-// sequences, rows that belong to none are left as they are. sums: nullptr, or sums of dk and dv
-// that are added to instead: nothing is then written into dk and dv.
+// sequences, rows that belong to none are left as they are. sums: where those of dk and dv go
+// instead: nothing is then written into dk and dv.
 void bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
               const torch::stable::Tensor& q, const torch::stable::Tensor& k,
               const torch::stable::Tensor& v, const torch::stable::Tensor& out,
-              const torch::stable::Tensor& softmax_lse, const Scores& scores, const KeptSums* sums,
-              bool deterministic, const OptionalTensor& residual);
+              const torch::stable::Tensor& softmax_lse, const Scores& scores, bool deterministic,
+              const OptionalTensor& residual);
 void varlen_bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
                      const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                      const torch::stable::Tensor& v, const torch::stable::Tensor& out,
                      const torch::stable::Tensor& softmax_lse, const Packed& packed,
-                     const Scores& scores, const KeptSums* sums, bool deterministic,
-                     const OptionalTensor& residual);
+                     const Scores& scores, bool deterministic, const OptionalTensor& residual,
+                     const KeySums* sums = nullptr);
 
 // Zeroes the rows of a contiguous gradient that belong to no sequence.
 void zero_tail(const torch::stable::Tensor& gradient, const torch::stable::Tensor& cu_seqlens);
 
-// dq of a part of the rows of q. dk_sums, dv_sums: (batch, seqlen_k, nheads, head_dim), or packed
-// (total_k, nheads, head_dim), fp32, contiguous; for each query head, not scaled. They hold the
-// sums over the rows behind those of q, and get those of q added, in the order of a call with all
-// rows. Equal bits need parts of a multiple of 128 rows, but for the last one, added last to first.
-torch::stable::Tensor bwd_accumulate(
-    const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
-    const torch::stable::Tensor& k, const torch::stable::Tensor& v,
-    const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
-    torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
-    const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
-    double softmax_scale, std::int64_t window_left, std::int64_t window_right, double softcap,
-    bool deterministic, const OptionalTensor& residual);
+// dq, and fp32 sums of dk and dv over the rows of q, (total_k, nheads_k, head_dim), not scaled.
+// Where these rows are an aligned run of 2^n chunks of a longer sequence (kernels/tree/key_tree.h),
+// that is what a call with all rows adds up too.
+Gradients varlen_bwd_sums(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
+                          const torch::stable::Tensor& k, const torch::stable::Tensor& v,
+                          const torch::stable::Tensor& out,
+                          const torch::stable::Tensor& softmax_lse,
+                          const torch::stable::Tensor& cu_seqlens_q,
+                          const torch::stable::Tensor& cu_seqlens_k,
+                          const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                          std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
+                          double softmax_scale, std::int64_t window_left, std::int64_t window_right,
+                          double softcap, bool deterministic, const OptionalTensor& residual);
 
-torch::stable::Tensor varlen_bwd_accumulate(
-    const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
-    const torch::stable::Tensor& k, const torch::stable::Tensor& v,
-    const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
-    torch::stable::Tensor dk_sums, torch::stable::Tensor dv_sums,
-    const torch::stable::Tensor& cu_seqlens_q, const torch::stable::Tensor& cu_seqlens_k,
-    const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
-    std::int64_t max_seqlen_k, double dropout_p, double softmax_scale, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool deterministic, const OptionalTensor& residual);
-
-// dk and dv, rounded to the dtype of k, of the sums of all rows: like them, with the heads of k.
+// dk and dv, rounded to the dtype of k, of the sums of all rows, (keys, nheads_k, head_dim).
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
     const torch::stable::Tensor& dk_sums, const torch::stable::Tensor& dv_sums,
     const torch::stable::Tensor& k, double softmax_scale, double softcap, double dropout_p);
-
-// Checks sums against k and the heads of q. nullptr: none.
-void set_sums(BwdParams& params, const KeptSums* sums, const torch::stable::Tensor& q,
-              const torch::stable::Tensor& k);
 
 // Checks what the forward kept.
 void set_residual(BwdParams& params, const OptionalTensor& residual,
@@ -113,9 +100,9 @@ void check_gradient_inputs(const torch::stable::Tensor& dout, const torch::stabl
 BwdPlan plan_call(const BwdParams& params, const torch::stable::Tensor& like, bool deterministic);
 
 // family (as in kernels/fwd.h; -1: the device has too little shared memory), rows and keys to a
-// tile, whole_heads, in_turns, heads_in_flight.
+// tile, parts of a key block, in_turns, heads (or parts of them) in flight.
 using BwdPlanOutputs =
-    std::tuple<std::int64_t, std::int64_t, std::int64_t, bool, bool, std::int64_t>;
+    std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool, std::int64_t>;
 
 // The plan of a backward, as `plan` gives the forward's.
 BwdPlanOutputs bwd_plan(const torch::stable::Tensor& like, std::int64_t batch,

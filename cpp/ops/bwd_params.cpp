@@ -36,26 +36,6 @@ void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& ou
         Described{softmax_lse});
 }
 
-void set_sums(BwdParams& params, const KeptSums* sums, const Tensor& q, const Tensor& k) {
-  if (sums == nullptr) {
-    return;
-  }
-  const std::int64_t last = k.dim() - 1;
-  const auto pointer = [&](const Tensor& tensor, const char* name) {
-    bool same = tensor.dim() == k.dim() && tensor.size(last - 1) == q.size(last - 1);
-    for (std::int64_t dim = 0; same && dim <= last; ++dim) {
-      same = dim == last - 1 || tensor.size(dim) == k.size(dim);
-    }
-    check(same && tensor.is_cuda() && tensor.get_device_index() == q.get_device_index() &&
-              tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous(),
-          name, ": expected a contiguous float32 tensor on the device of q, shaped like k, ",
-          Shape{k}, ", but with the ", q.size(last - 1), " heads of q, got ", Described{tensor});
-    return static_cast<float*>(tensor.data_ptr());
-  };
-  params.dk_sums = pointer(sums->dk, "dk_sums");
-  params.dv_sums = pointer(sums->dv, "dv_sums");
-}
-
 void set_residual(BwdParams& params, const OptionalTensor& residual, const Tensor& q) {
   if (!residual.has_value()) {
     return;
@@ -119,30 +99,42 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   const int block_n = plan.kernel->block_n;
   const std::int64_t key_blocks =
       all_blocks(params.cu_seqlens_k, total_k, params.b, params.seqlen_k, block_n);
-  const std::int64_t positions = params.h * key_blocks;
-  const std::int64_t key_turns = params.h == params.h_k ? 0 : params.h_k * key_blocks;
-  const std::int64_t num_counters = 1 + positions + key_turns;
+  const std::int64_t positions = params.h_k * key_blocks * plan.parts.count;
+  const std::int64_t num_counters = 1 + positions + plan.slot_counters;
+  const std::int64_t slot = 2 * block_n * params.d_rounded * plan.kept_sums;
+  const bool shared = plan.parts.fold();
+  const std::int64_t keys =
+      packed ? total_k : static_cast<std::int64_t>(params.b) * params.seqlen_k;
+  const std::int64_t part = keys * params.h_k * params.d;
 
-  // One allocation for all four: allocations are most of the host's time here. Parts start at
-  // multiples of 256 bytes, and are counted in words of 4.
+  // One allocation for all: allocations are most of the host's time here. Each starts at a multiple
+  // of 256 bytes, and is counted in words of 4.
   std::int64_t words = 0;
-  const auto reserve = [&](std::int64_t part) {
+  const auto reserve = [&](std::int64_t count) {
     const std::int64_t start = words;
-    words += ceil_div(part, 64) * 64;
+    words += ceil_div(count, 64) * 64;
     return start;
   };
   const std::int64_t row_sums = reserve(rows * params.h);
   const std::int64_t dq_sums = reserve(rows * params.h * params.d_rounded);
   const std::int64_t counters = reserve(num_counters);
-  const std::int64_t key_sums = reserve(key_turns * 2 * block_n * params.d_rounded);
+  const std::int64_t slots = reserve(plan.slots * slot);
+  const std::int64_t dk_sums = reserve(shared ? plan.parts.count * part : 0);
+  const std::int64_t dv_sums = reserve(shared ? plan.parts.count * part : 0);
   const Tensor scratch = allocate(like, {words}, ScalarType::Float);
   float* const first = static_cast<float*>(scratch.data_ptr());
   params.dsoftmax_sum = first + row_sums;
   params.dq_accum_ptr = first + dq_sums;
   params.tickets = reinterpret_cast<unsigned*>(first + counters);
   params.progress = params.tickets + 1;
-  params.key_turns = params.progress + positions;
-  params.key_sums = first + key_sums;
+  if (plan.slots > 0) {
+    params.slots = first + slots;
+    params.freed_slots = params.progress + positions;
+  }
+  if (shared) {
+    params.dk_sums = first + dk_sums;
+    params.dv_sums = first + dv_sums;
+  }
   C10_CUDA_CHECK(cudaMemsetAsync(params.tickets, 0, num_counters * sizeof(int), stream));
 
   run_plan(plan, params, stream);

@@ -97,11 +97,11 @@ BwdPlanOutputs bwd_plan(const torch::stable::Tensor& like, std::int64_t batch,
     return {static_cast<std::int64_t>(plan.kernel->family),
             plan.kernel->block_m,
             plan.kernel->block_n,
-            plan.whole_heads,
+            plan.parts.count,
             plan.in_turns,
-            plan.heads_in_flight};
+            plan.shares_in_flight};
   } catch (const TooLittleSharedMemory&) {
-    return {-1, 0, 0, false, false, 0};
+    return {-1, 0, 0, 0, false, 0};
   }
 }
 

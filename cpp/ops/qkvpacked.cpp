@@ -79,7 +79,7 @@ PackedGradients qkvpacked_bwd(const Tensor& dout, const OptionalTensor& q, const
   const Room room(q, qkv);
   bwd_into(room.parts(), dout, queries, keys, values, out, softmax_lse,
            {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           nullptr, deterministic, residual);
+           deterministic, residual);
   return room.result();
 }
 
@@ -95,7 +95,7 @@ PackedGradients varlen_qkvpacked_bwd(
       room.parts(), dout, queries, keys, values, out, softmax_lse,
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      nullptr, deterministic, residual);
+      deterministic, residual);
   const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
   zero_tail(room.dqkv, cu_seqlens_k);
   if (room.dq.has_value()) {

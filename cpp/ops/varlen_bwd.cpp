@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "allocate.h"
 #include "bwd.h"
 #include "checks.h"
 #include "device.h"
@@ -14,14 +15,15 @@ using torch::stable::Tensor;
 
 void zero_tail(const Tensor& gradient, const Tensor& cu_seqlens) {
   zero_tail(gradient.data_ptr(), static_cast<const int*>(cu_seqlens.data_ptr()),
-            static_cast<int>(cu_seqlens.size(0) - 1), gradient.size(0), gradient.stride(0) * 2,
+            static_cast<int>(cu_seqlens.size(0) - 1), gradient.size(0),
+            gradient.stride(0) * (gradient.scalar_type() == ScalarType::Float ? 4 : 2),
             current_stream(gradient.get_device_index()));
 }
 
 void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q,
                      const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
-                     const Packed& packed, const Scores& scores, const KeptSums* sums,
-                     bool deterministic, const OptionalTensor& residual) {
+                     const Packed& packed, const Scores& scores, bool deterministic,
+                     const OptionalTensor& residual, const KeySums* sums) {
   check_attention_input(q, "q", q, 3);
   check_attention_input(k, "k", q, 3);
   check_attention_input(v, "v", q, 3);
@@ -43,7 +45,10 @@ void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tenso
   set_packed(params, q_rows, k_rows, v_rows, out_rows, softmax_lse, packed);
   set_gradients(params, dout_rows, dq, dk, dv);
   set_scores(params, scores, q);
-  set_sums(params, sums, q, k);
+  if (sums != nullptr) {
+    params.dk_sums = static_cast<float*>(sums->dk.data_ptr());
+    params.dv_sums = static_cast<float*>(sums->dv.data_ptr());
+  }
   set_residual(params, residual, q);
   run_bwd(params, q, k.size(0), deterministic);
 }
@@ -60,7 +65,7 @@ Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const
       gradients, dout, q, k, v, out, softmax_lse,
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      nullptr, deterministic, residual);
+      deterministic, residual);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   const auto& [dq, dk, dv] = gradients;
   zero_tail(dq, cu_seqlens_q);
@@ -69,25 +74,26 @@ Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const
   return gradients;
 }
 
-Tensor varlen_bwd_accumulate(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                             const Tensor& out, const Tensor& softmax_lse, Tensor dk_sums,
-                             Tensor dv_sums, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                             const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
-                             std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
-                             double softmax_scale, std::int64_t window_left,
-                             std::int64_t window_right, double softcap, bool deterministic,
-                             const OptionalTensor& residual) {
-  const Gradients gradients = new_gradients(q, k, v);
-  const KeptSums sums{dk_sums, dv_sums};
+Gradients varlen_bwd_sums(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                          const Tensor& out, const Tensor& softmax_lse, const Tensor& cu_seqlens_q,
+                          const Tensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
+                          const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
+                          std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
+                          std::int64_t window_left, std::int64_t window_right, double softcap,
+                          bool deterministic, const OptionalTensor& residual) {
+  const Tensor dq = allocate(q, q.sizes());
+  const KeySums sums{allocate(k, k.sizes(), ScalarType::Float),
+                     allocate(v, v.sizes(), ScalarType::Float)};
   varlen_bwd_into(
-      gradients, dout, q, k, v, out, softmax_lse,
+      {dq, k, v}, dout, q, k, v, out, softmax_lse,  // nothing is written into k and v
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      &sums, deterministic, residual);
+      deterministic, residual, &sums);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  const Tensor& dq = std::get<0>(gradients);
   zero_tail(dq, cu_seqlens_q);
-  return dq;
+  zero_tail(sums.dk, cu_seqlens_k);
+  zero_tail(sums.dv, cu_seqlens_k);
+  return {dq, sums.dk, sums.dv};
 }
 
 }  // namespace fad

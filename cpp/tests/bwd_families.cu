@@ -3,8 +3,11 @@
 //   fad_bwd_families stages            the steps of one tile, one by one: says which one differs
 //   fad_bwd_families drawn N [SEED]    N drawn calls
 //   fad_bwd_families crowded N [SEED]  N drawn calls, beside a kernel that holds all SMs but two
-//   fad_bwd_families time [HEADS ...]  the loop over row blocks of both families, side by side;
-//                                      sm90's also with each number of HEADS in flight
+//   fad_bwd_families time [HEADS ...]  whole backwards of both families, side by side; sm90's also
+//                                      with each number of HEADS in flight
+//
+// Drawn calls run in each family that holds their head dim, with one CTA to a key block, with as
+// many parts as fit, and as planned.
 //
 // A call that does not end within a minute is reported as stuck. The exit status is 0 if all bits
 // are equal, 1 if some differ, 2 for errors and 3 for a call that is stuck.
@@ -19,6 +22,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -27,7 +31,6 @@
 
 #include "instances.h"
 #include "plan.h"
-#include "round_sums.h"
 
 #define CHECK(call)                                                                     \
   do {                                                                                  \
@@ -100,7 +103,8 @@ struct Call {
   bool packed = false;
   int window_left = -1, window_right = -1;
   bool deterministic = true;
-  int parts = 1;  // of the rows, of which each adds to sums that the caller keeps
+  std::optional<Path> path;  // kOneCta, or kParts: as many parts as fit
+  enum class Values { kNormal, kDenormal, kHuge } values = Values::kNormal;
   float scale = 0.f;
   uint64_t seed = 1;
 
@@ -117,7 +121,7 @@ struct Call {
                   ? " causal"
                   : " window " + std::to_string(window_left) + "," + std::to_string(window_right);
     }
-    text += parts > 1 ? " in " + std::to_string(parts) + " parts" : "";
+    text += values == Values::kDenormal ? " tiny" : values == Values::kHuge ? " huge" : "";
     return text + " seed " + std::to_string(seed);
   }
 };
@@ -272,11 +276,17 @@ struct Inputs {
       fill_kernel<<<512, 256>>>(reinterpret_cast<Element*>(buffer.get()), used,
                                 call.seed * 16 + which, amplitude);
     };
-    fill(q, used_q(call), 0, 1.f);
-    fill(k, used_k(call), 1, 1.f);
+    // dq is dout times k: denormal sums, or infinite ones and NaN.
+    const bool tiny = call.values == Call::Values::kDenormal, bf16 = is_bf16(call.held);
+    const float tiny_dout = bf16 ? 0x1p-120f : 0x1p-20f, tiny_k = bf16 ? 0x1p-20f : 0x1p-14f;
+    fill(q, used_q(call), 0, tiny ? tiny_k : 1.f);
+    fill(k, used_k(call), 1, tiny ? tiny_k : 1.f);
     fill(v, used_k(call), 2, 1.f);
-    fill(dout, used_q(call), 3, 1.f);
-    fill(out, used_q(call), 4, 0.1f);
+    fill(dout, used_q(call), 3,
+         tiny                                 ? tiny_dout
+         : call.values == Call::Values::kHuge ? (bf16 ? 0x1p125f : 60000.f)
+                                              : 1.f);
+    fill(out, used_q(call), 4, tiny ? 0x1p-20f : 0.1f);
     fill_floats_kernel<<<512, 256>>>(softmax_lse.get(), softmax_lse.size(),
                                      std::log(static_cast<float>(std::max(call.max_k(), 1))));
     CHECK(cudaGetLastError());
@@ -342,11 +352,11 @@ void finish(const std::string& what) {
   }
 }
 
-Device device_with(Family family) {
+Device device_with(Family family, std::optional<Path> path = std::nullopt) {
   int sms = 0, shared = 0;
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
   CHECK(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
-  return {sms, shared, 90, std::nullopt, family};
+  return {sms, shared, 90, path, family, 50 << 20};
 }
 
 const char* name_of(Family family) { return family == Family::kSm80 ? "sm80" : "sm90"; }
@@ -357,21 +367,18 @@ struct Gradients {
 };
 
 struct Scratch {
-  Buffer<float> row_sums, dq_sums, key_sums;
+  Buffer<float> row_sums, dq_sums, slots, part_sums;
   Buffer<unsigned> counters;
 };
 
-// The params of a call, or of its rows [first, first + rows) where it is dense.
-BwdParams params_of(const Call& call, const Inputs& inputs, const Gradients& gradients, int first,
-                    int rows) {
+BwdParams params_of(const Call& call, const Inputs& inputs, const Gradients& gradients) {
   BwdParams params{};
   const int64_t row_q = static_cast<int64_t>(call.heads) * call.head_dim;
   const int64_t row_k = static_cast<int64_t>(call.heads_k) * call.head_dim;
-  const auto queries = [&](const Buffer<uint16_t>& buffer) { return buffer.get() + first * row_q; };
-  params.q_ptr = queries(inputs.q);
-  params.o_ptr = queries(inputs.out);
-  params.do_ptr = queries(inputs.dout);
-  params.dq_ptr = queries(gradients.dq);
+  params.q_ptr = inputs.q.get();
+  params.o_ptr = inputs.out.get();
+  params.do_ptr = inputs.dout.get();
+  params.dq_ptr = gradients.dq.get();
   params.k_ptr = inputs.k.get();
   params.v_ptr = inputs.v.get();
   params.dk_ptr = gradients.dk.get();
@@ -395,14 +402,14 @@ BwdParams params_of(const Call& call, const Inputs& inputs, const Gradients& gra
   params.total_k = static_cast<int>(inputs.rows_k);
   params.is_seqlens_k_cumulative = true;
   params.b = call.batch();
-  params.seqlen_q = rows;
+  params.seqlen_q = call.max_q();
   params.seqlen_k = call.max_k();
   params.h = call.heads;
   params.h_k = call.heads_k;
   params.h_h_k_ratio = call.heads / call.heads_k;
   params.d = call.head_dim;
   params.d_rounded = call.held.head_dim;
-  params.seqlen_q_rounded = (rows + 127) / 128 * 128;
+  params.seqlen_q_rounded = (call.max_q() + 127) / 128 * 128;
   params.is_bf16 = is_bf16(call.held);
   params.scale_softmax = params.scale_softmax_rp_dropout = call.scale;
   params.scale_softmax_log2 =
@@ -416,83 +423,49 @@ BwdParams params_of(const Call& call, const Inputs& inputs, const Gradients& gra
   return params;
 }
 
-Scratch scratch_of(BwdParams& params, const BwdKernel& kernel) {
+Scratch scratch_of(BwdParams& params, const BwdPlan& plan) {
   const int64_t rows = params.cu_seqlens_q != nullptr
                            ? params.total_q + 128ll * params.b
                            : static_cast<int64_t>(params.b) * params.seqlen_q_rounded;
-  const int64_t key_blocks = params.cu_seqlens_k != nullptr
-                                 ? params.total_k / kernel.block_n + params.b
-                                 : static_cast<int64_t>(params.b) *
-                                       ((params.seqlen_k + kernel.block_n - 1) / kernel.block_n);
-  const int64_t positions = params.h * key_blocks;
-  const int64_t key_turns = params.h == params.h_k ? 0 : params.h_k * key_blocks;
+  const int block_n = plan.kernel->block_n;
+  const int64_t key_blocks =
+      params.cu_seqlens_k != nullptr
+          ? params.total_k / block_n + params.b
+          : static_cast<int64_t>(params.b) * ((params.seqlen_k + block_n - 1) / block_n);
+  const int64_t keys = params.cu_seqlens_k != nullptr
+                           ? params.total_k
+                           : static_cast<int64_t>(params.b) * params.seqlen_k;
+  const int64_t positions = params.h_k * key_blocks * plan.parts.count;
+  const int64_t slot = 2ll * block_n * params.d_rounded * plan.kept_sums;
+  const int64_t part = plan.parts.fold() ? plan.parts.count * keys * params.h_k * params.d : 0;
   Scratch scratch{Buffer<float>(rows * params.h), Buffer<float>(rows * params.h * params.d_rounded),
-                  Buffer<float>(key_turns * 2 * kernel.block_n * params.d_rounded),
-                  Buffer<unsigned>(1 + positions + key_turns)};
+                  Buffer<float>(plan.slots * slot), Buffer<float>(2 * part),
+                  Buffer<unsigned>(1 + positions + plan.slot_counters)};
   params.dsoftmax_sum = scratch.row_sums.get();
   params.dq_accum_ptr = scratch.dq_sums.get();
-  params.key_sums = scratch.key_sums.get();
+  params.slots = plan.slots > 0 ? scratch.slots.get() : nullptr;
   params.tickets = scratch.counters.get();
   params.progress = params.tickets + 1;
-  params.key_turns = params.progress + positions;
+  params.freed_slots = params.progress + positions;
+  if (part > 0) {
+    params.dk_sums = scratch.part_sums.get();
+    params.dv_sums = params.dk_sums + part;
+  }
   return scratch;
-}
-
-void run_rows(const Call& call, const Inputs& inputs, Family family, const Gradients& gradients,
-              int first, int rows, const Buffer<float>* sums) {
-  BwdParams params = params_of(call, inputs, gradients, first, rows);
-  Buffer<float> lse;
-  if (rows != call.max_q()) {  // dense parts: their rows of softmax_lse, put together
-    const std::vector<float> all = inputs.softmax_lse.host();
-    std::vector<float> own;
-    for (int head = 0; head < call.batch() * call.heads; ++head) {
-      const auto from = all.begin() + static_cast<int64_t>(head) * call.max_q() + first;
-      own.insert(own.end(), from, from + rows);
-    }
-    lse = Buffer<float>(own.size());
-    lse.set(own);
-    params.softmax_lse_ptr = lse.get();
-  }
-  if (sums != nullptr) {
-    params.dk_sums = sums[0].get();
-    params.dv_sums = sums[1].get();
-  }
-  const BwdPlan plan =
-      plan_bwd(params, *call.held.instance, call.deterministic, device_with(family));
-  if (plan.kernel->family != family) {
-    throw std::runtime_error(call.name() + ": the plan does not take " + name_of(family));
-  }
-  const Scratch scratch = scratch_of(params, *plan.kernel);
-  CHECK(cudaMemset(scratch.counters.get(), 0, scratch.counters.size() * sizeof(unsigned)));
-  run_plan(plan, params, nullptr);
-  finish(call.name() + " (" + name_of(family) + ")");
 }
 
 Gradients run(const Call& call, const Inputs& inputs, Family family) {
   Gradients gradients(inputs);
-  if (call.parts <= 1) {
-    run_rows(call, inputs, family, gradients, 0, call.max_q(), nullptr);
-    return gradients;
+  BwdParams params = params_of(call, inputs, gradients);
+  const BwdPlan plan =
+      plan_bwd(params, *call.held.instance, call.deterministic, device_with(family, call.path));
+  if (plan.kernel->family != family) {
+    throw std::runtime_error(call.name() + ": the plan does not take " + name_of(family));
   }
-  // Sequences of one length, full masks: parts of whole row blocks, last to first.
-  Buffer<float> sums[2] = {Buffer<float>(inputs.rows_k * call.heads * call.head_dim),
-                           Buffer<float>(inputs.rows_k * call.heads * call.head_dim)};
-  for (const Buffer<float>& each : sums) {
-    CHECK(cudaMemset(each.get(), 0, each.size() * sizeof(float)));
-  }
-  const int rows = (call.max_q() / call.parts + 127) / 128 * 128;
-  for (int first = (call.max_q() - 1) / rows * rows; first >= 0; first -= rows) {
-    run_rows(call, inputs, family, gradients, first, std::min(rows, call.max_q() - first), sums);
-  }
-  const auto round = [&](const Buffer<float>& total, const Buffer<uint16_t>& gradient,
-                         bool scales) {
-    round_sums({total.get(), gradient.get(), inputs.rows_k, call.heads, call.heads / call.heads_k,
-                call.head_dim, call.scale, scales},
-               is_bf16(call.held), nullptr);
-  };
-  round(sums[0], gradients.dk, true);
-  round(sums[1], gradients.dv, false);
-  finish(call.name() + " (rounding)");
+  const Scratch scratch = scratch_of(params, plan);
+  CHECK(cudaMemset(scratch.counters.get(), 0, scratch.counters.size() * sizeof(unsigned)));
+  run_plan(plan, params, nullptr);
+  finish(call.name() + " (" + name_of(family) + ")");
   return gradients;
 }
 
@@ -525,7 +498,8 @@ bool same(const Call& call, const char* name, const Buffer<uint16_t>& left,
       largest = std::max(largest, std::fabs(x - y));
     }
   }
-  if (differing == 0 && nan == 0 && (magnitude > 0 || may_be_zero)) {
+  if (differing == 0 && (nan == 0 || call.values == Call::Values::kHuge) &&
+      (magnitude > 0 || may_be_zero)) {
     return true;
   }
   const size_t row = first / call.head_dim / heads;
@@ -560,17 +534,37 @@ bool same(const Call& call, const char* name, const Buffer<uint16_t>& left,
 enum Which : unsigned { kDq = 1, kDk = 2, kDv = 4, kAll = 7 };
 
 bool compare(const Call& call, const Inputs& inputs, unsigned which, bool may_be_zero) {
-  const Gradients left = run(call, inputs, Family::kSm80);
-  const Gradients right = run(call, inputs, Family::kSm90);
+  Call first = call;
+  first.path = Path::kOneCta;
+  const Gradients left = run(first, inputs, Family::kSm80);
   bool equal = true;
-  if ((which & kDv) != 0) {
-    equal &= same(call, "dv", left.dv, right.dv, inputs.used_k(call), call.heads_k, may_be_zero);
-  }
-  if ((which & kDk) != 0) {
-    equal &= same(call, "dk", left.dk, right.dk, inputs.used_k(call), call.heads_k, may_be_zero);
-  }
-  if ((which & kDq) != 0) {
-    equal &= same(call, "dq", left.dq, right.dq, inputs.used_q(call), call.heads, may_be_zero);
+  const std::optional<Path> planned;
+  for (const auto& [family, path] :
+       {std::pair{Family::kSm90, std::optional{Path::kOneCta}},
+        std::pair{Family::kSm90, std::optional{Path::kParts}}, std::pair{Family::kSm90, planned},
+        std::pair{Family::kSm80, std::optional{Path::kParts}}, std::pair{Family::kSm80, planned}}) {
+    if (family == Family::kSm90 && !has_sm90(call.held)) {
+      continue;
+    }
+    Call other = call;
+    other.path = path;
+    const Gradients right = run(other, inputs, family);
+    const bool before = equal;
+    if ((which & kDv) != 0) {
+      equal &= same(call, "dv", left.dv, right.dv, inputs.used_k(call), call.heads_k, may_be_zero);
+    }
+    if ((which & kDk) != 0) {
+      equal &= same(call, "dk", left.dk, right.dk, inputs.used_k(call), call.heads_k, may_be_zero);
+    }
+    if ((which & kDq) != 0) {
+      equal &= same(call, "dq", left.dq, right.dq, inputs.used_q(call), call.heads, may_be_zero);
+    }
+    if (before && !equal) {
+      std::printf("      in %s, %s\n", name_of(family),
+                  !path.has_value()      ? "as planned"
+                  : path == Path::kParts ? "parts"
+                                         : "one CTA to a key block");
+    }
   }
   return equal;
 }
@@ -764,12 +758,23 @@ bool run_stages(const Held& held) {
          call.head_dim = held.head_dim - 8;
        },
        nothing},
-      {"sums that the caller keeps", "dk_sums and dv_sums in, out, and rounded", kAll,
+      {"chunks of rows", "the tree of dk and dv, or the slots of sums", kAll,
        [=](Call& call) {
-         tile(1000, 500)(call);
+         tile(3 * kChunkRows + 100, 300)(call);
          call.heads = 4;
          call.heads_k = 2;
-         call.parts = 3;
+       },
+       nothing},
+      {"tiny values", "denormal sums", kAll,
+       [=](Call& call) {
+         tile(500, 700)(call);
+         call.values = Call::Values::kDenormal;
+       },
+       nothing},
+      {"infinite gradients", "NaN", kAll,
+       [=](Call& call) {
+         tile(500, 700)(call);
+         call.values = Call::Values::kHuge;
        },
        nothing},
   };
@@ -783,23 +788,10 @@ bool run_stages(const Held& held) {
     Inputs inputs(call);
     inputs.attend(call);
     stage.inputs(call, inputs);
-    const bool good = compare(call, inputs, stage.which, false);
+    const bool good = compare(call, inputs, stage.which, call.values != Call::Values::kNormal);
     std::printf("  %-55s %s\n", stage.name, good ? "same" : "DIFFERS");
     if (!good) {
       std::printf("    look at: %s\n", stage.hint);
-    }
-    if (good && call.parts > 1) {
-      // Sums of parts are those of all rows, in each family.
-      Call whole = call;
-      whole.parts = 1;
-      const Gradients one = run(whole, inputs, Family::kSm80);
-      const Gradients some = run(call, inputs, Family::kSm80);
-      const bool adds_up =
-          same(call, "dk", one.dk, some.dk, inputs.used_k(call), call.heads_k, false) &&
-          same(call, "dv", one.dv, some.dv, inputs.used_k(call), call.heads_k, false);
-      std::printf("  %-55s %s\n", "sums of parts against all rows at once (sm80)",
-                  adds_up ? "same" : "DIFFERS");
-      equal &= adds_up;
     }
     std::fflush(stdout);
     equal &= good;
@@ -814,12 +806,7 @@ Call drawn_call(uint64_t seed) {
   const auto pick = [&](int low, int high) {
     return low + static_cast<int>(random() % static_cast<uint64_t>(high - low + 1));
   };
-  std::vector<Held> held;
-  for (const Held& each : kHeld) {
-    if (has_sm90(each)) {
-      held.push_back(each);
-    }
-  }
+  const std::vector<Held> held(std::begin(kHeld), std::end(kHeld));
   Call call;
   call.seed = seed;
   call.held = held[pick(0, static_cast<int>(held.size()) - 1)];
@@ -829,6 +816,7 @@ Call drawn_call(uint64_t seed) {
   const int batch = pick(1, 4);
   call.packed = pick(0, 2) == 0;
   const int most = pick(0, 9) == 0 ? 3000 : pick(0, 2) == 0 ? 200 : 900;
+  const bool chunks = pick(0, 15) == 0;  // some rows beside a border of chunks
   const int same_q = pick(1, most), same_k = pick(1, most);
   for (int i = 0; i < batch; ++i) {
     call.lengths_q.push_back(call.packed ? pick(0, most) : same_q);
@@ -837,6 +825,18 @@ Call drawn_call(uint64_t seed) {
   if (call.max_q() == 0 || call.max_k() == 0) {
     call.lengths_q[0] = call.lengths_k[0] = 77;
   }
+  if (chunks) {
+    call.heads = call.heads_k = std::min(call.heads_k, 2);
+    call.heads *= pick(1, 2);
+    const int rows = kChunkRows * pick(1, 3) + pick(-1, 1);
+    for (int& length : call.lengths_q) {
+      length = call.packed && pick(0, 1) == 0 ? length : rows;
+    }
+  }
+  const int values = pick(0, 15);
+  call.values = values == 0   ? Call::Values::kDenormal
+                : values == 1 ? Call::Values::kHuge
+                              : Call::Values::kNormal;
   switch (pick(0, 4)) {
     case 0:
       break;
@@ -907,22 +907,19 @@ bool run_drawn(int count, uint64_t seed, bool crowded) {
 
 double milliseconds(const Call& call, const Inputs& inputs, const Gradients& gradients,
                     Family family, int repeats, int heads_in_flight = 0) {
-  BwdParams params = params_of(call, inputs, gradients, 0, call.max_q());
-  const BwdPlan plan =
-      plan_bwd(params, *call.held.instance, call.deterministic, device_with(family));
-  const Scratch scratch = scratch_of(params, *plan.kernel);
-  params.whole_heads = plan.whole_heads;
-  params.in_turns = plan.in_turns;
-  params.heads_in_flight = heads_in_flight > 0 ? heads_in_flight : plan.heads_in_flight;
+  BwdParams params = params_of(call, inputs, gradients);
+  Device device = device_with(family, call.path);
+  device.heads_in_flight = heads_in_flight;
+  const BwdPlan plan = plan_bwd(params, *call.held.instance, call.deterministic, device);
+  const Scratch scratch = scratch_of(params, plan);
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin));
   CHECK(cudaEventCreate(&end));
   std::vector<float> times;
   for (int i = 0; i < repeats; ++i) {
     CHECK(cudaMemsetAsync(scratch.counters.get(), 0, scratch.counters.size() * sizeof(unsigned)));
-    plan.instance->before(params, nullptr);
     CHECK(cudaEventRecord(begin));
-    plan.kernel->launch(params, nullptr);
+    run_plan(plan, params, nullptr);
     CHECK(cudaEventRecord(end));
     finish(call.name());
     float time = 0;
@@ -940,12 +937,13 @@ void run_times(const std::vector<int>& heads_in_flight) {
     int batch, length, heads, heads_k;
     bool causal;
   };
-  const Shape shapes[] = {{8, 4096, 32, 32, false}, {8, 4096, 32, 32, true},
-                          {8, 4096, 32, 8, true},   {2, 16384, 16, 16, false},
-                          {2, 16384, 16, 16, true}, {1, 65536, 8, 2, true},
-                          {32, 512, 16, 16, true},  {1, 4096, 8, 8, true}};
-  std::printf("loop over row blocks alone, medians: ms and TFLOP/s\n%-44s %18s %18s %18s  %s\n", "",
-              "sm80", "sm90", "sm90, any order", "sm90 / sm80");
+  const Shape shapes[] = {
+      {8, 4096, 32, 32, false},  {8, 4096, 32, 32, true},  {8, 4096, 32, 8, true},
+      {2, 16384, 16, 16, false}, {2, 16384, 16, 16, true}, {1, 65536, 8, 2, true},
+      {1, 8192, 4, 4, false},    {1, 8192, 4, 4, true},    {1, 2048, 32, 8, true},
+      {1, 1024, 16, 1, true},    {32, 512, 16, 16, true},  {1, 4096, 8, 8, true}};
+  std::printf("whole backwards, medians: ms and TFLOP/s\n%-44s %18s %18s %18s  %s\n", "", "sm80",
+              "sm90", "sm90, any order", "sm90 / sm80");
   for (const Held& held : kHeld) {
     if (!has_sm90(held) || !is_bf16(held)) {
       continue;

@@ -33,15 +33,16 @@ class BackwardPlan:
         family: as in Plan.
         block_m: query rows to a tile.
         block_n: keys to a tile.
-        whole_heads: whether a thread block works on all keys of a head, one block after another.
+        parts: thread blocks that share a block of keys: of its rows, and its query heads.
         in_turns: whether thread blocks wait for each other, to add to dq in one order.
-        heads_in_flight: heads, of all sequences, whose key blocks run at the same time.
+        heads_in_flight: KV heads, of all sequences, or parts of them, whose key blocks run at the
+            same time.
     """
 
     family: str
     block_m: int
     block_n: int
-    whole_heads: bool
+    parts: int
     in_turns: bool
     heads_in_flight: int
 

@@ -69,25 +69,17 @@ BACKWARD = {
     f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) "
     f"-> {_PACKED_GRADIENTS}",
 }
-# The *_accumulate ops compute dq for a part of the rows, and add what these rows contribute to
-# dk_sums and dv_sums: float32, unscaled, a sum per query head, (batch, seqlen_k, nheads, head_dim)
-# or packed (total_k, nheads, head_dim), which already hold the rows after them. finish_key_sums
-# turns the sums of all rows into dk and dv, with the heads of k. They are not in BACKWARD because
-# torch registers autograd formulas only for ops that write to no argument. The dense one runs on
-# CUDA devices only.
-ACCUMULATE = {
-    **{
-        f"{name}_accumulate": schema.replace(
-            "Tensor softmax_lse, ", "Tensor softmax_lse, Tensor(a!) dk_sums, Tensor(b!) dv_sums, "
-        ).replace(_GRADIENTS, "Tensor")
-        for name, schema in BACKWARD.items()
-        if "Tensor k" in schema
-    },
+# For ranks that share the rows of a sequence: dq, and sums of dk and dv over these rows, float32,
+# unscaled, (total_k, nheads_k, head_dim). finish_key_sums makes dk and dv of the sums of all rows.
+SUMS = {
+    "varlen_bwd_sums": BACKWARD["varlen_bwd"].replace(
+        _GRADIENTS, "(Tensor dq, Tensor dk_sums, Tensor dv_sums)"
+    ),
     "finish_key_sums": "(Tensor dk_sums, Tensor dv_sums, Tensor k, float softmax_scale, "
     "float softcap, float dropout_p) -> (Tensor dk, Tensor dv)",
 }
 # For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes) of a
-# forward, and (family, block_m, block_n, whole_heads, in_turns, heads_in_flight) of a backward.
+# forward, and (family, block_m, block_n, parts, in_turns, heads_in_flight) of a backward.
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
@@ -96,7 +88,7 @@ PLAN = {
     "-> (int, int, int, int, int, int, int)",
     "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
     "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
-    "bool has_dropout, bool packed, bool deterministic) -> (int, int, int, bool, bool, int)",
+    "bool has_dropout, bool packed, bool deterministic) -> (int, int, int, int, bool, int)",
 }
 # Names of the plan's numbers, in the order of cpp/kernels/fwd.h.
 FAMILIES = ("sm80", "sm90")
@@ -105,7 +97,7 @@ PATHS = ("one-cta", "parts", "few-rows", "scores-first")
 
 def define(library: Any) -> None:
     """Defines all ops in a torch.library.Library."""
-    for name, schema in {**FORWARD, **BACKWARD, **ACCUMULATE, **PLAN}.items():
+    for name, schema in {**FORWARD, **BACKWARD, **SUMS, **PLAN}.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
@@ -146,7 +138,7 @@ def _names(schema: str) -> tuple[str, ...]:
 
 
 # Not a cache: torch.compile warns of functions that have one.
-_NAMES = {name: _names(schema) for name, schema in {**FORWARD, **BACKWARD, **ACCUMULATE}.items()}
+_NAMES = {name: _names(schema) for name, schema in {**FORWARD, **BACKWARD, **SUMS}.items()}
 
 
 def argument_names(name: str) -> tuple[str, ...]:
@@ -193,17 +185,16 @@ def backward_call(
     options: Options,
     alibi_slopes: Tensor | None,
     rng_state: Tensor | None,
-    sums: tuple[Tensor, Tensor] | None = None,
+    sums: bool = False,
 ) -> Call:
-    """Lays out the backward of `forward_call`; with sums of dk and dv, one that adds to these."""
+    """Lays out the backward of `forward_call`; with sums, one that returns those of dk and dv."""
     op = ("" if lengths is None else "varlen_") + ("qkvpacked_bwd" if len(inputs) == 2 else "bwd")
     starts = () if lengths is None else plain(*lengths[:2])
     longest = () if lengths is None else lengths[2:4]
-    results = (out, softmax_lse) if sums is None else (out, softmax_lse, *sums)
     random = *plain(alibi_slopes), rng_state
     numbers = options.dropout_p, *options.scores, options.deterministic_bwd
-    arguments = dout, *inputs, *results, *starts, *random, *longest, *numbers, None
-    return Call(op if sums is None else f"{op}_accumulate", arguments)
+    arguments = dout, *inputs, out, softmax_lse, *starts, *random, *longest, *numbers, None
+    return Call(f"{op}_sums" if sums else op, arguments)
 
 
 def cache_call(

@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from flash_attn_deterministic import distributed, flash_attn_func
 from flash_attn_deterministic.distributed import ops
-from flash_attn_deterministic.distributed.planning import steps
 from flash_attn_deterministic.verify.shared.files import json_text, write_files
 from flash_attn_deterministic.verify.shared.provenance import provenance
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,9 +63,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "HK"))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--unit-heads", type=int, nargs="+", default=[1, 2, 4], help="of a step: each"
-    )
     arguments = parser.parse_args(argv)
     options: dict[str, Any] = {}
     if arguments.device == "cuda":
@@ -88,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         for seqlen in arguments.lengths:
             nheads, nheads_k = arguments.heads
             shape = Shape(seqlen, 1, nheads, nheads_k, arguments.head_dim)
-            case = Case(shape, arguments.device, arguments.repeats, arguments.unit_heads)
+            case = Case(shape, arguments.device, arguments.repeats)
             record["cases"].append(case.measured())
             if dist.get_rank() == 0:
                 write_files(arguments.out.parent, {arguments.out.name: json_text(record)})
@@ -105,12 +101,10 @@ class Case:
         shape: of the whole sequence.
         device: "cuda" or "cpu".
         repeats: of which the median counts.
-        unit_heads: numbers of query heads to a step of the backward.
     """
 
-    def __init__(self, shape: Shape, device: str, repeats: int, unit_heads: list[int]) -> None:
+    def __init__(self, shape: Shape, device: str, repeats: int) -> None:
         self._shape, self._device, self._repeats = shape, device, repeats
-        self._unit_heads = unit_heads
         self._ranks = dist.get_world_size()
 
     def measured(self) -> dict[str, Any]:
@@ -122,8 +116,7 @@ class Case:
             "refused": {},
         }
         sides: dict[str, tuple[Attend, bool, Context]] = {}
-        for count in self._unit_heads:
-            sides[f"ours_by_{count}"] = (ours, True, functools.partial(heads_at_once, count))
+        sides["ours"] = (ours, True, nullcontext)
         sides["ours_gathered"] = (ours, True, gathered)
         if self._shape.seqlen <= ONE_GPU_UP_TO:
             sides["one"] = (one_gpu, False, nullcontext)
@@ -142,7 +135,7 @@ class Case:
                 found["refused"][name] = f"{type(error).__name__}: {error}"[:300]
         seconds = found["seconds"]
         found["best"] = best = min(
-            (name for name in seconds if name.startswith("ours_by_")),
+            (name for name in seconds if name.startswith("ours")),
             key=lambda name: seconds[name]["both"],
         )
         ours_best = seconds[best]
@@ -261,16 +254,6 @@ def ring_attention(mesh: Any) -> Iterator[None]:
         context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]),
     ):
         yield
-
-
-@contextlib.contextmanager
-def heads_at_once(count: int) -> Iterator[None]:
-    """Ours with so many query heads to a step of the backward."""
-    before, steps.UNIT_HEADS = steps.UNIT_HEADS, count
-    try:
-        yield
-    finally:
-        steps.UNIT_HEADS = before
 
 
 @contextlib.contextmanager

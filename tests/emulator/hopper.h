@@ -35,7 +35,8 @@ inline bool now(When when) {
 // as each barrier counts it.
 constexpr int kMostThreads = 640, kMostBarriers = 64;
 constexpr int kTensorCores = kMostThreads, kCopyEngine = kTensorCores + kMostThreads / 32;
-constexpr int kAgents = kCopyEngine + kMostBarriers;
+constexpr int kAdds = kCopyEngine + kMostBarriers;  // of the copy engine, to global memory
+constexpr int kAgents = kAdds + 1;
 
 struct Clock {
   std::array<uint32_t, kAgents> at{};
@@ -83,6 +84,13 @@ struct Box {
   uint32_t phase;
 };
 
+struct Add {
+  float* to;
+  uint32_t from;
+  int bytes;
+  std::vector<float> read;
+};
+
 struct Barrier {
   int count = 0, pending = 0, number = 0;
   long bytes = 0;
@@ -124,6 +132,9 @@ struct Hopper : Extension {
   std::map<uint32_t, Barrier> barriers;
   std::array<Known, 16> named;
   std::vector<Box> boxes;  // under way
+  std::vector<Add> adds;   // of one thread
+  uint32_t adds_begun = 0;
+  std::vector<bool> acquired;  // by a thread, without a proxy fence since
   std::vector<TensorCore> tensor_cores;
   std::vector<bool> products_fenced;
   std::vector<uint32_t> issued;  // when each thread issued its last product
@@ -135,7 +146,8 @@ struct Hopper : Extension {
         known(cta.threads.size()),
         tensor_cores(cta.threads.size() / 32),
         products_fenced(cta.threads.size(), false),
-        issued(cta.threads.size()) {
+        issued(cta.threads.size()),
+        acquired(cta.threads.size()) {
     if (known.size() > kMostThreads) {
       fail("%zu threads", known.size());
     }
@@ -155,6 +167,8 @@ struct Hopper : Extension {
     return access.agent < kMostThreads ? "thread " + std::to_string(access.agent)
            : access.agent < kCopyEngine
                ? "a product of warp " + std::to_string(access.agent - kTensorCores)
+           : access.agent == kAdds
+               ? "an add to global memory"
                : "a copy for barrier " + std::to_string(access.agent - kCopyEngine);
   }
   [[noreturn]] void race(const char* what, std::size_t word, const std::string& by,
@@ -361,6 +375,47 @@ struct Hopper : Extension {
     return true;
   }
 
+  // Adds to global memory.
+  void start_add(float* to, uint32_t from, int bytes) {
+    at(from, 16), at(from + bytes - 16, 16);
+    const int me = static_cast<int>(current->index.x);
+    if (acquired[me] || reinterpret_cast<uintptr_t>(to) % 16 != 0) {
+      fail("an add to global memory without a fence, or not aligned");
+    }
+    const Access read{kAdds, ++adds_begun};
+    for (uint32_t i = (from - kSharedStart) / 4; i < (from - kSharedStart + bytes) / 4; ++i) {
+      const Access& write = words[i].write;
+      if (write.agent < 0 || !knows(write.by_engine() ? known[me].any : known[me].fenced, write)) {
+        race("add of", i, name(read), write);
+      }
+      add_read(words[i], read, known[me].any);
+    }
+    adds.push_back({to, from, bytes, {}});
+    if (now(boxes_happen)) {
+      end_adds(true);
+    }
+    sometimes_yield();
+  }
+  void end_adds(bool added) {
+    for (Add& add : adds) {
+      if (add.read.empty()) {
+        add.read.resize(add.bytes / 4);
+        std::memcpy(add.read.data(), at(add.from, 16), add.bytes);
+      }
+      for (std::size_t i = 0; added && i < add.read.size(); ++i) {
+        add.to[i] += add.read[i];
+      }
+    }
+    if (added) {
+      adds.clear();
+    }
+  }
+  void wait_adds(bool added) {
+    end_adds(added || now(boxes_happen));
+    known[current->index.x].any.at[kAdds] = adds_begun;
+    sometimes_yield();
+  }
+
   // Products.
   uint32_t place(const Operand& operand, int line, int k) const {  // line: a row or column
     const uint64_t d = operand.descriptor;
@@ -542,8 +597,9 @@ struct Hopper : Extension {
       }
     }
     const int ctas = 228 * 1024 / (cta.shared_bytes + 1024);
-    if (!boxes.empty() || registers > 65536 / ctas) {
-      fail("%zu boxes under way at the end; %d registers", boxes.size(), registers);
+    if (!boxes.empty() || !adds.empty() || registers > 65536 / ctas) {
+      fail("%zu boxes and %zu adds under way at the end; %d registers", boxes.size(), adds.size(),
+           registers);
     }
   }
   void report(const Thread& thread) override {
@@ -652,6 +708,7 @@ inline int4 load_shared_ints(uint32_t address) { return emulator::load<int4>(add
 inline void store_shared(uint32_t address, float4 value) { emulator::store(address, value); }
 inline void store_shared(uint32_t address, float2 value) { emulator::store(address, value); }
 inline void store_shared(uint32_t address, float value) { emulator::store(address, value); }
+inline void store_shared_word(uint32_t address, uint32_t value) { emulator::store(address, value); }
 inline void store_shared_ints(uint32_t address, int4 value) { emulator::store(address, value); }
 template <int kRegisters>
 void take_registers() {
@@ -670,6 +727,13 @@ inline void load_box(uint32_t shared, const CUtensorMap& map, uint32_t barrier, 
                      int head, int row, int batch) {
   emulator::hopper().start_box(shared, map, barrier, column, head, row, batch);
 }
+
+inline void add_bulk(float* global, uint32_t shared, int bytes) {
+  emulator::hopper().start_add(global, shared, bytes);
+}
+inline void wait_bulk_read() { emulator::hopper().wait_adds(false); }
+inline void wait_bulk_added() { emulator::hopper().wait_adds(true); }
+inline void fence_global_async_proxy() { emulator::hopper().acquired[threadIdx.x] = false; }
 
 // wgmma.h
 inline void wgmma_fence() { emulator::hopper().products_fenced[threadIdx.x] = true; }
@@ -715,15 +779,6 @@ inline void store_transposed(uint32_t address, const uint32_t* pairs) {
       }
     }
   });
-}
-
-// bwd_reducer.cuh
-inline void add_to(float* address, float4 value) {
-  emulator::sometimes_yield();
-  address[0] += value.x;
-  address[1] += value.y;
-  address[2] += value.z;
-  address[3] += value.w;
 }
 
 // fwd_consumer.cuh
@@ -774,6 +829,7 @@ inline unsigned load_acquire(const unsigned* address) { return *address; }
 inline unsigned wait_for(const unsigned* counter, unsigned wanted) {
   emulator::wait_until("a counter", reinterpret_cast<long>(counter), wanted,
                        [=] { return *counter >= wanted; });
+  emulator::hopper().acquired[threadIdx.x] = true;
   return *counter;
 }
 

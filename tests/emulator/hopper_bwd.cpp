@@ -4,6 +4,7 @@
 // shows.
 #include "emulator.h"
 
+#include "fold_parts.cu"
 #include "hopper.h"
 #include "sm90/backward/bwd_launch.cuh"
 
@@ -66,10 +67,11 @@ bool same(const void* a, const void* b, std::size_t bytes) { return std::memcmp(
 bool run_case(unsigned seed) {
   draw_source.seed(seed);
   fad::BwdParams p{};
+  p.is_bf16 = !HALF, p.p_dropout = p.rp_dropout = 1.f;
   const int b = draw(1, 2), h_k = draw(1, 2), group = pick({1, 1, 2, 3}), h = h_k * group;
   const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
-  const bool packed = chance(50), keeps_sums = chance(20);
-  const int sq = about(pick({32, 64, 128, 192, 256, 300})),
+  const bool packed = chance(50);
+  const int sq = about(pick({32, 64, 128, 192, 256, 300, 520})),
             sk = about(pick({40, 64, 128, 256, 384}));
   std::vector<int> starts_q(b + 1), starts_k(b + 1);
   for (int i = 0; i < b; ++i) {
@@ -119,21 +121,14 @@ bool run_case(unsigned seed) {
     value = chance(3) ? INFINITY : draw(0, 8000) / 1000.f;
   }
   p.dsoftmax_sum = row_sums.data(), p.softmax_lse_ptr = lse.data();
-  const std::size_t sums_count = std::size_t(total_k) * h * d;
-  std::vector<float> first_sums(2 * sums_count);
-  for (float& value : first_sums) {
-    value = draw(-1000, 1000) / 300.f;
-  }
-
   // Plain loops.
   Numbers dq(q_count), dk(k_count), dv(k_count);
-  std::vector<float> kept = first_sums;
   for (int bidb = 0; bidb < b; ++bidb) {
     const int first_q = packed ? starts_q[bidb] : bidb * sq,
               first_k = packed ? starts_k[bidb] : bidb * sk;
     const int n_q = packed ? starts_q[bidb + 1] - first_q : sq;
     const int n_k = packed ? starts_k[bidb + 1] - first_k : sk;
-    std::vector<float> group_dk(std::size_t(n_k) * d), group_dv(group_dk);
+    std::vector<std::vector<std::array<float, 2>>> sums;  // dk and dv of each key, by chunks
     for (int bidh = 0; bidh < h; ++bidh) {
       const int head_k = bidh / group;
       const auto q_at = [&](int row, int c) {
@@ -177,32 +172,50 @@ bool run_case(unsigned seed) {
           dq.start()[q_at(row, c)] = Number(sum * p.scale_softmax);
         }
       }
-      for (int key = 0; key < n_k; ++key) {
-        for (int c = 0; c < d; ++c) {
-          const std::size_t sums_at = (std::size_t(first_k + key) * h + bidh) * d + c;
-          float sum_k = keeps_sums ? kept[sums_at] : 0.f;
-          float sum_v = keeps_sums ? kept[sums_count + sums_at] : 0.f;
-          for (int first = (n_q - 1) / Tile::kRows * Tile::kRows; first >= 0;
-               first -= Tile::kRows) {
-            for (int row = first; row < std::min(n_q, first + Tile::kRows); ++row) {
-              sum_k += gradients[std::size_t(row) * n_k + key] * q.at(q_at(row, c));
-              sum_v += weights[std::size_t(row) * n_k + key] * dout.at(q_at(row, c));
+      // Of each chunk of rows: the heads of a group, first to last.
+      const std::size_t chunks = std::max((n_q + fad::kChunkRows - 1) / fad::kChunkRows, 1);
+      sums.resize(chunks, std::vector<std::array<float, 2>>(std::size_t(n_k) * d));
+      for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
+        const int begin = static_cast<int>(chunk) * fad::kChunkRows;
+        const int end = std::min(n_q, begin + fad::kChunkRows);
+        for (int key = 0; key < n_k; ++key) {
+          for (int c = 0; c < d; ++c) {
+            float sum_k = 0.f, sum_v = 0.f;
+            for (int first = (end - 1) / Tile::kRows * Tile::kRows; first >= begin;
+                 first -= Tile::kRows) {
+              for (int row = first; row < std::min(end, first + Tile::kRows); ++row) {
+                sum_k += gradients[std::size_t(row) * n_k + key] * q.at(q_at(row, c));
+                sum_v += weights[std::size_t(row) * n_k + key] * dout.at(q_at(row, c));
+              }
             }
-          }
-          if (keeps_sums) {
-            kept[sums_at] = sum_k, kept[sums_count + sums_at] = sum_v;
-            continue;
-          }
-          float& of_k = group_dk[std::size_t(key) * d + c];
-          float& of_v = group_dv[std::size_t(key) * d + c];
-          of_k = bidh % group == 0 ? sum_k : of_k + sum_k;
-          of_v = bidh % group == 0 ? sum_v : of_v + sum_v;
-          if (bidh % group == group - 1) {
-            dk.start()[k_at(key, c)] = Number(of_k * p.scale_softmax);
-            dv.start()[k_at(key, c)] = Number(of_v);
+            auto& total = sums[chunk][std::size_t(key) * d + c];
+            total = bidh % group == 0 ? std::array{sum_k, sum_v}
+                                      : std::array{total[0] + sum_k, total[1] + sum_v};
           }
         }
       }
+      if (bidh % group < group - 1) {
+        continue;
+      }
+      for (; sums.size() > 1;
+           sums.resize((sums.size() + 1) / 2)) {  // pairs of chunks, of pairs ...
+        for (std::size_t pair = 0; 2 * pair < sums.size(); ++pair) {
+          for (std::size_t i = 0; i < sums[0].size(); ++i) {
+            const auto& left = sums[2 * pair][i];
+            const bool two = 2 * pair + 1 < sums.size();
+            const auto right = two ? sums[2 * pair + 1][i] : std::array{0.f, 0.f};
+            sums[pair][i] = {left[0] + right[0], left[1] + right[1]};
+          }
+        }
+      }
+      for (int key = 0; key < n_k; ++key) {
+        for (int c = 0; c < d; ++c) {
+          const auto& total = sums[0][std::size_t(key) * d + c];
+          dk.start()[k_at(key, c)] = Number((0.f + total[0]) * p.scale_softmax);
+          dv.start()[k_at(key, c)] = Number(0.f + total[1]);
+        }
+      }
+      sums.clear();
     }
   }
 
@@ -213,31 +226,51 @@ bool run_case(unsigned seed) {
     emulator::boxes_happen = static_cast<emulator::When>(draw(0, 2));
     emulator::products_happen = static_cast<emulator::When>(draw(0, 2));
     Numbers its_dq(q_count), its_dk(k_count), its_dv(k_count);
-    std::vector<float> dq_sums(sum_rows * HEAD_DIM + 128 * HEAD_DIM), its_sums = first_sums;
-    const std::size_t blocks = total_k / 128 + b * (sk / 128 + 2);
-    std::vector<unsigned> progress(blocks * h), key_turns(blocks * h_k);
-    std::vector<float> key_sums(blocks * h_k * 2 * 128 * HEAD_DIM);
+    const int chunks = (sq + fad::kChunkRows - 1) / fad::kChunkRows;
+    p.parts = {1, group, 1};
+    while (p.parts.chunks < chunks && (p.parts.count == 1 || chance(50))) {
+      p.parts.chunks *= 2;
+    }
+    if (chance(33)) {
+      p.parts.heads = 1, p.parts.count = group, p.parts.chained = chunks;
+    } else if (chance(50)) {  // as few chunks to a part
+      p.parts.chunks = 1 << draw(0, 2);
+      p.parts.heads = p.parts.chunks == 1 && chance(50) ? 1 : group;
+      p.parts.count = (chunks + p.parts.chunks - 1) / p.parts.chunks * (group / p.parts.heads);
+    }
+    std::vector<float> dq_sums(sum_rows * HEAD_DIM + 128 * HEAD_DIM + 4);
+    const std::size_t ctas = (total_k / 128 + b * (sk / 128 + 2)) * h_k * p.parts.count;
+    std::vector<unsigned> progress(ctas), freed_slots(ctas * chunks + 1);
     unsigned tickets = 0;
+    p.slot_sums = p.parts.chained + fad::kept_sums(p.parts.chunks, p.parts.heads);
+    p.num_slots = draw(1, 5);
+    std::vector<float> slots(
+        (p.parts.chained > 0 ? ctas : std::size_t(p.num_slots)) * p.slot_sums * 2 * 128 * HEAD_DIM,
+        NAN);
+    std::vector<float> part_sums(2 * k_count * p.parts.count, NAN);
+    p.slots = p.slot_sums > 0 ? slots.data() : nullptr;
+    p.freed_slots = freed_slots.data();
     p.dq_ptr = its_dq.start(), p.dk_ptr = its_dk.start(), p.dv_ptr = its_dv.start();
-    p.dq_accum_ptr = dq_sums.data();
-    p.dk_sums = keeps_sums ? its_sums.data() : nullptr;
-    p.dv_sums = keeps_sums ? its_sums.data() + sums_count : nullptr;
-    p.tickets = &tickets, p.progress = progress.data(), p.key_turns = key_turns.data();
-    p.key_sums = key_sums.data();
-    p.in_turns = true, p.heads_in_flight = draw(1, 4);
+    p.dq_accum_ptr = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(dq_sums.data()) + 15) &
+                                              ~uintptr_t{15});
+    p.dk_sums = p.parts.fold() ? part_sums.data() : nullptr;
+    p.dv_sums = p.parts.fold() ? part_sums.data() + k_count * p.parts.count : nullptr;
+    p.tickets = &tickets, p.progress = progress.data();
+    p.in_turns = true, p.shares_in_flight = draw(1, 4);
     fad::sm90::launch_bwd_sm90<fad::Tile>(p, nullptr);
     fad::sm90::launch_bwd_dq<fad::Tile>(p, nullptr);
+    if (p.parts.fold()) {
+      fad::fold_parts(p, nullptr);
+    }
     const bool equal[] = {same(its_dq.data.data(), dq.data.data(), 2 * q_count),
                           same(its_dk.data.data(), dk.data.data(), 2 * k_count),
-                          same(its_dv.data.data(), dv.data.data(), 2 * k_count),
-                          !keeps_sums || same(its_sums.data(), kept.data(), 8 * sums_count)};
-    if (!equal[0] || !equal[1] || !equal[2] || !equal[3]) {
-      std::fprintf(
-          stderr,
-          "seed %u: dq %d, dk %d, dv %d, sums %d equal; b %d, h %d / %d, d %d, q %d, k %d, "
-          "windows %d %d, packed %d, sums %d\n",
-          seed, equal[0], equal[1], equal[2], equal[3], b, h, h_k, d, sq, sk, p.window_size_left,
-          p.window_size_right, packed, keeps_sums);
+                          same(its_dv.data.data(), dv.data.data(), 2 * k_count)};
+    if (!equal[0] || !equal[1] || !equal[2]) {
+      std::fprintf(stderr,
+                   "seed %u: dq %d, dk %d, dv %d equal; b %d, h %d / %d, d %d, q %d, k %d, "
+                   "windows %d %d, packed %d, parts of %d chunks, %d heads, chained %d\n",
+                   seed, equal[0], equal[1], equal[2], b, h, h_k, d, sq, sk, p.window_size_left,
+                   p.window_size_right, packed, p.parts.chunks, p.parts.heads, p.parts.chained);
       right_bits = false;
     }
   }

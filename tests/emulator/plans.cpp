@@ -186,24 +186,38 @@ const FwdKernel kKernels[] = {SM90_ROWS(ROW90) SM80_ROWS(ROW80)};
 const FwdInstance kInstance{kKernels, sizeof(kKernels) / sizeof(*kKernels), &merge};
 
 const BwdKernel kBwdKernel{Family::kSm80, ~Features{0}, 64, 64, 0, nullptr, nullptr};
-const BwdInstance kBwdInstance{&kBwdKernel, 1, nullptr};
+const BwdInstance kBwdInstance{&kBwdKernel, 1, nullptr, nullptr};
 
-// As many heads run at the same time as have sums of dq that fit into a share of L2. That must not
-// depend on rounded lengths in params: the op sets them after the plan, and explain never does.
+// Parts hold each leaf once and fit the scratch memory; as many run at the same time as have sums
+// of dq that fit into a share of L2. That must not depend on rounded lengths in params: the op sets
+// them after the plan, and explain never does.
 void check_bwd_plan(const FwdParams& drawn, const Device& device) {
   BwdParams params{};
   static_cast<FLASH_NAMESPACE::Flash_fwd_params&>(params) = drawn;
   const bool full = params.window_size_left < 0 && params.window_size_right < 0;
-  const long long sums = 4ll * ((params.seqlen_q + 127) / 128 * 128) * HEAD_DIM;
-  const long long fit = device.l2_bytes / (full ? 6 : 3) / sums;
-  const long long expected =
-      std::min<long long>(std::max<long long>(fit, full ? 2 : 4), device.num_sms);
   for (const int rounded : {0, 1 << 20}) {
     params.seqlen_q_rounded = params.d_rounded = rounded;
     const BwdPlan plan = plan_bwd(params, kBwdInstance, true, device);
-    if (!plan.in_turns || plan.heads_in_flight != expected) {
-      emulator::fail("backward of %d queries, %d SMs: %d heads in flight, expected %lld",
-                     params.seqlen_q, device.num_sms, plan.heads_in_flight, expected);
+    const KeyParts& parts = plan.parts;
+    const long long rows =
+        std::min<long long>((params.seqlen_q + 127) / 128 * 128, 1ll * kChunkRows * parts.chunks);
+    const long long fit = device.l2_bytes / (full ? 6 : 3) / (4 * rows * HEAD_DIM);
+    const long long expected =
+        std::min<long long>(std::max<long long>(fit, full ? 2 : 4), device.num_sms);
+    const int chunks = (params.seqlen_q + kChunkRows - 1) / kChunkRows;
+    const int runs = (chunks + parts.chunks - 1) / parts.chunks;
+    const long long bytes = 8ll * params.b * params.seqlen_k * params.h_k * params.d * parts.count;
+    if (!plan.in_turns || plan.shares_in_flight != expected ||
+        (parts.chunks & (parts.chunks - 1)) != 0 ||
+        parts.count != runs * (params.h_h_k_ratio / parts.heads) ||
+        (parts.heads < params.h_h_k_ratio && parts.chunks > 1 && parts.chained == 0) ||
+        (parts.chained > 0 && (runs > 1 || parts.chained != chunks)) ||
+        (parts.fold() && bytes > static_cast<long long>(kScratchBytes))) {
+      emulator::fail(
+          "backward of %d queries, %d SMs: %d in flight, expected %lld; %d parts of %d "
+          "chunks and %d heads, %d chained",
+          params.seqlen_q, device.num_sms, plan.shares_in_flight, expected, parts.count,
+          parts.chunks, parts.heads, parts.chained);
     }
   }
 }

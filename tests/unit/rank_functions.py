@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,12 +13,12 @@ import flash_attn_deterministic
 import torch
 import torch.distributed as dist
 from bits import bits_equal
+from flash_attn_deterministic import tree
 from flash_attn_deterministic.distributed import llama3
 from flash_attn_deterministic.distributed.messages import exchange
 from flash_attn_deterministic.distributed.messages import ranks as messages
-from flash_attn_deterministic.distributed.messages.ranks import Ranks
-from flash_attn_deterministic.distributed.passes import chained_backward, forward, op_calls
-from flash_attn_deterministic.distributed.planning import layout, plan, steps
+from flash_attn_deterministic.distributed.passes import forward, op_calls, summed_backward
+from flash_attn_deterministic.distributed.planning import steps
 from flash_attn_deterministic.verify.ranks import run, trial
 from flash_attn_deterministic.verify.ranks.cases import Case
 
@@ -32,27 +31,36 @@ ring: Any = llama3
 
 
 def outcomes(cases: list[Case]) -> list[dict[str, Any]]:
-    """Returns the differences on any rank, for each case."""
-    return [run.outcome_of(case, "cpu") for case in cases]
+    """Returns the differences on any rank, for each case; some cut sequences into chunks."""
+    return [_outcome(case, chunk) for case, chunk in zip(cases, itertools.cycle(CHUNKS))]
+
+
+# Rows of a chunk: with the last, a test's sequence is one.
+CHUNKS = (8, 16, 4096)
+
+
+def _outcome(case: Case, chunk: int = 16) -> dict[str, Any]:
+    with _instead(tree, CHUNK_ROWS=chunk):
+        return run.outcome_of(case, "cpu")
 
 
 def outcome_without(case: Case, what: str) -> dict[str, Any]:
     """Returns the differences when a part is broken, which has to cause some."""
-    module: Any = chained_backward
+    module: Any = summed_backward
     broken: Any = _no_sums
-    name = "_sums"
+    name = "backward_sums"
     if what == "rounded sums":
         broken = _rounded_sums
     elif what == "alignment":
         module, name, broken = op_calls.Numbers, "key_align", property(lambda scores: 1)
     with _instead(module, **{name: broken}):
-        return run.outcome_of(case, "cpu")
+        return _outcome(case)
 
 
 def outcome_in_small_batches(case: Case) -> dict[str, Any]:
     """Returns the differences with one message to each rank per launch."""
     with _instead(messages, _AT_ONCE=1):
-        return run.outcome_of(case, "cpu")
+        return _outcome(case)
 
 
 def outcome_of_slices(case: Case, most: int) -> tuple[dict[str, Any], list[int]]:
@@ -65,25 +73,6 @@ def outcome_of_slices(case: Case, most: int) -> tuple[dict[str, Any], list[int]]
 
     with _instead(forward, heads_of_forward=noting), _instead(steps, _SLICE_BYTES=most):
         return run.outcome_of(case, "cpu"), found
-
-
-def most_sums_held(case: Case) -> int:
-    """Returns the most sums of dk and dv that a rank holds at once in a backward."""
-    make, held, most = chained_backward._room, [0], [0]
-
-    def freed() -> None:
-        held[0] -= 1
-
-    def counting(*args: Any) -> Any:
-        room, places = make(*args)
-        held[0] += 1
-        most[0] = max(most[0], held[0])
-        weakref.finalize(room.untyped_storage(), freed)
-        return room, places
-
-    with _instead(chained_backward, _room=counting):
-        assert run.outcome_of(case, "cpu") == {}
-    return most[0]
 
 
 @contextlib.contextmanager
@@ -99,17 +88,17 @@ def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
             setattr(module, name, one)
 
 
-def _no_sums(arrived: torch.Tensor | None, *others: Any) -> op_calls.Sums:
-    dk, dv = _SUMS(arrived, *others)
-    return dk.zero_(), dv.zero_()
+def _no_sums(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    dq, dk, dv = _SUMS(*arguments)
+    return dq, torch.zeros_like(dk), torch.zeros_like(dv)
 
 
-def _rounded_sums(arrived: torch.Tensor | None, *others: Any) -> op_calls.Sums:
-    dk, dv = (one.bfloat16().float() for one in _SUMS(arrived, *others))
-    return dk, dv
+def _rounded_sums(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    dq, dk, dv = _SUMS(*arguments)
+    return dq, dk.bfloat16().float(), dv.bfloat16().float()
 
 
-_SUMS = chained_backward._sums
+_SUMS = op_calls.backward_sums
 
 
 def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -420,97 +409,6 @@ def end_on(rank: int, at: str) -> str:
     return "nothing"
 
 
-def last_rows_first(case: Case, block: int) -> dict[str, bool] | None:
-    """Compares a chain over blocks of rows, last to first, with that order on one device.
-
-    The kernels have this order. Here the reference is made to have it: a block after another.
-    """
-    groups = trial.groups_of(case.ranks, 1)
-    if not groups:
-        return None
-    mask = plan.Mask(-1, 0) if case.mask == "causal" else plan.Mask(20, 9)
-    scores = op_calls.Numbers(0.25, mask, 0.0, 64, True, True)
-    starts_q, starts_k = (
-        (0, *itertools.accumulate(lengths)) for lengths in (case.lengths_q, case.lengths_k)
-    )
-    nheads, nheads_k = case.nheads, case.nheads_k
-    q, dout = (draw((starts_q[-1], nheads, 8), number) for number in (1, 2))
-    k, v = (draw((starts_k[-1], nheads_k, 8), number) for number in (3, 4))
-    whole = plan.Call(slice(None), slice(None), starts_q, starts_k, mask)
-    out, softmax_lse = op_calls.forward_call(q, k, v, whole, scores)
-    rows = op_calls.Rows(dout, q, out, softmax_lse)
-    sums = (torch.zeros(k.shape[0], nheads, 8), torch.zeros(k.shape[0], nheads, 8))
-    dq = _blocks_last_first(rows, k, v, whole, scores, sums, block)
-    expected = [dq, *op_calls.finish(sums, k, scores)]
-
-    def step(
-        rows: op_calls.Rows,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        call: plan.Call,
-        scores: op_calls.Numbers,
-        sums: op_calls.Sums,
-    ) -> torch.Tensor:
-        return _blocks_last_first(rows, k, v, call, scores, sums, block)
-
-    ranks = Ranks(groups["group"])
-    order = [case.order, "of a test"]
-    tokens_q = layout.packed_tokens(starts_q, starts_q[-1] // case.ranks, case.ranks, *order)
-    tokens_k = layout.packed_tokens(starts_k, starts_k[-1] // case.ranks, case.ranks, *order)
-    blocks = op_calls.RowOrder(True, block)
-    cut = {**groups, "order": case.order}
-
-    def shard(tensor: torch.Tensor, starts: tuple[int, ...]) -> torch.Tensor:
-        cu_seqlens = torch.tensor(starts, dtype=torch.int32)
-        return cast(torch.Tensor, distributed.shard(tensor, 0, cu_seqlens=cu_seqlens, **cut))
-
-    with _instead(chained_backward, backward_step=step, row_order=lambda device: blocks):
-        found = chained_backward.backward(
-            ranks,
-            op_calls.Rows(*(shard(tensor, starts_q) for tensor in rows)),
-            shard(k, starts_k),
-            shard(v, starts_k),
-            tokens_q,
-            tokens_k,
-            scores,
-            1,
-        )
-    return {
-        name: bits_equal(shard(one, starts), other)
-        for name, one, other, starts in zip(
-            ("dq", "dk", "dv"), expected, found, (starts_q, starts_k, starts_k), strict=True
-        )
-    }
-
-
-def _blocks_last_first(
-    rows: op_calls.Rows,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: plan.Call,
-    scores: op_calls.Numbers,
-    sums: op_calls.Sums,
-    block: int,
-) -> torch.Tensor:
-    dq = torch.zeros_like(rows.q)
-    pairs = zip(itertools.pairwise(call.starts_q), itertools.pairwise(call.starts_k), strict=True)
-    for (q_begin, q_end), (k_begin, k_end) in pairs:
-        keys = slice(k_begin, k_end)
-        for begin in reversed(range(q_begin, q_end, block)):
-            end = min(begin + block, q_end)
-            # The last row of the block is not the last one of the call.
-            moved = call.mask.moved(q_end - end)
-            if moved.right < 0 <= call.mask.right:
-                # A window that ends before the last row: keys that it does not reach are cut off.
-                keys = slice(k_begin, max(k_begin, k_end + moved.right))
-                moved = plan.Mask(-1 if moved.left < 0 else moved.left + moved.right, 0)
-            one = plan.Call(slice(None), keys, (0, end - begin), (0, keys.stop - keys.start), moved)
-            part = (sums[0][keys], sums[1][keys])
-            here = op_calls.Rows(*(tensor[begin:end] for tensor in rows))
-            dq[begin:end] = op_calls.backward_step(here, k[keys], v[keys], one, scores, part)
-    return dq
-
-
 def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
     """Returns how many tokens of keys a rank gets from others in a forward."""
     group = group_of(ranks)
@@ -535,7 +433,7 @@ def benchmarked(seqlen: int) -> dict[str, Any]:
     from tests.benchmarks.ranks import Case as Timed
     from tests.benchmarks.ranks import Shape
 
-    return Timed(Shape(seqlen, 1, 4, 2, 8), "cpu", 1, [1, 2]).measured()
+    return Timed(Shape(seqlen, 1, 4, 2, 8), "cpu", 1).measured()
 
 
 def verified(scale: Any, out: str, broken: bool) -> int:
@@ -543,6 +441,7 @@ def verified(scale: Any, out: str, broken: bool) -> int:
     sums = _no_sums if broken else _SUMS
     with (
         _instead(run, scale_of=lambda device, quick: scale),
-        _instead(chained_backward, _sums=sums),
+        _instead(summed_backward, backward_sums=sums),
+        _instead(tree, CHUNK_ROWS=16),
     ):
         return run.run("cpu", True, Path(out))

@@ -17,25 +17,24 @@ namespace fad {
 
 // CTAs of a one-dimensional grid: a block of a sequence each, of each head and sequence. what: the
 // length, for the message.
-inline unsigned grid_of(const BwdParams& params, int seqlen, int block, const char* what) {
+inline unsigned grid_of(const BwdParams& params, int seqlen, int block, const char* what,
+                        int heads) {
   const long long blocks_each = num_blocks(seqlen, block);
-  const long long blocks = blocks_each * params.b * params.h;
+  const long long blocks = blocks_each * params.b * heads;
   if (blocks > 0x7fffffffLL) {
     throw std::runtime_error(std::string("q: expected batch * nheads * ceil(") + what + " / " +
                              std::to_string(block) + ") below 2^31, the size of a CUDA grid, got " +
-                             std::to_string(params.b) + " * " + std::to_string(params.h) + " * " +
+                             std::to_string(params.b) + " * " + std::to_string(heads) + " * " +
                              std::to_string(blocks_each));
   }
   return static_cast<unsigned>(blocks);
 }
 
 // kInTurns: whether CTAs that work on the same head may wait for each other. Kernels without the
-// calls into bwd_turns.h are faster than kernels in which these return at once. kMayKeepSums:
-// whether dk and dv may go to sums that the caller keeps.
-template <typename TileTraits, bool kInTurns_, bool kMayKeepSums_ = false>
+// calls into bwd_turns.h are faster than kernels in which these return at once.
+template <typename TileTraits, bool kInTurns_>
 struct BwdTraits : TileTraits {
   static constexpr bool kInTurns = kInTurns_;
-  static constexpr bool kMayKeepSums = kMayKeepSums_;
 };
 
 // kAddsResidual: whether out is what the forward returned and the residual that it kept. Kernels
@@ -54,15 +53,14 @@ __global__ void bwd_rows_kernel(const __grid_constant__ BwdParams params) {
 template <typename Traits, Masking kMasking, bool kSoftcapToo, bool kDropoutToo, bool kEvenHeadDim>
 __global__ void bwd_kernel(const __grid_constant__ BwdParams params) {
   constexpr bool kLocal = kMasking == Masking::kLocal;
-  take_place<Traits, kLocal>(params);
+  take_place<Traits>(params);
   do {
     const BwdPlace& place = shared_place();
     FLASH_NAMESPACE::compute_dq_dk_dv_1colblock<
         Traits, kDropoutToo, kMasking == Masking::kCausal, /*Is_local=*/kLocal,
         /*Has_alibi=*/kLocal, /*Is_even_MN=*/false, kEvenHeadDim, kSoftcapToo, /*Is_first=*/false,
-        /*Is_last=*/false, /*Seq_parallel=*/true>(params, place.bidb, place.bidh, place.n_block);
-    Turns<Traits>::leave(params);
-  } while (next_place<Traits>(params));
+        /*Is_last=*/false, /*Seq_parallel=*/true>(params, place.bidb, place.head, place.n_block);
+  } while (next_leaf<Traits>(params));
 }
 
 // dq, from its sums.
@@ -75,19 +73,17 @@ template <typename Traits, Masking kMasking, bool kSoftcapToo, bool kDropoutToo,
 void launch_bwd_loop(const BwdParams& call, cudaStream_t stream) {
   constexpr int kShared = Traits::kSmemSize1colblock;
   BwdParams params = call;
-  if (kMasking == Masking::kLocal) {
-    limit_windows(params);
-  }
-  const unsigned ctas =
-      grid_of(params, params.whole_heads ? 1 : params.seqlen_k, Traits::kBlockN, "seqlen_k");
+  limit_windows(params);
   launch<&bwd_kernel<Traits, kMasking, kSoftcapToo, kDropoutToo, kEvenHeadDim>>(
-      ctas, Traits::kNThreads, kShared, kShared, stream, params);
+      grid_of(params, params.seqlen_k, Traits::kBlockN, "seqlen_k",
+              params.h_k * params.parts.count),
+      Traits::kNThreads, kShared, kShared, stream, params);
 }
 
 // Fills the row sums and clears dq's sums, for every family's loop.
 template <typename TileTraits>
 void launch_bwd_rows(const BwdParams& params, cudaStream_t stream) {
-  const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q");
+  const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q", params.h);
   if (params.residual == nullptr) {
     launch<&bwd_rows_kernel<RowsTraits<TileTraits, false>>>(rows, TileTraits::kNThreads, 0, 0,
                                                             stream, params);
@@ -101,30 +97,28 @@ void launch_bwd_rows(const BwdParams& params, cudaStream_t stream) {
 template <typename TileTraits>
 void launch_bwd_dq(const BwdParams& params, cudaStream_t stream) {
   constexpr int kShared = TileTraits::kSmemdQSize;
-  const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q");
+  const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q", params.h);
   launch<&bwd_dq_kernel<TileTraits>>(rows, TileTraits::kNThreads, kShared, kShared, stream, params);
 }
 
-// Plain and causal calls have kernels of their own, with and without turns; all others, and those
-// whose caller keeps sums, share one that masks by numbers.
+// Plain and causal calls have kernels of their own, with and without turns; all others share one
+// that masks by numbers, and takes turns.
 template <typename TileTraits>
 void launch_bwd(const BwdParams& params, cudaStream_t stream) {
   using InTurns = BwdTraits<TileTraits, true>;
   using Alone = BwdTraits<TileTraits, false>;
-  using General = BwdTraits<TileTraits, true, true>;
   const Features features = features_of(params);
   const bool alone = !params.in_turns;
-  const bool own = params.dk_sums == nullptr;
   auto loop =
-      own && features == 0 ? (alone ? &launch_bwd_loop<Alone, Masking::kFull, false, false, true>
-                                    : &launch_bwd_loop<InTurns, Masking::kFull, false, false, true>)
-      : own && features == kCausal
+      features == 0 ? (alone ? &launch_bwd_loop<Alone, Masking::kFull, false, false, true>
+                             : &launch_bwd_loop<InTurns, Masking::kFull, false, false, true>)
+      : features == kCausal
           ? (alone ? &launch_bwd_loop<Alone, Masking::kCausal, false, false, true>
                    : &launch_bwd_loop<InTurns, Masking::kCausal, false, false, true>)
-      : (features & kSoftcap) != 0 ? &launch_bwd_loop<General, Masking::kLocal, true, false, false>
+      : (features & kSoftcap) != 0 ? &launch_bwd_loop<InTurns, Masking::kLocal, true, false, false>
       : (features & kDropout) != 0
-          ? &launch_bwd_loop<General, Masking::kLocal, false, true, false>
-          : &launch_bwd_loop<General, Masking::kLocal, false, false, false>;
+          ? &launch_bwd_loop<InTurns, Masking::kLocal, false, true, false>
+          : &launch_bwd_loop<InTurns, Masking::kLocal, false, false, false>;
   loop(params, stream);
 }
 

@@ -70,6 +70,10 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ void store_shared_word(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"

@@ -104,6 +104,30 @@ __device__ __forceinline__ void load_box(uint32_t shared, const CUtensorMap& map
       "l"(&map), "r"(barrier), "r"(column), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
+
+// Adds fp32 numbers of shared memory to global memory, denormals kept: a group of its own.
+__device__ __forceinline__ void add_bulk(float* global, uint32_t shared, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(global),
+      "r"(shared), "r"(bytes)
+      : "memory");
+}
+
+// Waits until what this thread has added is read from shared memory, ...
+__device__ __forceinline__ void wait_bulk_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// ... and until it is in global memory.
+__device__ __forceinline__ void wait_bulk_added() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Orders what this thread knows of global memory and what the copy engine does there.
+__device__ __forceinline__ void fence_global_async_proxy() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 #endif
 
 }  // namespace fad::sm90

@@ -33,4 +33,11 @@ __device__ __forceinline__ float multiply_keeping_denormals(float x, float y) {
   return z;
 }
 
+// x + y with denormals kept, likewise: plus 0 is then exact for every x but -0.
+__device__ __forceinline__ float add_keeping_denormals(float x, float y) {
+  float z;
+  asm("add.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 }  // namespace fad

@@ -85,11 +85,6 @@ def _backward(given: Given) -> None:
     *tokens, nheads, _ = q.shape
     lse_shape = (*tokens[:-1], nheads, tokens[-1])
     check_is("softmax_lse", given["softmax_lse"], torch.float32, lse_shape, q.device)
-    for name in ("dk_sums", "dv_sums"):
-        if name in given:
-            *keys, _, head_dim = given["k"].shape
-            shape = (*keys, nheads, head_dim)
-            check_is(name, given[name], torch.float32, shape, q.device)
     if given.get("residual") is not None:
         check_is("residual", given["residual"], torch.bfloat16, q.shape, q.device)
     _slopes(given, q)
@@ -107,10 +102,9 @@ def _finish(given: Given) -> None:
     k = given["k"]
     check_tensor("k", k)
     check_alike(k, (), "k")
-    *keys, nheads, head_dim = given["dk_sums"].shape
+    shape = (given["dk_sums"].shape[0], *k.shape[-2:])
     for name in ("dk_sums", "dv_sums"):
-        check_is(name, given[name], torch.float32, (*keys, nheads, head_dim), k.device)
-    check_heads(given["dk_sums"], k, Names(q="dk_sums"))
+        check_is(name, given[name], torch.float32, shape, k.device)
     if given["dropout_p"] > 0 and k.device.type == "cpu":
         raise UnsupportedError(f"dropout_p: expected 0.0 for CPU tensors, got {given['dropout_p']}")
 
@@ -370,7 +364,6 @@ _VALIDATORS: dict[str, Callable[[Given], None]] = {
     "varlen_bwd": _backward,
     "qkvpacked_bwd": _backward,
     "varlen_qkvpacked_bwd": _backward,
-    "bwd_accumulate": _backward,
-    "varlen_bwd_accumulate": _backward,
+    "varlen_bwd_sums": _backward,
     "finish_key_sums": _finish,
 }

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
+from .. import tree
 from ..checks.kernels import check_kernels
 from ..ops.autograd import alert_atomics, autograd_kernel, function_of, no_double_backward
 from ..types import Gradients, Outputs
 from .messages.agreement import check
 from .messages.ranks import Ranks
-from .passes import chained_backward, forward, gathered_backward
+from .passes import forward, gathered_backward, summed_backward
 from .passes.op_calls import Numbers, Rows
 from .planning.layout import ORDERS, Tokens, dense_tokens, packed_tokens
 from .planning.plan import Mask
-from .planning.steps import find_units
+from .planning.runs import suits
 
 NAMESPACE = "flash_attn_deterministic"
 
@@ -108,16 +109,14 @@ def _sequence_bwd(
     tokens_q, tokens_k = _agreed(
         ranks, Ranks(None), q, k, cu_seqlens_q, cu_seqlens_k, order, settings, scores
     )
-    # In the chained backward, ranks wait for up to 2 (ranks - 1) units; the gathered one doubles
-    # the work. Both have the same bits.
+    # The gathered backward doubles the work; the other one needs whole chunks of rows on a rank.
+    # Both have the same bits.
     lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
     rows = Rows(_packed(dout), _packed(q), _packed(out), lse)
-    heads_k = heads_k or 1
-    units = find_units(q.shape[-2], k.shape[-2], heads_k, ranks.size)
-    chained = len(units) >= 2 * (ranks.size - 1) and not gather
-    module = chained_backward if chained else gathered_backward
+    summed = not gather and suits(tokens_q, tokens_k, scores.mask, tree.CHUNK_ROWS)
+    module = summed_backward if summed else gathered_backward
     dq, dk, dv = module.backward(
-        ranks, rows, _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k
+        ranks, rows, _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k or 1
     )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 

@@ -25,7 +25,7 @@ def register(library: Any) -> None:
     """Registers the CPU implementations."""
     for name in (*FORWARD, *BACKWARD):
         library.impl(name, _kernel(name, _attention), "CPU")
-    library.impl("varlen_bwd_accumulate", _kernel("varlen_bwd_accumulate", _accumulate), "CPU")
+    library.impl("varlen_bwd_sums", _kernel("varlen_bwd_sums", _sums), "CPU")
     library.impl("finish_key_sums", _kernel("finish_key_sums", _finish_key_sums), "CPU")
 
 
@@ -63,11 +63,10 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     return dq, torch.stack((dk, dv), -3)
 
 
-def _accumulate(name: str, given: dict[str, Any]) -> Any:
+def _sums(name: str, given: dict[str, Any]) -> Any:
     from .. import reference
 
-    sums = given.pop("dk_sums"), given.pop("dv_sums")
-    return reference.varlen_attention_backward(**_renamed(given), sums=sums)[0]
+    return reference.varlen_attention_backward(**_renamed(given), unrounded=True)
 
 
 def _finish_key_sums(name: str, given: dict[str, Any]) -> Any:

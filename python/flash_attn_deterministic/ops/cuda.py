@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import MissingInstanceError
-from ..schemas import ACCUMULATE, BACKWARD, FORWARD, NAMESPACE
+from ..schemas import BACKWARD, FORWARD, NAMESPACE, SUMS
 
 
 def load(path: Path) -> str:
@@ -42,7 +42,7 @@ def register_missing(library: Any, reason: str) -> None:
         library: where the ops are defined.
         reason: why no library was loaded; "": the loaded library lacks the op.
     """
-    for name in (*FORWARD, *BACKWARD, *ACCUMULATE):
+    for name in (*FORWARD, *BACKWARD, *SUMS):
         if not has_kernel(name):
             library.impl(name, _missing(name, reason), "CUDA")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..checks.ops import validate
-from ..schemas import ACCUMULATE, BACKWARD, FORWARD, WITH_RESIDUAL, argument_names
+from ..schemas import BACKWARD, FORWARD, SUMS, WITH_RESIDUAL, argument_names
 
 
 def register(library: Any) -> None:
@@ -17,7 +17,7 @@ def register(library: Any) -> None:
     torch.library.register_fake reads source files for its messages, which adds milliseconds to the
     import of the package.
     """
-    for name in (*FORWARD, *BACKWARD, *ACCUMULATE):
+    for name in (*FORWARD, *BACKWARD, *SUMS):
         library.impl(name, _kernel(name), "Meta")
 
 
@@ -29,7 +29,7 @@ def _kernel(name: str) -> Callable[..., Any]:
     elif name in BACKWARD:
         results = _packed_backward if "qkv" in names else _backward
     else:
-        results = _finish if name == "finish_key_sums" else _accumulate
+        results = _finish if name == "finish_key_sums" else _sums
 
     def run(*arguments: Any) -> Any:
         # torch takes this kernel too if only one tensor of a call is a meta tensor, for instance k
@@ -62,10 +62,10 @@ def _packed_backward(q: Any, qkv: Any, **others: Any) -> Any:
     return qkv.new_empty((0,) if q is None else q.shape), qkv.new_empty(qkv.shape)
 
 
-def _accumulate(q: Any, **others: Any) -> Any:
-    return q.new_empty(q.shape)
+def _sums(q: Any, k: Any, v: Any, **others: Any) -> Any:
+    dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (k, v))
+    return q.new_empty(q.shape), dk, dv
 
 
 def _finish(dk_sums: Any, k: Any, **others: Any) -> Any:
-    shape = (*dk_sums.shape[:-2], *k.shape[-2:])
-    return k.new_empty(shape), k.new_empty(shape)
+    return k.new_empty(dk_sums.shape), k.new_empty(dk_sums.shape)

@@ -1,9 +1,11 @@
 """Gradients of attention over batches of equally long sequences.
 
 As in the forward every step is an elementwise IEEE operation, and sums run in one order: over the
-keys of a row for dq, over the rows of a key for dk and dv, both from the beginning of the sequence.
-Heads that share their keys are summed one after another, unrounded. Blocks that no row of a tile
-sees are skipped: they would add zeros, and zeros become +0 in the end.
+keys of a row for dq, from the beginning of the sequence. dk and dv are a tree, as in the kernels:
+rows are cut into chunks from the beginning of the sequence, whose rows are added one
+after another for each query head. In a chunk, heads that share their keys are added one after
+another, unrounded; chunks are added in pairs, and so on. Blocks that no row of a tile sees are
+skipped: they would add zeros, and zeros become +0 in the end.
 
 With P the weights before dropout, and Z the kept weights divided by the probability of keeping:
 dv = Z^T dout; dP = dout v^T, masked and scaled like Z; dS = P (dP - D), with D the sum of
@@ -13,12 +15,14 @@ dout * out over a row; dq = dS k and dk = dS^T q, times softmax_scale (FlashAtte
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .. import tree
 from . import ieee
 from .dense import batch_slopes, tiles
 from .dropout import Place
@@ -27,9 +31,13 @@ from .state import INF
 from .walk import Options, Walk, add_products, copy, fold
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from typing_extensions import Unpack
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Of dk and dv, or sums of them.
+KeyGradients = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.no_grad()
@@ -79,12 +87,11 @@ def attend_backward(
     softmax_lse: torch.Tensor,
     slopes: torch.Tensor | None,
     sequences: list[int],
-    carried: KeySums | None = None,
+    unrounded: bool = False,
 ) -> Gradients:
     """Computes `attention_backward` of a walk; slopes and sequences as in `attend`.
 
-    With `carried`, the sums over earlier rows, it adds to these in place, and returns 0 for dk and
-    dv.
+    Where `unrounded`, dk and dv are sums in the computing dtype, and dk is without softmax_scale.
     """
     batch_size, seqlen_k, nheads_k, _ = k.shape
     group = q.shape[2] // nheads_k
@@ -97,14 +104,16 @@ def attend_backward(
     q_rows, dout_rows, out_rows = grouped(q), grouped(dout), grouped(out)
     lse_rows = softmax_lse.reshape(batch_size, nheads_k, group, -1, 1)
     slope_groups = None if slopes is None else slopes.reshape(batch_size, nheads_k, group)
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    dq = q.new_zeros(q.shape)
+    dk, dv = (x.new_zeros(x.shape, dtype=walk.dtype if unrounded else x.dtype) for x in (k, v))
     cut = tiles(q.shape, nheads_k, walk.block_n)
     for (batch, heads_k), parts in itertools.groupby(cut, key=lambda tile: tile[:2]):
-        if carried is None:
-            sums = KeySums.empty(walk, k[batch, :, heads_k], group)
-        else:
-            sums = KeySums(*(total[batch, heads_k] for total in carried))
-        for _, _, rows in parts:
+        chunks = [
+            KeySums.empty(walk, k[batch, :, heads_k], group)
+            for _ in range(0, max(q.shape[1], 1), tree.CHUNK_ROWS)
+        ]
+        for rows in _within_chunks(rows for _, _, rows in parts):
+            sums = chunks[rows.start // tree.CHUNK_ROWS]
             dq_rows = _add_rows(
                 walk,
                 sums,
@@ -122,10 +131,39 @@ def attend_backward(
             )
             heads = slice(heads_k.start * group, heads_k.stop * group)
             dq[batch, rows, heads] = _rounded(dq_rows, q.dtype).flatten(1, 2).transpose(1, 2)
-        if carried is None:
-            for result, gradient in zip((dk, dv), sums.finish(walk, k.dtype), strict=True):
-                result[batch, :, heads_k] = gradient.transpose(1, 2)
+        gradients = add_chunks([chunk.of_heads() for chunk in chunks])
+        if not unrounded:
+            gradients = finish(walk, gradients, k.dtype)
+        for result, gradient in zip((dk, dv), gradients, strict=True):
+            result[batch, :, heads_k] = gradient.transpose(1, 2)
     return dq, dk, dv
+
+
+def _within_chunks(tiles_of_rows: Iterable[slice]) -> Iterator[slice]:
+    """Cuts tiles of rows where chunks begin."""
+    for rows in tiles_of_rows:
+        begin = rows.start
+        while begin < rows.stop:
+            end = min(rows.stop, (begin // tree.CHUNK_ROWS + 1) * tree.CHUNK_ROWS)
+            yield slice(begin, end)
+            begin = end
+
+
+def add_chunks(chunks: list[KeyGradients]) -> KeyGradients:
+    """Adds the sums of all chunks of a sequence."""
+    leaves = {(0, index): sums for index, sums in enumerate(chunks)}
+    total = tree.add_up(leaves, len(chunks), lambda one, two: (one[0] + two[0], one[1] + two[1]))
+    assert total is not None
+    return total
+
+
+def finish(walk: Walk, sums: KeyGradients, dtype: torch.dtype) -> KeyGradients:
+    """Scales and rounds the sums over all rows."""
+    dk, dv = (
+        _rounded(total if factor is None else total * factor, dtype)
+        for total, factor in zip(sums, (walk.score_scale, walk.keep_scale), strict=True)
+    )
+    return dk, dv
 
 
 class _Rows(NamedTuple):
@@ -138,7 +176,7 @@ class _Rows(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """Sums of dk and dv over the rows so far: (batch, nheads_k, group, seqlen_k, head_dim)."""
+    """Sums over rows of a chunk so far: (batch, nheads_k, group, seqlen_k, head_dim) each."""
 
     dk: torch.Tensor
     dv: torch.Tensor
@@ -149,18 +187,10 @@ class KeySums(NamedTuple):
         shape = (batch, nheads_k, group, seqlen_k, head_dim)
         return cls(*(torch.zeros(shape, dtype=walk.dtype, device=k.device) for _ in range(2)))
 
-    def finish(self, walk: Walk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns dk and dv, rounded, as (batch, nheads_k, seqlen_k, head_dim)."""
-        results = []
-        for total, factor in ((self.dk, walk.score_scale), (self.dv, walk.keep_scale)):
-            # Heads are added one after another.
-            both = total[:, :, 0].clone()
-            for head in range(1, total.shape[2]):
-                both += total[:, :, head]
-            if factor is not None:
-                both *= factor
-            results.append(_rounded(both, dtype))
-        return results[0], results[1]
+    def of_heads(self) -> KeyGradients:
+        """Returns the sums of all heads of a group, (batch, nheads_k, seqlen_k, head_dim) each."""
+        dk, dv = (functools.reduce(torch.add, total.unbind(2)) for total in self)
+        return dk, dv
 
 
 def _add_rows(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic.tree import CHUNK_ROWS
 
 from tests.gpu.attention import same_bits, skip_unless_built
 
@@ -125,3 +126,21 @@ def test_dk_and_dv_take_query_heads_first_to_last(causal: bool, head_dim: int) -
     expected = alternating(seqlen_k).to(torch.bfloat16) * total
     # A zero's sign is that of the last product, not of the sum.
     assert same_bits(dk[0, :, 0, 1:] + 0.0, expected[:, 1:].cuda() + 0.0)
+
+
+@HEAD_DIM
+def test_dk_and_dv_add_chunks_in_pairs(head_dim: int) -> None:
+    """Without keys all of them weigh the same; the rows of a chunk add one term."""
+    skip_unless_built(head_dim, "bf16", "bwd")
+    seqlen_k = 128
+    terms = make_terms(head_dim)
+    dout = terms.repeat_interleave(CHUNK_ROWS, dim=0)[:, None]
+    zeros = torch.zeros(seqlen_k, 1, head_dim)
+    inputs = (torch.zeros_like(dout), zeros, zeros)
+    q, k, v = (t[None].to("cuda", torch.bfloat16).requires_grad_() for t in inputs)
+    out = flash_attn_func(q, k, v, softmax_scale=1.0)
+    (dv,) = torch.autograd.grad(out, v, dout[None].to("cuda", torch.bfloat16))
+    sums = list(terms * (CHUNK_ROWS / seqlen_k))
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    assert same_bits(dv[0, :, 0], sums[0].to(torch.bfloat16).cuda().expand(seqlen_k, head_dim))

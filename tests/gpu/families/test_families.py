@@ -5,6 +5,7 @@ FLASH_ATTENTION_FAMILY is read in each call.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from flash_attn_deterministic import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from flash_attn_deterministic.tree import CHUNK_ROWS, add_up
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
 from tests.gpu.attention import (
@@ -354,64 +356,91 @@ def test_gradients_that_hopper_leaves_to_the_others(
 
 
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
-@pytest.mark.parametrize("feature", ["full", "causal", "window"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("nheads_k", [2, 4], ids=["groups", "no-groups"])
 @BACKWARD_CONFIGS
-def test_sums_of_parts_are_those_of_one_call(
+def test_sums_of_runs_of_chunks_are_those_of_one_call(
     head_dim: int,
     dtype: str,
     nheads_k: int,
-    feature: str,
+    causal: bool,
     family: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(VARIABLE, family)
+    seqlen = 5 * CHUNK_ROWS + 100
     call = draw_gradient_call(
-        head_dim, dtype, feature, seqlen_q=900, seqlen_k=900, nheads_k=nheads_k
-    )
-    assert_same_gradients(in_parts(call, [0, 256, 640, 900]), call())
+        head_dim, dtype, "causal" if causal else "full", batch=1, nheads_k=nheads_k,
+        seqlen_q=seqlen, seqlen_k=300 if not causal else seqlen,
+    )  # fmt: skip
+    assert_same_gradients(in_runs(call, {(2, 0): (0, 4), (1, 2): (4, 6)}, causal), call())
 
 
-def in_parts(call: GradientCall, edges: list[int]) -> Gradients:
-    """dq, dk, dv of a call with as many queries as keys, added up over parts of the queries."""
-    options = {"causal": False, "window_size": (-1, -1), **call.options}
-    left, right = options["window_size"]
-    right = 0 if options["causal"] else right
+def in_runs(
+    call: GradientCall, runs: dict[tuple[int, int], tuple[int, int]], causal: bool
+) -> Gradients:
+    """dq, dk, dv of a call of one sequence, of the sums over runs [begin, end) of chunks."""
     out, lse, _ = flash_attn_func(call.q, call.k, call.v, return_attn_probs=True, **call.options)
-    shape = (*call.k.shape[:2], call.q.shape[2], call.k.shape[3])
-    sums = [torch.zeros(shape, device="cuda") for _ in range(2)]
     scale = call.q.shape[-1] ** -0.5
     dq = torch.empty_like(call.q)
-    for begin, end in reversed(list(itertools.pairwise(edges))):
-        # Rows [begin, end) of a causal call see keys before `end`; the diagonal ends at the last.
-        keys = end if right >= 0 else call.k.shape[1]
-        if right > 0:
-            keys = min(end + right, call.k.shape[1])
-        rows = slice(begin, end)
-        window_left = left if left < 0 else left + keys - end
-        window_right = right if right < 0 else right - (keys - end)
-        own = [total[:, :keys].contiguous() for total in sums]
-        dq[:, rows] = torch.ops.flash_attn_deterministic.bwd_accumulate(
-            call.dout[:, rows],
-            call.q[:, rows],
-            call.k[:, :keys],
-            call.v[:, :keys],
-            out[:, rows],
-            lse[:, :, rows].contiguous(),
-            *own,
+    sums = {}
+    for node, (begin, end) in runs.items():
+        rows = slice(begin * CHUNK_ROWS, min(end * CHUNK_ROWS, call.q.shape[1]))
+        keys = rows.stop if causal else call.k.shape[1]
+        dq[0, rows], *own = torch.ops.flash_attn_deterministic.varlen_bwd_sums(
+            call.dout[0, rows],
+            call.q[0, rows],
+            call.k[0, :keys],
+            call.v[0, :keys],
+            out[0, rows],
+            lse[0, :, rows].contiguous(),
+            int32([0, rows.stop - rows.start]),
+            int32([0, keys]),
             None,
             None,
+            rows.stop - rows.start,
+            keys,
             0.0,
-            call.q.shape[-1] ** -0.5,
-            window_left,
-            window_right,
+            scale,
+            -1,
+            0 if causal else -1,
             0.0,
             True,
         )
-        for total, part in zip(sums, own, strict=True):
-            total[:, :keys] = part
-    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*sums, call.k, scale, 0.0, 0.0)
-    return dq, dk, dv
+        unseen = (0, 0, 0, 0, 0, call.k.shape[1] - keys)
+        sums[node] = [torch.nn.functional.pad(total, unseen) for total in own]
+    chunks = -(-call.q.shape[1] // CHUNK_ROWS)
+    total = add_up(sums, chunks, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+    assert total is not None
+    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(*total, call.k, scale, 0.0, 0.0)
+    return dq, dk[None], dv[None]
+
+
+PATHS = ["path=one_cta", "path=parts", ""]
+
+
+@pytest.mark.parametrize("seqlen", [CHUNK_ROWS + edge for edge in (-1, 0, 1)])
+@pytest.mark.parametrize("nheads_k", [1, 4], ids=["groups", "no-groups"])
+@pytest.mark.parametrize("feature", ["full", "causal", "window"])
+@BACKWARD_CONFIGS
+def test_gradients_are_those_of_every_path(
+    head_dim: int,
+    dtype: str,
+    feature: str,
+    nheads_k: int,
+    seqlen: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = draw_gradient_call(
+        head_dim, dtype, feature, batch=2, nheads_k=nheads_k, seqlen_q=seqlen, seqlen_k=700
+    )
+    found = []
+    for family, path in itertools.product(["sm80", "sm90"], PATHS):
+        monkeypatch.setenv(VARIABLE, family)
+        with device_override(path) if path else contextlib.nullcontext():
+            found.append(call())
+    for one in found[1:]:
+        assert_same_gradients(one, found[0])
 
 
 @pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])

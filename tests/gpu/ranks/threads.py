@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from flash_attn_deterministic import flash_attn_varlen_func
 from flash_attn_deterministic.distributed.messages.ranks import Message, Ranks
-from flash_attn_deterministic.distributed.passes import chained_backward, forward
+from flash_attn_deterministic.distributed.passes import forward, summed_backward
 from flash_attn_deterministic.distributed.passes.op_calls import Numbers, Rows
 from flash_attn_deterministic.distributed.planning.layout import Layout, packed_tokens
 from flash_attn_deterministic.distributed.planning.plan import Mask
@@ -117,7 +117,7 @@ def over_ranks(
             found[rank] = (
                 out,
                 lse,
-                *chained_backward.backward(ranks, rows, k, v, tokens_q, tokens_k, scores, 1),
+                *summed_backward.backward(ranks, rows, k, v, tokens_q, tokens_k, scores, 1),
             )
         except Exception as error:
             found[rank] = error

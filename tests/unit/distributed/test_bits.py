@@ -95,16 +95,6 @@ def test_slices_of_some_heads(pool: Pool, case: Case) -> None:
         assert found == [({}, [heads] * (rank < case.size)) for rank in range(4)]
 
 
-def test_at_most_three_waves_of_sums_are_held(pool: Pool) -> None:
-    tokens: dict[str, Any] = {"lengths_q": (48,), "lengths_k": (48,), "nheads": 12, "nheads_k": 1}
-    # One step of each head on each rank: sums received, added to, and sent.
-    in_order = Case(3, mask="full", head_dim=8, **tokens)
-    assert pool.run(ranks.most_sums_held, in_order)[:3] == [2, 3, 2]
-    # The first rank has the first step, which receives none, and the last, which sends none.
-    zigzag = Case(2, order="zigzag", head_dim=8, **tokens)
-    assert pool.run(ranks.most_sums_held, zigzag)[:2] == [4, 3]
-
-
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_cases_of_the_contract_equal_one_device(pool: Pool, count: int) -> None:
     cases = [case for index, case in enumerate(cases_of(count, CPU_QUICK)) if index % 3 == 0]
@@ -122,21 +112,6 @@ def test_differences_are_found(pool: Pool, what: str, mask: str, result: str) ->
     assert pool.run(ranks.outcomes, [case])[0] == [{}]
     found = pool.run(ranks.outcome_without, case, what)[0]
     assert result in {name for differing in found.values() for name in differing}
-
-
-LAST_FIRST = {
-    "borders in blocks": Case(3, lengths_q=(90,), lengths_k=(90,)),
-    "borders of blocks": Case(4, lengths_q=(64,), lengths_k=(64,), mask="window"),
-    "zigzag": Case(3, order="zigzag", lengths_q=(90,), lengths_k=(90,), nheads_k=1),
-    "ranks without a block": Case(4, lengths_q=(20,), lengths_k=(60,), mask="window"),
-    "packed": Case(3, lengths_q=(7, 50, 30), lengths_k=(7, 60, 29), mask="window"),
-}
-
-
-@pytest.mark.parametrize("case", LAST_FIRST.values(), ids=LAST_FIRST)
-def test_a_chain_of_blocks_last_to_first(pool: Pool, case: Case) -> None:
-    for found in pool.run(ranks.last_rows_first, case, 16)[: case.ranks]:
-        assert found == {"dq": True, "dk": True, "dv": True}
 
 
 def test_only_keys_in_the_window_are_sent(pool: Pool) -> None:

@@ -11,6 +11,7 @@ from flash_attn_deterministic.distributed.planning.layout import (
     Piece,
     Tokens,
     dense_tokens,
+    in_blocks,
     packed_tokens,
 )
 from flash_attn_deterministic.distributed.planning.plan import (
@@ -20,11 +21,13 @@ from flash_attn_deterministic.distributed.planning.plan import (
     keys_under_rows,
     rows_on_keys,
 )
-from flash_attn_deterministic.distributed.planning.steps import (
-    find_steps,
-    head_slices,
-    heads_of_forward,
+from flash_attn_deterministic.distributed.planning.runs import (
+    cut_into_runs,
+    find_runs,
+    find_sums,
+    suits,
 )
+from flash_attn_deterministic.distributed.planning.steps import head_slices, heads_of_forward
 
 MASKS = {
     "full": Mask(-1, -1),
@@ -128,34 +131,38 @@ def test_keys_are_seen_by_their_rows(tokens: tuple[Tokens, Tokens], mask: Mask, 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("tokens", LAYOUTS.values(), ids=LAYOUTS)
-def test_sums_visit_all_rows_in_order(tokens: tuple[Tokens, Tokens], mask: Mask) -> None:
-    seen = _seen(*tokens, mask)
-    whole = divided(*tokens, mask, 0)
-    steps = find_steps(whole.q, whole.k, mask)
-    ended: dict[tuple[int, int], int] = {}
-    for chain in {step.chain for step in steps.steps}:
-        own = [step for step in steps.steps if step.chain == chain]
-        assert [step.number for step in own] == list(range(len(own)))
-        carried: dict[int, list[int]] = {}
-        row = 0
-        for step in own:
-            piece = whole.q.layout[step.rank][step.piece]
-            assert piece.begin == row, "rows follow one another"
-            row = piece.end
-            assert step.came == ((min(carried), max(carried) + 1) if carried else (0, 0))
-            assert (step.before >= 0) == bool(carried)
-            for one in range(piece.begin, piece.end):
-                for key in seen[chain, one]:
-                    carried.setdefault(key, []).append(one)
-            for complete in step.ended:
-                for key in range(complete.begin, complete.end):
-                    rows = carried.pop(key, [])
-                    assert rows == [r for (s, r) in seen if s == chain and key in seen[s, r]]
-                    ended[chain, key] = ended.get((chain, key), 0) + 1
-            assert set(carried) <= set(range(*step.goes))
-            carried = {key: carried.get(key, []) for key in range(*step.goes)}
-        assert not carried
-    assert set(ended.values()) <= {1}
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_each_row_is_in_one_sum_of_each_key(
+    tokens: tuple[Tokens, Tokens], mask: Mask, chunk: int
+) -> None:
+    seen, keys_of = _seen(*tokens, mask), tokens[1]
+    blocks = cut_into_runs(in_blocks(tokens[0], chunk), chunk)
+    runs = [run for own in find_runs(blocks, keys_of, mask, chunk) for run in own]
+    rows = {(*run.node, run.rows.sequence): run.rows for run in runs}
+    assert len(rows) == len(runs)
+    for (level, index, sequence), piece in rows.items():
+        first, end = index << level, (index + 1) << level
+        assert piece.begin == first * chunk
+        assert piece.end == min(end * chunk, tokens[0].lengths[sequence])
+    for rank in range(len(keys_of.layout)):
+        for keys, chunks, sums in find_sums(blocks, keys_of, mask, chunk, rank).arrivals:
+            assert chunks == -(-tokens[0].lengths[keys.sequence] // chunk)
+            found = {row for node, _ in sums for row in range(*_span(rows[(*node, keys.sequence)]))}
+            for key in range(keys.begin, keys.end):
+                assert found >= {
+                    row for (s, row) in seen if s == keys.sequence and key in seen[s, row]
+                }
+
+
+def _span(piece: Piece) -> tuple[int, int]:
+    return piece.begin, piece.end
+
+
+def test_borders_in_chunks_are_left_to_the_other_backward() -> None:
+    mask = Mask(-1, 0)
+    for seqlen, good in ((4096, True), (2048, False), (40_000, True)):
+        tokens = dense_tokens(1, seqlen, 4, "zigzag")
+        assert suits(tokens, tokens, mask, 2048) == good
 
 
 def test_layouts() -> None:

@@ -15,9 +15,9 @@ from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.errors import ArgumentError, MissingInstanceError
 from flash_attn_deterministic.ops import cuda, library
 from flash_attn_deterministic.schemas import (
-    ACCUMULATE,
     BACKWARD,
     FORWARD,
+    SUMS,
     argument_names,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -411,7 +411,7 @@ def test_error_of_an_op_that_the_library_lacks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cuda, "has_kernel", lambda name: name == "fwd")
     library = _Library()
     cuda.register_missing(library, "")
-    assert set(library.functions) == {*FORWARD, *BACKWARD, *ACCUMULATE} - {"fwd"}
+    assert set(library.functions) == {*FORWARD, *BACKWARD, *SUMS} - {"fwd"}
     with pytest.raises(
         MissingInstanceError, match="the wheel's library does not implement varlen_fwd; install"
     ):

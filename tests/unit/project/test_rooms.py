@@ -10,7 +10,7 @@ import flash_attn_deterministic as package
 import pytest
 
 ROOMS = (
-    *("errors", "types", "private", "build_info", "architectures", "schemas"),
+    *("errors", "types", "private", "build_info", "architectures", "schemas", "tree"),
     *("checks", "reference", "ops", "mode", "interface", "plan", "distributed"),
     *("integrations", "info", "lab", "verify", "__main__"),
 )

@@ -30,22 +30,15 @@ __device__ __forceinline__ void clear_rows(uint32_t tile, int row, int thread) {
   }
 }
 
-// Packed sequences: what lies behind the end of this one becomes zeros, in the key block and in the
-// first row block that is worked on.
+// Packed sequences: keys behind the end of this one become zeros.
 template <typename T>
-__device__ __forceinline__ void clear_tails(const BwdWork& work, int last_row_block,
-                                            uint32_t shared) {
+__device__ __forceinline__ void clear_keys(const BwdWork& work, uint32_t shared) {
   const int keys = work.seqlen_k - work.n_block * T::kKeys;
-  const int rows = work.seqlen_q - last_row_block * T::kRows;
-  if (keys < T::kKeys || rows < T::kRows) {
+  if (keys < T::kKeys) {
     barrier_wait(shared + T::kVFull, 0);
-    barrier_wait(shared + T::kQFull, 0);
-    barrier_wait(shared + T::kDoFull, 0);
     const int thread = read_thread() - 128;
     clear_rows<T::kKeys, T::kBoxes>(shared + T::kKAt, keys, thread);
     clear_rows<T::kKeys, T::kBoxes>(shared + T::kVAt, keys, thread);
-    clear_rows<T::kRows, T::kBoxes>(shared + T::kQAt, rows, thread);
-    clear_rows<T::kRows, T::kBoxes>(shared + T::kDoAt, rows, thread);
     fence_async_proxy();
     named_barrier_sync(kConsumersMeet, T::kConsumers);
   }
@@ -96,6 +89,8 @@ struct GradientConsumer {
   using Element = typename T::Element;
   static constexpr int kScores = T::kRows / 2;        // of a thread
   static constexpr int kGradients = T::kHeadDim / 2;  // of dk and dv each
+  static constexpr int kBlocks = kChunkRows / T::kRows;
+  static_assert(kBlocks < 256);
 
   const BwdParams& params;
   uint32_t shared;
@@ -111,7 +106,8 @@ struct GradientConsumer {
 
   float dk[kGradients], dv[kGradients];
   uint32_t weights[kScores / 2], gradients[kScores / 2];  // P^T and dS^T, in 16 bit
-  RowBlocks blocks, seeing;
+  int number;                                             // of the leaf
+  int ends;                                               // of its row blocks: see pack
   Ring ring;  // of Q, dO and numbers, and of the buffers of dS and dq
 
   __device__ __forceinline__ GradientConsumer(const BwdParams& params_, uint32_t shared_,
@@ -130,17 +126,39 @@ struct GradientConsumer {
     scores_at = shared + T::kScoresAt + group * T::kScoreBoxBytes +
                 (lane / 16 * 8 + lane % 8) * kBoxRowBytes +
                 ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
-    dq_at = shared + T::kDqAt + group * T::kDqPartBytes + (16 * warp + lane / 4) * 256 +
-            lane / 4 * 32 + lane % 4 * 8;
+    dq_at = shared + T::kDqAt +
+            T::dq_at((T::kSplitsRows ? 64 * group : 0) + 16 * warp + lane / 4,
+                     T::kSplitsRows ? 0 : 64 * group) +
+            lane % 4 * 8;
 #pragma unroll 1
-    for (int m_block = blocks.end - 1; m_block >= blocks.begin; --m_block) {
-      add_row_block(m_block);
+    for (number = 0;; ++number) {
+      int block;
+      {
+        const Leaf leaf = leaf_of<T>(params, shared + T::kWorkAt, number);
+        if (leaf.rows.begin >= leaf.rows.end) {
+          break;
+        }
+        if (params.cu_seqlens_q != nullptr) {
+          clear_tail(leaf.rows.end - 1);
+        }
+        pack(leaf);
+        block = leaf.rows.end - 1 - leaf.chunk * kBlocks;
+      }
+#pragma unroll 1
+      for (; block >= (ends & 0xff); --block) {
+        add_row_block(block);
+      }
+      finish_leaf(leaf_of<T>(params, shared + T::kWorkAt, number));
     }
-    finish();
+    if (params.slots != nullptr) {
+      named_barrier_sync(kConsumersMeet, T::kConsumers);
+      if (read_thread() == 128) {
+        free_slot(params, load_shared_word(shared + T::kSlotAt));
+      }
+    }
   }
 
  private:
-  // The sums that the caller gives, or zeros; and the row blocks to go over.
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int i = 0; i < kGradients; ++i) {
@@ -148,24 +166,38 @@ struct GradientConsumer {
     }
     barrier_wait(shared + T::kKFull, 0);
     const BwdWork work = read_bwd_work(shared + T::kWorkAt);
-    blocks = row_blocks<T>(params, work);
-    seeing = all_seeing<T>(params, work, group);
-    if (params.dk_sums != nullptr) {
-      const KeyFragment fragment = key_fragment<T>(work);
-      const auto load = [](const float2* at, float& left, float& right) {
-        const float2 pair = *at;
-        left = pair.x;
-        right = pair.y;
-      };
-      each_sum(params, work, fragment, params.dk_sums, dk, load);
-      each_sum(params, work, fragment, params.dv_sums, dv, load);
-    }
     if (params.cu_seqlens_k != nullptr) {
-      clear_tails<T>(work, blocks.end - 1, shared);
+      clear_keys<T>(work, shared);
     }
   }
 
-  __device__ __forceinline__ void add_row_block(int m_block) {
+  // Packed sequences: rows behind the end of this one, in the first row block of a leaf, become
+  // zeros.
+  __device__ __forceinline__ void clear_tail(int m_block) const {
+    const int rows = read_bwd_work(shared + T::kWorkAt).seqlen_q - m_block * T::kRows;
+    if (rows < T::kRows) {
+      barrier_wait(shared + T::kQFull + 8 * ring.slot, ring.parity);
+      barrier_wait(shared + T::kDoFull + 8 * ring.slot, ring.parity);
+      const int thread = read_thread() - 128;
+      clear_rows<T::kRows, T::kBoxes>(shared + T::kQAt + ring.slot * T::kRowBytes, rows, thread);
+      clear_rows<T::kRows, T::kBoxes>(shared + T::kDoAt + ring.slot * T::kRowBytes, rows, thread);
+      fence_async_proxy();
+      named_barrier_sync(kConsumersMeet, T::kConsumers);
+    }
+  }
+
+  // The first row block of the leaf, and those all of whose rows see all keys of this warpgroup,
+  // counted from the chunk's first one: in one register.
+  __device__ __forceinline__ void pack(const Leaf& leaf) {
+    const BwdWork work = read_bwd_work(shared + T::kWorkAt);
+    const RowBlocks seeing = all_seeing<T>(params, work, group);
+    const auto place = [&](int m_block) {
+      return max(0, min(m_block - leaf.chunk * kBlocks, kBlocks));
+    };
+    ends = place(leaf.rows.begin) | place(seeing.begin) << 8 | place(seeing.end) << 16;
+  }
+
+  __device__ __forceinline__ void add_row_block(int block) {
     const uint32_t q_tile = shared + T::kQAt + ring.slot * T::kRowBytes;
     const uint32_t do_tile = shared + T::kDoAt + ring.slot * T::kRowBytes;
     const uint32_t numbers = shared + T::kNumbersAt + ring.slot * T::kNumberBytes + lane % 4 * 8;
@@ -180,8 +212,9 @@ struct GradientConsumer {
     wgmma_wait<1>();
     hold(scores);
 
-    if (m_block < seeing.begin || m_block >= seeing.end) {
-      hide_keys<T>(params, shared, m_block, scores);
+    if (block < (ends >> 8 & 0xff) || block >= ends >> 16) {
+      const int chunk = leaf_of<T>(params, shared + T::kWorkAt, number).chunk;
+      hide_keys<T>(params, shared, chunk * kBlocks + block, scores);
     }
     exponentiate(numbers, scores);
     if constexpr (T::kDvBesideScores) {
@@ -306,36 +339,68 @@ struct GradientConsumer {
     wgmma_commit();
   }
 
-  // dq goes to shared memory, for the warp that adds it.
+  // dq goes to shared memory, for the thread that adds it.
   __device__ __forceinline__ void hand_over(const float (&dq)[32]) const {
     barrier_wait(shared + T::kDqEmpty + 8 * ring.slot, ring.parity ^ 1);
     const uint32_t part = dq_at + ring.slot * T::kDqBytes;
+    const int row_bytes = T::dq_row_bytes(group);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const uint32_t to = part ^ (32 * j);
-      store_shared(to, make_float2(dq[4 * j], dq[4 * j + 1]));
-      store_shared(to + 8 * 256, make_float2(dq[4 * j + 2], dq[4 * j + 3]));
+      if (T::dq_row_bytes(1) == 256 || 32 * j < row_bytes) {
+        const uint32_t to = part ^ (32 * j);
+        store_shared(to, make_float2(dq[4 * j], dq[4 * j + 1]));
+        store_shared(to + 8 * row_bytes, make_float2(dq[4 * j + 2], dq[4 * j + 3]));
+      }
     }
+    fence_async_proxy();
     barrier_arrive(shared + T::kDqFull + 8 * ring.slot);
   }
 
-  __device__ __forceinline__ void finish() {
+  // A leaf has been added up: adds it to others, keeps it for later, or ends the part.
+  __device__ __forceinline__ void finish_leaf(const Leaf& leaf) {
     const BwdWork work = read_bwd_work(shared + T::kWorkAt);
+    const Chunks chunks = chunks_of(params, row_blocks<T>(params, work), T::kRows);
+    const int slot = static_cast<int>(load_shared_word(shared + T::kSlotAt));
+    const int heads = heads_in_order(params), head = leaf.head % heads;
+    const bool passes_on = params.parts.chained > 0;
+    const auto add = [&](int which) {
+      if (passes_on && which == 0) {
+        if (read_thread() == 128) {
+          wait_for(heads_added(params, slot, leaf.chunk), head);
+        }
+        named_barrier_sync(kConsumersMeet, T::kConsumers);
+      }
+      const float4* const sums = kept<T>(params, slot, which, leaf.chunk);
+      add_kept<T>(sums, dk);
+      add_kept<T>(sums + kGradients / 4 * T::kConsumers, dv);
+    };
+    const auto keep_both = [&](int which) {
+      float4* const sums = kept<T>(params, slot, which, leaf.chunk);
+      keep<T>(sums, dk);
+      keep<T>(sums + kGradients / 4 * T::kConsumers, dv);
+      if (passes_on && which == 0) {
+        named_barrier_sync(kConsumersMeet, T::kConsumers);
+        if (read_thread() == 128) {
+          store_release(heads_added(params, slot, leaf.chunk), head + 1);
+        }
+      }
+    };
+    if (climb(chunks, leaf.chunk % params.parts.chunks, head, heads, add, keep_both)) {
+      finish(work);
+    }
+  }
+
+  __device__ __forceinline__ void finish(const BwdWork& work) {
     const KeyFragment fragment = key_fragment<T>(work);
     if (params.dk_sums != nullptr) {
-      const auto store = [](float2* at, float left, float right) {
-        *at = make_float2(left, right);
-      };
-      each_sum(params, work, fragment, params.dk_sums, dk, store);
-      each_sum(params, work, fragment, params.dv_sums, dv, store);
-      return;
-    }
-    if (!add_heads<T>(params, work, read_thread() - 128, dk, dv)) {
+      write_sums(params, work, fragment, params.dk_sums, dk);
+      write_sums(params, work, fragment, params.dv_sums, dv);
       return;
     }
 #pragma unroll
     for (int i = 0; i < kGradients; ++i) {
-      dk[i] = __fmul_rn(dk[i], params.scale_softmax_rp_dropout);
+      dk[i] = __fmul_rn(positive_zero(dk[i]), params.scale_softmax_rp_dropout);
+      dv[i] = positive_zero(dv[i]);
     }
     write_gradient(gradient_rows<Element>(params, work, params.dk_ptr, params.dk_batch_stride,
                                           params.dk_row_stride, params.dk_head_stride),

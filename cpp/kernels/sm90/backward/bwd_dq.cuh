@@ -1,7 +1,8 @@
-// dq from its sums, which this family keeps row after row. (In the sm80 family each thread keeps
-// its part of a tile together, so its kernel cannot read these.)
+// dq from its sums, which lie as tiles do in shared memory. (In the sm80 family each thread keeps
+// its part of a tile together.)
 #pragma once
 
+#include "bwd_tile.h"
 #include "bwd_walk.h"
 #include "launch.h"
 #include "params.h"
@@ -21,14 +22,15 @@ __global__ void __launch_bounds__(kDqThreads)
   const int num_blocks_q = num_blocks(params.seqlen_q, T::kRows);
   const int head = blockIdx.x / num_blocks_q;
   const int first_row = (static_cast<int>(blockIdx.x) - head * num_blocks_q) * T::kRows;
-  const BwdWork work = bwd_work(params, {head / params.h, head % params.h, 0});
+  const int bidh = head % params.h;
+  const BwdWork work = bwd_work(params, {head / params.h, 0, 0, 0});
   const float* const sums =
       static_cast<const float*>(params.dq_accum_ptr) +
-      (sum_rows_before(params, work.q_row, work.bidb, work.bidh) + first_row) * T::kHeadDim;
+      (sum_rows_before(params, work.q_row, work.bidb, bidh) + first_row) * T::kHeadDim;
   Element* const dq = static_cast<Element*>(params.dq_ptr) +
                       (params.cu_seqlens_q == nullptr ? work.bidb * params.dq_batch_stride
                                                       : work.q_row * params.dq_row_stride) +
-                      first_row * params.dq_row_stride + work.bidh * params.dq_head_stride;
+                      first_row * params.dq_row_stride + bidh * params.dq_head_stride;
   const auto rounded = [&](float a, float b) {
     return packed<Element>(__fmul_rn(__fadd_rn(0.f, a), params.scale_softmax_rp_dropout),
                            __fmul_rn(__fadd_rn(0.f, b), params.scale_softmax_rp_dropout));
@@ -38,7 +40,7 @@ __global__ void __launch_bounds__(kDqThreads)
     const int row = at / kEights;
     const int column = at % kEights * 8;
     if (column < params.d) {
-      const auto* const from = reinterpret_cast<const float4*>(sums + row * T::kHeadDim + column);
+      const auto* const from = reinterpret_cast<const float4*>(sums + T::dq_at(row, column) / 4);
       const float4 low = from[0], high = from[1];
       *reinterpret_cast<uint4*>(dq + row * params.dq_row_stride + column) =
           make_uint4(rounded(low.x, low.y), rounded(low.z, low.w), rounded(high.x, high.y),

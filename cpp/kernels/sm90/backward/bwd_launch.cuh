@@ -1,5 +1,5 @@
-// The Hopper backward's loop over row blocks for one (dtype, head dim): a CTA to a key block of a
-// head, in the order of tickets.
+// The Hopper backward's loop over row blocks for one (dtype, head dim): a CTA to a part of a key
+// block, in the order of tickets.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -46,29 +46,24 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       barrier_init(shared + T::kDoEmpty + 8 * i, kConsumerWarps);
       barrier_init(shared + T::kNumbersFull + 8 * i, 32);
       barrier_init(shared + T::kDqFull + 8 * i, T::kConsumers);
-      barrier_init(shared + T::kDqEmpty + 8 * i, T::kReducers);
+      barrier_init(shared + T::kDqEmpty + 8 * i, 1);
     }
     fence_barrier_init();
     fence_async_proxy();
     const unsigned ticket = atomicAdd(params.tickets, 1u);
-    write_work(
-        shared + T::kWorkAt,
-        bwd_work(params, place_of_ticket(params, ticket, num_blocks(params.seqlen_k, T::kKeys))));
+    const BwdWork work =
+        bwd_work(params, place_of_ticket(params, ticket, num_blocks(params.seqlen_k, T::kKeys)));
+    write_work(shared + T::kWorkAt, work);
+    store_shared_word(shared + T::kSlotAt, take_slot(params, ticket, work, T::kKeys));
   }
   __syncthreads();
-
-  if (const BwdWork work = read_bwd_work(shared + T::kWorkAt); true) {
-    // Nothing waits for a key block behind the end of its sequence.
-    if (work.n_block * T::kKeys >= work.seqlen_k) {
-      return;
-    }
+  {
+    const BwdWork work = read_bwd_work(shared + T::kWorkAt);
     const auto [begin, end] = row_blocks<T>(params, work);
-    if (begin >= end) {
-      if (params.dk_sums == nullptr) {
-        write_zeros<T>(params, work);
-      }
+    if (work.n_block * T::kKeys >= work.seqlen_k || begin >= end) {  // nothing waits for these
+      write_zeros<T>(params, work);
       if (threadIdx.x == 0) {
-        pass_turns<T>(params, work);
+        free_slot(params, load_shared_word(shared + T::kSlotAt));
       }
       return;
     }
@@ -79,9 +74,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       load_inputs<T>(params, q_map, k_map, v_map, do_map, shared);
-    } else if (warp == 1) {
-      end_turns<T>(params, shared);
-    } else {
+    } else if (threadIdx.x == 32) {
       add_dq<T>(params, shared);
     }
   } else {
@@ -96,8 +89,8 @@ void launch_bwd_sm90(const BwdParams& call, cudaStream_t stream) {
   limit_windows(params);
   using Element = typename T::Element;
   const BwdTensors tensors = bwd_tensors(params);
-  const long long ctas =
-      static_cast<long long>(num_blocks(params.seqlen_k, T::kKeys)) * params.b * params.h;
+  const long long ctas = static_cast<long long>(num_blocks(params.seqlen_k, T::kKeys)) * params.b *
+                         params.h_k * params.parts.count;
   launch<&bwd_sm90_kernel<T>>(dim3(static_cast<unsigned>(ctas)), T::kThreads, T::kBytes, T::kBytes,
                               stream, tensor_map<Element>(tensors.q, T::kRows),
                               tensor_map<Element>(tensors.k, T::kKeys),

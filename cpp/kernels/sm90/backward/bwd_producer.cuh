@@ -14,18 +14,17 @@ namespace fad::sm90 {
 // Of each row of a row block: its logarithm of the sum of exponentials, scaled for exp2, and its
 // rowsum(dout * out). Rows behind the end get weights of 0.
 template <typename T>
-__device__ __forceinline__ void load_numbers(const BwdParams& params, uint32_t shared, int m_block,
-                                             int slot) {
+__device__ __forceinline__ void load_numbers(const BwdParams& params, uint32_t shared, int head,
+                                             int m_block, int slot) {
   const BwdWork work = read_bwd_work(shared + T::kWorkAt);
   const int first_row = m_block * T::kRows + threadIdx.x % 32;
   const uint32_t to = shared + T::kNumbersAt + slot * T::kNumberBytes + threadIdx.x % 32 * 4;
   const float* const lse =
       static_cast<const float*>(params.softmax_lse_ptr) + first_row +
-      (params.unpadded_lse
-           ? static_cast<int64_t>(work.bidh) * params.total_q + work.q_row
-           : (static_cast<int64_t>(work.bidb) * params.h + work.bidh) * params.seqlen_q);
+      (params.unpadded_lse ? static_cast<int64_t>(head) * params.total_q + work.q_row
+                           : (static_cast<int64_t>(work.bidb) * params.h + head) * params.seqlen_q);
   const float* const row_sums = static_cast<const float*>(params.dsoftmax_sum) + first_row +
-                                sum_rows_before(params, work.q_row, work.bidb, work.bidh);
+                                sum_rows_before(params, work.q_row, work.bidb, head);
   float scaled[T::kRows / 32], sums[T::kRows / 32];
 #pragma unroll
   for (int i = 0; i < T::kRows / 32; ++i) {
@@ -58,39 +57,41 @@ __device__ __forceinline__ void load_inputs(const BwdParams& params, const CUten
       }
     }
   };
-  const auto load_rows = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int m_block) {
+  const auto load_rows = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int head,
+                             int m_block) {
     const BwdWork work = read_bwd_work(shared + T::kWorkAt);  // read again: saves registers
-    load(map, to, full, T::kRowBoxBytes, work.bidh, work.q_row + m_block * T::kRows,
+    load(map, to, full, T::kRowBoxBytes, head, work.q_row + m_block * T::kRows,
          params.cu_seqlens_q == nullptr ? work.bidb : 0);
   };
-  int m_block, begin;
-  {
+  const auto load_keys = [&](const CUtensorMap& map, uint32_t to, uint32_t full) {
     const BwdWork work = read_bwd_work(shared + T::kWorkAt);
-    const RowBlocks blocks = row_blocks<T>(params, work);
-    m_block = blocks.end - 1;
-    begin = blocks.begin;
-    const int batch = params.cu_seqlens_k == nullptr ? work.bidb : 0;
-    const int row = work.k_row + work.n_block * T::kKeys;
-    const int head = work.bidh / params.h_h_k_ratio;
-    load(k_map, shared + T::kKAt, shared + T::kKFull, T::kKeyBoxBytes, head, row, batch);
-    load_rows(q_map, shared + T::kQAt, shared + T::kQFull, m_block);
-    load(v_map, shared + T::kVAt, shared + T::kVFull, T::kKeyBoxBytes, head, row, batch);
-    load_rows(do_map, shared + T::kDoAt, shared + T::kDoFull, m_block);
-  }
+    load(map, to, full, T::kKeyBoxBytes, work.head_k, work.k_row + work.n_block * T::kKeys,
+         params.cu_seqlens_k == nullptr ? work.bidb : 0);
+  };
+  load_keys(k_map, shared + T::kKAt, shared + T::kKFull);
+  bool first = true;
   Ring ring;
 #pragma unroll 1
-  for (;;) {
-    load_numbers<T>(params, shared, m_block, ring.slot);
-    if (--m_block < begin) {
+  for (int number = 0;; ++number) {
+    const auto [chunk, head, blocks] = leaf_of<T>(params, shared + T::kWorkAt, number);
+    if (blocks.begin >= blocks.end) {
       break;
     }
-    ring.advance(T::kStages);
-    barrier_wait(shared + T::kQEmpty + 8 * ring.slot, ring.parity ^ 1);
-    load_rows(q_map, shared + T::kQAt + ring.slot * T::kRowBytes,
-              shared + T::kQFull + 8 * ring.slot, m_block);
-    barrier_wait(shared + T::kDoEmpty + 8 * ring.slot, ring.parity ^ 1);
-    load_rows(do_map, shared + T::kDoAt + ring.slot * T::kRowBytes,
-              shared + T::kDoFull + 8 * ring.slot, m_block);
+#pragma unroll 1
+    for (int m_block = blocks.end - 1; m_block >= blocks.begin; --m_block) {
+      barrier_wait(shared + T::kQEmpty + 8 * ring.slot, ring.parity ^ 1);
+      load_rows(q_map, shared + T::kQAt + ring.slot * T::kRowBytes,
+                shared + T::kQFull + 8 * ring.slot, head, m_block);
+      if (first) {
+        load_keys(v_map, shared + T::kVAt, shared + T::kVFull);
+        first = false;
+      }
+      barrier_wait(shared + T::kDoEmpty + 8 * ring.slot, ring.parity ^ 1);
+      load_rows(do_map, shared + T::kDoAt + ring.slot * T::kRowBytes,
+                shared + T::kDoFull + 8 * ring.slot, head, m_block);
+      load_numbers<T>(params, shared, head, m_block, ring.slot);
+      ring.advance(T::kStages);
+    }
   }
 }
 

@@ -1,5 +1,4 @@
-// dk and dv of a key block: where the sums lie that a caller or the query heads before leave, and
-// how gradients are written.
+// dk and dv of a key block: where sums lie, and how gradients are written.
 #pragma once
 
 #include "bwd_tile.h"
@@ -16,75 +15,63 @@ struct KeyFragment {
   int column;  // of the first of two neighbouring columns, in each eight
 };
 
-// fp32 sums that the caller keeps: (batch, seqlen_k, nheads, head_dim), or packed.
-template <int kCount, typename Visit>
-__device__ __forceinline__ void each_sum(const BwdParams& params, const BwdWork& work,
-                                         const KeyFragment& at, float* sums, float (&acc)[kCount],
-                                         Visit visit) {
+// Where the sums of a key of the part are, in fp32.
+__device__ __forceinline__ int64_t sums_at(const BwdParams& params, const BwdWork& work, int key) {
+  const int64_t total = params.cu_seqlens_k == nullptr
+                            ? static_cast<int64_t>(params.b) * params.seqlen_k
+                            : params.total_k;
   const int64_t first = params.cu_seqlens_k == nullptr
                             ? static_cast<int64_t>(work.bidb) * params.seqlen_k
                             : work.k_row;
+  return ((work.part * total + first + key) * params.h_k + work.head_k) * params.d;
+}
+
+template <int kCount>
+__device__ __forceinline__ void write_sums(const BwdParams& params, const BwdWork& work,
+                                           const KeyFragment& at, float* sums,
+                                           const float (&acc)[kCount]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = at.key + 8 * r;
-    float* const row = sums + ((first + key) * params.h + work.bidh) * params.d + at.column;
+    float* const row = sums + sums_at(params, work, key) + at.column;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       if (key < at.end && 8 * j + at.column < params.d) {
-        visit(reinterpret_cast<float2*>(row + 8 * j), acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
+        *reinterpret_cast<float2*>(row + 8 * j) =
+            make_float2(acc[4 * j + 2 * r], acc[4 * j + 2 * r + 1]);
       }
     }
   }
 }
 
-// The sums of a group's query heads, first to last. Returns whether this head is the last one.
+// Kept sums of dk and dv, as threads hold them.
+template <typename T>
+__device__ __forceinline__ float4* kept(const BwdParams& params, int slot, int which, int chunk) {
+  return reinterpret_cast<float4*>(params.slots + kept_at(params, slot, which, chunk) *
+                                                      (2 * T::kKeys * T::kHeadDim)) +
+         (read_thread() - 128);
+}
+
 template <typename T, int kCount>
-__device__ __forceinline__ bool add_heads(const BwdParams& params, const BwdWork& work, int thread,
-                                          float (&dk)[kCount], float (&dv)[kCount]) {
-  const int group = params.h_h_k_ratio;
-  if (group == 1) {
-    return true;
-  }
-  const int head = work.bidh % group;
-  const int64_t block = group_of(params, work, T::kKeys);
-  float4* const sums =
-      reinterpret_cast<float4*>(params.key_sums + block * (2 * T::kKeys * T::kHeadDim)) + thread;
-  constexpr int kEights = kCount / 4;
-  const auto add = [&](float (&acc)[kCount], int first) {
+__device__ __forceinline__ void add_kept(const float4* sums, float (&acc)[kCount]) {
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      const float4 sum = __ldcg(sums + (first + j) * T::kConsumers);
-      acc[4 * j] = __fadd_rn(sum.x, acc[4 * j]);
-      acc[4 * j + 1] = __fadd_rn(sum.y, acc[4 * j + 1]);
-      acc[4 * j + 2] = __fadd_rn(sum.z, acc[4 * j + 2]);
-      acc[4 * j + 3] = __fadd_rn(sum.w, acc[4 * j + 3]);
-    }
-  };
-  const auto leave = [&](const float (&acc)[kCount], int first) {
+  for (int j = 0; j < kCount / 4; ++j) {
+    const float4 sum = __ldcg(sums + j * T::kConsumers);
+    acc[4 * j] = add_keeping_denormals(sum.x, acc[4 * j]);
+    acc[4 * j + 1] = add_keeping_denormals(sum.y, acc[4 * j + 1]);
+    acc[4 * j + 2] = add_keeping_denormals(sum.z, acc[4 * j + 2]);
+    acc[4 * j + 3] = add_keeping_denormals(sum.w, acc[4 * j + 3]);
+  }
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void keep(float4* sums, float (&acc)[kCount]) {
 #pragma unroll
-    for (int j = 0; j < kEights; ++j) {
-      __stcg(sums + (first + j) * T::kConsumers,
-             make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
-    }
-  };
-  if (head > 0) {
-    if (thread == 0) {
-      wait_for(params.key_turns + block, head);
-    }
-    named_barrier_sync(kConsumersMeet, T::kConsumers);
-    add(dk, 0);
-    add(dv, kEights);
+  for (int j = 0; j < kCount / 4; ++j) {
+    __stcg(sums + j * T::kConsumers,
+           make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+    acc[4 * j] = acc[4 * j + 1] = acc[4 * j + 2] = acc[4 * j + 3] = 0.f;
   }
-  if (head == group - 1) {
-    return true;
-  }
-  leave(dk, 0);
-  leave(dv, kEights);
-  named_barrier_sync(kConsumersMeet, T::kConsumers);
-  if (thread == 0) {
-    store_release(params.key_turns + block, head + 1);
-  }
-  return false;
 }
 
 // Rounds and writes a thread's part of dk or dv. Four threads exchange columns, so that each stores
@@ -120,8 +107,7 @@ __device__ __forceinline__ Element* gradient_rows(const BwdParams& params, const
                                                   int64_t row_stride, int64_t head_stride) {
   return static_cast<Element*>(gradient) +
          (params.cu_seqlens_k == nullptr ? work.bidb * batch_stride : work.k_row * row_stride) +
-
-         work.bidh / params.h_h_k_ratio * head_stride;
+         work.head_k * head_stride;
 }
 
 // The eights of columns of two keys that a thread holds of dk and dv.
@@ -144,7 +130,15 @@ __device__ __forceinline__ void write_zeros(const BwdParams& params, const BwdWo
   for (int at = threadIdx.x; at < T::kKeys * kEights; at += T::kThreads) {
     const int64_t key = work.n_block * T::kKeys + at / kEights;
     const int column = at % kEights * 8;
-    if (key < work.seqlen_k && column < params.d) {
+    if (key >= work.seqlen_k || column >= params.d) {
+      continue;
+    }
+    if (params.dk_sums != nullptr) {
+      const int64_t first = sums_at(params, work, static_cast<int>(key)) + column;
+      for (float* const sums : {params.dk_sums + first, params.dv_sums + first}) {
+        reinterpret_cast<float4*>(sums)[0] = reinterpret_cast<float4*>(sums)[1] = float4{};
+      }
+    } else {
       *reinterpret_cast<uint4*>(dk + key * params.dk_row_stride + column) = uint4{};
       *reinterpret_cast<uint4*>(dv + key * params.dv_row_stride + column) = uint4{};
     }

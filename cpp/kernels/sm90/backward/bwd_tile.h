@@ -23,10 +23,8 @@ struct BwdTile {
   static_assert(kGroups * kGroupKeys == kKeys && (kRows == 64 || kRows == 128));
   static constexpr int kConsumers = 128 * kGroups;
   static constexpr int kThreads = 128 + kConsumers;
-  static constexpr int kReducers = 64;  // threads that add to dq
-  static constexpr int kConsumerRegisters = kHeadDim == 128 ? 240 : 232;
-  static constexpr int kHelperRegisters = kHeadDim == 128 ? 24 : 40;
-  static constexpr int kAddsAtOnce = kHeadDim == 128 ? 2 : 4;  // of a reducer: as registers allow
+  static constexpr int kConsumerRegisters = kHeadDim == 64 ? 240 : 232;
+  static constexpr int kHelperRegisters = kHeadDim == 64 ? 24 : 40;
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kHelperRegisters + kGroups * kConsumerRegisters <=
                 (kGroups + 1) * kLaunchRegisters);
@@ -50,7 +48,7 @@ struct BwdTile {
   static constexpr int kScoreBoxBytes = kRows * kBoxRowBytes;
   static constexpr int kScoreBytes = kGroups * kScoreBoxBytes;
   static constexpr int kDqPartBytes = 64 * 64 * 4;
-  static constexpr int kDqBytes = kGroups * kDqPartBytes;
+  static constexpr int kDqBytes = kRows * kHeadDim * 4;
   static constexpr int kNumberBytes = 2 * kRows * 4;
 
   static constexpr int kKAt = 0;
@@ -73,14 +71,23 @@ struct BwdTile {
   static constexpr int kDqFull = kNumbersFull + 8 * kStages;
   static constexpr int kDqEmpty = kDqFull + 8 * kStages;
   static constexpr int kWorkAt = (kDqEmpty + 8 * kStages + 15) / 16 * 16;
-  static constexpr int kTurnsAt = kWorkAt + kBwdWorkBytes;
-  static constexpr int kBytes = kTurnsAt + 16;
+  static constexpr int kSlotAt = kWorkAt + kBwdWorkBytes;  // where sums are kept
+  static constexpr int kBytes = kSlotAt + 16;
   static_assert(kBytes <= kBwdSharedBytes);
+
+  // Of a row of dq's part; part 1 of 96 columns has 32.
+  static constexpr __host__ __device__ int dq_row_bytes(int part) {
+    return !kSplitsRows && part == 1 && kHeadDim == 96 ? 128 : 256;
+  }
+  // The byte of an element of dq in its tile: eights of columns are swizzled by their row.
+  static constexpr __host__ __device__ int dq_at(int row, int column) {
+    const int part = kSplitsRows ? row / 64 : column / 64;
+    const int bytes = dq_row_bytes(part);
+    return part * kDqPartBytes + row % 64 * bytes + (column % 64 * 4 ^ row % (bytes / 32) * 32);
+  }
 };
 
-// Named barriers; 0 is __syncthreads.
+// A named barrier; 0 is __syncthreads.
 constexpr int kConsumersMeet = 1;
-constexpr int kReducersMeet = 2;
-constexpr int kRowBlockAdded = 3;  // the warps that add to dq and the one that ends turns
 
 }  // namespace fad::sm90

@@ -1,5 +1,5 @@
-// What the warps of a backward's CTA agree on: its key block, and which row blocks see it. They are
-// walked from the last one down.
+// What the warps of a backward's CTA agree on: its key block, and which row blocks of which heads
+// see it, in the order of tree/key_tree.h.
 #pragma once
 
 #include "params.h"
@@ -9,7 +9,7 @@
 
 namespace fad::sm90 {
 
-// A key block of a head. It is kept in shared memory, because the loop over row blocks needs the
+// A part of a key block. It is kept in shared memory, because the loop over row blocks needs the
 // registers.
 struct BwdWork : KeyPlace {
   int q_row, k_row;  // of the sequence's first query and key among packed ones; dense: 0
@@ -32,29 +32,37 @@ __device__ __forceinline__ BwdWork bwd_work(const BwdParams& params, const KeyPl
 constexpr int kBwdWorkBytes = 32;
 
 __device__ __forceinline__ void write_work(uint32_t at, const BwdWork& work) {
-  store_shared_ints(at, make_int4(work.bidb, work.bidh, work.n_block, 0));
+  store_shared_ints(at, make_int4(work.bidb, work.head_k, work.n_block, work.part));
   store_shared_ints(at + 16, make_int4(work.q_row, work.k_row, work.seqlen_q, work.seqlen_k));
 }
 
 __device__ __forceinline__ BwdWork read_bwd_work(uint32_t at) {
   const int4 place = load_shared_ints(at);
   const int4 rows = load_shared_ints(at + 16);
-  return {{place.x, place.y, place.z}, rows.x, rows.y, rows.z, rows.w};
+  return {{place.x, place.y, place.z, place.w}, rows.x, rows.y, rows.z, rows.w};
 }
 
-struct RowBlocks {
-  int begin, end;
-};
-
-// Those that see a key block: the sm80 family's, to the last one, as an additional one may change
-// the sign of a zero. params: windows as numbers.
+// Those that see the key block. params: windows as numbers.
 template <typename T>
 __device__ __forceinline__ RowBlocks row_blocks(const BwdParams& params, const BwdWork& work) {
-  const int end =
-      min(num_blocks(work.seqlen_q, T::kRows),
-          row_blocks_end(params, work.seqlen_q, work.seqlen_k, work.n_block, T::kRows, T::kKeys));
-  const int first_row = work.n_block * T::kKeys + work.seqlen_q - work.seqlen_k;
-  return {max(0, (first_row - params.window_size_right) / T::kRows), end};
+  return part_row_blocks(params, work, work.seqlen_q, work.seqlen_k, T::kRows, T::kKeys);
+}
+
+// One of the leaves of a part, in the order of its walk; behind the last one it has no rows.
+struct Leaf {
+  int chunk, head;  // counted in the whole call
+  RowBlocks rows;
+};
+
+// Found again for each leaf: the loops over row blocks need the registers.
+template <typename T>
+__device__ __forceinline__ Leaf leaf_of(const BwdParams& params, uint32_t work_at, int number) {
+  const BwdWork work = read_bwd_work(work_at);
+  const RowBlocks blocks = row_blocks<T>(params, work);
+  const int chunk = (blocks.end - 1) / (kChunkRows / T::kRows) - number / params.parts.heads;
+  return {chunk,
+          work.head_k * params.h_h_k_ratio + first_head(params, work) + number % params.parts.heads,
+          leaf_row_blocks(blocks, chunk, T::kRows)};
 }
 
 }  // namespace fad::sm90

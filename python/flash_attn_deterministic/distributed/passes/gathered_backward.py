@@ -3,7 +3,7 @@
 dq of this rank's rows is computed from gathered keys, as in the forward; dk and dv of its keys from
 gathered rows: all rows that see them, in one call, which adds them in the order of one device. Each
 call computes all three gradients and half of them are dropped, so it is twice the work of one
-device. `chained_backward` avoids that.
+device. `summed_backward` avoids that.
 """
 
 from __future__ import annotations

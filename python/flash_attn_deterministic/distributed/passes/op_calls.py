@@ -1,4 +1,4 @@
-"""The calls of attention ops on one rank, with the order in which each device adds rows."""
+"""The calls of attention ops on one rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from ...types import Gradients, Lengths, Options, Scores
 
 # Defines the ops.
 from ...ops import library as library  # isort: skip
-from ..planning.plan import KEY_BLOCK, ROW_BLOCK, Call, Mask
+from ..planning.plan import KEY_BLOCK, Call, Mask
 
-# Running sums of dk, without softmax_scale, and of dv, which another rank continues: (keys, nheads,
-# head_dim), one sum for each query head, in float32 (float64 for float64 inputs).
-Sums = tuple[torch.Tensor, torch.Tensor]
+# Sums of dk, without softmax_scale, and of dv over some rows: (keys, nheads_k, head_dim), float32.
+KeySums = tuple[torch.Tensor, torch.Tensor]
 
 
 class Numbers(NamedTuple):
@@ -68,26 +67,6 @@ class Rows(NamedTuple):
         return Rows(*(tensor[:, heads] for tensor in self))
 
 
-class RowOrder(NamedTuple):
-    """The order in which a device adds rows to dk and dv.
-
-    Args:
-        last_first: whether blocks of rows are added last to first.
-        block: rows that are added together, counted from the beginning of the sequence.
-    """
-
-    last_first: bool
-    block: int
-
-
-def row_order(device: torch.device) -> RowOrder:
-    """Returns the order of a device, which the chained backward has to keep.
-
-    The reference adds row after row. The kernels go over blocks of 64 or 128 rows, last to first.
-    """
-    return RowOrder(False, 1) if device.type == "cpu" else RowOrder(True, ROW_BLOCK)
-
-
 def forward_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Numbers
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,10 +100,10 @@ def backward_call(
     return gradients
 
 
-def backward_step(
-    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Numbers, sums: Sums
-) -> torch.Tensor:
-    """Computes dq of a call, rounded, and adds its rows to the sums of dk and dv, in place.
+def backward_sums(
+    rows: Rows, k: torch.Tensor, v: torch.Tensor, call: Call, scores: Numbers
+) -> Gradients:
+    """Computes dq of a call, rounded, and the sums of dk and dv over its rows.
 
     Args:
         rows: as in `backward_call`.
@@ -132,22 +111,21 @@ def backward_step(
         v: like k.
         call: lengths and mask.
         scores: of the whole.
-        sums: of the rows before in `row_order`, for the keys of the call; contiguous.
     """
-    dq: torch.Tensor = run(_backward(rows, k, v, call, scores, sums))
-    return dq
+    results: Gradients = run(_backward(rows, k, v, call, scores, sums=True))
+    return results
 
 
-def finish(sums: Sums, k: torch.Tensor, scores: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns dk and dv, rounded, from the sums of all rows; adds the heads of a group in order.
+def finish(sums: KeySums, k: torch.Tensor, scores: Numbers) -> KeySums:
+    """Returns dk and dv, rounded, from the sums over all rows.
 
     Args:
-        sums: (keys, nheads, head_dim) each, contiguous.
-        k: any tensor of k's dtype, (tokens, nheads_k, head_dim).
+        sums: (keys, nheads_k, head_dim) each.
+        k: (any tokens, nheads_k, head_dim), of k's dtype.
         scores: of the whole.
     """
     dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(
-        *sums, k, scores.softmax_scale, scores.softcap, 0.0
+        *(total.contiguous() for total in sums), k, scores.softmax_scale, scores.softcap, 0.0
     )
     return dk, dv
 
@@ -158,7 +136,7 @@ def _backward(
     v: torch.Tensor,
     call: Call,
     scores: Numbers,
-    sums: Sums | None = None,
+    sums: bool = False,
 ) -> types.Call:
     dout, q, out, softmax_lse = rows
     lse = softmax_lse.transpose(0, 1).contiguous()
