@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from ...errors import ArgumentError
 from ..attentions.masks import Call
 from ..numbers.formats import NumberFormat
 from .steps import STEP_NAMES, Preset, Round, Steps, rounder
@@ -21,24 +20,6 @@ from .steps import STEP_NAMES, Preset, Round, Steps, rounder
 _CHUNK = 1 << 20  # elements of the largest tensor of a step: about what caches hold
 # 2^x of x in [0, 1): the cubic through 1 at 0 with the smallest largest relative error (8.6e-5).
 _CUBIC = (1.0, 0.69511663, 0.22764498, 0.07706724)
-
-
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Checks shapes, and that every value is finite.
-
-    Raises:
-        ArgumentError: shapes don't fit, or a value is NaN or infinite.
-    """
-    fits = q.ndim >= 2 and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
-    if not fits or k.shape[:-1] != v.shape[:-1]:
-        raise ArgumentError(
-            "q, k, v: expected (..., seqlen_q, head_dim), (..., seqlen_k, head_dim) and (..., "
-            f"seqlen_k, head_dim), got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        bad = int(tensor.numel() - tensor.isfinite().sum())
-        if bad:
-            raise ArgumentError(f"{name}: expected finite values, got {bad} NaN or infinite ones")
 
 
 def golden_attention(call: Call) -> torch.Tensor:
