@@ -178,7 +178,7 @@ def by_seed(value: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 def probe_changes(value: dict[str, Any], name: str) -> list[float | None]:
-    """Returns, for each seed, a run's loss on batches of no seed less that of the run it is compared with."""
+    """Returns, for each seed, a run's loss on other batches less that of its counterpart."""
     against = value["runs"].get(name, {}).get("against", "")
     return [
         minus(history["probe"], value["seeds"][seed].get(against, {}).get("probe"))
