@@ -216,6 +216,21 @@ def test_a_release_wheel_is_built_in_its_image(
         sessions.release_wheels(session)
 
 
+def test_a_new_system_runs_what_the_readme_says(
+    noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/cuda/bin/{name}")
+    session = Session()
+    noxfile.fresh(session, suite="sid", nvcc="machine")
+    run = (".ci/fresh", "sid", ".ci/nox", "-s")
+    assert session.commands == [(*run, "build"), (*run, "test")]
+    assert session.environments[0] == {"NVCC": "/cuda/bin/nvcc"}
+    session.posargs = ["true"]
+    noxfile.fresh(session, suite="trixie", nvcc="packages")
+    assert session.commands[-1] == (".ci/fresh", "trixie", "true")
+    assert session.environments[-1] == {}
+
+
 @pytest.mark.parametrize("short", ["--lock", "--cud=12", "--pre=dev"])
 def test_the_build_takes_no_abbreviations(short: str) -> None:
     """The session that installs the compilers would not know them."""

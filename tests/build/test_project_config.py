@@ -130,6 +130,32 @@ def test_what_cannot_work_is_said_at_configure(
     assert "CMake Error" in error
 
 
+@pytest.mark.parametrize("version", ["12.2.0", "16.2.0"])
+def test_nvcc_compiles_host_code_with_cxx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """With a g++ that CUDA 13.0 does not name, too; what the user sets stays."""
+    headers = tmp_path / "cuda" / "include"
+    headers.mkdir(parents=True)
+    (headers / "cuda_runtime.h").touch()
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "cuda" / "bin" / "nvcc"))
+    monkeypatch.setenv("NVCC_PREPEND_FLAGS", "--given")
+    monkeypatch.delenv("CUDAHOSTCXX", raising=False)
+    said, error = configure(
+        tmp_path,
+        "Ninja",
+        f"set(CMAKE_CXX_COMPILER /g++)\nset(CMAKE_CXX_COMPILER_VERSION {version})\n"
+        f"set(CMAKE_CXX_COMPILER_ID GNU)\ninclude({ROOT}/cmake/HostCompiler.cmake)\n"
+        'message(STATUS "<$ENV{CUDAHOSTCXX}|${CMAKE_CUDA_FLAGS}|$ENV{NVCC_PREPEND_FLAGS}>")\n',
+    )
+    assert error == ""
+    host, flags, trials = said.partition("<")[2].partition(">")[0].split("|")
+    assert host == "/g++"
+    assert f"-isystem {headers}" in flags
+    assert ("-allow-unsupported-compiler" in flags) == (version == "16.2.0")
+    assert trials.split() == [*flags.split(), "--given"]
+
+
 @pytest.mark.parametrize(
     ("nvcc", "given", "expected"),
     [
