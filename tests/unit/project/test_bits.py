@@ -22,4 +22,4 @@ def test_zeros_of_other_sign_differ(dtype: torch.dtype) -> None:
 
 def test_chunks_of_rows_are_those_of_the_kernels() -> None:
     table = json.loads((Path(__file__).parents[3] / "cpp" / "instances.json").read_text())
-    assert tree.CHUNK_ROWS == table["chunk_rows"]
+    assert table["chunk_rows"] == tree.CHUNK_ROWS
