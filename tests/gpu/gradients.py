@@ -11,30 +11,16 @@ from typing import Any
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
 from flash_attn_deterministic.reference.dropout import keep_mask
+from flash_attn_deterministic.verify.features import FEATURES as ALL
+from flash_attn_deterministic.verify.features import options_of
 
 from tests.gpu.attention import DTYPES, assert_same, make_qkv, skip_unless_built
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-FEATURES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"causal": True},
-    "window": {"window_size": (100, 33)},
-    "window-left": {"window_size": (150, -1)},
-    "window-right": {"window_size": (-1, 40)},
-    "window-0": {"window_size": (0, 0)},
-    "window-causal": {"causal": True, "window_size": (64, -1)},
-    "softcap": {"causal": True, "softcap": 3.0},
-    "alibi": {"alibi": True},
-    "alibi-causal": {"causal": True, "alibi": True},
-    "everything": {"window_size": (200, 20), "softcap": 4.0, "alibi": True},
-}
-DROPOUT_FEATURES: dict[str, dict[str, Any]] = {
-    "dropout": {"dropout_p": 0.2},
-    "dropout-causal": {"dropout_p": 0.2, "causal": True},
-    "dropout-everything": {"dropout_p": 0.4, "window_size": (200, 20), "alibi": True},
-}
-ALL_FEATURES = {**FEATURES, **DROPOUT_FEATURES}
+DROPOUT_FEATURES = [name for name in ALL if "dropout" in name]
+FEATURES = [name for name in ALL if name not in (*DROPOUT_FEATURES, "residual")]
+ALL_FEATURES = [*FEATURES, *DROPOUT_FEATURES]
 
 
 @dataclass(frozen=True)
@@ -133,7 +119,7 @@ def draw_call(
     shape = (batch, seqlen_q, nheads, head_dim)
     q, k, v = make_qkv(shape, seqlen_k, nheads_k, dtype=DTYPES[dtype], seed=seed)
     dout = make_qkv(shape, dtype=DTYPES[dtype], seed=seed + 1000)[0]
-    options = dict(ALL_FEATURES[feature])
+    options = options_of(feature)
     slopes = None
     if options.pop("alibi", False):
         generator = torch.Generator("cuda").manual_seed(seed)

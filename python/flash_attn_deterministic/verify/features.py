@@ -26,6 +26,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi-full": {"alibi": True},
     "dropout": {"dropout_p": 0.2},
     "dropout-causal": {"dropout_p": 0.4, "causal": True, "alibi": True},
+    "dropout-window": {"dropout_p": 0.3, "window_size": (200, 20), "alibi": True},
     "residual": {"residual": True},
 }
 # Those whose bits a row of the contract compares; dropout has a row of its own.
