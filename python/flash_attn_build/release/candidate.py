@@ -25,6 +25,7 @@ _INSTANCES = "cpp/instances.json"
 _FLAGS = re.compile(
     r"(?!.*\.\.)(-(D(NDEBUG|TORCH_TARGET_VERSION=0x[0-9a-f]+|FAD_ARCHITECTURES=\S+|fad_\w+_EXPORTS)"
     r"|O3|MD|x|isystem|include|fPIC|Xcompiler=-fPIC|forward-unknown-to-host-compiler"
+    r"|ccbin=/[\w./+-]+|std=gnu\+\+17"
     r"|I(\.|build)/[\w./-]+|-generate-code=arch=compute_\d+[a-z]?,code=\[[\w,]+\]"
     r"|(Xcompiler=-)?ffile-prefix-map=[\w./<>=-]+)|cu|(\.|build|<cuda>|<environment>)/[\w./-]+)"
 )
