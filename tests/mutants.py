@@ -28,14 +28,12 @@ from typing import Any
 PACKAGE = "flash_attn_deterministic"
 # Module to functions; empty: all of it.
 TARGETS: dict[str, tuple[str, ...]] = {
-    "reference.window": (),
     "reference.walk": (
+        "is_local", "visible", "hidden",
         "scale", "scale_log2", "tanh_scale", "score_scale", "keep_scale", "bias_slopes", "rows",
         "_block", "scores",
     ),
     "reference.sequences": (),
-    "reference.kvcache": ("kvcache_attention", "_used", "_rotated"),
-    "reference.varlen": (),
     "reference.backward": ("_add_rows",),
 }  # fmt: skip
 _LAYOUTS = ("reference.sequences", "reference.kvcache", "reference.varlen")

@@ -42,14 +42,7 @@ class Architecture:
 
 
 def parse(architecture: str) -> Architecture:
-    """Parses an entry of CMAKE_CUDA_ARCHITECTURES.
-
-    Args:
-        architecture: such as "80-real" or "90-virtual".
-
-    Raises:
-        ValueError: no such form of architecture.
-    """
+    """Parses an entry such as "80-real" or "90-virtual"; a ValueError for another form."""
     match = _NAME.fullmatch(architecture)
     if match is None:
         raise ValueError(f"architecture: expected a form like '90-real', got {architecture!r}")
@@ -68,16 +61,6 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     Machine code (real) runs on its own major compute capability from its minor one up. PTX
     (virtual) is compiled by the driver for any capability from its own up. No suffix means both.
     With a letter ("90a"), either runs on exactly that capability.
-
-    Args:
-        architecture: such as "80-real" or "90-virtual".
-        capability: compute capability of the GPU, (major, minor).
-
-    Returns:
-        True when the GPU can run it.
-
-    Raises:
-        ValueError: no such form of architecture.
     """
     parsed = parse(architecture)
     return parsed.real_runs_on(capability) or parsed.virtual_runs_on(capability)

@@ -42,14 +42,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Instance:
-    """The kernels of one direction, dtype and family for one head dim.
-
-    Args:
-        direction: "fwd" or "bwd".
-        dtype: "fp16" or "bf16".
-        head_dim: the largest that the kernels take; smaller ones are padded.
-        family: "sm80", for every supported GPU, or "sm90", for compute capability 9.0 only.
-    """
+    """The kernels of a direction, dtype and family for head dims up to one; sm90: Hopper only."""
 
     direction: str
     dtype: str
@@ -84,17 +77,7 @@ class BuildInfo:
 
 
 def parse(record: Mapping[str, Any]) -> BuildInfo:
-    """Converts a parsed `_build_info.json`.
-
-    Args:
-        record: the JSON object.
-
-    Returns:
-        The record; tiles in rising order of head dim.
-
-    Raises:
-        BuildInfoError: another schema, or a missing or wrong field.
-    """
+    """Converts a parsed `_build_info.json`; tiles in rising order of head dim."""
     schema = record.get("schema")
     if schema != _SCHEMA:
         raise BuildInfoError(f"{_PATH.name}: expected schema {_SCHEMA}, got {schema!r}")

@@ -65,22 +65,15 @@ def forward(
     """Runs a forward op.
 
     Args:
-        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16; packed (total_q, nheads,
-            head_dim). head_dim is a multiple of 8.
-        k: (batch, seqlen_k, nheads_k, head_dim); packed (total_k, nheads_k, head_dim), with a
-            block_table (pages, page_block_size, nheads_k, head_dim).
+        q: as of `flash_attn_func`, or packed; head_dim is a multiple of 8.
+        k: like q, or with a block_table (pages, page_block_size, nheads_k, head_dim).
         v: like k.
         mask: scores and mask.
         dropout_p: probability in [0, 1).
         lengths: where packed sequences begin and end; None: a dense call.
 
     Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device.
-        ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device, or a mode
-            with keep_residual.
-        UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
-        MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
+        UnsupportedError: a mode with keep_residual. Others as `flash_attn_func`.
     """
     lengths, options = _resolved(q, mask, dropout_p, lengths, False)
     if options.keep_residual:
@@ -112,30 +105,22 @@ def backward(
     lengths: Lengths | None = None,
     deterministic: bool = False,
 ) -> Gradients:
-    """Runs a backward op.
+    """Runs a backward op; arguments as of `forward`, without seqused_k, leftpad_k and block_table.
 
     Args:
         dout: the gradient of result.out, like it.
-        q: as in `forward`.
-        k: as in `forward`.
-        v: as in `forward`.
+        q: see above; so are the others that are not listed.
+        k: see q.
+        v: see q.
         result: as `forward` returned it.
-        mask: as in `forward`.
-        dropout_p: as in `forward`.
-        lengths: as in `forward`, without seqused_k, leftpad_k and block_table.
+        mask: see q.
+        dropout_p: see q.
+        lengths: see q.
         deterministic: True: the bits of the gradients depend on their own inputs only, also where
             the mode is not enabled.
 
     Returns:
         dq, dk and dv: like q, k and v, contiguous.
-
-    Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device.
-        ArgumentTypeError: a TypeError; DtypeError for the dtype of a tensor.
-        NotDeterministicError: a RuntimeError; torch may use deterministic algorithms only, and
-            this one adds atomically.
-        UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
-        MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
     """
     lengths, options = _resolved(q, mask, dropout_p, lengths, deterministic)
     if isinstance(dout, torch.Tensor) and dout.dim() and dout.stride(-1) != 1:

@@ -35,11 +35,7 @@ _Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 class Handle:
-    """Overrides torch's flash attention kernels until it is removed.
-
-    Args:
-        dispatch_key: of the device.
-    """
+    """Overrides torch's flash attention kernels, of one dispatch key, until it is removed."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         library: Any = torch.library.Library
@@ -81,37 +77,12 @@ def forward(
 ) -> _Forward:
     """Computes aten::_flash_attention_forward.
 
-    Args:
-        query: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16; with cum_seq_q (total_q,
-            nheads, head_dim).
-        key: (batch, seqlen_k, nheads_k, head_dim); with cum_seq_k (total_k, nheads_k, head_dim).
-        value: like key.
-        cum_seq_q: (batch + 1,), int32: queries before each sequence, and their total.
-        cum_seq_k: (batch + 1,), int32, the same for keys; None with block_table.
-        max_q: length of the longest sequence of queries.
-        max_k: length of the longest sequence of keys.
-        dropout_p: probability in [0, 1).
-        is_causal: whether the mask is causal, aligned to the bottom right corner.
-        return_debug_mask: False.
-        scale: factor of the scores; None: head_dim ** -0.5.
-        window_size_left: how many keys before its own position a query sees; None or -1: no limit.
-        window_size_right: the same for keys after it.
-        seqused_k: (batch,), int32: how many keys of each sequence are in use; packed calls only.
-        alibi_slopes: (nheads,) or (batch, nheads), float32.
-        block_table: (batch, pages), int32: which pages hold a sequence; packed calls only.
-        num_splits: no effect.
-        unknown: arguments of a newer torch; only None.
-
-    Returns:
-        Output like query; log-sum-exp (batch, nheads, seqlen_q) or (nheads, total_q), float32; seed
-        and offset of the dropout mask (2,), uint64; two unused tensors.
-
-    Raises:
-        UnsupportedError: a NotImplementedError; return_debug_mask, or an argument of a newer torch.
-        ArgumentError: a ValueError; a wrong value, shape or device. More as `low_level.forward`.
+    Tensors are (batch, seqlen, nheads, head_dim), or with cum_seq_q (total, nheads, head_dim). The
+    results: output, log-sum-exp, seed and offset of the dropout mask in uint64, and two unused
+    tensors. Arguments of a newer torch are refused unless they are None.
 
     Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
+        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15; so for the others here.
     """
     lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, seqused_k, block_table)
     window = (window_size_left, window_size_right)
@@ -133,21 +104,7 @@ def forward(
 def forward_no_dropout_inplace(
     out: torch.Tensor, query: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
-    """Computes aten::_flash_attention_forward_no_dropout_inplace.
-
-    Args:
-        out: like query; the output is written to it.
-        query: as in `forward`; all others too.
-
-    Returns:
-        The log-sum-exp, as `forward`.
-
-    Raises:
-        ArgumentError: a ValueError; out is not like query. More as `forward`.
-
-    Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.13.
-    """
+    """Computes aten::_flash_attention_forward_no_dropout_inplace; returns the log-sum-exp."""
     check_like("out", out, "query", query)
     result, softmax_lse, *_ = forward(query, *arguments, **options)
     out.copy_(result)
@@ -175,23 +132,9 @@ def backward(
     window_size_right: int | None = None,
     **unknown: Any,
 ) -> Gradients:
-    """Computes aten::_flash_attention_backward.
+    """Computes aten::_flash_attention_backward; gradients have the strides of query, key and value.
 
-    Gradients are deterministic where the mode is enabled, or torch may use deterministic algorithms
-    only. Other arguments, and what is raised, as in `forward`.
-
-    Args:
-        grad_out: the gradient of out, like it.
-        out: as `forward` returned it.
-        logsumexp: as `forward` returned it.
-        rng_state: the third result of `forward`.
-        unused: the fourth result of `forward`.
-
-    Returns:
-        Gradients of query, key and value, with their strides.
-
-    Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
+    They are deterministic where the mode is on, or torch may use deterministic algorithms only.
     """
     _check_unsupported(False, unknown)
     lengths = _lengths(cum_seq_q, cum_seq_k, max_q, max_k, None, None)
@@ -220,22 +163,7 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Computes aten::_scaled_dot_product_flash_attention.
-
-    Other arguments, and what is raised, as in `forward`.
-
-    Args:
-        query: (batch, nheads, seqlen_q, head_dim), float16 or bfloat16.
-        key: (batch, nheads_k, seqlen_k, head_dim), like query.
-        value: like key.
-
-    Returns:
-        Output like query; log-sum-exp (batch, nheads, seqlen_q), float32; None twice; seqlen_q and
-        seqlen_k; seed and offset of the dropout mask (2,), uint64; two unused tensors.
-
-    Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
-    """
+    """Computes aten::_scaled_dot_product_flash_attention: heads before tokens."""
     seqlens = query.shape[2], key.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, *rest = forward(
@@ -263,19 +191,7 @@ def sdpa_backward(
     *,
     scale: float | None = None,
 ) -> Gradients:
-    """Computes aten::_scaled_dot_product_flash_attention_backward.
-
-    Other arguments, what is returned and what is raised, as in `backward`.
-
-    Args:
-        query: as in `sdpa_forward`; key and value too. grad_out and out are like query.
-        cum_seq_q: None, and so is cum_seq_k: the sequences are not packed.
-        philox_seed: seed and offset, as `sdpa_forward` returned them.
-        philox_offset: unused.
-
-    Source:
-        aten/src/ATen/native/native_functions.yaml of torch 2.10 to 2.15.
-    """
+    """Computes aten::_scaled_dot_product_flash_attention_backward; philox_seed has both numbers."""
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     settings = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
     dq, dk, dv = backward(dout, q, k, v, o, logsumexp, None, None, *settings, scale=scale)

@@ -41,22 +41,8 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of one layer, as transformers' attention functions do.
 
-    Args:
-        module: the layer; its config names the implementation.
-        query: (batch, nheads, seqlen_q, head_dim), float16 or bfloat16; float32 is converted to the
-            model's dtype.
-        key: (batch, nheads_k, seqlen_k, head_dim), like query.
-        value: like key.
-        attention_mask: (batch, seqlen_k), 1 for tokens and 0 for padding; None: no padding.
-        options: of the layer: dropout, scaling, sliding_window, softcap, is_causal, position_ids
-            and more.
-
-    Returns:
-        (batch, seqlen_q, nheads, head_dim) in query's dtype, and None for the weights.
-
-    Raises:
-        UnsupportedError: a NotImplementedError; attention sinks, a position bias, or a mask of
-            other than two dimensions.
+    attention_mask is (batch, seqlen_k), 1 for tokens and 0 for padding. Sinks, a position bias and
+    masks of other forms raise UnsupportedError.
 
     Source:
         flash_attention_forward of transformers 5.17 (integrations/flash_attention.py).
@@ -89,21 +75,9 @@ def mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> torch.Tensor | None:
-    """Returns the mask for `attention`.
+    """Returns the mask for `attention`: (batch_size, keys), None if every place holds a token.
 
-    Args:
-        batch_size: number of sequences.
-        q_length: queries of each.
-        kv_length: keys of each, with the free places of a static cache.
-        q_offset: position of the first query.
-        kv_offset: position of the first key.
-        attention_mask: (batch_size, tokens seen), bool; None: no padding.
-        device: of the tensors.
-        options: arguments of other masks.
-
-    Returns:
-        (batch_size, keys), bool; None if every place of the keys holds a token. Its width is the
-        number of places of a static cache that are filled.
+    Its width is the number of places of a static cache that are filled.
 
     Source:
         flash_attention_mask of transformers 5.17 (masking_utils.py).

@@ -54,6 +54,10 @@ def flash_attn_func(
     there is no double backward, no forward-mode derivative (torch.func.jvp) and no torch.func.grad.
     torch.utils.checkpoint has to recompute a call in its first mode: see `checkpoint_contexts`.
 
+    Under autocast, float32 inputs are cast as those of scaled_dot_product_attention.
+    torch.func.vmap of dense calls has the bits of a loop. DTensors may be sharded along the batch
+    or, in whole groups, along the heads; out is sharded likewise.
+
     Args:
         q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16, on the CPU or a CUDA device.
             head_dim is 1 to 256; if no multiple of 8, q, k and v are copied and padded with zeros.
@@ -77,9 +81,10 @@ def flash_attn_func(
         alibi_slopes: (nheads,) or (batch, nheads), float32; adds -slope * |i + seqlen_k - seqlen_q
             - j| to the score of query i and key j. Without gradient.
         deterministic: whether the gradients' bits depend on their own inputs only. None and False
-            (flash_attn's default, which frameworks pass on): as in the mode at the forward call.
-            True: yes, in every mode. "never": no, in every mode; gradients are then added
-            atomically, with other bits each time. The forward pass follows the mode alone.
+            (flash_attn's default, which frameworks pass on): as in the mode at the forward call,
+            or yes under torch.use_deterministic_algorithms. True: yes, in every mode. "never": no,
+            in every mode; gradients are then added atomically, with other bits each time. The
+            forward pass follows the mode alone.
         return_attn_probs: whether to return softmax_lse and S_dmask. For tests: S_dmask holds
             seqlen_q * seqlen_k numbers per head, and its computation needs more memory.
         split_size: tokens per split, a multiple of the kernels' 64 keys per block, at most 2^29;
@@ -100,9 +105,10 @@ def flash_attn_func(
             value, shape or device.
         ArgumentTypeError: a TypeError and a RuntimeError; DtypeError for the dtype of a tensor.
         UnsupportedError: a NotImplementedError; softcap and dropout on a CUDA device, or a
-            derivative by forward mode or torch.func; from the backward: a double backward.
+            derivative by forward mode or torch.func, vmap or DTensors with dropout; from the
+            backward: a double backward.
         NotDeterministicError: a RuntimeError, from the backward: torch may use deterministic
-            algorithms only, and this one adds atomically.
+            algorithms only, and deterministic is "never".
         UnsupportedDeviceError: a RuntimeError; this wheel can't run on the tensors' device.
         MissingInstanceError: a RuntimeError; this wheel lacks the kernel for dtype and head_dim.
 

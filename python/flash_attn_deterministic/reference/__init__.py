@@ -22,12 +22,10 @@ Three more rules keep bits independent of other rows:
 from __future__ import annotations
 
 from .backward import attention_backward
-from .dense import attention
+from .dense import attention, restored, with_residual
 from .formats import DEFAULT_FORMATS, Formats, Rounding
-from .kvcache import kvcache_attention
-from .residual import restored, with_residual
+from .sequences import kvcache_attention, varlen_attention
 from .state import State, merge_state
-from .varlen import varlen_attention
 from .varlen_backward import finish_key_sums, varlen_attention_backward
 
 __all__ = [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..types import Outputs
 from .dropout import Place
+from .formats import DEFAULT_FORMATS
 from .walk import Options, Walk
 
 if TYPE_CHECKING:
@@ -76,16 +78,7 @@ def attend(
     slopes: torch.Tensor | None,
     sequences: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs a walk over tensors as in `attention`.
-
-    Args:
-        walk: of the call.
-        q: as in `attention`; k and v too.
-        k: see q.
-        v: see q.
-        slopes: (batch, nheads), or None.
-        sequences: indices of the sequences in the call.
-    """
+    """Runs a walk over tensors as in `attention`; slopes (batch, nheads), indices of sequences."""
     group = q.shape[2] // k.shape[2]
     q_groups = q.reshape(*q.shape[:2], k.shape[2], group, q.shape[3])
     slope_groups = None if slopes is None else slopes.reshape(q.shape[0], k.shape[2], group)
@@ -126,3 +119,29 @@ def tiles(q_shape: torch.Size, nheads_k: int, block_n: int) -> Iterator[tuple[sl
                     slice(h, min(h + heads, nheads_k)),
                     slice(r, min(r + rows, seqlen_q)),
                 )
+
+
+def with_residual(
+    attention: Callable[..., Outputs], q: torch.Tensor, *tensors: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes attention, dense or packed, and the rounding error of out.
+
+    The backward subtracts D, the sum of dout * out over a row, from numbers that are close to D
+    where keys are alike: rounding out to 16 bit then costs dq most of its digits.
+
+    Returns:
+        out and softmax_lse as there, bit for bit, and the residual: unrounded out minus out, shaped
+        like it, in bfloat16.
+    """
+    # With q in float32, out is not rounded; all other steps round as for q's dtype.
+    options["formats"] = options.get("formats", DEFAULT_FORMATS).filled(q.dtype)
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
+    exact, softmax_lse = attention(wide, *tensors, **options)
+    out = exact.to(q.dtype)
+    out.masked_fill_(out.isnan(), float("nan"))
+    return out, softmax_lse, (exact - out).to(torch.bfloat16)
+
+
+def restored(out: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Returns out for the backward: in float32 with its residual, if there is one."""
+    return out if residual is None else out.float() + residual

@@ -25,13 +25,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 class Place(NamedTuple):
-    """The place of a tile of rows in its call.
-
-    Args:
-        sequences: index of each sequence in the batch.
-        heads_k: the heads of keys and values.
-        first_row: the first row, counted among the queries of its sequence.
-    """
+    """The place of a tile of rows: sequences in the batch, heads of keys, and its first query."""
 
     sequences: list[int]
     heads_k: range
@@ -40,23 +34,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropout:
-    """A dropout mask.
-
-    Args:
-        probability: in (0, 1).
-        rng_state: (2,), int64: seed and offset, on the CPU.
-    """
+    """A mask of a probability in (0, 1), with seed and offset (2,), int64."""
 
     probability: float
     rng_state: torch.Tensor
 
     @classmethod
     def of(cls, probability: float, rng_state: torch.Tensor | None) -> Dropout | None:
-        """Makes one of the arguments of a call; None without dropout.
-
-        Raises:
-            ArgumentError: dropout without rng_state.
-        """
+        """Makes one of the arguments of a call; None without dropout."""
         if probability == 0:
             return None
         if rng_state is None:
@@ -71,14 +56,7 @@ class Dropout:
         return 1.0 / keep_probability(self.probability)
 
     def keep(self, place: Place, group: int, rows: range, keys: range) -> torch.Tensor:
-        """Returns (batch, nheads_k, group, rows, keys), True where a weight remains.
-
-        Args:
-            place: of the tile.
-            group: query heads per head of keys.
-            rows: of the tile; only their number is used.
-            keys: counted from the beginning of the sequence.
-        """
+        """Returns (batch, nheads_k, group, rows, keys), True where a weight remains."""
         device = self.rng_state.device
         first_head, last_head = (head * group for head in (place.heads_k.start, place.heads_k.stop))
         heads = torch.arange(first_head, last_head, device=device)
@@ -113,7 +91,7 @@ def keep_mask(
     rows: tuple[int, int],
     keys: tuple[int, int],
 ) -> torch.Tensor:
-    """Returns which elements of the scores are kept.
+    """Returns which elements of the scores are kept, (batch, nheads, rows, keys).
 
     Args:
         rng_state: (2,), int64: seed and offset, whose bits count as those of unsigned numbers.
@@ -122,9 +100,6 @@ def keep_mask(
         heads: (nheads,), int64: index of each query head.
         rows: the queries [begin, end), counted among those of the call.
         keys: the keys [begin, end).
-
-    Returns:
-        (batch, nheads, rows, keys), bool.
     """
     # Whole tiles, from the one that the first element lies in.
     row, key = rows[0] // _TILE_ROWS, keys[0] // _TILE_KEYS

@@ -33,14 +33,10 @@ _LOG2_LOW = math.log(2.0) - _LOG2_HIGH
 
 
 def exp2(x: torch.Tensor) -> torch.Tensor:
-    """Returns 2**x to about one unit in the last place.
+    """Returns 2**x to about one unit in the last place; x is float32 or float64.
 
-    Args:
-        x: any shape, float32 or float64. NaN gives NaN; results below the normal range by more
-            than half a binade are 0, above 2**(largest exponent + 1/2) infinity.
-
-    Returns:
-        A new tensor like x, the same bits for the same element whatever surrounds it.
+    NaN gives NaN; results below the normal range by more than half a binade are 0, above
+    2**(largest exponent + 1/2) infinity.
     """
     fmt = _FORMATS[x.dtype]
     # The exponent field 0 makes the factor 0, the full one makes it infinite.
@@ -59,14 +55,7 @@ def exp2(x: torch.Tensor) -> torch.Tensor:
 
 
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Returns the natural logarithm of x > 0, worked out in float64.
-
-    Args:
-        x: any shape, float32 or float64; infinity and NaN give themselves.
-
-    Returns:
-        A new tensor like x, the same bits for the same element whatever surrounds it.
-    """
+    """Returns the natural logarithm of x > 0, worked out in float64; infinity and NaN stay."""
     mantissa, exponent = torch.frexp(x.double())
     low = mantissa < math.sqrt(0.5)
     mantissa = torch.where(low, mantissa * 2.0, mantissa)
@@ -82,14 +71,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
-    """Returns the hyperbolic tangent of x to about two units in the last place.
-
-    Args:
-        x: any shape, float32 or float64. NaN gives NaN, infinity 1 of its sign.
-
-    Returns:
-        A new tensor like x, the same bits for the same element whatever surrounds it.
-    """
+    """Returns the hyperbolic tangent to about two units in the last place; NaN gives NaN."""
     fmt = _FORMATS[x.dtype]
     # Above this tanh rounds to 1; the exponential is still far from overflow.
     twice = x.abs().clamp_(max=_TANH_ONE).mul_(2.0)

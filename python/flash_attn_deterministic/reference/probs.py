@@ -20,21 +20,9 @@ def signed_probs(
 ) -> torch.Tensor:
     """Returns the softmax, with the sign bit set where it is dropped.
 
-    Args:
-        q: (batch, seqlen_q, nheads, head_dim); packed: (total_q, nheads, head_dim).
-        k: (batch, seqlen_k, nheads_k, head_dim); packed: (total_k, nheads_k, head_dim), with
-            block_table (num_blocks, page_block_size, nheads_k, head_dim).
-        softmax_lse: (batch, nheads, seqlen_q); packed: (nheads, total_q).
-        lengths: of packed sequences; max_seqlen_q and max_seqlen_k are those of the result. None:
-            dense.
-        alibi_slopes: (nheads,) or (batch, nheads), or None.
-        rng_state: (2,), int64: seed and offset.
-        options: of the call.
-
-    Returns:
-        (batch, nheads, seqlen_q, seqlen_k), like q; packed: (batch, nheads, max_seqlen_q,
-        max_seqlen_k), 0 beyond a sequence. Computed in float32 from softmax_lse, so close to what
-        the kernels have, not bit for bit.
+    It is (batch, nheads, seqlen_q, seqlen_k), like q; of packed sequences (batch, nheads,
+    max_seqlen_q, max_seqlen_k), 0 beyond a sequence. It is computed in float32 from softmax_lse, so
+    close to what the kernels have, not bit for bit.
     """
     if lengths is None:
         seqlen_q, seqlen_k = (torch.full((), x.shape[1], device=q.device) for x in (q, k))

@@ -35,17 +35,10 @@ def empty_state(q: torch.Tensor) -> State:
 def merge_state(
     running: State, part: State, scale_log2: float, formats: Formats = DEFAULT_FORMATS
 ) -> State:
-    """Merges the state of one more split into the running one.
+    """Merges the state of one more split into the running one, that of the later splits.
 
-    Args:
-        running: state of the later splits.
-        part: state of the split before them; same shapes.
-        scale_log2: softmax scale times log2(e).
-        formats: number format of each step.
-
-    Returns:
-        The merged state. If a row of one state is empty (row_sum 0), the other's is returned
-        unchanged; a NaN sum is not empty.
+    If a row of one state is empty (row_sum 0), the other's is returned unchanged; a NaN sum is not
+    empty.
     """
     row_max = round_to(torch.maximum(running.row_max, part.row_max), formats.row_max)
     scale_running = rescale_factor(running.row_max, row_max, scale_log2, formats)
@@ -80,11 +73,7 @@ def normalise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out (..., rows, head_dim) and lse (..., rows); without a visible key 0 and +inf.
 
-    Args:
-        state: of all keys.
-        scale: of the scores.
-        formats: number format of each step.
-        keep_scale: with dropout, a factor of out; lse is that of all weights.
+    keep_scale is a factor of out with dropout; lse is that of all weights.
     """
     empty = state.row_sum == 0
     if keep_scale is None:

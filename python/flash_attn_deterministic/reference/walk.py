@@ -18,7 +18,48 @@ from . import ieee
 from .dropout import Dropout, Place
 from .formats import DEFAULT_FORMATS, Formats, round_to
 from .state import INF, State, empty_state, merge_state, normalise, rescale_factor
-from .window import Window
+
+
+@dataclass(frozen=True)
+class Window:
+    """Keys from `left` before to `right` after the row's own position; -1: no limit."""
+
+    left: int
+    right: int
+
+    @classmethod
+    def of(cls, causal: bool, window: tuple[int, int]) -> Window:
+        """Makes a window of the arguments, without lengths, so that bits don't depend on these."""
+        left, right = window
+        return cls(max(left, -1), 0 if causal else max(right, -1))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the rows of a sequence see different keys, as with causal."""
+        return self.left >= 0 or self.right >= 0
+
+    def visible(self, rows: range, seqlen_k: int) -> tuple[int, int]:
+        """Returns the keys [begin, end) that some row sees; begin >= end if there is none."""
+        begin = max(0, rows[0] - self.left) if self.left >= 0 else 0
+        end = min(seqlen_k, rows[-1] + self.right + 1) if self.right >= 0 else seqlen_k
+        return begin, end
+
+    def hidden(
+        self, rows: range, keys: range, device: torch.device | None = None
+    ) -> torch.Tensor | None:
+        """Returns (rows, keys), True where the row does not see the key; None if none is hidden."""
+        beyond = self.right >= 0 and keys[-1] > rows[0] + self.right
+        before = self.left >= 0 and keys[0] < rows[-1] - self.left
+        if not (beyond or before):
+            return None
+        row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        key = torch.arange(keys.start, keys.stop, device=device)
+        mask = torch.zeros(len(rows), len(keys), dtype=torch.bool, device=device)
+        if beyond:
+            mask |= key > row + self.right
+        if before:
+            mask |= key < row - self.left
+        return mask
 
 
 class Options(TypedDict, total=False):
@@ -121,18 +162,11 @@ class Walk:
         position: int,
         place: Place,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs one tile of rows over all of its keys.
+        """Runs one tile of rows over all of its keys; returns out like q, and lse, not rounded.
 
-        Args:
-            q: (batch, nheads_k, group, rows, head_dim).
-            k: (batch, seqlen_k, nheads_k, head_dim).
-            v: like k.
-            slopes: ALiBi slopes (batch, nheads_k, group), or None.
-            position: the first row's own position among the keys.
-            place: of the tile in its call.
-
-        Returns:
-            out like q, and lse without q's last dimension, in the computing dtype.
+        q is (batch, nheads_k, group, rows, head_dim), k and v (batch, seqlen_k, nheads_k,
+        head_dim), slopes (batch, nheads_k, group); `position` is the first row's own among the
+        keys.
         """
         q = q.to(self.dtype, memory_format=torch.contiguous_format)
         if slopes is not None:
@@ -204,12 +238,7 @@ class Walk:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns scores to be multiplied by `scale`, and with softcap the value of tanh.
 
-        Args:
-            q: (batch, nheads_k, group, rows, head_dim).
-            k: (batch, nheads_k, head_dim, keys).
-            slopes: of `bias_slopes`, or None.
-            rows: positions of the rows among the keys.
-            keys: positions of the keys.
+        q is (batch, nheads_k, group, rows, head_dim), k (batch, nheads_k, head_dim, keys).
         """
         scores = q.new_zeros(q.shape[:-1] + k.shape[-1:])
         add_products(scores, q, k[:, :, None])
@@ -233,13 +262,7 @@ def copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, adding the products one by one in the order of the contraction.
-
-    Args:
-        total: (..., rows, columns).
-        left: (..., rows, n).
-        right: (..., n, columns); the dimensions before them broadcast.
-    """
+    """total += left @ right, adding the products one by one in the order of the contraction."""
     product = torch.empty_like(total)
     for index in range(left.shape[-1]):
         torch.mul(left[..., index, None], right[..., index, None, :], out=product)

@@ -12,6 +12,7 @@ from attention_cases import make_inputs
 from bits import bits_equal
 from calls import int32, normal
 from flash_attn_deterministic import flash_attn_func
+from flash_attn_deterministic.distributed import ops as rank_ops  # noqa: F401
 from flash_attn_deterministic.errors import ArgumentError, MissingInstanceError
 from flash_attn_deterministic.ops import cuda, library
 from flash_attn_deterministic.schemas import (
@@ -459,3 +460,31 @@ def test_compiler_does_not_trace_the_reference() -> None:
         compiled(q, q, q)
     assert bits_equal(compiled(q, q, q), flash_attn_func(q, q, q))
     assert [each for each in graphs if "flash_attn_deterministic.fwd" not in str(each)] == []
+
+
+# --- The ops of several ranks, on one -----------------------------------------------------------
+
+
+def sequence_call(packed: bool) -> tuple[Arguments, Arguments]:
+    """q, k and v, and the other arguments of sequence_fwd."""
+    q, k, v = (normal(2, n, h, 32, seed=n) for n, h in ((5, 4), (9, 2), (9, 2)))
+    starts: Arguments = (None, None)
+    if packed:
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        starts = (int32(0, 5, 10), int32(0, 9, 18))
+    return (q, k, v), (*starts, "", "", 0, 0, False, False, *CAUSAL, 64, True, True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_ops_of_ranks_pass_opcheck(packed: bool) -> None:
+    qkv, call = sequence_call(packed)
+    torch.library.opcheck(OPS.sequence_fwd.default, (*qkv, *call))
+    out, softmax_lse = OPS.sequence_fwd(*qkv, *call)
+    torch.library.opcheck(OPS.sequence_bwd.default, (out, *qkv, out, softmax_lse, *call))
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    torch.library.opcheck(OPS.sequence_fwd.default, (*leaves, *call))
+
+
+def test_swap_passes_opcheck() -> None:
+    x = normal(2, 6, 4, 32).requires_grad_()
+    torch.library.opcheck(OPS.swap.default, (x, 2, 1, "", [], ""))

@@ -13,37 +13,14 @@ from ...errors import ArgumentError
 
 
 def index_first_axis(input: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Takes rows.
-
-    Args:
-        input: (rows, ...), at least two dimensions.
-        indices: (total,), int32 or int64.
-
-    Returns:
-        (total, ...).
-
-    Source:
-        index_first_axis of flash_attn 2.8.3 (bert_padding.py).
-    """
+    """Takes rows (total, ...) of input."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(
     values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int
 ) -> torch.Tensor:
-    """Puts rows into a tensor of zeros.
-
-    Args:
-        values: (total, ...).
-        indices: (total,), int32 or int64, without repetition.
-        first_axis_dim: how many rows the result has.
-
-    Returns:
-        (first_axis_dim, ...).
-
-    Source:
-        index_put_first_axis of flash_attn 2.8.3 (bert_padding.py).
-    """
+    """Puts rows into zeros of first_axis_dim rows; indices have no repetition."""
     output = values.new_zeros(first_axis_dim, *values.shape[1:])
     return output.index_put((indices,), values)
 
@@ -51,18 +28,7 @@ def index_put_first_axis(
 def index_first_axis_residual(
     input: torch.Tensor, indices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes rows, and returns the whole as well.
-
-    Args:
-        input: (rows, ...).
-        indices: (total,), int32 or int64.
-
-    Returns:
-        (total, ...), and input.
-
-    Source:
-        index_first_axis_residual of flash_attn 2.8.3 (bert_padding.py).
-    """
+    """Takes rows, and returns the input as well."""
     return input.index_select(0, indices), input
 
 
@@ -76,19 +42,11 @@ def unpad_input(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), bool or int: 1 for tokens, 0 for padding.
-        unused_mask: (batch, seqlen), the same: 1 for tokens that are packed too, but not counted in
-            seqused.
+        unused_mask: the same: 1 for tokens that are packed too, but not counted in seqused.
 
     Returns:
         The tokens (total, ...); their indices (total,) among batch * seqlen, int64; cu_seqlens
-        (batch + 1,), int32; the length of the longest sequence; and seqused (batch,), int32, the
-        number of tokens in attention_mask.
-
-    Raises:
-        ArgumentError: a ValueError; attention_mask is not of the batch and seqlen of hidden_states.
-
-    Source:
-        unpad_input of flash_attn 2.8.3 (bert_padding.py).
+        (batch + 1,), int32; the length of the longest sequence; and seqused (batch,), int32.
     """
     _check_mask("attention_mask", attention_mask, hidden_states)
     kept = attention_mask
@@ -107,22 +65,9 @@ def unpad_input_for_concatenated_sequences(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """Packs a padded batch whose rows hold several sequences each, one after another.
 
-    Args:
-        hidden_states: (batch, seqlen, ...).
-        attention_mask_in_length: (batch, seqlen), int: the lengths of a row's sequences, in order
-            and followed by zeros. [[2, 3, 0, 0, 0, 0]] is a sequence of 2 tokens, one of 3, and a
-            token of padding.
-
-    Returns:
-        The tokens (total, ...); their indices (total,) among batch * seqlen, int64; cu_seqlens
-        (sequences + 1,), int32; and the length of the longest sequence.
-
-    Raises:
-        ArgumentError: a ValueError; attention_mask_in_length is not of the batch and seqlen of
-            hidden_states.
-
-    Source:
-        unpad_input_for_concatenated_sequences of flash_attn 2.8.3 (bert_padding.py).
+    A row of attention_mask_in_length has the lengths of its sequences, then zeros: [2, 3, 0, 0, 0,
+    0] is a sequence of 2 tokens, one of 3, and a token of padding. Returns as `unpad_input`,
+    without seqused.
     """
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     batch, seqlen = attention_mask_in_length.shape
@@ -138,20 +83,7 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:
-    """Puts packed tokens back into a padded batch; padding is 0.
-
-    Args:
-        hidden_states: (total, ...).
-        indices: (total,), int32 or int64, as `unpad_input` returned them.
-        batch: how many sequences.
-        seqlen: to which length they are padded.
-
-    Returns:
-        (batch, seqlen, ...).
-
-    Source:
-        pad_input of flash_attn 2.8.3 (bert_padding.py).
-    """
+    """Puts packed tokens (total, ...) back into a padded batch (batch, seqlen, ...) of zeros."""
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *padded.shape[1:])
 

@@ -55,32 +55,17 @@ def _flash_attn_forward(
     alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes attention below autograd.
-
-    Args:
-        q: (batch, seqlen_q, nheads, head_dim), float16 or bfloat16; head_dim is a multiple of 8.
-        k: (batch, seqlen_k, nheads_k, head_dim), like q.
-        v: like k.
-        dropout_p: probability in [0, 1).
-        softmax_scale: positive factor of q k^T.
-        causal: whether the mask is causal.
-        window_size_left: how many keys before its own position a query sees; -1: no limit.
-        window_size_right: the same for keys after it; with causal it counts as 0.
-        softcap: 0.0 for none.
-        alibi_slopes: (nheads,) or (batch, nheads), float32, or None.
-        return_softmax: False.
+    """Computes attention below autograd; see `flash_attn_func`. head_dim is a multiple of 8.
 
     Returns:
-        out (batch, seqlen_q, nheads, head_dim), softmax_lse (batch, nheads, seqlen_q) in float32,
-        an empty tensor instead of S_dmask, and rng_state (2,) in int64, which the backward needs
-        after a call with dropout.
+        out, softmax_lse (batch, nheads, seqlen_q) in float32, an empty tensor instead of S_dmask,
+        and rng_state (2,) in int64, which the backward needs after a call with dropout.
 
     Raises:
-        UnsupportedError: a NotImplementedError; return_softmax.
-        ArgumentError: a ValueError; a wrong value, shape or device. More as `low_level.forward`.
+        UnsupportedError: a NotImplementedError; return_softmax. Others as `flash_attn_func`.
 
     Source:
-        _flash_attn_forward of flash_attn 2.8.3 (flash_attn_interface.py).
+        _flash_attn_forward of flash_attn 2.8.3 (flash_attn_interface.py); so for the others here.
     """
     window = (window_size_left, window_size_right)
     mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
@@ -108,30 +93,10 @@ def _flash_attn_varlen_forward(
     seqused_k: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes attention of packed sequences below autograd.
+    """Computes attention of packed sequences below autograd; see `flash_attn_varlen_func`.
 
-    Other arguments, and what is raised, as in `_flash_attn_forward`.
-
-    Args:
-        q: (total_q, nheads, head_dim), float16 or bfloat16; head_dim is a multiple of 8.
-        k: (total_k, nheads_k, head_dim), like q; with block_table (pages, page_block_size,
-            nheads_k, head_dim).
-        v: like k.
-        cu_seqlens_q: (batch + 1,), int32: queries before each sequence, and their total.
-        cu_seqlens_k: (batch + 1,), int32, the same for keys.
-        max_seqlen_q: length of the longest sequence of queries, or more.
-        max_seqlen_k: the same for keys.
-        block_table: (batch, pages), int32: which pages hold a sequence; None: no pages.
-        leftpad_k: (batch,), int32: how many keys at the start of each sequence are padding.
-        seqused_k: (batch,), int32: how many keys of each sequence are in use.
-        zero_tensors: no effect; rows of no sequence are always 0.
-
-    Returns:
-        out (total_q, nheads, head_dim), softmax_lse (nheads, total_q) in float32, an empty tensor
-        and rng_state, as `_flash_attn_forward`.
-
-    Source:
-        _flash_attn_varlen_forward of flash_attn 2.8.3 (flash_attn_interface.py).
+    zero_tensors has no effect; rows of no sequence are always 0. Results as of
+    `_flash_attn_forward`, with a softmax_lse of (nheads, total_q).
     """
     window = (window_size_left, window_size_right)
     mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
@@ -161,29 +126,14 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes gradients into the caller's tensors.
+    """Computes gradients into dq, dk and dv, of any strides; None: not returned.
 
-    Other arguments as in `_flash_attn_forward`.
-
-    Args:
-        dout: the gradient of out, like it.
-        out: as the forward returned it.
-        softmax_lse: as the forward returned it.
-        dq: like q, of any strides: the gradient is written to it; None: not returned.
-        dk: like k, the same.
-        dv: like v, the same.
-        deterministic: True: deterministic gradients, also where the mode is not enabled.
-        rng_state: as the forward returned it; required with dropout.
+    out, softmax_lse and rng_state are those of the forward. deterministic=True: deterministic
+    gradients, also where the mode is not enabled.
 
     Returns:
         softmax_d (batch, nheads, seqlen_q rounded up to a multiple of 128) in float32: the sum of
         dout * out over head_dim, 0 beyond seqlen_q.
-
-    Raises:
-        ArgumentError: a ValueError; a wrong value, shape or device. More as `low_level.backward`.
-
-    Source:
-        _flash_attn_backward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
     mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
@@ -218,16 +168,11 @@ def _flash_attn_varlen_backward(
     rng_state: torch.Tensor | None = None,
     zero_tensors: bool = False,
 ) -> torch.Tensor:
-    """Computes gradients of packed sequences into the caller's tensors.
-
-    Arguments, and what is raised, as in `_flash_attn_varlen_forward` and `_flash_attn_backward`.
+    """Computes gradients of packed sequences into the caller's tensors; see `_flash_attn_backward`.
 
     Returns:
         softmax_d (nheads, total_q + 128 * batch) in float32: the sum of dout * out over head_dim,
         those of sequence b from cu_seqlens_q[b] + 128 * b on, 0 elsewhere.
-
-    Source:
-        _flash_attn_varlen_backward of flash_attn 2.8.3 (flash_attn_interface.py).
     """
     window = (window_size_left, window_size_right)
     mask = low_level.Mask(softmax_scale, causal, window, softcap, alibi_slopes)
