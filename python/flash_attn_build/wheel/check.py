@@ -32,8 +32,12 @@ TAGS = {
 }
 LIBRARY = f"{PACKAGE}/_C.so"
 BUILD_INFO = f"{PACKAGE}/_build_info.json"
-# The contract's golden results are compared with it.
-GOLDEN = f"{PACKAGE}/verify/contract/golden/golden.json"
+# What the package reads, beside its Python files.
+DATA = frozenset(
+    f"{PACKAGE}/verify/{name}"
+    for name in ("contract/golden/golden.json", "last_release.json",
+                 "shared/templates/page.html.j2", "shared/templates/page.md.j2")
+)  # fmt: skip
 LICENSES = (
     f"{PACKAGE}/licenses/FlashAttention-LICENSE",
     f"{PACKAGE}/licenses/CUTLASS-LICENSE.txt",
@@ -81,7 +85,7 @@ def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
     for name in sorted(expected.difference(contents)):
         problems.append(f"contents: {name} is missing")
     for name in contents:
-        if name not in {*expected, GOLDEN} and not _PYTHON.fullmatch(name):
+        if name not in expected | DATA and not _PYTHON.fullmatch(name):
             problems.append(f"contents: {name!r} does not belong into the wheel")
     for name, file in ours.items():
         if contents.get(name) not in (None, (root / file).read_bytes()):

@@ -7,6 +7,7 @@ from typing import Any
 import fake_wheel
 import pytest
 from flash_attn_build.errors import RefusedError
+from flash_attn_build.files import ROOT
 from flash_attn_build.wheel import check
 
 INFO = "flash_attn_deterministic-0.1.0.dist-info"
@@ -26,6 +27,14 @@ def problems(wheel: Path) -> str:
 def test_a_good_wheel_passes_and_tells_what_it_holds(tmp_path: Path, binary: bytes) -> None:
     info = check.check(fake_wheel.pack(tmp_path, fake_wheel.contents(binary)))
     assert info == fake_wheel.INFO
+
+
+def test_data_of_the_package_belong_into_the_wheel() -> None:
+    paths = (ROOT / "python" / check.PACKAGE).rglob("*")
+    built = {*check.LICENSES, check.LIBRARY, check.BUILD_INFO}  # in a tree that was tried out
+    names = {path.relative_to(ROOT / "python").as_posix() for path in paths if path.is_file()}
+    others = {name for name in names if not name.endswith((".py", ".pyc", "py.typed"))}
+    assert others - built == check.DATA
 
 
 @pytest.mark.parametrize(
