@@ -174,12 +174,7 @@ def _example(found: Record) -> Iterator[tuple[str, str]]:
 
 
 def _accuracy(record: Record, section: Record) -> Table:
-    """The worst row of each head dim, dtype and tensor."""
-    worst: dict[tuple[int, str, str], Record] = {}
-    for row in section["data"].get("rows", []):
-        key = (row["head_dim"], row["dtype"], row["tensor"])
-        if key not in worst or height(row["ratio"]) > height(worst[key]["ratio"]):
-            worst[key] = row
+    """The worst row of each head dim, dtype and tensor, those that failed, and of each feature."""
     rows = [
         (
             str(row["head_dim"]),
@@ -190,8 +185,11 @@ def _accuracy(record: Record, section: Record) -> Table:
             "" if row["standard"] is None else _number(row["standard"]["largest"], ".1e"),
             ("" if row["passed"] else "✗ ") + _number(row["ratio"], ".2f"),
         )
-        for row in worst.values()
+        for row in section["data"].get("rows", [])
     ]
+    for kind in ("feature", "form"):
+        found = section["data"].get(f"by_{kind}", {})
+        rows += [("all", "", kind, name, "", "", _number(x, ".2f")) for name, x in found.items()]
     return ("head dim", "dtype", "tensor", "worst call", "ours", "torch", "of what passes"), rows
 
 

@@ -240,23 +240,43 @@ def _why(name: str, data: Mapping[str, Any]) -> str:
         bad = [check for check in data["checks"] if check["failed"]]
         return ", ".join(f"{c['id']}: {c['failed']} of {c['cases']} cases" for c in bad)
     if name == "accuracy":
-        bad = [row for row in data["rows"] if not row["passed"]]
-        return f"{len(bad)} of {len(data['rows'])} errors are above the limit"
+        return f"{data['failed']} of {data['count']} errors are above the limit"
     return f"not met: {data.get('criterion')}"
 
 
+_SHOWN = 100  # failed errors that a report lists
+
+
 def _accuracy(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the worst error of each head dim, dtype and tensor, those that failed, and counts."""
     found = [result["data"] for result in results.values() if result["data"].get("rows")]
     rows = [row for data in found for row in data["rows"]]
-    worst: dict[str, Any] = {}
-    for direction in ("forward", "backward"):
-        own = [row for row in rows if row["direction"] == direction]
-        if own:
-            row = max(own, key=lambda row: report.height(finite(row["ratio"])))
-            worst[direction] = {n: row[n] for n in ("name", "head_dim", "dtype", "ratio")}
+    failed = [row for row in rows if not row["passed"]]
+    by_tensor = _worst(rows, "head_dim", "dtype", "direction", "tensor").values()
+    kept = [*by_tensor, *(row for row in failed[:_SHOWN] if row not in by_tensor)]
+    by_direction = {key: row for (key,), row in _worst(rows, "direction").items()}
+    words = ("name", "head_dim", "dtype", "ratio")
     return {
-        "rows": rows,
-        "worst": worst,
+        "count": len(rows),
+        "failed": len(failed),
+        "rows": kept,
+        "worst": {key: {n: row[n] for n in words} for key, row in by_direction.items()},
+        "by_feature": {key: row["ratio"] for (key,), row in _worst(rows, "feature").items()},
+        "by_form": {key: row["ratio"] for (key,), row in _worst(rows, "form").items()},
         "standard": found[0]["standard"] if found else None,
         "criterion": found[0]["criterion"] if found else None,
     }
+
+
+def _worst(rows: Sequence[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Returns the row with the highest ratio for each choice of some fields."""
+    worst: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in names)
+        if key not in worst or _height(row) > _height(worst[key]):
+            worst[key] = row
+    return worst
+
+
+def _height(row: Mapping[str, Any]) -> float:
+    return report.height(finite(row["ratio"]))
