@@ -29,14 +29,13 @@ PACKAGE = "flash_attn_deterministic"
 # Module to functions; empty: all of it.
 TARGETS: dict[str, tuple[str, ...]] = {
     "reference.walk": (
-        "is_local", "visible", "hidden",
-        "scale", "scale_log2", "tanh_scale", "score_scale", "keep_scale", "bias_slopes", "rows",
-        "_block", "scores",
+        "visible", "hidden", "is_local", "scale", "scale_log2", "tanh_scale", "score_scale",
+        "keep_scale", "bias_slopes", "rows", "_block", "scores",
     ),
     "reference.sequences": (),
     "reference.backward": ("_add_rows",),
 }  # fmt: skip
-_LAYOUTS = ("reference.sequences", "reference.kvcache", "reference.varlen")
+_LAYOUTS = ("reference.sequences",)
 _CHECKS = ("chunk", "split-size")  # what accuracy can't see: the order of additions
 _SECONDS = 240.0  # of a mutant
 
