@@ -388,7 +388,10 @@ def install(session: nox.Session, *names: str) -> None:
             # torch's headers alone are read, or its libraries come with the wheel's requirements.
             session.install(*(["--no-deps", "torch"] if name == "torch" else groups(name)))
         else:
-            session.install("--no-deps", "--require-hashes", "-r", f"locks/{name}.txt")
+            # What builds and publishes runs no setup.py of a package.
+            wheels_only = () if name == "dev" else ("--only-binary", ":all:")
+            locked = ("--no-deps", "--require-hashes", "-r", f"locks/{name}.txt")
+            session.install(*wheels_only, *locked)
 
 
 def install_wheel(session: nox.Session, wheel: Path) -> None:
