@@ -147,7 +147,8 @@ def test_each_row_is_in_one_sum_of_each_key(
     for rank in range(len(keys_of.layout)):
         for keys, chunks, sums in find_sums(blocks, keys_of, mask, chunk, rank).arrivals:
             assert chunks == -(-tokens[0].lengths[keys.sequence] // chunk)
-            found = {row for node, _ in sums for row in range(*_span(rows[(*node, keys.sequence)]))}
+            pieces = [rows[level, index, keys.sequence] for (level, index), _ in sums]
+            found = {row for piece in pieces for row in range(*_span(piece))}
             for key in range(keys.begin, keys.end):
                 assert found >= {
                     row for (s, row) in seen if s == keys.sequence and key in seen[s, row]
