@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -155,7 +156,17 @@ def test_a_toolkit_of_unpacked_packages_has_the_licence_in_their_metadata(
         ("packages/ziglang/lib/ubsan_rt.zig", r"ubsan_rt\.zig.*Install the build's packages again"),
     ],
 )
-def test_a_file_that_is_missing(cuda: toolchain.Toolchain, name: str, expected: str) -> None:
+def test_a_file_that_is_missing(
+    cuda: toolchain.Toolchain, name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_packages = sbom._package_licence
+
+    def without_cuda(package: str) -> bytes:  # a torch for CUDA brings the runtime's package
+        if package.startswith("nvidia"):
+            raise importlib.metadata.PackageNotFoundError(package)
+        return of_packages(package)
+
+    monkeypatch.setattr(sbom, "_package_licence", without_cuda)
     (cuda.root / name).unlink()
     with pytest.raises(BuildError, match=expected):
         sbom.find_components(cuda)

@@ -284,6 +284,8 @@ def test_scratch_is_at_most_upstreams(
         # Packed sequences may leave most of a block of keys unused each. Groups of more than two
         # heads take less than upstream for them; pairs take as much, and this.
         allowed += batch * 128 * nheads_k * 2 * head_dim * 4
+    if seqlen > 4096:  # sums of chunks of rows: a slot for each CTA and level of the tree
+        allowed += 20 * 2**20
     assert 0 < scratch <= allowed
 
 

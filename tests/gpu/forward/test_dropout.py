@@ -218,7 +218,7 @@ def test_forward_bits(head_dim: int, dtype: str, feature: str) -> None:
     assert same_bits(run(call.with_options(dropout_p=0.0))[1], softmax_lse)
 
 
-@pytest.mark.parametrize("feature", ["dropout", "dropout-everything"])
+@pytest.mark.parametrize("feature", ["dropout", "dropout-window"])
 @CONFIG
 def test_one_cta_or_many(head_dim: int, dtype: str, feature: str) -> None:
     call = draw_call(head_dim, dtype, feature, batch=70, seqlen_q=130, seqlen_k=700)

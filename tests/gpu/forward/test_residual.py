@@ -164,7 +164,7 @@ def test_paths_of_long_calls_agree(
     assert_paths_agree(monkeypatch, families, lambda: kept(call, split_size))
 
 
-@pytest.mark.parametrize("feature", ["full", "causal", "window", "alibi-causal"])
+@pytest.mark.parametrize("feature", ["full", "causal", "window", "alibi"])
 @SPLIT
 @CONFIG
 def test_paths_of_few_queries_agree(
