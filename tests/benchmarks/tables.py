@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,10 +144,6 @@ def _pair(one: Mapping[str, float] | None) -> str:
     return "-" if one is None else f"{one['mean']:.2f} ({one['worst']:.2f})"
 
 
-def _over(cases: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    return [1 / case["ratio"][name] for case in cases if name in case["ratio"]]
-
-
 def _means(results: Results, *, name: str) -> str:
     """Our time over others', by group of a study: geometric mean (worst)."""
     record = results[name]
@@ -162,10 +157,6 @@ def _means(results: Results, *, name: str) -> str:
     if record["left_out"]:
         text += f" Not measured, for want of time: {len(record['left_out'])}, named in the JSON."
     return table(record, header, rows, text)
-
-
-def _mean_and_worst(ratios: Sequence[float]) -> tuple[str, str]:
-    return f"{geometric_mean(ratios):.2f}", f"{max(ratios):.2f}"
 
 
 _SIDES = {
