@@ -14,39 +14,19 @@ import torch
 from bits import bits_equal
 from calls import CALLS, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic.checks.describe import shown
 from flash_attn_deterministic.errors import (
     ArgumentError,
     ArgumentTypeError,
-    FlashAttnError,
 )
 
 DIFFERENTIABLE = [name for name in CALLS if name != "flash_attn_with_kvcache"]
 GOOD = torch.zeros(2, 5, 4, 64, dtype=torch.bfloat16)
 
 
-# In the kernels' float32 these would be 0, subnormal, or infinite after the factor log2(e).
-TOO_SMALL, TOO_LARGE = 2.0**-126 * (1 - 2.0**-50), 2.0**127 * (1 + 2.0**-50)
-
-
-@pytest.mark.parametrize(
-    "softmax_scale",
-    [math.nan, math.inf, -math.inf, 0, 0.0, -1.5, 1e-60, TOO_SMALL, TOO_LARGE, 1e300, 10**400],
-    ids=lambda scale: f"{scale}"[:20],
-)
-def test_softmax_scale_is_positive_and_finite(softmax_scale: float) -> None:
-    got = re.escape(shown(softmax_scale))
-    message = rf"softmax_scale: expected a positive, .* 2\*\*127 .* got {got};"
-    with pytest.raises(ArgumentError, match=message):
-        flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale)
-
-
 @pytest.mark.parametrize(
     ("softmax_scale", "softcap"),
     [
-        pytest.param(0.125, 1e-50, id="cap-zero"),
-        pytest.param(0.125, TOO_SMALL, id="cap-subnormal"),
-        pytest.param(1.0, 1e40, id="cap-infinite"),
+        pytest.param(0.125, 1e-50, id="cap"),
         pytest.param(2.0**-100, 2.0**30, id="ratio-subnormal"),
         pytest.param(2.0**100, 2.0**-30, id="ratio-infinite"),
     ],
@@ -84,35 +64,9 @@ def test_window_beyond_what_an_int_holds(name: str) -> None:
         assert bits_equal(call(-wide, 0), call(-1, 0))
 
 
-@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
-def test_max_seqlen_fits_into_an_int(name: str) -> None:
-    assert bits_equal(varlen_call()(**{name: 2**30 - 1}), varlen_call()())
-    for longest in (2**30, 2**63):
-        with pytest.raises(ArgumentError, match=f"{name}: expected 0 to 1073741823 .* {longest}"):
-            varlen_call()(**{name: longest})
-
-
-@pytest.mark.parametrize(
-    "softmax_scale", [torch.ones(2), "1", 1j], ids=["tensor", "str", "complex"]
-)
-def test_softmax_scale_is_a_number(softmax_scale: object) -> None:
-    with pytest.raises(ArgumentTypeError, match="softmax_scale: expected a float or None, got"):
-        flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale)  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize("softmax_scale", [1e-30, 0.125, 3])
 def test_positive_scales_are_accepted(softmax_scale: float) -> None:
     assert flash_attn_func(GOOD, GOOD, GOOD, softmax_scale=softmax_scale).shape == GOOD.shape
-
-
-@pytest.mark.parametrize("value", [0.125, 1.0, "yes", None, torch.tensor(0.125)], ids=repr)
-def test_all_flags_follow_one_rule(value: Any) -> None:
-    """All flags accept a bool or an integer."""
-    with pytest.raises(ArgumentTypeError, match=r"causal: expected a bool, got"):
-        flash_attn_func(GOOD, GOOD, GOOD, causal=value)
-    if value is not None:
-        with pytest.raises(ArgumentTypeError, match=r"deterministic: expected a bool.*, got"):
-            flash_attn_func(GOOD, GOOD, GOOD, deterministic=value)
 
 
 @pytest.mark.parametrize(
@@ -192,12 +146,9 @@ def test_types_of_windows(name: str, window: Any) -> None:
 
 @pytest.mark.parametrize(
     "window",
-    [
-        5, None, (3,), (1, 2, 3), torch.tensor(3), torch.tensor([[3, 0]]), torch.zeros(2), "30",
-        {0: 3, 1: 0}, {3, 0}, (1.0, 0), (None, 0), torch.ones(100, 100),
-    ],
-    ids=str,
-)  # fmt: skip
+    [torch.tensor(3), torch.tensor([[3, 0]]), torch.zeros(2), torch.ones(100, 100), {0: 3, 1: 0}],
+    ids=["tensor", "matrix", "floats", "large", "dict"],
+)
 def test_wrong_windows(window: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="window_size: expected a pair") as caught:
         flash_attn_func(GOOD, GOOD, GOOD, window_size=window)
@@ -208,11 +159,9 @@ def test_wrong_windows(window: Any) -> None:
     ("window", "message"),
     [
         ({"left": torch.ones(3)}, "{'left': a tensor of dtype torch.float32 and shape (3,)}"),
-        ([np.ones(3)], "[an array of dtype float64 and shape (3,)]"),
         (np.ones(3), "an array of dtype float64 and shape (3,)"),
-        ({1: 10**5000}, "{1: an int of 16610 bits}"),
     ],
-    ids=["tensor-in-dict", "array-in-list", "array", "int-in-dict"],
+    ids=["tensor-in-dict", "array"],
 )
 def test_messages_show_no_values_of_tensors_and_arrays(window: Any, message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"got {re.escape(message)}$"):
@@ -236,93 +185,6 @@ def test_negative_softcap_is_none(name: str, softcap: float) -> None:
     assert bits_equal(CALLS[name](32)(softcap=softcap), CALLS[name](32)())
 
 
-@pytest.mark.parametrize("size", [5000, 20000])
-@pytest.mark.parametrize(
-    "argument", ["softmax_scale", "softcap", "split_size", "dropout_p", "window_size"]
-)
-def test_numbers_too_long_to_print(argument: str, size: int) -> None:
-    value: Any = 10**size
-    if argument == "window_size":  # no limit
-        assert bits_equal(
-            flash_attn_func(GOOD, GOOD, GOOD, window_size=(value, -value)),
-            flash_attn_func(GOOD, GOOD, GOOD),
-        )
-        return
-    with pytest.raises(ArgumentError, match=f"{argument}: expected .* got an int of") as caught:
-        flash_attn_func(GOOD, GOOD, GOOD, **{argument: value})
-    assert len(str(caught.value)) < 300
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        pytest.param(
-            {"window_size": 5}, ArgumentTypeError, r"window_size: expected a pair", id="window-int"
-        ),
-        pytest.param(
-            {"window_size": (1, 2, 3)}, ArgumentTypeError, r"got \(1, 2, 3\)", id="window-three"
-        ),
-        pytest.param(
-            {"window_size": (1.0, 2)},
-            ArgumentTypeError,
-            "window_size: .* got float",
-            id="window-float",
-        ),
-        pytest.param({"softcap": math.nan}, ArgumentError, "softcap: .* got nan", id="softcap-nan"),
-        pytest.param({"softcap": math.inf}, ArgumentError, "softcap: .* got inf", id="softcap-inf"),
-        pytest.param({"softcap": "1"}, ArgumentTypeError, "softcap: .* got str", id="softcap-str"),
-        pytest.param(
-            {"split_size": 100},
-            ArgumentError,
-            "split_size: .* nearest valid: 64 and 128",
-            id="split",
-        ),
-        pytest.param(
-            {"split_size": -64}, ArgumentError, "split_size: .* got -64", id="split-negative"
-        ),
-        pytest.param(
-            {"split_size": 2**29 + 64},
-            ArgumentError,
-            r"split_size: expected .* up to 2\*\*29, .* got 536870976",
-            id="split-too-large",
-        ),
-        pytest.param(
-            {"split_size": 64.0}, ArgumentTypeError, "split_size: .* got float", id="split-float"
-        ),
-    ],
-)
-@pytest.mark.parametrize("name", CALLS)
-def test_wrong_number(
-    name: str, arguments: dict[str, Any], error: type[FlashAttnError], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        CALLS[name](32)(**arguments)
-
-
-DROPOUT = DIFFERENTIABLE
-
-
-@pytest.mark.parametrize("name", DROPOUT)
-def test_dropout_is_a_number(name: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="dropout_p: expected a float, got str"):
-        CALLS[name](32)(dropout_p="0.1")
-
-
-@pytest.mark.parametrize("dropout_p", [-0.1, 1.0, 2, math.nan])
-@pytest.mark.parametrize("name", DROPOUT)
-def test_dropout_is_a_probability(name: str, dropout_p: float) -> None:
-    with pytest.raises(ArgumentError, match=r"dropout_p: expected a probability in \[0, 1\), got"):
-        CALLS[name](32)(dropout_p=dropout_p)
-
-
-@pytest.mark.parametrize("name", DROPOUT)
-def test_flags_of_the_backward(name: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="deterministic: expected a bool, got float"):
-        CALLS[name](32)(deterministic=0.5)
-    with pytest.raises(ArgumentTypeError, match="return_attn_probs: expected a bool, got str"):
-        CALLS[name](32)(return_attn_probs="yes")
-
-
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
 def test_max_seqlen_is_an_int(name: str) -> None:
     with pytest.raises(
@@ -333,21 +195,6 @@ def test_max_seqlen_is_an_int(name: str) -> None:
         varlen_call()(**{name: torch.tensor([9, 9])})
     with pytest.raises(ArgumentTypeError, match=f"{name}: .* on the meta device"):
         varlen_call()(**{name: torch.tensor(9, device="meta")})
-    with pytest.raises(ArgumentError, match=f"{name}: expected 0 to .* tokens, got -1"):
-        varlen_call()(**{name: -1})
-
-
-def test_num_splits_is_an_int() -> None:
-    with pytest.raises(ArgumentTypeError, match="num_splits: expected an int, got float"):
-        kvcache_call()(num_splits=1.0)
-    with pytest.raises(ArgumentError, match=r"num_splits: expected 0 .* got -1"):
-        kvcache_call()(num_splits=-1)
-
-
-def test_flags_of_the_cache() -> None:
-    for name in ("rotary_interleaved", "return_softmax_lse"):
-        with pytest.raises(ArgumentTypeError, match=f"{name}: expected a bool, got str"):
-            kvcache_call()(**{name: "yes"})
 
 
 def test_type_names_have_their_module_unless_built_in() -> None:
