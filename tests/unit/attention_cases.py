@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from flash_attn_deterministic.verify.exact import Definition
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -27,43 +30,25 @@ def make_inputs(
     return normal(seqlen_q, nheads), normal(seqlen_k, nheads_k), normal(seqlen_k, nheads_k)
 
 
-def softmax_attention(
+def definition(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
+) -> Definition:
+    """The oracle of `verify`, of the reference's options; slopes (nheads,) or (batch, nheads)."""
+    slopes = None if alibi_slopes is None else alibi_slopes.expand(q.shape[0], -1)
+    return Definition(causal, window, softcap, softmax_scale, slopes)
+
+
+def softmax_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and softmax_lse in float64, by the definition; slopes (nheads,) or (batch, nheads)."""
-    head_dim = q.shape[3]
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    group = q.shape[2] // k.shape[2]
-    keys = k.double().repeat_interleave(group, dim=2)
-    values = v.double().repeat_interleave(group, dim=2)
-    scores = torch.einsum("bihd,bjhd->bhij", q.double(), keys) * scale
-    if softcap > 0:
-        scores = torch.tanh(scores / softcap) * softcap
-    # Positive: the key comes after the query.
-    distance = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None]
-    distance = distance - (k.shape[1] - q.shape[1])
-    if alibi_slopes is not None:
-        slopes = alibi_slopes.double().expand(q.shape[0], -1)
-        scores = scores - slopes[:, :, None, None] * distance.abs()
-    left, right = window
-    if causal:
-        right = 0
-    if right >= 0:
-        scores = scores.masked_fill(distance > right, -float("inf"))
-    if left >= 0:
-        scores = scores.masked_fill(distance < -left, -float("inf"))
-    softmax_lse = torch.logsumexp(scores, dim=-1)
-    empty = softmax_lse == -float("inf")
-    probs = torch.exp(scores - softmax_lse[..., None]).masked_fill(empty[..., None], 0.0)
-    out = torch.einsum("bhij,bjhd->bihd", probs, values)
-    return out, softmax_lse.masked_fill(empty, float("inf"))
+    """out and softmax_lse in float64, by the definition."""
+    found = definition(q, *args, **options).forward(q, k, v)
+    return found.out, found.softmax_lse
 
 
 def tolerance(dtype: torch.dtype, v: torch.Tensor) -> float:

@@ -77,18 +77,6 @@ class BackwardCall:
             softmax_lse=self.softmax_lse[index],
         )
 
-    def kv_heads(self, begin: int, end: int) -> BackwardCall:
-        """Whole groups of heads alone."""
-        group = self.forward.q.shape[2] // self.forward.k.shape[2]
-        heads = slice(begin * group, end * group)
-        return replace(
-            self,
-            forward=self.forward.kv_heads(begin, end),
-            dout=self.dout[:, :, heads],
-            out=self.out[:, :, heads],
-            softmax_lse=self.softmax_lse[:, heads],
-        )
-
 
 def make_backward(feature: str, batch: int, seqlen_q: int, seqlen_k: int) -> BackwardCall:
     """The backward of contract_cases.make_call."""

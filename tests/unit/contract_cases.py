@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from attention_cases import Inputs, make_inputs
 from bits import bits_equal
-from flash_attn_deterministic.reference import attention, kvcache_attention, varlen_attention
+from flash_attn_deterministic.reference import attention
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
 # Small, for several blocks and splits in short tests.
 BLOCK_N = 16
 SPLIT = 64
-
-# Below, at and above the boundaries of blocks and splits.
-LENGTHS = (1, 15, 16, 17, 63, 64, 65, 129)
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -71,18 +68,6 @@ class Call:
         slopes = None if self.slopes is None else self.slopes[index]
         return replace(self, q=self.q[index], k=self.k[index], v=self.v[index], slopes=slopes)
 
-    def kv_heads(self, begin: int, end: int) -> Call:
-        """Whole groups of heads alone."""
-        group = self.q.shape[2] // self.k.shape[2]
-        heads = slice(begin * group, end * group)
-        return replace(
-            self,
-            q=self.q[:, :, heads],
-            k=self.k[:, :, begin:end],
-            v=self.v[:, :, begin:end],
-            slopes=None if self.slopes is None else self.slopes[:, heads],
-        )
-
     def rows(self, begin: int, end: int) -> Call:
         """The queries [begin, end), with the keys up to the last one's own."""
         return replace(self, q=self.q[:, begin:end], k=self.k[:, :end], v=self.v[:, :end])
@@ -113,22 +98,8 @@ def same(left: Result, right: Result) -> bool:
     return bits_equal(left[0], right[0]) and bits_equal(left[1], right[1])
 
 
-def sequences_of(result: Result, index: slice | list[int]) -> Result:
-    return result[0][index], result[1][index]
-
-
 def rows_of(result: Result, begin: int, end: int) -> Result:
     return result[0][:, begin:end], result[1][:, :, begin:end]
-
-
-def heads_of(result: Result, begin: int, end: int) -> Result:
-    return result[0][:, :, begin:end], result[1][:, begin:end]
-
-
-def packed(results: Sequence[Result]) -> Result:
-    """Results of single sequences, in the layout of packed ones."""
-    out, softmax_lse = zip(*results, strict=True)
-    return torch.cat([x[0] for x in out]), torch.cat([x[0] for x in softmax_lse], dim=1)
 
 
 def cumulative(lengths: Sequence[int]) -> torch.Tensor:
@@ -175,44 +146,3 @@ def paged(
                 part = tokens[i * page : (i + 1) * page]
                 pages[number, : len(part)] = part
     return pages_k, pages_v, table
-
-
-def ragged_calls(feature: str) -> list[Call]:
-    return [
-        make_call(feature, len(RAGGED), q, k).sequences(slice(i, i + 1))
-        for i, (q, k) in enumerate(RAGGED)
-    ]
-
-
-def one_by_one(calls: list[Call]) -> list[Result]:
-    return [call() for call in calls]
-
-
-def packed_call(calls: list[Call], **changes: Any) -> Result:
-    """The calls of one sequence each as one packed call; changes are of its arguments."""
-    slopes = calls[0].slopes
-    arguments: dict[str, Any] = {
-        "q": torch.cat([call.q[0] for call in calls]),
-        "k": torch.cat([call.k[0] for call in calls]),
-        "v": torch.cat([call.v[0] for call in calls]),
-        "cu_seqlens_q": cumulative([call.q.shape[1] for call in calls]),
-        "cu_seqlens_k": cumulative([call.seqlen for call in calls]),
-        **calls[0].keyword_arguments(),
-        "alibi_slopes": None
-        if slopes is None
-        else torch.cat([call.slopes for call in calls if call.slopes is not None]),
-        **changes,
-    }
-    return varlen_attention(**arguments)
-
-
-def decode(call: Call, **changes: Any) -> Result:
-    """The call over a cache that holds only its keys."""
-    arguments: dict[str, Any] = {
-        "q": call.q,
-        "k_cache": call.k.clone(),
-        "v_cache": call.v.clone(),
-        **call.keyword_arguments(),
-        **changes,
-    }
-    return kvcache_attention(**arguments)

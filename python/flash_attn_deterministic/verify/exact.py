@@ -47,7 +47,7 @@ class Definition:
             v: like k.
         """
         batch, seqlen_q, nheads, _ = q.shape
-        out = q.new_zeros(q.shape, dtype=self.dtype)
+        out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=self.dtype)
         size = torch.zeros_like(out)
         softmax_lse = out.new_full((batch, nheads, seqlen_q), math.inf)
         step = max(1, _SCORES // max(1, nheads // k.shape[2] * k.shape[1]))
@@ -108,7 +108,7 @@ class Definition:
         # Positive: the key comes after the query.
         distance = torch.arange(seqlen_k, device=q.device) - row[:, None]
         if self.alibi_slopes is not None:
-            bias = self.alibi_slopes[b, heads, None, None] * distance.abs()
+            bias = self.alibi_slopes[b, heads, None, None].double() * distance.abs()
             scores = scores - bias.to(self.dtype)
         left, right = self.window_size
         right = 0 if self.causal else right

@@ -18,19 +18,10 @@ from backward_cases import (
     same_gradients,
 )
 from bits import bits_equal
-from contract_cases import LENGTHS, Call, make_call
+from contract_cases import Call, make_call
 from flash_attn_deterministic.reference import backward, dense
 
 features = pytest.mark.parametrize("feature", BACKWARD_FEATURES)
-lengths = pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"L{length}")
-# More queries than keys, fewer, and blocks that are only partly filled.
-shapes = pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k"),
-    [(1, 1), (1, 65), (17, 15), (64, 64), (33, 70), (70, 33)],
-    ids=lambda length: str(length),
-)
-
-
 # --- varlen -------------------------------------------------------------------------------------
 
 

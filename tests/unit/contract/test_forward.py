@@ -13,16 +13,11 @@ from contract_cases import (
     BLOCK_N,
     CAUSAL,
     FEATURES,
-    LENGTHS,
     Call,
-    decode,
     garbage,
-    heads_of,
     make_call,
-    paged,
     rows_of,
     same,
-    sequences_of,
 )
 from flash_attn_deterministic.reference import (
     State,
@@ -32,12 +27,8 @@ from flash_attn_deterministic.reference import (
     walk,
 )
 
-INF = math.inf
-
 features = pytest.mark.parametrize("feature", FEATURES)
 causal_features = pytest.mark.parametrize("feature", CAUSAL)
-lengths = pytest.mark.parametrize("length", LENGTHS, ids=lambda length: f"L{length}")
-
 # --- chunk --------------------------------------------------------------------------------------
 
 
@@ -136,23 +127,6 @@ def test_tiles(
     monkeypatch.setattr(dense, "_TILE_ELEMENTS", elements)
     monkeypatch.setattr(dense, "_MAX_TILE_ROWS", rows)
     assert same(usual, call())
-
-
-@pytest.mark.parametrize("feature", ["causal", "window", "everything"])
-@pytest.mark.parametrize("split_size", [64, 128], ids=lambda size: f"split{size}")
-@pytest.mark.parametrize("head_dim", [40, 72, 80, 112])
-def test_head_dims_in_the_kernels_blocks(feature: str, split_size: int, head_dim: int) -> None:
-    length = 129
-    call = make_call(feature, 2, 2, length, head_dim=head_dim)
-    call = replace(call, options={**call.options, "block_n": 64, "split_size": split_size})
-    result = call()
-    assert same(sequences_of(result, [1]), call.sequences([1])())
-    assert same(heads_of(result, 2, 4), call.kv_heads(1, 2)())
-    k_cache, v_cache, table = paged(list(call.k), list(call.v), 16)
-    assert same(
-        result,
-        decode(call, k_cache=k_cache, v_cache=v_cache, block_table=table, cache_seqlens=length),
-    )
 
 
 def normalise_and_keep_the_sign_of_zero(

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import make_inputs, softmax_attention, tolerance
+from attention_cases import make_inputs
 from bits import bits_equal
-from calls import CALLS, Call, fresh, int32, kvcache_call, paged_call, varlen_call
+from calls import CALLS, Call, fresh, int32, kvcache_call, varlen_call
 from flash_attn_deterministic import flash_attn_func, interface, reference
 from flash_attn_deterministic.errors import DtypeError
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 DTYPES = [
@@ -90,46 +86,6 @@ def test_signature_is_that_of_flash_attn(name: str) -> None:
     assert len(parameters) == len(positional) + len(ours)
 
 
-@st.composite
-def _calls(draw: st.DrawFn) -> dict[str, object]:
-    nheads_k = draw(st.integers(1, 3))
-    return {
-        "batch": draw(st.integers(1, 3)),
-        "seqlen_q": draw(st.integers(0, 140)),
-        "seqlen_k": draw(st.integers(0, 140)),
-        "nheads_k": nheads_k,
-        "nheads": nheads_k * draw(st.integers(1, 3)),
-        "head_dim": draw(st.sampled_from([1, 7, 8, 20, 32, 33, 64, 72])),
-        "dtype": draw(st.sampled_from([torch.float16, torch.bfloat16])),
-        "seed": draw(st.integers(0, 1000)),
-    }
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    call=_calls(),
-    causal=st.booleans(),
-    softmax_scale=st.none() | st.floats(2.0**-126, 1.0),
-)
-def test_any_call_is_close_to_float64_softmax(
-    call: dict[str, int], causal: bool, softmax_scale: float | None
-) -> None:
-    q, k, v = make_inputs(**call)  # type: ignore[arg-type]
-    out, softmax_lse, s_dmask = flash_attn_func(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, return_attn_probs=True
-    )
-    exact_out, exact_lse = softmax_attention(q, k, v, softmax_scale, causal)
-    batch, seqlen_q, nheads, _ = q.shape
-    assert out.shape == q.shape
-    assert out.dtype == q.dtype
-    assert softmax_lse.shape == (batch, nheads, seqlen_q)
-    assert softmax_lse.dtype == torch.float32
-    assert s_dmask.shape == (0,)
-    assert s_dmask.dtype == q.dtype
-    torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=tolerance(q.dtype, v))
-    torch.testing.assert_close(softmax_lse.double(), exact_lse, rtol=1e-6, atol=3e-6)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [32, 160, 224, 256])
 def test_cpu_is_the_reference(head_dim: int, dtype: torch.dtype) -> None:
@@ -163,27 +119,6 @@ def test_inputs_are_not_changed() -> None:
     before = [x.clone() for x in inputs]
     flash_attn_func(*inputs, causal=True)
     assert all(bits_equal(x, y) for x, y in zip(inputs, before, strict=True))
-
-
-def test_no_keys() -> None:
-    q, k, v = make_inputs(2, 3, 0)
-    out, softmax_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    assert bits_equal(out, torch.zeros_like(q))
-    assert bits_equal(softmax_lse, torch.full((2, 2, 3), math.inf))
-
-
-def test_no_queries() -> None:
-    q, k, v = make_inputs(2, 0, 3)
-    out, softmax_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
-    assert out.shape == (2, 0, 2, 32)
-    assert softmax_lse.shape == (2, 2, 0)
-
-
-@pytest.mark.parametrize("deterministic", [None, False, True])
-def test_forward_ignores_deterministic(deterministic: bool | None) -> None:
-    q, k, v = make_inputs()
-    out = flash_attn_func(q, k, v, deterministic=deterministic)
-    assert bits_equal(out, flash_attn_func(q, k, v))
 
 
 def test_meta_tensors_give_shapes() -> None:
@@ -228,58 +163,6 @@ def test_packed_is_the_same_as_three_tensors(name: str, head_dim: int) -> None:
     call = CALLS[name](head_dim)
     options = {"return_attn_probs": True, "window_size": (4, 1), "softcap": 3.0, "split_size": 64}
     _assert_same(call(**options), _unpacked(call)(**options))
-
-
-def _sequences(call: Call) -> list[tuple[slice, slice]]:
-    starts = (call.arguments[f"cu_seqlens_{x}"].tolist() for x in "qk")
-    rows, keys = (itertools.starmap(slice, itertools.pairwise(x)) for x in starts)
-    return list(zip(rows, keys, strict=True))
-
-
-@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"causal": True}, id="causal"),
-        pytest.param({"causal": False, "window_size": (3, 1), "softcap": 2.0}, id="local"),
-        pytest.param({"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 1.0])}, id="alibi"),
-    ],
-)
-def test_varlen_is_each_sequence_alone(options: dict[str, Any], head_dim: int) -> None:
-    call = varlen_call(head_dim)
-    out, softmax_lse, s_dmask = call(**options, return_attn_probs=True)
-    assert (s_dmask.shape, s_dmask.dtype) == ((0,), torch.bfloat16)
-    for rows, keys in _sequences(call):
-        q, k, v = (call.arguments[n][x][None] for n, x in (("q", rows), ("k", keys), ("v", keys)))
-        arguments = {"causal": True, **options, "return_attn_probs": True}
-        expected, expected_lse, _ = flash_attn_func(q, k, v, **arguments)
-        assert bits_equal(out[rows], expected[0])
-        assert bits_equal(softmax_lse[:, rows], expected_lse[0])
-
-
-def test_seqused_and_leftpad_cut_the_keys() -> None:
-    call = varlen_call()
-    used, left = int32(4, 2, 9), int32(1, 0, 3)
-    out = call(seqused_k=used, leftpad_k=left)
-    for index, (rows, keys) in enumerate(_sequences(call)):
-        if rows.start == rows.stop:
-            continue
-        q, k, v = (call.arguments[n][x][None] for n, x in (("q", rows), ("k", keys), ("v", keys)))
-        cut = slice(int(left[index]), int(used[index]))
-        assert bits_equal(out[rows], flash_attn_func(q, k[:, cut], v[:, cut], causal=True)[0])
-
-
-def test_paged_is_contiguous() -> None:
-    call = paged_call()
-    table = call.arguments["block_table"][:, 0].tolist()
-    lengths = call.arguments["cu_seqlens_k"].diff().tolist()
-    flat = {
-        name: torch.cat(
-            [call.arguments[name][page, :n] for page, n in zip(table, lengths, strict=True)]
-        )
-        for name in "kv"
-    }
-    assert bits_equal(call(), call(**flat, block_table=None))
 
 
 @pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
@@ -357,21 +240,6 @@ def dynamo() -> None:
 
 def _compile(**options: Any) -> Any:
     return torch.compile(flash_attn_func, **options)
-
-
-@pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "grad"])
-@pytest.mark.parametrize("head_dim", [64, 20], ids=["aligned", "padded"])
-def test_compiles_without_a_graph_break(backend: str, requires_grad: bool, head_dim: int) -> None:
-    q, k, v = make_inputs(2, 5, 9, 4, 2, head_dim)
-    q.requires_grad_(requires_grad)
-    compiled = _compile(fullgraph=True, backend=backend)
-    out, softmax_lse, _ = compiled(q, k, v, causal=True, return_attn_probs=True)
-    expected_out, expected_lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-    assert bits_equal(out, expected_out)
-    assert bits_equal(softmax_lse, expected_lse)
-    assert out.requires_grad == requires_grad
 
 
 @pytest.mark.usefixtures("dynamo")

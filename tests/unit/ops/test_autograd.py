@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from attention_cases import make_inputs, softmax_attention
+from attention_cases import make_inputs
 from backward_cases import autograd_gradients, normal_like, same_gradients
 from bits import bits_equal
 from calls import CALLS, Call, int32, paged_call, qkv_call, varlen_call
@@ -46,48 +45,6 @@ def gradients(
 
 
 # --- Values -------------------------------------------------------------------------------------
-
-
-def _definition(call: Call) -> Callable[..., torch.Tensor]:
-    """The causal call in float64, sequence by sequence."""
-    packed = any(name in call.arguments for name in ("cu_seqlens", "cu_seqlens_q"))
-    no_lengths = torch.empty(0)
-    dim = 1 if packed else 2
-
-    def function(*tensors: torch.Tensor) -> torch.Tensor:
-        inputs: list[torch.Tensor] = []
-        for name, tensor in zip(leaves_of(call), tensors, strict=True):
-            inputs += [tensor] if len(name) == 1 else tensor.unbind(dim)
-        q, k, v = inputs
-        if not packed:
-            return softmax_attention(q, k, v, causal=True)[0]
-        starts = [
-            call.arguments.get(name, call.arguments.get("cu_seqlens", no_lengths)).tolist()
-            for name in ("cu_seqlens_q", "cu_seqlens_k")
-        ]
-        return torch.cat(
-            [
-                softmax_attention(q[None, a:b], k[None, c:d], v[None, c:d], causal=True)[0][0]
-                for (a, b), (c, d) in zip(*map(itertools.pairwise, starts), strict=True)
-            ]
-        )
-
-    return function
-
-
-@head_dims
-@names
-def test_gradients_are_those_of_the_definition(name: str, head_dim: int) -> None:
-    call = CALLS[name](head_dim)
-    ours = gradients(call)
-    leaves = [x.double().requires_grad_() for x in leaves_of(call).values()]
-    out = _definition(call)(*leaves)
-    exact = torch.autograd.grad(out, leaves, normal_like(out).bfloat16().double())
-    for (tensor, found), expected in zip(ours.items(), exact, strict=True):
-        assert found.shape == call.arguments[tensor].shape
-        assert found.dtype == torch.bfloat16
-        bound = 2 * torch.finfo(torch.bfloat16).eps * expected.abs().max().item()
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["plain", "dropout"])
@@ -349,10 +306,11 @@ def dynamo() -> None:
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize(
-    "options",
+    ("head_dim", "options"),
     [
-        pytest.param({}, id="plain"),
+        pytest.param(32, {}, id="plain"),
         pytest.param(
+            20,
             {
                 "window_size": (4, 0),
                 "softcap": 3.0,
@@ -363,7 +321,6 @@ def dynamo() -> None:
         ),
     ],
 )
-@head_dims
 @names
 def test_compiled_gradients(name: str, head_dim: int, options: dict[str, Any]) -> None:
     call = CALLS[name](head_dim)
@@ -374,21 +331,19 @@ def test_compiled_gradients(name: str, head_dim: int, options: dict[str, Any]) -
 
 
 @pytest.mark.usefixtures("dynamo")
-@pytest.mark.parametrize("return_attn_probs", [False, True], ids=["out", "probs"])
 @names
-def test_compiled_dropout(name: str, return_attn_probs: bool) -> None:
+def test_compiled_dropout(name: str) -> None:
     call = CALLS[name](32)
     compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
-    options: dict[str, Any] = {"dropout_p": 0.3, "return_attn_probs": return_attn_probs}
+    options: dict[str, Any] = {"dropout_p": 0.3, "return_attn_probs": True}
     expected, found = gradients(call, **options), gradients(call, compiled, **options)
     for tensor, gradient in expected.items():
         assert bits_equal(found[tensor], gradient)
-    if return_attn_probs:
-        torch.manual_seed(0)
-        eager = call(**options)
-        torch.manual_seed(0)
-        for a, b in zip(compiled(**call.arguments, **options), eager, strict=True):
-            assert bits_equal(a, b)
+    torch.manual_seed(0)
+    eager = call(**options)
+    torch.manual_seed(0)
+    for a, b in zip(compiled(**call.arguments, **options), eager, strict=True):
+        assert bits_equal(a, b)
 
 
 @pytest.mark.usefixtures("dynamo")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import Inputs, make_inputs, softmax_attention
+from attention_cases import Inputs, definition, make_inputs
 from backward_cases import (
     BackwardCall,
-    autograd_gradients,
     make_backward,
     normal_like,
     same_gradients,
 )
-from contract_cases import RAGGED, cumulative, make_call
+from contract_cases import cumulative, make_call
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
 from flash_attn_deterministic.reference import (
     Formats,
@@ -29,7 +27,7 @@ SLOPES = torch.tensor([[0.5, 0.25, 0.125, 0.3], [0.1, 0.2, 0.4, 0.8]])
 RNG = torch.tensor([2**61 + 5, 77])
 SCALE = 0.3
 
-# Keyword arguments of both reference.attention and softmax_attention.
+# Keyword arguments of both reference.attention and `definition`.
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -106,75 +104,9 @@ def test_float64_is_the_definition(
     options = FEATURES[feature]
     inputs = make_inputs(2, seqlen_q, seqlen_k, 4, nheads_k, 8, torch.float64)
     dout = normal_like(inputs[0])
-    expected = autograd_gradients(
-        lambda q, k, v: softmax_attention(q, k, v, SCALE, **options)[0], inputs, dout
-    )
+    expected = definition(inputs[0], SCALE, **options).gradients(*inputs, dout)
     for ours, exact in zip(_reference(inputs, dout, **options), expected, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
-
-
-@features
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_small_dtypes_are_close_to_float64(feature: str, dtype: torch.dtype) -> None:
-    """Not further from float64 than the formula in dtype, with its rounding of P and dS."""
-    options = FEATURES[feature]
-    inputs = make_inputs(2, 70, 90, 4, 2, 32, dtype)
-    dout = normal_like(inputs[0])
-    exact = autograd_gradients(
-        lambda q, k, v: softmax_attention(q, k, v, SCALE, **options)[0],
-        tuple(x.double() for x in inputs),  # type: ignore[arg-type]
-        dout.double(),
-    )
-    for ours, expected in zip(_reference(inputs, dout, **options), exact, strict=True):
-        assert ours.dtype == dtype
-        bound = 2 * torch.finfo(dtype).eps * expected.abs().max().item()
-        torch.testing.assert_close(ours.double(), expected, rtol=0, atol=max(bound, 1e-5))
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_error_is_at_most_twice_that_of_torch(dtype: torch.dtype, causal: bool) -> None:
-    inputs = make_inputs(1, 200, 200, 4, 4, 64, dtype)
-    dout = normal_like(inputs[0])
-
-    def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in tensors)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return out.transpose(1, 2)
-
-    doubles: Inputs = tuple(x.double() for x in inputs)  # type: ignore[assignment]
-    exact = autograd_gradients(sdpa, doubles, dout.double())
-    torchs = autograd_gradients(sdpa, inputs, dout)
-    ours = attention_backward(dout, *inputs, *attention(*inputs, causal=causal), causal=causal)
-    for a, b, expected in zip(ours, torchs, exact, strict=True):
-        error, allowed = (x.double() - expected for x in (a, b))
-        assert error.abs().max() <= 2 * allowed.abs().max()
-        assert error.square().mean() <= 4 * allowed.square().mean()
-
-
-def test_packed_sequences_are_the_definition() -> None:
-    seqlens = [(q % 20, k % 23) for q, k in RAGGED]
-    starts_q = cumulative([q for q, _ in seqlens])
-    starts_k = cumulative([k for _, k in seqlens])
-    shape = (int(starts_q[-1]), int(starts_k[-1]), 4, 2, 8, torch.float64)
-    inputs: Inputs = tuple(x[0] for x in make_inputs(1, *shape))  # type: ignore[assignment]
-    dout = normal_like(inputs[0])
-
-    def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        rows = itertools.pairwise(starts_q.tolist())
-        keys = itertools.pairwise(starts_k.tolist())
-        return torch.cat(
-            [
-                softmax_attention(q[None, a:b], k[None, c:d], v[None, c:d], SCALE, True)[0][0]
-                for (a, b), (c, d) in zip(rows, keys, strict=True)
-            ]
-        )
-
-    options: Any = {"softmax_scale": SCALE, "causal": True}
-    out = varlen_attention(*inputs, starts_q, starts_k, **options)
-    ours = varlen_attention_backward(dout, *inputs, *out, starts_q, starts_k, **options)
-    for a, b in zip(ours, autograd_gradients(definition, inputs, dout), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 # --- Rows and keys without each other -----------------------------------------------------------

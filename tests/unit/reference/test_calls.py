@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from flash_attn_deterministic.reference import (
     kvcache_attention,
     varlen_attention,
 )
+from flash_attn_deterministic.verify.exact import rotated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -150,21 +152,6 @@ def test_varlen_calls(data: st.DataObject) -> None:
         begin += seqlen_q
 
 
-def exactly_rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x (seqlen, nheads, head_dim) with pairs turned by angles (seqlen, rotary_dim / 2)."""
-    half = angles.shape[1]
-    head, tail = x[..., : 2 * half].double(), x[..., 2 * half :]
-    pairs = head.view(*head.shape[:-1], *((half, 2) if interleaved else (2, half)))
-    if not interleaved:
-        pairs = pairs.transpose(-1, -2)
-    turned = torch.view_as_real(
-        torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angles[:, None])
-    )
-    if not interleaved:
-        turned = turned.transpose(-1, -2)
-    return torch.cat([turned.flatten(-2).to(x.dtype), tail], dim=-1)
-
-
 @drawn
 @given(st.data())
 def test_kvcache_calls(data: st.DataObject) -> None:
@@ -218,16 +205,18 @@ def test_kvcache_calls(data: st.DataObject) -> None:
         q, k_cache, v_cache, k_new, v_new, **arguments, **mask, **tree
     )
 
+    def turned(x: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
+        places = torch.tensor(list(positions), dtype=torch.long)
+        return rotated(x, angles.cos(), angles.sin(), places, interleaved)
+
     turning = mask["causal"] or max(mask["window"]) >= 0
     for b in range(batch):
         q_row, k_row, v_row = q[b], old[b][0][leftpad[b] :], old[b][1][leftpad[b] :]
         k_added = None if k_new is None else k_new[b]
         if rotary and k_added is not None:
             positions = [used[b] + (i if turning else 0) for i in range(seqlen_q)]
-            q_row = exactly_rotated(q_row, angles[positions], interleaved)
-            k_added = exactly_rotated(
-                k_added, angles[used[b] : used[b] + len(k_added)], interleaved
-            )
+            q_row = turned(q_row, positions)
+            k_added = turned(k_added, range(used[b], used[b] + len(k_added)))
         if k_added is not None and v_new is not None:
             k_row, v_row = torch.cat([k_row, k_added]), torch.cat([v_row, v_new[b]])
         one = (q_row[None], k_row[None], v_row[None])
@@ -295,8 +284,9 @@ def test_rotary_positions_count_the_leftpad(causal: bool) -> None:
         cache_seqlens=6, cache_leftpad=int32([2]), causal=causal, rotary_interleaved=False,
         block_n=BLOCK_N,
     )  # fmt: skip
-    turned_k = exactly_rotated(new_k[0], angles[6:9], False)
-    turned_q = exactly_rotated(q[0], angles[[6, 7, 8] if causal else [6, 6, 6]], False)
+    cos, sin, last = angles.cos(), angles.sin(), torch.arange(6, 9)
+    turned_k = rotated(new_k[0], cos, sin, last, False)
+    turned_q = rotated(q[0], cos, sin, last if causal else last[[0, 0, 0]], False)
     torch.testing.assert_close(k_cache[0, 6:], turned_k, rtol=0, atol=1e-13)
     keys = torch.cat([k[0, 2:6], turned_k])[None]
     assert_close(result, softmax_attention(turned_q[None], keys, v[:, 2:], causal=causal), v)

@@ -288,19 +288,6 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_s_dmask_does_not_depend_on_torch_settings(around: str, feature: str) -> None:
-    q, k, v = make_inputs(2, 17, 33, 4, 2, 64, torch.float16)
-    arguments = {"q": q, "k": k, "v": v, "dropout_p": 0.3, **FEATURES[feature]}
-    arguments["return_attn_probs"] = True
-    expected = _seeded(flash_attn_func, **arguments)
-    with AROUND[around]():
-        found = _seeded(flash_attn_func, **arguments)
-    for a, b in zip(found, expected, strict=True):
-        assert bits_equal(a, b)
-
-
-@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", CALLS)
 def test_call_does_not_depend_on_torch_settings(name: str, around: str) -> None:
     options = {"dropout_p": 0.3} if name in DROPOUT else {}

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_cases import Inputs, make_inputs, softmax_attention, tolerance
+from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
@@ -22,45 +21,7 @@ def _same(
     return bits_equal(left[0], right[0]) and bits_equal(left[1], right[1])
 
 
-def _rows(
-    result: tuple[torch.Tensor, torch.Tensor], begin: int, end: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return result[0][:, begin:end], result[1][:, :, begin:end]
-
-
 # --- Values -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim"),
-    [
-        pytest.param(1, 1, 1, 1, 32, id="single"),
-        pytest.param(127, 127, 2, 2, 64, id="tile-1"),
-        pytest.param(128, 128, 2, 2, 64, id="tile"),
-        pytest.param(129, 129, 2, 2, 64, id="tile+1"),
-        pytest.param(3, 200, 4, 1, 128, id="mqa-long-keys"),
-        pytest.param(100, 20, 4, 2, 96, id="gqa-more-queries"),
-        pytest.param(65, 70, 1, 1, 256, id="widest"),
-    ],
-)
-def test_close_to_float64_softmax(
-    dtype: torch.dtype,
-    causal: bool,
-    seqlen_q: int,
-    seqlen_k: int,
-    nheads: int,
-    nheads_k: int,
-    head_dim: int,
-) -> None:
-    q, k, v = make_inputs(2, seqlen_q, seqlen_k, nheads, nheads_k, head_dim, dtype)
-    out, softmax_lse = attention(q, k, v, causal=causal)
-    exact_out, exact_lse = softmax_attention(q, k, v, causal=causal)
-    assert out.dtype == dtype
-    assert softmax_lse.dtype == torch.float32
-    torch.testing.assert_close(out.double(), exact_out, rtol=0, atol=tolerance(dtype, v))
-    torch.testing.assert_close(softmax_lse.double(), exact_lse, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("split_size", [0, 128], ids=["one-split", "splits"])
@@ -88,20 +49,6 @@ def test_rows_without_a_visible_key() -> None:
     assert bits_equal(out[:, :5], torch.zeros_like(out[:, :5]))
     assert (softmax_lse[:, :, :5] == INF).all()
     assert torch.isfinite(softmax_lse[:, :, 5:]).all()
-
-
-def test_no_keys() -> None:
-    q, k, v = make_inputs(2, 3, 0)
-    out, softmax_lse = attention(q, k, v)
-    assert bits_equal(out, torch.zeros_like(q))
-    assert bits_equal(softmax_lse, torch.full((2, 2, 3), INF))
-
-
-def test_no_queries() -> None:
-    q, k, v = make_inputs(2, 0, 3)
-    out, softmax_lse = attention(q, k, v)
-    assert out.shape == (2, 0, 2, 32)
-    assert softmax_lse.shape == (2, 2, 0)
 
 
 def test_extreme_scores_do_not_overflow() -> None:
@@ -231,136 +178,6 @@ def test_integer_inputs_are_refused() -> None:
 
 
 # --- The contract: what the bits of a row don't depend on ---------------------------------------
-
-BLOCK_N = 32  # small, to have several blocks and splits in little time
-BOUNDARIES = [
-    pytest.param((length, split_size), id=f"L{length}-split{split_size}")
-    for length in (1, 31, 32, 33, 64, 65, 127, 128, 129)
-    for split_size in (0, 64)
-]
-
-
-@pytest.fixture(params=BOUNDARIES)
-def case(request: pytest.FixtureRequest) -> tuple[Inputs, int]:
-    length, split_size = request.param
-    # Ties, zeros of both signs and equal maxima included.
-    q, k, v = make_inputs(3, length, length, 4, 2, 16, seed=length)
-    v[:, ::3, :, ::2] = 0.0
-    v[:, ::5, :, ::2] = -0.0
-    k[:, 1::7] = k[:, :1]
-    return (q, k, v), split_size
-
-
-def test_run_to_run(case: tuple[Inputs, int]) -> None:
-    (q, k, v), split = case
-    first = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
-    assert _same(first, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_batch(case: tuple[Inputs, int], causal: bool) -> None:
-    (q, k, v), split = case
-    out, lse = attention(q, k, v, causal=causal, split_size=split, block_n=BLOCK_N)
-    for b in range(3):
-        one = slice(b, b + 1)
-        alone = attention(q[one], k[one], v[one], causal=causal, split_size=split, block_n=BLOCK_N)
-        assert _same((out[one], lse[one]), alone)
-    order = torch.tensor([2, 0, 1, 0])
-    moved = attention(
-        q[order], k[order], v[order], causal=causal, split_size=split, block_n=BLOCK_N
-    )
-    assert _same((out[order], lse[order]), moved)
-
-
-def test_heads(case: tuple[Inputs, int]) -> None:
-    (q, k, v), split = case
-    out, lse = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
-    for group in range(2):
-        heads = slice(2 * group, 2 * group + 2)
-        alone = attention(
-            q[:, :, heads],
-            k[:, :, group : group + 1],
-            v[:, :, group : group + 1],
-            causal=True,
-            split_size=split,
-            block_n=BLOCK_N,
-        )
-        assert _same((out[:, :, heads], lse[:, heads]), alone)
-    repeated_k, repeated_v = (x.repeat_interleave(2, dim=2) for x in (k, v))
-    assert _same(
-        (out, lse),
-        attention(q, repeated_k, repeated_v, causal=True, split_size=split, block_n=BLOCK_N),
-    )
-
-
-def test_query_chunks(case: tuple[Inputs, int]) -> None:
-    (q, k, v), split = case
-    length = q.shape[1]
-    whole = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
-    cuts = {0, 1, length // 3, length - 1, length}
-    for begin, end in itertools.combinations(sorted(cuts), 2):
-        chunk = attention(
-            q[:, begin:end], k[:, :end], v[:, :end], causal=True, split_size=split, block_n=BLOCK_N
-        )
-        assert _same(_rows(whole, begin, end), chunk)
-
-
-def test_decode_is_prefill(case: tuple[Inputs, int]) -> None:
-    (q, k, v), split = case
-    length = q.shape[1]
-    whole = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
-    for row in {0, length // 2, length - 2, length - 1} & set(range(length)):
-        token = attention(
-            q[:, row : row + 1],
-            k[:, : row + 1],
-            v[:, : row + 1],
-            causal=False,
-            split_size=split,
-            block_n=BLOCK_N,
-        )
-        assert _same(_rows(whole, row, row + 1), token)
-
-
-@pytest.mark.parametrize(
-    ("elements", "rows"),
-    [
-        # One row at a time skips every block that is fully masked; all rows at once visit, for the
-        # first rows, all blocks of the sequence.
-        pytest.param(1, 1, id="row-by-row"),
-        pytest.param(5000, 7, id="odd-cut"),
-        pytest.param(1 << 30, 1 << 30, id="all-at-once"),
-    ],
-)
-def test_tiles_and_masked_blocks(
-    case: tuple[Inputs, int], elements: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v = (x[:2, :, -2:] for x in case[0])
-    split = case[1]
-    usual = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
-    monkeypatch.setattr(dense, "_TILE_ELEMENTS", elements)
-    monkeypatch.setattr(dense, "_MAX_TILE_ROWS", rows)
-    assert _same(usual, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
-
-
-def test_strides(case: tuple[Inputs, int]) -> None:
-    (q, k, v), split = case
-    usual = attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N)
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    assert _same(usual, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
-    q, k, v = (x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in (q, k, v))
-    assert _same(usual, attention(q, k, v, causal=True, split_size=split, block_n=BLOCK_N))
-
-
-def test_zero_padding_of_head_dim(case: tuple[Inputs, int]) -> None:
-    (q, k, v), split = case
-    out, lse = attention(
-        q, k, v, softmax_scale=0.25, causal=True, split_size=split, block_n=BLOCK_N
-    )
-    q, k, v = (torch.nn.functional.pad(x, (0, 16)) for x in (q, k, v))
-    wide_out, wide_lse = attention(
-        q, k, v, softmax_scale=0.25, causal=True, split_size=split, block_n=BLOCK_N
-    )
-    assert _same((out, lse), (wide_out[..., :16], wide_lse))
 
 
 @pytest.fixture
