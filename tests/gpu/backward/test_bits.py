@@ -28,8 +28,6 @@ CONFIG = each_config(CONFIGS)
 FEATURE = pytest.mark.parametrize("feature", FEATURES)
 ALL = pytest.mark.parametrize("feature", ALL_FEATURES)
 DROPOUT = pytest.mark.parametrize("feature", DROPOUT_FEATURES)
-OFTEN = ("full", "causal", "everything", "dropout")
-
 # (seqlen_q, seqlen_k) around the tiles of 64 and 128 rows and keys, with nothing, with one token,
 # with more queries than keys and fewer.
 RAGGED = (
@@ -57,24 +55,6 @@ def picked(gradients: Gradients, index: slice | list[int]) -> Gradients:
     """The gradients of some sequences."""
     dq, dk, dv = gradients
     return dq[index], dk[index], dv[index]
-
-
-@ALL
-@CONFIG
-def test_run_to_run_beside_other_work(head_dim: int, dtype: str, feature: str) -> None:
-    backward = draw_call(head_dim, dtype, feature, batch=3, seqlen_q=700).repeated()
-    expected = backward()
-    other = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
-    busy = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
-    different = torch.zeros((), dtype=torch.bool, device="cuda")
-    torch.cuda.synchronize()
-    for _ in range(100 if feature in OFTEN else 10):
-        with torch.cuda.stream(busy):
-            other = (other @ other).clamp(-1, 1)
-        for one, wanted in zip(backward(), expected, strict=True):
-            different |= (bits(one) != bits(wanted)).any()
-    torch.cuda.synchronize()
-    assert not bool(different)
 
 
 @FEATURE
@@ -289,21 +269,6 @@ def test_gradients_of_some_inputs_only(wanted: str) -> None:
     found = torch.autograd.grad(out, leaves, call.dout)
     for name, gradient in zip(wanted, found, strict=True):
         assert same_bits(gradient, expected[name])
-
-
-@CONFIG
-def test_op_called_directly(head_dim: int, dtype: str) -> None:
-    call = draw_call(head_dim, dtype)
-    _, out = call.forward()
-    lse = flash_attn_func(call.q, call.k, call.v, return_attn_probs=True)[1]
-    tensors = [torch.nn.functional.pad(t, (0, -head_dim % 8)) for t in (call.q, call.k, call.v)]
-    dout, out = (torch.nn.functional.pad(t, (0, -head_dim % 8)) for t in (call.dout, out.detach()))
-    scores = (head_dim**-0.5, -1, -1, 0.0)
-    direct = torch.ops.flash_attn_deterministic.bwd(
-        dout, *tensors, out, lse, None, None, 0.0, *scores, True
-    )
-    dq, dk, dv = (t[..., :head_dim] for t in direct)
-    assert_same_gradients((dq, dk, dv), call())
 
 
 @pytest.mark.parametrize("nheads_k", [1, 2], ids=["gqa", "mha"])

@@ -1,6 +1,7 @@
 """Hopper's kernels and those for every GPU give the same bits: one family forced against the other.
 
-FLASH_ATTENTION_FAMILY is read in each call.
+FLASH_ATTENTION_FAMILY is read in each call. Lists of forward calls are those of test_parts.py,
+which runs them in both families and both schedules; drawn ones are here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.gpu.attention import (
     assert_same_on_streams,
     each_config,
     make_qkv,
+    pairwise,
     skip_unless_built,
 )
 from tests.gpu.drawn_calls import draw_call
@@ -38,17 +40,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 VARIABLE = "FLASH_ATTENTION_FAMILY"
 PARTS = "FLASH_ATTENTION_TEST_DEVICE", "path=parts"  # calls of one split run as without
-CONFIGS = each_config(
-    [(d, t) for d in (8, 32, 40, 64, 96, 112, 128, 160, 192, 256) for t in ("bf16", "fp16")]
-)
-MASKS: dict[str, dict[str, Any]] = {
+CONFIG = {
+    f"d{d}-{t}": (d, t)
+    for d in (8, 32, 40, 64, 96, 112, 128, 160, 192, 256)
+    for t in ("bf16", "fp16")
+}
+MASK: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
     "window": {"window_size": (100, 30)},
     "softcap": {"softcap": 20.0, "causal": True},
 }
-MASK = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
-SPLIT = pytest.mark.parametrize("split_size", [0, 256], ids=["one-split", "splits-of-256"])
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
@@ -64,116 +66,15 @@ def assert_families_agree(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Out
         assert_same(run(), expected)
 
 
-@pytest.mark.parametrize("seqlen_q", [40, 700, 1100])
-@SPLIT
-@MASK
-@CONFIGS
-def test_dense(
-    head_dim: int,
-    dtype: str,
-    options: dict[str, Any],
-    split_size: int,
-    seqlen_q: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    skip_unless_built(head_dim, dtype)
-    q, k, v = make_qkv((2, seqlen_q, 6, head_dim), 1100, 2, dtype=DTYPES[dtype])
-
-    def run() -> Outputs:
-        out, softmax_lse, _ = flash_attn_func(
-            q, k, v, split_size=split_size, return_attn_probs=True, **options
-        )
-        return out, softmax_lse
-
-    for family in ("sm80", "sm90"):
-        monkeypatch.setenv(VARIABLE, family)
-        plan = explain(flash_attn_func, q, k, v, split_size=split_size, **options)
-        assert plan.family == family
-    assert_families_agree(monkeypatch, run)
-
-
-@SPLIT
-@MASK
-@CONFIGS
-def test_packed(
-    head_dim: int,
-    dtype: str,
-    options: dict[str, Any],
-    split_size: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    skip_unless_built(head_dim, dtype)
-    lengths_q, lengths_k = [300, 0, 1, 65, 640], [300, 17, 900, 0, 129]
-    q, _, _ = make_qkv((1, sum(lengths_q), 4, head_dim), dtype=DTYPES[dtype])
-    _, k, v = make_qkv((1, sum(lengths_k), 2, head_dim), dtype=DTYPES[dtype], seed=1)
-    starts_q = int32([sum(lengths_q[:i]) for i in range(6)])
-    starts_k = int32([sum(lengths_k[:i]) for i in range(6)])
-
-    def run() -> Outputs:
-        out, softmax_lse, _ = flash_attn_varlen_func(
-            q[0],
-            k[0],
-            v[0],
-            starts_q,
-            starts_k,
-            max(lengths_q),
-            max(lengths_k),
-            split_size=split_size,
-            return_attn_probs=True,
-            **options,
-        )
-        return out, softmax_lse
-
-    assert_families_agree(monkeypatch, run)
-
-
-@pytest.mark.parametrize("picked", [False, True], ids=["in-order", "picked"])
-@SPLIT
-@MASK
-@CONFIGS
-def test_cache_with_nan_behind_its_ends(
-    head_dim: int,
-    dtype: str,
-    options: dict[str, Any],
-    split_size: int,
-    picked: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    skip_unless_built(head_dim, dtype)
-    q, k, v = make_qkv((3, 200, 6, head_dim), 1024, 2, dtype=DTYPES[dtype])
-    order, used = ([2, 0, 1] if picked else [0, 1, 2]), [1000, 63, 0]
-    for sequence, length in zip(order, used, strict=True):
-        k[sequence, length:] = v[sequence, length:] = float("nan")
-
-    def run() -> Outputs:
-        out, softmax_lse = flash_attn_with_kvcache(
-            q,
-            k,
-            v,
-            cache_seqlens=int32(used),
-            cache_batch_idx=int32(order) if picked else None,
-            split_size=split_size,
-            return_softmax_lse=True,
-            **options,
-        )
-        assert not out.isnan().any()
-        return out, softmax_lse
-
-    assert_families_agree(monkeypatch, run)
-
-
-@pytest.mark.parametrize("page_size", [16, 32, 64, 80, 256])
-@SPLIT
-@MASK
-@CONFIGS
+@pairwise(config=CONFIG, options=MASK, split_size=(0, 256), page_size=(16, 32, 64, 80, 256))
 def test_pages_with_nan_behind_their_ends(
-    head_dim: int,
-    dtype: str,
+    config: tuple[int, str],
     options: dict[str, Any],
     split_size: int,
     page_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    head_dim, dtype = config
     skip_unless_built(head_dim, dtype)
     used, pages = [1000, 63, 0, 257], -(-1000 // page_size)
     q, _, _ = make_qkv((4, 200, 6, head_dim), dtype=DTYPES[dtype])

@@ -1,7 +1,7 @@
 """Hopper's forward with a part for each split has the bits of its walk over all splits.
 
-test_families.py runs its calls in both ways too. Here are the edges of splits and tiles, and what
-only parts have: several launches, with a counter in each.
+So have the kernels for every GPU. Here are the edges of splits and tiles, caches and pages, and
+what only parts have: several launches, with a counter in each.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
 SCHEDULES = ("family=sm80,path=one_cta", "family=sm90,path=one_cta", "family=sm90,path=parts")
 CONFIG = {
+    "d8": (8, "bf16"),
     "d32": (32, "bf16"),
     "d40": (40, "fp16"),
     "d64": (64, "bf16"),
     "d96": (96, "bf16"),
+    "d112": (112, "bf16"),
     "d128": (128, "fp16"),
+    "d160": (160, "fp16"),
     "d192": (192, "bf16"),
     "d256": (256, "fp16"),
 }

@@ -18,16 +18,18 @@ from flash_attn_deterministic.reference import kvcache_attention
 from flash_attn_deterministic.verify import bounds
 from flash_attn_deterministic.verify.exact import Definition
 
-from tests.gpu.attention import DTYPES, assert_same, make_qkv, same_bits, skip_unless_built
+from tests.gpu.attention import (
+    DTYPES,
+    assert_same,
+    make_qkv,
+    pairwise,
+    same_bits,
+    skip_unless_built,
+)
 
 pytestmark = pytest.mark.gpu
 
 Result = tuple[torch.Tensor, torch.Tensor]
-
-
-def make_slopes(batch: int, nheads: int) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(7)
-    return 0.3 * torch.rand((batch, nheads), generator=generator, device="cuda")
 
 
 @pytest.mark.parametrize("split_size", [64, 2048, 0])
@@ -129,18 +131,17 @@ def check_against_reference(
         torch.testing.assert_close(one.cpu(), wanted, rtol=4 * eps, atol=4 * eps)
 
 
-@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
-@pytest.mark.parametrize("mask", ["full", "causal", "window"])
-@pytest.mark.parametrize("rotary_dim", [32, 64])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(64, "bf16"), (64, "fp16"), (72, "bf16"), (128, "fp16")]
-)
-def test_rotary(head_dim: int, dtype: str, rotary_dim: int, mask: str, interleaved: bool) -> None:
-    masks: dict[str, dict[str, Any]] = {
-        "full": {},
-        "causal": {"causal": True},
-        "window": {"window_size": (70, 3)},
-    }
+@pairwise(
+    config={"d64-bf16": (64, "bf16"), "d64-fp16": (64, "fp16"), "d72": (72, "bf16"),
+            "d128": (128, "fp16")},
+    rotary_dim=(32, 64),
+    mask={"full": {}, "causal": {"causal": True}, "window": {"window_size": (70, 3)}},
+    interleaved={"interleaved": True, "halves": False},
+)  # fmt: skip
+def test_rotary(
+    config: tuple[int, str], rotary_dim: int, mask: dict[str, Any], interleaved: bool
+) -> None:
+    head_dim, dtype = config
     cos, sin = make_rotary(rotary_dim, 210, dtype)
     check_against_reference(
         make_cache(head_dim, dtype),
@@ -148,48 +149,8 @@ def test_rotary(head_dim: int, dtype: str, rotary_dim: int, mask: str, interleav
         rotary_cos=cos,
         rotary_sin=sin,
         rotary_interleaved=interleaved,
-        **masks[mask],
+        **mask,
     )
-
-
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16"), (80, "bf16")])
-@pytest.mark.parametrize("case", ["plain", "int", "batch-idx", "leftpad", "softcap", "alibi"])
-def test_cache(case: str, head_dim: int, dtype: str) -> None:
-    tensors = make_cache(head_dim, dtype)
-    options: dict[str, Any] = {"cache_seqlens": int32([64, 0, 190]), "causal": True}
-    if case == "int":
-        options["cache_seqlens"] = 129
-    elif case == "batch-idx":
-        q, _, _, k, v = tensors
-        _, k_cache, v_cache, _, _ = make_cache(head_dim, dtype, batch=6)
-        tensors = (q, k_cache, v_cache, k, v)
-        options["cache_batch_idx"] = int32([4, 0, 5])
-    elif case == "leftpad":
-        options["cache_leftpad"] = int32([0, 0, 65])
-    elif case == "softcap":
-        options["softcap"] = 3.0
-    elif case == "alibi":
-        options["alibi_slopes"] = make_slopes(3, 4)
-    check_against_reference(tensors, **options)
-
-
-@pytest.mark.parametrize("page_size", [16, 48, 256])
-@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
-def test_paged_cache(rotary: bool, page_size: int) -> None:
-    per_sequence = -(-200 // page_size)
-    _, k_pages, v_pages, _, _ = make_cache(64, "bf16", 3 * per_sequence + 1, page_size)
-    q, _, _, k, v = make_cache(64, "bf16")
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(3 * per_sequence + 1, generator=generator)[: 3 * per_sequence]
-    options: dict[str, Any] = {
-        "cache_seqlens": int32([0, 61, 190]),
-        "block_table": table.view(3, -1).to("cuda", torch.int32),
-        "causal": True,
-    }
-    if rotary:
-        cos, sin = make_rotary(64, 256 * per_sequence, "bf16")
-        options |= {"rotary_cos": cos, "rotary_sin": sin}
-    check_against_reference((q, k_pages, v_pages, k, v), **options)
 
 
 def test_equal_batch_indices_without_appending() -> None:
@@ -210,30 +171,6 @@ def test_num_splits_changes_nothing(num_splits: int) -> None:
         q, k_cache, v_cache, num_splits=num_splits, return_softmax_lse=True, split_size=512
     )
     assert_same(result, expected[:2])
-
-
-@pytest.mark.parametrize(
-    ("split_size", "error"),
-    [(-64, ValueError), (65, ValueError), (1, ValueError), (512.0, TypeError), (True, ValueError)],
-)
-def test_split_size_errors(split_size: Any, error: type[Exception]) -> None:
-    q, k, v, _, _ = make_cache(64, "bf16")
-    lengths: dict[str, Any] = {"cu_seqlens_q": int32([0, 5]), "cu_seqlens_k": int32([0, 200])}
-    with pytest.raises(error, match="split_size"):
-        flash_attn_func(q, k, v, split_size=split_size)
-    with pytest.raises(error, match="split_size"):
-        flash_attn_with_kvcache(q, k, v, split_size=split_size)
-    with pytest.raises(error, match="split_size"):
-        flash_attn_varlen_func(
-            q[0],
-            k[0],
-            v[0],
-            lengths["cu_seqlens_q"],
-            lengths["cu_seqlens_k"],
-            5,
-            200,
-            split_size=split_size,
-        )
 
 
 @pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])

@@ -16,7 +16,7 @@ from flash_attn_deterministic import (
 )
 from flash_attn_deterministic.verify.contract.device_override import device_override
 
-from tests.gpu.attention import BIT_CONFIGS, DTYPES, assert_same, each_config, make_qkv
+from tests.gpu.attention import BIT_CONFIGS, DTYPES, assert_same, make_qkv, pairwise
 from tests.gpu.gradients import assert_same_gradients, draw_call, int32
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,8 @@ DEVICES = {
     "84-sms-99-kb": f"sms=84,shared={SMALL_SHARED}",
 }
 DEVICE = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-CONFIGS = each_config((*BIT_CONFIGS, (32, "bf16"), (96, "fp16"), (192, "bf16")))
+CONFIG = {f"d{d}-{t}": (d, t) for d, t in (*BIT_CONFIGS, (32, "bf16"), (96, "fp16"), (192, "bf16"))}
+FEATURES = ("full", "causal", "everything")
 
 
 @pytest.mark.parametrize(("sms", "path"), [(1, "one-cta"), (10_000, "parts")])
@@ -57,10 +58,9 @@ def test_explain_tells_whether_the_backward_fits() -> None:
         assert explain(flash_attn_func, q, k, v, deterministic=True).backward is None
 
 
-@DEVICE
-@pytest.mark.parametrize("feature", ["full", "causal", "everything"])
-@CONFIGS
-def test_forward(head_dim: int, dtype: str, feature: str, device: str) -> None:
+@pairwise(config=CONFIG, feature=FEATURES, device=DEVICES)
+def test_forward(config: tuple[int, str], feature: str, device: str) -> None:
+    head_dim, dtype = config
     call = draw_call(head_dim, dtype, feature, seqlen_q=700, seqlen_k=1100, nheads=8)
 
     def run(batch: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,10 +82,9 @@ def test_forward(head_dim: int, dtype: str, feature: str, device: str) -> None:
             assert_same(run(batch), expected)
 
 
-@DEVICE
-@pytest.mark.parametrize("seqlen_q", [1, 5, 20])
-@CONFIGS
-def test_decode(head_dim: int, dtype: str, seqlen_q: int, device: str) -> None:
+@pairwise(config=CONFIG, seqlen_q=(1, 5, 20), device=DEVICES)
+def test_decode(config: tuple[int, str], seqlen_q: int, device: str) -> None:
+    head_dim, dtype = config
     call = draw_call(head_dim, dtype, "causal", batch=3, seqlen_q=seqlen_q, seqlen_k=1104, nheads=8)
     pages = torch.randperm(3 * 69, generator=torch.Generator().manual_seed(0))
     table = pages.view(3, 69).to("cuda", torch.int32)
@@ -134,11 +133,10 @@ def test_packed(head_dim: int, device: str) -> None:
         assert_same(run(), expected)
 
 
-@DEVICE
-@pytest.mark.parametrize("feature", ["full", "causal", "everything"])
-@CONFIGS
-def test_backward(head_dim: int, dtype: str, feature: str, device: str) -> None:
+@pairwise(config=CONFIG, feature=FEATURES, device=DEVICES)
+def test_backward(config: tuple[int, str], feature: str, device: str) -> None:
     """Groups of heads, and one head of its own keys to each of many sequences."""
+    head_dim, dtype = config
     shapes = (
         {"batch": 2, "seqlen_q": 500, "nheads": 4, "nheads_k": 2},
         {"batch": 40, "seqlen_q": 300, "nheads": 1, "nheads_k": 1},
