@@ -80,6 +80,8 @@ def test_every_record_of_a_decision_is_short_and_numbered() -> None:
         lines = path.read_text().splitlines()
         assert path.name.startswith(f"{number:04}-")
         assert lines[0].startswith(f"# {number}. ")
+        status = r"(Status: a|A)ccepted,? \d{4}-\d\d-\d\d|Status: superseded by \d+"
+        assert re.match(status, lines[2]), path.name
         assert 20 <= len(lines) <= 45, path.name
 
 
