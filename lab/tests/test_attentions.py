@@ -53,7 +53,9 @@ def test_each_is_attention_with_its_mask_at_the_bottom_right(name: str, causal: 
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", [n for n in PLAIN if "seqlens_k" in ATTENTIONS[n].takes])
+@pytest.mark.parametrize(
+    "name", ["ours-served", *(n for n in PLAIN if "seqlens_k" in ATTENTIONS[n].takes)]
+)
 def test_lengths_mean_the_same_in_all(name: str, causal: bool) -> None:
     q, k, v = inputs(3)
     attention = find_attention(name)

@@ -73,7 +73,8 @@ STEPS = (
     Step("host", "times", 60, "-m tests.benchmarks.host --wheel {wheel} --out {out}/host.json",
          ("host.json",)),
     Step("scoreboard", "times", 300, f"{_OURS} scoreboard --wheel {{wheel}} --seconds 15 "
-         "--out {out}", ("scoreboard.json", "scoreboard.svg")),
+         "--attention sdpa-flash,sdpa-cudnn,fa3,fa3-one-split-served --out {out}",
+         ("scoreboard.json", "scoreboard.svg")),
     Step("tests", "tests", 300, f'{_PYTEST} -n 12 -m "not slow"'),
     Step("slow-tests", "tests", 240, f"{_PYTEST} -m slow"),
     Step("planted-faults", "tests", 240, "-m tests.gpu.planted --out {out}/planted.json"),

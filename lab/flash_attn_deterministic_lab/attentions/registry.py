@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from . import others, ours, torchs
 from .attention import FLOAT32, GRADIENTS, OPTIONS, Attention, Function
 from .named import find_callable
+from .served import SUFFIX, served
 
 _BOTH = ("cuda", "cpu")
 
@@ -92,8 +93,8 @@ def find_attention(name: str, argument: str = "--attention") -> Attention:
     """Returns an attention by its name.
 
     Args:
-        name: of ATTENTIONS; ours@TOKENS, splits of so many; MODULE:FUNCTION, also of the working
-            directory, or FILE.py:FUNCTION.
+        name: of ATTENTIONS; ours@TOKENS, splits of so many; NAME-served, called as servers do;
+            MODULE:FUNCTION, also of the working directory, or FILE.py:FUNCTION.
         argument: what the user calls it, for messages.
 
     Raises:
@@ -101,6 +102,8 @@ def find_attention(name: str, argument: str = "--attention") -> Attention:
     """
     if name in ATTENTIONS:
         return ATTENTIONS[name]
+    if name.removesuffix(SUFFIX) in ATTENTIONS:
+        return served(ATTENTIONS[name.removesuffix(SUFFIX)])
     base, _, splits = name.partition("@")
     if base == OURS.name and splits.isdecimal():
         make = ours.make(split_size=int(splits))

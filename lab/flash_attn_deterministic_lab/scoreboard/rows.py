@@ -1,6 +1,6 @@
 """The rows of the contract that apply to any function of q, k and v, and their cases.
 
-Pages and packed sequences have no common interface, so there are no rows of them.
+Pages and packed sequences have no rows: NAME-served runs these through packed calls on pages.
 """
 
 from __future__ import annotations
