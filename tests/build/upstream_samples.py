@@ -96,21 +96,13 @@ def make_archive(path: Path, files: Mapping[str, str] = FILES, **extra: Any) -> 
     return path
 
 
-def make_folder(path: Path, files: Mapping[str, str] = FILES) -> Path:
-    """Writes an unpacked source distribution."""
-    for name, text in files.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_text(text)
-    return path
-
-
 def make_pin(folder: Path, archive: Path, patches: Mapping[str, str] | None = None) -> Pin:
     """Writes upstream.json and patches/ for an archive; returns the pin, as loaded."""
     data = {
         "schema": 2,
         "name": NAME,
         "version": VERSION,
-        "sdist": {"sha256": sha256(archive.read_bytes()), "size": archive.stat().st_size},
+        "sdist": {"sha256": sha256(archive.read_bytes())},
         "tree_sha256": tree_sha256(read_archive(archive)),
         "patched_tree_sha256": "0" * 64,
         "patches": [],
@@ -154,11 +146,10 @@ def serve(folder: Path, refuse: bool = False) -> Iterator[str]:
         server.server_close()
 
 
-def make_index(folder: Path, archive: Path, announced: str | None = None) -> Path:
-    """Writes a simple index of one file, whose sha256 the page announces or not."""
+def make_index(folder: Path, archive: Path) -> Path:
+    """Writes a simple index of one file."""
     page = folder / "flash-attn"
     page.mkdir(parents=True)
     (page / SDIST).write_bytes(archive.read_bytes())
-    fragment = f"#sha256={announced}" if announced else ""
-    (page / "index.html").write_text(f'<a href="{SDIST}{fragment}">{SDIST}</a>')
+    (page / "index.html").write_text(f'<a href="{SDIST}">{SDIST}</a>')
     return folder

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "refresh":
             refresh(load_pin(given.pin))
             return load_pin(given.pin).patches
-        sdist = {"sha256": sha256_of(given.archive), "size": given.archive.stat().st_size}
-        return {"sdist": sdist, "tree_sha256": tree_sha256(read_archive(given.archive))}
+        tree = tree_sha256(read_archive(given.archive))
+        return {"sha256": sha256_of(given.archive), "tree_sha256": tree}
 
     return exit_status(lambda: print(json.dumps(work())))
 

@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import RefusedError
 from ..files import ROOT, sha256_of, write_json
@@ -25,7 +24,7 @@ class Pin:
         path: The data file.
         name: Package name.
         version: Package version.
-        sha256: Of the source distribution; `size`: its bytes.
+        sha256: Of the source distribution.
         tree_sha256: Of the used files, by their names in a prepared tree.
         patched_tree_sha256: The same after the patches.
         patches: File name and sha256 of each, in the order of application.
@@ -35,7 +34,6 @@ class Pin:
     name: str
     version: str
     sha256: str
-    size: int
     tree_sha256: str
     patched_tree_sha256: str
     patches: dict[str, str]
@@ -56,7 +54,7 @@ class Pin:
 def load_pin(path: Path = PIN_FILE) -> Pin:
     """Reads the data file; refuses one that lacks a field or is of another form."""
     try:
-        data = read(path)
+        data = json.loads(path.read_bytes())
         patches = {each["name"]: each["sha256"] for each in data["patches"]}
         hashes = (data["sdist"]["sha256"], data["tree_sha256"], data["patched_tree_sha256"])
         if data["schema"] != _SCHEMA or list(patches) != sorted(patches):
@@ -64,9 +62,7 @@ def load_pin(path: Path = PIN_FILE) -> Pin:
         for value in (*hashes, *patches.values()):
             if not re.fullmatch("[0-9a-f]{64}", value):
                 raise ValueError(f"expected a sha256, got {value!r}")
-        sdist, tree, patched = hashes
-        name, version, size = str(data["name"]), str(data["version"]), int(data["sdist"]["size"])
-        return Pin(path, name, version, sdist, size, tree, patched, patches)
+        return Pin(path, str(data["name"]), str(data["version"]), *hashes, patches)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RefusedError(f"{path}: is not a pin ({error!r}); restore it") from error
 
@@ -75,19 +71,13 @@ def write_patches(pin: Pin, patched_tree_sha256: str) -> None:
     """Writes the patch list, as the folder is now, and what it makes of upstream's files."""
     patches = [{"name": path.name, "sha256": sha256_of(path)} for path in found_patches(pin.path)]
     changes = {"patched_tree_sha256": patched_tree_sha256, "patches": patches}
-    write_json(pin.path, {**read(pin.path), **changes})
+    write_json(pin.path, {**json.loads(pin.path.read_bytes()), **changes})
 
 
 def found_patches(path: Path) -> list[Path]:
     """The patches in the folder beside the data file, listed or not, in their order."""
-    folder = path.parent / "patches"
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = sorted((path.parent / "patches").glob("*"))
     for each in found:
         if not re.fullmatch(_PATCH, each.name):
             raise RefusedError(f"{each}: expected a name of the form {_PATCH}")
     return found
-
-
-def read(path: Path) -> Any:
-    """The data file's JSON."""
-    return json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Prepare upstream's sources for the build: checked, patched, with licences, in one folder."""
+"""Prepares upstream's sources for the build: checked, patched, with licences, in one folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import RefusedError, SettingError, ToolchainError
 from ..files import read_tree, tree_sha256
 from .pin import REFRESH, Pin, found_patches, write_patches
-from .source import read_sources
+from .source import find_archive, read_archive
 
 # Holds the hash of the tree as it was made, so that one that was edited since is not replaced.
 STAMP = ".tree_sha256"
@@ -39,7 +39,7 @@ def prepare(
     """Makes `dest` hold upstream's used files, patched or not, and the licence texts.
 
     The tree is made beside `dest` and moved there as a whole. Nothing is touched, times included,
-    when `dest` already holds what would be made. `environ`: see `read_sources`.
+    when `dest` already holds what would be made.
 
     Returns:
         Version, sha256, patches and destination, ready for JSON.
@@ -62,8 +62,8 @@ def prepare(
                     tree = Path(work, "new")
                     if (found := _make(tree, pin, patches, environ)) != wanted:
                         raise RefusedError(
-                            f"{pin.path}: patched_tree_sha256: expected {wanted}, but the patches "
-                            f"make {found}; look at what they change, then {REFRESH}"
+                            f"{pin.path}: expected a tree of sha256 {wanted}, but release and "
+                            f"patches make {found}; look at what they change, then {REFRESH}"
                         )
                     if dest.exists():
                         dest.rename(Path(work, "old"))
@@ -88,7 +88,7 @@ def refresh(pin: Pin, environ: Mapping[str, str] = os.environ) -> None:
 
 def _make(tree: Path, pin: Pin, patches: list[Path], environ: Mapping[str, str]) -> str:
     """Makes a tree; returns the hash of upstream's files in it, after the patches."""
-    for name, data in read_sources(pin, environ).items():
+    for name, data in read_archive(find_archive(pin, environ)).items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(data)
     licence = cutlass_licence((tree / CUTLASS_HEADER).read_text(encoding="utf-8"))
@@ -123,16 +123,13 @@ def _apply(patch: Path, pin: Pin, tree: Path) -> None:
             f"{patch.name}: the opening text does not name {pin.name} {pin.version}; check the "
             "patch against that release, then say so there"
         )
-    git = shutil.which("git")
-    if git is None:
+    if not (git := shutil.which("git")):
         raise ToolchainError("git: not on PATH; it applies the patches. Install it")
-    command = [git, "apply", "--unidiff-zero", "--whitespace=nowarn", str(patch)]
     # A checkout around the tree would make git leave out files outside of it.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     environ |= {"GIT_CEILING_DIRECTORIES": str(tree.parent), "LC_ALL": "C"}
-    done = subprocess.run(
-        command, cwd=tree, env=environ, capture_output=True, text=True, check=False
-    )
+    command = [git, "apply", "--unidiff-zero", "--whitespace=nowarn", str(patch)]
+    done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
     if done.returncode:
         raise RefusedError(
             f"{patch.name}: does not apply: {' '.join(done.stderr.split())}; the patch was made "
@@ -144,12 +141,9 @@ def _holds(dest: Path, wanted: str) -> bool:
     """Returns whether `dest` is up to date; raises if it must not be replaced."""
     if not dest.exists() or (dest.is_dir() and not any(dest.iterdir())):
         return False
-    try:
-        made = (dest / STAMP).read_text(encoding="utf-8").strip()
-    except OSError:
-        made = "not made by this tool"
-    held = _files(dest) if dest.is_dir() else {}
-    if made != tree_sha256(held):
+    stamp = dest / STAMP
+    held = _files(dest) if stamp.is_file() else {}
+    if not held or stamp.read_text(encoding="utf-8").strip() != tree_sha256(held):
         raise SettingError(
             f"{dest}: was not made by this tool, or edited since; save your changes as a patch, "
             "then delete it, or choose another destination"

@@ -28,7 +28,7 @@ def test_the_pin_of_this_project_matches_its_patches() -> None:
 FIELDS: dict[str, tuple[Any, str]] = {
     "not an object": ([], "is not a pin"),
     "schema": ({"schema": 1}, "expected schema 2"),
-    "no size": ({"sdist": {"sha256": HASH}}, "KeyError"),
+    "no hash": ({"sdist": {}}, "KeyError"),
     "tree hash": ({"tree_sha256": "a"}, "expected a sha256, got 'a'"),
     "patch hash": ({"patches": [{"name": FIRST, "sha256": "a"}]}, "expected a sha256"),
     "patch order": (
