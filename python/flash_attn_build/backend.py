@@ -23,18 +23,10 @@ def build_wheel(
     config_settings: dict[str, str | list[str]] | None = None,
     metadata_directory: str | None = None,
 ) -> str:
-    """Builds, repairs and checks the wheel; its manifest lies beside it.
+    """Builds, repairs and checks the wheel, its manifest beside it; returns its name.
 
-    Args:
-        wheel_directory: Folder for them.
-        config_settings: `args`: words of `nox -s build --`, such as "--preset dev".
-        metadata_directory: Not used: metadata are complete only after the repair.
-
-    Returns:
-        Name of the wheel.
-
-    Raises:
-        BuildError: A setting is unknown, or the build failed.
+    The setting `args` holds words of `nox -s build --`, such as "--preset dev". The metadata are
+    complete only after the repair, so `metadata_directory` is not used.
     """
     settings = dict(config_settings or {})
     words = settings.pop("args", "")

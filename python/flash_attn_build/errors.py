@@ -35,9 +35,7 @@ class RefusedError(BuildError):
 def exit_status(work: Callable[[], object], left: str = "") -> int:
     """Runs the work of a command; no temporary file is left if it fails or is terminated.
 
-    Args:
-        work: What to run.
-        left: Printed after an OSError: the state of what the command writes.
+    `left`, the state of what the command writes, is printed after an OSError or an interrupt.
 
     Returns:
         Exit status: 0, or that of the kind of failure; stderr has the reason.
@@ -45,10 +43,12 @@ def exit_status(work: Callable[[], object], left: str = "") -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         work()
-    except (BuildError, OSError) as error:
-        print(f"error: {error}. {left}" if left and isinstance(error, OSError) else
-              f"error: {error}", file=sys.stderr)  # fmt: skip
-        return getattr(error, "exit_code", ToolchainError.exit_code)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error}. {left}".rstrip(), file=sys.stderr)
+        return ToolchainError.exit_code
     except KeyboardInterrupt:
         print(f"error: interrupted. {left}".rstrip(), file=sys.stderr)
         return 128 + signal.SIGINT

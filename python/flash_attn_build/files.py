@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -22,14 +21,12 @@ def replacing(path: Path) -> Iterator[BufferedWriter]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        os.close(handle)
-        with open(name, "wb") as file:
+        with open(handle, "wb") as file:
             yield file
         os.chmod(name, 0o644)  # mkstemp's 0600 would keep other users out
         os.replace(name, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        Path(name).unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -56,17 +53,14 @@ def tree_sha256(named: Mapping[str, bytes]) -> str:
     """
     digest = hashlib.sha256()
     for name, data in sorted(named.items()):
-        digest.update(f"{name}\0{len(data)}\0".encode())
-        digest.update(data)
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()
 
 
 def read_tree(root: Path, starts: Iterable[str] = (".",)) -> dict[str, bytes]:
-    """Reads files below a folder, without Python's caches.
+    """Reads files below a folder, or those of `starts` in it, of which each must hold one.
 
-    Args:
-        root: The folder.
-        starts: Files and folders below it; each must hold a file.
+    Python's caches are left out.
 
     Returns:
         Content by POSIX path relative to the root.
@@ -74,7 +68,7 @@ def read_tree(root: Path, starts: Iterable[str] = (".",)) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for start in starts:
         at = root / start
-        paths = [at] if at.is_file() else [path for path in at.rglob("*") if path.is_file()]
+        paths = [path for path in (at, *at.rglob("*")) if path.is_file()]
         paths = [path for path in paths if "__pycache__" not in path.parts]
         if not paths:
             raise FileNotFoundError(2, "no such file", str(at))

@@ -41,19 +41,7 @@ NVCC_PATH = re.compile(r"[\w./+@-]+")
 
 @dataclass(frozen=True)
 class Request:
-    """What to build.
-
-    Attributes:
-        preset: Name of a configure preset in CMakePresets.json.
-        out_dir: Folder for the wheel and its manifest.
-        build_dir: Folder for objects, kept so that the next build compiles only what changed.
-        defines: CMake cache entries, "NAME=VALUE", on top of the preset's.
-        arch: Machine that the wheel is for. Where it is not this one, cmake/aarch64.cmake names
-            the compiler.
-        local: Local version that tells this wheel from others of its version, such as "cu130".
-        locked: Whether only tools from the hash-locked lists in locks/ may be used.
-        cuda: "12" for Debian's compiler of CUDA 12; "" for the one that is found.
-    """
+    """What to build: the options of the command line, with whole paths."""
 
     preset: str
     out_dir: Path
@@ -66,13 +54,7 @@ class Request:
 
 
 def build(request: Request) -> Path:
-    """Builds one wheel.
-
-    Args:
-        request: What to build.
-
-    Returns:
-        The wheel in the request's out_dir; its manifest lies beside it.
+    """Builds one wheel into the request's out_dir, its manifest beside it; returns its path.
 
     Raises:
         BuildError: A step failed. The out_dir is as it was.
@@ -83,52 +65,50 @@ def build(request: Request) -> Path:
         environ = {"CUDACXX": str(nvcc)}
     elif request.locked or request.arch != platform.machine():
         environ = {}  # whatever nvcc the machine has, that of packages
-    cuda = toolchain.find(environ, arch=request.arch)
-    job_count = jobs.count()
-    host = toolchain.host_compiler(arch=request.arch)
+    cuda, host = toolchain.find(environ, arch=request.arch), toolchain.host_compiler(request.arch)
+    job_count, influences = jobs.count(), build_folder.influences(os.environ)
     tools = manifest.tool_versions(cuda.version, host)
     # What objects are made of: compilers and headers.
-    made_of = {
-        name: version
-        for name, version in tools.items()
-        if name in ("nvcc", toolchain.compiler_name(host), "torch") or name.startswith("nvidia-")
-    }
-    influences = build_folder.influences(os.environ)
+    names = ("nvcc", toolchain.compiler_name(host), "torch")
+    made_of = {n: v for n, v in tools.items() if n in names or n.startswith("nvidia-")}
     _say(f"preset {request.preset}, CUDA {cuda.version} ({cuda.root}), {job_count} at once")
     build_folder.drop_stale_state(request.build_dir, {"tools": made_of, "environment": influences})
     request.out_dir.mkdir(parents=True, exist_ok=True)
-    begin = time.time()
+    begin, epoch = time.time(), source_date_epoch(os.environ)
     # Beside its final place, so that the last step is a rename.
     with tempfile.TemporaryDirectory(dir=request.out_dir, prefix=".build-") as folder:
-        environ = environment(cuda, job_count, os.environ)
-        environ["TMPDIR"] = folder  # where compilers that are killed leave their files
+        environ = {
+            "CMAKE_BUILD_PARALLEL_LEVEL": str(job_count),
+            "NINJA_STATUS": "[%f of %t, %w, about %W left] ",
+            **os.environ,
+            "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",  # says which objects are of this configuration
+            "CUDACXX": str(cuda.nvcc),
+            "SOURCE_DATE_EPOCH": epoch,
+            "TMPDIR": folder,  # where compilers that are killed leave their files
+        }
         made = _compile(request, Path(folder, "made"), environ)
-        epoch = int(environ["SOURCE_DATE_EPOCH"])
         components = sbom.find_components(cuda)
-        wheel = repair(made, Path(folder, "repaired"), components, epoch, request.local)
+        wheel = repair(made, Path(folder, "repaired"), components, int(epoch), request.local)
         info = check(wheel)
         units = build_folder.read_units(request.build_dir)
+        ended = [(request.build_dir / unit["output"]).stat().st_mtime for unit in units]
         settings = {
             "preset": request.preset,
             "defines": list(request.defines),
             "environment": influences,
             "machine": manifest.machine(os.environ),
-            "source_date_epoch": epoch,
+            "source_date_epoch": int(epoch),
             "locked": request.locked,
             "toolkit_sha256": toolchain.toolkit_sha256(cuda),
             "jobs": job_count,
             "wall_seconds": round(time.time() - begin, 1),
             # Fewer than all if the build folder held objects of an earlier run.
-            "compiled_in_this_run": sum(
-                (request.build_dir / unit["output"]).stat().st_mtime >= begin for unit in units
-            ),
+            "compiled_in_this_run": sum(end >= begin for end in ended),
         }
         places = {
-            str(request.build_dir): "build",
-            str(files.ROOT): ".",
-            str(cuda.root): "<cuda>",
+            str(request.build_dir): "build", str(files.ROOT): ".", str(cuda.root): "<cuda>",
             sys.prefix: "<environment>",
-        }
+        }  # fmt: skip
         used = resource.getrusage(resource.RUSAGE_CHILDREN)  # with their children
         cost = {
             "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
@@ -139,36 +119,16 @@ def build(request: Request) -> Path:
         wheel.chmod(0o644)
         files.write_json(manifest.path_of(final), text)
         os.replace(wheel, final)
-    totals = text["totals"]
     _say(
         f"{final} ({final.stat().st_size / 1e6:.1f} MB, sha256 {text['wheel']['sha256']}); "
-        f"{totals['translation_units']} translation units, "
-        f"{totals['cpu_seconds'] / 60:.1f} CPU-minutes, "
-        f"largest process {totals['peak_rss_bytes'] / jobs.GIB:.2f} GiB"
+        f"{len(units)} translation units, {cost['cpu_seconds'] / 60:.1f} CPU-minutes, "
+        f"largest process {cost['peak_rss_bytes'] / jobs.GIB:.2f} GiB"
     )
     return final
 
 
-def environment(
-    cuda: toolchain.Toolchain, job_count: int, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """The environment of CMake and Ninja; what the user set stays."""
-    return {
-        "CMAKE_BUILD_PARALLEL_LEVEL": str(job_count),
-        "NINJA_STATUS": "[%f of %t, %w, about %W left] ",
-        **environ,
-        "CMAKE_EXPORT_COMPILE_COMMANDS": "ON",  # says which objects are of this configuration
-        "CUDACXX": str(cuda.nvcc),
-        "SOURCE_DATE_EPOCH": source_date_epoch(environ),
-    }
-
-
 def source_date_epoch(environ: Mapping[str, str], root: Path = files.ROOT) -> str:
-    """Dates the files of a wheel: SOURCE_DATE_EPOCH, or the last commit, in seconds since 1970.
-
-    Raises:
-        SettingError: SOURCE_DATE_EPOCH is not a whole number.
-    """
+    """Dates the files of a wheel: SOURCE_DATE_EPOCH, or the last commit, in seconds since 1970."""
     given = environ.get("SOURCE_DATE_EPOCH", "").strip()
     if not given and (root / ".git").exists():
         command = ["git", "-C", str(root), "log", "-1", "--format=%ct"]
@@ -191,8 +151,7 @@ def _compile(request: Request, destination: Path, environ: Mapping[str, str]) ->
     settings = {"build-dir": str(request.build_dir), "cmake.args": ";".join(options)}
     settings |= {f"cmake.define.{k}": v for k, _, v in (d.partition("=") for d in request.defines)}
     command = [sys.executable, "-c", _BACKEND, str(files.ROOT), str(destination)]
-    command.append(json.dumps(settings))
-    status, lines = run_group(command, environ)
+    status, lines = run_group([*command, json.dumps(settings)], environ)
     made = list(destination.glob("*.whl"))
     if status or len(made) != 1:
         error = first_error(lines)
@@ -247,50 +206,37 @@ def request_from(arguments: Sequence[str], root: Path = files.ROOT) -> Request:
     parser = argparse.ArgumentParser(
         prog="nox -s build --", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--preset", default="release", help="of CMakePresets.json (%(default)s)")
-    parser.add_argument(
-        "--out-dir", type=Path, help="for the wheel (dist for release, dist/PRESET for others)"
-    )
-    parser.add_argument("--build-dir", type=Path, help="for objects (build/PRESET)")
-    parser.add_argument(
-        "-D", dest="defines", action="append", default=[], metavar="NAME=VALUE",
-        help="a CMake cache entry, such as -D FLASH_ATTENTION_HEAD_DIMS=64;128",
-    )  # fmt: skip
-    parser.add_argument(
-        "--local", default="", metavar="LABEL", help="local version: cu130 makes 0.1.0+cu130"
-    )
-    parser.add_argument(
-        "--arch", choices=toolchain.TARGETS, default=platform.machine(),
-        help="machine that the wheel is for (this one); another: with Debian's cross compiler",
+    add = parser.add_argument
+    add("--preset", default="release", help="of CMakePresets.json (%(default)s)")
+    add("--out-dir", type=Path, help="for the wheel (dist for release, dist/PRESET for others)")
+    add("--build-dir", type=Path, help="for objects, which stay (build/PRESET)")
+    add("-D", dest="defines", action="append", default=[], metavar="NAME=VALUE",
+        help="a CMake cache entry, such as -D FLASH_ATTENTION_HEAD_DIMS=64;128")  # fmt: skip
+    add("--local", default="", metavar="LABEL", help="local version: cu130 makes 0.1.0+cu130")
+    add("--arch", choices=toolchain.TARGETS, default=platform.machine(),
+        help="machine that the wheel is for (this one); another: with Debian's cross compiler"
     )  # fmt: skip
     # Also read by the nox session, which installs what compiles before this module runs.
-    parser.add_argument("--locked", action="store_true", help="tools of locks/ only, by hash")
-    parser.add_argument("--cuda", choices=["12"], default="", help="with Debian's CUDA 12 toolkit")
+    add("--locked", action="store_true", help="tools of locks/ only, by hash")
+    add("--cuda", choices=["12"], default="", help="with Debian's CUDA 12 toolkit")
     given = parser.parse_args(arguments)
+    name = given.preset if given.arch == platform.machine() else f"{given.preset}-{given.arch}"
+    # A small wheel has the name of the full one, and must not replace it.
+    dist = root / "dist" if name == "release" else root / "dist" / name
+    given.out_dir = (given.out_dir or dist).resolve()
+    given.build_dir = (given.build_dir or root / "build" / name).resolve()
+    given.defines, given.local = tuple(given.defines), given.local.lower()
     for define in given.defines:
         if "=" not in define:
             parser.error(f"-D: expected NAME=VALUE, got {define!r}")
-    name = given.preset if given.arch == platform.machine() else f"{given.preset}-{given.arch}"
-    build_dir = (given.build_dir or root / "build" / name).resolve()
-    if not NVCC_PATH.fullmatch(str(build_dir)):
+    if not NVCC_PATH.fullmatch(str(given.build_dir)):
         parser.error(
-            f"nvcc does not compile in {str(build_dir)!r}: --build-dir takes a path of letters, "
-            "digits and . _ - + @ only"
+            f"nvcc does not compile in {str(given.build_dir)!r}: --build-dir takes a path of "
+            "letters, digits and . _ - + @ only"
         )
     if given.local and not (given.local.isascii() and given.local.isalnum()):
         parser.error(f"--local: expected letters and digits, got {given.local!r}")
-    # A small wheel has the name of the full one, and must not replace it.
-    dist = root / "dist" if name == "release" else root / "dist" / name
-    return Request(
-        preset=given.preset,
-        out_dir=(given.out_dir or dist).resolve(),
-        build_dir=build_dir,
-        defines=tuple(given.defines),
-        arch=given.arch,
-        local=given.local.lower(),
-        locked=given.locked,
-        cuda=given.cuda,
-    )
+    return Request(**vars(given))
 
 
 def main() -> int:

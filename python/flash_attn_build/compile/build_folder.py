@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -14,34 +15,12 @@ from .. import files
 
 STAMP = "made_with.json"
 LOG = ".ninja_log"  # cmake/Progress.cmake begins it
-
-# Environment variables that change what compilers make.
-_PREFIXES = ("CMAKE_", "NVCC_", "SKBUILD_", "ZIG_")
-_NAMES = frozenset(
-    {
-        "CCC_OVERRIDE_OPTIONS",  # clang's, which zig is
-        "CFLAGS",
-        "COMPILER_PATH",
-        "CPATH",
-        "CPLUS_INCLUDE_PATH",
-        "CUDAFLAGS",
-        "CUDAHOSTCXX",
-        "CXXFLAGS",
-        "C_INCLUDE_PATH",
-        "GCC_EXEC_PREFIX",
-        "LDFLAGS",
-        "LD_PRELOAD",
-        "LIBRARY_PATH",
-    }
-)
-_COMPILERS = frozenset({"CC", "CUDACXX", "CXX"})
-# These change only how fast a build is and what it prints.
-_HARMLESS = frozenset(
-    {
-        "CMAKE_BUILD_PARALLEL_LEVEL",
-        "CMAKE_COLOR_DIAGNOSTICS",
-        "CMAKE_EXPORT_COMPILE_COMMANDS",
-    }
+# Environment variables that change what compilers make; those of clang count for zig, too.
+_VARIABLES = re.compile(
+    "CCC_OVERRIDE_OPTIONS|COMPILER_PATH|CPATH|C(PLUS)?_INCLUDE_PATH|GCC_EXEC_PREFIX|LD_PRELOAD"
+    "|LDFLAGS|LIBRARY_PATH|C(XX)?FLAGS|CUDAFLAGS|CUDAHOSTCXX|(NVCC|SKBUILD|ZIG)_.*"
+    # But for those that change only how fast a build is and what it prints.
+    "|CMAKE_(?!BUILD_PARALLEL_LEVEL$|COLOR_DIAGNOSTICS$|EXPORT_COMPILE_COMMANDS$).*"
 )
 
 
@@ -54,13 +33,8 @@ def influences(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if value.strip()
-        and name not in _HARMLESS
-        and (
-            name in _NAMES
-            or name.startswith(_PREFIXES)
-            or (name in _COMPILERS and any(word.startswith("-") for word in value.split()))
-        )
+        if (_VARIABLES.fullmatch(name) and value.strip())
+        or (name in ("CC", "CXX", "CUDACXX") and re.search(r"(^|\s)-", value))
     }
 
 
@@ -69,12 +43,8 @@ def drop_stale_state(build_dir: Path, made_with: Mapping[str, Any]) -> None:
 
     CMake keeps an option until another value is given, so a build without options would use those
     of the last one. `cmake --fresh` would remove the objects as well. Ninja notices a changed
-    command or file, but not a compiler that was replaced under the same path, nor an environment
-    variable: where those differ, objects are removed too.
-
-    Args:
-        build_dir: The build folder; it need not exist.
-        made_with: What objects depend on and Ninja does not see, ready for JSON.
+    command or file, but not `made_with`: a compiler that was replaced under the same path, an
+    environment variable. Where those differ, objects are removed too.
     """
     stamp, state = build_dir / STAMP, build_dir / "CMakeFiles"
     wanted = json.dumps(made_with, indent=2, sort_keys=True) + "\n"
@@ -82,8 +52,7 @@ def drop_stale_state(build_dir: Path, made_with: Mapping[str, Any]) -> None:
     same = stamp.exists() and stamp.read_text(encoding="utf-8") == wanted
     # Folders named by CMake's version hold what it detected of the compilers.
     for folder in state.glob("[0-9]*") if same else [state]:
-        if folder.exists():
-            shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     files.write_text(stamp, wanted)
 
 

@@ -1,9 +1,8 @@
 """A CUDA 12 toolkit of Debian's compiler and NVIDIA's packages, in build/cuda12.
 
-NVIDIA's Python packages of CUDA 12 have headers, ptxas and the static runtime, but no nvcc. The
-component non-free of Debian has all of CUDA 12.4's compiler. `python -m
-flash_attn_build.compile.debian_cuda` fetches that package alone: from apt's mirror on a Debian,
-elsewhere in a container of Debian. Nothing is installed.
+NVIDIA's Python packages of CUDA 12 have headers, ptxas and the static runtime, but no nvcc; the
+component non-free of Debian has it. This module, run, fetches that package: from apt's mirror on a
+Debian, elsewhere in a container of Debian. Nothing is installed.
 """
 
 from __future__ import annotations
@@ -59,18 +58,7 @@ LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib64"
 
 
 def fetch(folder: Path = ROOT / "build" / "debian") -> Path:
-    """Fetches Debian's package for this machine, unless it is there.
-
-    Args:
-        folder: Where it lies.
-
-    Returns:
-        The package, of the pinned hash.
-
-    Raises:
-        ToolchainError: It cannot be fetched.
-        RefusedError: It is not the pinned one.
-    """
+    """Fetches Debian's package for this machine into a folder, unless it is there, by its hash."""
     name, wanted = PACKAGES[platform.machine()]
     package = folder / f"nvidia-cuda-toolkit_{VERSION}_{name}.deb"
     if not package.exists():
@@ -90,19 +78,9 @@ def fetch(folder: Path = ROOT / "build" / "debian") -> Path:
 
 
 def assemble(package: Path, dest: Path, packages: Path | None = None) -> Path:
-    """Makes the toolkit's folder anew.
+    """Makes the toolkit's folder anew, of Debian's package and NVIDIA's; returns nvcc's path.
 
-    Args:
-        package: Debian's package.
-        dest: The folder.
-        packages: Folder of installed Python packages (dependency group "cuda12"); this Python's own
-            if None.
-
-    Returns:
-        Path of nvcc.
-
-    Raises:
-        ToolchainError: A part is missing.
+    `packages`: a folder with those of dependency group "cuda12"; this Python's own if None.
     """
     packages = packages or Path(sysconfig.get_paths()["purelib"])
     shutil.rmtree(dest, ignore_errors=True)

@@ -30,17 +30,7 @@ def path_of(wheel: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads a manifest.
-
-    Args:
-        path: The file, beside a wheel: see `path_of`.
-
-    Returns:
-        The manifest. It is not checked which wheel it is of.
-
-    Raises:
-        RefusedError: It is missing, or no manifest of this form.
-    """
+    """Reads a manifest, or refuses what is none; of which wheel it is, is not checked."""
     try:
         text = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -75,9 +65,7 @@ def describe(
     return {
         "schema": SCHEMA,
         "wheel": {
-            "name": wheel.name,
-            "sha256": sha256_of(wheel),
-            "bytes": wheel.stat().st_size,
+            "name": wheel.name, "sha256": sha256_of(wheel), "bytes": wheel.stat().st_size
         },
         **{key: info[key] for key in FROM_WHEEL},
         "build": dict(settings),
@@ -87,7 +75,7 @@ def describe(
             {key: unit[key] for key in ("output", "wall_seconds")} for unit in units
         ],
         "totals": {"translation_units": len(units), **cost},
-    }
+    }  # fmt: skip
 
 
 def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict[str, list[str]]:
@@ -107,16 +95,9 @@ def flags(units: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> dict
 
 
 def locked(cuda: str, root: Path = ROOT) -> Iterator[Requirement]:
-    """Reads the requirements that a build with `--locked` installs, of one version each.
-
-    Raises:
-        LookupError: A list is not there, or empty.
-    """
+    """Reads the requirements that a build with `--locked` installs, of one version each."""
     for name in ("build", "torch", "cuda12" if cuda.startswith("12.") else "cuda"):
-        try:
-            text = (root / "locks" / f"{name}.txt").read_text(encoding="utf-8")
-        except OSError as error:
-            raise LookupError(f"locks/{name}.txt: {error.strerror}") from error
+        text = (root / "locks" / f"{name}.txt").read_text(encoding="utf-8")
         found = re.findall(r"^([a-z0-9].*?==.+?) --hash", text, re.MULTILINE)
         if not found:
             raise LookupError(f"locks/{name}.txt: names no version")
@@ -128,15 +109,11 @@ def tool_versions(cuda: str, host_compiler: tuple[str, ...]) -> dict[str, str]:
 
     That of the host compiler is the line it prints, which names the distribution that built it.
     """
-    said = subprocess.run(
-        [*host_compiler, "--version"], capture_output=True, text=True, check=False
-    ).stdout.partition("\n")[0]
+    command = [*host_compiler, "--version"]
+    said = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
     name = compiler_name(host_compiler)
-    versions = {
-        "nvcc": cuda,
-        name: said.removeprefix(name).strip(),
-        "python": platform.python_version(),
-    }
+    versions = {"nvcc": cuda, name: said.removeprefix(name).strip()}
+    versions["python"] = platform.python_version()
     for requirement in locked(cuda):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[requirement.name] = importlib.metadata.version(requirement.name)
@@ -148,6 +125,6 @@ def machine(environ: Mapping[str, str]) -> dict[str, str]:
     try:
         system = platform.freedesktop_os_release().get("PRETTY_NAME", "")
     except OSError:
-        system = ""
+        system = platform.system()
     image = f"{environ.get('ImageOS', '')} {environ.get('ImageVersion', '')}".strip()
-    return {"system": system or platform.system(), "image": image}
+    return {"system": system, "image": image}

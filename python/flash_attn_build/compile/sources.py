@@ -21,17 +21,7 @@ PARTS = (*NATIVE, "pyproject.toml")
 
 
 def digests(root: Path = ROOT) -> dict[str, str]:
-    """Hashes each part of a source tree that the machine code is made from.
-
-    Args:
-        root: The source tree.
-
-    Returns:
-        Part to hexadecimal sha256 over its files, named relative to the tree.
-
-    Raises:
-        FileNotFoundError: The tree lacks a part.
-    """
+    """Hashes each part that the machine code is made from; FileNotFoundError if one is missing."""
     return {part: tree_sha256(read_tree(root, [part])) for part in PARTS}
 
 

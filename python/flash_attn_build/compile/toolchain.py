@@ -21,13 +21,6 @@ PACKAGES = "cuda-toolkit[nvcc,cccl]"
 # Machines that a wheel can be for, and the folder of CUDA's libraries for each.
 TARGETS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 
-_NO_NVCC = (
-    "nvcc: no CUDA compiler found in CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the packages of "
-    f"{sys.executable}. Install CUDA 13 from packages (pip install '{PACKAGES}==13.0.*'; "
-    "nox -s build does it), or set CUDACXX to an nvcc. "
-    "CUDA 12 has no nvcc package: `nox -s build -- --cuda 12` takes Debian's."
-)
-
 
 @dataclass(frozen=True)
 class Toolchain:
@@ -51,16 +44,11 @@ def find(
     packages: Path | None = None,
     arch: str = platform.machine(),
 ) -> Toolchain:
-    """Finds the CUDA toolkit to build with.
+    """Finds the CUDA toolkit to build for a machine with.
 
-    Args:
-        environ: Environment. CUDACXX, CUDA_HOME and CUDA_PATH, where set, must be right.
-        packages: Folder of installed packages; this Python's own if None.
-        arch: The machine to build for. For another machine than this one, NVIDIA's packages of that
-            machine lie in the folder `arch` of this Python's environment.
-
-    Returns:
-        The toolkit of the first nvcc among CUDACXX, CUDA_HOME, CUDA_PATH, PATH and packages.
+    That of the first nvcc among CUDACXX, CUDA_HOME, CUDA_PATH, PATH and the packages of this Python
+    (or those in a folder). Packages for another machine lie in the folder `arch` of this Python's
+    environment.
 
     Raises:
         ToolchainError: No nvcc, one that does not run, or a toolkit with parts missing.
@@ -68,11 +56,18 @@ def find(
     packages = (packages or Path(sysconfig.get_paths()["purelib"])).resolve()
     found = next(_candidates(environ, packages), None)
     if found is None:
-        raise ToolchainError(_NO_NVCC)
-    root = _root(found)
+        raise ToolchainError(
+            "nvcc: no CUDA compiler found in CUDACXX, CUDA_HOME, CUDA_PATH, PATH or the packages "
+            f"of {sys.executable}. Install CUDA 13 from packages (pip install '{PACKAGES}==13.0.*';"
+            " nox -s build does it), or set CUDACXX to an nvcc. "
+            "CUDA 12 has no nvcc package: `nox -s build -- --cuda 12` takes Debian's."
+        )
+    # What nvcc itself says it belongs to: the path may lead to a wrapper script.
+    plan = _run(found, "-v", "--dryrun", "-x", "cu", os.devnull, "-c", "-o", os.devnull)
+    top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
+    root = Path(top[1]).resolve() if top else found.resolve().parent.parent
     nvcc = root / "bin" / "nvcc"
-    if not nvcc.exists():
-        nvcc = found
+    nvcc = nvcc if nvcc.exists() else found
     here, target = root, TARGETS.get(arch, "")
     if packages in root.parents:
         # The names that nvcc and CMake look for, and packages leave out.
@@ -90,15 +85,19 @@ def find(
     version = re.search(r"\bV(\d+\.\d+\.\d+)", _run(nvcc, "--version"))
     if version is None:
         raise ToolchainError(f"{nvcc}: `nvcc --version` names no version. Is it an nvcc?")
-    folders = [here / "lib64", here / "targets" / target / "lib", here / "lib"]
-    cudart = next((f for d in folders if (f := d / "libcudart_static.a").exists()), None)
-    headers = [here / "include", here / "targets" / target / "include"]
-    missing = [] if cudart else ["libcudart_static.a"]
-    for name in ("cuda_runtime.h", "cccl/cuda/std/version"):
+
+    def there(*names: str) -> Path | None:
+        folders = (here, here / "targets" / target)
+        return next((f for d in folders for n in names if (f := d / n).exists()), None)
+
+    cudart = there("lib64/libcudart_static.a", "lib/libcudart_static.a")
+    parts = {
+        "libcudart_static.a": cudart,
+        "cuda_runtime.h": there("include/cuda_runtime.h"),
         # Toolkits before 13 have CCCL straight in their include folder.
-        names = (name, name.removeprefix("cccl/"))
-        if not any((folder / n).exists() for folder in headers for n in names):
-            missing.append(name)
+        "cccl/cuda/std/version": there("include/cccl/cuda/std/version", "include/cuda/std/version"),
+    }
+    missing = [name for name, path in parts.items() if path is None]
     if missing or cudart is None:
         series = version[1].rpartition(".")[0]
         raise ToolchainError(
@@ -118,21 +117,12 @@ def toolkit_sha256(cuda: Toolchain) -> str:
 
 
 def host_compiler(
-    environ: Mapping[str, str] = os.environ, arch: str = platform.machine()
+    arch: str = platform.machine(), environ: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Finds the C++ compiler that CMake uses for host code.
+    """Finds the C++ compiler that CMake uses for host code: the words of its command.
 
-    Args:
-        environ: Environment: CXX, else g++ or c++ on PATH. As in CMake, CXX may hold a launcher
-            and options: "ccache g++".
-        arch: The machine to build for. For another machine than this one: the cross compiler that
-            cmake/aarch64.cmake names.
-
-    Returns:
-        The words of the command, the first of them a path.
-
-    Raises:
-        ToolchainError: There is none.
+    CXX, which may hold a launcher and options ("ccache g++"), else g++ or c++ on PATH; for another
+    machine the cross compiler that cmake/aarch64.cmake names.
     """
     given = shlex.split(environ.get("CXX", ""))
     package = "g++"
@@ -159,8 +149,8 @@ def _candidates(environ: Mapping[str, str], packages: Path) -> Iterator[Path]:
             path = shutil.which(str(Path(value) / tail), path=environ.get("PATH"))
             if path is None:
                 raise ToolchainError(
-                    f"{name}: expected {'an nvcc' if not tail else 'a CUDA toolkit'}, got "
-                    f"{value!r}, where there is none. Correct it, or unset it to search PATH."
+                    f"{name}: expected {'a CUDA toolkit' if tail else 'an nvcc'}, got {value!r}, "
+                    "where there is none. Correct it, or unset it to search PATH."
                 )
             yield Path(path)
     if environ and (path := shutil.which("nvcc", path=environ.get("PATH"))):
@@ -168,29 +158,16 @@ def _candidates(environ: Mapping[str, str], packages: Path) -> Iterator[Path]:
     yield from sorted(packages.glob("nvidia/cu*/bin/nvcc"), reverse=True)
 
 
-def _root(nvcc: Path) -> Path:
-    """The toolkit that nvcc itself says it belongs to: the path may lead to a wrapper script."""
-    plan = _run(nvcc, "-v", "--dryrun", "-x", "cu", os.devnull, "-c", "-o", os.devnull)
-    top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
-    return Path(top[1]).resolve() if top else nvcc.resolve().parent.parent
-
-
 def _run(nvcc: Path, *arguments: str) -> str:
     try:
-        done = subprocess.run(
-            [nvcc, *arguments], capture_output=True, text=True, check=False, timeout=60
-        )
+        done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolchainError(f"{nvcc}: does not run: {error}") from error
     return done.stdout + done.stderr
 
 
 def main() -> int:
-    """Prints the path of nvcc, or an empty line where a CUDA compiler is still to be installed.
-
-    Returns:
-        Exit status.
-    """
+    """Prints the path of nvcc, or an empty line where a CUDA compiler is still to be installed."""
     packages = Path(sysconfig.get_paths()["purelib"])
     return exit_status(lambda: print(next(_candidates(os.environ, packages), "")))
 

@@ -51,40 +51,29 @@ def test_cores_and_available_memory_decide(
     assert jobs.count({"MAX_JOBS": given}, root) == expected
 
 
-MEMORY = {
-    "of an enclosing group": {
-        "proc/self/cgroup": "0::/box/inner\n",
-        "sys/fs/cgroup/box/memory.max": str(8 * jobs.GIB),
-        "sys/fs/cgroup/box/memory.current": str(4 * jobs.GIB),
-        "sys/fs/cgroup/box/memory.stat": f"anon 1\ninactive_file {jobs.GIB}\n",
-        "sys/fs/cgroup/box/inner/memory.max": "max",
-        "sys/fs/cgroup/box/inner/memory.current": "1",
-    },
+BOX = {
+    "proc/self/cgroup": "0::/box/inner\n",
+    "sys/fs/cgroup/box/memory.max": str(22 * jobs.GIB),
+    "sys/fs/cgroup/box/memory.current": str(4 * jobs.GIB),
+    "sys/fs/cgroup/box/memory.stat": f"anon 1\ninactive_file {jobs.GIB}\n",
+    "sys/fs/cgroup/box/inner/memory.max": "max",
+    "sys/fs/cgroup/box/inner/memory.current": "1",
 }
 
 
-@pytest.mark.parametrize("contents", MEMORY.values(), ids=MEMORY)
-def test_a_container_limit_counts_less_what_it_uses_but_for_its_cache(
-    tmp_path: Path, contents: dict[str, str]
-) -> None:
-    assert jobs.available_memory(system(tmp_path, memory(100) | contents)) == 5 * jobs.GIB
-
-
 @pytest.mark.parametrize(
-    ("group", "limits", "expected"),
+    ("contents", "expected"),
     [
-        ("0::/a", {"a/cpu.max": "250000 100000"}, 2),
-        ("0::/a", {"a/cpu.max": "max 100000"}, 16),
+        (BOX, 3),  # 22 - 4 + 1 GiB
+        (BOX | {"sys/fs/cgroup/box/cpu.max": "250000 100000"}, 2),
+        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"}, 16),
     ],
-    ids=["quota", "no limit"],
+    ids=["memory but for its cache", "cores", "no limit"],
 )
-def test_cpu_quota_cuts_the_cores(
-    tmp_path: Path, group: str, limits: dict[str, str], expected: int
+def test_the_limits_of_a_container_count(
+    tmp_path: Path, contents: dict[str, str], expected: int
 ) -> None:
-    folder = Path("sys/fs/cgroup")
-    contents = {str(folder / name): text for name, text in limits.items()}
-    root = system(tmp_path, {"proc/self/cgroup": group, **contents})
-    assert jobs.usable_cores(root) == expected
+    assert jobs.count({}, system(tmp_path, memory(100) | contents)) == expected
 
 
 @pytest.mark.parametrize(

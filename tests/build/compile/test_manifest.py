@@ -74,11 +74,9 @@ def test_the_machine_is_named_with_its_image() -> None:
     assert found["system"]
 
 
-@pytest.mark.parametrize("text", [None, "# nothing\n"], ids=["none", "empty"])
-def test_a_list_of_locked_tools_that_is_not_there(tmp_path: Path, text: str | None) -> None:
-    if text is not None:
-        files.write_text(tmp_path / "locks" / "build.txt", text)
-    with pytest.raises(LookupError, match=r"locks/build\.txt: (No such file|names no version)"):
+def test_a_list_of_locked_tools_that_is_empty(tmp_path: Path) -> None:
+    files.write_text(tmp_path / "locks" / "build.txt", "# nothing\n")
+    with pytest.raises(LookupError, match=r"locks/build\.txt: names no version"):
         list(manifest.locked("13.0.88", tmp_path))
 
 

@@ -87,10 +87,10 @@ def test_the_cross_compiler_is_named_with_its_package(
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     compiler = script(tmp_path / "bin" / "aarch64-linux-gnu-g++", "")
     environ = {"PATH": str(tmp_path / "bin"), "CXX": "clang++"}
-    assert toolchain.host_compiler(environ, "aarch64") == (str(compiler),)
+    assert toolchain.host_compiler("aarch64", environ) == (str(compiler),)
     compiler.unlink()
     with pytest.raises(ToolchainError, match="apt-get install g\\+\\+-aarch64-linux-gnu"):
-        toolchain.host_compiler(environ, "aarch64")
+        toolchain.host_compiler("aarch64", environ)
 
 
 @pytest.mark.parametrize("variable", ["", "CUDACXX", "CUDA_HOME", "CUDA_PATH"])
@@ -127,7 +127,7 @@ def test_host_compiler(tmp_path: Path) -> None:
     for given, expected in (
         ("", ("g++",)), ("clang++", ("clang++",)), ("ccache g++ -m64", ("ccache", "g++", "-m64")),
     ):  # fmt: skip
-        command = toolchain.host_compiler({"PATH": str(tmp_path), "CXX": given})
+        command = toolchain.host_compiler(environ={"PATH": str(tmp_path), "CXX": given})
         assert command == (str(tmp_path / expected[0]), *expected[1:])
     assert toolchain.compiler_name(command) == "g++"
 
@@ -135,7 +135,7 @@ def test_host_compiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize("environ", [{}, {"CXX": "nope++"}], ids=["none", "CXX"])
 def test_no_host_compiler(environ: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ToolchainError, match=r"no C\+\+ compiler found"):
-        toolchain.host_compiler({"PATH": str(tmp_path), **environ})
+        toolchain.host_compiler(environ={"PATH": str(tmp_path), **environ})
 
 
 def test_command_prints_what_is_there_and_only_packages_where_the_build_is_locked(
