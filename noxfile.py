@@ -30,7 +30,6 @@ TOOLS = {"PYTHONPATH": str(ROOT / "python")}  # flash_attn_build
 PYTHONS = ("3.10", "3.14")  # the oldest and the newest that the wheel is tested on
 # The Python that builds a wheel in its image, by CUDA: [tool.cibuildwheel] tells them apart by it.
 WHEELS = {"13": "cp312", "12": "cp311"}
-NVCC_PATH = r"[\w./+@-]+"  # nvcc hands paths to a shell, partly without quotes
 BUILD_PYTHON = (3, 11)  # the oldest that builds and gates: torch-abi-audit needs it
 # NEWEST=1: the newest versions that pyproject.toml allows, and the newest torch, instead of locks/.
 NEWEST = bool(os.environ.get("NEWEST"))
@@ -123,8 +122,8 @@ def verify_dev(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def verify(session: nox.Session) -> None:
-    """Verify each wheel in dist/ on this machine's GPU: its own `verify`, then tests/gpu."""
-    for wheel in wheels(session, "dist"):
+    """Verify this machine's wheels in dist/ on its GPU: their own `verify`, then tests/gpu."""
+    for wheel in wheels(session, "dist", f"*{platform.machine()}.whl"):
         out = run_verify(session, wheel, *session.posargs)
         if "cpu" in session.posargs:
             continue
@@ -162,13 +161,13 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def publish(session: nox.Session) -> None:
-    """Run the gate, then upload the wheel (-- --locked: the gate's; other ARGS: twine's)."""
+    """Run the gate, then upload the wheels (-- --locked: the gate's; other ARGS: twine's)."""
     of_gate = [argument for argument in session.posargs if argument == "--locked"]
     others = [argument for argument in session.posargs if argument != "--locked"]
     run_gate(session, "release", *of_gate)
-    wheel = the_wheel(session, "build/release/package-index")
+    paths = map(str, wheels(session, "build/release/package-index"))
     install(session, "publish")
-    session.run("twine", "upload", "--non-interactive", *others, str(wheel))
+    session.run("twine", "upload", "--non-interactive", *others, *paths)
 
 
 @nox.session(default=False)
@@ -199,7 +198,8 @@ def deviation(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style, types, C++ format, spelling, README tables and configuration files."""
-    install(session, "torch", "dev")  # mypy reads torch's types
+    install_torch(session)  # mypy reads its types
+    install(session, "dev")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
@@ -233,15 +233,23 @@ def lock(session: nox.Session) -> None:
         arguments = ["--python-version", python, "--group", f"pyproject.toml:{name}"]
         # One version of each package: the lists before this one bind it.
         for before in list(LOCKS)[: list(LOCKS).index(name)]:
-            files = ("torch", "torch_cpu", "torch_cuda") if before == "torch" else (before,)
+            files = ("torch", "torch_requires", "torch_cuda") if before == "torch" else (before,)
             arguments += [f"--constraint=locks/{file}.txt" for file in files]
         lines = lines_of(*arguments)
         parts = {name: lines}
-        if name == "torch":  # alone, for its headers; what all its builds need; what CUDA's needs
+        # Alone, for its headers; the build for CPUs, where pip's settings offer it; what all builds
+        # need; what CUDA's needs.
+        if name == "torch":
             torch = [line for line in lines if line.startswith("torch==")]
             cuda = [line for line in lines if re.match("cuda-|nvidia-|triton=", line)]
-            parts["torch"] = [f"{line.rstrip()} {CPU_TORCH}\n" for line in torch]
-            parts["torch_cpu"] = [line for line in lines if line not in torch + cuda]
+            parts["torch"] = torch
+            own = f"{torch[0].split()[0]}+cpu"
+            download = ["pip", "download", "--no-deps", "--dest", session.create_tmp(), own]
+            session.run("python", "-m", *download, success_codes=(0, 1))
+            found = [path.read_bytes() for path in Path(session.create_tmp()).glob("torch-*.whl")]
+            digests = [f" --hash=sha256:{hashlib.sha256(data).hexdigest()}" for data in found]
+            parts["torch_cpu"] = [f"{own}{digest}\n" for digest in digests]
+            parts["torch_requires"] = [line for line in lines if line not in torch + cuda]
             parts["torch_cuda"] = cuda
         for part, packages in parts.items():
             Path(ROOT, "locks", f"{part}.txt").write_text("".join(packages))
@@ -322,8 +330,11 @@ LOCKS = {
     "torch": "3.10", "test": "3.10", "dev": "3.11", "build": "3.11", "cuda": "3.11",
     "cuda12": "3.11", "gate": "3.11", "nox": "3.11", "publish": "3.11", "wheels": "3.11",
 }  # fmt: skip
-# torch's own build for CPUs (cp311, x86-64): pip prefers it where its settings offer it.
-CPU_TORCH = "--hash=sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
+
+
+# Python compiles what is imported.
+LOCKED = ("--no-compile", "--no-deps", "--require-hashes")
+WHEELS_ONLY = ("--only-binary", ":all:")
 
 
 def run_build(session: nox.Session, *arguments: str) -> None:
@@ -366,12 +377,8 @@ def run_verify(session: nox.Session, wheel: Path, *arguments: str) -> Path:
 
 def install_compilers(session: nox.Session, *, locked: bool = False, cuda12: bool = False) -> None:
     """Installs what compiling needs, a CUDA compiler included where the machine has none."""
-    if not re.fullmatch(NVCC_PATH, str(ROOT)):
-        session.error(
-            f"nvcc does not compile in {str(ROOT)!r}: move this folder to a path of "
-            "letters, digits and . _ - + @ only"
-        )
-    install(session, "build", "torch")  # only torch's headers are read
+    install(session, "build")
+    install_torch(session)  # only its headers are read
     if cuda12:
         install(session, "cuda12")
     # A locked build compiles with the locked compiler, whatever the machine has.
@@ -390,9 +397,8 @@ def install(session: nox.Session, *names: str) -> None:
             session.install(*(["--no-deps", "torch"] if name == "torch" else groups(name)))
         else:
             # What builds and publishes runs no setup.py of a package.
-            wheels_only = () if name == "dev" else ("--only-binary", ":all:")
-            locked = ("--no-deps", "--require-hashes", "-r", f"locks/{name}.txt")
-            session.install(*wheels_only, *locked)
+            wheels_only = () if name == "dev" else WHEELS_ONLY
+            session.install(*LOCKED, *wheels_only, "-r", f"locks/{name}.txt")
 
 
 def install_wheel(session: nox.Session, wheel: Path) -> None:
@@ -400,12 +406,24 @@ def install_wheel(session: nox.Session, wheel: Path) -> None:
     if NEWEST:
         session.install(str(wheel))
         return
-    install(session, "torch", "torch_cpu")
-    requires = "import importlib.metadata as m; print(*m.requires('torch'))"
-    if "nvidia" in str(session.run("python", "-c", requires, silent=True)):
-        install(session, "torch_cuda")  # gigabytes; torch's builds for CPUs do without
+    install(session, "torch_requires")
+    install_torch(session, "torch_cuda")
     session.install("--no-deps", str(wheel))
     session.run("python", "-m", "pip", "check")
+
+
+def install_torch(session: nox.Session, *others: str) -> None:
+    """Installs torch: its own build for CPUs, or the index's with other locked lists.
+
+    The one takes 0.2 GB, the other 3. Pip's settings may offer it; it is asked for by itself, since
+    pip prefers what an index announces by hash to the file of a folder.
+    """
+    said: object = "ERROR"
+    if not NEWEST and not Path("/dev/nvidiactl").exists():
+        pip = ["python", "-m", "pip", "install", *LOCKED, *WHEELS_ONLY, "-r", "locks/torch_cpu.txt"]
+        said = session.run(*pip, silent=True, success_codes=(0, 1))
+    if "ERROR" in str(said):
+        install(session, "torch", *others)
 
 
 def install_lab(session: nox.Session) -> None:
@@ -429,9 +447,9 @@ def run_tool(session: nox.Session, name: str, *arguments: str, silent: bool = Fa
     return str(said).strip() if silent else ""
 
 
-def wheels(session: nox.Session, folder: str) -> list[Path]:
+def wheels(session: nox.Session, folder: str, pattern: str = "*.whl") -> list[Path]:
     """Finds the wheels in a folder, oldest first; fails where there is none."""
-    found = sorted((ROOT / folder).glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    found = sorted((ROOT / folder).glob(pattern), key=lambda path: path.stat().st_mtime)
     if not found:
         session.error(f"{folder}: expected a wheel, found none; build one")
     return found

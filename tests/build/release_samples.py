@@ -17,7 +17,7 @@ from flash_attn_build.files import ROOT
 from flash_attn_build.release import policy as policies
 from flash_attn_build.release.gate import Verdict, decide, find_runs
 from flash_attn_build.release.policy import Policy
-from flash_attn_build.release.report import digest
+from flash_attn_build.release.report import digest, read_report
 from flash_attn_build.wheel import check, sbom
 
 SCHEMA: Mapping[str, Any] = json.loads((ROOT / "docs/verification.schema.json").read_text())
@@ -39,7 +39,7 @@ Change = Callable[[dict[str, Any]], object]
 OTHER_WHEEL = {"filename": "x.whl", "sha256": "1" * 64}  # what a report of another wheel names
 # The real one, but for the toolkit: that of the samples.
 CUDA = str(fake_wheel.INFO["cuda_toolkit"])
-POLICY = replace(policies.POLICY, wheels={"": CUDA}, toolkits={CUDA: ("70" * 32,)})
+POLICY = replace(policies.POLICY, wheels={"x86_64": CUDA}, toolkits={CUDA: ("70" * 32,)})
 MODULES = (
     "tests.gpu.decode.test_steps",
     "tests.gpu.test_calls",
@@ -129,7 +129,8 @@ class Project:
         self.git("tag", "--force", f"v{self.wheel.name.split('-')[1]}")
 
     def decide(self, tag: str = "") -> Verdict:
-        return decide(self.wheel, find_runs(self.dist), self.policy, self.root, tag)
+        reports = [read_report(path, self.root) for path in find_runs(self.dist)]
+        return decide(self.wheel, reports, self.policy, self.root, tag)
 
     def problems(self, tag: str = "") -> str:
         return "\n".join(self.decide(tag).problems)

@@ -1,4 +1,4 @@
-"""What nox sessions share: which wheel is meant, where a run of verify goes."""
+"""What nox sessions share: which wheel is meant, what is installed, where a run of verify goes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from flash_attn_build.compile import build
 from flash_attn_build.files import ROOT, sha256_of
 from flash_attn_build.release.report import read_gpu_tests
 
-OTHER = "x86_64" if platform.machine() == "aarch64" else "aarch64"
+MACHINE = platform.machine()
+OTHER = "x86_64" if MACHINE == "aarch64" else "aarch64"
 
 
 class Stopped(Exception):
@@ -36,10 +36,10 @@ class Skipped(Exception):
 class Session:
     """Stands in for nox's: notes commands, and ends where nox would."""
 
-    def __init__(self) -> None:
+    def __init__(self, *posargs: str) -> None:
         self.commands: list[tuple[str, ...]] = []
         self.environments: list[dict[str, str]] = []  # of what was run
-        self.posargs: list[str] = []
+        self.posargs = list(posargs)
         self.python = "3.10"
         self.virtualenv = SimpleNamespace(location=Path("/environment"))
         self.said = "/packages/nvcc"  # by what was run
@@ -57,7 +57,10 @@ class Session:
         self.commands.append(("install", *arguments))
 
     def run(self, *arguments: str, **options: Any) -> str:
-        self.commands.append(arguments)
+        if arguments[2:4] == ("pip", "install"):
+            self.install(*arguments[4:])
+        else:
+            self.commands.append(arguments)
         self.options = options
         self.environments.append(options.get("env") or {})
         return f"{self.said}\n"
@@ -107,14 +110,12 @@ def test_the_wheel_that_is_meant(sessions: ModuleType, tmp_path: Path) -> None:
 
 def test_each_verification_has_a_folder_of_its_own(sessions: ModuleType, tmp_path: Path) -> None:
     put(tmp_path, "a.whl")
-    for expected in ("1", "2"):
+    for expected in ("1", "2", "10"):
         session = Session()
         sessions.run_verify(session, tmp_path / "a.whl")
         command = session.commands[-1]
         assert Path(command[command.index("--out") + 1]) == tmp_path / "verification" / expected
-    (tmp_path / "verification" / "9").mkdir()
-    sessions.run_verify(Session(), tmp_path / "a.whl")
-    assert (tmp_path / "verification" / "10").is_dir()
+        (tmp_path / "verification" / ("9" if expected == "2" else "x")).mkdir(exist_ok=True)
 
 
 def installs(session: Session) -> list[str]:
@@ -127,11 +128,11 @@ def installs(session: Session) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "locks"),
     [
-        pytest.param((), ["build", "torch"], id="nvcc"),
-        pytest.param(("--locked",), ["build", "torch", "cuda"], id="locked"),
-        pytest.param(("--cuda", "12"), ["build", "torch", "cuda12"], id="cuda"),
-        pytest.param(("--cuda=12", "--locked"), ["build", "torch", "cuda12"], id="both"),
-        pytest.param(("--arch", OTHER), ["build", "torch", "cuda", "cuda"], id="arch"),
+        pytest.param((), ["build", "torch_cpu"], id="nvcc"),
+        pytest.param(("--locked",), ["build", "torch_cpu", "cuda"], id="locked"),
+        pytest.param(("--cuda", "12"), ["build", "torch_cpu", "cuda12"], id="cuda"),
+        pytest.param(("--cuda=12", "--locked"), ["build", "torch_cpu", "cuda12"], id="both"),
+        pytest.param(("--arch", OTHER), ["build", "torch_cpu", "cuda", "cuda"], id="arch"),
     ],
 )
 def test_compilers_are_those_that_the_build_is_asked_for(
@@ -141,8 +142,11 @@ def test_compilers_are_those_that_the_build_is_asked_for(
     session = Session()
     sessions.run_build(session, *arguments)
     assert installs(session) == locks
-    tools = [command for command in session.commands if command[0] == "python"]
-    assert tools[-1] == ("python", "-m", "flash_attn_build.compile.build", *arguments)
+    assert session.commands[-1] == ("python", "-m", "flash_attn_build.compile.build", *arguments)
+    # A build that is stopped gets the time to clean up.
+    assert session.options["interrupt_timeout"] >= 1
+    assert session.options["terminate_timeout"] >= 10
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     last = session.commands[-2]
     assert ("--platform" in last) == (OTHER in arguments)
     if OTHER in arguments:  # beside the packages of this machine
@@ -150,23 +154,23 @@ def test_compilers_are_those_that_the_build_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("requires", "locks"),
+    ("said", "locks"),
     [
-        pytest.param("filelock", ["torch", "torch_cpu"], id="cpu"),
-        pytest.param("nvidia-nccl-cu13", ["torch", "torch_cpu", "torch_cuda"], id="cuda"),
+        pytest.param("Successfully installed", ["torch_cpu"], id="offered"),
+        pytest.param("ERROR: no match", ["torch_cpu", "torch", "torch_cuda"], id="not offered"),
     ],
 )
-def test_torch_gets_the_libraries_of_its_build(
-    sessions: ModuleType, requires: str, locks: list[str]
+def test_torch_is_the_one_for_cpus_where_there_is_one(
+    sessions: ModuleType, said: str, locks: list[str]
 ) -> None:
     session = Session()
-    session.said = requires
+    session.said = said
     sessions.install_wheel(session, Path("a.whl"))
     assert session.commands[-2:] == [
         ("install", "--no-deps", "a.whl"), ("python", "-m", "pip", "check")
     ]  # fmt: skip
     del session.commands[-2]
-    assert installs(session) == locks
+    assert installs(session) == ["torch_requires", *locks]
 
 
 def test_a_cell_of_the_matrix_is_run_until_its_wheel_has_passed(
@@ -192,8 +196,7 @@ def test_a_cell_of_the_matrix_is_run_until_its_wheel_has_passed(
 def test_a_release_wheel_is_built_in_its_image(
     sessions: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: str
 ) -> None:
-    session = Session()
-    session.posargs = ["--cuda", cuda]
+    session = Session("--cuda", cuda)
     session.said = "cp311-manylinux_{0} cp312-manylinux_{0}"
 
     def run(*arguments: str, **options: Any) -> str:
@@ -203,7 +206,7 @@ def test_a_release_wheel_is_built_in_its_image(
     monkeypatch.setattr(session, "run", run)
     monkeypatch.setattr(sessions, "_runs", lambda engine: engine == "podman")
     sessions.release_wheels(session)
-    only = f"{'cp311' if cuda == '12' else 'cp312'}-manylinux_{platform.machine()}"
+    only = f"{'cp311' if cuda == '12' else 'cp312'}-manylinux_{MACHINE}"
     assert session.commands[-1][:3] == ("cibuildwheel", "--only", only)
     assert session.environments[-1]["CIBW_CONTAINER_ENGINE"] == "podman"
     fetched = [command[-1] for command in session.commands if "debian_cuda" in command[-1]]
@@ -225,63 +228,51 @@ def test_a_new_system_runs_what_the_readme_says(
     run = (".ci/fresh", "sid", ".ci/nox", "-s")
     assert session.commands == [(*run, "build"), (*run, "test")]
     assert session.environments[0] == {"NVCC": "/cuda/bin/nvcc"}
-    session.posargs = ["true"]
+    session = Session("true")
     noxfile.fresh(session, suite="trixie", nvcc="packages")
-    assert session.commands[-1] == (".ci/fresh", "trixie", "true")
-    assert session.environments[-1] == {}
-
-
-@pytest.mark.parametrize("short", ["--lock", "--cud=12", "--pre=dev"])
-def test_the_build_takes_no_abbreviations(short: str) -> None:
-    """The session that installs the compilers would not know them."""
-    with pytest.raises(SystemExit, match="2"):
-        build.request_from([short])
+    assert (session.commands, session.environments) == ([(".ci/fresh", "trixie", "true")], [{}])
 
 
 def test_publish_gives_the_gate_its_option_and_twine_the_rest(
     sessions: ModuleType, tmp_path: Path
 ) -> None:
-    put(tmp_path / "build" / "release" / "package-index", "a-0.1.0.whl")
-    session = Session()
-    session.posargs = ["--locked", "--repository", "test"]
+    names = ("a-0.1.0-py3-none-manylinux_x86_64.whl", "a-0.1.0-py3-none-manylinux_aarch64.whl")
+    put(tmp_path / "build" / "release" / "package-index", *names)
+    session = Session("--locked", "--repository", "test")
     sessions.publish(session)
     gate, upload = (command for command in session.commands if command[0] != "install")
     assert gate == ("python", "-m", "flash_attn_build.release")
     assert session.commands[0][-1] == "locks/gate.txt"
     assert upload[:5] == ("twine", "upload", "--non-interactive", "--repository", "test")
+    assert [Path(path).name for path in upload[5:]] == [*names]
 
 
-def test_every_wheel_of_a_release_is_verified(sessions: ModuleType, tmp_path: Path) -> None:
-    put(tmp_path / "dist", "a-0.1.0.whl", "a-0.1.0+cu12.whl")
+def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_writes(
+    sessions: ModuleType, tmp_path: Path
+) -> None:
+    names = [f"a-0.1.0{n}-py3-none-manylinux_{MACHINE}.whl" for n in ("", "+cu12")]
+    put(tmp_path / "dist", *names, f"a-0.1.0-py3-none-manylinux_{OTHER}.whl")
     session = Session()
     sessions.verify(session)
-    reports = [c[c.index("--wheel") + 1] for c in session.commands if "--wheel" in c]
-    assert [Path(path).name for path in reports] == ["a-0.1.0.whl", "a-0.1.0+cu12.whl"]
+    verified = [c[c.index("--wheel") + 1] for c in session.commands if "--wheel" in c]
+    assert [Path(path).name for path in verified] == names
     tests = [command for command in session.commands if command[:2] == ("pytest", "tests/gpu")]
     assert [command[-1] for command in tests] == [
         f"--junit-xml={tmp_path}/dist/verification/{run}/gpu-tests.xml" for run in (1, 2)
     ]
-
-
-def test_the_gate_reads_what_pytest_writes(sessions: ModuleType, tmp_path: Path) -> None:
-    put(tmp_path / "dist", "a-0.1.0.whl")
-    session = Session()
-    sessions.verify(session)
-    (command,) = (command for command in session.commands if command[0] == "pytest")
     program = (
         "import pytest\ndef test_a(): pass\ndef test_b(): {}\ndef test_c(): pytest.skip('no')\n"
     )
-    results = tmp_path / "dist" / "verification" / "1" / "gpu-tests.xml"
-    digest = sha256_of(tmp_path / "dist" / "a-0.1.0.whl")
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
     for body, problems in (
         ("pass", []),
         ("raise ValueError", ["gpu-tests.xml: failed: 'tests.gpu"]),
     ):
-        (tmp_path / "tests" / "gpu").mkdir(parents=True, exist_ok=True)
         (tmp_path / "tests" / "gpu" / "test_x.py").write_text(program.format(body))
-        run = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *command[1:]]
+        run = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *tests[0][1:]]
         subprocess.run(run, cwd=tmp_path, check=False, capture_output=True)
-        passed, found = read_gpu_tests(results, digest)
+        results = tmp_path / "dist" / "verification" / "1" / "gpu-tests.xml"
+        passed, found = read_gpu_tests(results, sha256_of(tmp_path / "dist" / names[0]))
         assert set(passed) == {"tests.gpu.test_x"}
         assert [problem[:33] for problem in found] == problems
 
@@ -305,26 +296,6 @@ def test_pytest_skips_no_folder_of_tests(pytestconfig: pytest.Config) -> None:
     for rule in pytestconfig.getini("norecursedirs"):
         skipped = [folder for folder in folders if any(fnmatch(part, rule) for part in folder)]
         assert skipped == [], rule
-
-
-@pytest.mark.parametrize("name", ["a b", "a(1)", "a,b", "it's", "$x"])
-def test_a_path_that_nvcc_does_not_take_is_told_before_anything_is_installed(
-    sessions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    assert build.NVCC_PATH.pattern == sessions.NVCC_PATH
-    monkeypatch.setattr(sessions, "ROOT", tmp_path / name)
-    session = Session()
-    with pytest.raises(Stopped, match="nvcc does not compile in"):
-        sessions.run_build(session, "--preset", "dev")
-    assert session.commands == []
-
-
-def test_a_build_that_is_stopped_gets_the_time_to_clean_up(sessions: ModuleType) -> None:
-    session = Session()
-    sessions.run_tool(session, "compile.build")
-    assert session.options["interrupt_timeout"] >= 1
-    assert session.options["terminate_timeout"] >= 10
-    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
 
 
 def test_the_script_that_runs_nox_wants_the_same_python(

@@ -18,7 +18,6 @@ from ..files import ROOT, sha256_of, write_json, write_text
 from . import attestations
 from .gate import Verdict, find_runs, find_wheels, gpu_test_modules, judge
 from .policy import POLICY
-from .report import at
 
 RESULT = "test-result.json"  # beside the folder of the release: the predicate to be attested
 
@@ -32,9 +31,8 @@ def release(
         dist: Folder for wheels.
         reports: Folder that holds the verification reports.
         out: Folder for what is published: `assets/` for the GitHub release, `package-index/` for
-            the wheel that has no local version, notes.md and SHA256SUMS; replaced as a whole,
-            removed if the gate refuses. Beside it, test-result.json is written if the wheels
-            passed, or failed for good.
+            the wheels without a local version, notes.md and SHA256SUMS; removed if the gate
+            refuses. test-result.json beside it tells that the wheels passed, or failed for good.
         attested: Repository, commit and tag whose attestations wheels and manifests must have;
             there may be no reports of other wheels then. None: by hand.
         root: The source tree.
@@ -66,15 +64,15 @@ def release(
             if any(verdict.failed for verdict in verdicts.values()):
                 write_json(out.parent / RESULT, test_result(verdicts, root, assets))
             raise RefusedError("not published, because of\n" + "\n".join(problems))
-        for label, verdict in verdicts.items():
+        (made / "package-index").mkdir()
+        for kind, verdict in verdicts.items():
             wheel = verdict.wheel.path
             proofs = {report.path: report for report in verdict.verified.values()}
             for number, path in enumerate(sorted(proofs), start=1):
                 # Written again: nothing of the GPU machine's files but what the schema names.
                 target = assets / f"{wheel.name}.verification-{number}.json"
                 write_json(target, proofs[path].content)
-            if not label:
-                (made / "package-index").mkdir()
+            if "+" not in kind:
                 shutil.copyfile(wheel, made / "package-index" / wheel.name)
         changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
         write_text(made / "notes.md", _notes(verdicts, changelog))
@@ -111,17 +109,18 @@ def test_result(verdicts: Mapping[str, Verdict], root: Path, assets: Path) -> di
 
 def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
     """The notes of a release, in Markdown: changes, what was verified, what was not."""
-    version = verdicts[""].wheel.version
+    first = next(iter(verdicts.values())).wheel
+    version = first.version
     # The version's part, which `## 1.2.3 (date)` opens, without that heading.
     part = rf"^## {re.escape(version)}(?=\s|$)[^\n]*\n(.*?)(?=^## |\Z)"
     found = re.search(part, changelog, re.M | re.S)
     lines = [found[1].strip() if found else "", "", "## Verified", ""]
     lines += ["| wheel | CUDA | architectures | GPU | sha256 |", "|---|---|---|---|---|"]
-    for label, verdict in verdicts.items():
+    for kind, verdict in verdicts.items():
         reports = verdict.verified.values()
-        gpus = sorted({str(at(report.content, "environment", "gpu")) for report in reports})
+        gpus = sorted({str(report.content["environment"]["gpu"]) for report in reports})
         lines.append(
-            f"| {version}{'+' + label if label else ', package index'} "
+            f"| {version}, {kind}{'' if '+' in kind else ', package index'} "
             f"| {verdict.wheel.manifest['cuda_toolkit']} | {', '.join(sorted(verdict.verified))} "
             f"| {_plain(', '.join(gpus))} | `{verdict.wheel.sha256}` |"
         )
@@ -131,8 +130,7 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
         allowed = POLICY.unverified_architectures[name]
         run = f" Its PTX was run on a newer GPU ({allowed.ptx_report})." if allowed.ptx else ""
         lines.append(f"- **{name}**: {why}{run}")
-    tools = verdicts[""].wheel.manifest["tools"]
-    made = ", ".join(f"{name} {number}" for name, number in list(tools.items())[:3])
+    made = ", ".join(f"{name} {number}" for name, number in [*first.manifest["tools"].items()][:3])
     lines += ["", f"Made with {_plain(made)} and the packages of locks/: the same give the same "
               "bytes."]  # fmt: skip
     return "\n".join(lines).strip() + "\n"

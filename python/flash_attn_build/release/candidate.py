@@ -38,7 +38,7 @@ class Candidate:
     Attributes:
         path: The wheel.
         version: Its version without a local part; "" if its name is not that of a wheel.
-        local: The local part of its version, such as "cu130"; mostly "".
+        kind: Its machine and the local part of its version: "x86_64", "aarch64+cu12".
         sha256: Of its bytes.
         manifest: The build manifest; empty if there is none.
         problems: Everything that is wrong with the wheel or its manifest.
@@ -46,7 +46,7 @@ class Candidate:
 
     path: Path
     version: str
-    local: str
+    kind: str
     sha256: str
     manifest: Mapping[str, Any] = field(repr=False)
     problems: tuple[str, ...] = ()
@@ -66,11 +66,12 @@ def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
     data = wheel.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     problems: list[str] = []
-    version = local = ""
+    version = kind = ""
     text: dict[str, Any] = {}
     try:
-        parsed = parse_wheel_filename(wheel.name)[1]
-        version, local = parsed.public, parsed.local or ""
+        _, parsed, _, tags = parse_wheel_filename(wheel.name)
+        version, machine = parsed.public, min(str(tag) for tag in tags).partition("_2_28_")[2]
+        kind = machine + (f"+{parsed.local}" if parsed.local else "")
         text = manifest.read(manifest.path_of(wheel))
     except (InvalidWheelFilename, RefusedError) as error:
         problems.append(f"manifest: {error}")
@@ -96,8 +97,8 @@ def read_candidate(wheel: Path, root: Path, policy: Policy) -> Candidate:
     except OSError as error:
         problems.append(f"tree: {error}")
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        problems.append(f"manifest: not laid out as the build does it ({error!r})")
-    return Candidate(wheel, version, local, digest, text, tuple(problems))
+        problems.append(f"manifest: cannot be compared with the tree ({error!r})")
+    return Candidate(wheel, version, kind, digest, text, tuple(problems))
 
 
 def _source_problems(
@@ -161,14 +162,10 @@ def _manifest_problems(text: Mapping[str, Any], root: Path, policy: Policy) -> I
         version = tools.get(locked.name, "").partition("+")[0]  # a local version: "+cpu"
         if (wanted or version) and version not in locked.specifier:
             yield f"built with {locked.name} {version or None}, but locks/ has {locked}"
-    known = _words_of_cmake(root)
+    files = [root / "CMakeLists.txt", *sorted((root / "cmake").rglob("*"))]
+    lines = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
+    known = set(re.split(r'[\s;<>"():$]+', re.sub(r"#.*", "", lines)))
     for target, flags in text["flags"].items():
         for flag in flags:
             if not _FLAGS.fullmatch(flag) and flag.removeprefix("-D") not in known:
                 yield f"{target} was compiled with {flag!r}, which no CMake file has"
-
-
-def _words_of_cmake(root: Path) -> set[str]:
-    files = [root / "CMakeLists.txt", *sorted((root / "cmake").rglob("*"))]
-    text = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
-    return set(re.split(r'[\s;<>"():$]+', re.sub(r"#.*", "", text)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import ptx, tree
 from .candidate import Candidate, read_candidate
 from .policy import Policy
-from .report import Report, failures, proof_problems, read_report, read_schema, run_problems
+from .report import Report, failures, proof_problems, read_report, run_problems
 
 README = "README.md"
 
@@ -78,41 +78,37 @@ def judge(
             where wheels are built and verified again and again.
 
     Returns:
-        Verdict by local version, and everything that stands against the release.
+        Verdict by kind of wheel, and everything that stands against the release.
     """
-    verdicts = [decide(wheel, runs, policy, root, tag) for wheel in wheels]
+    reports = [read_report(path, root) for path in runs]
+    verdicts = [decide(wheel, reports, policy, root, tag) for wheel in wheels]
     lines = []
     for verdict in verdicts:
         if verdict.problems:
             lines.append(f"{verdict.wheel.path.name} (sha256 {verdict.wheel.sha256}):")
             lines += [f"  - {problem}" for problem in verdict.problems]
-    if sorted(verdict.wheel.local for verdict in verdicts) != sorted(policy.wheels):
+    if sorted(verdict.wheel.kind for verdict in verdicts) != sorted(policy.wheels):
         there = ", ".join(wheel.name for wheel in wheels) or "no wheel"
-        wanted = ", ".join(label or "none" for label in policy.wheels)
-        lines.append(f"expected one wheel of each local version ({wanted}), found {there}")
+        lines.append(f"expected one wheel each of {', '.join(policy.wheels)}, found {there}")
     if not allow_other_reports:
         known = {verdict.wheel.sha256 for verdict in verdicts}
-        reports = (read_report(path, {}) for path in runs)
-        lines += [
-            f"{report.where}: is of no wheel of this release (sha256 {report.sha256})"
-            for report in reports
-            if report.sha256 not in known
-        ]
-    return {verdict.wheel.local: verdict for verdict in verdicts}, lines
+        others = [report for report in reports if report.sha256 not in known]
+        lines += [f"{each.where}: is of no wheel of this release" for each in others]
+    return {verdict.wheel.kind: verdict for verdict in verdicts}, lines
 
 
-def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path, tag: str = "") -> Verdict:
+def decide(
+    wheel: Path, reports: Sequence[Report], policy: Policy, root: Path, tag: str = ""
+) -> Verdict:
     """Decides whether a wheel may be published: see `judge`."""
     candidate = read_candidate(wheel, root, policy)
     problems = [*tree.problems(root, candidate.version, tag), *candidate.problems]
     cuda = candidate.manifest.get("cuda_toolkit")
-    if cuda != (wanted := policy.wheels.get(candidate.local, cuda)):
+    if cuda != (wanted := policy.wheels.get(candidate.kind, cuda)):
         problems.append(
-            f"manifest: made with CUDA {cuda}, but the release policy wants {wanted} for local "
-            f"version {candidate.local or 'none'}"
+            f"manifest: made with CUDA {cuda}, but the policy wants {wanted} for {candidate.kind}"
         )
-    schema, modules = read_schema(root), gpu_test_modules(root, policy)
-    reports = [read_report(path, schema) for path in sorted(runs)]
+    modules = gpu_test_modules(root, policy)
     against = {each.path: [*proof_problems(each, candidate, policy, modules)] for each in reports}
     of_these_bytes = [report for report in reports if report.sha256 == candidate.sha256]
     held = candidate.architectures
@@ -153,7 +149,7 @@ def decide(wheel: Path, runs: Iterable[Path], policy: Policy, root: Path, tag: s
         silent = [report for report in of_these_bytes if name not in report.names("unverified")]
         problems += [f"{name}: unverified, but {each.where} does not say so" for each in silent]
         if entry.ptx:
-            found = [*ptx.problems(root, schema, candidate, entry, policy)]
+            found = [*ptx.problems(root, candidate, entry, policy)]
             problems += [f"{name}: {problem}" for problem in found]
     return Verdict(
         candidate,

@@ -8,44 +8,30 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Unverified:
-    """An architecture whose machine code no GPU at hand could run.
+    """An architecture whose machine code no GPU at hand could run, and what was run instead."""
 
-    Attributes:
-        reason: Why; the release notes repeat it.
-        ptx: The PTX that was run instead, of a wheel that holds nothing else, such as
-            "compute_80"; "" if the policy does not ask for that.
-        ptx_report: The report of that run, relative to the source tree.
-    """
-
-    reason: str
-    ptx: str = ""
-    ptx_report: str = ""
+    reason: str  # the release notes repeat it
+    ptx: str = ""  # such as "compute_80", of a wheel that holds nothing else; "": none is asked for
+    ptx_report: str = ""  # of that run, relative to the source tree
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is demanded of a release.
+    """What is demanded of a release."""
 
-    Attributes:
-        required_architectures: GPU architectures, such as "sm_90", whose machine code must have
-            passed, and a pattern of the names of such GPUs.
-        unverified_architectures: Those that a wheel may hold without.
-        required_sections: Sections that a report must have passed.
-        required_checks: Rows of the section "contract" that it must have passed.
-        other_gpu_tests: Folders and modules of tests/gpu that want two GPUs, an nvcc or a library
-            that is built apart; of every other module a test must have passed.
-        wheels: The wheels of a release: local version ("" for the one of the package index) to the
-            version of nvcc that makes it.
-        toolkits: Version of nvcc to the hashes (`toolchain.toolkit_sha256`) of the packages in
-            locks/, one for each kind of machine that builds.
-    """
-
+    # Whose machine code must have passed, and a pattern of the names of such GPUs.
     required_architectures: Mapping[str, str]
     unverified_architectures: Mapping[str, Unverified]
+    # Of a report, and rows of its section "contract".
     required_sections: tuple[str, ...]
     required_checks: tuple[str, ...]
+    # Folders and modules of tests/gpu that want two GPUs, an nvcc or a library that is built apart;
+    # of every other module a test must have passed.
     other_gpu_tests: tuple[str, ...]
+    # Each wheel of a release: machine and local version ("x86_64", "x86_64+cu12"), and its nvcc.
     wheels: Mapping[str, str]
+    # Version of nvcc to the hashes (`toolchain.toolkit_sha256`) of the packages in locks/, one for
+    # each kind of machine that builds.
     toolkits: Mapping[str, tuple[str, ...]]
 
 
@@ -69,7 +55,7 @@ POLICY = Policy(
         "schedule", "family", "split-size", "backward", "dropout", "golden",
     ),
     other_gpu_tests=("ranks", "test_benchmark_baseline", "test_wgmma"),
-    wheels={"": "13.0.88"},
+    wheels={"x86_64": "13.0.88"},
     toolkits={
         "13.0.88": (
             "0b432eb0f09073008aa4d790cafe469629a7738626de4a4e14dc4f8587cb9e35",  # x86-64

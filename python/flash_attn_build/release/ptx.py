@@ -18,16 +18,14 @@ from .report import Report, build_problems, read_report, run_problems, state_pro
 SECTIONS = ("contract", "accuracy")
 
 
-def problems(
-    root: Path, schema: Mapping[str, Any], wheel: Candidate, allowed: Unverified, policy: Policy
-) -> Iterator[str]:
+def problems(root: Path, wheel: Candidate, allowed: Unverified, policy: Policy) -> Iterator[str]:
     """Says why a run of PTX cannot be taken for one of an architecture's machine code.
 
     The wheel that ran is not the one to be published: the driver compiles PTX only if the wheel
     holds no machine code for the GPU. Its report and manifest are in the tree. It must have been
     built as the wheel to be published, except for the architecture.
     """
-    report = read_report(root / allowed.ptx_report, schema)
+    report = read_report(root / allowed.ptx_report, root)
     # Beside `<name>.json` lies `<name>.manifest.json`, of the wheel that ran.
     path, text = Path(allowed.ptx_report).with_suffix(".manifest.json"), {}
     try:

@@ -13,12 +13,11 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from ..errors import RefusedError, differences
+from ..errors import differences
 from .candidate import Candidate
 from .policy import Policy
 
 SCHEMA = "docs/verification.schema.json"
-SCHEMA_VERSION = 2
 GPU_TESTS = "gpu-tests.xml"  # JUnit's form, beside the report; the suite is named by the wheel
 # A complete, passing run of an installed wheel on a GPU.
 PASSED = {
@@ -34,7 +33,7 @@ class Report:
 
     Attributes:
         path: The file.
-        content: The JSON object; empty if it could not be read.
+        content: As the schema has it; empty if the file is not laid out so.
         problems: What is wrong with the file itself.
     """
 
@@ -45,17 +44,17 @@ class Report:
     @property
     def sha256(self) -> str:
         """The sha256 of the wheel that the report is of; "" if it names none."""
-        return str(at(self.content, "wheel", "sha256") or "")
+        return str(self.content["wheel"]["sha256"] or "") if self.content else ""
 
     @property
     def where(self) -> str:
         """How messages name it."""
         return f"{self.path.parent.name}/{self.path.name}"
 
-    def names(self, kind: str) -> tuple[str, ...]:
+    def names(self, kind: str) -> Sequence[str]:
         """Architectures that "ran" ("sm_90"), "ran_as_ptx" ("compute_80") or are "unverified"."""
-        found = at(self.content, "architectures", kind)
-        return tuple(str(name) for name in found) if isinstance(found, list) else ()
+        found: Sequence[str] = self.content["architectures"][kind] if self.content else ()
+        return found
 
 
 def digest(content: Mapping[str, Any]) -> str:
@@ -68,29 +67,21 @@ def digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_schema(root: Path) -> dict[str, Any]:
-    """Reads the JSON Schema of reports from a source tree."""
-    try:
-        found: dict[str, Any] = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RefusedError(f"schema: {SCHEMA} is unreadable ({error})") from error
-    return found
-
-
-def read_report(path: Path, schema: Mapping[str, Any]) -> Report:
-    """Reads a report; its content is empty if it is not laid out as one of this project."""
+def read_report(path: Path, root: Path) -> Report:
+    """Reads a report, by the schema of a source tree."""
+    schema = json.loads((root / SCHEMA).read_text(encoding="utf-8"))
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         return Report(path, {}, (f"is unreadable ({error})",))
-    if found := [*differences(content, {"schema_version": SCHEMA_VERSION})]:
-        return Report(path, {}, tuple(found))
-    problems = []
-    if content.get("digest") != digest(content):
-        problems.append("was changed after it was written: its digest is not that of its content")
     errors = sorted(Draft202012Validator(schema).iter_errors(content), key=lambda e: e.json_path)
-    problems += [f"{error.json_path}: {error.message[:200]}" for error in errors[:3]]
-    return Report(path, content, tuple(problems))
+    if errors:
+        found = tuple(f"{error.json_path}: {error.message[:200]}" for error in errors[:3])
+        return Report(path, {}, found)
+    if content["digest"] == digest(content):
+        return Report(path, content)
+    said = "was changed after it was written: its digest is not that of its content"
+    return Report(path, content, (said,))
 
 
 def proof_problems(
@@ -98,19 +89,14 @@ def proof_problems(
 ) -> Iterator[str]:
     """Says why a run is no proof that a wheel works.
 
-    Args:
-        report: The report of the run.
-        wheel: The wheel.
-        policy: The release policy: what it must have passed.
-        modules: Modules of tests/gpu, of each of which a test must have passed.
+    Of each of `modules`, those of tests/gpu, a test must have passed.
     """
     yield from run_problems(report)
-    content = report.content
-    if not content:
+    if not (content := report.content):
         return
     named = {"filename": wheel.path.name, "sha256": wheel.sha256}
     yield from differences(content, {"wheel": named, "quick": False})
-    gpu = str(at(content, "environment", "gpu"))
+    gpu = str(content["environment"].get("gpu"))
     for name in report.names("ran"):
         wanted = policy.required_architectures.get(name)
         if wanted and not re.fullmatch(wanted, gpu, re.ASCII):
@@ -125,11 +111,7 @@ def proof_problems(
 
 
 def read_gpu_tests(path: Path, sha256: str) -> tuple[list[str], list[str]]:
-    """Reads the results of tests/gpu.
-
-    Args:
-        path: The file, in JUnit's form.
-        sha256: Of the wheel that must have been installed.
+    """Reads the results of tests/gpu, of the wheel with that hash.
 
     Returns:
         Test classes, a class for each test that passed, and what is wrong.
@@ -160,7 +142,7 @@ def failures(report: Report, sha256: str) -> list[str]:
     if report.sha256 != sha256:
         return []
     found = [*state_problems(report.content)]
-    if report.content.get("status") == "failed":
+    if report.content["status"] == "failed":
         found.append("its status is 'failed'")
     tests = read_gpu_tests(report.path.with_name(GPU_TESTS), sha256)[1]
     return [*found, *(problem for problem in tests if ": failed: " in problem)]
@@ -171,7 +153,7 @@ def run_problems(report: Report) -> Iterator[str]:
     yield from report.problems
     if report.content:
         yield from differences(report.content, PASSED)
-        capability = str(at(report.content, "environment", "compute_capability"))
+        capability = str(report.content["environment"].get("compute_capability"))
         for name in (*report.names("ran"), *report.names("ran_as_ptx")):
             if not runs_on(name, capability):
                 yield f"says that {name} ran on a GPU of compute capability {capability}"
@@ -195,11 +177,15 @@ def runs_on(architecture: str, capability: str) -> bool:
 def build_problems(report: Report, manifest: Mapping[str, Any]) -> Iterator[str]:
     """Compares what a report states of the build with a build manifest."""
     keys = ("cuda_toolkit", "architectures", "deterministic", "bits_version", "sources")
-    upstream = {key: at(manifest, "upstream", key) for key in ("version", "sha256")}
-    pins = {"upstream": upstream, "patches": at(manifest, "upstream", "patches")}
+    stated = manifest.get("upstream")
+    upstream = stated if isinstance(stated, Mapping) else {}
+    pins = {
+        "upstream": {key: upstream.get(key) for key in ("version", "sha256")},
+        "patches": upstream.get("patches"),
+    }
     expected = {"build": {key: manifest.get(key) for key in keys}, "pins": pins}
     yield from differences(report.content, expected)
-    if at(report.content, "build", "missing_kernels"):
+    if report.content["build"].get("missing_kernels"):
         yield "says that the wheel lacks kernels"
     held = {str(name) for name in manifest.get("architectures") or ()}
     for name in (*report.names("ran"), *report.names("ran_as_ptx")):
@@ -212,40 +198,17 @@ def state_problems(
     content: Mapping[str, Any], sections: Sequence[str] = (), checks: Sequence[str] = ()
 ) -> Iterator[str]:
     """Says which sections, and which rows of the contract, have not passed; others may not fail."""
-    found = _rows(content.get("sections"))
-    rows = [at(row, "data", "checks") for row in found if row.get("id") == "contract"]
-    contract = [check for each in rows for check in _rows(each)]
-    for kind, wanted, states in (
-        ("section", sections, _states(found)),
-        ("contract,", checks, _states(contract)),
-    ):
-        for name in dict.fromkeys((*wanted, *states)):
-            state = states.get(name, "missing")
-            if state.startswith(("failed", "error")) or (name in wanted and state != "passed"):
-                yield f"{kind} {name}: {state}"
-
-
-def _rows(value: object) -> list[dict[str, Any]]:
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
-
-
-def _states(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Status by id, of sections or of checks."""
-    states: dict[str, str] = {}
-    for row in rows:
-        name, state = str(row.get("id")), str(row.get("status"))
-        if state == "passed" and row.get("cases") == 0:
+    found = {f"section {each['id']}": each["status"] for each in content["sections"]}
+    for row in content["sections"][1]["data"]["checks"]:
+        name, state = f"contract, {row['id']}", row["status"]
+        if state == "passed" and not row["cases"]:
             state = "error: passed without a case"
-        if state == "passed" and row.get("failed"):
+        if state == "passed" and row["failed"]:
             state = f"failed: {row['failed']} cases"
-        # A section that occurs twice has passed only if both have.
-        states[name] = state if states.get(name, "passed") == "passed" else states[name]
-    return states
-
-
-def at(content: Mapping[str, Any], *keys: str) -> Any:
-    """Looks up a value deep in a report that may be of any form; None if it is not there."""
-    value: Any = content
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
+        # A row that occurs twice has passed only if both have.
+        found[name] = state if found.get(name, "passed") == "passed" else found[name]
+    wanted = [f"section {name}" for name in sections] + [f"contract, {name}" for name in checks]
+    for name in dict.fromkeys([*wanted, *found]):
+        state = found.get(name, "missing")
+        if state.startswith(("failed", "error")) or (name in wanted and state != "passed"):
+            yield f"{name}: {state}"

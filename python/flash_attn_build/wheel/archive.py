@@ -26,15 +26,7 @@ def date_of(epoch: int) -> Date:
 
 
 def pack(contents: Mapping[str, bytes], date: Date) -> bytes:
-    """Packs a wheel: plain files in a fixed order, the .dist-info and its RECORD last.
-
-    Args:
-        contents: Content by name; the RECORD is made here.
-        date: What every member bears.
-
-    Returns:
-        The wheel.
-    """
+    """Packs a wheel: plain files in a fixed order, last the .dist-info and its RECORD."""
     info = next((name.partition("/")[0] for name in contents if ".dist-info/" in name), "")
     record = f"{info}/RECORD"
     lines, out = [], io.BytesIO()
@@ -55,17 +47,10 @@ def pack(contents: Mapping[str, bytes], date: Date) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[dict[str, bytes], Date]:
-    """Reads a wheel that was packed here.
+    """Reads a wheel that was packed here: content by name, RECORD included, and date.
 
-    Args:
-        data: The wheel.
-
-    Returns:
-        Content by name, RECORD included, and the date of the members.
-
-    Raises:
-        RefusedError: It is not what `pack` would make of the same files, to the byte: it may hold
-            a file twice, links, modes, comments, or what other readers of archives see otherwise.
+    Refused is what `pack` would not make of the same files, to the byte: it may hold a file twice,
+    links, modes, comments, or what other readers of archives see otherwise.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -80,14 +65,10 @@ def unpack(data: bytes) -> tuple[dict[str, bytes], Date]:
     if packed != data:
         names = [item.filename for item in items]
         twice = sorted({name for name in names if names.count(name) > 1})
+        at = next((i for i, (a, b) in enumerate(zip(data, packed, strict=False)) if a != b), -1)
         raise RefusedError(
             "archive: is not what the build makes of these files: "
-            + (f"holds {twice[0]} twice" if twice else _difference(data, packed))
+            f"order, kind, mode, date or hash in RECORD of a file differs at byte {at}; "
+            f"it has {len(data)} bytes, not {len(packed)}; holds twice: {twice}"
         )
     return contents, items[0].date_time
-
-
-def _difference(data: bytes, packed: bytes) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(data, packed, strict=False)) if a != b), -1)
-    whole = f"it has {len(data)} bytes, not {len(packed)}"
-    return f"order, kind, mode, date or hash in RECORD of a file differs at byte {at}; {whole}"

@@ -23,17 +23,7 @@ def architectures(section: bytes) -> set[str]:
 
 
 def containers(section: bytes) -> Iterator[list[str]]:
-    """Goes through the fat binaries of a section, one for each translation unit.
-
-    Args:
-        section: The section's bytes: fat binaries one after another, with padding between them.
-
-    Yields:
-        What the entries of one are.
-
-    Raises:
-        RefusedError: The section is not laid out as expected.
-    """
+    """Says what the fat binaries of a section hold, one for each translation unit."""
     offset = 0
     while offset + _CONTAINER.size <= len(section):
         magic, version, header, size = _CONTAINER.unpack_from(section, offset)
@@ -43,9 +33,8 @@ def containers(section: bytes) -> Iterator[list[str]]:
         end = offset + header + size
         if magic != _MAGIC or version != 1 or end > len(section):
             raise RefusedError(
-                f".nv_fatbin at byte {offset}: expected a fat binary (magic {_MAGIC:#x}, version "
-                f"1), got magic {magic:#x}, version {version}, {size} bytes of entries. Has "
-                "nvcc's format changed? `cuobjdump --list-elf` of the same toolkit tells."
+                f".nv_fatbin at byte {offset}: expected a fat binary, got magic {magic:#x}, "
+                f"version {version}, {size} bytes. Has nvcc's format changed? Compare cuobjdump."
             )
         entries, offset = [], offset + header
         while offset + _ENTRY.size <= end:

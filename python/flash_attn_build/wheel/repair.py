@@ -28,22 +28,18 @@ def repair(
     epoch: int,
     local: str = "",
 ) -> Path:
-    """Gives a wheel its platform tag, licences and bill of materials, or refuses.
+    """Gives a built wheel its platform tag, licences and bill of materials, in `destination`.
 
     Args:
         wheel: The wheel as built.
-        destination: Folder for the tagged wheel.
+        destination: Folder for the tagged wheel, which is returned.
         components: What the build took from this machine.
         epoch: SOURCE_DATE_EPOCH: dates the files in the wheel.
         local: Local version label to add: "cu130" makes 0.1.0+cu130 of 0.1.0.
 
-    Returns:
-        The tagged wheel.
-
     Raises:
-        BuildError: The wheel does not meet the platform's rules, or only with libraries copied
-            into it.
-        RefusedError: The wheel is not one of ours.
+        BuildError: It does not meet the platform's rules, or only with libraries copied into it.
+        RefusedError: It is not one of ours.
     """
     arch = wheel.stem.rpartition("linux_")[2]
     platform = f"manylinux_2_28_{arch}"

@@ -26,11 +26,9 @@ from .archive import Date
 NAME = "flash-attn-deterministic"
 FILE_NAME = f"{NAME}.cdx.json"
 LIBRARY = "flash_attn_deterministic/_C.so"
-
 # The source distribution holds a copy of CUTLASS, and says its version in a header only
 # (csrc/cutlass/include/cutlass/version.h).
 CUTLASS_IN = {"2.8.3.post2": "4.0.0"}
-
 _GLIBC = "2.28"  # what cmake/Link.cmake asks zig for
 _EULA = "LicenseRef-NVIDIA-CUDA-Toolkit-EULA"
 # What pyproject.toml states as the wheel's License-Expression, one by one.
@@ -66,14 +64,6 @@ _OF_UPSTREAM = {
 }  # fmt: skip
 
 
-def text_name(component: str) -> str:
-    """File name of a component's licence in the wheel's .dist-info/licenses."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", component).strip("-") + "-LICENSE.txt"
-
-
-LICENCE_TEXTS = frozenset(map(text_name, _LINKED))
-
-
 @dataclass(frozen=True)
 class Component:
     """Code of others that is in the library.
@@ -93,39 +83,29 @@ class Component:
     @property
     def text_name(self) -> str:
         """File name of its licence in the wheel's .dist-info/licenses."""
-        return text_name(self.name)
+        return re.sub(r"[^A-Za-z0-9]+", "-", self.name).strip("-") + "-LICENSE.txt"
+
+
+LICENCE_TEXTS = frozenset(Component(name, "", "").text_name for name in _LINKED)
 
 
 def find_components(cuda: Toolchain) -> tuple[Component, ...]:
-    """Finds what linker and compiler of this machine put into the library.
-
-    Raises:
-        BuildError: A package that the build uses is not installed, or a file of it is missing.
-    """
+    """Finds what linker and compiler of this machine put into the library."""
     try:
-        zig, torch = (
-            Path(str(importlib.metadata.distribution(name).locate_file(name)))
-            for name in ("ziglang", "torch")
-        )
-        version = importlib.metadata.version("ziglang")
-        runtime, glibc = (
-            ("lib/compiler_rt.zig", "lib/compiler_rt", "lib/ubsan_rt.zig"),
-            "lib/libc/glibc",
-        )
-        texts = (
-            _cuda_licence(cuda), (zig / "LICENSE").read_bytes(),
-            (zig / glibc / "LICENSES").read_bytes(), _package_licence("torch"),
-        )  # fmt: skip
+        zig, torch = map(importlib.metadata.distribution, ("ziglang", "torch"))
+        zig_files, headers = (Path(str(p.locate_file(p.name))) for p in (zig, torch))
+        glibc, runtime = "lib/libc/glibc", ("compiler_rt.zig", "compiler_rt", "ubsan_rt.zig")
         found = (
-            (_cudart_version(cuda), sha256_of(cuda.cudart)),
-            (version, _tree(zig, *runtime)),
-            (f"{_GLIBC} (ziglang {version})", _tree(zig, glibc)),
+            (_cudart_version(cuda), sha256_of(cuda.cudart), _cuda_licence(cuda)),
+            (zig.version, _tree(zig_files / "lib", *runtime), (zig_files / "LICENSE").read_bytes()),
+            (f"{_GLIBC} (ziglang {zig.version})", _tree(zig_files, glibc),
+             (zig_files / glibc / "LICENSES").read_bytes()),
             # A local version ("+cpu") says what torch's libraries can do, not its headers.
-            (importlib.metadata.version("torch").partition("+")[0],
-             _tree(torch / "include/torch", "csrc/stable", "headeronly")),
+            (torch.version.partition("+")[0],
+             _tree(headers / "include/torch", "csrc/stable", "headeronly"),
+             _package_licence("torch")),
         )  # fmt: skip
-        named = zip(_LINKED, found, texts, strict=True)
-        return tuple(Component(name, *what, text) for name, what, text in named)
+        return tuple(Component(name, *each) for name, each in zip(_LINKED, found, strict=True))
     except (OSError, importlib.metadata.PackageNotFoundError) as error:
         raise BuildError(
             f"the wheel's bill of materials: {error}. Install the build's packages again: "
@@ -150,8 +130,16 @@ def describe(
         date: That of the wheel's files.
     """
     ours, upstream = f"pkg:pypi/{NAME}@{version}", info["upstream"]
-    everything = [*_of_upstream(upstream), *components]
-    rows = [_row(each) for each in everything]
+    release, sha256 = upstream["version"], upstream["sha256"]
+    if release not in CUTLASS_IN:
+        raise BuildError(
+            f"the wheel's bill of materials: which CUTLASS does flash-attn {release} hold? Its "
+            "csrc/cutlass/include/cutlass/version.h says it; add it to CUTLASS_IN in "
+            "flash_attn_build/wheel/sbom.py."
+        )
+    # The build itself puts the licences of these two into the package.
+    versions = zip(_OF_UPSTREAM, (release, CUTLASS_IN[release]), strict=True)
+    rows = [_row(Component(*each, sha256)) for each in versions] + [_row(c) for c in components]
     rows[0]["properties"] = [
         {"name": f"{NAME}:patch:{patch['name']}", "value": patch["sha256"]}
         for patch in upstream["patches"]
@@ -198,20 +186,6 @@ def problems(
     for each in components:
         if not re.fullmatch(r"[0-9a-f]{64}", str(each.sha256)) or not each.version:
             yield f"{FILE_NAME}: {each.name} has no version or no hash"
-
-
-def _of_upstream(upstream: Mapping[str, Any]) -> tuple[Component, Component]:
-    """flash-attn and the CUTLASS in it. The build itself puts their licences into the package."""
-    release, sha256 = upstream["version"], upstream["sha256"]
-    if release not in CUTLASS_IN:
-        raise BuildError(
-            f"the wheel's bill of materials: which CUTLASS does flash-attn {release} hold? Its "
-            "csrc/cutlass/include/cutlass/version.h says it; add it to CUTLASS_IN in "
-            "flash_attn_build/wheel/sbom.py."
-        )
-    versions = (release, CUTLASS_IN[release])
-    ours, theirs = (Component(n, v, sha256) for n, v in zip(_OF_UPSTREAM, versions, strict=True))
-    return ours, theirs
 
 
 def _row(component: Component) -> dict[str, Any]:
@@ -268,6 +242,5 @@ def _cudart_version(cuda: Toolchain) -> str:
         if header.exists():
             text = header.read_text(errors="replace")
             if found := re.search(r"#define CUDART_VERSION\s+(\d+)", text):
-                number = int(found[1])
-                return f"{number // 1000}.{number % 1000 // 10}"
+                return f"{int(found[1]) // 1000}.{int(found[1]) % 1000 // 10}"
     return cuda.version

@@ -216,7 +216,7 @@ ATTACKS: dict[str, tuple[Callable[[Project], object], str]] = {
     ),
     "a report that says it is true": (
         lambda p: edit(p.report_path, lambda r: r.update(schema_version=True), sign=True),
-        "1/verification.json: schema_version: expected ",
+        "1/verification.json: $.schema_version: 2 was expected",
     ),
     "a header that climbs": (
         lambda p: edit(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import struct
 from pathlib import Path
 
 import fake_wheel
@@ -21,6 +20,7 @@ from release_samples import Change, Project, edit, put
 VALUES: dict[str, object] = {
     "wheel.sha256": "0" * 64,
     "upstream.version": "9",
+    "upstream": [],
     "build.preset": "dev",
     "build.defines": ["A=1"],
     "build.environment": {"CXXFLAGS": "-ffast-math"},
@@ -33,20 +33,13 @@ VALUES: dict[str, object] = {
     "tools.nvcc": "12.4.131",
     "totals.translation_units": 3,
 }
-
-
-@pytest.mark.parametrize(("path", "value"), VALUES.items(), ids=VALUES)
-def test_a_manifest_of_something_else(project: Project, path: str, value: object) -> None:
-    edit(project.manifest_path, put(path, value))
-    assert f"manifest: {path}: expected " in project.problems()
-
-
 MANIFESTS: dict[str, tuple[Change, str]] = {
+    **{path: (put(path, value), f"manifest: {path}") for path, value in VALUES.items()},
     "schema": (lambda m: m.update(schema=1), "manifest: expected schema 4"),
     "no environment": (lambda m: m["build"].pop("environment"), "build.environment: expected {}"),
-    "build": (put("build", "x"), "not laid out as the build"),
-    "tools": (put("tools", []), "not laid out as the build"),
-    "no flags": (lambda m: m.pop("flags"), "not laid out as the build does it"),
+    "build": (put("build", "x"), "manifest: cannot be compared with the tree"),
+    "tools": (put("tools", []), "manifest: cannot be compared with the tree"),
+    "no flags": (lambda m: m.pop("flags"), "manifest: cannot be compared with the tree"),
     "another linker": (
         lambda m: m["tools"].update(ziglang="0.13.0"),
         "built with ziglang 0.13.0, but locks/ has ziglang==0.17.0",
@@ -74,8 +67,7 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize(("change", "expected"), MANIFESTS.values(), ids=MANIFESTS)
 def test_a_wrong_manifest(project: Project, change: Change, expected: str) -> None:
     edit(project.manifest_path, change)
-    found = read_candidate(project.wheel, project.root, project.policy).problems
-    assert expected in "\n".join(found)
+    assert expected in project.problems()
 
 
 def test_no_manifest(project: Project) -> None:
@@ -89,9 +81,10 @@ def test_a_single_byte_more(project: Project) -> None:
     found = project.problems()
     assert "archive: " in found
     assert "wheel.sha256: expected" in found
+    assert "no complete, passing report" in found
 
 
-def test_a_wheel_that_is_not_ours(project: Project) -> None:
+def test_a_foreign_name(project: Project) -> None:
     wrong = project.wheel.with_name("other-1.0-py3-none-any.whl")
     shutil.copy(project.wheel, wrong)
     project.wheel = wrong
@@ -128,22 +121,20 @@ def test_a_wheel_whose_machine_code_is_of_another_tree(project: Project, name: s
 
 def test_a_tree_that_lacks_what_the_wheel_is_held_to(project: Project) -> None:
     (project.root / "cpp" / "upstream" / "upstream.json").unlink()
-    found = "\n".join(read_candidate(project.wheel, project.root, project.policy).problems)
-    assert "upstream.json" in found
     shutil.rmtree(project.root / "cmake")
     found = "\n".join(read_candidate(project.wheel, project.root, project.policy).problems)
-    assert "FileNotFoundError" in found
+    assert "upstream.json" in found
+    assert "wheel: cannot be compared with manifest and tree (FileNotFoundError" in found
 
 
 @pytest.mark.parametrize(
     ("held", "missing"),
     [
         ([("fwd", 64)], "bwd bf16 64"),
-        ([], "bwd bf16 64, fwd bf16 64"),
         ([("fwd", 64), ("bwd", 64), ("bwd", 64)], "none"),
         ([("fwd", 64), ("bwd", 64), ("fwd", 32)], "none"),
     ],
-    ids=["no backward", "nothing", "twice", "one more"],
+    ids=["no backward", "twice", "one more"],
 )
 def test_a_wheel_with_other_kernels_than_the_tree_has(
     intact: Project, held: list[tuple[str, int]], missing: str
@@ -151,12 +142,6 @@ def test_a_wheel_with_other_kernels_than_the_tree_has(
     instances = [{"direction": d, "dtype": "bf16", "head_dim": n} for d, n in held]
     (found,) = instance_problems({"instances": instances}, intact.root)
     assert found.endswith(f"not those of cpp/instances.json: missing are {missing}")
-
-
-def test_a_tree_with_another_kernel(project: Project) -> None:
-    table = project.root / "cpp" / "instances.json"
-    edit(table, lambda content: content["dtypes"].update(fp16="half_t"))
-    assert "missing are bwd fp16 64, fwd fp16 64" in project.problems()
 
 
 def test_several_families_of_a_kernel_are_one_kernel_of_the_real_table() -> None:
@@ -171,17 +156,6 @@ def test_several_families_of_a_kernel_are_one_kernel_of_the_real_table() -> None
     assert list(instance_problems({"instances": instances}, ROOT)) == []
     for wrong in ([*instances, instances[0]], instances[2:]):
         assert len(list(instance_problems({"instances": wrong}, ROOT))) == 1
-
-
-@pytest.mark.parametrize("kind", [EOFError, LookupError, RuntimeError, struct.error, OSError])
-def test_whatever_a_reader_of_the_wheel_throws(
-    project: Project, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise kind("damaged")
-
-    monkeypatch.setattr(check, "check", fail)
-    assert f"compared with manifest and tree ({kind('damaged')!r})" in project.problems()
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"instances": 3}', "null", "[" * 99_999])
@@ -199,5 +173,4 @@ def test_no_damage_ends_in_a_trace(project: Project) -> None:
             damaged[at] ^= 1 << draw.randrange(8)
         project.wheel.write_bytes(damaged[: draw.choice([None, draw.randrange(len(whole))])])
         problems = read_candidate(project.wheel, project.root, project.policy).problems
-        told = ("manifest: is of another wheel", "wheel: ")
-        assert any(problem.startswith(told) for problem in problems)
+        assert any(problem.startswith("wheel: ") for problem in problems)

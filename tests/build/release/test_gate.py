@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import release_samples
-from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import ROOT
-from flash_attn_build.release import policy
 from flash_attn_build.release.candidate import read_candidate
 from flash_attn_build.release.gate import find_runs, find_wheels, gpu_test_modules, judge
 from flash_attn_build.release.report import digest, proof_problems, read_report, runs_on
@@ -38,8 +36,8 @@ def rows(**states: str) -> Change:
     return lambda report: report.update(sections=sections(**states))
 
 
-def counts(**numbers: int) -> Change:
-    """Changes the counts of the first row of the contract."""
+def in_row(**numbers: int) -> Change:
+    """Changes the first row of the contract."""
     return lambda report: report["sections"][1]["data"]["checks"][0].update(numbers)
 
 
@@ -54,32 +52,27 @@ VALUES: dict[str, object] = {
     "build.cuda_toolkit": "12.4.131",
     "build.bits_version": 9,
 }
-
-
-@pytest.mark.parametrize(("path", "value"), VALUES.items(), ids=VALUES)
-def test_a_report_of_something_else(project: Project, path: str, value: object) -> None:
-    edit(project.report_path, put(path, value), sign=True)
-    found = project.problems()
-    assert f"1/verification.json: {path}: expected " in found
-    assert "no complete, passing report" in found
-
-
 REPORTS: dict[str, tuple[Change, str]] = {
+    **{path: (put(path, value), f"{path}: expected ") for path, value in VALUES.items()},
     "a section failed": (rows(contract="failed"), "section contract: failed"),
     "a section not run": (rows(decode="not-run"), "section decode: not-run"),
-    "a section left out": (lambda r: r["sections"].pop(), "section backward: missing"),
-    "a section that is not required": (
-        lambda r: r["sections"].append({"id": "x", "status": "failed"}), "section x: failed"
-    ),
+    "a section left out": (lambda r: r["sections"].pop(), "$.sections: [{"),
+    "a section more": (lambda r: r["sections"].append({"id": "x"}), "$.sections: "),
     "a section twice": (
-        lambda r: r["sections"].insert(0, {"id": "contract", "status": "failed"}),
-        "section contract: failed",
+        lambda r: r["sections"].insert(0, r["sections"][1]), "$.sections[0].id: 'environment' was"
     ),
     "a row failed": (rows(paged="failed"), "contract, paged: failed"),
     "a row that did not apply": (rows(heads="not-applicable"), "contract, heads: not-applicable"),
-    "a row without a case": (counts(cases=0), "contract, run-to-run: error: passed without a case"),
-    "a row with failed cases": (counts(failed=3), "contract, run-to-run: failed: 3 cases"),
-    "rows left out": (lambda r: r["sections"][1].update(data={}), "contract, run-to-run: missing"),
+    "a row twice": (
+        lambda r: (c := r["sections"][1]["data"]["checks"]).insert(0, {**c[0], "status": "failed"}),
+        "contract, run-to-run: failed",
+    ),
+    "a row left out": (
+        lambda r: r["sections"][1]["data"]["checks"].pop(), "contract, golden: missing"
+    ),
+    "a row without a case": (in_row(cases=0), "contract, run-to-run: error: passed without a case"),
+    "a row with failed cases": (in_row(failed=3), "contract, run-to-run: failed: 3 cases"),
+    "rows left out": (lambda r: r["sections"][1].update(data={}), "'checks' is a required"),
     "schema": (lambda r: r.pop("status"), "'status' is a required property"),
     "architecture": (put("architectures.ran", ["sm_80"]), "sm_90: no complete, "),
     "family": (put("architectures.ran", ["sm_90"]), "sm_90a: no complete, "),
@@ -114,22 +107,6 @@ def test_a_report_that_is_no_proof(project: Project, change: Change, expected: s
     assert "no complete, passing report" in found or "does not say so" in expected
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda r: r["environment"].update(gpu="NVIDIA B200"), lambda r: r.pop("digest")],
-    ids=["a value", "the digest taken out"],
-)
-def test_an_edited_report(project: Project, change: Change) -> None:
-    edit(project.report_path, change)
-    assert "was changed after it was written" in project.problems()
-
-
-def test_no_report_at_all(project: Project) -> None:
-    shutil.rmtree(project.dist / "verification")
-    proof = f"no complete, passing report for sha256 {project.decide().wheel.sha256}"
-    assert project.decide().problems == (f"sm_90: {proof}", f"sm_90a: {proof}")
-
-
 def test_every_reason_is_told_at_once(project: Project) -> None:
     edit(project.report_path, lambda r: r.update(quick=True, complete=False))
     project.git("tag", "--delete", "v0.1.0")
@@ -137,17 +114,23 @@ def test_every_reason_is_told_at_once(project: Project) -> None:
     found = project.problems()
     for expected in ("changed after", "quick: ", "complete: ", "no tag", "new"):
         assert expected in found
+    shutil.rmtree(project.dist / "verification")
+    assert "sm_90: no complete, passing report for sha256" in project.problems()
 
 
 SECOND: dict[str, tuple[dict[str, Any], str]] = {
-    "failed": ({"status": "failed"}, "status: expected 'passed', got 'failed'"),
+    "failed": ({"status": "failed"}, "2/verification.json: status: expected 'passed'"),
     # Cut short: neither the report nor the section says that it failed.
     "a row failed": (
         {"complete": False, "status": "incomplete", "sections": sections(chunk="failed")},
-        "contract, chunk: failed",
+        "2/verification.json: contract, chunk: failed",
     ),
-    "a row ended in an error": ({"sections": sections(chunk="error")}, "contract, chunk: error"),
-}
+    "a row ended in an error": (
+        {"sections": sections(chunk="error")}, "2/verification.json: contract, chunk: error"
+    ),
+    "quick": ({"quick": True}, ""),
+    "of another wheel": ({"wheel": OTHER_WHEEL, "status": "failed"}, ""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "expected"), SECOND.values(), ids=SECOND)
@@ -155,15 +138,8 @@ def test_what_failed_is_not_undone_by_another_report(
     project: Project, changes: dict[str, Any], expected: str
 ) -> None:
     project.add_report(**changes)
-    assert f"2/verification.json: {expected}" in project.problems()
-
-
-@pytest.mark.parametrize(
-    "changes", [{"quick": True}, {"wheel": OTHER_WHEEL, "status": "failed"}], ids=["quick", "other"]
-)
-def test_a_report_that_does_no_harm(project: Project, changes: dict[str, Any]) -> None:
-    project.add_report(**changes)
-    assert project.problems() == ""
+    found = project.problems()
+    assert expected in found if expected else found == ""
 
 
 @pytest.mark.parametrize("state", ["failed", "error"])
@@ -178,10 +154,10 @@ def test_a_row_that_the_policy_does_not_name_may_not_fail(project: Project, stat
 DAMAGE: dict[str, tuple[Callable[[str], str], str]] = {
     "edited": (lambda text: text.replace("true", "false", 1), "was changed"),
     "truncated": (lambda text: text[: len(text) // 2], "is unreadable"),
-    "empty": (lambda text: "", "is unreadable"),
     "nested": (lambda text: "[" * 99_999, "is unreadable"),
-    "emptied": (lambda text: "{}", "schema_version: expected 2, got None"),
-    "a list": (lambda text: "[]", "schema_version: expected 2, got None"),
+    "emptied": (lambda text: "{}", "$: 'schema_version' is a required property"),
+    "a list": (lambda text: "[]", "$: [] is not of type 'object'"),
+    "without its digest": (lambda text: text.replace('"digest"', '"other"'), "'other' was unexp"),
     "other bytes": (
         lambda text: re.sub('"sha256": "[0-9a-f]{8}', '"sha256": "00000000', text, count=1),
         "was changed",
@@ -197,17 +173,17 @@ def test_a_damaged_report_beside_a_passing_one_blocks(
     second = project.add_report()
     assert project.problems() == ""
     second.write_text(damage(second.read_text()))
-    assert f"2/verification.json: {expected}" in project.problems()
+    found = project.problems()
+    assert "2/verification.json: " in found
+    assert expected in found
 
 
-def test_a_run_that_left_no_report_blocks(project: Project) -> None:
-    (project.dist / "verification" / "2").mkdir()
+def test_a_run_that_left_no_report_or_a_link_blocks(project: Project, tmp_path: Path) -> None:
+    second = project.dist / "verification" / "2"
+    second.mkdir()
     assert "2/verification.json: is unreadable" in project.problems()
-
-
-def test_a_failed_run_behind_a_link_blocks(project: Project, tmp_path: Path) -> None:
     project.add_report(status="failed").parent.rename(tmp_path / "elsewhere")
-    (project.dist / "verification" / "2").symlink_to(tmp_path / "elsewhere")
+    second.symlink_to(tmp_path / "elsewhere")
     assert "its status is 'failed'" in project.problems()
 
 
@@ -229,13 +205,13 @@ def test_where_attestations_are_asked_for_no_other_report_may_lie_around(project
     arguments = ([project.wheel], find_runs(project.dist), project.policy, project.root)
     assert judge(*arguments)[1] == []
     (problem,) = judge(*arguments, allow_other_reports=False)[1]
-    assert problem.startswith("2/verification.json: is of no wheel of this release")
+    assert problem == "2/verification.json: is of no wheel of this release"
 
 
 POLICIES: dict[str, tuple[dict[str, Any], str]] = {
     "another toolkit": (
-        {"wheels": {"": "12.4.131"}},
-        "made with CUDA 13.0.88, but the release policy wants 12.4.131",
+        {"wheels": {"x86_64": "12.4.131"}},
+        "made with CUDA 13.0.88, but the policy wants 12.4.131 for x86_64",
     ),
     "an architecture that it does not know": (
         {"unverified_architectures": {}},
@@ -260,14 +236,6 @@ def test_an_unverified_architecture_that_the_readme_does_not_name(project: Proje
     assert "sm_80: unverified, but README.md does not name it" in project.problems()
 
 
-def test_no_schema_of_reports(project: Project) -> None:
-    (project.root / "docs" / "verification.schema.json").unlink()
-    with pytest.raises(
-        RefusedError, match=r"schema: docs/verification\.schema\.json is unreadable"
-    ):
-        project.decide()
-
-
 FREE = ("environment", "digest", "started", "seconds", "baseline")  # of a report
 
 
@@ -281,11 +249,10 @@ def test_no_part_of_a_report_can_be_exchanged(intact: Project, tmp_path: Path) -
             changed = {**content, key: value}
             changed["digest"] = digest(changed)
             path.write_text(json.dumps(changed))
-            report = read_report(path, release_samples.SCHEMA)
+            report = read_report(path, intact.root)
             same = value is content[key] or (value == content[key] and value != 0)
-            said = "sm_90" in report.names("ran") and "sm_80" in report.names("unverified")
             problems = list(proof_problems(report, judged, intact.policy, ()))
-            assert problems or same or not said, (key, value)
+            assert problems or same, (key, value)
 
 
 def test_the_policy_demands_what_reports_have() -> None:
@@ -304,11 +271,6 @@ def test_gpu_tests_that_are_not_asked_for_exist() -> None:
         assert any(name in module.split(".") for module in others), name
 
 
-def test_the_samples_are_reports(intact: Project) -> None:
-    for path in (intact.report_path, intact.ptx_path):
-        assert read_report(path, release_samples.SCHEMA).problems == ()
-
-
 def test_a_run_on_hopper_proves_what_the_policy_demands_of_the_release() -> None:
     """All machine code of the real preset is demanded or let through by name."""
     presets = json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]
@@ -318,4 +280,3 @@ def test_a_run_on_hopper_proves_what_the_policy_demands_of_the_release() -> None
     assert set(found["ran"]) == set(POLICY.required_architectures)
     assert set(found["unverified"]) == set(POLICY.unverified_architectures)
     assert all(POLICY.required_architectures.values())
-    assert "" in policy.POLICY.wheels

@@ -51,7 +51,7 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     notes = (out / "notes.md").read_text()
     assert "- First." in notes
-    assert "| 0.1.0, package index | 13.0.88 | sm_90, sm_90a | NVIDIA H200 |" in notes
+    assert "| 0.1.0, x86_64, package index | 13.0.88 | sm_90, sm_90a | NVIDIA H200 |" in notes
     assert "- **sm_80**: Machine code for compute capability 8.x" in notes
     assert "g++ (x) 12.2.0" in notes
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=out, check=True)
@@ -161,7 +161,7 @@ def test_the_wheels_must_be_those_of_the_policy(
     assert run(project, out) == RefusedError.exit_code
     errors = capsys.readouterr().err
     foreign = "name: expected flash_attn_deterministic-"
-    assert (foreign if "other" in name else "expected one wheel of each local") in errors
+    assert (foreign if "other" in name else "expected one wheel each of x86_64") in errors
 
 
 def test_attestations_are_asked_for_before_anything_is_read(
