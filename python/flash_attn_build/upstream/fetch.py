@@ -54,10 +54,10 @@ def finder_for(options: dict[str, str], bad_answers: list[str]) -> Any:
         return [p if "://" in p else Path(p).expanduser().absolute().as_uri() for p in places]
 
     bundles = (options.get("cert"), *map(os.environ.get, ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")))
-    bundle = os.path.expanduser(next(filter(None, bundles), "")) or None
-    folder = bool(bundle) and os.path.isdir(str(bundle))
+    place = os.path.expanduser(next(filter(None, bundles), "")) or None
+    folder = place if place and os.path.isdir(place) else None
     client: Any = PyPIClient(
-        verify=ssl.create_default_context(**{"capath" if folder else "cafile": bundle}),
+        verify=ssl.create_default_context(cafile=None if folder else place, capath=folder),
         trusted_hosts=options.get("trusted-host", "").split(),
         timeout=float(options.get("timeout", "15")),
         proxy=options.get("proxy") or None,
