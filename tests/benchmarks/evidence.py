@@ -56,7 +56,7 @@ class Step:
 def _bench(study: str, limit: int, more: str) -> Step:
     words = f"-m flash_attn_deterministic bench --study {study} --wheel {{wheel}} --out {{out}} "
     words += f"--fa3 {{fa3}} --fa4 {{fa4}} --baseline {{baseline}} --seconds {limit - 20} {more}"
-    return Step(study, "times", limit, words, (f"{study}.json", f"{study}.svg"))
+    return Step(study, "times", limit, words, (f"{study}.json",))
 
 
 _OURS = "-m flash_attn_deterministic"
@@ -79,7 +79,11 @@ STEPS = (
     Step("slow-tests", "tests", 240, f"{_PYTEST} -m slow"),
     Step("planted-faults", "tests", 240, "-m tests.gpu.planted --out {out}/planted.json"),
     Step("sanitizers", "tests", 420, "-m tests.gpu.sanitizers --limit 100 --out {out}/sanitizers"),
-    Step("whole-model", "tests", 90, "examples/whole_model.py"),
+    Step("whole-model", "times", 60, "examples/whole_model.py --json {out}/whole-model.json",
+         ("whole-model.json",)),
+    Step("policy-gradient", "tests", 60,
+         "examples/policy_gradient.py --json {out}/policy-gradient.json",
+         ("policy-gradient.json",)),
     Step("conformance", "tests", 200,
          "-m tests.conformance --seconds 150 --seed 1 --json {out}/conformance.json",
          ("conformance.json",)),
@@ -188,10 +192,11 @@ def run_all(
                 print(f"left out, as it may take {step.limit} s: {step.name}", flush=True)
                 continue
             outcome = run_step(step, given, gpu, stop)
+            _name_origin(out, step.results, record)
             with lock:
                 others = [one for one in record["steps"] if one["name"] != step.name]
                 record["steps"] = [*others, outcome]
-                _write(out, record)
+                _write_json(out / RECORD, record)
                 print(f"{step.name}: status {outcome['status']}, {outcome['seconds']:.0f} s: "
                       f"{outcome['last']}", flush=True)  # fmt: skip
 
@@ -231,10 +236,19 @@ def install(out: Path, results: Path, sources: Mapping[str, str]) -> list[str]:
     return names
 
 
-def _write(out: Path, record: Mapping[str, Any]) -> None:
+def _name_origin(out: Path, names: Sequence[str], record: Mapping[str, Any]) -> None:
+    """Adds the provenance of the run to results of examples, which know none."""
+    for path in (out / name for name in names if name.endswith(".json")):
+        found = json.loads(path.read_text("utf-8")) if path.exists() else {"date": ""}
+        if "date" not in found and "started" not in found:
+            origin = {name: value for name, value in record.items() if name != "steps"}
+            _write_json(path, {**origin, **found})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     from flash_attn_deterministic.verify.shared.files import json_text, write_files
 
-    write_files(out, {RECORD: json_text(record)})
+    write_files(path.parent, {path.name: json_text(content)})
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,12 +77,49 @@ def update(root: Path, *, write: bool) -> list[Path]:
 
 def draw(folder: Path) -> None:
     """Draws the pictures that README.md shows."""
-    from flash_attn_deterministic_lab.bench import report as bench
     from flash_attn_deterministic_lab.scoreboard import report as scoreboard
 
     results = read_results(folder)
-    for name, picture in (("usual", bench.picture), ("scoreboard", scoreboard.picture)):
-        (folder / f"{name}.svg").write_text(picture(results[name]), encoding="utf-8")
+    for name, picture in (("whole-model", _draw_model), ("scoreboard", scoreboard.picture)):
+        if name in results:
+            (folder / f"{name}.svg").write_text(picture(results[name]), encoding="utf-8")
+
+
+def _model_cells(record: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Titles of the models compared, and what each does in every way to compute it."""
+    names = {"sdpa": "torch's attention", "flash_attn_deterministic": "ours"}
+    columns = [
+        f"{names[row['attention']]}, other layers {row['other layers']}" for row in record["rows"]
+    ]
+    ways = [way for way in record["rows"][0] if way not in ("attention", "other layers")]
+    return columns, [(way, [str(row[way]) for row in record["rows"]]) for way in ways]
+
+
+def _model(results: Results) -> str:
+    record = results["whole-model"]
+    columns, rows = _model_cells(record)
+    words = (
+        f"Logits of one sequence, beside those it has alone; {record['batch']} sequences of "
+        f"{record['seqlen']} tokens; the first column's decode step includes start-up."
+    )
+    return table(record, ["", *columns], [[way, *cells] for way, cells in rows], words)
+
+
+def _draw_model(record: Mapping[str, Any]) -> str:
+    from flash_attn_deterministic_lab.pictures import fields
+
+    columns, rows = _model_cells(record)
+    colours = {"same": "#1a7f4b", "other": "#c0392b"}
+    cells = [
+        (way if way.startswith("ms") else f"logits {way}", [(c, colours.get(c, "")) for c in own])
+        for way, own in rows
+    ]
+    gpu, versions = record["hardware"]["gpu"], record["versions"]
+    note = (
+        f"Bits of a sequence's logits beside those it has alone. {gpu}, torch {versions['torch']}"
+    )
+    titles = [textwrap.fill(title, 18, break_on_hyphens=False) for title in columns]
+    return fields(titles, cells, f"{note}, {record['date']}")
 
 
 def read_results(folder: Path) -> dict[str, Any]:
@@ -297,6 +335,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "by-head-dim": ("peers-forward", _by_head_dim),
     "host": ("host", _host),
     "matrix": ("matrix", _matrix),
+    "whole-model": ("whole-model", _model),
 }
 
 
