@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from .errors import ArgumentError, LabError, UnavailableError
 
@@ -16,7 +14,7 @@ STATUSES = """\
 exit status: 0 done; 1 failed; 2 wrong usage; 6 no such device or attention; 7 the results cannot be
 written; 130 interrupted (what was measured is written)
 """
-USAGE, UNAVAILABLE, UNWRITTEN, INTERRUPTED = 2, 6, 7, 130
+USAGE, UNAVAILABLE = 2, 6
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,28 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def ended(command: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Runs a command; an error that is no bug becomes one line and an exit status."""
-    from .shared.files import ReportError
+    from .shared import commands
 
-    try:
-        with sigterm_interrupts():
-            return command(arguments)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except (LabError, ReportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        kinds = {ArgumentError: USAGE, UnavailableError: UNAVAILABLE, ReportError: UNWRITTEN}
-        return next((status for kind, status in kinds.items() if isinstance(error, kind)), 1)
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Makes SIGTERM raise KeyboardInterrupt within the block, as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    statuses: dict[type[Exception], int] = {
+        ArgumentError: USAGE,
+        UnavailableError: UNAVAILABLE,
+        LabError: 1,
+    }
+    with commands.sigterm_interrupts():
+        return commands.ended(lambda: command(arguments), statuses)
 
 
 def check_device(device: str) -> None:

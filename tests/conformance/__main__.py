@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic import as_flash_attn
-from flash_attn_deterministic.verify.ending import sigterm_interrupts
+from flash_attn_deterministic.verify.shared.commands import sigterm_interrupts
 
 from tests import conftest as _finds_flash_attn_build  # noqa: F401
 

@@ -29,9 +29,9 @@ def load(path: str, deterministic: bool) -> Function:
             return out
 
         @staticmethod
-        def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        def backward(ctx: Any, *dout: Any) -> tuple[Any, ...]:
             gradients = library.backward(
-                dout, *ctx.saved_tensors, deterministic=deterministic, **ctx.given
+                *dout, *ctx.saved_tensors, deterministic=deterministic, **ctx.given
             )
             return (*gradients, None)
 

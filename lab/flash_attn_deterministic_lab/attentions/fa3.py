@@ -59,10 +59,10 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *dout: Any) -> tuple[Any, ...]:
         gradients = [torch.empty_like(t) for t in ctx.saved_tensors[:3]]
         torch.ops.flash_attn_3.bwd(
-            dout.contiguous(),
+            dout[0].contiguous(),
             *ctx.saved_tensors,
             *gradients,
             deterministic=ctx.deterministic,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import UnavailableError
+from ..shared.commands import variable
 from .attention import Function, Packed
-
-_FAMILY = "FLASH_ATTENTION_FAMILY"  # its kernels read it in each call
 
 
 def make(
@@ -70,15 +68,6 @@ def _call(package: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) 
     return out
 
 
-@contextmanager
-def family(name: str) -> Iterator[None]:
+def family(name: str) -> AbstractContextManager[None]:
     """Makes calls inside the block run the kernels of one family, such as "sm80"."""
-    before = os.environ.get(_FAMILY)
-    os.environ[_FAMILY] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_FAMILY]
-        else:
-            os.environ[_FAMILY] = before
+    return variable("FLASH_ATTENTION_FAMILY", name)  # its kernels read it in each call

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..cli import INTERRUPTED, STATUSES, check_device, ended
+from ..cli import STATUSES, check_device, ended
+from ..shared.commands import INTERRUPTED, add_options
 
 KINDS = ("forward", "decode", "backward", "step")
 
@@ -24,9 +25,7 @@ def add_command(commands: Any) -> None:
         epilog=STATUSES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)"
-    )
+    add_options(parser, "bench", "STUDY.json, .md and .svg", "the installed wheel, to name it")
     parser.add_argument(
         "--study", default="", metavar="NAME", help="which shapes (default: the usual); list: names"
     )
@@ -62,13 +61,6 @@ def add_command(commands: Any) -> None:
     for name, words in paths.items():
         words = f"folder or file of {words}"
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=words)
-    parser.add_argument(
-        "--wheel", type=Path, metavar="FILE", help="the installed wheel, to name it"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("bench"), metavar="DIR",
-        help="folder of STUDY.json, .md and .svg (default: bench)",
-    )  # fmt: skip
     parser.set_defaults(run=functools.partial(ended, _bench))
 
 

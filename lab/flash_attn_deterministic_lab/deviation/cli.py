@@ -104,6 +104,7 @@ def _add(studies: _Parsers, name: str, run: _Run, text: str) -> _Parser:
 
 def _option(parser: _Parser, flag: str, default: Any, text: str, **more: Any) -> None:
     """Adds an option of its default's type; a flag where that is False."""
+    kind: dict[str, Any]
     kind = {"action": "store_true"} if default is False else {"type": type(default), **more}
     shown = f"{text} (%(default)s)" if default else text
     parser.add_argument(flag, default=default, help=shown, **kind)

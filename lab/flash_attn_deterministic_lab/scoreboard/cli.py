@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..cli import INTERRUPTED, STATUSES, check_device, ended
+from ..cli import STATUSES, check_device, ended
+from ..shared.commands import INTERRUPTED, add_options
 
 BROKEN_PROMISE = 3  # the exit status where ours breaks a row
 _DEFAULT = "sdpa-flash,sdpa-cudnn,flex,fa3"
@@ -23,9 +24,8 @@ def add_command(commands: Any) -> None:
         epilog=f"{STATUSES.rstrip()}; {BROKEN_PROMISE} flash-attn-deterministic breaks a row\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)"
-    )
+    files = "scoreboard.json, .md and .svg, written after each row"
+    add_options(parser, "scoreboard", files, "the installed wheel, to name it")
     parser.add_argument(
         "--attention", default=_DEFAULT, metavar="LIST",
         help="names and MODULE:FUNCTION, with commas, besides ours (default: %(default)s)",
@@ -34,13 +34,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--seconds", type=float, default=20.0, metavar="S",
         help="no further case of a row starts after S seconds (default: 20)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--wheel", type=Path, metavar="FILE", help="the installed wheel, to name it"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("scoreboard"), metavar="DIR",
-        help="folder of scoreboard.json, .md and .svg, written after each row",
     )  # fmt: skip
     parser.set_defaults(run=functools.partial(ended, _scoreboard))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from .. import lab
@@ -18,25 +17,16 @@ missing kernels); 7 the report cannot be written; 130 interrupted; 1 anything el
 
 def add_command(commands: Any) -> None:
     """Adds the command to the program's subparsers."""
+    from .shared.commands import add_options
+
     parser = commands.add_parser(
         "verify",
         help="check the installed wheel: contract, accuracy, memory, speed; write a report",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="where to run (default: cuda)"
-    )
-    parser.add_argument(
-        "--wheel", type=Path, metavar="FILE", help="the wheel that the installation must be of"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("verification"),
-        metavar="DIR",
-        help="folder of verification.json, .md and .html (default: verification)",
-    )
+    words = "the wheel that the installation must be of"
+    add_options(parser, "verification", "verification.json, .md and .html", words)
     parser.add_argument(
         "--quick", action="store_true", help="fewer head dims and shapes; not enough to publish"
     )
@@ -76,11 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
         Exit status, one of `outcome.Exit`.
     """
     from ..errors import ArgumentError
-    from .ending import ended
-    from .installed import FileError
+    from .installed import FileError, NotInstalledError
     from .outcome import Exit
+    from .shared.commands import ended
 
-    return ended(lambda: _run(arguments), {FileError: Exit.USAGE, ArgumentError: Exit.USAGE})
+    statuses: dict[type[Exception], int] = {
+        NotInstalledError: Exit.ENVIRONMENT,
+        FileError: Exit.USAGE,
+        ArgumentError: Exit.USAGE,
+    }
+    return ended(lambda: _run(arguments), statuses)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -130,7 +125,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace, wheel: Any) -> int:
     from . import environment, installed, outcome, progress, tasks
     from . import run as runs
-    from .ending import sigterm_interrupts
+    from .shared.commands import sigterm_interrupts
     from .supervisor import Supervisor
 
     found = installed.inspect(wheel)

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .shared import commands
+
 
 class Exit(enum.IntEnum):
     """Exit status of `flash-attn-deterministic verify`. 1 is any other error of the package."""
@@ -16,8 +18,8 @@ class Exit(enum.IntEnum):
     ACCURACY = 4
     PERFORMANCE = 5
     ENVIRONMENT = 6
-    REPORT = 7
-    INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+    REPORT = commands.UNWRITTEN
+    INTERRUPTED = commands.INTERRUPTED
 
 
 PASSED = "passed"

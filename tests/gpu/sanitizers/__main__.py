@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from flash_attn_deterministic.verify.ending import sigterm_interrupts
+from flash_attn_deterministic.verify.shared.commands import sigterm_interrupts
 
 from tests.gpu.sanitizers.calls import HEAD_DIMS
 from tests.gpu.sanitizers.expected import EXCLUDED, Findings, findings

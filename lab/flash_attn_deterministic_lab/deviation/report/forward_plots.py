@@ -153,10 +153,14 @@ def _in_roundoffs(point: tuple[Cell, Result]) -> list[float | None]:
 
 def _ablation(points: Points) -> DotPanels:
     groups = {TILING: "all that tiling adds", LINES: "within lines", "": "all steps"}
+
+    def named(step: str) -> str:
+        return groups.get(step, step.replace("_", " "))
+
     columns = {
         f"inputs: {title(inputs)}": [
             (label, {
-                groups.get(getattr(c, kind), getattr(c, kind).replace("_", " ")): r["flash"]["max"]
+                named(getattr(c, kind)): r["flash"]["max"]
                 for c, r in select(points, inputs=inputs, **other)
             })
             for kind, label, other in (("exempt", "every step but this", {"only": ""}),
@@ -164,7 +168,7 @@ def _ablation(points: Points) -> DotPanels:
         ]
         for inputs in inputs_of(points)
     }  # fmt: skip
-    steps = [groups.get(s, s.replace("_", " ")) for s in ("", *STEP_NAMES, TILING, LINES)]
+    steps = [named(step) for step in ("", *STEP_NAMES, TILING, LINES)]
     return DotPanels(columns, steps, "max |flash - FP64|, BF16")
 
 

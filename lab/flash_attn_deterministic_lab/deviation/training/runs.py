@@ -120,13 +120,14 @@ def train(
             mean = float(torch.stack(losses).float().mean()) if losses else math.nan
             found: dict[str, float] = {"steps": step, "loss": mean}
             losses = []
+            state = None
             if keep or reference is not None:
                 weights = [p.detach().float().clone() for p in model.parameters() if p.ndim >= 2]
                 with torch.no_grad(), autocast(setup.device, run.precision):
                     state = State(weights, workload.outputs(model, _probe(workload, 0)).float())
-            if keep:
+            if state is not None and keep:
                 states[step] = state
-            if reference is not None:
+            if state is not None and reference is not None:
                 found |= compare(state, reference[step])
             for name, number in found.items():
                 history.setdefault(name, []).append(number)

@@ -18,18 +18,23 @@ class Workload(Protocol):
 
     def model(self, attention: Attention) -> torch.nn.Module:
         """Builds a model, on torch's default device and seed, whose layers call `attention`."""
+        ...
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """Returns the optimizer; its learning rate is the peak, after a linear start."""
+        ...
 
     def batch(self, generator: torch.Generator) -> Any:
         """Returns the next batch; all chance comes from `generator`."""
+        ...
 
     def outputs(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Returns what the model says of a batch, any shape, to compare models as functions."""
+        ...
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Returns the loss of a batch."""
+        ...
 
 
 _OURS: dict[str, Workload] = {

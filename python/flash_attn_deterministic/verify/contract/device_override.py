@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-_VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"  # the library reads it in each call
+from ..shared.commands import variable
 
 
-@contextmanager
-def device_override(settings: str) -> Iterator[None]:
+def device_override(settings: str) -> AbstractContextManager[None]:
     """Within the block, all plans of the process are made for other hardware, or for one path.
 
     Args:
@@ -18,12 +15,4 @@ def device_override(settings: str) -> Iterator[None]:
             thread block may ask for), "path=parts" (the path, wherever kernels can take it) or
             "heads=8" (whose key blocks a backward in turns works on side by side).
     """
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = settings
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
+    return variable("FLASH_ATTENTION_TEST_DEVICE", settings)  # the library reads it in each call

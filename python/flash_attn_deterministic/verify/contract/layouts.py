@@ -136,6 +136,7 @@ def cached(
     arguments: dict[str, Any] = {}
     places, pads = list(range(batch)), [0] * batch
     old = [one.keys(n) for one, n in zip(ones, used, strict=True)]
+    table: torch.Tensor | None = None
     if page_size:
         k_cache, v_cache, table = pages(old, page_size, seed, room)
         arguments["block_table"] = table
@@ -163,8 +164,10 @@ def cached(
         own = pick(results, index)
         if new:
             for name, cache in (("k_new", k_cache), ("v_new", v_cache)):
-                whole = cache[table[index].long()].flatten(0, 1) if page_size else None
-                whole = cache[places[index], pads[index] :] if whole is None else whole
+                if table is None:
+                    whole = cache[places[index], pads[index] :]
+                else:
+                    whole = cache[table[index].long()].flatten(0, 1)
                 own[name] = whole[None, begin : begin + new]
         parts.append((one, own))
     return parts

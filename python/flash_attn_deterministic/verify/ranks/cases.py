@@ -141,6 +141,7 @@ def cases_of(
         longer = (scale.borders[-1] * ranks,)
         yield Case(lengths_q=shorter, lengths_k=longer, gather=True, **common)
         yield from _packed_cases(ranks, order, scale, common)
+        whole = (scale.borders[-1] * ranks,) * scale.batch
         if order == "zigzag":
             yield Case(lengths_q=whole, lengths_k=whole, nheads_k=common["nheads"], **common)
         if mask == "causal":  # a group of heads on each KV head, and one KV head for all

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ...errors import ArgumentError
-from ..ending import sigterm_interrupts
 from ..environment import without_settings
 from ..installed import NotInstalledError, Wheel
 from ..outcome import PASSED, Exit
+from ..shared.commands import sigterm_interrupts
 
 _MODULE = "flash_attn_deterministic.verify.ranks.run"
 
