@@ -105,10 +105,6 @@ class Project:
         return self.root / POLICY.unverified_architectures["sm_80"].ptx_report
 
     @property
-    def ptx_manifest(self) -> Path:
-        return self.ptx_path.with_suffix(".manifest.json")
-
-    @property
     def manifest_path(self) -> Path:
         return manifest.path_of(self.wheel)
 
@@ -175,14 +171,8 @@ def make(root: Path, wheel: Path) -> Project:
 
 
 def write_ptx_run(project: Project) -> None:
-    """Writes report and manifest of the wheel whose PTX stands in for sm_80's machine code."""
-    text = json.loads(project.manifest_path.read_text())
-    text["wheel"]["sha256"] = "80" * 32
-    text["architectures"] = ["80-virtual"]
-    text["build"]["defines"] = ["CMAKE_CUDA_ARCHITECTURES=80-virtual"]
-    # As that build leaves out the family that is for 90a alone.
-    text["instances"] = [each for each in text["instances"] if each.get("family") != "sm90"]
-    files.write_json(project.ptx_manifest, text)
+    """Writes the report of the wheel whose PTX stands in for sm_80's machine code."""
+    text = {**json.loads(project.manifest_path.read_text()), "architectures": ["80-virtual"]}
     write_report(
         project.wheel, project.ptx_path, quick=True,
         wheel={"filename": project.wheel.name, "sha256": "80" * 32},

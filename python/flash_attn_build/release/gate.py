@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import ptx, tree
+from ..compile import sources
+from . import tree
 from .candidate import Candidate, read_candidate
-from .policy import Policy
-from .report import Report, failures, proof_problems, read_report, run_problems
+from .policy import Policy, Unverified
+from .report import (
+    Report,
+    build_problems,
+    failures,
+    proof_problems,
+    read_report,
+    run_problems,
+    state_problems,
+)
 
 README = "README.md"
 
@@ -149,8 +158,8 @@ def decide(
         silent = [report for report in of_these_bytes if name not in report.names("unverified")]
         problems += [f"{name}: unverified, but {each.where} does not say so" for each in silent]
         if entry.ptx:
-            found = [*ptx.problems(root, candidate, entry, policy)]
-            problems += [f"{name}: {problem}" for problem in found]
+            found = [*ptx_problems(root, candidate, entry, policy)]
+            problems += [f"{name}: {entry.ptx_report}: {problem}" for problem in found]
     return Verdict(
         candidate,
         tuple(dict.fromkeys([*problems, *failed])),
@@ -158,3 +167,26 @@ def decide(
         verified,
         {name: entry.reason if entry else "" for name, entry in unverified.items()},
     )
+
+
+def ptx_problems(
+    root: Path, wheel: Candidate, allowed: Unverified, policy: Policy
+) -> Iterator[str]:
+    """Says why a run of PTX cannot be taken for one of an architecture's machine code.
+
+    The wheel that ran held nothing else, else the driver would not have compiled it. Its report is
+    in the tree; it must be of the sources and the toolkit of the wheel to be published.
+    """
+    report = read_report(root / allowed.ptx_report, root)
+    yield from run_problems(report)
+    if not report.content:
+        return
+    if allowed.ptx not in report.names("ran_as_ptx"):
+        yield f"did not run {allowed.ptx} as PTX"
+    number, stated = allowed.ptx.removeprefix("compute_"), wheel.manifest.get("sources", {})
+    alike = {part: stated.get(part) for part in sources.NATIVE}
+    same = {"architectures": [f"{number}-virtual"], "sources": alike}
+    yield from build_problems(report, {**wheel.manifest, **same})
+    # The golden hashes are of machine code, and PTX has one family. Its speed does not matter.
+    rows = [name for name in policy.required_checks if name not in ("golden", "family")]
+    yield from state_problems(report.content, ("contract", "accuracy"), rows)

@@ -236,6 +236,51 @@ def test_an_unverified_architecture_that_the_readme_does_not_name(project: Proje
     assert "sm_80: unverified, but README.md does not name it" in project.problems()
 
 
+PTX: dict[str, tuple[Change, str]] = {
+    "cut short": (lambda r: r.update(complete=False), "complete: expected True"),
+    "other PTX": (put("architectures.ran_as_ptx", []), "did not run compute_80 as PTX"),
+    "nothing checked": (lambda r: r.update(sections=[]), "$.sections: [] "),
+    "accuracy": (rows(accuracy="not-run"), "section accuracy: not-run"),
+    "a row left out": (rows(paged="not-run"), "contract, paged: not-run"),
+    "another section": (rows(forward="failed"), "section forward: failed"),
+    "other patches": (put("pins.patches", []), "pins.patches: expected"),
+    "other sources": (put("build.sources.cpp", "0" * 64), "build.sources.cpp: expected"),
+    "another toolkit": (put("build.cuda_toolkit", "12.4.131"), "build.cuda_toolkit: expected"),
+    "machine code beside it": (
+        put("build.architectures", ["80-virtual", "90-real"]), "build.architectures: expected"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "expected"), PTX.values(), ids=PTX)
+def test_a_run_of_ptx_that_does_not_stand_in(
+    project: Project, change: Change, expected: str
+) -> None:
+    edit(project.ptx_path, change, sign=True)
+    project.tag()
+    assert f"sm_80: docs/results/verification-compute_80.json: {expected}" in project.problems()
+
+
+def test_a_run_of_ptx_that_stands_in(project: Project) -> None:
+    """Golden hashes are of machine code; a new version with the same kernels needs no new run."""
+    passed = rows(golden="not-applicable", family="not-applicable", forward="not-run")
+    other = put("build.sources", {**json.loads(project.ptx_path.read_text())["build"]["sources"],
+                                  "pyproject.toml": "0" * 64})  # fmt: skip
+    for change in (passed, other):
+        edit(project.ptx_path, change, sign=True)
+    project.tag()
+    assert project.problems() == ""
+    project.ptx_path.unlink()
+    project.tag()
+    assert "sm_80: docs/results/verification-compute_80.json: is unreadable" in project.problems()
+
+
+def test_the_report_of_ptx_in_this_tree_is_there_or_missed() -> None:
+    path = ROOT / POLICY.unverified_architectures["sm_80"].ptx_report
+    said = "The gate is shut" in (ROOT / "docs" / "releasing.md").read_text()
+    assert said == (not path.exists())
+
+
 FREE = ("environment", "digest", "started", "seconds", "baseline")  # of a report
 
 
