@@ -71,9 +71,3 @@ target_link_options(
     -Wl,--build-id=none
     -Wl,--gc-sections
     -Wl,-z,defs)    # every torch function used is in torch_shims.txt, every glibc one in 2.28
-
-# And nothing newer than manylinux_2_28 of the libraries that are linked as this machine has them.
-add_custom_command(
-  TARGET fad_ops POST_BUILD VERBATIM
-  COMMAND "${CMAKE_COMMAND}" -E env --modify "PYTHONPATH=path_list_prepend:${CMAKE_SOURCE_DIR}/python"
-          "${Python_EXECUTABLE}" -m flash_attn_build.compile.symbols $<TARGET_FILE:fad_ops>)

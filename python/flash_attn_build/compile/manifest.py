@@ -51,16 +51,10 @@ def describe(
     places: Mapping[str, str],
     cost: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Describes a finished wheel.
+    """Describes a finished wheel: the build information in it, its translation units
+    (`build_folder.read_units`), how the build was asked for, tools and their versions, and cost.
 
-    Args:
-        wheel: The wheel.
-        info: The build information it carries.
-        units: Each translation unit: see `build_folder.read_units`.
-        settings: How the build was asked for and run.
-        tools: Name and version of each tool.
-        places: Folders of this machine, and what to write instead of each.
-        cost: CPU time of the build, and memory of its largest process.
+    `places`: folders of this machine, and what to write instead of each.
     """
     return {
         "schema": SCHEMA,

@@ -24,19 +24,12 @@ TARGETS = {"x86_64": "x86_64-linux", "aarch64": "sbsa-linux"}
 
 @dataclass(frozen=True)
 class Toolchain:
-    """A CUDA toolkit that can build the wheel.
+    """A CUDA toolkit that can build the wheel."""
 
-    Attributes:
-        nvcc: The compiler itself, not a wrapper script around it.
-        root: Toolkit's folder, which holds bin, include and the libraries.
-        version: Version, such as "13.0.88".
-        cudart: The static CUDA runtime library.
-    """
-
-    nvcc: Path
-    root: Path
-    version: str
-    cudart: Path
+    nvcc: Path  # the compiler itself, not a wrapper script around it
+    root: Path  # holds bin, include and the libraries
+    version: str  # such as "13.0.88"
+    cudart: Path  # the static CUDA runtime library
 
 
 def find(

@@ -25,74 +25,74 @@ RESULT = "test-result.json"  # beside the folder of the release: the predicate t
 def release(
     dist: Path, reports: Path, out: Path, attested: Sequence[str] = (), root: Path = ROOT
 ) -> None:
-    """Passes wheels through the gate, and writes what is published.
+    """Passes the wheels in `dist` through the gate, with the reports below a folder.
 
-    Args:
-        dist: Folder for wheels.
-        reports: Folder that holds the verification reports.
-        out: Folder for what is published: `assets/` for the GitHub release, `package-index/` for
-            the wheels without a local version, notes.md and SHA256SUMS; removed if the gate
-            refuses. test-result.json beside it tells that the wheels passed, or failed for good.
-        attested: Repository, commit and tag whose attestations wheels and manifests must have;
-            there may be no reports of other wheels then. None: by hand.
-        root: The source tree.
+    What is published is written into `out`: `assets/` for the GitHub release, `package-index/` for
+    the wheels without a local version, notes.md and SHA256SUMS; it is removed if the gate refuses.
+    test-result.json beside it tells that the wheels passed, or failed for good. `attested`:
+    repository, commit and tag whose attestations wheels and manifests must have; there may be no
+    reports of other wheels then.
     """
     shutil.rmtree(out, ignore_errors=True)
     (out.parent / RESULT).unlink(missing_ok=True)
-    wheels = find_wheels(dist)
     repository, commit, tag = attested or ("", "", "")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
         made = Path(name, "made")
-        assets = made / "assets"
+        assets, index = made / "assets", made / "package-index"
         assets.mkdir(parents=True)
+        index.mkdir()
         # Copies, so that what is judged is what is published.
-        for wheel in wheels:
-            for path in (wheel, manifest.path_of(wheel)):
-                if path.exists():
-                    shutil.copyfile(path, assets / path.name)
+        for wheel in find_wheels(dist):
+            for path in filter(Path.exists, (wheel, manifest.path_of(wheel))):
+                shutil.copyfile(path, assets / path.name)
+        wheels = find_wheels(assets)
         if attested:
             sources = (f"--source-digest={commit}", f"--source-ref=refs/tags/{tag}")
             attestations.check_built(sorted(assets.iterdir()), repository, *sources)
-            for wheel in find_wheels(assets):
+            for wheel in wheels:
                 attestations.check_never_failed(wheel, repository)
         verdicts, problems = judge(
-            find_wheels(assets), find_runs(reports), POLICY, root,
-            tag=tag, allow_other_reports=not attested,
-        )  # fmt: skip
-        if problems or any(verdict.failed for verdict in verdicts.values()):
-            if any(verdict.failed for verdict in verdicts.values()):
-                write_json(out.parent / RESULT, test_result(verdicts, root, assets))
+            wheels, find_runs(reports), POLICY, root, tag=tag, allow_other_reports=not attested
+        )
+        failed = [failure for verdict in verdicts.values() for failure in verdict.failed]
+        if not problems:
+            _write(made, verdicts, (root / "CHANGELOG.md").read_text(encoding="utf-8"))
+        if failed or not problems:
+            write_json(out.parent / RESULT, test_result(verdicts, failed, root, assets))
+        if problems:
             raise RefusedError("not published, because of\n" + "\n".join(problems))
-        (made / "package-index").mkdir()
-        for kind, verdict in verdicts.items():
-            wheel = verdict.wheel.path
-            proofs = {report.path: report for report in verdict.verified.values()}
-            for number, path in enumerate(sorted(proofs), start=1):
-                # Written again: nothing of the GPU machine's files but what the schema names.
-                target = assets / f"{wheel.name}.verification-{number}.json"
-                write_json(target, proofs[path].content)
-            if "+" not in kind:
-                shutil.copyfile(wheel, made / "package-index" / wheel.name)
-        changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
-        write_text(made / "notes.md", _notes(verdicts, changelog))
-        paths = [path for path in made.rglob("*") if path.is_file()]
-        paths.sort(key=lambda path: path.relative_to(made).as_posix())
-        sums = [f"{sha256_of(path)}  {path.relative_to(made).as_posix()}\n" for path in paths]
-        write_text(made / "SHA256SUMS", "".join(sums))
-        write_json(out.parent / RESULT, test_result(verdicts, root, assets))
         made.rename(out)
     for verdict in verdicts.values():
         print(f"{verdict.wheel.path.name}: {verdict.wheel.sha256}: the gate is open")
 
 
-def test_result(verdicts: Mapping[str, Verdict], root: Path, assets: Path) -> dict[str, Any]:
+def _write(made: Path, verdicts: Mapping[str, Verdict], changelog: str) -> None:
+    """Adds reports, notes and the list of all files to the wheels and manifests in `made`."""
+    for kind, verdict in verdicts.items():
+        wheel = verdict.wheel.path
+        proofs = {report.path: report for report in verdict.verified.values()}
+        for number, path in enumerate(sorted(proofs), start=1):
+            # Written again: nothing of the GPU machine's files but what the schema names.
+            target = made / "assets" / f"{wheel.name}.verification-{number}.json"
+            write_json(target, proofs[path].content)
+        if "+" not in kind:
+            shutil.copyfile(wheel, made / "package-index" / wheel.name)
+    write_text(made / "notes.md", _notes(verdicts, changelog))
+    names = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
+    lines = [f"{sha256_of(made / name)}  {name}\n" for name in names]
+    write_text(made / "SHA256SUMS", "".join(lines))
+
+
+def test_result(
+    verdicts: Mapping[str, Verdict], failed: Sequence[str], root: Path, assets: Path
+) -> dict[str, Any]:
     """The predicate (in-toto, test-result v0.1) that the workflow attests of the wheels."""
-    failed = [failure for verdict in verdicts.values() for failure in verdict.failed]
-    passed = [] if failed else [*POLICY.required_sections]
-    if not failed:
-        passed += [f"contract: {name}" for name in POLICY.required_checks]
-        passed += gpu_test_modules(root, POLICY)
+    passed = [
+        *POLICY.required_sections,
+        *(f"contract: {name}" for name in POLICY.required_checks),
+        *gpu_test_modules(root, POLICY),
+    ]
     lacking = {name for verdict in verdicts.values() for name in verdict.unverified}
     # By what it was judged, and what is published of that.
     paths = [ROOT / "python/flash_attn_build/release/policy.py", *sorted(assets.iterdir())]
@@ -101,7 +101,7 @@ def test_result(verdicts: Mapping[str, Verdict], root: Path, assets: Path) -> di
         "configuration": [
             {"name": path.name, "digest": {"sha256": sha256_of(path)}} for path in paths
         ],
-        "passedTests": passed,
+        "passedTests": [] if failed else passed,
         "warnedTests": [f"{name}: not verified" for name in sorted(lacking)],
         "failedTests": failed,
     }
@@ -110,19 +110,17 @@ def test_result(verdicts: Mapping[str, Verdict], root: Path, assets: Path) -> di
 def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
     """The notes of a release, in Markdown: changes, what was verified, what was not."""
     first = next(iter(verdicts.values())).wheel
-    version = first.version
     # The version's part, which `## 1.2.3 (date)` opens, without that heading.
-    part = rf"^## {re.escape(version)}(?=\s|$)[^\n]*\n(.*?)(?=^## |\Z)"
+    part = rf"^## {re.escape(first.version)}(?=\s|$)[^\n]*\n(.*?)(?=^## |\Z)"
     found = re.search(part, changelog, re.M | re.S)
     lines = [found[1].strip() if found else "", "", "## Verified", ""]
     lines += ["| wheel | CUDA | architectures | GPU | sha256 |", "|---|---|---|---|---|"]
     for kind, verdict in verdicts.items():
-        reports = verdict.verified.values()
-        gpus = sorted({str(report.content["environment"]["gpu"]) for report in reports})
+        gpus = {str(report.content["environment"]["gpu"]) for report in verdict.verified.values()}
         lines.append(
-            f"| {version}, {kind}{'' if '+' in kind else ', package index'} "
+            f"| {first.version}, {kind}{'' if '+' in kind else ', package index'} "
             f"| {verdict.wheel.manifest['cuda_toolkit']} | {', '.join(sorted(verdict.verified))} "
-            f"| {_plain(', '.join(gpus))} | `{verdict.wheel.sha256}` |"
+            f"| {_plain(', '.join(sorted(gpus)))} | `{verdict.wheel.sha256}` |"
         )
     unverified = {name: why for each in verdicts.values() for name, why in each.unverified.items()}
     lines += ["", "## Not verified", ""] if unverified else []

@@ -18,7 +18,7 @@ def gh(*words: str) -> str:
     """Runs GitHub's command line tool; returns what it printed."""
     if not shutil.which("gh"):
         raise ToolchainError("gh, GitHub's command line tool, is not on PATH")
-    done = subprocess.run(["gh", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(["gh", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split())
         raise RefusedError(f"`gh {' '.join(words)}` failed (status {done.returncode}): {said}")
@@ -26,16 +26,13 @@ def gh(*words: str) -> str:
 
 
 def check_built(paths: Iterable[Path], repository: str, *sources: str) -> None:
-    """Refuses files that this project's release workflow did not build.
+    """Refuses files that the release workflow of a repository ("owner/name") did not build.
 
-    Args:
-        paths: Wheels and their manifests.
-        repository: Such as "owner/name".
-        sources: Options of gh: the commit and the tag that they must be built from.
+    `sources`: options of gh: the commit and the tag that they must be built from.
     """
     for path in paths:
         try:
-            gh("attestation", "verify", str(path), *_signer(repository), *sources)
+            _verify(path, repository, *sources)
         except RefusedError as error:
             raise RefusedError(f"{path.name}: has no attestation of its build: {error}") from error
 
@@ -58,9 +55,9 @@ def check_never_failed(wheel: Path, repository: str) -> None:
 
 def _results(wheel: Path, repository: str, *sources: str) -> set[str]:
     """The results of the attested verifications of a wheel."""
-    options = [*_signer(repository), "--predicate-type", TEST_RESULT, "--format", "json", *sources]
+    options = ("--predicate-type", TEST_RESULT, "--format", "json", *sources)
     try:
-        said = json.loads(gh("attestation", "verify", str(wheel), *options))
+        said = json.loads(_verify(wheel, repository, *options))
         statements = [each["verificationResult"]["statement"] for each in said]
         return {str(statement["predicate"]["result"]) for statement in statements}
     except (ValueError, LookupError, TypeError) as error:
@@ -71,8 +68,7 @@ def _results(wheel: Path, repository: str, *sources: str) -> set[str]:
         raise
 
 
-def _signer(repository: str) -> list[str]:
+def _verify(path: Path, repository: str, *options: str) -> str:
     workflow = f"{repository}/.github/workflows/release.yml"
-    return [
-        "--repo", repository, "--signer-workflow", workflow, "--deny-self-hosted-runners"
-    ]  # fmt: skip
+    signer = ("--repo", repository, "--signer-workflow", workflow, "--deny-self-hosted-runners")
+    return gh("attestation", "verify", str(path), *signer, *options)

@@ -33,22 +33,13 @@ _FLAGS = re.compile(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A wheel, its manifest and their problems.
-
-    Attributes:
-        path: The wheel.
-        version: Its version without a local part; "" if its name is not that of a wheel.
-        kind: Its machine and the local part of its version: "x86_64", "aarch64+cu12".
-        sha256: Of its bytes.
-        manifest: The build manifest; empty if there is none.
-        problems: Everything that is wrong with the wheel or its manifest.
-    """
+    """A wheel, its manifest, and everything that is wrong with them."""
 
     path: Path
-    version: str
-    kind: str
+    version: str  # without a local part; "" if the name is not that of a wheel
+    kind: str  # machine and local part of the version: "x86_64", "aarch64+cu12"
     sha256: str
-    manifest: Mapping[str, Any] = field(repr=False)
+    manifest: Mapping[str, Any] = field(repr=False)  # empty if there is none
     problems: tuple[str, ...] = ()
 
     @property

@@ -25,21 +25,13 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gate's decision on a wheel.
-
-    Attributes:
-        wheel: The wheel.
-        problems: Everything that stands against publishing it; none: it may be published.
-        failed: What failed in a run of these bytes: they may never be published.
-        verified: Architecture to the report that proves it.
-        unverified: Architectures of the wheel that were not verified, and why.
-    """
+    """The gate's decision on a wheel: it may be published if there are no problems."""
 
     wheel: Candidate
     problems: tuple[str, ...]
-    failed: tuple[str, ...]
-    verified: Mapping[str, Report] = field(repr=False)
-    unverified: Mapping[str, str] = field(repr=False)
+    failed: tuple[str, ...]  # in a run of these bytes, which may never be published
+    verified: Mapping[str, Report] = field(repr=False)  # by architecture
+    unverified: Mapping[str, str] = field(repr=False)  # architecture and reason
 
 
 def find_wheels(dist: Path) -> list[Path]:
@@ -77,14 +69,8 @@ def judge(
 ) -> tuple[dict[str, Verdict], list[str]]:
     """Decides on every wheel of a release; their manifests lie beside them.
 
-    Args:
-        wheels: The wheels.
-        runs: See `find_runs`.
-        policy: The release policy.
-        root: The source tree.
-        tag: The tag that started the workflow; "": the gate is run by hand.
-        allow_other_reports: Whether reports of other wheels may be among the runs, as on a machine
-            where wheels are built and verified again and again.
+    `tag` is the one that started the workflow, "" by hand. Reports of other wheels may be among the
+    runs on a machine where wheels are built and verified again and again.
 
     Returns:
         Verdict by kind of wheel, and everything that stands against the release.

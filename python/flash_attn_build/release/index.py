@@ -46,13 +46,8 @@ _PAGE = """<!DOCTYPE html>
 def write_index(release_dirs: Sequence[Path], out: Path, repository: str | None) -> None:
     """Writes the index: `simple/` for wheels without a local version, `<label>/simple/` for others.
 
-    Args:
-        release_dirs: A folder per release, named by its tag, with its files.
-        out: Folder for the index; it is replaced as a whole.
-        repository: Whose attestations the wheels must have; None: they are not checked.
-
-    Raises:
-        RefusedError: A release holds what is not of it, or a wheel lacks an attestation.
+    Releases are folders of their files, named by their tags. `out` is replaced as a whole. Wheels
+    must have the attestations of the repository; None: they are not checked.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as name:
@@ -109,17 +104,16 @@ def _place(wheel: Path, packages: Path) -> dict[str, Any]:
         (member,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = archive.read(member)
     target.with_name(f"{target.name}.metadata").write_bytes(metadata)
-    file = {
+    python = str(Metadata.from_email(metadata, validate=False).requires_python or "")
+    return {
         "filename": wheel.name,
         # Relative, so that the index works wherever it is served from.
         "url": f"../../packages/{wheel.name}",
         "hashes": {"sha256": sha256_of(wheel)},
         "core-metadata": {"sha256": hashlib.sha256(metadata).hexdigest()},
         "size": wheel.stat().st_size,
+        **({"requires-python": python} if python else {}),
     }
-    if python := Metadata.from_email(metadata, validate=False).requires_python:
-        file["requires-python"] = str(python)
-    return file
 
 
 def _provenance(wheel: Path, repository: str) -> dict[str, Any] | None:
@@ -137,10 +131,9 @@ def _provenance(wheel: Path, repository: str) -> dict[str, Any] | None:
             "transparency_entries": material["tlogEntries"],
         },
         "envelope": {
-            "statement": envelope["payload"],
-            "signature": envelope["signatures"][0]["sig"],
+            "statement": envelope["payload"], "signature": envelope["signatures"][0]["sig"]
         },
-    }
+    }  # fmt: skip
     publisher = {"kind": "GitHub", "repository": repository, "workflow": "release.yml"}
     bundles = [{"publisher": publisher, "attestations": [attestation]}]
     return {"version": 1, "attestation_bundles": bundles}
@@ -171,8 +164,7 @@ def _link(file: Mapping[str, Any]) -> str:
 def download_releases(folder: Path) -> list[Path]:
     """Fetches the files of all GitHub releases; returns a folder for each, named by its tag."""
     listed = gh("release", "list", "--exclude-drafts", "--limit", "1000", "--json", "tagName")
-    tags = [row["tagName"] for row in json.loads(listed)]
-    for tag in tags:
+    for tag in (tags := [row["tagName"] for row in json.loads(listed)]):
         gh("release", "download", tag, "--dir", str(folder / tag))
     return [folder / tag for tag in tags]
 

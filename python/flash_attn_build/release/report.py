@@ -29,16 +29,10 @@ _ARCHITECTURE = re.compile(r"(?:sm|compute)_(\d+)(\d)([a-z]?)")
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was read.
-
-    Attributes:
-        path: The file.
-        content: As the schema has it; empty if the file is not laid out so.
-        problems: What is wrong with the file itself.
-    """
+    """A report that was read, and what is wrong with the file itself."""
 
     path: Path
-    content: Mapping[str, Any] = field(repr=False)
+    content: Mapping[str, Any] = field(repr=False)  # empty if it is not laid out as in the schema
     problems: tuple[str, ...] = ()
 
     @property
@@ -111,11 +105,7 @@ def proof_problems(
 
 
 def read_gpu_tests(path: Path, sha256: str) -> tuple[list[str], list[str]]:
-    """Reads the results of tests/gpu, of the wheel with that hash.
-
-    Returns:
-        Test classes, a class for each test that passed, and what is wrong.
-    """
+    """Reads the results of tests/gpu: a class for each test that passed, and problems."""
     try:
         text = path.read_text(encoding="utf-8")
         # With NUL the parser would take it for UTF-16, where this search finds nothing.

@@ -16,8 +16,8 @@ def problems(root: Path, version: str, tag: str = "") -> Iterator[str]:
     """Compares a source tree with its commit, file by file, and its tag with the version.
 
     `git status` can be configured to skip changes (assume-unchanged, skip-worktree, a file system
-    monitor), to ignore new files (.git/info/exclude, or a .gitignore that ignores itself) and to
-    look into another folder (core.worktree). So the bytes of every file are hashed here and
+    monitor, filters), to ignore new files (.git/info/exclude, or a .gitignore that ignores itself)
+    and to look into another folder (core.worktree). So the bytes of every file are hashed here and
     compared with the commit's blobs. New files are those that the .gitignore at the commit's root
     does not name. `tag`: the one that a workflow runs for, "" by hand.
     """

@@ -18,25 +18,15 @@ _PATCH = r"[0-9]{4}-[A-Za-z0-9._-]+\.patch"
 
 @dataclass(frozen=True)
 class Pin:
-    """Content of the data file; the patches lie in `patches/` beside it.
+    """Content of the data file; the patches lie in `patches/` beside it."""
 
-    Attributes:
-        path: The data file.
-        name: Package name.
-        version: Package version.
-        sha256: Of the source distribution.
-        tree_sha256: Of the used files, by their names in a prepared tree.
-        patched_tree_sha256: The same after the patches.
-        patches: File name and sha256 of each, in the order of application.
-    """
-
-    path: Path
+    path: Path  # the data file
     name: str
     version: str
-    sha256: str
-    tree_sha256: str
+    sha256: str  # of the source distribution
+    tree_sha256: str  # of the used files, by their names in a prepared tree
     patched_tree_sha256: str
-    patches: dict[str, str]
+    patches: dict[str, str]  # file name and sha256, in the order of application
 
     def patch_files(self) -> list[Path]:
         """The patches, in the order of application; refuses a folder that is not as listed."""

@@ -30,12 +30,8 @@ def repair(
 ) -> Path:
     """Gives a built wheel its platform tag, licences and bill of materials, in `destination`.
 
-    Args:
-        wheel: The wheel as built.
-        destination: Folder for the tagged wheel, which is returned.
-        components: What the build took from this machine.
-        epoch: SOURCE_DATE_EPOCH: dates the files in the wheel.
-        local: Local version label to add: "cu130" makes 0.1.0+cu130 of 0.1.0.
+    `components` are what the build took from this machine, `epoch` dates the files, and `local` is
+    a label to add to the version: "cu130" makes 0.1.0+cu130 of 0.1.0. Returns the tagged wheel.
 
     Raises:
         BuildError: It does not meet the platform's rules, or only with libraries copied into it.
@@ -43,12 +39,11 @@ def repair(
     """
     arch = wheel.stem.rpartition("linux_")[2]
     platform = f"manylinux_2_28_{arch}"
-    command = [sys.executable, "-c", _AUDITWHEEL, arch, "repair"]
+    auditwheel = [sys.executable, "-c", _AUDITWHEEL, arch]
     # No older tags that it happens to meet (torch's own wheels carry this one), and no patcher:
     # a library that would have to be copied in is an error.
-    command += ["--plat", platform, "--only-plat", "--patcher", "none"]
-    for name in sorted(TORCH):
-        command += ["--exclude", name]
+    command = [*auditwheel, "repair", "--plat", platform, "--only-plat", "--patcher", "none"]
+    command += [word for name in sorted(TORCH) for word in ("--exclude", name)]
     destination.mkdir(parents=True, exist_ok=True)
     # auditwheel may leave an unfinished wheel in the folder it writes to.
     with tempfile.TemporaryDirectory(dir=destination, prefix=".repair-") as folder:
@@ -56,11 +51,12 @@ def repair(
         done = subprocess.run([*command, "--wheel-dir", folder, str(plain)], check=False)
         made = list(Path(folder).glob("*.whl"))
         if done.returncode or len(made) != 1:
+            subprocess.run([*auditwheel, "show", str(plain)], check=False)
             raise BuildError(
-                f"auditwheel refuses {wheel.name} as {platform} (exit status {done.returncode}, "
-                "see above). Unless the disk is full: `auditwheel show` on the wheel names the "
-                "symbols and libraries that are too new; a NotImplementedError means a library "
-                "that would have to be copied in."
+                f"auditwheel refuses {wheel.name} as {platform} (exit status {done.returncode}). "
+                "Above it names the symbols and libraries that are too new, which headers of a "
+                "newer C or C++ library bring in (docs/adr/0004); a NotImplementedError means a "
+                "library that would have to be copied in."
             )
         # auditwheel compresses; its archive is packed again.
         made[0].write_bytes(archive.pack(_files(made[0]), archive.date_of(epoch)))

@@ -66,19 +66,12 @@ _OF_UPSTREAM = {
 
 @dataclass(frozen=True)
 class Component:
-    """Code of others that is in the library.
-
-    Attributes:
-        name: Of the component.
-        version: Its version.
-        sha256: Of the file, or of the folder of sources (`files.tree_sha256`), that it came from.
-        text: The licence's text.
-    """
+    """Code of others that is in the library."""
 
     name: str
     version: str
-    sha256: str
-    text: bytes = field(repr=False, default=b"")
+    sha256: str  # of the file, or of the folder of sources (`files.tree_sha256`), it came from
+    text: bytes = field(repr=False, default=b"")  # of the licence
 
     @property
     def text_name(self) -> str:
@@ -120,14 +113,9 @@ def describe(
     components: tuple[Component, ...],
     date: Date,
 ) -> bytes:
-    """Writes the bill of materials, as CycloneDX JSON.
+    """Writes the bill of materials of a wheel, as CycloneDX JSON.
 
-    Args:
-        version: Version of the wheel.
-        info: The build information that the wheel carries.
-        library: The wheel's `_C.so`.
-        components: What the build took from this machine.
-        date: That of the wheel's files.
+    `info` is the build information in the wheel, `library` its `_C.so`, `date` that of its files.
     """
     ours, upstream = f"pkg:pypi/{NAME}@{version}", info["upstream"]
     release, sha256 = upstream["version"], upstream["sha256"]

@@ -44,7 +44,7 @@ ELSEWHERE = {"needed": ["torch_cpu", "torch_cuda", "elsewhere"]}
         (ELSEWHERE, "could not be located"),
         (ELSEWHERE, "NotImplementedError"),
         # What start-up code of a current glibc is bound to.
-        ({"calls": ["__libc_start_main"], "needed": []}, "too-recent"),
+        ({"calls": ["__libc_start_main"], "needed": []}, "GLIBC_2.34"),
     ],
     ids=["library", "library that could be copied in", "glibc"],
 )
@@ -62,7 +62,7 @@ def test_what_the_platform_does_not_allow_is_refused(
     with pytest.raises(BuildError, match="auditwheel refuses"):
         repair.repair(wheel, tmp_path / "out", fake_wheel.COMPONENTS, 0)
     assert not list(tmp_path.glob("out/*.whl"))
-    assert expected in capfd.readouterr().err
+    assert expected in "".join(capfd.readouterr())
 
 
 def test_a_foreign_wheel_is_refused(tmp_path: Path) -> None:
