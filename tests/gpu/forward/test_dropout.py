@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from flash_attn_deterministic import explain, flash_attn_func, flash_attn_varlen
 from flash_attn_deterministic.reference.dropout import (
     keep_mask,
     keep_probability,
-    largest_kept_byte,
 )
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, same_bits
@@ -124,13 +122,6 @@ def test_mask_on_each_path(batch: int, path: str, split_size: int) -> None:
     assert torch.equal(mask_of_forward(call), expected_mask(call))
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**40])
-def test_seed(seed: int) -> None:
-    call = uniform(draw_call(64, "bf16", "dropout", seqlen_q=100, nheads_k=4))
-    call = replace(call, seed=seed)
-    assert torch.equal(mask_of_forward(call), expected_mask(call))
-
-
 @CONFIG
 def test_mask_of_packed_sequences(head_dim: int, dtype: str) -> None:
     """A sequence of a packed batch has the mask of its index, from its own first token on."""
@@ -166,33 +157,6 @@ def test_mask_of_packed_sequences(head_dim: int, dtype: str) -> None:
         )
         own = slice(starts_q[index], starts_q[index + 1])
         assert torch.equal(found[:, own, starts_k[index] : starts_k[index + 1]], expected[0]), index
-
-
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
-def test_share_that_is_kept(dropout_p: float) -> None:
-    call = uniform(draw_call(64, "bf16", seqlen_q=512, nheads=8, nheads_k=8))
-    call = call.with_options(dropout_p=dropout_p)
-    mask = mask_of_forward(call)
-    expected = (largest_kept_byte(dropout_p) + 1) / 256
-    deviation = math.sqrt(expected * (1 - expected) / mask.numel())
-    assert abs(float(mask.double().mean()) - expected) <= 5 * deviation
-    # No row, key or head is special.
-    for dim in (1, 2, 3):
-        others = [d for d in range(4) if d != dim]
-        means = mask.double().mean(others)
-        count = mask.numel() / mask.shape[dim]
-        assert float((means - expected).abs().max()) <= 6 * deviation * math.sqrt(
-            mask.numel() / count
-        )
-
-
-def test_heads_and_sequences_have_masks_of_their_own() -> None:
-    mask = mask_of_forward(
-        uniform(draw_call(64, "bf16", "dropout", seqlen_q=128, nheads_k=4))
-    ).flatten(0, 1)
-    for left, right in itertools.combinations(mask, 2):
-        # Two masks of independent elements agree in 0.8^2 + 0.2^2 of them.
-        assert 0.6 < float((left == right).double().mean()) < 0.76
 
 
 @FEATURE
@@ -271,13 +235,6 @@ def test_no_dropout_draws_nothing() -> None:
     before = torch.cuda.get_rng_state()
     flash_attn_func(call.q, call.k, call.v, 0.0)
     assert torch.equal(torch.cuda.get_rng_state(), before)
-
-
-def test_softcap_and_dropout() -> None:
-    """As in flash_attn, there is no kernel that does both."""
-    call = draw_call(64, "bf16")
-    with pytest.raises(NotImplementedError, match="softcap"):
-        flash_attn_func(call.q, call.k, call.v, 0.1, softcap=3.0)
 
 
 def test_replay_of_a_cuda_graph_draws_new_numbers() -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from bits import bits_equal
-from calls import CALLS, fresh, kvcache_call, normal, varlen_call
+from calls import CALLS, fresh, normal, varlen_call
 from flash_attn_deterministic import deterministic_mode, explain, flash_attn_func
 from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedDeviceError
 from flash_attn_deterministic.interface import flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn_deterministic.reference.dropout import largest_kept_byte
 
 every_name = pytest.mark.parametrize("name", CALLS)
 
@@ -209,20 +207,6 @@ def test_messages_hold_no_values_of_tensors(argument: str) -> None:
 # --- Dropout ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dropout_p", [1e-9, 2.0**-26, 2.0**-24, 1e-3, 0.1, 1 / 3, 0.5, 0.999])
-def test_documented_probability_of_keeping(dropout_p: float) -> None:
-    assert flash_attn_func.__doc__ is not None
-    document = " ".join(flash_attn_func.__doc__.split())
-    assert "keep = float32(1 - dropout_p)" in document
-    assert "actual probability of keeping is (floor(255 * keep) + 1) / 256" in document
-    keep = np.float32(1 - dropout_p)
-    assert largest_kept_byte(dropout_p) == np.floor(255 * np.float64(keep))
-    q = normal(1, 64, 2, 32)
-    assert "below 2**-25" in document
-    if dropout_p < 2.0**-25:
-        assert bits_equal(flash_attn_func(q, q, q, dropout_p), flash_attn_func(q, q, q))
-
-
 # --- transformers -------------------------------------------------------------------------------
 
 
@@ -308,8 +292,3 @@ def test_transformers_can_request_determinism(
         model = _model(in_transformers)
         model(ids, labels=ids, use_cache=False).loss.backward()
     assert backward_calls == [("bwd", True)]
-
-
-def test_kvcache_takes_lengths_of_numpy() -> None:
-    lengths: Any = np.int64(9)
-    assert bits_equal(kvcache_call()(cache_seqlens=lengths), kvcache_call()(cache_seqlens=9))
