@@ -64,6 +64,7 @@ struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
   float* dv_sums;
   // What the forward kept of out, contiguous; nullptr: nothing.
   const void* residual;
+  const float* dlse;  // the gradient of softmax_lse, laid out like it; nullptr: 0
 };
 
 }  // namespace fad

@@ -16,7 +16,7 @@ Gradients new_gradients(const Tensor& q, const Tensor& k, const Tensor& v) {
 
 void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, const Tensor& k,
               const Tensor& v, const Tensor& out, const Tensor& softmax_lse, const Scores& scores,
-              bool deterministic, const OptionalTensor& residual) {
+              bool deterministic, const OptionalTensor& residual, const OptionalTensor& dlse) {
   check_dense(q, k, v);
   check_gradient_inputs(dout, q, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(0), q.size(2), q.size(1)});
@@ -34,6 +34,7 @@ void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, c
   set_gradients(params, dout_rows, dq, dk, dv);
   set_scores(params, scores, q);
   set_residual(params, residual, q);
+  set_dlse(params, dlse, softmax_lse);
   run_bwd(params, q, /*total_k=*/0, deterministic);
 }
 
@@ -41,11 +42,11 @@ Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
               const Tensor& out, const Tensor& softmax_lse, const OptionalTensor& alibi_slopes,
               const OptionalTensor& rng_state, double dropout_p, double softmax_scale,
               std::int64_t window_left, std::int64_t window_right, double softcap,
-              bool deterministic, const OptionalTensor& residual) {
+              bool deterministic, const OptionalTensor& residual, const OptionalTensor& dlse) {
   const Gradients gradients = new_gradients(q, k, v);
   bwd_into(gradients, dout, q, k, v, out, softmax_lse,
            {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           deterministic, residual);
+           deterministic, residual, dlse);
   return gradients;
 }
 

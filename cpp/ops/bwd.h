@@ -18,12 +18,14 @@ using Gradients = std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch
 // softmax_lse: (batch, nheads, seqlen_q), fp32; the rest as the forward had it.
 // deterministic: dq in one order; false: in the order in which CTAs come.
 // residual: like out, bfloat16, contiguous; what rounding took from out, or none.
+// dlse: the gradient of softmax_lse, like it, contiguous, or none.
 Gradients bwd(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
               const torch::stable::Tensor& k, const torch::stable::Tensor& v,
               const torch::stable::Tensor& out, const torch::stable::Tensor& softmax_lse,
               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
               double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-              double softcap, bool deterministic, const OptionalTensor& residual);
+              double softcap, bool deterministic, const OptionalTensor& residual,
+              const OptionalTensor& dlse);
 
 // dout, q, out: (total_q, nheads, head_dim); k, v: (total_k, nheads_k, head_dim)
 // softmax_lse: (nheads, total_q), fp32; cu_seqlens_q, cu_seqlens_k: (batch + 1), int32
@@ -35,7 +37,8 @@ Gradients varlen_bwd(const torch::stable::Tensor& dout, const torch::stable::Ten
                      const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
                      std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
                      std::int64_t window_left, std::int64_t window_right, double softcap,
-                     bool deterministic, const OptionalTensor& residual);
+                     bool deterministic, const OptionalTensor& residual,
+                     const OptionalTensor& dlse);
 
 // Sums of dk and dv, (total_k, nheads_k, head_dim), fp32, not scaled.
 struct KeySums {
@@ -53,13 +56,13 @@ void bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
               const torch::stable::Tensor& q, const torch::stable::Tensor& k,
               const torch::stable::Tensor& v, const torch::stable::Tensor& out,
               const torch::stable::Tensor& softmax_lse, const Scores& scores, bool deterministic,
-              const OptionalTensor& residual);
+              const OptionalTensor& residual, const OptionalTensor& dlse);
 void varlen_bwd_into(const Gradients& gradients, const torch::stable::Tensor& dout,
                      const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                      const torch::stable::Tensor& v, const torch::stable::Tensor& out,
                      const torch::stable::Tensor& softmax_lse, const Packed& packed,
                      const Scores& scores, bool deterministic, const OptionalTensor& residual,
-                     const KeySums* sums = nullptr);
+                     const OptionalTensor& dlse, const KeySums* sums = nullptr);
 
 // Zeroes the rows of a contiguous gradient that belong to no sequence.
 void zero_tail(const torch::stable::Tensor& gradient, const torch::stable::Tensor& cu_seqlens);
@@ -76,7 +79,8 @@ Gradients varlen_bwd_sums(const torch::stable::Tensor& dout, const torch::stable
                           const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                           std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
                           double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-                          double softcap, bool deterministic, const OptionalTensor& residual);
+                          double softcap, bool deterministic, const OptionalTensor& residual,
+                          const OptionalTensor& dlse);
 
 // dk and dv, rounded to the dtype of k, of the sums of all rows, (keys, nheads_k, head_dim).
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
@@ -86,6 +90,10 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
 // Checks what the forward kept.
 void set_residual(BwdParams& params, const OptionalTensor& residual,
                   const torch::stable::Tensor& q);
+
+// Checks a gradient of softmax_lse.
+void set_dlse(BwdParams& params, const OptionalTensor& dlse,
+              const torch::stable::Tensor& softmax_lse);
 
 // Where dout and the gradients lie; dims: those of a tensor, 4 dense, 3 packed.
 void set_gradients(BwdParams& params, const torch::stable::Tensor& dout,

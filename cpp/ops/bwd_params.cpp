@@ -50,6 +50,19 @@ void set_residual(BwdParams& params, const OptionalTensor& residual, const Tenso
   params.residual = residual->data_ptr();
 }
 
+void set_dlse(BwdParams& params, const OptionalTensor& dlse, const Tensor& softmax_lse) {
+  if (!dlse.has_value()) {
+    return;
+  }
+  check(
+      dlse->is_cuda() && dlse->get_device_index() == softmax_lse.get_device_index() &&
+          dlse->scalar_type() == ScalarType::Float && dlse->is_contiguous() &&
+          dlse->sizes().equals(softmax_lse.sizes()),
+      "dlse: expected a contiguous float32 tensor on the device of softmax_lse and of its shape, ",
+      Shape{softmax_lse}, ", got ", Described{*dlse});
+  params.dlse = static_cast<const float*>(dlse->data_ptr());
+}
+
 void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, const Tensor& dk,
                    const Tensor& dv) {
   const bool packed = dout.dim() == 3;

@@ -74,28 +74,31 @@ PackedGradients qkvpacked_bwd(const Tensor& dout, const OptionalTensor& q, const
                               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                               double dropout_p, double softmax_scale, std::int64_t window_left,
                               std::int64_t window_right, double softcap, bool deterministic,
-                              const OptionalTensor& residual) {
+                              const OptionalTensor& residual, const OptionalTensor& dlse) {
   const auto [queries, keys, values] = parts_of(q, qkv);
   const Room room(q, qkv);
   bwd_into(room.parts(), dout, queries, keys, values, out, softmax_lse,
            {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-           deterministic, residual);
+           deterministic, residual, dlse);
   return room.result();
 }
 
-PackedGradients varlen_qkvpacked_bwd(
-    const Tensor& dout, const OptionalTensor& q, const Tensor& qkv, const Tensor& out,
-    const Tensor& softmax_lse, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-    const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
-    std::int64_t max_seqlen_k, double dropout_p, double softmax_scale, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool deterministic, const OptionalTensor& residual) {
+PackedGradients varlen_qkvpacked_bwd(const Tensor& dout, const OptionalTensor& q, const Tensor& qkv,
+                                     const Tensor& out, const Tensor& softmax_lse,
+                                     const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                     const OptionalTensor& alibi_slopes,
+                                     const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
+                                     std::int64_t max_seqlen_k, double dropout_p,
+                                     double softmax_scale, std::int64_t window_left,
+                                     std::int64_t window_right, double softcap, bool deterministic,
+                                     const OptionalTensor& residual, const OptionalTensor& dlse) {
   const auto [queries, keys, values] = parts_of(q, qkv);
   const Room room(q, qkv);
   varlen_bwd_into(
       room.parts(), dout, queries, keys, values, out, softmax_lse,
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      deterministic, residual);
+      deterministic, residual, dlse);
   const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
   zero_tail(room.dqkv, cu_seqlens_k);
   if (room.dq.has_value()) {

@@ -39,7 +39,7 @@ PackedGradients qkvpacked_bwd(const torch::stable::Tensor& dout, const OptionalT
                               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
                               double dropout_p, double softmax_scale, std::int64_t window_left,
                               std::int64_t window_right, double softcap, bool deterministic,
-                              const OptionalTensor& residual);
+                              const OptionalTensor& residual, const OptionalTensor& dlse);
 
 PackedGradients varlen_qkvpacked_bwd(
     const torch::stable::Tensor& dout, const OptionalTensor& q, const torch::stable::Tensor& qkv,
@@ -47,6 +47,7 @@ PackedGradients varlen_qkvpacked_bwd(
     const torch::stable::Tensor& cu_seqlens_q, const torch::stable::Tensor& cu_seqlens_k,
     const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
     std::int64_t max_seqlen_k, double dropout_p, double softmax_scale, std::int64_t window_left,
-    std::int64_t window_right, double softcap, bool deterministic, const OptionalTensor& residual);
+    std::int64_t window_right, double softcap, bool deterministic, const OptionalTensor& residual,
+    const OptionalTensor& dlse);
 
 }  // namespace fad

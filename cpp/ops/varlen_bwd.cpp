@@ -23,7 +23,8 @@ void zero_tail(const Tensor& gradient, const Tensor& cu_seqlens) {
 void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q,
                      const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
                      const Packed& packed, const Scores& scores, bool deterministic,
-                     const OptionalTensor& residual, const KeySums* sums) {
+                     const OptionalTensor& residual, const OptionalTensor& dlse,
+                     const KeySums* sums) {
   check_attention_input(q, "q", q, 3);
   check_attention_input(k, "k", q, 3);
   check_attention_input(v, "v", q, 3);
@@ -50,6 +51,7 @@ void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tenso
     params.dv_sums = static_cast<float*>(sums->dv.data_ptr());
   }
   set_residual(params, residual, q);
+  set_dlse(params, dlse, softmax_lse);
   run_bwd(params, q, k.size(0), deterministic);
 }
 
@@ -59,13 +61,14 @@ Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const
                      const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
                      std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
                      std::int64_t window_left, std::int64_t window_right, double softcap,
-                     bool deterministic, const OptionalTensor& residual) {
+                     bool deterministic, const OptionalTensor& residual,
+                     const OptionalTensor& dlse) {
   const Gradients gradients = new_gradients(q, k, v);
   varlen_bwd_into(
       gradients, dout, q, k, v, out, softmax_lse,
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      deterministic, residual);
+      deterministic, residual, dlse);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   const auto& [dq, dk, dv] = gradients;
   zero_tail(dq, cu_seqlens_q);
@@ -80,7 +83,8 @@ Gradients varlen_bwd_sums(const Tensor& dout, const Tensor& q, const Tensor& k, 
                           const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
                           std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
                           std::int64_t window_left, std::int64_t window_right, double softcap,
-                          bool deterministic, const OptionalTensor& residual) {
+                          bool deterministic, const OptionalTensor& residual,
+                          const OptionalTensor& dlse) {
   const Tensor dq = allocate(q, q.sizes());
   const KeySums sums{allocate(k, k.sizes(), ScalarType::Float),
                      allocate(v, v.sizes(), ScalarType::Float)};
@@ -88,7 +92,7 @@ Gradients varlen_bwd_sums(const Tensor& dout, const Tensor& q, const Tensor& k, 
       {dq, k, v}, dout, q, k, v, out, softmax_lse,  // nothing is written into k and v
       {cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k},
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state},
-      deterministic, residual, &sums);
+      deterministic, residual, dlse, &sums);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   zero_tail(dq, cu_seqlens_q);
   zero_tail(sums.dk, cu_seqlens_k);

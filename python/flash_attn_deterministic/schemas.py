@@ -29,7 +29,8 @@ _OUTPUTS = "(Tensor out, Tensor softmax_lse)"
 # Forward ops with this suffix have a third output: the rounding error of out, like it, in bfloat16.
 # With it, a backward computes rowsum(dout * (out + residual)).
 WITH_RESIDUAL = "_with_residual"
-_BACKWARD_MODE = "bool deterministic, Tensor? residual=None"
+# dlse is the gradient of softmax_lse.
+_BACKWARD_MODE = "bool deterministic, Tensor? residual=None, Tensor? dlse=None"
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv)"
 # q, k and v in one tensor and no q, or k and v in one tensor beside q. The gradient is one tensor
 # too; without q, dq has shape (0).
@@ -186,6 +187,7 @@ def backward_call(
     alibi_slopes: Tensor | None,
     rng_state: Tensor | None,
     sums: bool = False,
+    dlse: Tensor | None = None,
 ) -> Call:
     """Lays out the backward of `forward_call`; with sums, one that returns those of dk and dv."""
     op = ("" if lengths is None else "varlen_") + ("qkvpacked_bwd" if len(inputs) == 2 else "bwd")
@@ -193,7 +195,7 @@ def backward_call(
     longest = () if lengths is None else lengths[2:4]
     random = *plain(alibi_slopes), rng_state
     numbers = options.dropout_p, *options.scores, options.deterministic_bwd
-    arguments = dout, *inputs, out, softmax_lse, *starts, *random, *longest, *numbers, None
+    arguments = dout, *inputs, out, softmax_lse, *starts, *random, *longest, *numbers, None, dlse
     return Call(f"{op}_sums" if sums else op, arguments)
 
 

@@ -12,6 +12,7 @@
 #include "fwd.h"
 #include "launch.h"
 #include "tree/masking.h"
+#include "tree/row_end.h"
 
 namespace fad {
 
@@ -44,10 +45,29 @@ struct RowsTraits : TileTraits {
   static constexpr bool kAddsResidual = kAddsResidual_;
 };
 
-// Fills dsoftmax_sum, rowsum(dout * out), and clears dq's sums.
+// Of a row's sum, the gradient of its log-sum-exp; upstream keeps sums times the probability to
+// keep.
+template <int kBlockM>
+__device__ __forceinline__ void subtract_dlse(const BwdParams& params) {
+  const auto [bidb, bidh, m_block] = row_place<kBlockM>(params);
+  const FLASH_NAMESPACE::BlockInfo</*Varlen=*/true> info(params, bidb);
+  float* const sums =
+      static_cast<float*>(params.dsoftmax_sum) + sum_rows_before(params, info.sum_s_q, bidb, bidh);
+  const int end = min((m_block + 1) * kBlockM, info.actual_seqlen_q);
+  __syncthreads();  // the sums are there
+  for (int row = m_block * kBlockM + threadIdx.x; row < end; row += blockDim.x) {
+    const float dlse = params.dlse[lse_at(params, info, bidb, bidh, row)];
+    sums[row] = __fmaf_rn(-dlse, params.p_dropout, sums[row]);
+  }
+}
+
+// Fills dsoftmax_sum, rowsum(dout * out) - dlse, and clears dq's sums.
 template <typename Traits>
 __global__ void bwd_rows_kernel(const __grid_constant__ BwdParams params) {
   FLASH_NAMESPACE::compute_dot_do_o</*Clear_dQaccum=*/true, Traits>(params);
+  if (params.dlse != nullptr) {
+    subtract_dlse<Traits::kBlockM>(params);
+  }
 }
 
 template <typename Traits, Masking kMasking, bool kSoftcapToo, bool kDropoutToo, bool kEvenHeadDim>

@@ -46,14 +46,19 @@ __device__ __forceinline__ void write_out(const FwdParams& params, Element* out,
 
 // softmax_lse lies as get_lse_tile in upstream's kernel has it: (b, h, seqlen_q), or (h, total_q)
 // for packed sequences.
+template <typename Params, typename Info>
+__device__ __forceinline__ int64_t lse_at(const Params& params, const Info& info, int bidb,
+                                          int bidh, int row) {
+  return params.unpadded_lse
+             ? static_cast<int64_t>(bidh) * params.total_q +
+                   info.q_offset(params.seqlen_q, 1, bidb) + row
+             : (static_cast<int64_t>(bidb) * params.h + bidh) * params.seqlen_q + row;
+}
+
 template <typename Info>
 __device__ __forceinline__ void write_lse(const FwdParams& params, const Info& info, int bidb,
                                           int bidh, int row, float row_max, float row_sum) {
-  const int64_t at = params.unpadded_lse
-                         ? static_cast<int64_t>(bidh) * params.total_q +
-                               info.q_offset(params.seqlen_q, 1, bidb) + row
-                         : (static_cast<int64_t>(bidb) * params.h + bidh) * params.seqlen_q + row;
-  static_cast<float*>(params.softmax_lse_ptr)[at] =
+  static_cast<float*>(params.softmax_lse_ptr)[lse_at(params, info, bidb, bidh, row)] =
       log_sum_exp(row_max, params.scale_softmax, row_sum, INFINITY);
 }
 

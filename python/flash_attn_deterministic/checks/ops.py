@@ -87,6 +87,8 @@ def _backward(given: Given) -> None:
     check_is("softmax_lse", given["softmax_lse"], torch.float32, lse_shape, q.device)
     if given.get("residual") is not None:
         check_is("residual", given["residual"], torch.bfloat16, q.shape, q.device)
+    if given.get("dlse") is not None:
+        check_is("dlse", given["dlse"], torch.float32, lse_shape, q.device)
     _slopes(given, q)
     _numbers(given, q, "bwd")
     if given["dropout_p"] > 0:

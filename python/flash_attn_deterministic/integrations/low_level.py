@@ -104,6 +104,7 @@ def backward(
     dropout_p: float = 0.0,
     lengths: Lengths | None = None,
     deterministic: bool = False,
+    dlse: torch.Tensor | None = None,
 ) -> Gradients:
     """Runs a backward op; arguments as of `forward`, without seqused_k, leftpad_k and block_table.
 
@@ -118,6 +119,7 @@ def backward(
         lengths: see q.
         deterministic: True: the bits of the gradients depend on their own inputs only, also where
             the mode is not enabled.
+        dlse: the gradient of result.softmax_lse, like it; None: 0.
 
     Returns:
         dq, dk and dv: like q, k and v, contiguous.
@@ -127,7 +129,8 @@ def backward(
         dout = dout.contiguous()
     rng_state = result.rng_state if options.dropout_p > 0 else None
     results = result.out, result.softmax_lse
-    call = backward_call(dout, (q, k, v), *results, lengths, options, mask.alibi_slopes, rng_state)
+    random = mask.alibi_slopes, rng_state
+    call = backward_call(dout, (q, k, v), *results, lengths, options, *random, dlse=dlse)
     _check_head_dim(call)
     if not options.deterministic_bwd:
         alert_atomics(q.device)

@@ -50,8 +50,9 @@ def flash_attn_func(
     CPU tensors run through `flash_attn_deterministic.reference`, which has the same order of
     additions and is slow: for tests, not for long sequences.
 
-    q, k and v get gradients, alibi_slopes does not. softmax_lse and S_dmask have no gradient, and
-    there is no double backward, no forward-mode derivative (torch.func.jvp) and no torch.func.grad.
+    q, k and v get gradients, of out and softmax_lse; alibi_slopes does not. S_dmask has no gradient,
+    and there is no double backward, no forward-mode derivative (torch.func.jvp) and no
+    torch.func.grad.
     torch.utils.checkpoint has to recompute a call in its first mode: see `checkpoint_contexts`.
 
     Under autocast, float32 inputs are cast as those of scaled_dot_product_attention.

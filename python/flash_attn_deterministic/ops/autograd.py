@@ -147,8 +147,8 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int]:
     names = argument_names(name)
     backward_name = name.removesuffix(WITH_RESIDUAL).replace("fwd", "bwd")
     count = names.index("qkv" if "qkv" in names else "v") + 1
-    # The backward takes dout, the inputs, out, softmax_lse, more tensors, numbers, the residual.
-    *rest, _, _ = argument_names(backward_name)[count + 3 :]
+    # The backward takes dout, the inputs, out, softmax_lse, more tensors, numbers, the residual, dlse.
+    *rest, _, _, _ = argument_names(backward_name)[count + 3 :]
     split = rest.index("rng_state") + 1
     more = operator.itemgetter(*map(names.index, rest[:split]))
     numbers = operator.itemgetter(*map(names.index, (*rest[split:], "deterministic_bwd")))
@@ -163,25 +163,28 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int]:
         ctx.save_for_backward(*tensors, *(residual or (None,)))
         ctx.numbers = numbers(arguments)
         ctx.without_backward = [other for other, place in without if arguments[place] is not None]
-        # flash_attn ignores a gradient of softmax_lse; here softmax_lse does not require one.
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.mark_non_differentiable(*residual)
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, dout: torch.Tensor | None, *others: None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *others: None
+    ) -> tuple[Any, ...]:
         if ctx.without_backward:
             raise UnsupportedError(
                 f"{ctx.without_backward[0]}: there is no backward with it; pass packed sequences "
                 "without it, or detach q, k and v"
             )
-        if dout is None:
+        if dout is None and dlse is None:
             return (None,) * count
         # Read once: torch.utils.checkpoint frees them then.
         *saved, residual = ctx.saved_tensors
+        dout = torch.zeros_like(saved[count]) if dout is None else dout
+        dlse = None if dlse is None else dlse.contiguous()
         if not ctx.numbers[-1]:  # deterministic
             alert_atomics(dout.device)
         if dout.stride(-1) != 1:
             dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
-        gradients = run(Call(backward_name, (dout, *saved, *ctx.numbers, residual)))
+        gradients = run(Call(backward_name, (dout, *saved, *ctx.numbers, residual, dlse)))
         # Where q is in the packed tensor, its gradient is empty.
         return (None, *gradients[1:]) if saved[0] is None else gradients
 

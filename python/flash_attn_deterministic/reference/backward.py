@@ -9,7 +9,7 @@ skipped: they would add zeros, and zeros become +0 in the end.
 
 With P the weights before dropout, and Z the kept weights divided by the probability of keeping:
 dv = Z^T dout; dP = dout v^T, masked and scaled like Z; dS = P (dP - D), with D the sum of
-dout * out over a row; dq = dS k and dk = dS^T q, times softmax_scale (FlashAttention-2, section
+dout * out over a row less the gradient of its log-sum-exp; dq = dS k and dk = dS^T q, times softmax_scale (FlashAttention-2, section
 3.1.2; Dao, 2023). softcap c puts 1 - tanh(s / c)^2 into dS.
 """
 
@@ -49,6 +49,7 @@ def attention_backward(
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
     *,
+    dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     **options: Unpack[Options],
 ) -> Gradients:
@@ -61,6 +62,7 @@ def attention_backward(
         v: as in `attention`.
         out: as `attention` returned it.
         softmax_lse: as `attention` returned it.
+        dlse: the gradient of softmax_lse, like it; None: 0.
         alibi_slopes: as in `attention`.
         **options: as in `attention`; split_size and block_n change no bit.
 
@@ -74,7 +76,7 @@ def attention_backward(
     walk = Walk.of(q, **options)
     slopes = batch_slopes(alibi_slopes, q.shape[0])
     sequences = list(range(q.shape[0]))
-    return attend_backward(walk, dout, q, k, v, out, softmax_lse, slopes, sequences)
+    return attend_backward(walk, dout, q, k, v, out, softmax_lse, slopes, sequences, dlse=dlse)
 
 
 def attend_backward(
@@ -88,6 +90,7 @@ def attend_backward(
     slopes: torch.Tensor | None,
     sequences: list[int],
     unrounded: bool = False,
+    dlse: torch.Tensor | None = None,
 ) -> Gradients:
     """Computes `attention_backward` of a walk; slopes and sequences as in `attend`.
 
@@ -102,7 +105,10 @@ def attend_backward(
         return tensor.reshape(shape).permute(0, 2, 3, 1, 4)
 
     q_rows, dout_rows, out_rows = grouped(q), grouped(dout), grouped(out)
-    lse_rows = softmax_lse.reshape(batch_size, nheads_k, group, -1, 1)
+    dlse = torch.zeros_like(softmax_lse) if dlse is None else dlse
+    lse_rows, dlse_rows = (
+        x.reshape(batch_size, nheads_k, group, -1, 1) for x in (softmax_lse, dlse)
+    )
     slope_groups = None if slopes is None else slopes.reshape(batch_size, nheads_k, group)
     dq = q.new_zeros(q.shape)
     dk, dv = (x.new_zeros(x.shape, dtype=walk.dtype if unrounded else x.dtype) for x in (k, v))
@@ -120,7 +126,7 @@ def attend_backward(
                 _Rows(
                     *(
                         x[batch, heads_k, :, rows].to(walk.dtype).contiguous()
-                        for x in (q_rows, dout_rows, out_rows, lse_rows)
+                        for x in (q_rows, dout_rows, out_rows, lse_rows, dlse_rows)
                     )
                 ),
                 k[batch, :, heads_k],
@@ -167,12 +173,13 @@ def finish(walk: Walk, sums: KeyGradients, dtype: torch.dtype) -> KeyGradients:
 
 
 class _Rows(NamedTuple):
-    """A tile of rows: (batch, nheads_k, group, rows, head_dim), and lse (..., rows, 1)."""
+    """A tile of rows: (batch, nheads_k, group, rows, head_dim); lse and dlse (..., rows, 1)."""
 
     q: torch.Tensor
     dout: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    dlse: torch.Tensor
 
 
 class KeySums(NamedTuple):
@@ -205,11 +212,11 @@ def _add_rows(
 ) -> torch.Tensor:
     """Adds a tile of rows to the sums of dk and dv, and returns its dq; see `Walk.rows`."""
     formats = walk.formats
-    q, dout, out, lse = tile
+    q, dout, out, lse, dlse = tile
     # Rows without a key contribute nothing, even if their gradient is NaN.
     dout = dout.masked_fill(lse == INF, 0.0)
     products = dout * out
-    delta = fold(products, 1 << (products.shape[-1] - 1).bit_length(), torch.add, 0.0)
+    delta = fold(products, 1 << (products.shape[-1] - 1).bit_length(), torch.add, 0.0) - dlse
     lse_log2 = lse * math.log2(math.e)
     if slopes is not None:
         slopes = walk.bias_slopes(slopes)

@@ -29,6 +29,7 @@ def varlen_attention_backward(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     unrounded: bool = False,
     **options: Unpack[Options],
@@ -46,6 +47,7 @@ def varlen_attention_backward(
         cu_seqlens_k: as in `varlen_attention`.
         max_seqlen_q: no effect.
         max_seqlen_k: no effect.
+        dlse: the gradient of softmax_lse, like it; None: 0.
         alibi_slopes: as in `attention`.
         unrounded: return dk without softmax_scale, and dv, in the computing dtype: what
             `finish_key_sums` takes, for some of the rows or for all.
@@ -71,6 +73,10 @@ def varlen_attention_backward(
     def stacked(packed: torch.Tensor, where: list[slice], sequences: list[int]) -> torch.Tensor:
         return torch.stack([packed[where[b]] for b in sequences])
 
+    def of_rows(numbers: torch.Tensor, sequences: list[int]) -> torch.Tensor:
+        """(nheads, total_q) as (batch, nheads, seqlen_q)."""
+        return stacked(numbers.transpose(0, 1), rows, sequences).transpose(1, 2)
+
     # Sequences of equal length are computed together; bits don't depend on that.
     alike = defaultdict(list)
     for sequence, (row, key) in enumerate(zip(rows, keys, strict=True)):
@@ -85,10 +91,11 @@ def varlen_attention_backward(
             stacked(k, keys, sequences),
             stacked(v, keys, sequences),
             stacked(out, rows, sequences),
-            stacked(softmax_lse.transpose(0, 1), rows, sequences).transpose(1, 2),
+            of_rows(softmax_lse, sequences),
             None if slopes is None else slopes[sequences],
             sequences,
             unrounded,
+            None if dlse is None else of_rows(dlse, sequences),
         )
         for index, b in enumerate(sequences):
             dq[rows[b]], dk[keys[b]], dv[keys[b]] = (x[index] for x in gradients)

@@ -192,7 +192,7 @@ def test_backward_is_deterministic_by_mode_or_setting_of_torch(
 
     class Ops:
         def bwd(self, *arguments: Any) -> Any:
-            seen.append(arguments[-2])
+            seen.append(arguments[-3])
             return original(*arguments)
 
     q = draw(1, 4, 2, 32)

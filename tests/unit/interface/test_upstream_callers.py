@@ -237,7 +237,7 @@ def backward_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
     def spy(name: str, op: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            calls.append((name, arguments[-2]))  # the residual comes last
+            calls.append((name, arguments[-3]))  # the residual and dlse come last
             return op(*arguments)
 
         return run

@@ -35,12 +35,12 @@ def leaves_of(call: Call) -> dict[str, torch.Tensor]:
 def gradients(
     call: Call, function: Callable[..., Any] | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Gradients of a call's inputs for a random dout."""
+    """Gradients of a call's inputs for a random dout; where it returns softmax_lse, for dlse too."""
     leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
     torch.manual_seed(0)
     result = (function or call.function)(**{**call.arguments, **leaves, **options})
-    out = result[0] if isinstance(result, tuple) else result
-    found = torch.autograd.grad(out, list(leaves.values()), normal_like(out))
+    outputs = result[:2] if isinstance(result, tuple) else (result,)
+    found = torch.autograd.grad(outputs, list(leaves.values()), [*map(normal_like, outputs)])
     return dict(zip(leaves, found, strict=True))
 
 
@@ -146,6 +146,23 @@ def test_dout_of_any_strides(form: str) -> None:
     assert bits_equal(found, expected)
 
 
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+def test_gradient_of_softmax_lse_alone(form: str) -> None:
+    torch._dynamo.reset()
+    call = qkv_call()
+    leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
+    function = call.function
+    if form == "compiled":
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    given = {**call.arguments, **leaves}
+    out, softmax_lse, _ = function(**given, return_attn_probs=True)
+    dlse = normal_like(softmax_lse.mT).mT  # any strides
+    found = torch.autograd.grad(softmax_lse, list(leaves.values()), dlse, retain_graph=True)
+    both = (out, softmax_lse), list(leaves.values()), (torch.zeros_like(out), dlse.contiguous())
+    assert same_gradients(found, torch.autograd.grad(*both))
+    assert not found[2].any()  # of v
+
+
 def test_dropped_elements_are_those_of_the_forward() -> None:
     call = qkv_call()
     leaf = call.arguments["v"].float().to(torch.float16).requires_grad_()
@@ -164,15 +181,13 @@ def test_dropped_elements_are_those_of_the_forward() -> None:
 
 
 @names
-def test_softmax_lse_and_s_dmask_have_no_gradient(name: str) -> None:
+def test_s_dmask_has_no_gradient(name: str) -> None:
     call = CALLS[name](32)
     leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
     out, softmax_lse, s_dmask = call(**leaves, return_attn_probs=True, dropout_p=0.2)
     assert out.requires_grad
-    assert not softmax_lse.requires_grad
+    assert softmax_lse.requires_grad
     assert not s_dmask.requires_grad
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        softmax_lse.sum().backward()
 
 
 @pytest.mark.parametrize("form", ["eager", "compiled"])
@@ -255,7 +270,7 @@ def deterministic_arguments(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def spy(op: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            calls.append(arguments[-2])  # the residual comes last
+            calls.append(arguments[-3])  # the residual and dlse come last
             return op(*arguments)
 
         return run
