@@ -80,6 +80,14 @@ def slopes(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Attention:
     return asked(lambda a: {"alibi_slopes": change(a["alibi_slopes"])})
 
 
+def sinks(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor | None]) -> Attention:
+    def changed(a: dict[str, Any]) -> dict[str, Any]:
+        given = a["learnable_sink"]
+        return {} if given is None else {"learnable_sink": change(given, a)}
+
+    return asked(changed)
+
+
 def times(name: str, factor: float) -> Attention:
     return asked(lambda a: {name: a[name] * factor})
 
@@ -266,7 +274,8 @@ LEFT, RIGHT = ("window", "window-left", "everything"), ("window", "window-right"
 CAUSAL = ("causal", "softcap", "alibi")
 SOFTCAP = ("softcap", "softcap-full", "everything", "everything-causal")
 ALIBI = ("alibi", "alibi-full", "everything", "everything-causal")
-DROPOUT = ("dropout", "dropout-causal", "dropout-window")
+SINK = ("sink", "sink-full")
+DROPOUT = ("dropout", "dropout-causal", "dropout-window", "sink-dropout")
 APPEND = ("append", "append-pages", "append-halves")
 ROTARY = ("append-pages", "append-halves")
 IN_PAGES = ("pages", "packed-pages", "append-pages")
@@ -278,6 +287,7 @@ FORGOTTEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "window": (lambda a: {"window_size": (-1, -1)}, ("window", "window-left", "window-right")),
     "softcap": (lambda a: {"softcap": 0.0}, SOFTCAP),
     "alibi": (lambda a: {"alibi_slopes": None}, ALIBI),
+    "sink": (lambda a: {"learnable_sink": None}, SINK),
     "dropout": (lambda a: {"dropout_p": 0.0}, DROPOUT),
     "scale": (lambda a: {"softmax_scale": None}, ("scale",)),
 }
@@ -349,6 +359,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault("alibi: distances from 1",
           lse(lambda t, a: t if a["alibi_slopes"] is None else t - a["alibi_slopes"][..., None]),
           ALIBI),
+    Fault("sink: dropped", sinks(lambda t, a: None), SINK,
+          ("dense", "packed", "cache", "pages", "append")),
+    Fault("sink: doubled", sinks(lambda t, a: 2 * t), SINK),
+    Fault("sink: negated", sinks(lambda t, a: -t), SINK),
+    Fault("sink: of the next head", sinks(lambda t, a: t.roll(1)), SINK),
+    Fault("sink: scaled as scores are", sinks(lambda t, a: t * default_scale(a)), SINK),
+    *(Fault(f"dsink: {name}", gradient("learnable_sink", change), SINK, ("dense",), ("dsink",))
+      for name, change in list(CHANGES.items())[:3]),
     # dropout
     Fault("dropout: dropped", dropout(lambda own, whole, keep: whole), DROPOUT,
           ("dense", "packed")),

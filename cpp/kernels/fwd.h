@@ -39,7 +39,7 @@ enum Feature : unsigned {
   kCacheIndex = 32,  // cache_batch_idx picks the sequences of the cache
   kPaged = 64,       // keys in pages
   kPadded = 128,     // head_dim below the kernel's
-  kResidual = 256,   // what rounding takes from the output is kept
+  kResidual = 256,   // what rounding takes from the output is kept, or rows end with a sink
 };
 using Features = unsigned;
 

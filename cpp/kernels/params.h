@@ -43,6 +43,7 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
   ScoresFirst scores;
   // Like the output, bfloat16: what rounding takes from it. nullptr: it is not kept.
   void* residual;
+  const float* sinks;  // (h): of each query head; nullptr: there are none
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {

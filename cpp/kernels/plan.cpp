@@ -215,7 +215,8 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
     return path == Path::kOneCta ? time_of_one_cta(params, kernel, num_sms)
                                  : key_time(kernel) * turns(params, kernel, num_splits, num_sms);
   };
-  const Features features = features_of(params) | (params.residual != nullptr ? kResidual : 0);
+  const bool ends_otherwise = params.residual != nullptr || params.sinks != nullptr;
+  const Features features = features_of(params) | (ends_otherwise ? kResidual : 0);
   const FwdKernel* best = nullptr;
   for (int i = 0; i < instance.num_kernels; ++i) {
     const FwdKernel& kernel = instance.kernels[i];

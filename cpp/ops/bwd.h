@@ -87,6 +87,14 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> finish_key_sums(
     const torch::stable::Tensor& dk_sums, const torch::stable::Tensor& dv_sums,
     const torch::stable::Tensor& k, double softmax_scale, double softcap, double dropout_p);
 
+// The gradient of learnable_sink, (nheads), fp32; the rest as the forward and bwd had it. Packed
+// with cu_seqlens_q, (batch + 1), int32; max_seqlen_q is for these.
+torch::stable::Tensor sink_bwd(const torch::stable::Tensor& dout, const torch::stable::Tensor& out,
+                               const torch::stable::Tensor& softmax_lse,
+                               const torch::stable::Tensor& learnable_sink,
+                               const OptionalTensor& cu_seqlens_q, std::int64_t max_seqlen_q,
+                               const OptionalTensor& residual, const OptionalTensor& dlse);
+
 // Checks what the forward kept.
 void set_residual(BwdParams& params, const OptionalTensor& residual,
                   const torch::stable::Tensor& q);

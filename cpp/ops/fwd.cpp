@@ -13,8 +13,8 @@ using torch::stable::Tensor;
 Outputs fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, const Tensor& v,
             const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
             double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-            double softcap, std::int64_t split_size, bool deterministic,
-            bool /*deterministic_bwd*/) {
+            double softcap, std::int64_t split_size, bool deterministic, bool /*deterministic_bwd*/,
+            const OptionalTensor& learnable_sink) {
   check_dense(q, k, v);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   Tensor out = allocate(q, q.sizes());
@@ -28,6 +28,7 @@ Outputs fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, const Te
   set_dense(params, q_rows, k_rows, v_rows, out, softmax_lse);
   params.kv_batch = params.b;
   set_residual(params, residual, q);
+  params.sinks = sinks_of(learnable_sink, params.h, q);
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);

@@ -1,5 +1,5 @@
 // The forward ops. Head dims are multiples of 8 and at most 256, nheads a multiple of nheads_k;
-// rows may be strided. A row that sees no key has out 0 and softmax_lse +inf.
+// rows may be strided. A row that sees no key has out 0, and softmax_lse +inf or that of its sink.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -34,12 +34,14 @@ struct ForwardOps<kRun> {
 // k, v: (batch, seqlen_k, nheads_k, head_dim), like q
 // alibi_slopes: (nheads) or (batch, nheads), fp32
 // rng_state: (2), int64, seed and offset of dropout; deterministic_bwd is for autograd
+// learnable_sink: (nheads), fp32: one more score of each row, without a value
 // Returns out, shaped like q, contiguous, and softmax_lse: (batch, nheads, seqlen_q), fp32.
 Outputs fwd(OptionalTensor* residual, const torch::stable::Tensor& q,
             const torch::stable::Tensor& k, const torch::stable::Tensor& v,
             const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state, double dropout_p,
             double softmax_scale, std::int64_t window_left, std::int64_t window_right,
-            double softcap, std::int64_t split_size, bool deterministic, bool deterministic_bwd);
+            double softcap, std::int64_t split_size, bool deterministic, bool deterministic_bwd,
+            const OptionalTensor& learnable_sink);
 
 // q: (total_q, nheads, head_dim)
 // k, v: (total_k, nheads_k, head_dim), or pages: (num_blocks, page_block_size, nheads_k, head_dim)
@@ -55,7 +57,7 @@ Outputs varlen_fwd(OptionalTensor* residual, const torch::stable::Tensor& q,
                    std::int64_t max_seqlen_q, std::int64_t max_seqlen_k, double dropout_p,
                    double softmax_scale, std::int64_t window_left, std::int64_t window_right,
                    double softcap, std::int64_t split_size, bool deterministic,
-                   bool deterministic_bwd);
+                   bool deterministic_bwd, const OptionalTensor& learnable_sink);
 
 // q: (batch, seqlen_q, nheads, head_dim)
 // k_cache, v_cache: (batch of the cache, capacity, nheads_k, head_dim), or pages: (num_blocks,
@@ -71,7 +73,8 @@ Outputs kvcache_fwd(const torch::stable::Tensor& q, torch::stable::Tensor k_cach
                     const OptionalTensor& cache_leftpad, const OptionalTensor& block_table,
                     const OptionalTensor& alibi_slopes, double softmax_scale,
                     std::int64_t window_left, std::int64_t window_right, double softcap,
-                    bool rotary_interleaved, std::int64_t split_size, bool deterministic);
+                    bool rotary_interleaved, std::int64_t split_size, bool deterministic,
+                    const OptionalTensor& learnable_sink);
 
 // family, path (both as in kernels/fwd.h), rows to a CTA, splits of the longest sequence, tokens to
 // a split (0: one split), launches, scratch bytes.

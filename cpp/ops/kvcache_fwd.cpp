@@ -60,7 +60,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
                     const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
                     double softmax_scale, std::int64_t window_left, std::int64_t window_right,
                     double softcap, bool rotary_interleaved, std::int64_t split_size,
-                    bool deterministic) {
+                    bool deterministic, const OptionalTensor& learnable_sink) {
   check_attention_input(q, "q", q, 4);
   check_cache(k_cache, "k_cache", q);
   check_cache(v_cache, "v_cache", q);
@@ -138,6 +138,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   set_scores(params,
              {softmax_scale, window_left, window_right, softcap, alibi_slopes, 0.0, no_rng_state},
              q);
+  params.sinks = sinks_of(learnable_sink, params.h, q);
   // Everything is checked before the cache is written to.
   const FwdPlan plan = plan_call(params, q, split_size, deterministic);
 

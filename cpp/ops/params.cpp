@@ -209,6 +209,19 @@ void set_residual(FwdParams& params, OptionalTensor* residual, const Tensor& q) 
   }
 }
 
+const float* sinks_of(const OptionalTensor& learnable_sink, std::int64_t nheads, const Tensor& q) {
+  if (!learnable_sink.has_value()) {
+    return nullptr;
+  }
+  const Tensor& sinks = *learnable_sink;
+  check(sinks.is_cuda() && sinks.get_device_index() == q.get_device_index() &&
+            sinks.scalar_type() == ScalarType::Float && sinks.is_contiguous(),
+        "learnable_sink: expected a contiguous float32 tensor on the device of q, got ",
+        Described{sinks});
+  check_shape(sinks, "learnable_sink", {nheads});
+  return static_cast<const float*>(sinks.data_ptr());
+}
+
 FwdPlan plan_call(const FwdParams& params, const Tensor& q, std::int64_t split_size,
                   bool deterministic) {
   check(split_size >= 0 && split_size % kKeysPerBlock == 0 && split_size <= kMaxSplitSize,

@@ -59,6 +59,10 @@ torch::stable::Tensor aligned(const torch::stable::Tensor& tensor);
 // Makes room for what rounding takes from out, unless residual is nullptr.
 void set_residual(FwdParams& params, OptionalTensor* residual, const torch::stable::Tensor& q);
 
+// Checks sinks of query heads.
+const float* sinks_of(const OptionalTensor& learnable_sink, std::int64_t nheads,
+                      const torch::stable::Tensor& q);
+
 // How a call will be carried out. Checks what is left to check; launches nothing.
 FwdPlan plan_call(const FwdParams& params, const torch::stable::Tensor& q, std::int64_t split_size,
                   bool deterministic);

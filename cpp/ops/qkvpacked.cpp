@@ -51,7 +51,7 @@ Outputs qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q, const T
                       bool deterministic, bool deterministic_bwd) {
   const auto [queries, keys, values] = parts_of(q, qkv);
   return fwd(residual, queries, keys, values, alibi_slopes, rng_state, dropout_p, softmax_scale,
-             window_left, window_right, softcap, split_size, deterministic, deterministic_bwd);
+             window_left, window_right, softcap, split_size, deterministic, deterministic_bwd, {});
 }
 
 Outputs varlen_qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q, const Tensor& qkv,
@@ -66,7 +66,7 @@ Outputs varlen_qkvpacked_fwd(OptionalTensor* residual, const OptionalTensor& q, 
   return varlen_fwd(residual, queries, keys, values, cu_seqlens_q, cu_seqlens_k, none, none, none,
                     alibi_slopes, rng_state, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
                     window_left, window_right, softcap, split_size, deterministic,
-                    deterministic_bwd);
+                    deterministic_bwd, none);
 }
 
 PackedGradients qkvpacked_bwd(const Tensor& dout, const OptionalTensor& q, const Tensor& qkv,

@@ -23,6 +23,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn_deterministic, CUDA, m) {
   m.impl("qkvpacked_bwd", TORCH_BOX(&fad::qkvpacked_bwd));
   m.impl("varlen_qkvpacked_bwd", TORCH_BOX(&fad::varlen_qkvpacked_bwd));
   m.impl("varlen_bwd_sums", TORCH_BOX(&fad::varlen_bwd_sums));
+  m.impl("sink_bwd", TORCH_BOX(&fad::sink_bwd));
   m.impl("finish_key_sums", TORCH_BOX(&fad::finish_key_sums));
   m.impl("plan", TORCH_BOX(&fad::plan));
   m.impl("bwd_plan", TORCH_BOX(&fad::bwd_plan));

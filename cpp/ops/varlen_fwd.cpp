@@ -55,7 +55,8 @@ Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, c
                    const OptionalTensor& rng_state, std::int64_t max_seqlen_q,
                    std::int64_t max_seqlen_k, double dropout_p, double softmax_scale,
                    std::int64_t window_left, std::int64_t window_right, double softcap,
-                   std::int64_t split_size, bool deterministic, bool /*deterministic_bwd*/) {
+                   std::int64_t split_size, bool deterministic, bool /*deterministic_bwd*/,
+                   const OptionalTensor& learnable_sink) {
   const Packed packed{cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k};
   check_layout(q, k, v, packed, block_table);
   check(!leftpad_k.has_value() || !block_table.has_value(),
@@ -71,6 +72,7 @@ Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, c
   set_packed(params, q_rows, k_rows, v_rows, out, softmax_lse, packed);
   params.total_k = static_cast<int>(k.size(0));
   set_residual(params, residual, q);
+  params.sinks = sinks_of(learnable_sink, params.h, q);
   params.seqused_k = lengths(seqused_k, "seqused_k", q, params.b);
   params.leftpad_k = lengths(leftpad_k, "leftpad_k", q, params.b);
   if (block_table.has_value()) {

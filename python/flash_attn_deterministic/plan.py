@@ -114,6 +114,7 @@ class Request:
     deterministic: bool
     deterministic_bwd: bool | None = None
     residual_bytes: int = 0
+    has_sink: bool = False
 
 
 def plan(request: Request) -> Plan:
@@ -152,7 +153,7 @@ def _cuda_plan(request: Request) -> Plan:
         *_shared_arguments(request),
         request.page_size,
         request.cache_index,
-        request.residual_bytes > 0,
+        request.residual_bytes > 0 or request.has_sink,  # which the same kernels compute
         request.split_size,
         request.deterministic,
     )
@@ -274,10 +275,10 @@ def _prepared(given: dict[str, Any]) -> Call:
         return tuple(given[name] for name in names)
 
     numbers = values("softmax_scale", "causal", "window_size", "softcap", "split_size")
-    slopes = given["alibi_slopes"]
+    slopes, sink = given["alibi_slopes"], given.get("learnable_sink")
     if "k_cache" in given:
         tensors = values(*argument_names("kvcache_fwd")[:11])
-        return kvcache.prepare(tensors, numbers, given["rotary_interleaved"], slopes)[1]
+        return kvcache.prepare(tensors, numbers, given["rotary_interleaved"], slopes, sink)[1]
     inputs: Any = values("q", "k", "v") if "k" in given else None
     if inputs is None:
         inputs = values("q", "kv") if "kv" in given else (None, given["qkv"])
@@ -287,7 +288,7 @@ def _prepared(given: dict[str, Any]) -> Call:
     elif "cu_seqlens_q" in given:
         lengths = Lengths(*(given.get(name) for name in Lengths._fields))  # type: ignore[arg-type]
     options = given["dropout_p"], *numbers, given["deterministic"]
-    return steps.prepare(inputs, lengths, options, slopes).call
+    return steps.prepare(inputs, lengths, options, slopes, sink).call
 
 
 _WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
@@ -330,5 +331,6 @@ def _request(call: Call) -> Request:
         deterministic_bwd=None
         if any(arguments.get(name) is not None for name in _WITHOUT_BACKWARD)
         else arguments.get("deterministic_bwd"),
+        has_sink=arguments.get("learnable_sink") is not None,
         residual_bytes=2 * q[..., 0].numel() * head_dim if call.op.endswith(WITH_RESIDUAL) else 0,
     )

@@ -22,6 +22,8 @@ _TREE = "int split_size, bool deterministic"
 # rng_state is (2,), int64: seed and offset of the dropout mask. They are drawn on the device
 # before the op, so that a replayed CUDA graph draws new ones.
 _SLOPES_AND_RNG = "Tensor? alibi_slopes, Tensor? rng_state"
+# (nheads,), float32: one more score of each row, without a value.
+_SINK = "Tensor? learnable_sink=None"
 # For packed sequences.
 _STARTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _LENGTHS = "SymInt max_seqlen_q, SymInt max_seqlen_k"
@@ -40,10 +42,10 @@ _PACKED_GRADIENTS = "(Tensor dq, Tensor dqkv)"
 # deterministic_bwd does not affect the forward; autograd passes it to the backward.
 FORWARD = {
     "fwd": f"(Tensor q, Tensor k, Tensor v, {_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, "
-    f"{_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
+    f"{_TREE}, bool deterministic_bwd, {_SINK}) -> {_OUTPUTS}",
     "varlen_fwd": f"(Tensor q, Tensor k, Tensor v, {_STARTS}, Tensor? seqused_k, "
     f"Tensor? leftpad_k, Tensor? block_table, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, "
-    f"{_SCORES}, {_TREE}, bool deterministic_bwd) -> {_OUTPUTS}",
+    f"{_SCORES}, {_TREE}, bool deterministic_bwd, {_SINK}) -> {_OUTPUTS}",
     "qkvpacked_fwd": f"({_QKV_PACKED}, {_SLOPES_AND_RNG}, float dropout_p, {_SCORES}, {_TREE}, "
     f"bool deterministic_bwd) -> {_OUTPUTS}",
     "varlen_qkvpacked_fwd": f"({_QKV_PACKED}, {_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, "
@@ -51,7 +53,7 @@ FORWARD = {
     "kvcache_fwd": "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, "
     "Tensor? cache_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_batch_idx, "
     "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, "
-    f"{_SCORES}, bool rotary_interleaved, {_TREE}) -> {_OUTPUTS}",
+    f"{_SCORES}, bool rotary_interleaved, {_TREE}, {_SINK}) -> {_OUTPUTS}",
 }
 FORWARD |= {
     name + WITH_RESIDUAL: schema.replace("softmax_lse)", "softmax_lse, Tensor residual)")
@@ -70,9 +72,14 @@ BACKWARD = {
     f"{_STARTS}, {_SLOPES_AND_RNG}, {_LENGTHS}, float dropout_p, {_SCORES}, {_BACKWARD_MODE}) "
     f"-> {_PACKED_GRADIENTS}",
 }
-# For ranks that share the rows of a sequence: dq, and sums of dk and dv over these rows, float32,
-# unscaled, (total_k, nheads_k, head_dim). finish_key_sums makes dk and dv of the sums of all rows.
+# Sums over rows. sink_bwd: the gradient of learnable_sink; cu_seqlens_q and max_seqlen_q are for
+# packed sequences. For ranks that share the rows of a sequence: dq, and sums of dk and dv over
+# these rows, float32, unscaled, (total_k, nheads_k, head_dim). finish_key_sums makes dk and dv of
+# the sums of all rows.
 SUMS = {
+    "sink_bwd": "(Tensor dout, Tensor out, Tensor softmax_lse, Tensor learnable_sink, "
+    "Tensor? cu_seqlens_q, SymInt max_seqlen_q, Tensor? residual=None, Tensor? dlse=None) "
+    "-> (Tensor dsink)",
     "varlen_bwd_sums": BACKWARD["varlen_bwd"].replace(
         _GRADIENTS, "(Tensor dq, Tensor dk_sums, Tensor dv_sums)"
     ),
@@ -157,6 +164,7 @@ def forward_call(
     alibi_slopes: Tensor | None,
     rng_state: Tensor | None = None,
     with_residual: bool = False,
+    learnable_sink: Tensor | None = None,
 ) -> Call:
     """Lays out a forward; without lengths a dense one."""
     dropout_p, scores, split_size, deterministic, deterministic_bwd, _ = options
@@ -174,6 +182,8 @@ def forward_call(
         indices = plain(starts_q, starts_k, *(() if packed else others))
         random = alibi_slopes, rng_state, longest_q, longest_k, dropout_p
         arguments = *inputs, *indices, *random, *scores, *tree
+    if not packed:
+        arguments = *arguments, learnable_sink
     return Call(op + WITH_RESIDUAL if with_residual else op, arguments)
 
 
@@ -204,13 +214,14 @@ def cache_call(
     options: Options,
     rotary_interleaved: bool,
     alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None = None,
 ) -> Call:
     """Lays out a call on a cache; tensors are those from q to block_table."""
     if isinstance(alibi_slopes, torch.Tensor):
         alibi_slopes = alibi_slopes.detach()
     _, scores, split_size, deterministic, _, _ = options
     indices = plain(*tensors[5:], alibi_slopes)
-    settings = *scores, rotary_interleaved, split_size, deterministic
+    settings = *scores, rotary_interleaved, split_size, deterministic, learnable_sink
     return Call("kvcache_fwd", (*tensors[:5], *indices, *settings))
 
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <random>
+#include <vector>
 
 inline std::mt19937 draw_source;
 
@@ -29,4 +30,17 @@ void draw_scores(Params& params, int head_dim, int most_right) {
   params.scale_softmax_log2 = params.scale_softmax * 1.44269504f;
   params.window_size_left = chance(25) ? draw(0, 300) : -1;
   params.window_size_right = chance(25) ? draw(0, most_right) : chance(50) ? 0 : -1;
+}
+
+// Sinks of query heads, in every third call: none of these draws changes what else a seed gives.
+inline std::vector<float> draw_sinks(unsigned seed, int heads) {
+  std::mt19937 source(seed);
+  std::vector<float> sinks(seed % 3 == 0 ? heads : 0);
+  for (float& sink : sinks) {
+    const int kind = static_cast<int>(source() % 8);
+    sink = kind == 0   ? -INFINITY
+           : kind == 1 ? 300.f
+                       : static_cast<float>(source() % 1000) / 100.f - 5.f;
+  }
+  return sinks;
 }

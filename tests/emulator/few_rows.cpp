@@ -173,6 +173,8 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   std::vector<cutlass::bfloat16_t> residual(static_cast<std::size_t>(total_q) * heads * d,
                                             cutlass::bfloat16_t(NAN));
   params.residual = residual.data();
+  const std::vector<float> sinks = draw_sinks(seed, heads);
+  params.sinks = sinks.empty() ? nullptr : sinks.data();
 #endif
 
   const fad::Device device{132, 227 * 1024, 90, path, std::nullopt};

@@ -106,6 +106,7 @@ struct Call {
   std::size_t rows = 0;  // of the output, of all heads
   std::vector<int> lengths_q, lengths_k, starts_q, starts_k, used_k, leftpad, index, table;
   std::optional<Numbers> q, k, v;
+  std::vector<float> sinks;
   bool keeps_residual = false;
 
   explicit Call(unsigned seed) {
@@ -223,6 +224,8 @@ struct Call {
     params.cache_batch_idx = indexed ? index.data() : nullptr;
     params.leftpad_k = padded ? leftpad.data() : nullptr;
     keeps_residual = chance(40);
+    sinks = draw_sinks(seed, heads);
+    params.sinks = sinks.empty() ? nullptr : sinks.data();
     // Some of the keys have just been appended: lengths are those before.
     const int least = *std::min_element(lengths_k.begin(), lengths_k.end());
     if (cache && least > 0 && chance(30)) {
@@ -238,13 +241,13 @@ struct Call {
     std::fprintf(
         stderr,
         "  b %d, h %d / %d, d %d, q %d, k %d, split %d, window %d %d, softcap %g, packed %d "
-        "%d, used %d, pages %d, index %d, leftpad %d, residual %d\n",
+        "%d, used %d, pages %d, index %d, leftpad %d, residual %d, sinks %d\n",
         params.b, params.h, params.h_k, params.d, params.seqlen_q, params.seqlen_k, split,
         params.window_size_left, params.window_size_right, params.softcap,
         params.cu_seqlens_q != nullptr,
         params.cu_seqlens_k != nullptr && params.is_seqlens_k_cumulative,
         params.seqused_k != nullptr, params.page_block_size, params.cache_batch_idx != nullptr,
-        params.leftpad_k != nullptr, keeps_residual);
+        params.leftpad_k != nullptr, keeps_residual, params.sinks != nullptr);
   }
 
   template <typename Plan>

@@ -75,12 +75,13 @@ __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
     }
   }
 
+  const float weight = merge_sink(params, bidh, row_max, row_sum);
   const float inverse = __fmul_rn(inverse_sum(row_sum), params.rp_dropout);  // 1 without dropout
   Element* const out = out_row<Element>(params, info, bidb, bidh, row);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (lane + 32 * i < params.d) {
-      write_out(params, out + lane + 32 * i, normalised(acc[i], inverse));
+      write_out(params, out + lane + 32 * i, normalised(rescaled_acc(acc[i], weight), inverse));
     }
   }
   if (lane == 0) {

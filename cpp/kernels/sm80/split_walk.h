@@ -14,6 +14,7 @@
 #include "block_info.h"  // upstream
 #include "row_block.h"
 #include "softmax.h"  // upstream
+#include "tree/row_end.h"
 #include "tree/softmax_steps.h"
 #include "tree/split_state.h"
 #include "waiting_state.h"
@@ -154,6 +155,23 @@ struct OwnerWalk {
     if (has_earlier) {
       n_block_max = n_block_min;
       return true;
+    }
+    if constexpr (Traits::kKeepsResidual) {
+      if (params.sinks != nullptr) {
+        const int bidh = place_of<Traits::kBlockM>(params, read_cta()).bidh;
+#pragma unroll
+        for (int i = 0; i < size(softmax.row_sum); ++i) {
+          const float weight = merge_sink(params, bidh, softmax.row_max(i), softmax.row_sum(i));
+#pragma unroll
+          for (int nj = 0; nj < F::kMmaN; ++nj) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              float& value = acc(2 * (i % 2) + j, i / 2, nj);
+              value = rescaled_acc(value, weight);
+            }
+          }
+        }
+      }
     }
     // The sum is whole; upstream's epilogue adds up the four threads of a row once more.
 #pragma unroll

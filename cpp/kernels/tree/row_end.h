@@ -5,6 +5,7 @@
 
 #include "params.h"
 #include "softmax_steps.h"
+#include "split_state.h"
 
 namespace fad {
 
@@ -42,6 +43,23 @@ __device__ __forceinline__ void write_out(const FwdParams& params, Element* out,
   if (params.residual != nullptr) {
     keep_residual(params, out, exact);
   }
+}
+
+// Merges the sink of a query head into the maximum and sum of a row. Returns the weight of the
+// accumulator: 1 if there are none.
+__device__ __forceinline__ float merge_sink(const FwdParams& params, int bidh, float& row_max,
+                                            float& row_sum) {
+  return params.sinks == nullptr ? 1.f
+                                 : merge_sink(params.sinks[bidh], params.scale_softmax,
+                                              params.scale_softmax_log2, row_max, row_sum);
+}
+
+// softmax_lse of a row that sees no key.
+__device__ __forceinline__ float lse_without_keys(const FwdParams& params, int bidh) {
+  float row_max = -INFINITY;
+  float row_sum = 0.f;
+  merge_sink(params, bidh, row_max, row_sum);
+  return log_sum_exp(row_max, params.scale_softmax, row_sum, INFINITY);
 }
 
 // softmax_lse lies as get_lse_tile in upstream's kernel has it: (b, h, seqlen_q), or (h, total_q)

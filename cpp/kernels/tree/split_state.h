@@ -37,4 +37,17 @@ __device__ __forceinline__ MergeWeights merge_state(float later_max, float later
   return weights;
 }
 
+// A sink: one more score of a row, without a value, in the units of softmax_lse. It is merged last,
+// as a split before the first one that holds nothing else: no path and no other split changes.
+// Returns the weight of the row's accumulator. A sink of -inf changes no bit.
+__device__ __forceinline__ float merge_sink(float sink, float scale, float scale_log2,
+                                            float& row_max, float& row_sum) {
+  float merged_max = __fdiv_rn(sink, scale);
+  float merged_sum = sink == -INFINITY ? 0.f : 1.f;
+  const float weight = merge_state(row_max, row_sum, merged_max, merged_sum, scale_log2).later;
+  row_max = merged_max;
+  row_sum = merged_sum;
+  return weight;
+}
+
 }  // namespace fad

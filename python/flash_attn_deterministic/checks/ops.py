@@ -75,6 +75,7 @@ def names_of(given: Given) -> Names:
 def _forward(given: Given) -> None:
     q = _inputs(given)
     _slopes(given, q)
+    _sinks(given, q)
     _numbers(given, q, "fwd")
 
 
@@ -82,13 +83,7 @@ def _backward(given: Given) -> None:
     q = _inputs(given)
     check_like("dout", given["dout"], "q", q)
     check_like("out", given["out"], "q", q)
-    *tokens, nheads, _ = q.shape
-    lse_shape = (*tokens[:-1], nheads, tokens[-1])
-    check_is("softmax_lse", given["softmax_lse"], torch.float32, lse_shape, q.device)
-    if given.get("residual") is not None:
-        check_is("residual", given["residual"], torch.bfloat16, q.shape, q.device)
-    if given.get("dlse") is not None:
-        check_is("dlse", given["dlse"], torch.float32, lse_shape, q.device)
+    _rows(given, q)
     _slopes(given, q)
     _numbers(given, q, "bwd")
     if given["dropout_p"] > 0:
@@ -98,6 +93,29 @@ def _backward(given: Given) -> None:
                 f"{given['dropout_p']}, got None"
             )
         check_is("rng_state", given["rng_state"], torch.int64, (2,), q.device)
+
+
+def _sink(given: Given) -> None:
+    out, starts = given["out"], given["cu_seqlens_q"]
+    check_rank("out", out, DENSE if starts is None else VARLEN)
+    check_alike(out, (), "out")
+    check_like("dout", given["dout"], "out", out)
+    if starts is not None:
+        check_cu_seqlens("cu_seqlens_q", starts, None, out.device)
+    _rows(given, out)
+    check_tensor("learnable_sink", given["learnable_sink"])
+    _sinks(given, out)
+
+
+def _rows(given: Given, q: torch.Tensor) -> None:
+    """Checks the numbers of rows that a backward takes."""
+    *tokens, nheads, _ = q.shape
+    lse_shape = (*tokens[:-1], nheads, tokens[-1])
+    check_is("softmax_lse", given["softmax_lse"], torch.float32, lse_shape, q.device)
+    if given.get("residual") is not None:
+        check_is("residual", given["residual"], torch.bfloat16, q.shape, q.device)
+    if given.get("dlse") is not None:
+        check_is("dlse", given["dlse"], torch.float32, lse_shape, q.device)
 
 
 def _finish(given: Given) -> None:
@@ -206,6 +224,21 @@ def _slopes(given: Given, q: torch.Tensor) -> None:
     check_device("alibi_slopes", slopes, q.device)
 
 
+def _sinks(given: Given, q: torch.Tensor) -> None:
+    sinks = given.get("learnable_sink")
+    if sinks is None:
+        return
+    check_tensor("learnable_sink", sinks, "a torch.Tensor or None")
+    if sinks.dtype != torch.float32:
+        raise DtypeError(
+            "learnable_sink: expected dtype torch.float32, torch.float16 or torch.bfloat16, got "
+            f"{sinks.dtype}; convert it with learnable_sink.float()"
+        )
+    nheads = q.shape[-2]
+    check_shape("learnable_sink", sinks, (nheads,), f"(nheads,) = ({nheads},)")
+    check_device("learnable_sink", sinks, q.device)
+
+
 def _numbers(given: Given, q: torch.Tensor, direction: str) -> None:
     """Checks what the numbers of a call are, and that the wheel holds a kernel for it."""
     head_dim = q.shape[-1]
@@ -249,6 +282,7 @@ def _cache(given: Given) -> None:
     _table(given, batch, q.device, ("cache_leftpad",))
     _index(given, "cache_leftpad", batch, q.device)
     _slopes(given, q)
+    _sinks(given, q)
     _rotary(given, capacity, seqlens)
     _numbers(given, q, "fwd")
     if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
@@ -368,4 +402,5 @@ _VALIDATORS: dict[str, Callable[[Given], None]] = {
     "varlen_qkvpacked_bwd": _backward,
     "varlen_bwd_sums": _backward,
     "finish_key_sums": _finish,
+    "sink_bwd": _sink,
 }

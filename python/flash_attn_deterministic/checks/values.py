@@ -22,6 +22,10 @@ def check_values(given: dict[str, Any], names: Names) -> None:
     """Checks the values in an op's arguments, which are right otherwise."""
     if "k_cache" in given:
         _check_cache(given)
+    elif "learnable_sink" in given and "dout" in given:
+        if given["cu_seqlens_q"] is not None:
+            starts = given["cu_seqlens_q"].tolist()
+            check_starts("cu_seqlens_q", starts, given["dout"].shape[0])
     elif "cu_seqlens_q" in given:
         packed = given.get("qkv")
         k = given["k"] if packed is None else packed

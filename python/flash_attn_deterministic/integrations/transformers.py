@@ -9,10 +9,10 @@ After it a model takes `attn_implementation="flash_attn_deterministic"`:
         name, dtype=torch.bfloat16, attn_implementation="flash_attn_deterministic"
     )
 
-Padded and packed batches, sliding windows, softcap, static and dynamic caches work as with
-"flash_attention_2": transformers itself packs padded batches and finds the sequences in
-position_ids. The order of additions is that of this package's mode; transformers' variable
-FLASH_ATTENTION_DETERMINISTIC sets this mode too, when a process starts.
+Padded and packed batches, sliding windows, softcap, attention sinks (gpt-oss), static and dynamic
+caches work as with "flash_attention_2" and others: transformers itself packs padded batches and
+finds the sequences in position_ids. The order of additions is that of this package's mode;
+transformers' variable FLASH_ATTENTION_DETERMINISTIC sets this mode too, when a process starts.
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of one layer, as transformers' attention functions do.
 
-    attention_mask is (batch, seqlen_k), 1 for tokens and 0 for padding. Sinks, a position bias and
-    masks of other forms raise UnsupportedError.
+    attention_mask is (batch, seqlen_k), 1 for tokens and 0 for padding. The option s_aux holds
+    sinks, (nheads,). A position bias and masks of other forms raise UnsupportedError.
 
     Source:
         flash_attention_forward of transformers 5.17 (integrations/flash_attention.py).
     """
-    for name in ("s_aux", "position_bias"):
-        if options.get(name) is not None:
-            raise UnsupportedError(
-                f"{name}: expected None, as this attention does not support it; use "
-                'attn_implementation="eager" for this model'
-            )
+    if options.get("position_bias") is not None:
+        raise UnsupportedError(
+            "position_bias: expected None, as this attention does not support it; use "
+            'attn_implementation="eager" for this model'
+        )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise UnsupportedError(
             "attention_mask: expected (batch, seqlen_k), 1 for tokens and 0 for padding, got shape "
@@ -113,8 +112,10 @@ def _attention(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap)
+    options = dropout_p, softmax_scale, causal, window_size, softcap
+    return flash_attn_func(q, k, v, *options, learnable_sink=learnable_sink)
 
 
 def _varlen_attention(
@@ -130,6 +131,7 @@ def _varlen_attention(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
+    learnable_sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     # max_seqlen is a tensor if transformers found the sequences in position_ids.
     return flash_attn_varlen_func(
@@ -145,6 +147,7 @@ def _varlen_attention(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
+        learnable_sink=learnable_sink,
     )
 
 

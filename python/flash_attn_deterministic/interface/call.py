@@ -66,6 +66,7 @@ def attend(
     given: tuple[Any, ...],
     alibi_slopes: torch.Tensor | None,
     return_attn_probs: Any,
+    learnable_sink: torch.Tensor | None = None,
 ) -> torch.Tensor | WithProbs:
     """Runs a dense or a packed call. All arguments are as the caller gave them, unchecked.
 
@@ -75,11 +76,14 @@ def attend(
         given: the arguments of `resolve_options` after head_dim.
         alibi_slopes: as of `flash_attn_func`.
         return_attn_probs: as of `flash_attn_func`.
+        learnable_sink: as of `flash_attn_func`.
     """
     with_probs = return_attn_probs
     if with_probs is not False:
         with_probs = numbers.as_flag("return_attn_probs", return_attn_probs)
-    inputs, lengths, head_dim, options, call = prepare(inputs, lengths, given, alibi_slopes)
+    inputs, lengths, head_dim, options, call = prepare(
+        inputs, lengths, given, alibi_slopes, learnable_sink
+    )
     if head_dim % 8 or options.dropout_p:
         call = completed(call, pads=bool(head_dim % 8))
     out, softmax_lse, *_ = run(call)
@@ -103,6 +107,7 @@ def prepare(
     lengths: Lengths | None,
     given: tuple[Any, ...],
     alibi_slopes: torch.Tensor | None,
+    learnable_sink: torch.Tensor | None = None,
 ) -> Prepared:
     """Finds the op of a call and lays out its arguments; see `attend`."""
     if C._is_any_autocast_enabled():
@@ -110,11 +115,22 @@ def prepare(
     head_dim, options = resolve_options(inputs[1] if inputs[0] is None else inputs[0], *given)
     if lengths is not None and not (type(lengths[2]) is int is type(lengths[3])):
         lengths = with_ints(lengths, inputs[0] is None)
-    residual = options.keep_residual and has_backward(inputs, lengths)
+    sink = as_sink(learnable_sink)
+    leaves = inputs if sink is None else (*inputs, sink)
+    residual = options.keep_residual and has_backward(leaves, lengths)
     if torch.compiler.is_compiling() and lengths is not None:
-        _check_no_gradient(inputs, lengths)
-    call = forward_call(inputs, lengths, options, alibi_slopes, None, residual)
+        _check_no_gradient(leaves, lengths)
+    call = forward_call(inputs, lengths, options, alibi_slopes, None, residual, sink)
     return Prepared(inputs, lengths, head_dim, options, call)
+
+
+def as_sink(learnable_sink: Any) -> Any:
+    """Returns sinks in float32, as the op takes them; what it refuses, as it is."""
+    if isinstance(learnable_sink, torch.Tensor) and learnable_sink.layout is torch.strided:
+        if learnable_sink.dtype in (torch.float16, torch.bfloat16):
+            learnable_sink = learnable_sink.float()
+        return learnable_sink.contiguous()
+    return learnable_sink
 
 
 def completed(call: Call, pads: bool) -> Call:
@@ -208,7 +224,7 @@ def with_ints(lengths: Lengths, same: bool) -> Lengths:
     return lengths._replace(max_seqlen_q=q, max_seqlen_k=k)
 
 
-def _check_no_gradient(inputs: Inputs, lengths: Lengths) -> None:
+def _check_no_gradient(inputs: tuple[Any, ...], lengths: Lengths) -> None:
     """Refuses to compile a call without a backward whose inputs require a gradient.
 
     torch.compile traces the backward together with the call. Otherwise the backward raises, and the
@@ -230,12 +246,12 @@ def without_backward(lengths: Lengths) -> str:
     return ""
 
 
-def has_backward(inputs: Inputs, lengths: Lengths | None) -> bool:
+def has_backward(inputs: tuple[Any, ...], lengths: Lengths | None) -> bool:
     """Returns whether a backward can follow a call."""
     return wants_gradient(inputs) and (lengths is None or not without_backward(lengths))
 
 
-def wants_gradient(inputs: Inputs) -> bool:
+def wants_gradient(inputs: tuple[Any, ...]) -> bool:
     """Returns whether autograd records a call of these tensors."""
     wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
     return wanted and torch.is_grad_enabled()

@@ -26,6 +26,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     split_size: int | None = None,
+    learnable_sink: torch.Tensor | None = None,
 ) -> torch.Tensor | WithProbs:
     """Computes softmax(q k^T * softmax_scale) v with the call signature of flash_attn 2.8.3.
 
@@ -50,9 +51,9 @@ def flash_attn_func(
     CPU tensors run through `flash_attn_deterministic.reference`, which has the same order of
     additions and is slow: for tests, not for long sequences.
 
-    q, k and v get gradients, of out and softmax_lse; alibi_slopes does not. S_dmask has no gradient,
-    and there is no double backward, no forward-mode derivative (torch.func.jvp) and no
-    torch.func.grad.
+    q, k, v and learnable_sink get gradients, of out and softmax_lse; alibi_slopes does not. S_dmask
+    has no gradient, and there is no double backward, no forward-mode derivative (torch.func.jvp)
+    and no torch.func.grad.
     torch.utils.checkpoint has to recompute a call in its first mode: see `checkpoint_contexts`.
 
     Under autocast, float32 inputs are cast as those of scaled_dot_product_attention.
@@ -91,6 +92,11 @@ def flash_attn_func(
         split_size: tokens per split, a multiple of the kernels' 64 keys per block, at most 2^29;
             0: one split; None: that of the mode. The bits depend on it. No effect where the mode is
             not enabled.
+        learnable_sink: (nheads,), float32, float16 or bfloat16: an attention sink, one more score
+            of each row, without a value and after softmax_scale: it adds exp(sink) to the sum that
+            weights are divided by, and softmax_lse includes it. Its own gradient adds up the rows
+            of each sequence, which depends on nothing else, then sequences first to last. A sink of
+            -inf changes no bit. None: no sinks.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of
@@ -99,7 +105,7 @@ def flash_attn_func(
         softmax before dropout, with its sign bit set where it was dropped; without dropout an
         empty tensor of shape (0,). flash_attn's has the same signs, another scale in each block of
         keys, and is padded to multiples of 128. Rows without a visible key: out 0, softmax_lse
-        +inf.
+        +inf, or the sink.
 
     Raises:
         ArgumentError: a ValueError, and a RuntimeError as flash_attn's own checks raise; a wrong
@@ -123,7 +129,7 @@ def flash_attn_func(
         torch.Size([1, 4, 2, 64])
     """
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend((q, k, v), None, options, alibi_slopes, return_attn_probs)
+    return attend((q, k, v), None, options, alibi_slopes, return_attn_probs, learnable_sink)
 
 
 @typed

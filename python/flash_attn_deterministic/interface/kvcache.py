@@ -13,7 +13,7 @@ from ..checks.ops import capacity, length_in_cache, validate
 from ..ops.autograd import run
 from ..schemas import cache_call
 from ..types import Call
-from .call import WithLse, completed, resolve_options, typed
+from .call import WithLse, as_sink, completed, resolve_options, typed
 
 
 def _writable() -> AbstractContextManager[Any]:
@@ -44,6 +44,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     split_size: int | None = None,
+    learnable_sink: torch.Tensor | None = None,
 ) -> torch.Tensor | WithLse:
     """Appends k and v to a cache, in place, and computes attention over the cache.
 
@@ -96,6 +97,7 @@ def flash_attn_with_kvcache(
         num_splits: 0 or more; accepted for compatibility, without effect on bits and schedule. See
             split_size.
         return_softmax_lse: whether to return softmax_lse too.
+        learnable_sink: (nheads,), as in `flash_attn_func`.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_softmax_lse the tuple of
@@ -115,7 +117,7 @@ def flash_attn_with_kvcache(
     given = softmax_scale, causal, window_size, softcap, split_size
     new = q, k_cache, v_cache, k, v
     indices = cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
-    head_dim, call = prepare((*new, *indices), given, interleaved, alibi_slopes)
+    head_dim, call = prepare((*new, *indices), given, interleaved, alibi_slopes, learnable_sink)
     if head_dim % 8:
         with torch.no_grad():
             call = completed(call, pads=True)
@@ -140,17 +142,21 @@ def prepare(
     given: tuple[Any, ...],
     rotary_interleaved: bool,
     alibi_slopes: torch.Tensor | None,
+    learnable_sink: torch.Tensor | None = None,
 ) -> tuple[int, Call]:
     """Returns head_dim, and the layout of a call; a wrong length raises.
 
     Args:
         tensors: those of `cache_call`, with a cache_seqlens that may be an int.
         given: the arguments of `resolve_options` after dropout_p.
-        rotary_interleaved: as of the function; alibi_slopes too.
+        rotary_interleaved: as of the function; alibi_slopes and learnable_sink too.
         alibi_slopes: see rotary_interleaved.
+        learnable_sink: see rotary_interleaved.
     """
     head_dim, options = resolve_options(tensors[0], 0.0, *given)
-    call = cache_call(tensors, options, rotary_interleaved, alibi_slopes)
+    if isinstance(learnable_sink, torch.Tensor):
+        learnable_sink = as_sink(learnable_sink.detach())
+    call = cache_call(tensors, options, rotary_interleaved, alibi_slopes, learnable_sink)
     seqlens = tensors[5]
     if seqlens is None or isinstance(seqlens, torch.Tensor):
         return head_dim, call
@@ -161,4 +167,5 @@ def prepare(
     length = length_in_cache(seqlens, capacity(k_cache, table), new)
     filled = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     tensors = *tensors[:5], filled, *tensors[6:]
-    return head_dim, cache_call(tensors, options, rotary_interleaved, alibi_slopes)
+    others = rotary_interleaved, alibi_slopes, learnable_sink
+    return head_dim, cache_call(tensors, options, *others)

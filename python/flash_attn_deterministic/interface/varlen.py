@@ -33,6 +33,7 @@ def flash_attn_varlen_func(
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     split_size: int | None = None,
+    learnable_sink: torch.Tensor | None = None,
 ) -> torch.Tensor | WithProbs:
     """Computes attention for each sequence of a batch, as `flash_attn_func` does for one alone.
 
@@ -72,7 +73,8 @@ def flash_attn_varlen_func(
         seqused_k: (batch,), int32: how many keys of each sequence are in use; None: all.
         leftpad_k: (batch,), int32: how many keys at the start of each sequence are padding; None:
             0. Not together with block_table.
-        split_size: as in `flash_attn_func`.
+        split_size: as in `flash_attn_func`; so is learnable_sink.
+        learnable_sink: see split_size.
 
     Returns:
         out (total_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of out,
@@ -90,7 +92,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
     )
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
-    return attend((q, k, v), lengths, options, alibi_slopes, return_attn_probs)
+    return attend((q, k, v), lengths, options, alibi_slopes, return_attn_probs, learnable_sink)
 
 
 @typed

@@ -29,13 +29,15 @@ from ..schemas import BACKWARD, FORWARD, WITH_RESIDUAL, argument_names
 from ..types import Call
 
 _OPS: Any = torch.ops.flash_attn_deterministic
-_NO_GRADIENT = None, 0
+# More arguments than an op has.
+_NONE_AT_THE_END = 99
+_NO_GRADIENT = None, 0, _NONE_AT_THE_END
 _WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
 
 
 def register(library: Any) -> None:
     """Registers the autograd kernel of each op that gets gradients, and of the cache."""
-    for name in (*FORWARD, *BACKWARD):
+    for name in (*FORWARD, *BACKWARD, "sink_bwd"):
         library.impl(name, autograd_kernel(name, *_FUNCTIONS[name]), "Autograd", with_keyset=True)
 
 
@@ -43,8 +45,8 @@ def run(call: Call) -> Any:
     """Runs an op. A refusal of torch or C++ is put into our words where we have some."""
     name, arguments = call
     op = getattr(_OPS, name)
-    apply, count = _FUNCTIONS.get(name, _NO_GRADIENT)
-    wanted = arguments[:count]
+    apply, count, end = _FUNCTIONS.get(name, _NO_GRADIENT)
+    wanted = arguments[:count] + arguments[end:]
     # Where torch.compile could not compile the caller, it may start tracing here. All lines below
     # are in one function, so that it can't start between them.
     if torch.compiler.is_compiling():
@@ -81,7 +83,9 @@ def _know_sharding() -> None:
         _register_sharding()
 
 
-def autograd_kernel(name: str, apply: Any, count: int) -> Callable[..., Any]:
+def autograd_kernel(
+    name: str, apply: Any, count: int, end: int = _NONE_AT_THE_END
+) -> Callable[..., Any]:
     """Returns an op's kernel for torch's autograd keys.
 
     A check before the call of the op would miss cases: torch runs this kernel at each level of
@@ -92,11 +96,12 @@ def autograd_kernel(name: str, apply: Any, count: int) -> Callable[..., Any]:
         apply: of its Function, which takes `count` tensors, the key set and all arguments; None:
             the op has no gradient.
         count: of the leading arguments that get gradients.
+        end: arguments from this one on get gradients too.
     """
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
         check_no_tangent(arguments)
-        wanted = arguments[:count]
+        wanted = arguments[:count] + arguments[end:]
         if apply is not None and torch.is_grad_enabled() and C._any_requires_grad(*wanted):
             _check_no_function_transform(wanted)
             return apply(*wanted, keyset, arguments)
@@ -142,16 +147,19 @@ def function_of(
     return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return]
 
 
-def _forward_function(name: str) -> tuple[Callable[..., Any], int]:
-    """Returns apply and count of a forward op."""
+def _forward_function(name: str) -> tuple[Callable[..., Any], int, int]:
+    """Returns apply, count and end of a forward op; see `autograd_kernel`."""
     names = argument_names(name)
+    has_sink = "learnable_sink" in names
+    end = names.index("learnable_sink") if has_sink else _NONE_AT_THE_END
     backward_name = name.removesuffix(WITH_RESIDUAL).replace("fwd", "bwd")
     count = names.index("qkv" if "qkv" in names else "v") + 1
-    # The backward takes dout, the inputs, out, softmax_lse, more tensors, numbers, the residual, dlse.
+    # The backward takes dout, the inputs, out, softmax_lse, more tensors, numbers; residual, dlse.
     *rest, _, _, _ = argument_names(backward_name)[count + 3 :]
     split = rest.index("rng_state") + 1
     more = operator.itemgetter(*map(names.index, rest[:split]))
     numbers = operator.itemgetter(*map(names.index, (*rest[split:], "deterministic_bwd")))
+    kept = count + 2 + split  # tensors
     without = [(other, names.index(other)) for other in _WITHOUT_BACKWARD if other in names]
 
     # The context keeps the arguments of a call and what its mode resolved to: the backward may run
@@ -160,7 +168,7 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int]:
     def setup(ctx: Any, arguments: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         out, softmax_lse, *residual = output
         tensors = *arguments[:count], out, softmax_lse, *more(arguments)
-        ctx.save_for_backward(*tensors, *(residual or (None,)))
+        ctx.save_for_backward(*arguments[end:], *tensors, *(residual or (None,)))
         ctx.numbers = numbers(arguments)
         ctx.without_backward = [other for other, place in without if arguments[place] is not None]
         ctx.mark_non_differentiable(*residual)
@@ -175,9 +183,10 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int]:
                 "without it, or detach q, k and v"
             )
         if dout is None and dlse is None:
-            return (None,) * count
+            return (None,) * (len(ctx.needs_input_grad) - 2)
         # Read once: torch.utils.checkpoint frees them then.
         *saved, residual = ctx.saved_tensors
+        sinks, saved = saved[:-kept], saved[-kept:]
         dout = torch.zeros_like(saved[count]) if dout is None else dout
         dlse = None if dlse is None else dlse.contiguous()
         if not ctx.numbers[-1]:  # deterministic
@@ -185,15 +194,21 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int]:
         if dout.stride(-1) != 1:
             dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
         gradients = run(Call(backward_name, (dout, *saved, *ctx.numbers, residual, dlse)))
-        # Where q is in the packed tensor, its gradient is empty.
-        return (None, *gradients[1:]) if saved[0] is None else gradients
+        if saved[0] is None:  # q is in the packed tensor, and its gradient is empty
+            return None, *gradients[1:]
+        if not sinks or not ctx.needs_input_grad[count]:
+            return *gradients, *(None for _ in sinks)
+        starts = (saved[count + 2], ctx.numbers[0]) if "varlen" in name else (None, 0)
+        rows = dout, *saved[count : count + 2], *sinks, *starts, residual, dlse
+        return *gradients, run(Call("sink_bwd", rows))
 
-    return function_of(name, setup, backward), count
+    return function_of(name, setup, backward), count, end
 
 
-def _backward_function(name: str) -> tuple[Callable[..., Any], int]:
-    """Returns apply and count of a backward op."""
-    return function_of(name, None, no_double_backward), argument_names(name).index("out")
+def _backward_function(name: str) -> tuple[Callable[..., Any], int, int]:
+    """Returns apply, count and end of a backward op."""
+    count = 4 if name == "sink_bwd" else argument_names(name).index("out")
+    return function_of(name, None, no_double_backward), count, _NONE_AT_THE_END
 
 
 def no_double_backward(ctx: Any, *gradients: torch.Tensor | None) -> NoReturn:
@@ -253,9 +268,10 @@ def _check_no_function_transform(values: Iterable[Any]) -> None:
             )
 
 
-# By op: apply, or None without a gradient, and the number of leading arguments that get one.
-_FUNCTIONS: dict[str, tuple[Any, int]] = {
-    "kvcache_fwd": (None, 5),
+# By op: apply, or None without a gradient, the number of leading arguments that get one, and from
+# which one on the last ones do.
+_FUNCTIONS: dict[str, tuple[Any, int, int]] = {
+    "kvcache_fwd": (None, 5, _NONE_AT_THE_END),
     **{name: _forward_function(name) for name in FORWARD if name != "kvcache_fwd"},
-    **{name: _backward_function(name) for name in BACKWARD},
+    **{name: _backward_function(name) for name in (*BACKWARD, "sink_bwd")},
 }

@@ -26,6 +26,7 @@ def register(library: Any) -> None:
     for name in (*FORWARD, *BACKWARD):
         library.impl(name, _kernel(name, _attention), "CPU")
     library.impl("varlen_bwd_sums", _kernel("varlen_bwd_sums", _sums), "CPU")
+    library.impl("sink_bwd", _kernel("sink_bwd", _sink), "CPU")
     library.impl("finish_key_sums", _kernel("finish_key_sums", _finish_key_sums), "CPU")
 
 
@@ -67,6 +68,14 @@ def _sums(name: str, given: dict[str, Any]) -> Any:
     from .. import reference
 
     return reference.varlen_attention_backward(**_renamed(given), unrounded=True)
+
+
+def _sink(name: str, given: dict[str, Any]) -> Any:
+    from .. import reference
+
+    given.pop("max_seqlen_q")
+    given["out"] = reference.restored(given["out"], given.pop("residual", None))
+    return reference.sink_backward(**given)
 
 
 def _finish_key_sums(name: str, given: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ def _kernel(name: str) -> Callable[..., Any]:
     elif name in BACKWARD:
         results = _packed_backward if "qkv" in names else _backward
     else:
-        results = _finish if name == "finish_key_sums" else _sums
+        results = {"finish_key_sums": _finish, "sink_bwd": _sink}.get(name, _sums)
 
     def run(*arguments: Any) -> Any:
         # torch takes this kernel too if only one tensor of a call is a meta tensor, for instance k
@@ -65,6 +65,10 @@ def _packed_backward(q: Any, qkv: Any, **others: Any) -> Any:
 def _sums(q: Any, k: Any, v: Any, **others: Any) -> Any:
     dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (k, v))
     return q.new_empty(q.shape), dk, dv
+
+
+def _sink(learnable_sink: Any, **others: Any) -> Any:
+    return learnable_sink.new_empty(learnable_sink.shape)
 
 
 def _finish(dk_sums: Any, k: Any, **others: Any) -> Any:

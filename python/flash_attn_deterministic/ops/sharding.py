@@ -19,7 +19,7 @@ _SHARED = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "leftpad_k", "block_tabl
 
 def register() -> None:
     """Registers the strategies; this imports torch.distributed.tensor, which takes a second."""
-    for name in (*FORWARD, *BACKWARD):
+    for name in (*FORWARD, *BACKWARD, "sink_bwd"):
         if name != "kvcache_fwd":
             register_sharding(getattr(_OPS, name).default)(_strategy(name))
 
@@ -27,10 +27,10 @@ def register() -> None:
 def _strategy(name: str) -> Any:
     names = argument_names(name)
     outputs = [result.name for result in getattr(_OPS, name).default._schema.returns]
-    varlen = "varlen" in name
 
     def strategy(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
         given = dict(zip(names, arguments, strict=False))
+        varlen = given.get("cu_seqlens_q") is not None
 
         def placed(tensor: str, heads: bool) -> Any:
             spec: Any = given.get(tensor)
@@ -38,6 +38,8 @@ def _strategy(name: str) -> Any:
                 return None  # a number, or None
             if tensor in _SHARED:
                 return Replicate()
+            if tensor in ("learnable_sink", "dsink"):
+                return Shard(0) if heads else Replicate()
             if heads:
                 dims = 3 if varlen else 4
                 if tensor in ("softmax_lse", "dlse", "alibi_slopes"):
@@ -54,11 +56,12 @@ def _strategy(name: str) -> Any:
             [Replicate() for _ in outputs],
             [Replicate() if hasattr(spec, "placements") else None for spec in arguments],
         )
-        if given["dropout_p"] > 0:
+        if given.get("dropout_p", 0.0) > 0:
             return [everywhere]
-        keys = given["qkv" if "qkv" in given else "k"]
+        keys = given[next(key for key in ("qkv", "k", "out") if key in given)]
         whole_groups = keys.shape[-2] % keys.mesh.size() == 0
         kinds = [sharded(heads=True)] if whole_groups else []
-        return [everywhere, *kinds, *([] if varlen else [sharded(heads=False)])]
+        whole_batch = varlen or name == "sink_bwd"
+        return [everywhere, *kinds, *([] if whole_batch else [sharded(heads=False)])]
 
     return strategy

@@ -52,6 +52,13 @@ def _rule(name: str) -> Callable[..., Any]:
 
         def flat(argument: str, tensor: torch.Tensor) -> torch.Tensor:
             dim = dims[argument]
+            if argument == "learnable_sink":
+                if dim is not None:
+                    raise UnsupportedError(
+                        "learnable_sink: expected one tensor for all elements of torch.func.vmap, "
+                        "got one for each; call it once for each element"
+                    )
+                return tensor
             by_element = (
                 tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
             )

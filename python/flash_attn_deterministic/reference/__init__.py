@@ -21,7 +21,7 @@ Three more rules keep bits independent of other rows:
 
 from __future__ import annotations
 
-from .backward import attention_backward
+from .backward import attention_backward, sink_backward
 from .dense import attention, restored, with_residual
 from .formats import DEFAULT_FORMATS, Formats, Rounding
 from .sequences import kvcache_attention, varlen_attention
@@ -39,6 +39,7 @@ __all__ = [
     "kvcache_attention",
     "merge_state",
     "restored",
+    "sink_backward",
     "varlen_attention",
     "varlen_attention_backward",
     "with_residual",

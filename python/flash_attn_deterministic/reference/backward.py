@@ -9,8 +9,9 @@ skipped: they would add zeros, and zeros become +0 in the end.
 
 With P the weights before dropout, and Z the kept weights divided by the probability of keeping:
 dv = Z^T dout; dP = dout v^T, masked and scaled like Z; dS = P (dP - D), with D the sum of
-dout * out over a row less the gradient of its log-sum-exp; dq = dS k and dk = dS^T q, times softmax_scale (FlashAttention-2, section
-3.1.2; Dao, 2023). softcap c puts 1 - tanh(s / c)^2 into dS.
+dout * out over a row less the gradient of its log-sum-exp; dq = dS k and dk = dS^T q, times
+softmax_scale (FlashAttention-2, section 3.1.2; Dao, 2023). softcap c puts 1 - tanh(s / c)^2 into
+dS. A sink has the gradient -P D, summed over the rows of its head.
 """
 
 from __future__ import annotations
@@ -143,6 +144,50 @@ def attend_backward(
         for result, gradient in zip((dk, dv), gradients, strict=True):
             result[batch, :, heads_k] = gradient.transpose(1, 2)
     return dq, dk, dv
+
+
+@torch.no_grad()
+def sink_backward(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    learnable_sink: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes the gradient of `attention` or `varlen_attention` with respect to learnable_sink.
+
+    The rows of a sequence are added up by themselves, then sequences first to last.
+
+    Args:
+        dout: the gradient of out, like it.
+        out: as the forward returned it; it may be in a wider dtype.
+        softmax_lse: as the forward returned it.
+        learnable_sink: (nheads,), as of the forward.
+        cu_seqlens_q: (batch + 1,), int32, of packed sequences.
+        dlse: the gradient of softmax_lse, like it; None: 0.
+
+    Returns:
+        dsink, (nheads,), in the dtype of softmax_lse.
+    """
+    dtype = softmax_lse.dtype
+    nheads = learnable_sink.shape[0]
+    products = dout.to(dtype) * out.to(dtype)
+    delta = fold(products, 1 << (products.shape[-1] - 1).bit_length(), torch.add, 0.0).squeeze(-1)
+    delta = delta.transpose(-1, -2)  # as softmax_lse
+    if dlse is not None:
+        delta = delta - dlse
+    sinks = learnable_sink.to(dtype)[:, None]
+    rows = ieee.exp2((sinks - softmax_lse) * math.log2(math.e)) * -delta
+    if cu_seqlens_q is None:
+        sequences = list(rows)
+    else:
+        sequences = [rows[:, begin:end] for begin, end in itertools.pairwise(cu_seqlens_q.tolist())]
+    total = torch.zeros(nheads, dtype=dtype, device=out.device)
+    for sequence in sequences:
+        length = 1 << max(sequence.shape[1] - 1, 0).bit_length()
+        total = total + fold(sequence, length, torch.add, 0.0).squeeze(-1)
+    return total
 
 
 def _within_chunks(tiles_of_rows: Iterable[slice]) -> Iterator[slice]:

@@ -50,11 +50,12 @@ def attention(
         split_size: tokens per split, a multiple of block_n; 0: one split. Of the forward.
         block_n: keys per block, a power of two; None: that of the kernel for this head_dim.
         formats: number format of each step.
+        learnable_sink: (nheads,), one more score of each row, without a value, that is not scaled.
 
     Returns:
         out (batch, seqlen_q, nheads, head_dim) in q's dtype, and softmax_lse (batch, nheads,
         seqlen_q) in float32 (float64 for float64 inputs). Rows without a visible key: out 0,
-        softmax_lse +inf.
+        softmax_lse +inf, or the sink.
 
     Raises:
         DtypeError: q has another dtype.

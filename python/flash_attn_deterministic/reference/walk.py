@@ -74,6 +74,7 @@ class Options(TypedDict, total=False):
     split_size: int
     block_n: int | None
     formats: Formats
+    learnable_sink: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Walk:
     dtype: torch.dtype
     formats: Formats
     dropout: Dropout | None = None
+    sinks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.block_n < 1 or self.block_n & (self.block_n - 1):
@@ -107,6 +109,7 @@ class Walk:
         split_size: int = 0,
         block_n: int | None = None,
         formats: Formats = DEFAULT_FORMATS,
+        learnable_sink: torch.Tensor | None = None,
     ) -> Walk:
         """Fills in the defaults that follow from q's head_dim and dtype."""
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -121,6 +124,7 @@ class Walk:
             dtype=torch.float64 if q.dtype == torch.float64 else torch.float32,
             formats=formats.filled(q.dtype),
             dropout=Dropout.of(dropout_p, rng_state),
+            sinks=learnable_sink,
         )
 
     def _rounded(self, value: float) -> float:
@@ -186,7 +190,19 @@ class Walk:
                 part if state is None else merge_state(state, part, self.scale_log2, self.formats)
             )
         state = empty_state(q) if state is None else state
+        if self.sinks is not None:
+            state = merge_state(state, self._sink(q, place), self.scale_log2, self.formats)
         return normalise(state, self.scale, self.formats, self.keep_scale)
+
+    def _sink(self, q: torch.Tensor, place: Place) -> State:
+        """Returns the state of a split before the first one, that holds a head's sink alone."""
+        assert self.sinks is not None
+        group = q.shape[2]
+        heads = slice(place.heads_k.start * group, place.heads_k.stop * group)
+        sinks = self.sinks[heads].to(self.dtype).reshape(1, -1, group, 1, 1)
+        state = empty_state(q)
+        row_max = (sinks / self.scale).expand_as(state.row_max)
+        return state._replace(row_max=row_max, row_sum=(row_max != -INF).to(self.dtype))
 
     def _block(
         self,

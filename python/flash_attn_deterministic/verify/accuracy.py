@@ -40,7 +40,7 @@ _FORMS: dict[str, dict[str, Any]] = {
     "append-pages": {"page_size": 16, "new": 5, "rotary": True},
     "append-halves": {"room": 40, "new": 5, "rotary": False},
 }
-_OF_FORMS = ("full", "causal", "everything")
+_OF_FORMS = ("full", "causal", "everything", "sink")
 _ROTARY_DIM = 32
 _SIGMAS = 6.0  # that the share of dropped weights may be off
 
@@ -163,6 +163,8 @@ def _errors(case: Case, call: Call, seed: int) -> Found:
     if "residual" in FEATURES[case.feature]:
         yield "backward", "dq", _residual(call), None
         return
+    if call.sinks is not None and case.backward and case.form == "dense" and not call.dropout:
+        yield "backward", "dsink", _sink(call), None
     torchs: Tensors = {}
     if call.q.is_cuda and case.form == "dense" and case.feature in ("full", "causal"):
         torchs = _torchs(call, case.backward)
@@ -260,6 +262,19 @@ def _residual(call: Call) -> Error:
         kept = call.gradients()["dq"].double() - exact
     without = call.gradients()["dq"].double() - exact
     return bounds.error(kept.norm(), limits.RESIDUAL_RATIO * without.norm())
+
+
+def _sink(call: Call) -> Error:
+    """Compares dsink with minus the sum of probability times dout times out."""
+    exact = Definition(**call.keywords).forward(call.q, call.k, call.v)
+    sinks = call.options["learnable_sink"].double()
+    probability = torch.exp(sinks[:, None] - exact.softmax_lse).transpose(1, 2)
+    products = call.dout.double() * exact.out
+    gap = call.sink_gradient()["dsink"].double()
+    gap = gap + (probability * products.sum(-1)).sum((0, 1))
+    # out is rounded once; in fp32 the other roundings are small beside that.
+    unit = torch.finfo(call.q.dtype).eps + call.options.get("softcap", 0.0) * 2 * bounds.TANH
+    return bounds.error(gap, unit * (probability * products.abs().sum(-1)).sum((0, 1)) + 1e-5)
 
 
 def _torchs(call: Call, backward: bool) -> Tensors:

@@ -18,7 +18,7 @@ Tensors = dict[str, torch.Tensor]
 
 _LSE = 5e-4  # of sums in fp32
 _SMALLEST = 1e-5  # an error of this size says nothing
-_TANH = 2.0**-10
+TANH = 2.0**-10
 _PLAIN = 2.0  # times the largest error of plain torch in the same dtype
 _NORM = 3.0  # roundings of a gradient: weights, their gradients, the result
 _NOTHING = 2.0**-6  # of a unit in the last place
@@ -36,14 +36,14 @@ class Error:
 def forward(found: Tensors, exact: Exact, dtype: torch.dtype, softcap: float) -> dict[str, Error]:
     """Compares out and softmax_lse; those of a row without keys must be exactly 0 and +inf."""
     out, lse = found["out"], found["softmax_lse"]
-    bound = (torch.finfo(dtype).eps + softcap * 2 * _TANH) * exact.size + _SMALLEST
+    bound = (torch.finfo(dtype).eps + softcap * 2 * TANH) * exact.size + _SMALLEST
     empty = exact.softmax_lse == math.inf
     # A difference of infinities would be no number.
     same = empty & (lse == math.inf)
     lse_gap = lse.double().masked_fill(same, 0.0) - exact.softmax_lse.masked_fill(same, 0.0)
     return {
         "out": error(out.double() - exact.out, bound),
-        "softmax_lse": error(lse_gap, torch.full_like(lse_gap, _LSE + softcap * _TANH)),
+        "softmax_lse": error(lse_gap, torch.full_like(lse_gap, _LSE + softcap * TANH)),
     }
 
 
@@ -60,7 +60,7 @@ def gradients(
         softcap: of the call.
     """
     eps = torch.finfo(dtype).eps
-    floor = (eps * _NOTHING + softcap * _TANH) * _largest(*exact)
+    floor = (eps * _NOTHING + softcap * TANH) * _largest(*exact)
     errors = {}
     for name, one, wanted, other in zip(("dq", "dk", "dv"), found, exact, plain, strict=True):
         gap, others = one.double() - wanted, other.double() - wanted
@@ -69,7 +69,7 @@ def gradients(
             continue
         largest = _PLAIN * _largest(others) + floor
         worst = error(gap, torch.full_like(gap, largest))
-        norm = (_NORM * eps + softcap * 2 * _TANH) * float(wanted.norm())
+        norm = (_NORM * eps + softcap * 2 * TANH) * float(wanted.norm())
         norm += eps * _NOTHING * math.sqrt(gap.numel())
         ratio = _finite(gap.norm()) / norm
         errors[name] = Error(worst.largest, worst.rmse, max(worst.ratio, ratio))

@@ -19,7 +19,8 @@ class Exact(NamedTuple):
     """What attention should return."""
 
     out: torch.Tensor  # (batch, seqlen_q, nheads, head_dim); 0 where no key is visible
-    softmax_lse: torch.Tensor  # (batch, nheads, seqlen_q); +inf where no key is visible
+    # (batch, nheads, seqlen_q); where no key is visible +inf, or the sink
+    softmax_lse: torch.Tensor
     size: torch.Tensor  # like out: the sum of weights times |values|, which roundings scale with
 
 
@@ -36,6 +37,7 @@ class Definition:
     keep: torch.Tensor | None = None  # (batch, nheads, seqlen_q, seqlen_k), bool: not dropped
     dtype: torch.dtype = torch.float64  # of every step
     split_size: int | None = None  # changes no number
+    learnable_sink: torch.Tensor | None = None  # (nheads,)
 
     @torch.no_grad()
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Exact:
@@ -119,9 +121,13 @@ class Definition:
             hidden |= distance > right
         scores = scores.masked_fill(hidden, -math.inf)
         empty = hidden.all(-1)
+        if self.learnable_sink is not None:
+            sink = self.learnable_sink[heads, None, None].to(self.dtype)
+            scores = torch.cat([scores, sink.expand(-1, scores.shape[1], 1)], -1)
+            empty = torch.zeros_like(empty)
         lse = scores.logsumexp(-1).masked_fill(empty, math.inf)
         # Of a row without keys every score is masked, so that none of its NaNs flows back.
-        probs = torch.where(empty[:, None], 0.0, scores.softmax(-1))
+        probs = torch.where(empty[:, None], 0.0, scores.softmax(-1)[..., :seqlen_k])
         if self.keep is not None:
             # The kernels divide by 1 - dropout_p as a float32.
             kept = float(torch.tensor(1.0 - self.dropout_p, dtype=torch.float32))

@@ -1,7 +1,7 @@
 """Features of the API, one line each: contract, accuracy, tests on GPUs and drawn calls share them.
 
-`alibi` stands for slopes that are drawn, `residual` for a mode that keeps a residual. The windows
-are for long sequences; on the CPU they are cut down as the lengths are.
+`alibi` stands for slopes that are drawn, `sink` for sinks, `residual` for a mode that keeps a
+residual. The windows are for long sequences; on the CPU they are cut down as the lengths are.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"causal": True, "alibi": True},
     "everything": {"window_size": (600, 20), "softcap": 4.0, "alibi": True},
     "everything-causal": {"causal": True, "window_size": (600, -1), "softcap": 4.0, "alibi": True},
+    "sink": {"window_size": (127, 0), "sink": True},
     "scale": {"softmax_scale": 0.3},
     "window-0": {"window_size": (0, 0)},
     "window-left-0": {"window_size": (0, -1)},
     "softcap-full": {"softcap": 0.5},
     "alibi-full": {"alibi": True},
+    "sink-full": {"softcap": 4.0, "alibi": True, "sink": True},
+    "sink-dropout": {"dropout_p": 0.2, "causal": True, "sink": True},
     "dropout": {"dropout_p": 0.2},
     "dropout-causal": {"dropout_p": 0.4, "causal": True, "alibi": True},
     "dropout-window": {"dropout_p": 0.3, "window_size": (200, 20), "alibi": True},
     "residual": {"residual": True},
 }
 # Those whose bits a row of the contract compares; dropout has a row of its own.
-OF_CONTRACT = tuple(FEATURES)[:10]
+OF_CONTRACT = tuple(FEATURES)[:11]
 # Those in which no row sees a key after its own.
 CAUSAL = frozenset(
     name

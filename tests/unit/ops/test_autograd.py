@@ -35,7 +35,7 @@ def leaves_of(call: Call) -> dict[str, torch.Tensor]:
 def gradients(
     call: Call, function: Callable[..., Any] | None = None, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """Gradients of a call's inputs for a random dout; where it returns softmax_lse, for dlse too."""
+    """Gradients of a call's inputs for a random dout and, where it returns softmax_lse, dlse."""
     leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
     torch.manual_seed(0)
     result = (function or call.function)(**{**call.arguments, **leaves, **options})

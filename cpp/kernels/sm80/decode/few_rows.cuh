@@ -160,37 +160,42 @@ __device__ __forceinline__ void write_part(const FwdParams& params, const RowGro
   }
 }
 
-// inverses: room in shared memory for one number a row.
+// ends: room in shared memory for two numbers a row.
 template <typename Traits>
 __device__ __forceinline__ void write_rows(const FwdParams& params, const SequenceInfo& info,
                                            const RowGroup& rows, const FewRowsState<Traits>& state,
-                                           float* inverses) {
+                                           float2* ends) {
   using Element = typename Traits::Element;
   const int lane = threadIdx.x % 32;
   const int column = sharer<Traits>() * Traits::kColumns + lane % 4 * 2;
-  const FewRowsSum<Traits> sum(state);
+  FewRowsSum<Traits> sum(state);
+  float row_sum = state.row_sum;
   __syncthreads();
   if (sum.is_mine) {
-    inverses[sum.row] = inverse_sum(state.row_sum);
+    const float weight = merge_sink(params, rows.head(sum.row), sum.row_max, row_sum);
+    ends[sum.row] = make_float2(weight, inverse_sum(row_sum));
   }
   __syncthreads();
   if (sum.is_mine && sum.row < rows.count) {
     write_lse(params, info, rows.bidb, rows.head(sum.row), rows.token(sum.row), sum.row_max,
-              state.row_sum);
+              row_sum);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row<Traits>() + lane / 4 + 8 * half;
     if (row < rows.count) {
-      const float inverse = inverses[row];
+      const auto [weight, inverse] = ends[row];
       Element* const out =
           out_row<Element>(params, info, rows.bidb, rows.head(row), rows.token(row)) + column;
       const auto for_each = [&](auto write) {
 #pragma unroll
         for (int tile = 0; tile < Traits::kColumns / 8; ++tile) {
           if (column + tile * 8 < params.d) {
-            write(out + tile * 8, normalised(state.acc[tile][2 * half], inverse));
-            write(out + tile * 8 + 1, normalised(state.acc[tile][2 * half + 1], inverse));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              write(out + tile * 8 + i,
+                    normalised(rescaled_acc(state.acc[tile][2 * half + i], weight), inverse));
+            }
           }
         }
       };
@@ -355,7 +360,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kCtas) void few_rows_kern
   state.row_sum += __shfl_xor_sync(0xffffffff, state.row_sum, 2);
   state.row_sum += __shfl_xor_sync(0xffffffff, state.row_sum, 1);
   if (whole) {
-    write_rows<Traits>(params, info, rows, state, maxima);
+    write_rows<Traits>(params, info, rows, state, reinterpret_cast<float2*>(maxima));
   } else {
     write_part<Traits>(params, rows, state);
   }

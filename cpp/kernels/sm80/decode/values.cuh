@@ -464,18 +464,23 @@ __device__ __forceinline__ void write_values_rows(const FwdParams& params, const
   }
   const int bidh = rows.head(row);
   const int token = rows.token(row);
-  const float inverse = inverse_sum(state.row_sum);
+  float row_max = state.row_max, row_sum = state.row_sum;
+  const float weight = merge_sink(params, bidh, row_max, row_sum);
+  const float inverse = inverse_sum(row_sum);
   Element* const out = out_row<Element>(params, info, rows.bidb, bidh, token);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     const int column = first_column + tile * 8 + lane % 4 * 2;
     if (column < params.d) {
-      write_out(params, out + column, normalised(state.acc[tile][0], inverse));
-      write_out(params, out + column + 1, normalised(state.acc[tile][1], inverse));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        write_out(params, out + column + i,
+                  normalised(rescaled_acc(state.acc[tile][i], weight), inverse));
+      }
     }
   }
   if (first_column == 0 && lane % 4 == 0) {
-    write_lse(params, info, rows.bidb, bidh, token, state.row_max, state.row_sum);
+    write_lse(params, info, rows.bidb, bidh, token, row_max, row_sum);
   }
 }
 

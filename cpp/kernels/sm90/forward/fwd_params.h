@@ -38,6 +38,7 @@ struct FwdParams {
   void* residual;  // like out, bfloat16: what rounding takes from it; nullptr: it is not kept
   // (batch, heads, seqlen_q), or packed: (heads, total_q); fp32. Rows without keys get +inf.
   float* softmax_lse;
+  const float* sinks;  // (heads): of each query head; nullptr: there are none
   int64_t lse_batch_stride, lse_head_stride;
 
   // Query heads of one key head whose rows stand in one tile: row = token * group + head. It

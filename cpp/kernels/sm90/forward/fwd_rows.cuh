@@ -7,6 +7,7 @@
 #include "fwd_walk.h"
 #include "sm90/barrier.h"
 #include "sm90/fragment.h"
+#include "tree/split_state.h"
 
 namespace fad::sm90 {
 
@@ -40,8 +41,17 @@ struct RowEnds {
   }
 
   // `acc` becomes the rows' result, which is stored.
-  __device__ __forceinline__ void end(int turn, const RowState& rows,
+  __device__ __forceinline__ void end(int turn, RowState rows,
                                       float (&acc)[T::kHeadDim / 2]) const {
+    if (call.sinks != nullptr) {
+      const float sink = call.sinks[work_of(turn).bidh];
+      float weights[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        weights[r] = merge_sink(sink, call.scale, call.scale_log2, rows.max[r], rows.sum[r]);
+      }
+      rescale(acc, weights);
+    }
     RowWords words;
     pack(turn, rows, acc, words);
     const Work work = work_of(turn);

@@ -30,12 +30,14 @@ def backward_cases(size: Size) -> Iterator[Case]:
 
 
 def backward(case: Case, attention: Attention, size: Size) -> None:
-    """dq, dk and dv: run-to-run, batch, varlen, groups of heads."""
+    """dq, dk and dv: run-to-run, batch, varlen, groups of heads; dsink: by sequence."""
     sequences = 3 if size.device == "cpu" else 8
     call = make(case, attention, size, batch=sequences)
     repeat(call, call.gradients, size)
     _each_alone(call, (0, sequences // 2, sequences - 1))
     _packed_gradients(call)
+    if call.sinks is not None:
+        _sink_gradients(call, size)
     if size.device == "cuda":
         # Other schedules suit a GPU that is full than one that is not.
         heads = torch.cuda.get_device_properties("cuda").multi_processor_count
@@ -52,6 +54,16 @@ def backward(case: Case, attention: Attention, size: Size) -> None:
         }
         what = f"gradients of KV heads [{begin}, {end}) alone against all 3 together"
         expect_same(alone, what, alone.gradients(), expected)
+
+
+def _sink_gradients(call: Call, size: Size) -> None:
+    """dsink of a batch is the sum of those of its sequences, first to last."""
+    repeat(call, call.sink_gradient, size)
+    total = torch.zeros_like(call.options["learnable_sink"])
+    for place in range(len(call.q)):
+        total = total + call.sequences([place]).sink_gradient()["dsink"]
+    what = f"dsink of {len(call.q)} sequences against the sum of those of each alone"
+    expect_same(call, what, call.sink_gradient(), {"dsink": total})
 
 
 def _each_alone(call: Call, places: Iterable[int]) -> None:

@@ -50,6 +50,14 @@ class Call:
         out, _, probs = self.attention.dense(*leaves, return_attn_probs=True, **self.keywords)
         return {**named_gradients(out, leaves, self.dout), "probs": probs}
 
+    @torch.enable_grad()
+    def sink_gradient(self) -> Tensors:
+        """Returns dsink, (nheads,), for dout."""
+        sinks = self.options["learnable_sink"].detach().requires_grad_()
+        keywords = {**self.keywords, "learnable_sink": sinks}
+        out = self.attention.dense(self.q, self.k, self.v, **keywords)
+        return {"dsink": torch.autograd.grad(out, sinks, self.dout)[0]}
+
     @torch.no_grad()
     def cached(
         self, k_cache: torch.Tensor, v_cache: torch.Tensor, **arguments: torch.Tensor
@@ -64,6 +72,11 @@ class Call:
     def keywords(self) -> dict[str, Any]:
         """Returns the keyword arguments, slopes included."""
         return {**self.options, "alibi_slopes": self.slopes}
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """Returns the sinks, (nheads,)."""
+        return self.options.get("learnable_sink")
 
     @property
     def dropout(self) -> bool:
@@ -93,8 +106,9 @@ class Call:
         """Returns the call on whole groups of heads alone."""
         group = self.q.shape[2] // self.k.shape[2]
         heads = slice(begin * group, end * group)
+        sinks = {} if self.sinks is None else {"learnable_sink": self.sinks[heads]}
         return replace(
-            self,
+            self.with_options(**sinks),
             q=self.q[:, :, heads],
             k=self.k[:, :, begin:end],
             v=self.v[:, :, begin:end],
@@ -124,8 +138,8 @@ def draw(
 ) -> Call:
     """Draws a call whose q has a shape (batch, seqlen_q, nheads, head_dim).
 
-    `alibi` in options draws slopes; `residual` is of the mode. The same arguments give the same
-    tensors.
+    `alibi` in options draws slopes, `sink` sinks; `residual` is of the mode. The same arguments
+    give the same tensors.
     """
     generator = torch.Generator(device).manual_seed(seed)
     batch, seqlen_q, nheads, head_dim = shape
@@ -141,6 +155,8 @@ def draw(
     dout = normal(seqlen_q, nheads)
     if options.pop("alibi", False):
         slopes = 0.3 * torch.rand((batch, nheads), generator=generator, device=device)
+    if options.pop("sink", False):
+        options["learnable_sink"] = 2 * torch.randn(nheads, generator=generator, device=device)
     return Call(attention, q, k, v, dout, slopes, options)
 
 

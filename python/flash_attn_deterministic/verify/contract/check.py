@@ -221,8 +221,9 @@ def _counter_example(check: Check, case: Case, size: Size, error: Exception) -> 
     if isinstance(error, Mismatch):
         call = error.call
         options = {n: list(v) if isinstance(v, tuple) else v for n, v in call.options.items()}
-        if call.slopes is not None:
-            options["alibi_slopes"] = f"drawn, {tuple(call.slopes.shape)}"
+        for name, drawn in (("alibi_slopes", call.slopes), ("learnable_sink", call.sinks)):
+            if drawn is not None:
+                options[name] = f"drawn, {tuple(drawn.shape)}"
         shapes = {name: list(getattr(call, name).shape) for name in ("q", "k", "v")}
         example |= {"what": error.what[:2000], "tensor": error.tensor}
         example |= {"shapes": shapes, "options": options}

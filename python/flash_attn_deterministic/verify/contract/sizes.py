@@ -89,7 +89,7 @@ def size_of(device: str, quick: bool, held: Callable[[Config], bool] = lambda _:
             backward_lengths=((70, 70), (33, 100)),
             long_backward=0,
         )
-    small = ("full", "causal", "window", "softcap", "alibi", "everything-causal")
+    small = ("full", "causal", "window", "softcap", "alibi", "everything-causal", "sink")
     return Size(
         device=device,
         configs=configs[:5] if quick else configs,
