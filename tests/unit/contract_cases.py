@@ -14,6 +14,7 @@ from flash_attn_deterministic.reference import attention
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
+INF = float("inf")
 # Small, for several blocks and splits in short tests.
 BLOCK_N = 16
 SPLIT = 64
@@ -30,6 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi": {"causal": True, "alibi": True},
     "everything": {"window": (45, 3), "softcap": 4.0, "alibi": True},
     "everything-causal": {"window": (45, 0), "softcap": 4.0, "alibi": True},
+    "sink": {"window": (37, 0), "learnable_sink": torch.tensor([0.5, -INF, 2.0, 90.0])},
 }
 
 # Those in which no row sees a key after its own.

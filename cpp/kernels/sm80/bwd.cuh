@@ -38,8 +38,8 @@ struct BwdTraits : TileTraits {
   static constexpr bool kInTurns = kInTurns_;
 };
 
-// kAddsResidual: whether out is what the forward returned and the residual that it kept. Kernels
-// that may add it need twice the registers.
+// kAddsResidual: whether out may have a residual, and softmax_lse a gradient. Kernels that may add
+// them need twice the registers.
 template <typename TileTraits, bool kAddsResidual_>
 struct RowsTraits : TileTraits {
   static constexpr bool kAddsResidual = kAddsResidual_;
@@ -65,8 +65,10 @@ __device__ __forceinline__ void subtract_dlse(const BwdParams& params) {
 template <typename Traits>
 __global__ void bwd_rows_kernel(const __grid_constant__ BwdParams params) {
   FLASH_NAMESPACE::compute_dot_do_o</*Clear_dQaccum=*/true, Traits>(params);
-  if (params.dlse != nullptr) {
-    subtract_dlse<Traits::kBlockM>(params);
+  if constexpr (Traits::kAddsResidual) {
+    if (params.dlse != nullptr) {
+      subtract_dlse<Traits::kBlockM>(params);
+    }
   }
 }
 
@@ -104,7 +106,7 @@ void launch_bwd_loop(const BwdParams& call, cudaStream_t stream) {
 template <typename TileTraits>
 void launch_bwd_rows(const BwdParams& params, cudaStream_t stream) {
   const unsigned rows = grid_of(params, params.seqlen_q, TileTraits::kBlockM, "seqlen_q", params.h);
-  if (params.residual == nullptr) {
+  if (params.residual == nullptr && params.dlse == nullptr) {
     launch<&bwd_rows_kernel<RowsTraits<TileTraits, false>>>(rows, TileTraits::kNThreads, 0, 0,
                                                             stream, params);
   } else {

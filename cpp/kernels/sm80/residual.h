@@ -105,6 +105,9 @@ template <typename Traits, typename Info, typename Places, typename Out>
 __device__ __forceinline__ void add_residual(const BwdParams& params, const Info& info,
                                              const Places& places, Out& out) {
   if constexpr (Traits::kAddsResidual) {
+    if (params.residual == nullptr) {
+      return;
+    }
     constexpr int kBlockM = Traits::kBlockM;
     static_assert(decltype(cute::size<0>(places))::value == 8);
     const auto [bidb, bidh, m_block] = row_place<kBlockM>(params);

@@ -70,6 +70,7 @@ NUMBERS: dict[str, list[Any]] = {
     "window_size": [(1.0, 2.0), (1,), (1, 2, 3), (None, 0), {3, 0}, {1: 10**5000}, 5, "ab", None],
     "softcap": [math.nan, math.inf, 1e38, TOO_SMALL, 10**20000, None, "1"],
     "alibi_slopes": [1.0],
+    "learnable_sink": [1.0],
     "deterministic": [0.5, "True"],
     "return_attn_probs": FLAGS,
     "return_softmax_lse": FLAGS,
@@ -116,6 +117,9 @@ OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("slopes-int", {"alibi_slopes": int32(1, 1, 1, 1)}),
         ("slopes-shape", {"alibi_slopes": torch.ones(3)}),
         ("slopes-half", {"alibi_slopes": torch.ones(4).half()}),
+        ("sink-shape", {"learnable_sink": torch.ones(2)}),
+        ("sink-rank", {"learnable_sink": torch.ones(1, 4)}),
+        ("sink-double", {"learnable_sink": torch.ones(4).double()}),
         ("slopes-transposed", {"alibi_slopes": torch.ones(4, 2)}),
         ("float64", {name: torch.zeros(2, 5, 4, 32).double() for name in "qkv"}),
         ("head-dim-257", {name: normal(2, 5, 4, 257) for name in "qkv"}),
@@ -132,6 +136,7 @@ OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "flash_attn_with_kvcache": [
         ("slopes-shape", {"alibi_slopes": torch.ones(3)}),
+        ("sink-shape", {"learnable_sink": torch.ones(8)}),
         ("no-lengths", {"cache_seqlens": None}),
         ("rotary-without-k", {"k": None, "v": None}),
         ("rotary-dim", {"rotary_cos": normal(20, 4)}),
@@ -171,6 +176,7 @@ OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "flash_attn_varlen_func": [
         ("slopes-shape", {"alibi_slopes": torch.ones(2, 4)}),
+        ("sink-shape", {"learnable_sink": torch.ones(8)}),
         ("seqused-shape", {"seqused_k": int32(1)}),
         ("seqused-dtype", {"seqused_k": torch.ones(3)}),
         ("leftpad-shape", {"leftpad_k": int32(1)}),

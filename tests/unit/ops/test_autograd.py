@@ -146,23 +146,6 @@ def test_dout_of_any_strides(form: str) -> None:
     assert bits_equal(found, expected)
 
 
-@pytest.mark.parametrize("form", ["eager", "compiled"])
-def test_gradient_of_softmax_lse_alone(form: str) -> None:
-    torch._dynamo.reset()
-    call = qkv_call()
-    leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
-    function = call.function
-    if form == "compiled":
-        function = torch.compile(function, fullgraph=True, backend="aot_eager")
-    given = {**call.arguments, **leaves}
-    out, softmax_lse, _ = function(**given, return_attn_probs=True)
-    dlse = normal_like(softmax_lse.mT).mT  # any strides
-    found = torch.autograd.grad(softmax_lse, list(leaves.values()), dlse, retain_graph=True)
-    both = (out, softmax_lse), list(leaves.values()), (torch.zeros_like(out), dlse.contiguous())
-    assert same_gradients(found, torch.autograd.grad(*both))
-    assert not found[2].any()  # of v
-
-
 def test_dropped_elements_are_those_of_the_forward() -> None:
     call = qkv_call()
     leaf = call.arguments["v"].float().to(torch.float16).requires_grad_()

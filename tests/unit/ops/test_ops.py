@@ -129,6 +129,7 @@ def kvcache_fwd(scores: Arguments = CAUSAL, paged: bool = False, **given: Any) -
     )
 
 
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 QKV_PACKED = normal(2, 7, 3, 4, 32)
 NEW: dict[str, Any] = {"k": normal(2, 3, 2, 32, seed=3), "v": normal(2, 3, 2, 32, seed=4)}
@@ -136,6 +137,9 @@ ROTARY: dict[str, Any] = {"rotary_cos": normal(32, 8, seed=5), "rotary_sin": nor
 CASES = [
     pytest.param("fwd", fwd(), id="fwd-causal"),
     pytest.param("fwd", fwd(scores=LOCAL), id="fwd-local"),
+    pytest.param("fwd", (*fwd(), SINKS), id="fwd-sinks"),
+    pytest.param("varlen_fwd", (*varlen_fwd(), SINKS), id="varlen-sinks"),
+    pytest.param("kvcache_fwd", (*kvcache_fwd(), SINKS), id="kvcache-sinks"),
     pytest.param("fwd", fwd(3, 0), id="fwd-no-keys"),
     pytest.param("fwd", fwd(0, 3), id="fwd-no-queries"),
     pytest.param("fwd", fwd(dropout_p=0.25), id="fwd-dropout"),
@@ -188,6 +192,8 @@ BACKWARD_CASES = [
             ("qkvpacked_bwd", qkvpacked_bwd, (2, 7, 4, 32)),
         )
     ),
+    pytest.param("bwd", (*bwd(), None, torch.ones(2, 4, 5)), id="bwd-dlse"),
+    pytest.param("varlen_bwd", (*varlen_bwd(), None, torch.ones(4, 8)), id="varlen-bwd-dlse"),
     pytest.param("bwd", bwd(3, 0), id="bwd-no-keys"),
     pytest.param("bwd", bwd(0, 3), id="bwd-no-queries"),
     pytest.param("varlen_bwd", varlen_bwd(), id="varlen-bwd"),
@@ -207,7 +213,16 @@ BACKWARD_CASES = [
 ]
 ALL_CASES = CASES + BACKWARD_CASES
 KEY_SUMS = (torch.ones(16, 2, 32), torch.ones(16, 2, 32))
+ROWS = (*(normal(2, 5, 4, 32, seed=n) for n in (1, 2)), torch.ones(2, 4, 5), SINKS)
+PACKED_ROWS = (*(normal(8, 4, 32, seed=n) for n in (1, 2)), torch.ones(4, 8), SINKS)
 SUMS_CASES = [
+    pytest.param("sink_bwd", (*ROWS, None, 0), id="sink-bwd"),
+    pytest.param(
+        "sink_bwd",
+        (*ROWS, None, 0, torch.zeros(2, 5, 4, 32, dtype=torch.bfloat16), torch.ones(2, 4, 5)),
+        id="sink-bwd-residual-dlse",
+    ),
+    pytest.param("sink_bwd", (*PACKED_ROWS, int32(0, 3, 3, 7), 4), id="sink-bwd-packed"),
     pytest.param("varlen_bwd_sums", varlen_bwd(), id="sums"),
     pytest.param(
         "finish_key_sums", (*KEY_SUMS, normal(16, 2, 32), 0.125, 0.0, 0.0), id="finish-sums"
@@ -238,6 +253,10 @@ def test_every_op_has_a_case() -> None:
         pytest.param("fwd", fwd(), id="fwd"),
         pytest.param("fwd", fwd(scores=LOCAL, dropout_p=0.25), id="fwd-local-dropout"),
         pytest.param("varlen_fwd", varlen_fwd(), id="varlen_fwd"),
+        pytest.param("fwd", (*fwd(), SINKS.clone().requires_grad_()), id="fwd-sinks"),
+        pytest.param(
+            "varlen_fwd", (*varlen_fwd(), SINKS.clone().requires_grad_()), id="varlen-sinks"
+        ),
         pytest.param("fwd_with_residual", fwd(), id="fwd-residual"),
         pytest.param("varlen_fwd_with_residual", varlen_fwd(), id="varlen_fwd-residual"),
         pytest.param("qkvpacked_fwd_with_residual", qkvpacked_fwd(), id="qkvpacked-residual"),

@@ -1,0 +1,224 @@
+"""Attention sinks, and the gradient of softmax_lse, through the public functions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from backward_cases import normal_like
+from bits import bits_equal
+from calls import CALLS, Call, int32, normal, paged_call, qkv_call, varlen_call
+from flash_attn_deterministic import (
+    deterministic_mode,
+    explain,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn_deterministic.errors import UnsupportedError
+
+INF = math.inf
+SINKS = torch.tensor([0.5, -1.0, 2.0, 30.0])
+NO_SINKS = torch.full((4,), -INF)
+WITH_SINKS = ("flash_attn_func", "flash_attn_varlen_func")
+Tensors = tuple[torch.Tensor, ...]
+
+
+def oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> Tensors:
+    """out and softmax_lse of a causal call: a softmax over the scores and the sink."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[3] ** -0.5
+    row = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    scores = scores.masked_fill(torch.arange(k.shape[1]) > row, -INF)
+    scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., :-1], v), scores.logsumexp(-1)
+
+
+def exact(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor
+) -> Tensors:
+    """The oracle of a dense or packed call."""
+    if q.dim() == 4:
+        return oracle(q, k, v, s)
+    starts = [call.arguments[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    parts = [
+        oracle(q[None, a:b], k[None, c:d], v[None, c:d], s)
+        for (a, b), (c, d) in zip(*map(itertools.pairwise, starts), strict=True)
+    ]
+    out, softmax_lse = zip(*parts, strict=True)
+    return torch.cat(out, 1)[0], torch.cat(softmax_lse, 2)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
+@pytest.mark.parametrize("keep_residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("name", WITH_SINKS)
+def test_results_and_gradients_are_those_of_the_definition(
+    name: str, keep_residual: bool, head_dim: int, dtype: torch.dtype
+) -> None:
+    call = CALLS[name](head_dim)
+    sinks = SINKS.to(dtype)
+    leaves = [*(call.arguments[n] for n in "qkv"), sinks]
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    given = dict(zip(("q", "k", "v", "learnable_sink"), leaves, strict=True))
+    with deterministic_mode(keep_residual=keep_residual):
+        out, softmax_lse, _ = call(**given, return_attn_probs=True)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = exact(call, *doubles)
+    torch.testing.assert_close(out.double(), wanted[0], rtol=0, atol=0.01)
+    torch.testing.assert_close(softmax_lse.double(), wanted[1], rtol=0, atol=1e-5)
+    random = normal_like(out), normal_like(softmax_lse)
+    found = torch.autograd.grad((out, softmax_lse), leaves, random)
+    expected = torch.autograd.grad(wanted, doubles, [x.double() for x in random])
+    for one, other in zip(found, expected, strict=True):
+        bound = 2 * torch.finfo(torch.bfloat16).eps * other.abs().max().item()
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=bound)
+    assert found[3].dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "make", [qkv_call, varlen_call, paged_call, CALLS["flash_attn_with_kvcache"]]
+)
+def test_a_sink_of_minus_infinity_changes_no_bit(make: Any) -> None:
+    call = make()
+    returned = call.lse()
+    without, with_sinks = call(**returned), make()(**returned, learnable_sink=NO_SINKS)
+    assert all(bits_equal(a, b) for a, b in zip(without, with_sinks, strict=True))
+
+
+def test_a_row_without_keys_ends_with_its_sink() -> None:
+    q, k, v = (qkv_call().arguments[n] for n in "qkv")
+    leaf = SINKS.clone().requires_grad_()
+    out, softmax_lse, _ = flash_attn_func(
+        q, k[:, :2], v[:, :2], causal=True, return_attn_probs=True, learnable_sink=leaf
+    )
+    assert not out[:, :3].any()
+    assert bits_equal(softmax_lse[:, :, :3], SINKS[:, None].expand(2, 4, 3))
+    # Only softmax_lse depends on it.
+    (dsink,) = torch.autograd.grad(softmax_lse[:, :, :3].sum(), leaf)
+    torch.testing.assert_close(dsink, torch.full((4,), 6.0))
+
+
+def test_prefill_chunks_decode_pages_and_packed_have_the_same_bits() -> None:
+    """With window 24 and splits of 64; queries of two sequences in a cache, in chunks and alone."""
+    options = {"learnable_sink": SINKS, "window_size": (24, 0), "split_size": 64}
+    q, k, v = normal(2, 150, 4, 32), normal(2, 150, 2, 32, seed=1), normal(2, 150, 2, 32, seed=2)
+    whole = flash_attn_func(q, k, v, **options)
+    for begin, end in itertools.pairwise((0, 1, 63, 64, 66, 130, 150)):
+        part = flash_attn_func(q[:, begin:end], k[:, :end], v[:, :end], **options)
+        assert bits_equal(part, whole[:, begin:end])
+    table = int32(*torch.randperm(20).tolist()).view(2, 10)
+    pages = [torch.zeros(20, 16, 2, 32, dtype=q.dtype) for _ in "kv"]
+    for pool, tensor in zip(pages, (k, v), strict=True):
+        padded = torch.nn.functional.pad(tensor, (0, 0, 0, 0, 0, 10)).view(2, 10, 16, 2, 32)
+        pool[table.long()] = padded
+    for t in (0, 63, 64, 149):
+        step = flash_attn_with_kvcache(
+            q[:, t : t + 1], *pages, cache_seqlens=int32(t + 1, t + 1), block_table=table, **options
+        )
+        assert bits_equal(step, whole[:, t : t + 1])
+    starts = int32(0, 150, 300)
+    packed = flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), starts, starts, 150, 150, **options
+    )
+    assert bits_equal(packed, whole.flatten(0, 1))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_the_gradient_of_a_sink_adds_up_sequences_in_order(packed: bool) -> None:
+    q, k, v = normal(3, 70, 4, 32), normal(3, 70, 2, 32, seed=1), normal(3, 70, 2, 32, seed=2)
+    dout = normal_like(q)
+
+    def dsink(*rows: int) -> torch.Tensor:
+        leaf = SINKS.clone().requires_grad_()
+        inputs = [x[list(rows)] for x in (q, k, v)]
+        own = dout[list(rows)]
+        if packed:
+            starts = int32(*range(0, 70 * len(rows) + 1, 70))
+            flat = [x.flatten(0, 1) for x in inputs]
+            out = flash_attn_varlen_func(*flat, starts, starts, 70, 70, learnable_sink=leaf)
+            own = own.flatten(0, 1)
+        else:
+            out = flash_attn_func(*inputs, learnable_sink=leaf)
+        (found,) = torch.autograd.grad(out, leaf, own)
+        return found
+
+    alone = [dsink(row) for row in range(3)]
+    assert bits_equal(dsink(0, 1, 2), alone[0] + alone[1] + alone[2])
+    assert bits_equal(dsink(2, 0), alone[2] + alone[0])
+
+
+def test_a_sink_alone_can_want_a_gradient() -> None:
+    call = qkv_call()
+    leaf = SINKS.clone().requires_grad_()
+    out = call(learnable_sink=leaf)
+    (found,) = torch.autograd.grad(out, leaf, normal_like(out))
+    leaves = [*(call.arguments[n].clone().requires_grad_() for n in "qkv"), leaf]
+    out = call(**dict(zip(("q", "k", "v", "learnable_sink"), leaves, strict=True)))
+    assert bits_equal(found, torch.autograd.grad(out, leaves, normal_like(out))[3])
+    with torch.no_grad():
+        assert not call(learnable_sink=leaf).requires_grad
+    cache = CALLS["flash_attn_with_kvcache"]()
+    assert not cache(learnable_sink=leaf).requires_grad
+
+
+def test_compiled_calls_have_the_same_bits() -> None:
+    torch._dynamo.reset()
+    call = varlen_call()
+    leaves = [*(call.arguments[n].clone().requires_grad_() for n in "qkv"), SINKS.clone()]
+    leaves[3].requires_grad_()
+
+    def run(function: Any) -> Tensors:
+        given = dict(zip(("q", "k", "v", "learnable_sink"), leaves, strict=True))
+        out, lse, _ = function(**{**call.arguments, **given}, return_attn_probs=True)
+        dlse = normal_like(lse.mT).mT  # any strides
+        return out, lse, *torch.autograd.grad((out, lse), leaves, (normal_like(out), dlse))
+
+    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
+    pairs = zip(run(call.function), run(compiled), strict=True)
+    assert all(bits_equal(a, b) for a, b in pairs)
+
+
+def test_vmap_takes_one_tensor_of_sinks() -> None:
+    q = normal(3, 2, 5, 4, 32)
+
+    def run(x: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return flash_attn_func(x, x, x, learnable_sink=sinks)
+
+    mapped = torch.vmap(run, in_dims=(0, None))(q, SINKS)
+    assert bits_equal(mapped, torch.stack([run(x, SINKS) for x in q]))
+    with pytest.raises(UnsupportedError, match="learnable_sink: expected one tensor for all"):
+        torch.vmap(run)(q, SINKS.expand(3, 4))
+
+
+def test_the_plan_of_a_call_with_sinks() -> None:
+    call = qkv_call()
+    assert explain(call.function, **call.arguments, learnable_sink=SINKS.bfloat16()) == explain(
+        call.function, **call.arguments
+    )
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+@pytest.mark.parametrize("name", [n for n in CALLS if n != "flash_attn_with_kvcache"])
+def test_gradient_of_softmax_lse(name: str, form: str) -> None:
+    """That of q is the mean key under the softmax, of v 0."""
+    torch._dynamo.reset()
+    call = CALLS[name](32)
+    function = call.function
+    if form == "compiled":
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    names = [n for n in ("q", "k", "v", "qkv", "kv") if n in call.arguments]
+    leaves = {n: call.arguments[n].clone().requires_grad_() for n in names}
+    out, softmax_lse, _ = function(**{**call.arguments, **leaves}, return_attn_probs=True)
+    dlse = normal_like(softmax_lse)
+    inputs = list(leaves.values())
+    found = torch.autograd.grad(softmax_lse, inputs, dlse, retain_graph=True)
+    zeros = torch.autograd.grad((out, softmax_lse), inputs, (torch.zeros_like(out), dlse))
+    assert all(bits_equal(a, b) for a, b in zip(found, zeros, strict=True))
+    v = found[-1] if names[-1] == "v" else found[-1].unbind(-3)[-1]
+    assert not v.any()
+    assert found[0].any()
