@@ -234,8 +234,7 @@ def _sinks(given: Given, q: torch.Tensor) -> None:
             "learnable_sink: expected dtype torch.float32, torch.float16 or torch.bfloat16, got "
             f"{sinks.dtype}; convert it with learnable_sink.float()"
         )
-    nheads = q.shape[-2]
-    check_shape("learnable_sink", sinks, (nheads,), f"(nheads,) = ({nheads},)")
+    check_shape("learnable_sink", sinks, (q.shape[-2],), "one sink for each head of q")
     check_device("learnable_sink", sinks, q.device)
 
 

@@ -105,7 +105,7 @@ def flash_attn_func(
         softmax before dropout, with its sign bit set where it was dropped; without dropout an
         empty tensor of shape (0,). flash_attn's has the same signs, another scale in each block of
         keys, and is padded to multiples of 128. Rows without a visible key: out 0, softmax_lse
-        +inf, or the sink.
+        +inf, or with sinks the sink (but for a rounding).
 
     Raises:
         ArgumentError: a ValueError, and a RuntimeError as flash_attn's own checks raise; a wrong
