@@ -42,7 +42,7 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 _OF_FORMS = ("full", "causal", "everything", "sink")
 _ROTARY_DIM = 32
-_SIGMAS = 6.0  # that the share of dropped weights may be off
+_SIGMAS = 6.0  # that the share of dropped weights, or a sum of roundings, may be off
 
 
 @dataclass(frozen=True)
@@ -272,9 +272,10 @@ def _sink(call: Call) -> Error:
     products = call.dout.double() * exact.out
     gap = call.sink_gradient()["dsink"].double()
     gap = gap + (probability * products.sum(-1)).sum((0, 1))
-    # out is rounded once; in fp32 the other roundings are small beside that.
+    # Weights and out are rounded once each, up or down; in fp32 other roundings are small beside.
     unit = torch.finfo(call.q.dtype).eps + call.options.get("softcap", 0.0) * 2 * bounds.TANH
-    return bounds.error(gap, unit * (probability * products.abs().sum(-1)).sum((0, 1)) + 1e-5)
+    spread = (probability[..., None] * products).square().sum((0, 1, 3)).sqrt()
+    return bounds.error(gap, _SIGMAS * unit * spread + 1e-5)
 
 
 def _torchs(call: Call, backward: bool) -> Tensors:

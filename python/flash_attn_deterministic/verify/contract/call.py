@@ -55,8 +55,10 @@ class Call:
         """Returns dsink, (nheads,), for dout."""
         sinks = self.options["learnable_sink"].detach().requires_grad_()
         keywords = {**self.keywords, "learnable_sink": sinks}
-        out = self.attention.dense(self.q, self.k, self.v, **keywords)
-        return {"dsink": torch.autograd.grad(out, sinks, self.dout)[0]}
+        out = self.attention.dense(self.q.detach().requires_grad_(), self.k, self.v, **keywords)
+        # Of a function that forgets its sinks: 0.
+        found = torch.autograd.grad(out, sinks, self.dout, materialize_grads=True)
+        return {"dsink": found[0]}
 
     @torch.no_grad()
     def cached(
@@ -156,7 +158,8 @@ def draw(
     if options.pop("alibi", False):
         slopes = 0.3 * torch.rand((batch, nheads), generator=generator, device=device)
     if options.pop("sink", False):
-        options["learnable_sink"] = 2 * torch.randn(nheads, generator=generator, device=device)
+        drawn = torch.randn(nheads, generator=generator, device=device)
+        options["learnable_sink"] = 2 * drawn + 3  # of the size of softmax_lse
     return Call(attention, q, k, v, dout, slopes, options)
 
 
