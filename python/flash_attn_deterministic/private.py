@@ -10,7 +10,8 @@ recomputes a checkpoint in the mode of the process, unless `checkpoint_contexts`
 
 `_after_autograd_keyset`, `_is_any_autocast_enabled` (interface), `_get_dispatch_mode` (mode),
 `_dispatch_has_kernel_for_dispatch_key` (ops), `Library._destroy` (integrations.torch) and
-transformers' `_lazy_imports`: what needs them raises an AttributeError.
+transformers' `_lazy_imports` and `_check_and_adjust_attn_implementation`: what needs them raises an
+AttributeError.
 """
 
 from __future__ import annotations

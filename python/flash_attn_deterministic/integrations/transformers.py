@@ -20,7 +20,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    modeling_flash_attention_utils,
+)
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
@@ -165,5 +170,20 @@ def _lazy_imports(implementation: str | None, *arguments: Any, **options: Any) -
 # transformers treats every implementation with "flash" in its name as flash attention, as intended,
 # but this function knows only the names of flash_attn's releases and of the hub.
 modeling_flash_attention_utils._lazy_imports = _lazy_imports
+_adjust = PreTrainedModel._check_and_adjust_attn_implementation
+
+
+def _adjust_ours(
+    model: PreTrainedModel, implementation: str | None, *arguments: Any, **options: Any
+) -> Any:
+    """Adds our name to a model's own list; transformers would fall back to the list's first."""
+    listed = getattr(model, "_compatible_flash_implementations", None)
+    if implementation == NAME and listed is not None:
+        model._compatible_flash_implementations = [*listed, NAME]
+    return _adjust(model, implementation, *arguments, **options)
+
+
+# Models with sinks (gpt-oss) list the flash attentions that compute them.
+PreTrainedModel._check_and_adjust_attn_implementation = _adjust_ours  # type: ignore[method-assign]
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)

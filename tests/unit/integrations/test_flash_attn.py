@@ -11,6 +11,7 @@ from flash_attn_deterministic import deterministic_mode
 from flash_attn_deterministic.errors import ArgumentError, FlashAttnError
 from flash_attn_deterministic.integrations.flash_attn import flash_attn_interface
 from flash_attn_deterministic.ops import autograd
+from flash_attn_deterministic.schemas import argument_names
 
 # Any, because the type checker can't match unpacked arguments.
 interface: Any = flash_attn_interface
@@ -274,14 +275,14 @@ def test_a_head_dim_that_no_kernel_takes_is_refused() -> None:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Collects `deterministic_bwd`, the last argument of each op."""
+    """Collects `deterministic_bwd` of each op."""
     seen: list[bool] = []
     ops = torch.ops.flash_attn_deterministic
 
     class Ops:
         def __getattr__(self, name: str) -> Any:
             def op(*arguments: Any) -> Any:
-                seen.append(arguments[-1])
+                seen.append(arguments[argument_names(name).index("deterministic_bwd")])
                 return getattr(ops, name)(*arguments)
 
             return op

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from flash_attn_deterministic.integrations import transformers as integration  # noqa: E402
 from flash_attn_deterministic.ops import autograd  # noqa: E402
+from flash_attn_deterministic.schemas import argument_names  # noqa: E402
 
 # Any, because the type checker can't match unpacked arguments.
 ours: Any = integration
@@ -42,8 +44,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
+# In the shape of gpt-oss, smaller: windows in every second layer, 8 query heads to a KV head.
+GPT_OSS = {
+    **SIZES,
+    **{"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64, "sliding_window": 16},
+    **{"num_local_experts": 2, "num_experts_per_tok": 2},  # all: no choice of them can flip
+}
+
+
 def make_model(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
+    if family == "GptOss":
+        config = transformers.GptOssConfig(**GPT_OSS)
+        model = transformers.GptOssForCausalLM._from_config(
+            config, attn_implementation=NAME, dtype=torch.bfloat16
+        ).eval()
+        for one in model.model.layers:
+            torch.nn.init.normal_(one.self_attn.sinks, 1.0, 2.0)
+        return model
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family], **options)
     model = getattr(transformers, f"{family}ForCausalLM")
     return model._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16).eval()
@@ -119,7 +137,49 @@ def test_a_static_cache_without_a_mask_sees_its_tokens_only() -> None:
     torch.testing.assert_close(torch.cat([first, second], 1), expected, atol=0.02, rtol=0.05)
 
 
-@families
+@pytest.mark.parametrize("side", ["left", "none"])
+@torch.no_grad()
+def test_a_model_with_sinks_agrees_with_eager(side: str) -> None:
+    mask = padding(side) if side != "none" else torch.ones(3, 24, dtype=torch.int64)
+    ids = tokens(3, 24)
+    compare_with_eager(
+        make_model("GptOss"), lambda model: model(ids, attention_mask=mask).logits[mask.bool()]
+    )
+
+
+@torch.no_grad()
+def test_attention_of_a_model_with_sinks_has_the_same_bits_in_batch_chunks_and_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each layer's attention, of the same q, k and v: those of the whole prefill."""
+    model, ids = make_model("GptOss"), tokens(2, 40)
+    calls: list[tuple[torch.Tensor, ...]] = []
+    original = integration._attention
+
+    def watched(q: Any, k: Any, v: Any, *arguments: Any, **options: Any) -> Any:
+        out = original(q, k, v, *arguments, **options)
+        calls.append((q, k, v, options, out))
+        return out
+
+    functions = (watched, *integration._FUNCTIONS[1:])
+    monkeypatch.setattr(integration, "_FUNCTIONS", functions)
+    utils = transformers.modeling_flash_attention_utils
+    monkeypatch.setattr(utils, "_flash_fn", watched, raising=False)
+    model(ids)
+    assert len(calls) == 2
+    assert {options.get("window_size") for *_, options, _ in calls} == {(15, 15), None}
+    for q, k, v, options, whole in calls:
+        assert options["learnable_sink"].shape == (8,)
+        for row in range(2):
+            one = slice(row, row + 1)
+            assert bits_equal(original(q[one], k[one], v[one], **options), whole[one])
+            for cuts in ((0, 17, 33, 40), range(41)):
+                for begin, end in itertools.pairwise(cuts):
+                    part = original(q[one, begin:end], k[one, :end], v[one, :end], **options)
+                    assert bits_equal(part, whole[one, begin:end])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "GptOss"])
 def test_gradients_agree_with_eager(family: str) -> None:
     model, ids, mask = make_model(family), tokens(3, 24), padding("right")
 
@@ -182,7 +242,7 @@ def test_backward_follows_the_mode(
     op = torch.ops.flash_attn_deterministic.fwd
 
     def watched(*arguments: Any) -> Any:
-        seen.append(arguments[-1])
+        seen.append(arguments[argument_names("fwd").index("deterministic_bwd")])
         return op(*arguments)
 
     monkeypatch.setattr(autograd, "_OPS", SimpleNamespace(fwd=watched))
@@ -195,8 +255,6 @@ def test_backward_follows_the_mode(
 
 def test_unsupported_arguments_are_refused() -> None:
     q = draw(1, 2, 4, 16, seed=0)
-    with pytest.raises(UnsupportedError, match="s_aux"):
-        ours.attention(layer(), q, q, q, None, s_aux=torch.zeros(2))
     with pytest.raises(UnsupportedError, match="position_bias"):
         ours.attention(layer(), q, q, q, None, position_bias=torch.zeros(2))
     with pytest.raises(UnsupportedError, match=r"attention_mask: .* got shape \(1, 1, 4, 4\)"):
