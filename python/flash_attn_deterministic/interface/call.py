@@ -115,7 +115,7 @@ def prepare(
     head_dim, options = resolve_options(inputs[1] if inputs[0] is None else inputs[0], *given)
     if lengths is not None and not (type(lengths[2]) is int is type(lengths[3])):
         lengths = with_ints(lengths, inputs[0] is None)
-    sink = as_sink(learnable_sink)
+    sink = None if learnable_sink is None else as_sink(learnable_sink)
     leaves = inputs if sink is None else (*inputs, sink)
     residual = options.keep_residual and has_backward(leaves, lengths)
     if torch.compiler.is_compiling() and lengths is not None:

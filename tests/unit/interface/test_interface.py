@@ -72,7 +72,11 @@ UPSTREAM: dict[str, dict[str, Any]] = {
         "return_softmax_lse": False,
     },
 }
-OURS = {"flash_attn_varlen_func": ["seqused_k", "leftpad_k", "split_size"]}
+OURS = {
+    "flash_attn_func": ["split_size", "learnable_sink"],
+    "flash_attn_varlen_func": ["seqused_k", "leftpad_k", "split_size", "learnable_sink"],
+    "flash_attn_with_kvcache": ["split_size", "learnable_sink"],
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
