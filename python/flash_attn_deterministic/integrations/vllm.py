@@ -43,6 +43,35 @@ def register() -> None:
             register_backend(NAME, path)
     elif "flash_attn_deterministic" in os.environ.get("VLLM_PLUGINS", "").split(","):
         register_backend(AttentionBackendEnum.CUSTOM, path)
+    if os.environ.get("FA2_REPAIR_VLLM_NORM") == "1":
+        repair_norm()
+
+
+def repair_norm() -> None:
+    """Replaces the fused norm of vLLM's batch-invariant mode, whose bits depend on the batch.
+
+    The residual is added first, and the plain norm, which is invariant, is computed after it. The
+    variable FA2_REPAIR_VLLM_NORM=1 applies it in each process that loads this package's plugin.
+    """
+    from vllm.model_executor.layers import layernorm
+
+    plain = layernorm.rms_norm_batch_invariant
+    if hasattr(plain, "repaired"):
+        return
+
+    def norm(
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float = 1e-6,
+        residual: torch.Tensor | None = None,
+    ) -> Any:
+        if residual is None:
+            return plain(input, weight, eps)
+        residual = residual + input
+        return plain(residual, weight, eps), residual
+
+    norm.repaired = True  # type: ignore[attr-defined]
+    layernorm.rms_norm_batch_invariant = norm
 
 
 def registered_name() -> str:

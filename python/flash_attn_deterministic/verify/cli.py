@@ -56,6 +56,19 @@ def add_command(commands: Any) -> None:
         "bit; starts the ranks itself, or runs as one of them under torchrun; writes ranks.json "
         "and .md",
     )
+    parser.add_argument(
+        "--vllm",
+        metavar="MODEL",
+        help="instead of all that: whether the installed vLLM answers with the same bits alone and "
+        "in a batch, whole and in steps, with cached prefixes, in decode and prefill; names the "
+        "first module that does not; writes vllm.json",
+    )
+    parser.add_argument(
+        "--vllm-options",
+        metavar="JSON",
+        help="with --vllm: arguments of vllm.LLM, such as "
+        '\'{"attention_backend": "FLASH_ATTN_DETERMINISTIC"}\'',
+    )
     parser.set_defaults(run=run)
 
 
@@ -82,6 +95,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from . import environment, installed
 
     _check_options(arguments)
+    if arguments.vllm is not None:
+        from .vllm import run as run_vllm
+
+        return run_vllm(arguments)
     wheel = None if arguments.wheel is None else installed.read_wheel(arguments.wheel)
     if arguments.ranks is None and arguments.attention is None:
         return _verify(arguments, wheel)
@@ -118,6 +135,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
     for name in ("attention", "seconds"):
         if arguments.ranks is not None and getattr(arguments, name) is not None:
             raise ArgumentError(f"--{name}: cannot be combined with --ranks")
+    for name in ("ranks", "attention", "wheel"):
+        if arguments.vllm is not None and getattr(arguments, name) is not None:
+            raise ArgumentError(f"--{name}: cannot be combined with --vllm")
+    if arguments.vllm_options is not None and arguments.vllm is None:
+        raise ArgumentError("--vllm-options: expected together with --vllm only")
     if arguments.seconds is not None and arguments.attention is None:
         raise ArgumentError("--seconds: expected together with --attention only")
 
