@@ -28,8 +28,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from ..errors import UnsupportedError
-from ..interface import flash_attn_varlen_func
+from ..interface.call import resolve_options
 from ..mode import deterministic_mode
+from ..ops.autograd import run
+from ..schemas import forward_call
+from ..types import Lengths, Options
 
 NAME = "FLASH_ATTN_DETERMINISTIC"
 _PAGE = 16  # page sizes of the kernels are multiples of this
@@ -149,26 +152,17 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
 
 @dataclass
 class Step:
-    """One step of the scheduler.
+    """One step of the scheduler: what its layers have in common.
 
     Args:
         num_actual_tokens: without padding.
-        max_query_len: longest query.
-        max_seq_len: longest sequence, or more.
-        query_start_loc: (requests + 1,), int32.
-        cu_seqlens_k: (requests + 1,), int32: sums of seq_lens.
-        seq_lens: (requests,), int32, tokens of each, new ones included.
-        block_table: (requests, pages), int32.
+        lengths: of queries and keys, and the pages. cu_seqlens_k are sums of seqused_k, the tokens
+            of each request, new ones included.
         causal: whether the mask is causal.
     """
 
     num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
+    lengths: Lengths
     causal: bool
 
 
@@ -204,22 +198,24 @@ class DeterministicBuilder(AttentionMetadataBuilder):  # type: ignore[misc, type
         requests = common.query_start_loc.shape[0] - 1
         # vLLM pads these to the size of a CUDA graph.
         seq_lens = common.seq_lens[:requests]
-        return Step(
-            common.num_actual_tokens,
-            common.max_query_len,
-            common.max_seq_len,
+        lengths = Lengths(
             common.query_start_loc,
             self._sums(seq_lens),
+            int(common.max_query_len),
+            int(common.max_seq_len),
             seq_lens,
+            None,
             common.block_table_tensor[:requests],
-            common.causal,
         )
+        return Step(common.num_actual_tokens, lengths, bool(common.causal))
 
     def update_block_table(
         self, metadata: Step, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> Step:
         """Returns the step with the pages of another group of layers."""
-        return replace(metadata, block_table=blk_table[: metadata.seq_lens.shape[0]])
+        lengths = metadata.lengths
+        requests = lengths.cu_seqlens_q.shape[0] - 1
+        return replace(metadata, lengths=lengths._replace(block_table=blk_table[:requests]))
 
     def _sums(self, seq_lens: torch.Tensor) -> torch.Tensor:
         requests = seq_lens.shape[0]
@@ -281,6 +277,7 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         self._window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         self._softcap = logits_soft_cap or 0.0
         self._writes = kv_sharing_target_layer_name is None
+        self._options: dict[bool, Options] = {}
 
     def forward(
         self,
@@ -318,27 +315,16 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
             raise UnsupportedError("output_scale: expected None; outputs are not quantised")
         if attn_metadata is None:
             return output.fill_(0)
-        step, tokens = attn_metadata, attn_metadata.num_actual_tokens
+        tokens = attn_metadata.num_actual_tokens
         pages_k, pages_v = self._pages(kv_cache)
         if self._slopes is not None:
             self._slopes = self._slopes.to(query.device)
-        with deterministic_mode():
-            out = flash_attn_varlen_func(
-                query[:tokens],
-                pages_k,
-                pages_v,
-                step.query_start_loc,
-                step.cu_seqlens_k,
-                step.max_query_len,
-                step.max_seq_len,
-                softmax_scale=self.scale,
-                causal=step.causal,
-                window_size=self._window,
-                softcap=self._softcap,
-                alibi_slopes=self._slopes,
-                block_table=step.block_table,
-                seqused_k=step.seq_lens,
-            )
+        if attn_metadata.causal not in self._options:
+            self._options[attn_metadata.causal] = self._resolved(query, attn_metadata.causal)
+        # Not flash_attn_varlen_func: what is the same in all calls of a layer costs host time.
+        options = self._options[attn_metadata.causal]
+        inputs = query[:tokens], pages_k, pages_v
+        out, _ = run(forward_call(inputs, attn_metadata.lengths, options, self._slopes))
         output[:tokens].copy_(out.view_as(output[:tokens]))
         return output
 
@@ -374,6 +360,11 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         page, place = slots // pages_k.shape[1], slots % pages_k.shape[1]
         pages_k[page, place] = key[tokens]
         pages_v[page, place] = value[tokens]
+
+    def _resolved(self, query: torch.Tensor, causal: bool) -> Options:
+        with deterministic_mode():
+            arguments = 0.0, self.scale, causal, self._window, self._softcap, None
+            return resolve_options(query, *arguments)[1]
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values as views (pages, page_block_size, num_kv_heads, head_size)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from flash_attn_deterministic.errors import UnsupportedError
 pytest.importorskip("vllm.v1.attention.backend")
 
 from flash_attn_deterministic.integrations import vllm as integration
+from flash_attn_deterministic.verify import vllm as verify
+from vllm.model_executor.layers import layernorm
 from vllm.v1.attention import backend as base
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -130,7 +133,8 @@ class Engine:
         )
         builder = ours.DeterministicBuilder(None, [], None, torch.device("cpu"))
         metadata = builder.build(0, common)
-        assert metadata.cu_seqlens_k.data_ptr() == builder.build(0, common).cu_seqlens_k.data_ptr()
+        again = builder.build(0, common).lengths.cu_seqlens_k
+        assert metadata.lengths.cu_seqlens_k.data_ptr() == again.data_ptr()
         q, k, v = (
             torch.cat([t[r, b:e] for r, b, e in parts] + [torch.zeros_like(t[0, :3])])  # padded
             for t in (self.q, self.k, self.v)
@@ -202,3 +206,81 @@ def test_unsupported_arguments_are_refused() -> None:
         engine.step((0, 0, 4))
     output = torch.ones(4, HEADS, HEAD_SIZE)
     assert not engine.impl.forward(None, *[output] * 3, engine.cache, None, output).any()
+
+
+def test_the_norm_is_repaired_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain norm runs in Triton; here something simple stands for it."""
+
+    def plain(x: torch.Tensor, weight: Any, eps: float = 1e-6, residual: Any = None) -> Any:
+        assert residual is None, "the fused norm depends on the batch"
+        return x * weight + eps
+
+    monkeypatch.setattr(layernorm, "rms_norm_batch_invariant", plain)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    ours.register()
+    assert layernorm.rms_norm_batch_invariant is plain
+    monkeypatch.setenv("FA2_REPAIR_VLLM_NORM", "1")
+    ours.register()
+    ours.register()
+    x, residual, weight = (draw(3, 8, seed=seed) for seed in range(3))
+    repaired: Any = layernorm.rms_norm_batch_invariant
+    assert bits_equal(repaired(x, weight, 0.5), plain(x, weight, 0.5))
+    out, total = repaired(x, weight, 0.5, residual)
+    assert bits_equal(total, x + residual)
+    assert bits_equal(out, plain(x + residual, weight, 0.5))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> verify.Engine:
+    """A small random Llama in vLLM, in this process."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("runs on vLLM's build for CPUs")
+    folder: Path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=512,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("VLLM_BATCH_INVARIANT", "0")  # in Triton, on GPUs alone
+        options = {"max_model_len": 300, "max_num_seqs": 16, "dtype": "bfloat16"}
+        return verify.Engine(str(folder), enforce_eager=True, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.post_attention_layernorm", "model.layers.0.mlp.act_fn"]
+)
+def test_the_module_that_differs_first_is_named(
+    engine: verify.Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = engine.model.get_submodule(name)
+    forward = module.forward
+
+    def depends_on_the_batch(x: torch.Tensor, *arguments: Any) -> Any:
+        result = forward(x, *arguments)
+        first, *rest = result if isinstance(result, tuple) else (result,)
+        first = first * (1.0 + len(x) / 4096)
+        return (first, *rest) if rest else first
+
+    checks = verify.list_checks(engine, (7, 40, 130))[:1]
+    assert [one.equal for one in verify.run_checks(checks)] == [3]
+    monkeypatch.setattr(module, "forward", depends_on_the_batch)
+    (outcome,) = verify.run_checks(checks, engine.model)
+    assert outcome.equal < 3
+    assert outcome.first is not None
+    assert outcome.first.name == name

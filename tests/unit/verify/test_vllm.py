@@ -21,7 +21,7 @@ class Rows(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.weight = torch.randn(VOCABULARY, generator=generator)
-        self.fault = False
+        self.fault: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight * (1 + len(x) / 256 if self.fault else 1)
@@ -133,7 +133,9 @@ class Engine:
 )
 def test_the_planted_module_is_named(fault: str) -> None:
     engine = Engine()
-    engine.model.get_submodule(fault).fault = True
+    planted = engine.model.get_submodule(fault)
+    assert isinstance(planted, Rows)
+    planted.fault = True
     outcomes = check.run_checks(check.list_checks(engine, LENGTHS), engine.model)
     different = [outcome for outcome in outcomes if outcome.equal < outcome.requests]
     assert "alone, in a batch" in {outcome.check for outcome in different}
