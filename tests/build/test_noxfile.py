@@ -192,33 +192,6 @@ def test_a_cell_of_the_matrix_is_run_until_its_wheel_has_passed(
             (tmp_path / "dist" / "cuda12" / "a.whl").write_text("other")
 
 
-@pytest.mark.parametrize("cuda", ["12", "13"])
-def test_a_release_wheel_is_built_in_its_image(
-    sessions: ModuleType, monkeypatch: pytest.MonkeyPatch, cuda: str
-) -> None:
-    session = Session("--cuda", cuda)
-    session.said = "cp311-manylinux_{0} cp312-manylinux_{0}"
-
-    def run(*arguments: str, **options: Any) -> str:
-        said = Session.run(session, *arguments, **options)
-        return said.format(*(arguments[4:5] if "--archs" in arguments else [""]))
-
-    monkeypatch.setattr(session, "run", run)
-    monkeypatch.setattr(sessions, "_runs", lambda engine: engine == "podman")
-    sessions.release_wheels(session)
-    only = f"{'cp311' if cuda == '12' else 'cp312'}-manylinux_{MACHINE}"
-    assert session.commands[-1][:3] == ("cibuildwheel", "--only", only)
-    assert session.environments[-1]["CIBW_CONTAINER_ENGINE"] == "podman"
-    fetched = [command[-1] for command in session.commands if "debian_cuda" in command[-1]]
-    assert len(fetched) == (cuda == "12")
-    monkeypatch.setattr(sessions, "_runs", lambda engine: False)
-    with pytest.raises(Skipped, match=f"{only} is not built"):
-        sessions.release_wheels(session)
-    session.said = "cp312-manylinux_{0}"
-    with pytest.raises(Stopped, match="expected one wheel of each CUDA for x86_64"):
-        sessions.release_wheels(session)
-
-
 def test_a_new_system_runs_what_the_readme_says(
     noxfile: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,24 +145,11 @@ def test_a_job_with_privileges_runs_no_code_of_packages() -> None:
             assert not step["uses"].startswith("actions/checkout@"), where
 
 
-def test_what_builds_and_gates_is_installed_by_hash() -> None:
-    # cibuildwheel's own configuration says the rest.
-    assert [step["run"] for step in RELEASE["build"]["steps"] if "run" in step] == [
-        ".ci/nox -s wheels"
-    ]
-    for name, session in (("gate", "gate"), ("build-index", "index")):
-        runs = [step["run"] for step in RELEASE[name]["steps"] if "run" in step]
-        assert runs[0].startswith(f".ci/nox -s {session} -- --locked")
+def test_nothing_is_installed_but_by_nox_and_no_secret_is_used() -> None:
     script = (ROOT / ".ci" / "nox").read_text()
     assert "--require-hashes --requirement locks/nox.txt" in script
     for path in FILES:
-        assert "pipx" not in path.read_text()
-        assert "pip install" not in path.read_text()
-
-
-def test_no_secret_is_used() -> None:
-    for path in FILES:
-        assert "secrets." not in path.read_text()
+        assert not re.search(r"pipx|pip install|secrets\.", path.read_text())
     with_token = [where for where, step in steps() if "GH_TOKEN" in step.get("env", {})]
     assert with_token == ["release.gate", "release.github-release", "release.build-index"]
 
@@ -286,19 +273,6 @@ def test_the_gpu_runner_is_used_by_the_release_alone() -> None:
     assert "ephemeral" in verify["runs-on"]
     assert verify["environment"] == "gpu"
     assert verify["steps"][-1]["if"] == "always()"
-
-
-def test_what_every_pull_request_does() -> None:
-    twice, same = (WORKFLOWS["test"]["jobs"][name] for name in ("twice", "same-bytes"))
-    build = twice["steps"][1]
-    assert build["run"] == ".ci/nox -s build -- --locked --preset dev"
-    assert build["env"] == {"MAX_JOBS": "${{ matrix.jobs }}"}
-    assert len(set(twice["strategy"]["matrix"]["jobs"])) == 2
-    assert same["needs"] == "twice"
-    assert same["steps"][-1]["run"] == "cmp one/*.whl two/*.whl"
-    # And rehearses a release.
-    assert "pull_request" in WORKFLOWS["test"][True]
-    assert sessions_of(WORKFLOWS["test"]["jobs"]["rehearse"]) == {"wheels", "rehearse"}
 
 
 def test_the_readme_asks_for_what_the_workflow_attests() -> None:

@@ -30,14 +30,12 @@ class Backend:
         self.files, self.status = files, 0
         self.settings: dict[str, str] = {}
         self.env: dict[str, str] = {}
-        self.left: list[list[Path]] = []  # CMake's caches that it found
 
     def __call__(self, command: Sequence[str], environ: Mapping[str, str]) -> tuple[int, list[str]]:
         assert "scikit_build_core.build" in command[2]
         out, self.settings = Path(command[4]), json.loads(command[5])
         self.env = dict(environ)
         folder = Path(self.settings["build-dir"])
-        self.left.append(list(folder.glob("CMakeCache.txt")))
         Path(folder, "compile_commands.json").write_text("[]")
         Path(folder, build_folder.LOG).write_text("# ninja log v7\n")
         arch = self.env.get("_PYTHON_HOST_PLATFORM", "linux-x86_64").partition("-")[2]
@@ -98,18 +96,6 @@ def test_puts_wheel_and_manifest_into_dist(
     assert Path(backend.env["TMPDIR"]).parent == request_.out_dir
     assert backend.env["CUDACXX"] == "/cuda/bin/nvcc"
     assert backend.env["CMAKE_BUILD_PARALLEL_LEVEL"] == "3"
-
-
-def test_a_build_does_not_go_on_with_what_another_one_left(
-    request_: build.Request, backend: Backend
-) -> None:
-    for _ in range(2):
-        build.build(request_)
-        cache_file = request_.build_dir / "CMakeCache.txt"
-        assert backend.left[-1] == []
-        cache_file.write_text("CMAKE_CUDA_FLAGS:STRING=--use_fast_math\n")
-    made_with = json.loads((request_.build_dir / build_folder.STAMP).read_text())
-    assert made_with["tools"]["nvcc"] == CUDA.version
 
 
 @pytest.mark.parametrize("failure", ["compilation", "gate"])
