@@ -33,6 +33,7 @@ WHEELS = {"13": "cp312", "12": "cp311"}
 BUILD_PYTHON = (3, 11)  # the oldest that builds and gates: torch-abi-audit needs it
 # NEWEST=1: the newest versions that pyproject.toml allows, and the newest torch, instead of locks/.
 NEWEST = bool(os.environ.get("NEWEST"))
+HAS_GPU = Path("/dev/nvidiactl").exists()
 
 
 @nox.session(default=False)
@@ -80,7 +81,8 @@ def test(session: nox.Session) -> None:
     session.run("flash-attn-deterministic", "info")
     install(session, "dev")
     install_lab(session)
-    session.run("pytest", *session.posargs, env={"FLASH_ATTN_WHEEL": str(wheel)})
+    environ = {"FLASH_ATTN_WHEEL": str(wheel), "OMP_NUM_THREADS": "1"}
+    session.run("pytest", *(session.posargs or workers()), env=environ)
 
 
 @nox.session(python=PYTHONS, default=False)
@@ -89,7 +91,7 @@ def test_python(session: nox.Session) -> None:
     install_wheel(session, the_wheel(session, "dist/dev"))
     install(session, "test")
     install_lab(session)
-    session.run("pytest", *(session.posargs or ["tests/unit", "lab/tests"]))
+    session.run("pytest", *(session.posargs or ["tests/unit", "lab/tests", *workers()]))
 
 
 @nox.session(default=False)
@@ -419,7 +421,7 @@ def install_torch(session: nox.Session, *others: str) -> None:
     pip prefers what an index announces by hash to the file of a folder.
     """
     said: object = "ERROR"
-    if not NEWEST and not Path("/dev/nvidiactl").exists():
+    if not NEWEST and not HAS_GPU:
         pip = ["python", "-m", "pip", "install", *LOCKED, *WHEELS_ONLY, "-r", "locks/torch_cpu.txt"]
         said = session.run(*pip, silent=True, success_codes=(0, 1))
     if "ERROR" in str(said):
@@ -474,6 +476,12 @@ def _runs(engine: str) -> bool:
     if found := shutil.which(engine):
         return subprocess.run([found, "info"], capture_output=True).returncode == 0
     return False
+
+
+def workers() -> list[str]:
+    """pytest's options for a worker per core; tests of a GPU run one after another."""
+    parallel = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile"]
+    return [] if HAS_GPU else parallel
 
 
 def native_sources() -> list[str]:

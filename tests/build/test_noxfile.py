@@ -92,7 +92,7 @@ def sessions(noxfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def put(folder: Path, *names: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for age, name in enumerate(names):
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
         os.utime(folder / name, (age, age))
 
@@ -237,6 +237,7 @@ def test_every_wheel_of_this_machine_is_verified_and_the_gate_reads_what_pytest_
         "import pytest\ndef test_a(): pass\ndef test_b(): {}\ndef test_c(): pytest.skip('no')\n"
     )
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    put(tmp_path / "tests", *[word[6:] for word in tests[0] if word.startswith("tests/unit")])
     for body, problems in (
         ("pass", []),
         ("raise ValueError", ["gpu-tests.xml: failed: 'tests.gpu"]),
