@@ -1,23 +1,26 @@
 """Changes the reference, one expression at a time, and asks the live checks of `verify`.
 
     python -m tests.mutants --out mutants.json [--only window] [--seconds 1500]
+    python -m tests.mutants --out again.json --survivors mutants.json
 
 Masks, softcap, ALiBi, windows and lengths: each mutant is the package with one operator, constant
 or branch changed. It is killed where accuracy fails, a row of the contract fails, a call raises, or
 nothing comes back in time. What survives is printed with its line: it changes no result, or no
-check looks there.
+check looks there. Those of a first run are handed to the tests of the reference by a second one.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
 import dataclasses
 import importlib.abc
 import importlib.util
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -37,6 +40,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _LAYOUTS = ("reference.sequences",)
 _CHECKS = ("chunk", "split-size")  # what accuracy can't see: the order of additions
+_TESTS = ("reference", "contract", "checks", "interface/test_interface.py")
 _SECONDS = 240.0  # of a mutant
 
 _OPERATORS: dict[type, type] = {
@@ -121,11 +125,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._source, f"<mutant of {self._name}>", "exec"), module.__dict__)
 
 
-def _try(mutant: Mutant, answer: Any) -> None:
+def _try(mutant: Mutant, by_tests: bool, answer: Any) -> None:
     """Sends what killed a mutant; "" if nothing did. In a process of its own."""
     sys.meta_path.insert(0, _Finder(mutant))
     try:
-        answer.send(_killer(mutant.module))
+        answer.send(_failing_test() if by_tests else _killer(mutant.module))
     except BaseException as error:
         answer.send(f"{type(error).__name__}")
 
@@ -155,6 +159,24 @@ def _killer(module: str) -> str:
     return ""
 
 
+def _failing_test() -> str:
+    """Returns the first test of the reference that fails; "" if none does."""
+    import pytest
+
+    failed: list[str] = []
+
+    class Listener:
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.failed:
+                failed.append(report.nodeid)
+
+    folder = Path(__file__).parent / "unit"
+    words = ["-x", "-q", "-p", "no:cacheprovider", *(str(folder / name) for name in _TESTS)]
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        status = pytest.main(words, plugins=[Listener()])
+    return next(iter(failed), f"pytest ended with {status}") if status else ""
+
+
 def main() -> int:
     """Prints a line for each survivor, and how many were killed by what."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -163,7 +185,13 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="no mutant starts later"
     )
+    parser.add_argument(
+        "--survivors", type=Path, help="only those that survived in this file; asks tests/unit"
+    )
     arguments = parser.parse_args()
+    before: list[dict[str, Any]] = []
+    if arguments.survivors is not None:
+        before = json.loads(arguments.survivors.read_text(encoding="utf-8"))
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -177,11 +205,15 @@ def main() -> int:
         if arguments.only not in module:
             continue
         path = root.joinpath(*module.split(".")).with_suffix(".py")
-        for mutant in mutants(module, functions, path.read_text(encoding="utf-8")):
+        known = [row for row in before if row["module"] == module]
+        found = mutants(module, functions, path.read_text(encoding="utf-8"))
+        for number, mutant in enumerate(found):
+            if before and (number >= len(known) or known[number]["killer"]):
+                continue
             if time.monotonic() - begin > arguments.seconds:
                 break
             receiver, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=_try, args=(mutant, sender))
+            process = fork.Process(target=_try, args=(mutant, bool(before), sender))
             process.start()
             killer = receiver.recv() if receiver.poll(_SECONDS) else "no answer in time"
             process.kill()
