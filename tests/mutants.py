@@ -33,12 +33,15 @@ PACKAGE = "flash_attn_deterministic"
 TARGETS: dict[str, tuple[str, ...]] = {
     "reference.walk": (
         "visible", "hidden", "is_local", "scale", "scale_log2", "tanh_scale", "score_scale",
-        "keep_scale", "bias_slopes", "rows", "_block", "scores",
+        "keep_scale",
     ),
-    "reference.sequences": (),
+    "reference.batch": (),
+    "reference.forward": ("_rows", "_block"),
     "reference.backward": ("_add_rows",),
+    "reference.calls": ("varlen_attention", "kvcache_attention"),
+    "reference.storage": (),
 }  # fmt: skip
-_LAYOUTS = ("reference.sequences",)
+_LAYOUTS = ("reference.calls", "reference.storage")
 _CHECKS = ("chunk", "split-size")  # what accuracy can't see: the order of additions
 _TESTS = ("reference", "contract", "checks", "interface/test_interface.py")
 _SECONDS = 240.0  # of a mutant

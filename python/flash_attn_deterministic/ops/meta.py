@@ -29,7 +29,8 @@ def _kernel(name: str) -> Callable[..., Any]:
     elif name in BACKWARD:
         results = _packed_backward if "qkv" in names else _backward
     else:
-        results = {"finish_key_sums": _finish, "sink_bwd": _sink}.get(name, _sums)
+        others: dict[str, Callable[..., Any]] = {"finish_key_sums": _finish, "sink_bwd": _sink}
+        results = others.get(name, _sums)
 
     def run(*arguments: Any) -> Any:
         # torch takes this kernel too if only one tensor of a call is a meta tensor, for instance k

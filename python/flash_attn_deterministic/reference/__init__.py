@@ -21,12 +21,19 @@ Three more rules keep bits independent of other rows:
 
 from __future__ import annotations
 
-from .backward import attention_backward, sink_backward
-from .dense import attention, restored, with_residual
+from .backward import sink_backward
+from .calls import (
+    attention,
+    attention_backward,
+    finish_key_sums,
+    kvcache_attention,
+    restored,
+    varlen_attention,
+    varlen_attention_backward,
+    with_residual,
+)
 from .formats import DEFAULT_FORMATS, Formats, Rounding
-from .sequences import kvcache_attention, varlen_attention
 from .state import State, merge_state
-from .varlen_backward import finish_key_sums, varlen_attention_backward
 
 __all__ = [
     "DEFAULT_FORMATS",

@@ -10,66 +10,14 @@ one lane of a warp needs for its elements of a tile of 16 rows and 32 keys, in f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-
-from ..errors import ArgumentError
 
 _TILE_ROWS, _TILE_KEYS = 16, 32
 _LOW = 0xFFFFFFFF
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-
-
-class Place(NamedTuple):
-    """The place of a tile of rows: sequences in the batch, heads of keys, and its first query."""
-
-    sequences: list[int]
-    heads_k: range
-    first_row: int
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """A mask of a probability in (0, 1), with seed and offset (2,), int64."""
-
-    probability: float
-    rng_state: torch.Tensor
-
-    @classmethod
-    def of(cls, probability: float, rng_state: torch.Tensor | None) -> Dropout | None:
-        """Makes one of the arguments of a call; None without dropout."""
-        if probability == 0:
-            return None
-        if rng_state is None:
-            raise ArgumentError(
-                f"rng_state: expected seed and offset with dropout_p {probability}, got None"
-            )
-        return cls(probability, rng_state)
-
-    @property
-    def keep_scale(self) -> float:
-        """The factor of the kept weights, not rounded."""
-        return 1.0 / keep_probability(self.probability)
-
-    def keep(self, place: Place, group: int, rows: range, keys: range) -> torch.Tensor:
-        """Returns (batch, nheads_k, group, rows, keys), True where a weight remains."""
-        device = self.rng_state.device
-        first_head, last_head = (head * group for head in (place.heads_k.start, place.heads_k.stop))
-        heads = torch.arange(first_head, last_head, device=device)
-        first = place.first_row
-        mask = keep_mask(
-            self.rng_state,
-            self.probability,
-            torch.tensor(place.sequences, device=device),
-            heads,
-            (first, first + len(rows)),
-            (keys.start, keys.stop),
-        )
-        return mask.reshape(mask.shape[0], len(place.heads_k), group, *mask.shape[2:])
 
 
 def keep_probability(dropout_p: float) -> float:

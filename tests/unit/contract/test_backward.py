@@ -19,7 +19,7 @@ from backward_cases import (
 )
 from bits import bits_equal
 from contract_cases import Call, make_call
-from flash_attn_deterministic.reference import backward, dense
+from flash_attn_deterministic.reference import backward, batch
 
 features = pytest.mark.parametrize("feature", BACKWARD_FEATURES)
 # --- varlen -------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ def test_gradients_of_tokens_of_no_sequence_are_zero() -> None:
 def test_tiles(feature: str, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_backward(feature, 2, 20, 37)
     usual = call()
-    monkeypatch.setattr(dense, "_TILE_ELEMENTS", elements)
-    monkeypatch.setattr(dense, "_MAX_TILE_ROWS", rows)
+    monkeypatch.setattr(batch, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(batch, "_MAX_TILE_ROWS", rows)
     assert same_gradients(usual, call())
 
 
@@ -149,6 +149,6 @@ def test_a_matmul_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_inputs(1, 300, 300, 1, 1, 64, torch.float32)
     call = BackwardCall.of(Call(q, k, v))
     usual = call()
-    monkeypatch.setattr(dense, "_TILE_ELEMENTS", 1)
-    monkeypatch.setattr(dense, "_MAX_TILE_ROWS", 1)
+    monkeypatch.setattr(batch, "_TILE_ELEMENTS", 1)
+    monkeypatch.setattr(batch, "_MAX_TILE_ROWS", 1)
     assert not same_gradients(usual, call())

@@ -21,10 +21,10 @@ from contract_cases import (
 )
 from flash_attn_deterministic.reference import (
     State,
-    dense,
+    batch,
+    forward,
     kvcache_attention,
     merge_state,
-    walk,
 )
 
 features = pytest.mark.parametrize("feature", FEATURES)
@@ -124,8 +124,8 @@ def test_tiles(
     call = make_call(feature, 1, length, length)
     call = replace(call, q=call.q[:, -20:])
     usual = call()
-    monkeypatch.setattr(dense, "_TILE_ELEMENTS", elements)
-    monkeypatch.setattr(dense, "_MAX_TILE_ROWS", rows)
+    monkeypatch.setattr(batch, "_TILE_ELEMENTS", elements)
+    monkeypatch.setattr(batch, "_MAX_TILE_ROWS", rows)
     assert same(usual, call())
 
 
@@ -156,7 +156,7 @@ def test_hidden_blocks_do_not_change_the_sign_of_zero(
     assert bits_equal(alone, together)
     assert bits_equal(alone, torch.zeros_like(alone))
     if split_size in (0, 16):  # elsewhere the key is in another split than the row
-        monkeypatch.setattr(walk, "normalise", normalise_and_keep_the_sign_of_zero)
+        monkeypatch.setattr(forward, "normalise", normalise_and_keep_the_sign_of_zero)
         alone, together = alone_and_together()
         assert not bits_equal(alone, together)
 

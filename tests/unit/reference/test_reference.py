@@ -9,7 +9,7 @@ from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
-from flash_attn_deterministic.reference import Formats, State, attention, dense, ieee, merge_state
+from flash_attn_deterministic.reference import Formats, State, attention, batch, ieee, merge_state
 
 INF = math.inf
 LOG2_E = math.log2(math.e)
@@ -189,7 +189,7 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 def test_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_TILE_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(batch, "_TILE_ELEMENTS", 1 << 17)
     q, k, v = make_inputs(2, 129, 129, 3, 3, 32)
     results = []
     for count in (1, 2, 3):
