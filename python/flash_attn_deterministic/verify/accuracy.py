@@ -31,7 +31,7 @@ CRITERION = (
 _FORMS: dict[str, dict[str, Any]] = {
     "dense": {},
     "packed": {},
-    "padded": {"room": 40},
+    "padded": {"room": 40, "leftpad": 21},
     "packed-pages": {"page_size": 48},
     "cache": {"room": 40},
     "cache-places": {"room": 70, "leftpad": 21, "reordered": True},

@@ -271,6 +271,8 @@ def test_queries_turn_with_a_window_however_wide() -> None:
     wide = rotated_query(window=(1000, 1000))
     assert bits_equal(wide, rotated_query(window=(4, 4)))
     assert not bits_equal(wide, rotated_query(window=(-1, -1)))
+    for one_sided, other in (((0, -1), (0, 7)), ((-1, 0), (7, 0))):
+        assert bits_equal(rotated_query(window=one_sided), rotated_query(window=other))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

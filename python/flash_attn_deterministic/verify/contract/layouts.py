@@ -48,6 +48,7 @@ def packed(
     *,
     spare: int = 0,
     room: int = 0,
+    leftpad: int = 0,
     page_size: int = 0,
     seed: int = 0,
     gradients: bool = False,
@@ -60,6 +61,7 @@ def packed(
         lengths_k: keys of each sequence.
         spare: rows behind the last sequence, in q.
         room: keys of each sequence in k and v, with garbage behind its own (seqused_k); 0: packed.
+        leftpad: where the last sequence begins in its room; others at 0.
         page_size: tokens to a page, in random order; 0: none.
         seed: of that order.
         gradients: whether to return dq, dk and dv, and not out and softmax_lse.
@@ -75,8 +77,14 @@ def packed(
     if page_size:
         k, v, arguments["block_table"] = pages(ones, page_size, seed)
     elif room:
-        k, v = (_buffer([getattr(one, n)[0] for one in ones], room).flatten(0, 1) for n in "kv")
-        arguments["seqused_k"], sizes_k = int32(lengths_k, device), [room] * len(ones)
+        pads = [*[0] * (len(ones) - 1), leftpad]
+        k, v = (
+            _buffer([getattr(one, n)[0] for one in ones], room, pads=pads).flatten(0, 1)
+            for n in "kv"
+        )
+        used = [length + pad for length, pad in zip(lengths_k, pads, strict=True)]
+        arguments["seqused_k"], sizes_k = int32(used, device), [room] * len(ones)
+        arguments["leftpad_k"] = int32(pads, device) if leftpad else None
     else:
         k, v = (torch.cat([getattr(one, n)[0] for one in ones]) for n in "kv")
     rows, keys = (cumulative(one, device) for one in (lengths_q, sizes_k))
