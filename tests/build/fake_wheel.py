@@ -12,8 +12,7 @@ from typing import Any
 import tomli
 from flash_attn_build.compile import toolchain
 from flash_attn_build.files import ROOT
-from flash_attn_build.wheel import archive, check, sbom
-from packaging.version import Version
+from flash_attn_build.wheel import archive, check, dist_info, sbom
 
 TAG = check.TAGS["EM_X86_64"]
 INFO: Mapping[str, Any] = {
@@ -96,67 +95,28 @@ def _compile(command: list[str], source: str, folder: Path) -> None:
     subprocess.run(command, input=source, text=True, cwd=folder, check=True)
 
 
-def metadata(version: str = VERSION) -> bytes:
-    """METADATA of this project."""
-    fields = {"Metadata-Version": "metadata_version", "Name": "name", "Version": "version",
-              "Summary": "summary", "License-Expression": "license_expression",
-              "License-File": "license_files", "Classifier": "classifiers",
-              "Requires-Python": "requires_python", "Requires-Dist": "requires_dist",
-              "Provides-Extra": "provides_extra", "Keywords": "keywords",
-              "Description-Content-Type": "description_content_type"}  # fmt: skip
-    found = check.metadata_of(PROJECT, "", Version(version), sbom.LICENCE_TEXTS)
-    found["keywords"] = ",".join(found["keywords"])
-    lines = []
-    for field, key in fields.items():
-        said = found.get(key) or []
-        lines += [f"{field}: {each}" for each in ([said] if isinstance(said, str) else said)]
-    lines += [f"Project-URL: {label}, {url}" for label, url in PROJECT.get("urls", {}).items()]
-    return "\n".join([*lines, "", (ROOT / PROJECT["readme"]).read_text()]).encode()
-
-
-def entry_points() -> bytes:
-    """entry_points.txt of this project."""
-    groups = {"console_scripts": PROJECT["scripts"], **PROJECT["entry-points"]}
-    lines = []
-    for group, found in groups.items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in found.items()), ""]
-    return "\n".join(lines).encode()
-
-
 def contents(binary: bytes, tag: str = TAG, version: str = VERSION) -> dict[str, bytes]:
     """The files of a wheel that is as it should be, but for the RECORD."""
-    wheel = "Wheel-Version: 1.0\nGenerator: scikit-build-core 1.1.2\nRoot-Is-Purelib: false\n"
-    dist_info = f"flash_attn_deterministic-{version}.dist-info"
+    folder = dist_info.folder(version)
     return {
         "flash_attn_deterministic/__init__.py": b"",
         "flash_attn_deterministic/py.typed": b"",
         check.LIBRARY: binary,
         check.BUILD_INFO: json.dumps(INFO).encode(),
         **dict.fromkeys(check.LICENSES, b"text"),
-        **{f"{dist_info}/licenses/{each.text_name}": each.text for each in COMPONENTS},
-        **{
-            f"{dist_info}/licenses/{name}": (ROOT / name).read_bytes()
-            for name in PROJECT["license-files"]
-        },
-        f"{dist_info}/METADATA": metadata(version),
-        f"{dist_info}/WHEEL": f"{wheel}Tag: {tag}\n\n".encode(),
-        f"{dist_info}/entry_points.txt": entry_points(),
-        f"{dist_info}/sboms/{sbom.FILE_NAME}": sbom.describe(
-            version, INFO, binary, COMPONENTS, DATE
-        ),
+        **dist_info.files(ROOT, version.partition("+")[2], tag),
+        **{f"{folder}/licenses/{each.text_name}": each.text for each in COMPONENTS},
+        f"{folder}/sboms/{sbom.FILE_NAME}": sbom.describe(version, INFO, binary, COMPONENTS, DATE),
     }
 
 
 def plain(binary: bytes) -> dict[str, bytes]:
     """The files of a wheel as scikit-build-core leaves it, before it is repaired."""
-    added = (sbom.FILE_NAME, *(f"/licenses/{each.text_name}" for each in COMPONENTS))
     found = contents(binary, "py3-none-linux_x86_64")
-    files = {name: data for name, data in found.items() if not name.endswith(added)}
-    metadata = next(name for name in files if name.endswith("/METADATA"))
-    for each in COMPONENTS:
-        line = f"License-File: {each.text_name}\n".encode()
-        files[metadata] = files[metadata].replace(line, b"")
-    return files
+    return {n: d for n, d in found.items() if not n.endswith((".json", "-LICENSE.txt"))} | {
+        check.BUILD_INFO: found[check.BUILD_INFO],
+        check.LICENSES[1]: b"text",
+    }
 
 
 def pack(folder: Path, files: Mapping[str, bytes], tag: str = TAG, version: str = VERSION) -> Path:

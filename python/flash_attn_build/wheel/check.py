@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import io
 import json
 import re
@@ -11,20 +10,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import tomllib  # type: ignore[import-not-found, unused-ignore]
 from elftools.elf.elffile import ELFFile
-from packaging.metadata import parse_email
-from packaging.requirements import Requirement
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 from torch_abi_audit import inspect_extension
 
 from ..compile import manifest
-from ..errors import RefusedError, differences, first_of
+from ..errors import RefusedError, first_of
 from ..files import ROOT
-from . import archive, cubins, sbom
+from . import archive, cubins, dist_info, sbom
+from .dist_info import PACKAGE
 
-PACKAGE = "flash_attn_deterministic"
 # By the machine that the library is for.
 TAGS = {
     "EM_X86_64": "py3-none-manylinux_2_28_x86_64",
@@ -55,9 +51,6 @@ _SYSTEM = frozenset(
 _INFO = {*manifest.FROM_WHEEL, "schema", "tiles"}
 _PYTHON = re.compile(rf"{PACKAGE}/(?:[A-Za-z0-9_]+/)*(?:[A-Za-z0-9_]+\.pyi?|py\.typed)")
 _SHIM = re.compile(r"(aoti_)?torch_\w+\Z")
-_WHEEL = (
-    r"Wheel-Version: 1\.0\nGenerator: scikit-build-core [\d.]+\nRoot-Is-Purelib: false\nTag: {}"
-)
 
 
 def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
@@ -74,99 +67,34 @@ def check(wheel: Path, root: Path = ROOT) -> dict[str, Any]:
     except InvalidWheelFilename as error:
         raise RefusedError(f"name: {error}") from error
     contents, date = archive.unpack(wheel.read_bytes())
-    info_folder = f"{PACKAGE}-{version}.dist-info"
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    ours = {f"{info_folder}/licenses/{name}": name for name in project["license-files"]}
-    expected = {
-        LIBRARY, BUILD_INFO, *LICENSES, *ours, f"{info_folder}/sboms/{sbom.FILE_NAME}",
-        *(f"{info_folder}/licenses/{name}" for name in sbom.LICENCE_TEXTS),
-        *(f"{info_folder}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")),
-    }  # fmt: skip
-    for name in sorted(expected.difference(contents)):
-        problems.append(f"contents: {name} is missing")
-    for name in contents:
+    data = contents.get(LIBRARY)
+    library = ELFFile(io.BytesIO(data)) if data else None
+    tag = TAGS.get(library["e_machine"], "") if library else ""
+    ours = dist_info.files(root, version.local or "", tag)
+    folder = next(iter(ours)).partition("/")[0]
+    bill = f"{folder}/sboms/{sbom.FILE_NAME}"
+    texts = (f"{folder}/licenses/{name}" for name in sbom.LICENCE_TEXTS)
+    expected = {LIBRARY, BUILD_INFO, *LICENSES, *ours, bill, *texts, f"{folder}/RECORD"}
+    problems += [f"contents: {n} is missing" for n in sorted(expected.difference(contents))]
+    for name, found in contents.items():
         if name not in expected | DATA and not _PYTHON.fullmatch(name):
             problems.append(f"contents: {name!r} does not belong into the wheel")
-    for name, file in ours.items():
-        if contents.get(name) not in (None, (root / file).read_bytes()):
-            problems.append(f"contents: {name} is not the tree's {file}")
-    readme = (root / project["readme"]).read_text(encoding="utf-8")
-    problems += _metadata(contents.get(f"{info_folder}/METADATA", b""), project, readme, version)
-    problems += _entry_points(contents.get(f"{info_folder}/entry_points.txt", b""), project)
+        if found != ours.get(name, found):
+            problems.append(f"contents: {name} is not the one of this tree")
     info: dict[str, Any] = json.loads(contents.get(BUILD_INFO, b"{}"))
-    tag = ""
-    if data := contents.get(LIBRARY):
-        library = ELFFile(io.BytesIO(data))
-        tag = TAGS.get(library["e_machine"], "")
+    if library and data:
         problems += [*_library(library), *_stable_abi(data, info), *_gpu_code(library, info)]
         problems += _folders(data)
-        bill = contents.get(f"{info_folder}/sboms/{sbom.FILE_NAME}")
-        if bill is not None and info:
-            problems += sbom.problems(bill, str(version), info, data, date)
-    full = project["version"] + (f"+{version.local}" if version.local else "")
-    if wheel.name != f"{PACKAGE}-{full}-{tag}.whl":
-        problems.append(f"name: expected {PACKAGE}-{full}-{tag}.whl, got {wheel.name}")
+        if bill in contents and info:
+            problems += sbom.problems(contents[bill], str(version), info, data, date)
+    full = folder.removesuffix(".dist-info")
+    if wheel.name != f"{full}-{tag}.whl":
+        problems.append(f"name: expected {full}-{tag}.whl, got {wheel.name}")
     if unknown := {*info} - _INFO:
         problems.append(f"{BUILD_INFO}: says more than the build writes: {first_of(unknown)}")
-    said = contents.get(f"{info_folder}/WHEEL", b"").decode(errors="replace").strip()
-    if not re.fullmatch(_WHEEL.format(tag), said, re.ASCII):
-        problems.append(f"WHEEL: expected the one tag {tag} and no field of its own, got {said!r}")
     if problems:
         raise RefusedError(f"{wheel.name} is not fit to be used:\n  " + "\n  ".join(problems))
     return info
-
-
-def metadata_of(
-    project: Mapping[str, Any], readme: str, version: Version, texts: frozenset[str]
-) -> dict[str, Any]:
-    """What METADATA must say, as `packaging` reads it; `texts`: licences beside the project's."""
-    extras = project.get("optional-dependencies", {})
-    required = [str(Requirement(each)) for each in project["dependencies"]]
-    for extra, wanted in extras.items():
-        required += [str(Requirement(f"{each}; extra == '{extra}'")) for each in wanted]
-    return {
-        "metadata_version": "2.4",
-        "name": project["name"],
-        "version": project["version"] + (f"+{version.local}" if version.local else ""),
-        "summary": project["description"],
-        "keywords": project["keywords"],
-        "license_expression": project["license"],
-        "license_files": sorted([*project["license-files"], *texts]),
-        "classifiers": project["classifiers"],
-        "requires_python": project["requires-python"],
-        "requires_dist": required,
-        "provides_extra": [*extras] or None,
-        "project_urls": sorted(project.get("urls", {}).items()),
-        "description_content_type": "text/markdown",
-        "description": readme.strip(),
-    }
-
-
-def _metadata(
-    data: bytes, project: Mapping[str, Any], readme: str, version: Version
-) -> Iterator[str]:
-    raw, unknown = parse_email(data)
-    found: dict[str, Any] = {**raw, **unknown}
-    found["description"] = str(found.get("description", "")).strip()
-    found["license_files"] = sorted(found.get("license_files", []))
-    found["project_urls"] = sorted(found.get("project_urls", {}).items())
-    expected = metadata_of(project, readme, version, sbom.LICENCE_TEXTS)
-    # What pyproject.toml does not say, METADATA must not.
-    yield from differences(found, {**dict.fromkeys(found), **expected}, "METADATA")
-
-
-def _entry_points(data: bytes, project: Mapping[str, Any]) -> Iterator[str]:
-    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    try:
-        parser.read_string(data.decode())
-    except (configparser.Error, UnicodeDecodeError) as error:
-        yield f"entry_points.txt: cannot be read ({error!r})"
-        return
-    found = {name: dict(parser[name]) for name in parser.sections()}
-    expected = {"console_scripts": project["scripts"], **project["entry-points"]}
-    if found != expected:
-        yield f"entry_points.txt: expected {expected} as pyproject.toml has it, got {found}"
 
 
 def _library(library: ELFFile) -> Iterator[str]:

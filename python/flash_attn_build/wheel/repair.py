@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -11,10 +10,11 @@ import zipfile
 from pathlib import Path
 
 from ..errors import BuildError, RefusedError
-from . import archive, sbom
+from ..files import ROOT
+from . import archive, dist_info, sbom
 from .check import BUILD_INFO, LIBRARY, TORCH
 
-# Its command line takes tags of the machine it runs on only, though it can repair those of others.
+# Its command line takes tags of the machine it runs on only, though it can judge those of others.
 _AUDITWHEEL = (
     "import platform, sys; arch = sys.argv.pop(1); platform.machine = lambda: arch; "
     "from auditwheel.main import main; sys.exit(main())"
@@ -37,65 +37,42 @@ def repair(
         BuildError: It does not meet the platform's rules, or only with libraries copied into it.
         RefusedError: It is not one of ours.
     """
+    with zipfile.ZipFile(wheel) as built:
+        names = [name for name in built.namelist() if name.startswith(f"{dist_info.PACKAGE}/")]
+        contents = {name: built.read(name) for name in names}
+    if missing := [name for name in (BUILD_INFO, LIBRARY) if name not in contents]:
+        raise RefusedError(f"{wheel.name} is not of this project: {' and '.join(missing)} missing")
     arch = wheel.stem.rpartition("linux_")[2]
-    platform = f"manylinux_2_28_{arch}"
-    auditwheel = [sys.executable, "-c", _AUDITWHEEL, arch]
-    # No older tags that it happens to meet (torch's own wheels carry this one), and no patcher:
-    # a library that would have to be copied in is an error.
-    command = [*auditwheel, "repair", "--plat", platform, "--only-plat", "--patcher", "none"]
-    command += [word for name in sorted(TORCH) for word in ("--exclude", name)]
+    _audit(wheel, arch)
+    tag = f"py3-none-manylinux_2_28_{arch}"
+    made = dist_info.files(ROOT, local, tag)
+    folder = next(iter(made)).partition("/")[0]
+    version = folder.removesuffix(".dist-info").rpartition("-")[2]
+    made |= {f"{folder}/licenses/{each.text_name}": each.text for each in components}
+    date, info = archive.date_of(epoch), json.loads(contents[BUILD_INFO])
+    made[f"{folder}/sboms/{sbom.FILE_NAME}"] = sbom.describe(
+        version, info, contents[LIBRARY], components, date
+    )
     destination.mkdir(parents=True, exist_ok=True)
-    # auditwheel may leave an unfinished wheel in the folder it writes to.
-    with tempfile.TemporaryDirectory(dir=destination, prefix=".repair-") as folder:
-        plain = _complete(wheel, Path(folder, "plain"), components, epoch, local)
-        done = subprocess.run([*command, "--wheel-dir", folder, str(plain)], check=False)
-        made = list(Path(folder).glob("*.whl"))
-        if done.returncode or len(made) != 1:
-            subprocess.run([*auditwheel, "show", str(plain)], check=False)
+    path = destination / f"{dist_info.PACKAGE}-{version}-{tag}.whl"
+    path.write_bytes(archive.pack(contents | made, date))
+    return path
+
+
+def _audit(wheel: Path, arch: str) -> None:
+    """Lets auditwheel refuse what manylinux_2_28 does not allow; its own wheel is not kept."""
+    command = [sys.executable, "-c", _AUDITWHEEL, arch]
+    # No patcher: a library that would have to be copied in is an error.
+    options = ["--plat", f"manylinux_2_28_{arch}", "--only-plat", "--patcher", "none"]
+    options += [word for name in sorted(TORCH) for word in ("--exclude", name)]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*command, "repair", *options, "--wheel-dir", folder, str(wheel)]
+        done = subprocess.run(words, check=False)
+        if done.returncode or len([*Path(folder).glob("*.whl")]) != 1:
+            subprocess.run([*command, "show", str(wheel)], check=False)
             raise BuildError(
-                f"auditwheel refuses {wheel.name} as {platform} (exit status {done.returncode}). "
+                f"auditwheel refuses {wheel.name} as {options[1]} (exit status {done.returncode}). "
                 "Above it names the symbols and libraries that are too new, which headers of a "
                 "newer C or C++ library bring in (docs/adr/0004); a NotImplementedError means a "
                 "library that would have to be copied in."
             )
-        # auditwheel compresses; its archive is packed again.
-        made[0].write_bytes(archive.pack(_files(made[0]), archive.date_of(epoch)))
-        return made[0].rename(destination / made[0].name)
-
-
-def _files(wheel: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(wheel) as found:
-        return {item.filename: found.read(item) for item in found.infolist() if not item.is_dir()}
-
-
-def _complete(
-    wheel: Path, folder: Path, components: tuple[sbom.Component, ...], epoch: int, local: str
-) -> Path:
-    """Copies a wheel and adds what it lacks."""
-    contents = _files(wheel)
-    infos = {name.partition("/")[0] for name in contents if ".dist-info/" in name}
-    missing = [name for name in (BUILD_INFO, LIBRARY) if name not in contents]
-    if missing or len(infos) != 1:
-        raise RefusedError(
-            f"{wheel.name} is not a wheel of this project: "
-            + (f"{' and '.join(missing)} is missing" if missing else "expected one .dist-info")
-        )
-    (info,) = infos
-    version = info.removesuffix(".dist-info").rpartition("-")[2]
-    full = f"{version}+{local}" if local else version
-    metadata = contents[f"{info}/METADATA"].decode()
-    metadata = re.sub(r"^Version: .+$", f"Version: {full}", metadata, count=1, flags=re.M)
-    listed = "".join(f"License-File: {each.text_name}\n" for each in components)
-    metadata = re.sub(r"(^License-File: .+\n)+", rf"\g<0>{listed}", metadata, count=1, flags=re.M)
-    contents[f"{info}/METADATA"] = metadata.encode()
-    contents |= {f"{info}/licenses/{each.text_name}": each.text for each in components}
-    contents[f"{info}/sboms/{sbom.FILE_NAME}"] = sbom.describe(
-        full, json.loads(contents[BUILD_INFO]), contents[LIBRARY], components,
-        archive.date_of(epoch),
-    )  # fmt: skip
-    renamed = info.replace(f"-{version}.dist-info", f"-{full}.dist-info")
-    moved = {name.replace(f"{info}/", f"{renamed}/", 1): data for name, data in contents.items()}
-    folder.mkdir()
-    copy = folder / wheel.name.replace(f"-{version}-", f"-{full}-", 1)
-    copy.write_bytes(archive.pack(moved, archive.date_of(epoch)))
-    return copy

@@ -105,8 +105,8 @@ def test_a_failure_leaves_dist_as_it_was(
     request_.out_dir.mkdir()
     (request_.out_dir / "old.whl").write_text("")
     if failure == "gate":
-        backend.files = {**backend.files, "setup.py": b""}
-        with pytest.raises(RefusedError, match=r"'setup\.py' does not belong"):
+        backend.files = {**backend.files, "flash_attn_deterministic/a.cu": b""}
+        with pytest.raises(RefusedError, match=r"a\.cu' does not belong"):
             build.build(request_)
     else:
         backend.status = 1

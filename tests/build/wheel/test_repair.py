@@ -67,5 +67,5 @@ def test_what_the_platform_does_not_allow_is_refused(
 
 def test_a_foreign_wheel_is_refused(tmp_path: Path) -> None:
     wheel = fake_wheel.pack(tmp_path, {"a.py": b"", "a-1.dist-info/WHEEL": b""}, LINUX)
-    with pytest.raises(RefusedError, match=r"_build_info\.json and .*_C\.so is missing"):
+    with pytest.raises(RefusedError, match=r"_build_info\.json and .*_C\.so missing"):
         repair.repair(wheel, tmp_path / "out", fake_wheel.COMPONENTS, 0)
