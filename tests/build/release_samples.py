@@ -18,7 +18,7 @@ from flash_attn_build.release import policy as policies
 from flash_attn_build.release.gate import Verdict, decide, find_runs
 from flash_attn_build.release.policy import Policy
 from flash_attn_build.release.report import digest, read_report
-from flash_attn_build.wheel import check, sbom
+from flash_attn_build.wheel import check, dist_info, sbom
 
 SCHEMA: Mapping[str, Any] = json.loads((ROOT / "docs/verification.schema.json").read_text())
 SETTINGS = {
@@ -155,7 +155,7 @@ def make(root: Path, wheel: Path) -> Project:
     files.write_text(root / ".gitignore", "/dist/\n/build/\n")
     with zipfile.ZipFile(placed) as archive:
         for name in archive.namelist():
-            if name.startswith(f"{check.PACKAGE}/") and name.endswith((".py", ".typed")):
+            if name.startswith(f"{dist_info.PACKAGE}/") and name.endswith((".py", ".typed")):
                 (root / "python" / name).parent.mkdir(parents=True, exist_ok=True)
                 (root / "python" / name).write_bytes(archive.read(name))
     for module in (*MODULES, "tests.gpu.ranks.test_two"):

@@ -16,6 +16,7 @@ from ..compile import manifest, sources
 from ..errors import RefusedError, differences, first_of
 from ..files import read_tree
 from ..wheel import archive, check
+from ..wheel.dist_info import PACKAGE
 from .policy import Policy
 
 _PIN = "cpp/upstream/upstream.json"
@@ -97,8 +98,8 @@ def _source_problems(
 ) -> Iterator[str]:
     """The wheel's files, and those its machine code was compiled from, are the tree's."""
     made = (check.LIBRARY, check.BUILD_INFO, *check.LICENSES)  # by the build
-    held = {name: data for name, data in contents.items() if name.startswith(f"{check.PACKAGE}/")}
-    there = read_tree(root / "python", [check.PACKAGE])
+    held = {name: data for name, data in contents.items() if name.startswith(f"{PACKAGE}/")}
+    there = read_tree(root / "python", [PACKAGE])
     native, stated = sources.digests(root), info["sources"]
     differing = [n for n in {*held, *there}.difference(made) if held.get(n) != there.get(n)]
     differing += [part for part in {*native, *stated} if native.get(part) != stated.get(part)]

@@ -27,7 +27,7 @@ from packaging.utils import parse_wheel_filename
 from ..compile import manifest
 from ..errors import RefusedError, exit_status
 from ..files import ROOT, sha256_of, write_json, write_text
-from ..wheel.check import PACKAGE
+from ..wheel.dist_info import PACKAGE
 from .attestations import check_built, check_passed, gh
 from .gate import find_wheels
 

@@ -31,7 +31,7 @@ def test_a_good_wheel_passes_and_tells_what_it_holds(tmp_path: Path, binary: byt
 
 
 def test_data_of_the_package_belong_into_the_wheel() -> None:
-    paths = (ROOT / "python" / check.PACKAGE).rglob("*")
+    paths = (ROOT / "python" / dist_info.PACKAGE).rglob("*")
     built = {*check.LICENSES, check.LIBRARY, check.BUILD_INFO}  # in a tree that was tried out
     names = {path.relative_to(ROOT / "python").as_posix() for path in paths if path.is_file()}
     others = {name for name in names if not name.endswith((".py", ".pyc", "py.typed"))}
