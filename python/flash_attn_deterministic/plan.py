@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from .mode import DECORATED, deterministic_mode
 from .ops.autograd import check_no_tangent
 from .schemas import FAMILIES, PATHS, WITH_RESIDUAL, argument_names, unpacked
 from .types import Call, Lengths
+
+_OPS = torch.ops.flash_attn_deterministic
 
 
 @dataclass(frozen=True)
@@ -87,122 +89,6 @@ class Plan:
     residual_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Request:
-    """The properties of a call that its plan depends on.
-
-    Lengths are those of the longest sequence, or an upper bound; page_size 0: no pages.
-    deterministic_bwd is None for calls without a backward.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    batch: int
-    nheads: int
-    nheads_k: int
-    head_dim: int
-    seqlen_q: int
-    seqlen_k: int
-    window: tuple[int, int]
-    has_alibi: bool
-    has_softcap: bool
-    has_dropout: bool
-    packed: bool
-    page_size: int
-    cache_index: bool
-    split_size: int
-    deterministic: bool
-    deterministic_bwd: bool | None = None
-    residual_bytes: int = 0
-    has_sink: bool = False
-
-
-def plan(request: Request) -> Plan:
-    """Returns the plan of a call.
-
-    Raises:
-        UnsupportedError: the mode is not enabled, and the tensors are not on a CUDA device: the
-            order of additions is then the kernels' choice.
-    """
-    if request.device.type == "cuda":
-        return _cuda_plan(request)
-    if not request.deterministic:
-        raise UnsupportedError(
-            "explain: without the deterministic mode, only calls on a CUDA device have a plan; "
-            "call it inside deterministic_mode()"
-        )
-    tile = build_info().tile(request.head_dim)
-    split_size = request.split_size
-    several = 0 < split_size < request.seqlen_k
-    return Plan(
-        family="reference",
-        path="one-cta",
-        block_m=tile.block_m,
-        block_n=tile.block_n,
-        split_size=split_size,
-        num_splits=-(-request.seqlen_k // split_size) if several else 1,
-        tokens_per_split=split_size if several else request.seqlen_k,
-        launches=1,
-        scratch_bytes=0,
-        residual_bytes=request.residual_bytes,
-    )
-
-
-def _cuda_plan(request: Request) -> Plan:
-    numbers = torch.ops.flash_attn_deterministic.plan(
-        *_shared_arguments(request),
-        request.page_size,
-        request.cache_index,
-        request.residual_bytes > 0 or request.has_sink,  # which the same kernels compute
-        request.split_size,
-        request.deterministic,
-    )
-    family, path, block_m, num_splits, tokens, launches, scratch = numbers
-    return Plan(
-        family=FAMILIES[family],
-        path=PATHS[path],
-        block_m=block_m,
-        block_n=build_info().tile(request.head_dim).block_n,
-        split_size=request.split_size,
-        num_splits=num_splits,
-        tokens_per_split=tokens if num_splits > 1 else request.seqlen_k,
-        launches=launches,
-        scratch_bytes=scratch,
-        backward=_backward_plan(request),
-        residual_bytes=request.residual_bytes,
-    )
-
-
-def _backward_plan(request: Request) -> BackwardPlan | None:
-    held = not instance_problem(request.dtype, request.head_dim, "bwd")
-    if request.deterministic_bwd is None or not held:
-        return None
-    family, *numbers = torch.ops.flash_attn_deterministic.bwd_plan(
-        *_shared_arguments(request), request.deterministic_bwd
-    )
-    if family < 0:  # the GPU has too little shared memory for the backward
-        return None
-    return BackwardPlan(FAMILIES[family], *numbers)
-
-
-def _shared_arguments(request: Request) -> tuple[Any, ...]:
-    """Returns the leading arguments of both ops that plan."""
-    return (
-        torch.empty(0, dtype=request.dtype, device=request.device),
-        request.batch,
-        request.seqlen_q,
-        request.seqlen_k,
-        request.nheads,
-        request.nheads_k,
-        request.head_dim,
-        *request.window,
-        request.has_alibi,
-        request.has_softcap,
-        request.has_dropout,
-        request.packed,
-    )
-
-
 def explain(
     function: Callable[..., Any] | str | torch.Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Plan:
@@ -262,7 +148,7 @@ def explain(
     q = call.arguments[1] if first is None else first
     check_no_tangent(call.arguments)
     validate(*call, read_values=type(q) is torch.Tensor and q.device.type == "cpu")
-    return plan(_request(call))
+    return _plan(call)
 
 
 _FUNCTIONS = {name: getattr(interface, name) for name in interface.__all__}
@@ -294,43 +180,73 @@ def _prepared(given: dict[str, Any]) -> Call:
 _WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
 
 
-def _request(call: Call) -> Request:
-    name, arguments = unpacked(
+def _plan(call: Call) -> Plan:
+    """Returns the plan; lengths are those of the longest sequence, or an upper bound."""
+    name, given = unpacked(
         call.op, dict(zip(argument_names(call.op), call.arguments, strict=False))
     )
-    q = arguments["q"]
+    q, table = given["q"], given.get("block_table")
+    keys = given["k_cache" if name == "kvcache_fwd" else "k"]
     head_dim = -(-q.shape[-1] // 8) * 8  # as the call pads it
-    keys = arguments["k_cache" if name == "kvcache_fwd" else "k"]
-    table = arguments.get("block_table")
-    if name == "varlen_fwd":
-        batch = arguments["cu_seqlens_q"].shape[0] - 1
-        seqlen_q, seqlen_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
-        if table is not None:
-            seqlen_k = min(seqlen_k, table.shape[1] * keys.shape[1])
+    page_size = 0 if table is None else keys.shape[1]
+    seqlen_k = keys.shape[1] if table is None else table.shape[1] * page_size
+    packed = name == "varlen_fwd"
+    if packed:
+        batch, seqlen_q = given["cu_seqlens_q"].shape[0] - 1, given["max_seqlen_q"]
+        longest = given["max_seqlen_k"]
+        seqlen_k = longest if table is None else min(longest, seqlen_k)
     else:
         batch, seqlen_q = q.shape[:2]
-        seqlen_k = keys.shape[1] if table is None else table.shape[1] * keys.shape[1]
-    return Request(
-        device=q.device,
-        dtype=q.dtype,
-        batch=batch,
-        nheads=q.shape[-2],
-        nheads_k=keys.shape[-2],
-        head_dim=head_dim,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        window=(arguments["window_left"], arguments["window_right"]),
-        has_alibi=arguments["alibi_slopes"] is not None,
-        has_softcap=arguments["softcap"] > 0.0,
-        has_dropout=arguments.get("dropout_p", 0.0) > 0.0,
-        packed=name == "varlen_fwd",
-        page_size=0 if table is None else keys.shape[1],
-        cache_index=arguments.get("cache_batch_idx") is not None,
-        split_size=arguments["split_size"],
-        deterministic=arguments["deterministic"],
-        deterministic_bwd=None
-        if any(arguments.get(name) is not None for name in _WITHOUT_BACKWARD)
-        else arguments.get("deterministic_bwd"),
-        has_sink=arguments.get("learnable_sink") is not None,
-        residual_bytes=2 * q[..., 0].numel() * head_dim if call.op.endswith(WITH_RESIDUAL) else 0,
+    split_size, deterministic = given["split_size"], given["deterministic"]
+    with_residual = call.op.endswith(WITH_RESIDUAL)
+    tile, several = build_info().tile(head_dim), 0 < split_size < seqlen_k
+    plan = Plan(
+        family="reference",
+        path="one-cta",
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        split_size=split_size,
+        num_splits=-(-seqlen_k // split_size) if several else 1,
+        tokens_per_split=split_size if several else seqlen_k,
+        launches=1,
+        scratch_bytes=0,
+        residual_bytes=2 * q[..., 0].numel() * head_dim if with_residual else 0,
+    )
+    if q.device.type != "cuda":
+        if deterministic:
+            return plan
+        raise UnsupportedError(
+            "explain: without the deterministic mode, only calls on a CUDA device have a plan; "
+            "call it inside deterministic_mode()"
+        )
+    shared = (
+        torch.empty(0, dtype=q.dtype, device=q.device),
+        *(batch, seqlen_q, seqlen_k, q.shape[-2], keys.shape[-2], head_dim),
+        *(given["window_left"], given["window_right"], given["alibi_slopes"] is not None),
+        *(given["softcap"] > 0.0, given.get("dropout_p", 0.0) > 0.0, packed),
+    )
+    family, path, block_m, num_splits, tokens, launches, scratch = _OPS.plan(
+        *shared,
+        page_size,
+        given.get("cache_batch_idx") is not None,
+        with_residual or given.get("learnable_sink") is not None,  # which the same kernels compute
+        split_size,
+        deterministic,
+    )
+    backward = given.get("deterministic_bwd")
+    if any(given.get(name) is not None for name in _WITHOUT_BACKWARD):
+        backward = None
+    if backward is not None and not instance_problem(q.dtype, head_dim, "bwd"):
+        bwd_family, *numbers = _OPS.bwd_plan(*shared, backward)
+        if bwd_family >= 0:  # otherwise the GPU has too little shared memory for the backward
+            plan = replace(plan, backward=BackwardPlan(FAMILIES[bwd_family], *numbers))
+    return replace(
+        plan,
+        family=FAMILIES[family],
+        path=PATHS[path],
+        block_m=block_m,
+        num_splits=num_splits,
+        tokens_per_split=tokens if num_splits > 1 else seqlen_k,
+        launches=launches,
+        scratch_bytes=scratch,
     )

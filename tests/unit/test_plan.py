@@ -12,27 +12,15 @@ from calls import CALLS, NHEADS, NHEADS_K, Call, int32, kvcache_call, normal, qk
 from flash_attn_deterministic import Plan, deterministic_mode, explain, flash_attn_func
 from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.errors import ArgumentError, DtypeError, UnsupportedError
-from flash_attn_deterministic.plan import Request, plan
 
-REQUEST = Request(
-    device=torch.device("cpu"),
-    dtype=torch.bfloat16,
-    batch=2,
-    nheads=4,
-    nheads_k=2,
-    head_dim=64,
-    seqlen_q=100,
-    seqlen_k=4096,
-    window=(-1, -1),
-    has_alibi=False,
-    has_softcap=False,
-    has_dropout=False,
-    packed=False,
-    page_size=0,
-    cache_index=False,
-    split_size=512,
-    deterministic=True,
-)
+
+def planned(seqlen_k: int = 4096, split_size: int = 512, head_dim: int = 64) -> Plan:
+    """The plan of a call without data."""
+    q, k = (
+        torch.empty(2, seqlen, heads, head_dim, dtype=torch.bfloat16, device="meta")
+        for seqlen, heads in ((100, 4), (seqlen_k, 2))
+    )
+    return explain(flash_attn_func, q, k, k, split_size=split_size)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +36,7 @@ REQUEST = Request(
     ],
 )
 def test_plan_counts_splits(seqlen_k: int, split_size: int, num_splits: int, tokens: int) -> None:
-    planned = plan(dataclasses.replace(REQUEST, seqlen_k=seqlen_k, split_size=split_size))
-    assert planned == Plan(
+    assert planned(seqlen_k, split_size) == Plan(
         family="reference",
         path="one-cta",
         block_m=build_info().tile(64).block_m,
@@ -64,14 +51,13 @@ def test_plan_counts_splits(seqlen_k: int, split_size: int, num_splits: int, tok
 
 def test_plan_takes_the_tile_of_the_head_dim() -> None:
     for head_dim in (32, 256):
-        planned = plan(dataclasses.replace(REQUEST, head_dim=head_dim))
-        tile = build_info().tile(head_dim)
-        assert (planned.block_m, planned.block_n) == (tile.block_m, tile.block_n)
+        found, tile = planned(head_dim=head_dim), build_info().tile(head_dim)
+        assert (found.block_m, found.block_n) == (tile.block_m, tile.block_n)
 
 
 def test_plan_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan(REQUEST).path = "other"  # type: ignore[misc]
+        planned().path = "other"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "kvcache" not in name])
