@@ -184,6 +184,6 @@ def _adjust_ours(
 
 
 # Models with sinks (gpt-oss) list the flash attentions that compute them.
-PreTrainedModel._check_and_adjust_attn_implementation = _adjust_ours  # type: ignore[method-assign]
+PreTrainedModel._check_and_adjust_attn_implementation = _adjust_ours
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)

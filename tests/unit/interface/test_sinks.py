@@ -11,15 +11,13 @@ import torch
 from backward_cases import normal_like
 from bits import bits_equal
 from calls import CALLS, Call, int32, normal, paged_call, qkv_call, varlen_call
-from flash_attn_deterministic import (
-    deterministic_mode,
-    explain,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-)
+from flash_attn_deterministic import deterministic_mode, explain, interface
 from flash_attn_deterministic.errors import UnsupportedError
 
+# Any: the type checker can't match unpacked arguments.
+flash_attn_func: Any = interface.flash_attn_func
+flash_attn_varlen_func: Any = interface.flash_attn_varlen_func
+flash_attn_with_kvcache: Any = interface.flash_attn_with_kvcache
 INF = math.inf
 SINKS = torch.tensor([0.5, -1.0, 2.0, 30.0])
 NO_SINKS = torch.full((4,), -INF)
@@ -162,8 +160,8 @@ def test_a_sink_alone_can_want_a_gradient() -> None:
     assert bits_equal(found, torch.autograd.grad(out, leaves, normal_like(out))[3])
     with torch.no_grad():
         assert not call(learnable_sink=leaf).requires_grad
-    cache = CALLS["flash_attn_with_kvcache"]()
-    assert not cache(learnable_sink=leaf).requires_grad
+    cache: Any = CALLS["flash_attn_with_kvcache"]
+    assert not cache()(learnable_sink=leaf).requires_grad
 
 
 def test_compiled_calls_have_the_same_bits() -> None:
@@ -187,7 +185,8 @@ def test_vmap_takes_one_tensor_of_sinks() -> None:
     q = normal(3, 2, 5, 4, 32)
 
     def run(x: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-        return flash_attn_func(x, x, x, learnable_sink=sinks)
+        out: torch.Tensor = flash_attn_func(x, x, x, learnable_sink=sinks)
+        return out
 
     mapped = torch.vmap(run, in_dims=(0, None))(q, SINKS)
     assert bits_equal(mapped, torch.stack([run(x, SINKS) for x in q]))
@@ -207,13 +206,15 @@ def test_the_plan_of_a_call_with_sinks() -> None:
 def test_gradient_of_softmax_lse(name: str, form: str) -> None:
     """That of q is the mean key under the softmax, of v 0."""
     torch._dynamo.reset()
-    call = CALLS[name](32)
-    function = call.function
+    make: Any = CALLS[name]
+    call: Call = make(32)
+    function: Any = call.function
     if form == "compiled":
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
     names = [n for n in ("q", "k", "v", "qkv", "kv") if n in call.arguments]
     leaves = {n: call.arguments[n].clone().requires_grad_() for n in names}
-    out, softmax_lse, _ = function(**{**call.arguments, **leaves}, return_attn_probs=True)
+    given: dict[str, Any] = {**call.arguments, **leaves}
+    out, softmax_lse, _ = function(**given, return_attn_probs=True)
     dlse = normal_like(softmax_lse)
     inputs = list(leaves.values())
     found = torch.autograd.grad(softmax_lse, inputs, dlse, retain_graph=True)
