@@ -39,18 +39,22 @@ template <typename Element>
 __global__ __launch_bounds__(kThreads) void rows_kernel(const __grid_constant__ BwdParams params,
                                                         const float* sinks, float* sums) {
   const int blocks = (params.seqlen_q + kSinkRows - 1) / kSinkRows;
-  const int head = blockIdx.x / blocks;
-  const int bidb = head / params.h;
-  const int bidh = head - bidb * params.h;
+  // Neighbouring CTAs work on neighbouring heads, whose rows lie side by side.
+  const int group = blockIdx.x / params.h;
+  const int bidh = blockIdx.x - group * params.h;
+  const int bidb = group / blocks;
+  const int block = group - bidb * blocks;
+  const int64_t head = static_cast<int64_t>(bidb) * params.h + bidh;
   const bool packed = params.cu_seqlens_q != nullptr;
   const int64_t first = packed ? params.cu_seqlens_q[bidb] : 0;
   const int seqlen =
       packed ? within(params.cu_seqlens_q[bidb + 1] - static_cast<int>(first), params.seqlen_q)
              : params.seqlen_q;
-  const int begin = (static_cast<int>(blockIdx.x) - head * blocks) * kSinkRows;
+  const int begin = block * kSinkRows;
   const float sink = sinks[bidh];
   const int lane = threadIdx.x % kLanes;
   float total = 0.f;
+#pragma unroll
   for (int i = 0; i < kSinkRows; i += kRowsAtOnce) {
     const int row = begin + i + static_cast<int>(threadIdx.x) / kLanes;
     float sum = 0.f;
@@ -86,8 +90,8 @@ __global__ __launch_bounds__(kThreads) void rows_kernel(const __grid_constant__ 
     }
     sum = sum_of_lanes<1, kLanes>(sum);
     if (row < seqlen && lane == 0) {
-      const int64_t at = packed ? bidh * int64_t{params.total_q} + first + row
-                                : head * int64_t{params.seqlen_q} + row;
+      const int64_t at =
+          packed ? bidh * int64_t{params.total_q} + first + row : head * params.seqlen_q + row;
       const float lse = static_cast<const float*>(params.softmax_lse_ptr)[at];
       const float probability = exp2_approx(__fmul_rn(__fsub_rn(sink, lse), 1.44269504f));
       total = __fmaf_rn(-probability, params.dlse == nullptr ? sum : sum - params.dlse[at], total);
@@ -103,7 +107,7 @@ __global__ __launch_bounds__(kThreads) void rows_kernel(const __grid_constant__ 
     total = threadIdx.x < kThreads / 32 ? of_warps[threadIdx.x] : 0.f;
     total = sum_of_lanes<1, kThreads / 32>(total);
     if (threadIdx.x == 0) {
-      sums[blockIdx.x] = total;
+      sums[head * blocks + block] = total;
     }
   }
 }

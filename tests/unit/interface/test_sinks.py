@@ -211,8 +211,8 @@ def test_gradient_of_softmax_lse(name: str, form: str) -> None:
     function: Any = call.function
     if form == "compiled":
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
-    names = [n for n in ("q", "k", "v", "qkv", "kv") if n in call.arguments]
-    leaves = {n: call.arguments[n].clone().requires_grad_() for n in names}
+    names: list[str] = [n for n in ("q", "k", "v", "qkv", "kv") if n in call.arguments]
+    leaves: dict[str, Any] = {n: call.arguments[n].clone().requires_grad_() for n in names}
     given: dict[str, Any] = {**call.arguments, **leaves}
     out, softmax_lse, _ = function(**given, return_attn_probs=True)
     dlse = normal_like(softmax_lse)
