@@ -28,11 +28,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from ..errors import UnsupportedError
-from ..interface.call import resolve_options
-from ..mode import deterministic_mode
-from ..ops.autograd import run
-from ..schemas import forward_call
-from ..types import Lengths, Options
+from ..types import Lengths
+from .paged import PagedAttention
 
 NAME = "FLASH_ATTN_DETERMINISTIC"
 _PAGE = 16  # page sizes of the kernels are multiples of this
@@ -273,11 +270,10 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self._slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
-        self._window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-        self._softcap = logits_soft_cap or 0.0
+        slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
+        window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+        self._attention = PagedAttention(self.scale, window, logits_soft_cap or 0.0, slopes)
         self._writes = kv_sharing_target_layer_name is None
-        self._options: dict[bool, Options] = {}
 
     def forward(
         self,
@@ -316,15 +312,8 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         if attn_metadata is None:
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
-        pages_k, pages_v = self._pages(kv_cache)
-        if self._slopes is not None:
-            self._slopes = self._slopes.to(query.device)
-        if attn_metadata.causal not in self._options:
-            self._options[attn_metadata.causal] = self._resolved(query, attn_metadata.causal)
-        # Not flash_attn_varlen_func: what is the same in all calls of a layer costs host time.
-        options = self._options[attn_metadata.causal]
-        inputs = query[:tokens], pages_k, pages_v
-        out, _ = run(forward_call(inputs, attn_metadata.lengths, options, self._slopes))
+        pages = self._pages(kv_cache)
+        out = self._attention(query[:tokens], pages, attn_metadata.lengths, attn_metadata.causal)
         output[:tokens].copy_(out.view_as(output[:tokens]))
         return output
 
@@ -360,11 +349,6 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         page, place = slots // pages_k.shape[1], slots % pages_k.shape[1]
         pages_k[page, place] = key[tokens]
         pages_v[page, place] = value[tokens]
-
-    def _resolved(self, query: torch.Tensor, causal: bool) -> Options:
-        with deterministic_mode():
-            arguments = 0.0, self.scale, causal, self._window, self._softcap, None
-            return resolve_options(query, *arguments)[1]
 
     def _pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values as views (pages, page_block_size, num_kv_heads, head_size)."""

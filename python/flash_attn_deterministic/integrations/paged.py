@@ -1,0 +1,59 @@
+"""Attention over the pages of a server, in the deterministic mode whatever that of the process."""
+
+from __future__ import annotations
+
+import torch
+
+from ..interface.call import resolve_options
+from ..mode import deterministic_mode
+from ..ops.autograd import run
+from ..schemas import forward_call
+from ..types import Lengths, Options
+
+
+class PagedAttention:
+    """The attention of one layer. What is the same in all its calls is found once, to save time.
+
+    Args:
+        softmax_scale: factor of the scores.
+        window_size: as of `flash_attn_varlen_func`; so are softcap and alibi_slopes.
+        softcap: see window_size.
+        alibi_slopes: see window_size.
+    """
+
+    def __init__(
+        self,
+        softmax_scale: float,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> None:
+        self._numbers = softmax_scale, window_size, softcap
+        self._slopes = alibi_slopes
+        self._options: dict[bool, Options] = {}
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        lengths: Lengths,
+        causal: bool,
+    ) -> torch.Tensor:
+        """Returns out (total_q, nheads, head_dim).
+
+        Args:
+            query: (total_q, nheads, head_dim), head_dim a multiple of 8.
+            pages: of keys and values, (pages, page_block_size, nheads_k, head_dim).
+            lengths: of the requests, with their pages.
+            causal: whether the mask is causal.
+        """
+        if causal not in self._options:
+            scale, window, softcap = self._numbers
+            with deterministic_mode():
+                _, options = resolve_options(query, 0.0, scale, causal, window, softcap, None)
+            self._options[causal] = options
+        if self._slopes is not None:
+            self._slopes = self._slopes.to(query.device)
+        options = self._options[causal]
+        out, _ = run(forward_call((query, *pages), lengths, options, self._slopes))
+        return out  # type: ignore[no-any-return]
