@@ -149,10 +149,13 @@ def conformance(session: nox.Session) -> None:
 @nox.session(requires=["build_dev"], default=False)
 def vllm(session: nox.Session) -> None:
     """Check the attention backend against vLLM's own classes, on the CPU (gigabytes)."""
-    session.install(str(the_wheel(session, "dist/dev")), *groups("vllm"))
-    # vLLM's own warnings are no errors of ours.
-    file = "tests/unit/integrations/test_vllm.py"
-    session.run("pytest", "-W", "default", file, *session.posargs)
+    check_server(session, "vllm")
+
+
+@nox.session(requires=["build_dev"], default=False)
+def sglang(session: nox.Session) -> None:
+    """Check the attention backend against SGLang's own classes, on the CPU (gigabytes)."""
+    check_server(session, "sglang")
 
 
 @nox.session(default=False)
@@ -464,6 +467,15 @@ def the_wheel(session: nox.Session, folder: str) -> Path:
         names = ", ".join(wheel.name for wheel in found)
         session.error(f"{folder}: expected one wheel, found {names}; remove others")
     return found[-1]
+
+
+def check_server(session: nox.Session, name: str) -> None:
+    """Runs the tests of a server's backend; the server brings the torch that it wants."""
+    wanted = [re.sub("==.*", "", one) if NEWEST else one for one in groups(name)]
+    session.install(str(the_wheel(session, "dist/dev")), *wanted)
+    # The server's own warnings are no errors of ours.
+    file = f"tests/unit/integrations/test_{name}.py"
+    session.run("pytest", "-W", "default", file, *session.posargs)
 
 
 def groups(*names: str) -> tuple[str, ...]:

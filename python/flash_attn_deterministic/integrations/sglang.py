@@ -173,7 +173,8 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         assert self.forward_metadata is not None
         attention = self._layers[layer.layer_id]
-        return attention(query, (keys, values), self.forward_metadata, causal).flatten(1)
+        out = attention(query, (keys, values), self.forward_metadata, causal)
+        return out.reshape(q.shape[0], -1)
 
     forward_extend = forward_decode
 
