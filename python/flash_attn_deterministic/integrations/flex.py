@@ -82,8 +82,7 @@ def flex_attention(
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     options = starts, starts, longest, longest, 0.0, scale, causal
     out = flash_attn_varlen_func(q, k, v, *options)
-    rows: torch.Tensor = out.unflatten(0, (batch, seqlen))
-    return rows.transpose(1, 2)
+    return out.view(batch, seqlen, *out.shape[1:]).transpose(1, 2)
 
 
 def documents_of(block_mask: BlockMask, batch: int, seqlen: int, device: torch.device) -> Documents:

@@ -172,9 +172,10 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         query = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         assert self.forward_metadata is not None
-        attention = self._layers[layer.layer_id]
+        attention: PagedAttention = self._layers[layer.layer_id]
         out = attention(query, (keys, values), self.forward_metadata, causal)
-        return out.reshape(q.shape[0], -1)
+        rows: torch.Tensor = out.flatten(1)
+        return rows
 
     forward_extend = forward_decode
 
