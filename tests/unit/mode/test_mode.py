@@ -519,8 +519,7 @@ def test_environment_is_read_at_import_only() -> None:
     )
 
 
-@pytest.mark.parametrize("value", ["100", "1" * 5000], ids=["no-multiple", "5000-digits"])
-def test_wrong_environment_fails_calls_until_a_mode_is_set(value: str) -> None:
+def test_wrong_environment_fails_calls_until_a_mode_is_set() -> None:
     script = """
 import torch
 import flash_attn_deterministic as f
@@ -543,22 +542,21 @@ f.set_deterministic_mode(split_size=64)
 f.flash_attn_func(q, q, q)
 print(f.get_deterministic_mode())
 """
-    result = run_python(script, FA2_SPLIT_SIZE=value)
+    result = run_python(script, FA2_SPLIT_SIZE="1" * 5000)
     assert result.stdout == "Mode(enabled=True, split_size=64, keep_residual=False)\n", (
         result.stderr
     )
 
 
-@pytest.mark.parametrize("value", ["100", "1" * 5000], ids=["no-multiple", "5000-digits"])
-def test_help_and_info_work_in_a_wrong_environment(value: str) -> None:
+def test_help_and_info_work_in_a_wrong_environment() -> None:
     script = (
         "import sys; from flash_attn_deterministic.__main__ import main;"
         "sys.exit(main(sys.argv[1:] or {}))"
     )
-    result = run_python(script.format(["--help"]), FA2_SPLIT_SIZE=value)
+    result = run_python(script.format(["--help"]), FA2_SPLIT_SIZE="100")
     assert result.returncode == 0, result.stderr
     assert "usage: flash-attn-deterministic" in result.stdout
-    result = run_python(script.format(["info"]), FA2_SPLIT_SIZE=value)
+    result = run_python(script.format(["info"]), FA2_SPLIT_SIZE="100")
     assert result.returncode == 0, result.stderr
     assert "mode           FA2_SPLIT_SIZE: expected" in result.stdout
 

@@ -60,7 +60,7 @@ for _ in range(8):
     assert min(map(float, ratios)) < 6
 
 
-@pytest.mark.parametrize("argv", ["sys.argv = []", "sys.argv = [None]", "del sys.argv"])
+@pytest.mark.parametrize("argv", ["sys.argv = [None]", "del sys.argv"])
 def test_import_in_a_program_that_embeds_python(argv: str) -> None:
     script = f"import sys; {argv}; import flash_attn_deterministic"
     subprocess.run([sys.executable, "-c", script], check=True)
