@@ -222,4 +222,17 @@ FAULTS = [
         "splits && !parts ? T::kBlocks : T::kBlocksAlone",
         "T::kBlocksAlone",
     ),
+    Fault(
+        "the accumulator is not brought to the maximum of its sink",
+        *(64, _ROWS, "      rescale(acc, weights);\n", ""),
+    ),
+    Fault(
+        "a head ends with the sink of the one before",
+        *(
+            64,
+            _ROWS,
+            "call.sinks[work_of(turn).bidh]",
+            "call.sinks[max(work_of(turn).bidh - 1, 0)]",
+        ),
+    ),
 ]
