@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..interface.call import resolve_options
+from ..interface.call import as_sink, resolve_options
 from ..mode import deterministic_mode
 from ..ops.autograd import run
 from ..schemas import forward_call
@@ -38,6 +38,7 @@ class PagedAttention:
         pages: tuple[torch.Tensor, torch.Tensor],
         lengths: Lengths,
         causal: bool,
+        learnable_sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns out (total_q, nheads, head_dim).
 
@@ -46,6 +47,7 @@ class PagedAttention:
             pages: of keys and values, (pages, page_block_size, nheads_k, head_dim).
             lengths: of the requests, with their pages.
             causal: whether the mask is causal.
+            learnable_sink: as of `flash_attn_func`.
         """
         if causal not in self._options:
             scale, window, softcap = self._numbers
@@ -54,6 +56,8 @@ class PagedAttention:
             self._options[causal] = options
         if self._slopes is not None:
             self._slopes = self._slopes.to(query.device)
-        options = self._options[causal]
-        out, _ = run(forward_call((query, *pages), lengths, options, self._slopes))
+        sink = None if learnable_sink is None else as_sink(learnable_sink)
+        inputs, options = (query, *pages), self._options[causal]
+        call = forward_call(inputs, lengths, options, self._slopes, learnable_sink=sink)
+        out, _ = run(call)
         return out  # type: ignore[no-any-return]

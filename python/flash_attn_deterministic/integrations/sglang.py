@@ -2,8 +2,8 @@
 
 SGLang loads it through the entry point sglang.srt.plugins. It is among the backends of
 `--enable-deterministic-inference`, with the radix cache. It computes decoder attention over pages
-of a multiple of 16 tokens (`--page-size 64`), with sliding windows and softcap; decode runs in CUDA
-graphs. Speculative decoding, sinks, quantised caches, MLA, cross attention and separate pools for
+of a multiple of 16 tokens (`--page-size 64`), with sliding windows, softcap and sinks; decode runs
+in CUDA graphs. Speculative decoding, quantised caches, MLA, cross attention and separate pools for
 sliding windows are refused. The mode is enabled for each call, whatever the mode of the process.
 """
 
@@ -140,6 +140,7 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
         **unknown: Any,
     ) -> torch.Tensor:
         """Writes k and v into the pool; returns attention, (tokens, nheads * head_dim).
@@ -151,6 +152,7 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
             layer: SGLang's RadixAttention.
             forward_batch: the step that was prepared.
             save_kv_cache: whether k and v are written.
+            sinks: (nheads,), a logit per head that takes part in each softmax.
             unknown: arguments of other models; only None and False.
 
         Raises:
@@ -173,7 +175,7 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         causal = layer.attn_type != AttentionType.ENCODER_ONLY
         assert self.forward_metadata is not None
         attention: PagedAttention = self._layers[layer.layer_id]
-        out = attention(query, (keys, values), self.forward_metadata, causal)
+        out = attention(query, (keys, values), self.forward_metadata, causal, sinks)
         rows: torch.Tensor = out.flatten(1)
         return rows
 
@@ -187,7 +189,8 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         """Returns the pages of each request: SGLang keeps the slots of tokens, in whole pages."""
         table = self._requests.req_to_token
         slots = table[batch.req_pool_indices, : self._longest(batch) : self._page_size]
-        return (slots // self._page_size).int()
+        pages: torch.Tensor = (slots // self._page_size).int()
+        return pages
 
 
 def _sums(lengths: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,10 @@ vLLM loads it through the entry point vllm.general_plugins. Where vLLM takes new
 (0.33 does), it registers its own and touches nothing else. Older releases have one name for all
 plugins, CUSTOM: it takes that only if VLLM_PLUGINS names this plugin.
 
-It computes decoder attention over vLLM's pages, with sliding windows, softcap and ALiBi. Rows have
-the same bits in every batch, in whole and chunked prompts, in decode and prefill. Quantised caches,
-sinks, encoders and context parallelism are not supported. The mode is enabled for each call,
-whatever the mode of the process.
+It computes decoder attention over vLLM's pages, with sliding windows, softcap, ALiBi and sinks.
+Rows have the same bits in every batch, in whole and chunked prompts, in decode and prefill.
+Quantised caches, encoders and context parallelism are not supported. The mode is enabled for each
+call, whatever the mode of the process.
 """
 
 from __future__ import annotations
@@ -137,6 +137,11 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Returns True."""
+        return True
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Returns True."""
         return True
@@ -240,6 +245,7 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         logits_soft_cap: of the scores.
         attn_type: decoder.
         kv_sharing_target_layer_name: a layer whose cache this one reads instead of writing its own.
+        sinks: (num_heads,), a logit per head that takes part in each softmax.
         unknown: arguments of other layers; only None.
 
     Raises:
@@ -258,6 +264,7 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **unknown: Any,
     ) -> None:
         if attn_type != AttentionType.DECODER:
@@ -273,6 +280,7 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         self._attention = PagedAttention(self.scale, window, logits_soft_cap or 0.0, slopes)
+        self._sinks = sinks
         self._writes = kv_sharing_target_layer_name is None
 
     def forward(
@@ -313,7 +321,8 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         pages = self._pages(kv_cache)
-        out = self._attention(query[:tokens], pages, attn_metadata.lengths, attn_metadata.causal)
+        lengths, causal = attn_metadata.lengths, attn_metadata.causal
+        out = self._attention(query[:tokens], pages, lengths, causal, self._sinks)
         output[:tokens].copy_(out.view_as(output[:tokens]))
         return output
 

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 ours: Any = integration
+dense_func: Any = package.flash_attn_func
 HEADS, HEADS_K, HEAD_DIM, PAGE, LENGTH = 4, 2, 32, 16, 48
 
 
@@ -43,7 +44,8 @@ def draw(*shape: int, seed: int) -> torch.Tensor:
 class Engine:
     """Two requests, SGLang's pools, and steps of any lengths."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, sinks: torch.Tensor | None = None, **options: Any) -> None:
+        self.sinks = sinks
         self.layer = RadixAttention(HEADS, HEAD_DIM, 0.2, HEADS_K, 0, **options)
         requests = ReqToTokenPool(2, LENGTH, "cpu", enable_memory_saver=False)
         for request, pages in ((1, (3, 1, 7)), (2, (2, 8, 5))):
@@ -84,7 +86,9 @@ class Engine:
         else:
             self.backend.init_forward_metadata(batch)
         q, k, v = (torch.cat([t[r, b:e] for r, b, e in parts]) for t in (self.q, self.k, self.v))
-        out: torch.Tensor = self.backend.forward(q.flatten(1), k, v, self.layer, batch)
+        out: torch.Tensor = self.backend.forward(
+            q.flatten(1), k, v, self.layer, batch, sinks=self.sinks
+        )
         return out.view(-1, HEADS, HEAD_DIM)
 
 
@@ -93,6 +97,7 @@ class Engine:
     [
         pytest.param({}, id="plain"),
         pytest.param({"sliding_window_size": 9, "logit_cap": 5.0}, id="window-softcap"),
+        pytest.param({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, id="sinks"),
     ],
 )
 def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, Any]) -> None:
@@ -106,7 +111,7 @@ def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, 
         engine.step((1, 39, 40), (2, 7, 8), graph=True)[:1],
     ]
     assert bits_equal(torch.cat(parts), whole)
-    expected = package.flash_attn_func(
+    expected = dense_func(
         engine.q[1:2, :40],
         engine.k[1:2, :40],
         engine.v[1:2, :40],
@@ -114,6 +119,7 @@ def test_steps_of_the_scheduler_have_the_bits_of_one_prefill(options: dict[str, 
         causal=True,
         window_size=(options.get("sliding_window_size", -1), 0),
         softcap=options.get("logit_cap", 0.0),
+        learnable_sink=options.get("sinks"),
     )
     assert bits_equal(whole, expected[0])
 
@@ -140,5 +146,5 @@ def test_what_it_does_not_support_is_refused() -> None:
         engine.backend.init_forward_metadata(verify)
     engine.step((1, 0, 4))
     q, k = torch.zeros(4, HEADS * HEAD_DIM), torch.zeros(4, HEADS_K, HEAD_DIM)
-    with pytest.raises(UnsupportedError, match="sinks: expected None"):
-        engine.backend.forward_decode(q, k, k, engine.layer, None, sinks=torch.zeros(HEADS))
+    with pytest.raises(UnsupportedError, match="score_mod: expected None"):
+        engine.backend.forward_decode(q, k, k, engine.layer, None, score_mod=torch.relu)
