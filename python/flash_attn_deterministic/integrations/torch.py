@@ -12,12 +12,16 @@ backends; to be sure of this one, put calls into `sdpa_kernel`:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # raises rather than run another backend
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+Code that asks for "FA3" or "FA4" by name, such as TorchTitan, gets these kernels after
+`stand_in_for("FA3", "FA4")`.
+
 The order of additions is that of the mode, in the backward too. `restore_flash_attention_impl()`,
 in torch >= 2.11, restores torch's own kernels.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -25,7 +29,7 @@ import torch
 from torch.nn.attention import register_flash_attention_impl
 
 from ..checks.tensors import check_like
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..types import Gradients, Lengths
 from . import low_level
 
@@ -163,7 +167,11 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Computes aten::_scaled_dot_product_flash_attention: heads before tokens."""
+    """Computes aten::_scaled_dot_product_flash_attention: heads before tokens.
+
+    Warns inside torch's context_parallel, which merges the rounded results of parts of the keys.
+    """
+    _warn_of_context_parallel()
     seqlens = query.shape[2], key.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, *rest = forward(
@@ -248,6 +256,38 @@ def _strided_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the strides that compiled graphs expect, those of empty_like."""
     expected = torch.empty_like(like)
     return tensor if tensor.stride() == expected.stride() else expected.copy_(tensor)
+
+
+def _warn_of_context_parallel() -> None:
+    """Warns where torch's context_parallel takes the results of this call for one part of many."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    if torch.ops.aten._scaled_dot_product_flash_attention.default in handlers:
+        warnings.warn(
+            "torch's context_parallel merges the rounded results of several ranks: bits depend on "
+            "the number of ranks; flash_attn_deterministic.distributed has attention over ranks "
+            "with the bits of one",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def stand_in_for(*names: str) -> None:
+    """Registers these kernels under other names too, for the rest of the process.
+
+    For code that activates a fixed one: after `stand_in_for("FA3")`, torch's
+    `activate_flash_attention_impl("FA3")` activates them.
+
+    Args:
+        names: "FA3" and "FA4" are torch's.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"names: expected strings, got {type(name).__name__}")
+        register_flash_attention_impl(name, register_fn=_register)
 
 
 def _register() -> Handle:

@@ -10,7 +10,7 @@ import torch
 from bits import bits_equal
 from calls import normal
 from flash_attn_deterministic import deterministic_mode
-from flash_attn_deterministic.errors import ArgumentError, UnsupportedError
+from flash_attn_deterministic.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from flash_attn_deterministic.integrations import low_level
 from flash_attn_deterministic.integrations import torch as provider_module
 from flash_attn_deterministic.ops import autograd
@@ -69,6 +69,35 @@ def test_torch_activates_and_restores_it() -> None:
     finally:
         attention.restore_flash_attention_impl()
     assert attention.current_flash_attention_impl() is None
+
+
+def test_it_takes_the_place_of_another_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(attention, "restore_flash_attention_impl"):
+        pytest.skip("torch 2.10 keeps what was activated")
+    registry: Any = attention._registry
+    monkeypatch.setattr(registry, "_FLASH_ATTENTION_IMPLS", {**registry._FLASH_ATTENTION_IMPLS})
+    provider.stand_in_for("FA3", "FA4")
+    with pytest.raises(ArgumentTypeError, match="names: expected strings, got int"):
+        provider.stand_in_for(3)
+    attention.activate_flash_attention_impl("FA3")
+    try:
+        assert attention.current_flash_attention_impl() == "FA3"
+        assert has_kernel("_flash_attention_forward", "CUDA")
+    finally:
+        attention.restore_flash_attention_impl()
+
+
+def test_parts_of_context_parallel_bring_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import DTensor
+
+    q = draw(1, 2, 8, 32)
+    provider.sdpa_forward(q, q, q)  # without a warning, which would be an error
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers = {**dispatcher._custom_op_handlers, op: None}
+    monkeypatch.setattr(dispatcher, "_custom_op_handlers", handlers)
+    with pytest.warns(RuntimeWarning, match="context_parallel merges the rounded results"):
+        provider.sdpa_forward(q, q, q)
 
 
 @pytest.mark.parametrize("name", list(provider._OVERRIDES))
