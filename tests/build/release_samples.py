@@ -268,14 +268,15 @@ def sections(**states: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def wheel(folder: Path, files: Mapping[str, bytes] | None = None, **info: Any) -> Path:
+def wheel(folder: Path, files: Mapping[str, bytes] | None = None, machine: str = "x86_64") -> Path:
     """Makes a wheel that passes every check of the build, with more files if given."""
-    contents = fake_wheel.contents(fake_wheel.library(folder / "library"))
+    binary, tag = fake_wheel.library(folder / "library"), fake_wheel.TAG
+    if machine == "aarch64":
+        binary = binary[:18] + (183).to_bytes(2, "little") + binary[20:]  # EM_AARCH64
+    contents = fake_wheel.contents(binary, tag := tag.replace("x86_64", machine))
     write_native(folder / "tree")
-    stated = {**fake_wheel.INFO, "sources": sources.digests(folder / "tree"), **info}
+    stated = {**fake_wheel.INFO, "sources": sources.digests(folder / "tree")}
     contents[check.BUILD_INFO] = json.dumps(stated).encode()
     bill = next(name for name in contents if name.endswith(sbom.FILE_NAME))
-    contents[bill] = sbom.describe(
-        "0.1.0", stated, contents[check.LIBRARY], fake_wheel.COMPONENTS, fake_wheel.DATE
-    )
-    return fake_wheel.pack(folder, {**contents, **(files or {})})
+    contents[bill] = sbom.describe("0.1.0", stated, binary, fake_wheel.COMPONENTS, fake_wheel.DATE)
+    return fake_wheel.pack(folder, {**contents, **(files or {})}, tag)

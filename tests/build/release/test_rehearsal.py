@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import package_server
@@ -128,6 +129,26 @@ def test_a_failed_run_is_written_down_to_be_attested(project: Project, out: Path
     (project.dist / "verification" / "2").mkdir()  # cut short: it may be run again
     assert run(project, out) == RefusedError.exit_code
     assert list(out.parent.iterdir()) == []
+
+
+def test_wheels_of_two_machines_are_one_release(
+    project: Project, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = release_samples.wheel(tmp_path / "arm", machine="aarch64")
+    wheel = Path(shutil.copy(other, project.dist))
+    release_samples.describe(wheel)
+    release_samples.write_report(wheel, project.dist / "verification" / "2" / "verification.json")
+    assert run(project, out) == RefusedError.exit_code
+    assert "expected one wheel each of x86_64, found" in capsys.readouterr().err
+    machines = dict.fromkeys(("x86_64", "aarch64"), release_samples.CUDA)
+    project.policy = replace(project.policy, wheels=machines)
+    assert run(project, out) == 0, capsys.readouterr().err
+    names = {wheel.name, project.wheel.name}
+    assert {path.name for path in (out / "package-index").iterdir()} == names
+    assert {f"{name}.verification-1.json" for name in names} <= {
+        path.name for path in (out / "assets").iterdir()
+    }
+    assert "| 0.1.0, aarch64, package index | 13.0.88 |" in (out / "notes.md").read_text()
 
 
 def test_nothing_of_the_gpu_machine_is_published_but_the_report(
