@@ -69,6 +69,10 @@ constexpr Share kFewRowsOfSlowBlocks = {0.45, 0.9};
 constexpr Share kNever = {1e9, 1e9};
 constexpr int kSlowHeadDim = 192;
 
+// Up to this head dim parts are taken for more than 16 rows whatever the share. (H100, 20 rows,
+// pages of 16, share 0.97 and more: 0.88 to 1.01 of the few-rows kernel's time.)
+constexpr int kSmallHeadDim = 64;
+
 // Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
 // 0.75 us a block, and 4 us; with 13 blocks of one split both paths take 14 us.)
 constexpr int kShortWalk = 8;
@@ -116,7 +120,7 @@ bool few_queries(Path path) { return path == Path::kFewRows || path == Path::kSc
 // Query heads whose rows share a row block: those that share a key head, or some of them.
 int group_of(const FwdParams& params, Family family, Path path) {
   int group = 1;
-  if (path == Path::kParts && family == Family::kSm90) {
+  if (family == Family::kSm90) {
     // The copy engine loads the 64 rows of a warpgroup as boxes of `heads` heads of some queries.
     const auto fits = [&](int heads) {
       return params.h_h_k_ratio % heads == 0 && heads <= sm90::kGroupRows &&
@@ -381,10 +385,11 @@ bool suits_parts(const FwdParams& params, const Candidate& parts, const Tree& tr
   }
   const int rows = params.seqlen_q * group;
   const bool slow = kernel_head_dim(params.d) >= kSlowHeadDim || params.block_table != nullptr;
-  const Share share = rows > kFewRowsTiles[1]   ? kManyRows
-                      : rows > kFewRowsTiles[0] ? kMiddleRows
-                      : slow                    ? kFewRowsOfSlowBlocks
-                                                : kNever;
+  const bool small = kernel_head_dim(params.d) <= kSmallHeadDim && rows > kFewRowsTiles[0];
+  const Share share = rows > kFewRowsTiles[1] || small ? kManyRows
+                      : rows > kFewRowsTiles[0]        ? kMiddleRows
+                      : slow                           ? kFewRowsOfSlowBlocks
+                                                       : kNever;
   const Walks walks = walks_of(params, parts, tree, device);
   const bool short_walks = rows > kFewRowsTiles[0] && walks.longest <= kShortWalk;
   return (short_walks || walks.share >= share.from) && walks.share < share.to;

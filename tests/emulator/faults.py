@@ -78,6 +78,14 @@ FAULTS = [
         "at >= end || at <= begin",
     ),
     Fault(
+        "a block that a mask cuts is taken for one inside",
+        *(96, _CONSUMER, "block <= keys.inside.end", "block <= keys.inside.end + 1"),
+    ),
+    Fault(
+        "heads of a group write to the rows of the first",
+        *(96, _ROWS, "(row - (token << call.group_bits)) * head_stride", "0 * head_stride"),
+    ),
+    Fault(
         "a split begins a block late",
         *(96, _CONSUMER, "block / call.split_blocks *", "(block + 1) / call.split_blocks *"),
     ),

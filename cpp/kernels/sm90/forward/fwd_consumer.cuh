@@ -115,6 +115,7 @@ struct RowKeys {
   int diagonal;   // position of query 0 among the keys
   int seqlen_k;
   int seen_begin, seen_end;  // keys that all rows of this warp see
+  KeyRange inside;           // blocks that all rows of this warpgroup see
 
   __device__ __forceinline__ RowKeys(const FwdCall& call, const Work& work, int group, int warp)
       : tile(blocks_of_rows<T>(call, work, work.first_row, T::kRows)),
@@ -130,17 +131,27 @@ struct RowKeys {
     const int last_token = (warp_row + 15) >> call.group_bits;
     seen_end = min(seqlen_k, first_token + diagonal + 1 + call.window_right);
     seen_begin = last_token + diagonal - call.window_left;
+    if constexpr (T::kLoopsInside) {
+      const int begin =
+          ((first_row + kGroupRows - 1) >> call.group_bits) + diagonal - call.window_left;
+      const int end =
+          min(seqlen_k, (first_row >> call.group_bits) + diagonal + 1 + call.window_right);
+      inside = {(max(begin, 0) + T::kKeys - 1) / T::kKeys, max(end, 0) / T::kKeys};
+    }
   }
 
-  // Softcap, and -inf for the keys that a row does not see.
-  __device__ __forceinline__ void hide(const FwdCall& call, int row_in_group, int lane, int block,
-                                       float (&scores)[T::kKeys / 2]) const {
+  __device__ __forceinline__ void cap(const FwdCall& call, float (&scores)[T::kKeys / 2]) const {
     if constexpr (T::kSoftcap) {
 #pragma unroll
       for (int j = 0; j < T::kKeys / 2; ++j) {
         scores[j] = tanh_approx(__fmul_rn(scores[j], call.softcap));
       }
     }
+  }
+
+  // -inf for the keys that a row does not see.
+  __device__ __forceinline__ void hide(const FwdCall& call, int row_in_group, int lane, int block,
+                                       float (&scores)[T::kKeys / 2]) const {
     const int key = block * T::kKeys;
     if (key + T::kKeys > seen_end || key < seen_begin) {
       const int column = key + lane % 4 * 2;
@@ -267,14 +278,23 @@ struct Consumer {
       const int split_begin = max(keys.own.begin, block / call.split_blocks * call.split_blocks);
 #pragma unroll 1
       while (block > split_begin) {
-        --block;
-        step<false>(turn, keys, block);
+        if (T::kLoopsInside && block <= keys.inside.end && block > keys.inside.begin) {
+          const int last = max(split_begin, keys.inside.begin);
+#pragma unroll 1
+          do {
+            --block;
+            step<false, false>(turn, keys, block);
+          } while (block > last);
+        } else {
+          --block;
+          step<false, true>(turn, keys, block);
+        }
       }
       if (block == keys.own.begin) {
         break;
       }
       --block;
-      step<true>(turn, keys, block);
+      step<true, true>(turn, keys, block);
     }
     if constexpr (!T::kQueriesInRegisters) {
       supply.free_queries();
@@ -330,6 +350,7 @@ struct Consumer {
     hold(scores);
     supply.free_block(supply.ring);
     supply.ring.advance(call.blocks);
+    keys.cap(call, scores);
     keys.hide(call, row_in_group, lane, block, scores);
     find_maxima<T>(call, scores, rows, scales);
     exponentiate<T>(call, scores, rows, scales);
@@ -338,8 +359,8 @@ struct Consumer {
   }
 
   // Scores of `block`, and the values of the block after it. kNewSplit: that one was the first of
-  // its split.
-  template <bool kNewSplit>
+  // its split. kHides: a mask may cut `block`.
+  template <bool kNewSplit, bool kHides>
   __device__ __forceinline__ void step(int turn, const RowKeys<T>& keys, int block) {
     const Ring k_at = supply.take();
     const Ring v_at = supply.take();
@@ -366,7 +387,10 @@ struct Consumer {
       done = rows;
       rows = RowState{};
     }
-    keys.hide(call, row_in_group, lane, block, scores);
+    keys.cap(call, scores);
+    if constexpr (kHides) {
+      keys.hide(call, row_in_group, lane, block, scores);
+    }
     find_maxima<T>(call, scores, rows, scales);
     if constexpr (T::kSteps == 2) {
       wgmma_wait<0>();
@@ -489,7 +513,12 @@ struct Consumer {
       const Work work = ends.work_of(turn);
       const int row = work.first_row + group * kGroupRows + thread / 32 * 16;
       lines.whole = __all_sync(~0u, row + 16 <= work.rows && call.head_dim == T::kHeadDim);
-      lines.four_rows = 4 * static_cast<int64_t>(sizeof(typename T::Element)) * call.out_row_stride;
+      const auto bytes_to = [&](int rows) {
+        return static_cast<int64_t>(sizeof(typename T::Element)) *
+               ends.offset(rows, call.out_row_stride, call.out_head_stride);
+      };
+      lines.four_rows = bytes_to(4);  // from a multiple of 16 rows and up to 3: heads do not carry
+      lines.eight_rows = bytes_to(8);
       lines.first = reinterpret_cast<char*>(ends.row_of_out(work, row + lane / 8)) + lane % 8 * 16;
     }
     return lines;

@@ -78,7 +78,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   call.row_tiles = ((params.seqlen_q << call.group_bits) + T::kRows - 1) / T::kRows;
   const bool parts = params.parts.acc != nullptr;
   call.first_tile = params.parts.first_tile;
-  call.split_tiles = parts ? params.parts.tiles : call.row_tiles * params.batch * params.heads;
+  call.split_tiles = parts ? params.parts.tiles : call.row_tiles * params.batch * call.units;
   call.tiles = call.split_tiles * (parts ? params.parts.splits : 1);
   call.heads_per_kv = params.heads / params.heads_k;
   const bool splits = params.split_tokens > 0 && params.seqlen_k > params.split_tokens;
@@ -94,8 +94,8 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   const int64_t kv_heads = std::max<int64_t>(1, kL2Bytes / std::max<int64_t>(1, head_bytes));
   call.units_at_a_time =
       parts ? 1
-            : static_cast<int>(std::min<int64_t>(
-                  kv_heads * call.heads_per_kv, static_cast<int64_t>(params.batch) * params.heads));
+            : static_cast<int>(std::min<int64_t>(kv_heads * (call.heads_per_kv >> call.group_bits),
+                                                 int64_t{params.batch} * call.units));
 
   using Element = typename T::Element;
   const FwdTensors tensors = fwd_tensors(params);

@@ -42,7 +42,7 @@ struct FwdParams {
   int64_t lse_batch_stride, lse_head_stride;
 
   // Query heads of one key head whose rows stand in one tile: row = token * group + head. It
-  // divides kGroupRows. 1 where a CTA walks all splits.
+  // divides kGroupRows.
   int group;
 
   int batch, kv_batch;

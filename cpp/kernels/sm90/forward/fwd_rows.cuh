@@ -28,11 +28,18 @@ struct RowEnds {
     return read_work_by_warp(shared + T::kWorkAt + 32 * (turn & 1));
   }
 
+  // Where a row lies, from the first query of its sequence and the first head of its group.
+  __device__ __forceinline__ int64_t offset(int row, int64_t row_stride,
+                                            int64_t head_stride) const {
+    const int token = row >> call.group_bits;
+    return token * row_stride + (row - (token << call.group_bits)) * head_stride;
+  }
+
   __device__ __forceinline__ Element* row_of_out(const Work& work, int row) const {
     const int64_t first = call.cu_seqlens_q == nullptr ? work.bidb * call.out_batch_stride
                                                        : work.q_row * call.out_row_stride;
     return static_cast<Element*>(call.out) + first + work.bidh * call.out_head_stride +
-           row * call.out_row_stride;
+           offset(row, call.out_row_stride, call.out_head_stride);
   }
 
   __device__ __forceinline__ Element* out_row(const Work& work, int r) const {
@@ -44,10 +51,12 @@ struct RowEnds {
   __device__ __forceinline__ void end(int turn, RowState rows,
                                       float (&acc)[T::kHeadDim / 2]) const {
     if (call.sinks != nullptr) {
-      const float sink = call.sinks[work_of(turn).bidh];
+      const Work work = work_of(turn);
+      const int row = work.first_row + row_in_group;  // warpgroups begin with a group's first head
       float weights[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
+        const float sink = call.sinks[work.bidh + offset(row + 8 * r, 0, 1)];
         weights[r] = merge_sink(sink, call.scale, call.scale_log2, rows.max[r], rows.sum[r]);
       }
       rescale(acc, weights);
@@ -55,14 +64,15 @@ struct RowEnds {
     RowWords words;
     pack(turn, rows, acc, words);
     const Work work = work_of(turn);
-    const int64_t lse_at =
-        (call.cu_seqlens_q == nullptr ? work.bidb * call.lse_batch_stride : work.q_row) +
-        work.bidh * call.lse_head_stride + work.first_row + group * kGroupRows + row_in_group;
+    float* const lse =
+        call.softmax_lse + work.bidh * call.lse_head_stride +
+        (call.cu_seqlens_q == nullptr ? work.bidb * call.lse_batch_stride : work.q_row);
+    const int row = work.first_row + group * kGroupRows + row_in_group;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       Element* const out = out_row(work, r);
       if (lane % 4 == 0 && out != nullptr) {
-        call.softmax_lse[lse_at + 8 * r] =
+        lse[offset(row + 8 * r, 1, call.lse_head_stride)] =
             log_sum_exp(rows.max[r], call.scale, rows.sum[r], INFINITY);
       }
       store(out, words[r]);

@@ -26,6 +26,8 @@ constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 
 // block.
 // waits_in_lines: whether state that is kept in the rows of the output fills whole lines there, 16
 // bytes a lane, where a warp has all of its rows. Otherwise every thread uses its own two rows.
+// loops_inside: whether blocks that no mask cuts have a loop of their own, without the code that
+// masks: shorter, but one more to load.
 // ctas_per_sm: how many share an SM. A tile of a short sequence has too few steps to hide its own
 // waiting times; the tile of another CTA hides them.
 //
@@ -37,6 +39,7 @@ struct FwdShape {
   int register_queries = 0;
   bool queries_through_ring = false;
   bool waits_in_lines = false;
+  bool loops_inside = false;
   int ctas_per_sm = 1;
 };
 
@@ -45,11 +48,16 @@ constexpr FwdShape two_ctas(FwdShape shape) {
   return shape;
 }
 
+constexpr FwdShape looping_inside(FwdShape shape) {
+  shape.loops_inside = true;
+  return shape;
+}
+
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.
 constexpr FwdShape fwd_shape(int head_dim, int block_m) {
   return head_dim == 32                      ? two_ctas({64, 4, false, false, 2})
-         : head_dim == 64                    ? FwdShape{64, 8, false}
-         : head_dim == 96                    ? FwdShape{64, 12, false, false, 6}
+         : head_dim == 64                    ? looping_inside({64, 8, false})
+         : head_dim == 96                    ? looping_inside({64, 12, false, false, 6})
          : head_dim == 128 && block_m == 192 ? FwdShape{64, 16, true, true, 4}
          : head_dim == 128                   ? FwdShape{128, 16, false}
          : head_dim == 192                   ? FwdShape{64, 20, false, true, 12, true, true}

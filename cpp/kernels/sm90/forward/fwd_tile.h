@@ -18,6 +18,7 @@ struct FwdTile {
   static constexpr int kRegisterQueries = kShape.register_queries;
   static constexpr bool kQueriesThroughRing = kShape.queries_through_ring;
   static constexpr bool kWaitsInLines = kShape.waits_in_lines;
+  static constexpr bool kLoopsInside = kShape.loops_inside;
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;

@@ -110,12 +110,13 @@ struct WaitingLines {
   static constexpr int kLinesOfRow = T::kHeadDim / 64;
   static_assert(kCount <= 4 * kLinesOfRow);
 
-  char* first;        // of this lane
-  int64_t four_rows;  // bytes
-  bool whole;         // the same in all lanes: whether the warp has such rows
+  char* first;                    // of this lane
+  int64_t four_rows, eight_rows;  // bytes to the row that is so many further
+  bool whole;                     // the same in all lanes: whether the warp has such rows
 
   __device__ __forceinline__ char* at(int i) const {
-    return first + i / kLinesOfRow * four_rows + i % kLinesOfRow * 128;
+    const int fours = i / kLinesOfRow;
+    return first + fours % 2 * four_rows + fours / 2 * eight_rows + i % kLinesOfRow * 128;
   }
 };
 
