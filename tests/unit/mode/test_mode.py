@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
@@ -756,8 +755,3 @@ def test_wrong_split_size_fails_in_a_compiled_call_too() -> None:
         compiled: Any = torch.compile(flash_attn_func, fullgraph=fullgraph, backend="aot_eager")
         with pytest.raises(error, match=message):
             compiled(*long_call(), split_size=100)
-
-
-def test_names_are_public() -> None:
-    names = ("Mode", "deterministic_mode", "get_deterministic_mode", "set_deterministic_mode")
-    assert set(names) <= set(package.__all__)

@@ -415,20 +415,30 @@ def by_rows(q: torch.Tensor, *args: Any, **kwargs: Any) -> str:
     return "parts" if q.shape[0] == 1 else "one-cta"
 
 
-def test_schedule_passes_where_both_paths_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_schedule(monkeypatch, by_rows, flash_attn_func) == (0, "")
-
-
-def test_schedule_fails_where_paths_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed, what = run_schedule(monkeypatch, by_rows, by_batch)
-    assert failed == 1
-    assert "against the same alone" in what
-
-
-def test_schedule_fails_where_it_met_one_path_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed, what = run_schedule(monkeypatch, lambda *a, **k: "one-cta", flash_attn_func)
-    assert failed == 1
-    assert "did not take the two paths" in what
+@pytest.mark.parametrize(
+    ("path", "dense", "failed", "words"),
+    [
+        pytest.param(by_rows, flash_attn_func, 0, "", id="agree"),
+        pytest.param(by_rows, by_batch, 1, "against the same alone", id="differ"),
+        pytest.param(
+            lambda *args, **kwargs: "one-cta",
+            flash_attn_func,
+            1,
+            "did not take the two paths",
+            id="one-path",
+        ),
+    ],
+)
+def test_schedule(
+    path: Callable[..., str],
+    dense: Dense,
+    failed: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = run_schedule(monkeypatch, path, dense)
+    assert found[0] == failed
+    assert words in found[1]
 
 
 # --- Family: only a Hopper GPU has two, so a stand-in for one runs here --------------------------
@@ -438,28 +448,16 @@ def forced_family(*args: Any, **kwargs: Any) -> str:
     return os.environ["FLASH_ATTENTION_TEST_DEVICE"].removeprefix("family=")
 
 
-def other_bits_in_parts(*args: Any, **kwargs: Any) -> Any:
-    """The last bit of one number depends on whether splits leave parts."""
-    out, *rest = flash_attn_func(*args, **kwargs)
-    if forced_family() == "sm90,path=parts":
-        out.view(torch.int16).flatten()[7] ^= 1
-    return out, *rest
+def other_bits(device: str, function: Dense = flash_attn_func) -> Dense:
+    """The last bit of one number of the result depends on the family, or on a path of it."""
 
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out, *rest = function(*args, **kwargs)
+        if forced_family() == device:
+            out.view(torch.int16).flatten()[7] ^= 1
+        return out, *rest
 
-def other_bits_by_family(*args: Any, **kwargs: Any) -> Any:
-    """The last bit of one number depends on the family."""
-    out, *rest = flash_attn_func(*args, **kwargs)
-    if forced_family() == "sm90":
-        out.view(torch.int16).flatten()[7] ^= 1
-    return out, *rest
-
-
-def other_bits_in_a_cache(*args: Any, **kwargs: Any) -> Any:
-    """The same, where keys lie in a cache."""
-    out, softmax_lse = flash_attn_with_kvcache(*args, **kwargs)
-    if forced_family() == "sm90":
-        softmax_lse.view(torch.int32).flatten()[3] ^= 1
-    return out, softmax_lse
+    return run
 
 
 def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) -> tuple[int, str]:
@@ -476,32 +474,35 @@ def run_family(dense: Dense = flash_attn_func, **functions: Callable[..., Any]) 
     return outcome.failed, "" if found is None else str(found["what"])
 
 
-def test_family_passes_where_both_agree() -> None:
-    assert run_family() == (0, "")
-
-
-def test_family_fails_where_they_differ() -> None:
-    failed, what = run_family(other_bits_by_family)
-    assert failed == 1
-    assert "dense: sm90 against sm80: out" in what
-
-
-def test_family_fails_where_parts_differ() -> None:
-    failed, what = run_family(other_bits_in_parts)
-    assert failed == 1
-    assert "dense: parts of sm90 against sm80: out" in what
-
-
-def test_family_fails_where_a_cache_differs() -> None:
-    failed, what = run_family(kvcache=other_bits_in_a_cache)
-    assert failed == 1
-    assert "over a cache: sm90 against sm80: softmax_lse" in what
-
-
-def test_family_fails_where_it_met_one_family_only() -> None:
-    failed, what = run_family(family=lambda *args, **kwargs: "sm80")
-    assert failed == 1
-    assert "ran kernels of sm80 and sm80, expected one of each" in what
+@pytest.mark.parametrize(
+    ("functions", "failed", "words"),
+    [
+        pytest.param({}, 0, "", id="agree"),
+        pytest.param({"dense": other_bits("sm90")}, 1, "dense: sm90 against sm80: out", id="dense"),
+        pytest.param(
+            {"dense": other_bits("sm90,path=parts")},
+            1,
+            "dense: parts of sm90 against sm80: out",
+            id="parts",
+        ),
+        pytest.param(
+            {"kvcache": other_bits("sm90", flash_attn_with_kvcache)},
+            1,
+            "over a cache: sm90 against sm80: out",
+            id="cache",
+        ),
+        pytest.param(
+            {"family": lambda *args, **kwargs: "sm80"},
+            1,
+            "ran kernels of sm80 and sm80, expected one of each",
+            id="one-family",
+        ),
+    ],
+)
+def test_family(functions: dict[str, Callable[..., Any]], failed: int, words: str) -> None:
+    found = run_family(**functions)
+    assert found[0] == failed
+    assert words in found[1]
 
 
 @pytest.mark.parametrize(

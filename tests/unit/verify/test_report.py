@@ -346,33 +346,32 @@ def test_finite() -> None:
 # --- Writing ------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("raised", "caught"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), ReportError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+    ids=["full-disk", "interrupted"],
+)
+def test_what_was_there_is_left(
+    raised: BaseException,
+    caught: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     write_files(tmp_path, {"a": "old", "b": "old"})
     synced = []
 
-    def full(descriptor: int) -> None:
+    def failing(descriptor: int) -> None:
         synced.append(descriptor)
         if len(synced) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise raised
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ReportError, match="No space left on device"):
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(caught, match=str(raised).partition("] ")[2]):
         write_files(tmp_path, {"a": "new", "b": "new"})
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "old", "b": "old"}
-
-
-def test_an_interruption_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_files(tmp_path, {"a": "old"})
-
-    def interrupted(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_files(tmp_path, {"a": "new"})
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a": "old"}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
