@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from flash_attn_deterministic import (
+    Plan,
     explain,
     flash_attn_func,
     flash_attn_varlen_func,
@@ -27,31 +28,23 @@ MOST_ELEMENTS = 2**24  # of each tensor of a call
 
 @dataclass(frozen=True)
 class DrawnCall:
-    """A call.
+    """A call, with its draw in short; calling it gives out and softmax_lse."""
 
-    Args:
-        form: "dense", "packed" or "cache".
-        words: the draw in short, for messages.
-        function: of the package.
-        tensors: its positional arguments.
-        options: its keyword arguments, but for the one that asks for softmax_lse.
-    """
-
-    form: str
     words: str
     function: Callable[..., Any]
-    tensors: tuple[Any, ...]
-    options: dict[str, Any] = field(default_factory=dict)
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns out and softmax_lse."""
-        name = "return_softmax_lse" if self.form == "cache" else "return_attn_probs"
-        out, softmax_lse, *_ = self.function(*self.tensors, **self.options, **{name: True})
+        of_cache = self.function is flash_attn_with_kvcache
+        lse = "return_softmax_lse" if of_cache else "return_attn_probs"
+        out, softmax_lse, *_ = self.function(*self.arguments, **self.options, **{lse: True})
         return out, softmax_lse
 
-    def family(self) -> str:
-        """Returns the family that contiguous tensors of the same shapes run in."""
-        return explain(self.function, *self.tensors, **self.options).family
+    @property
+    def plan(self) -> Plan:
+        """That of contiguous tensors of the same shapes."""
+        return explain(self.function, *self.arguments, **self.options)
 
 
 def draw_call(seed: int, head_dims: range, dtype: torch.dtype) -> DrawnCall:
@@ -119,16 +112,15 @@ def draw_call(seed: int, head_dims: range, dtype: torch.dtype) -> DrawnCall:
         if spare:
             k[-spare:] = v[-spare:] = float("nan")
         words += f", lengths {lengths_q} {lengths_k}, {options}"
-        return DrawnCall(
-            form, words, flash_attn_varlen_func, (q, k, v, starts_q, starts_k, *longest), options
-        )
+        arguments = (q, k, v, starts_q, starts_k, *longest)
+        return DrawnCall(words, flash_attn_varlen_func, arguments, options)
     batch = rng.randint(1, 5)
     seqlen_q, seqlen_k = length(most), length(most)
     q = tensor((batch, seqlen_q), nheads, wide)
     k, v = (tensor((batch, seqlen_k), nheads_k, wide) for _ in "kv")
     words += f", batch {batch}, lengths {seqlen_q} {seqlen_k}, {options}"
     if form == "dense":
-        return DrawnCall(form, words, flash_attn_func, (q, k, v), options)
+        return DrawnCall(words, flash_attn_func, (q, k, v), options)
     used = [rng.randint(0, seqlen_k) for _ in range(batch)]
     order = list(range(batch))
     if rng.random() < 0.3:
@@ -137,4 +129,4 @@ def draw_call(seed: int, head_dims: range, dtype: torch.dtype) -> DrawnCall:
     for place, sequence in enumerate(order):
         k[sequence, used[place] :] = v[sequence, used[place] :] = float("nan")
     options["cache_seqlens"] = int32(used)
-    return DrawnCall(form, f"{words}, used {used}", flash_attn_with_kvcache, (q, k, v), options)
+    return DrawnCall(f"{words}, used {used}", flash_attn_with_kvcache, (q, k, v), options)

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from tests.gpu.attention import bits, is_built, same_bits
-from tests.gpu.decode.calls import HEAD_DIMS, DecodeCall, draw
+from tests.gpu.decode.calls import HEAD_DIMS, draw
+from tests.gpu.drawn_calls import DrawnCall
 
 _VARIABLE = "FLASH_ATTENTION_TEST_DEVICE"
 _PATHS = ("few_rows", "scores_first", "parts", "one_cta")
@@ -34,7 +35,7 @@ def _hash(tensors: tuple[torch.Tensor, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def unequal_paths(call: DecodeCall, paths: tuple[str, ...] = _PATHS) -> list[str]:
+def unequal_paths(call: DrawnCall, paths: tuple[str, ...] = _PATHS) -> list[str]:
     """Returns the paths whose bits differ from those of the path that the plan takes.
 
     Paths that both families have run in both.
@@ -44,7 +45,8 @@ def unequal_paths(call: DecodeCall, paths: tuple[str, ...] = _PATHS) -> list[str
     for path, family in itertools.product(paths, ("sm80", "sm90")):
         os.environ[_VARIABLE] = f"path={path},family={family}"
         try:
-            ran = (call.family, call.path) == (family, path.replace("_", "-"))
+            plan = call.plan
+            ran = (plan.family, plan.path) == (family, path.replace("_", "-"))
             result = call()
         finally:
             del os.environ[_VARIABLE]
@@ -83,11 +85,12 @@ def main() -> int:
     for seed in range(options.first, options.first + options.count):
         call = draw(seed, built)
         hashes[str(seed)] = _hash(call())
-        paths[call.path] = paths.get(call.path, 0) + 1
+        path = call.plan.path
+        paths[path] = paths.get(path, 0) + 1
         different = unequal_paths(call, tuple(options.paths))
         if different:
             failed += 1
-            print(different, call.description, flush=True)
+            print(different, call.words, flush=True)
     print(f"{options.count} calls, {failed} unequal; paths of the plans: {paths}")
     if options.out:
         options.out.write_text(json.dumps(hashes), encoding="utf-8")

@@ -3,58 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from flash_attn_deterministic import (
-    explain,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
 
 from tests.gpu.attention import DTYPES, make_qkv
+from tests.gpu.drawn_calls import DrawnCall
 from tests.gpu.gradients import int32
-
-Outputs = tuple[torch.Tensor, torch.Tensor]
 
 HEAD_DIMS = (32, 40, 64, 80, 96, 128, 160, 192, 256)
 LAYOUTS = ("dense", "cache", "packed", "pages")
 GROUPS = (1, 1, 2, 3, 4, 5, 7, 8, 12, 16, 32)
 
 
-@dataclass(frozen=True)
-class DecodeCall:
-    """A call, with all that it was drawn with; calling it gives out and softmax_lse."""
-
-    description: str
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __call__(self) -> Outputs:
-        lse = (
-            "return_softmax_lse"
-            if self.function is flash_attn_with_kvcache
-            else "return_attn_probs"
-        )
-        out, softmax_lse, *_ = self.function(*self.arguments, **self.options, **{lse: True})
-        return out, softmax_lse
-
-    @property
-    def path(self) -> str:
-        """Returns the path of its plan."""
-        return explain(self.function, *self.arguments, **self.options).path
-
-    @property
-    def family(self) -> str:
-        """Returns the family of kernels that it runs in."""
-        return explain(self.function, *self.arguments, **self.options).family
-
-
-def draw(seed: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> DecodeCall:
+def draw(seed: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> DrawnCall:
     """Draws a call; the same for a seed, whatever was drawn before."""
     source = random.Random(seed)
     head_dim, dtype = source.choice(head_dims), source.choice(("bf16", "fp16"))
@@ -81,12 +48,12 @@ def draw(seed: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> DecodeCall:
     if source.random() < 0.2:
         options["alibi_slopes"] = torch.linspace(0.01, 0.5, nheads_k * group, device="cuda")
     lengths = [source.choice((0, 1, capacity, source.randint(0, capacity))) for _ in range(batch)]
-    description = (
+    words = (
         f"seed {seed}: {layout} D{head_dim} {dtype} B{batch} q{seqlen_q} L{capacity} "
         f"H{nheads_k * group}/{nheads_k} {lengths} {mask} {sorted(options)}"
     )
     if layout == "dense":
-        return DecodeCall(description, flash_attn_func, (q, k, v), options)
+        return DrawnCall(words, flash_attn_func, (q, k, v), options)
     if layout == "packed":
         lengths_q = [seqlen_q, *(source.randint(0, seqlen_q) for _ in range(batch - 1))]
         starts_q, starts_k = ([sum(n[:i]) for i in range(batch + 1)] for n in (lengths_q, lengths))
@@ -95,12 +62,12 @@ def draw(seed: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> DecodeCall:
             *(t.flatten(0, 1)[: max(starts_k[-1], 1)] for t in (k, v)),
         )
         bounds = (int32(starts_q), int32(starts_k), seqlen_q, capacity)
-        return DecodeCall(description, flash_attn_varlen_func, (*rows, *bounds), options)
+        return DrawnCall(words, flash_attn_varlen_func, (*rows, *bounds), options)
     for b, length in enumerate(lengths):  # what lies behind a sequence must not be read
         k[b, length:] = v[b, length:] = float("nan")
     options["cache_seqlens"] = int32(lengths)
     if layout == "cache":
-        return DecodeCall(description, flash_attn_with_kvcache, (q, k, v), options)
+        return DrawnCall(words, flash_attn_with_kvcache, (q, k, v), options)
     size = 16 * source.choice((1, 2, 3, 16))
     count = -(-capacity // size)
     order = torch.randperm(batch * count, generator=torch.Generator().manual_seed(seed)).cuda()
@@ -114,4 +81,4 @@ def draw(seed: int, head_dims: tuple[int, ...] = HEAD_DIMS) -> DecodeCall:
         shuffled[order] = filled.view(batch * count, size, *tensor.shape[2:])
         pages.append(shuffled)
     options["block_table"] = order.view(batch, count).int()
-    return DecodeCall(description, flash_attn_with_kvcache, (q, *pages), options)
+    return DrawnCall(words, flash_attn_with_kvcache, (q, *pages), options)

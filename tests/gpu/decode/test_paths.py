@@ -38,7 +38,7 @@ def test_drawn_calls(seed: int) -> None:
     if not built:
         pytest.skip("this wheel holds no head dim with both dtypes")
     call = draw(seed, built)
-    assert not unequal_paths(call), call.description
+    assert not unequal_paths(call), call.words
 
 
 @pytest.mark.parametrize(

@@ -139,13 +139,13 @@ def test_drawn_calls(
     for seed in range(first, first + calls):
         call = draw_call(seed, RANGES[head_dim], DTYPES[dtype])
         monkeypatch.setenv(VARIABLE, "sm90")
-        taken += call.family() == "sm90"
+        taken += call.plan.family == "sm90"
         found = call()
         with monkeypatch.context() as context:
             context.setenv(*PARTS)
             parts = call()
         monkeypatch.setenv(VARIABLE, "sm80")
-        assert call.family() == "sm80"
+        assert call.plan.family == "sm80"
         expected = call()
         assert_same(found, expected, tuple(f"{name} of {call.words}" for name in ("out", "lse")))
         assert_same(parts, expected, tuple(f"{name} of {call.words}" for name in ("out", "lse")))
