@@ -6,7 +6,7 @@ import sys
 import threading
 from types import ModuleType
 
-_NAME = "flash_attn"
+_NAMES = ("flash_attn", "flash_attn_3", "flash_attn_interface")
 _lock = threading.Lock()
 _active: list[as_flash_attn] = []
 # The modules of another flash_attn; the last undo restores them.
@@ -18,7 +18,9 @@ class as_flash_attn:
 
     The alias holds flash_attn (the public functions), flash_attn.flash_attn_interface (with
     _flash_attn_forward, _flash_attn_backward, their varlen and _wrapped_ forms) and
-    flash_attn.bert_padding; see `flash_attn_deterministic.integrations.flash_attn`. Another
+    flash_attn.bert_padding; see `flash_attn_deterministic.integrations.flash_attn`. It holds
+    FlashAttention-3's public functions, too, as flash_attn_interface and as
+    flash_attn_3.flash_attn_interface; see `...integrations.flash_attn_3`. Another
     flash_attn, even if it is imported already, is hidden meanwhile. A module that has imported
     names from either keeps them: call this before importing code that uses flash_attn.
 
@@ -61,21 +63,23 @@ class as_flash_attn:
 
 
 def _modules() -> dict[str, ModuleType]:
-    from . import flash_attn
+    from . import flash_attn, flash_attn_3
 
+    package = ModuleType("flash_attn_3")
+    package.__dict__.update(flash_attn_interface=flash_attn_3, __path__=[])
     return {
-        _NAME: flash_attn,
-        f"{_NAME}.flash_attn_interface": flash_attn.flash_attn_interface,
-        f"{_NAME}.bert_padding": flash_attn.bert_padding,
+        "flash_attn": flash_attn,
+        "flash_attn.flash_attn_interface": flash_attn.flash_attn_interface,
+        "flash_attn.bert_padding": flash_attn.bert_padding,
+        "flash_attn_3": package,
+        "flash_attn_3.flash_attn_interface": flash_attn_3,
+        "flash_attn_interface": flash_attn_3,
     }
 
 
 def _loaded() -> dict[str, ModuleType]:
-    return {
-        name: module
-        for name, module in sys.modules.items()
-        if name == _NAME or name.startswith(f"{_NAME}.")
-    }
+    modules = list(sys.modules.items())
+    return {name: module for name, module in modules if name.split(".")[0] in _NAMES}
 
 
 def _install() -> None:
