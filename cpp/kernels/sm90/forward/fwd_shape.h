@@ -33,8 +33,8 @@ constexpr int shared_bytes(int ctas_per_sm) { return 228 * 1024 / ctas_per_sm - 
 //
 // Measured on an H200, as block_m in instances.json was: docs/results/hopper_variants.json.
 struct FwdShape {
-  int keys, state_columns;
-  bool takes_turns;
+  int keys = 64, state_columns = 16;
+  bool takes_turns = false;
   bool waits_last = false;
   int register_queries = 0;
   bool queries_through_ring = false;
@@ -43,25 +43,34 @@ struct FwdShape {
   int ctas_per_sm = 1;
 };
 
-constexpr FwdShape two_ctas(FwdShape shape) {
-  shape.ctas_per_sm = 2;
-  return shape;
-}
-
-constexpr FwdShape looping_inside(FwdShape shape) {
-  shape.loops_inside = true;
-  return shape;
-}
-
 // block_m: query rows to a CTA, 64 to a warpgroup that computes.
 constexpr FwdShape fwd_shape(int head_dim, int block_m) {
-  return head_dim == 32                      ? two_ctas({64, 4, false, false, 2})
-         : head_dim == 64                    ? looping_inside({64, 8, false})
-         : head_dim == 96                    ? looping_inside({64, 12, false, false, 6})
-         : head_dim == 128 && block_m == 192 ? FwdShape{64, 16, true, true, 4}
-         : head_dim == 128                   ? FwdShape{128, 16, false}
-         : head_dim == 192                   ? FwdShape{64, 20, false, true, 12, true, true}
-                                             : FwdShape{64, 16, false, true, 8, true, true};
+  FwdShape shape;
+  if (head_dim == 32) {
+    shape.state_columns = 4;
+    shape.register_queries = 2;
+    shape.ctas_per_sm = 2;
+  } else if (head_dim == 64) {
+    shape.state_columns = 8;
+    shape.loops_inside = true;
+  } else if (head_dim == 96) {
+    shape.state_columns = 12;
+    shape.register_queries = 6;
+    shape.loops_inside = true;
+  } else if (head_dim == 128 && block_m == 192) {
+    shape.takes_turns = true;
+    shape.waits_last = true;
+    shape.register_queries = 4;
+  } else if (head_dim == 128) {
+    shape.keys = 128;
+  } else {
+    shape.waits_last = true;
+    shape.queries_through_ring = true;
+    shape.waits_in_lines = true;
+    shape.state_columns = head_dim == 192 ? 20 : 16;
+    shape.register_queries = head_dim == 192 ? 12 : 8;
+  }
+  return shape;
 }
 
 }  // namespace fad::sm90
