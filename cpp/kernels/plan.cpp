@@ -38,6 +38,11 @@ constexpr double kOlderFamily = 2;
 // Rows that a tile of 192 has done while a tile of 128 does one: it loads keys less often.
 constexpr double kTallTile = 1.15;
 
+// Queries up to which one CTA takes rows of several heads: longer sequences fill their tiles
+// anyway. (H100, 32 query heads on 8: 32,768 causal queries take 1.01 to 1.03 of the time of
+// separate heads.)
+constexpr int kLongestShared = 16384;
+
 // Up to 16 queries can run in three ways. A CTA of the few-rows kernel walks a split block by
 // block; a CTA of Hopper's parts takes as long for 64 rows as for one; the path scores-first shares
 // out the keys and columns of a split, a CTA to 8 rows. What is fastest depends on the share of the
@@ -120,7 +125,7 @@ bool few_queries(Path path) { return path == Path::kFewRows || path == Path::kSc
 // Query heads whose rows share a row block: those that share a key head, or some of them.
 int group_of(const FwdParams& params, Family family, Path path) {
   int group = 1;
-  if (family == Family::kSm90) {
+  if (family == Family::kSm90 && (path == Path::kParts || params.seqlen_q <= kLongestShared)) {
     // The copy engine loads the 64 rows of a warpgroup as boxes of `heads` heads of some queries.
     const auto fits = [&](int heads) {
       return params.h_h_k_ratio % heads == 0 && heads <= sm90::kGroupRows &&
