@@ -1,4 +1,4 @@
-"""A small call of each public function, on the CPU."""
+"""A small call of each public function, on the CPU; other forms of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import flash_attn_deterministic as package
 import torch
 from flash_attn_deterministic import interface
+from torch._dynamo.testing import CompileCounterWithBackend
 
 NHEADS, NHEADS_K, HEAD_DIM = 4, 2, 32
 PAGE = 16
@@ -142,7 +143,7 @@ def kvcache_call(head_dim: int = HEAD_DIM) -> Call:
     )
 
 
-CALLS: dict[str, Callable[[int], Call]] = {
+CALLS: dict[str, Callable[..., Call]] = {
     "flash_attn_func": qkv_call,
     "flash_attn_qkvpacked_func": qkvpacked_call,
     "flash_attn_kvpacked_func": kvpacked_call,
@@ -160,3 +161,36 @@ def fresh(call: Call) -> Call:
         call.function,
         {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in call.arguments.items()},
     )
+
+
+def unpacked(call: Call) -> Call:
+    """The same call of the function with separate q, k and v."""
+    arguments = dict(call.arguments)
+    varlen = "varlen" in call.function.__name__
+    packed = "qkv" if "qkv" in arguments else "kv"
+    arguments.update(zip(packed, arguments.pop(packed).unbind(1 if varlen else 2), strict=True))
+    for name in ("cu_seqlens", "max_seqlen"):
+        if name in arguments:
+            value = arguments.pop(name)
+            arguments.update({f"{name}_q": value, f"{name}_k": value})
+    return Call(package.flash_attn_varlen_func if varlen else package.flash_attn_func, arguments)
+
+
+class Counted:
+    """A function compiled without graph breaks, which counts its compilations."""
+
+    def __init__(self, function: Any, **options: Any) -> None:
+        torch._dynamo.reset()
+        self.backend: Any = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
+        self.function: Any = torch.compile(
+            function, fullgraph=True, backend=self.backend, **options
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it."""
+        return self.function(*args, **kwargs)
+
+    @property
+    def count(self) -> int:
+        """How often it was compiled."""
+        return int(self.backend.frame_count)

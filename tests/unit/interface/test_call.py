@@ -12,31 +12,12 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from bits import bits_equal
-from calls import (
-    Call,
-    kvcache_call,
-    kvpacked_call,
-    normal,
-    qkv_call,
-    qkvpacked_call,
-    varlen_call,
-    varlen_kvpacked_call,
-    varlen_qkvpacked_call,
-)
+from calls import CALLS, Call, normal, qkv_call
 from flash_attn_deterministic import interface, private
 from flash_attn_deterministic.errors import FlashAttnError
 from flash_attn_deterministic.ops import autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CALLS: dict[str, Callable[[], Call]] = {
-    "flash_attn_func": qkv_call,
-    "flash_attn_qkvpacked_func": qkvpacked_call,
-    "flash_attn_kvpacked_func": kvpacked_call,
-    "flash_attn_varlen_func": varlen_call,
-    "flash_attn_varlen_qkvpacked_func": varlen_qkvpacked_call,
-    "flash_attn_varlen_kvpacked_func": varlen_kvpacked_call,
-    "flash_attn_with_kvcache": kvcache_call,
-}
 names = pytest.mark.parametrize("name", CALLS)
 
 
@@ -105,7 +86,7 @@ def test_gradients_equal_those_of_the_dispatcher(
     name: str, head_dim: int, by_dispatcher: Callable[[], None]
 ) -> None:
     def gradients() -> tuple[torch.Tensor, ...]:
-        call = CALLS[name](head_dim)  # type: ignore[call-arg]
+        call = CALLS[name](head_dim)
         leaves = [call.arguments[n].requires_grad_() for n in "qkv"]
         out, softmax_lse, _ = call(return_attn_probs=True)
         assert out.requires_grad

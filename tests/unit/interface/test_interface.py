@@ -1,16 +1,26 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import make_inputs
 from bits import bits_equal
-from calls import CALLS, Call, fresh, int32, kvcache_call, varlen_call
+from calls import (
+    CALLS,
+    Call,
+    Counted,
+    fresh,
+    int32,
+    kvcache_call,
+    qkv_call,
+    unpacked,
+    varlen_call,
+)
 from flash_attn_deterministic import flash_attn_func, interface, reference
 from flash_attn_deterministic.errors import DtypeError
-from torch._dynamo.testing import CompileCounterWithBackend
 
 DTYPES = [
     pytest.param(torch.float16, id="fp16"),
@@ -144,29 +154,12 @@ def _assert_same(left: Any, right: Any) -> None:
         assert bits_equal(a, b)
 
 
-def _unpacked(call: Call) -> Call:
-    """The same call of the function with separate q, k and v."""
-    arguments = dict(call.arguments)
-    varlen = "varlen" in call.function.__name__
-    dim = 1 if varlen else 2
-    if "qkv" in arguments:
-        arguments.update(zip("qkv", arguments.pop("qkv").unbind(dim), strict=True))
-    else:
-        arguments.update(zip("kv", arguments.pop("kv").unbind(dim), strict=True))
-    for name in ("cu_seqlens", "max_seqlen"):
-        if name in arguments:
-            value = arguments.pop(name)
-            arguments.update({f"{name}_q": value, f"{name}_k": value})
-    function = interface.flash_attn_varlen_func if varlen else interface.flash_attn_func
-    return Call(function, arguments)
-
-
 @pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
 @pytest.mark.parametrize("name", [name for name in CALLS if "packed" in name])
 def test_packed_is_the_same_as_three_tensors(name: str, head_dim: int) -> None:
     call = CALLS[name](head_dim)
     options = {"return_attn_probs": True, "window_size": (4, 1), "softcap": 3.0, "split_size": 64}
-    _assert_same(call(**options), _unpacked(call)(**options))
+    _assert_same(call(**options), unpacked(call)(**options))
 
 
 @pytest.mark.parametrize("head_dim", [32, 20], ids=["aligned", "padded"])
@@ -242,20 +235,32 @@ def dynamo() -> None:
     torch._dynamo.reset()
 
 
-def _compile(**options: Any) -> Any:
-    return torch.compile(flash_attn_func, **options)
+def _changed(call: Call, **changes: Any) -> Call:
+    return Call(call.function, {**call.arguments, **changes})
 
 
-@pytest.mark.usefixtures("dynamo")
-def test_compiles_once_for_all_lengths_and_batches() -> None:
-    counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
-    compiled = _compile(fullgraph=True, backend=counter, dynamic=True)
-    # All sizes of the first call differ: torch.compile would treat equal ones as one size.
+# All sizes of a first call differ: torch.compile would treat equal ones as one size.
+LENGTHS_OF: dict[str, Callable[[], list[Call]]] = {
+    "dense": lambda: [
+        _changed(qkv_call(), **dict(zip("qkv", make_inputs(*sizes, 4, 2, 64), strict=True)))
+        for sizes in ((3, 5, 9), (7, 6, 70), (11, 130, 131))
+    ],
+    "max_seqlen": lambda: [
+        _changed(varlen_call(), max_seqlen_q=6 + longer, max_seqlen_k=11 + longer)
+        for longer in (0, 3, 40)
+    ],
+    "cache": lambda: [_changed(kvcache_call(), cache_seqlens=length) for length in (5, 8, 11)],
+}
+
+
+@pytest.mark.parametrize("form", LENGTHS_OF)
+def test_compiles_once_for_all_lengths(form: str) -> None:
+    calls = LENGTHS_OF[form]()
+    compiled = Counted(calls[0].function, dynamic=True)
     counts = []
-    for batch, seqlen_q, seqlen_k in ((3, 5, 9), (7, 6, 70), (11, 130, 131)):
-        q, k, v = make_inputs(batch, seqlen_q, seqlen_k, 4, 2, 64)
-        assert bits_equal(compiled(q, k, v, causal=True), flash_attn_func(q, k, v, causal=True))
-        counts.append(counter.frame_count)
+    for call in calls:
+        assert bits_equal(compiled(**fresh(call).arguments), call())
+        counts.append(compiled.count)
     assert counts[0] > 0
     assert counts == counts[:1] * 3
 
@@ -263,7 +268,7 @@ def test_compiles_once_for_all_lengths_and_batches() -> None:
 @pytest.mark.usefixtures("dynamo")
 def test_errors_keep_their_type_under_compile() -> None:
     q, k, v = make_inputs()
-    compiled = _compile(backend="eager")
+    compiled = torch.compile(flash_attn_func, backend="eager")
     with pytest.raises(DtypeError, match=r"k: expected torch\.bfloat16, .*got torch\.float32"):
         compiled(q, k.float(), v)
 
@@ -312,35 +317,3 @@ def test_options_compile_without_a_graph_break(name: str, options: dict[str, Any
     eager, traced = CALLS[name](32), CALLS[name](32)
     compiled = torch.compile(eager.function, fullgraph=True, backend="aot_eager")
     _assert_same(compiled(**{**traced.arguments, **options}), eager(**options))
-
-
-@pytest.mark.usefixtures("dynamo")
-def test_cache_compiles_once_for_all_int_lengths() -> None:
-    counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
-    compiled: Any = torch.compile(
-        interface.flash_attn_with_kvcache, fullgraph=True, backend=counter, dynamic=True
-    )
-    counts = []
-    for length in (5, 8, 11):
-        eager, traced = kvcache_call(), kvcache_call()
-        out = compiled(**{**traced.arguments, "cache_seqlens": length})
-        assert bits_equal(out, eager(cache_seqlens=length))
-        counts.append(counter.frame_count)
-    assert counts[0] > 0
-    assert counts == counts[:1] * 3
-
-
-@pytest.mark.usefixtures("dynamo")
-def test_varlen_compiles_once_for_all_max_seqlens() -> None:
-    counter = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
-    compiled: Any = torch.compile(
-        interface.flash_attn_varlen_func, fullgraph=True, backend=counter, dynamic=True
-    )
-    counts = []
-    for longer in (0, 3, 40):
-        call = varlen_call()
-        lengths = {"max_seqlen_q": 6 + longer, "max_seqlen_k": 11 + longer}
-        assert bits_equal(compiled(**{**call.arguments, **lengths}), call())
-        counts.append(counter.frame_count)
-    assert counts[0] > 0
-    assert counts == counts[:1] * 3

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bits import bits_equal
-from calls import normal
+from calls import Counted, normal
 from flash_attn_deterministic import (
     Mode,
     deterministic_mode,
@@ -33,7 +33,6 @@ from flash_attn_deterministic.errors import (
     MissingInstanceError,
     ModeError,
 )
-from torch._dynamo.testing import CompileCounterWithBackend
 
 
 @pytest.fixture(autouse=True)
@@ -605,22 +604,17 @@ def test_split_size_has_no_effect_where_the_mode_is_off() -> None:
 # --- torch.compile ------------------------------------------------------------------------------
 
 
-class Counted:
-    """A function compiled without graph breaks, which counts its compilations."""
-
-    def __init__(self, function: Any) -> None:
-        torch._dynamo.reset()
-        self.backend: Any = CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
-        self.compiled: Any = torch.compile(function, fullgraph=True, backend=self.backend)
+class Checked(Counted):
+    """A compiled function of which each call's bits are checked."""
 
     def check(self, split_size: int, compilations: int) -> None:
         """Checks the bits of a call, and the number of compilations so far."""
-        assert bits_equal(self.compiled(*long_call()), expected(split_size))
-        assert self.backend.frame_count == compilations
+        assert bits_equal(self(*long_call()), expected(split_size))
+        assert self.count == compilations
 
 
 def test_compiled_function_follows_the_mode() -> None:
-    counted = Counted(flash_attn_func)
+    counted = Checked(flash_attn_func)
     counted.check(2048, 1)
     counted.check(2048, 1)
     set_deterministic_mode(split_size=64)
@@ -633,7 +627,7 @@ def test_compiled_function_follows_the_mode() -> None:
 
 
 def test_compiled_function_follows_the_mode_of_its_thread() -> None:
-    counted = Counted(flash_attn_func)
+    counted = Checked(flash_attn_func)
     counted.check(2048, 1)
     with deterministic_mode(split_size=128):
         counted.check(128, 2)
@@ -649,7 +643,7 @@ def test_compiled_function_follows_the_mode_of_its_thread() -> None:
 
 
 def test_first_compiled_in_a_thread_with_its_own_mode() -> None:
-    counted = Counted(flash_attn_func)
+    counted = Checked(flash_attn_func)
 
     def other() -> None:
         with deterministic_mode(split_size=64):
@@ -679,7 +673,7 @@ def test_block_inside_a_compiled_function() -> None:
 
 
 def test_decorated_function_compiles() -> None:
-    Counted(deterministic_mode(split_size=128)(flash_attn_func)).check(128, 1)
+    Checked(deterministic_mode(split_size=128)(flash_attn_func)).check(128, 1)
 
 
 def test_compiled_function_that_is_decorated() -> None:
@@ -705,7 +699,7 @@ def test_mode_set_by_a_compiled_function() -> None:
         set_deterministic_mode(split_size=64)
         return flash_attn_func(q, k, v)
 
-    Counted(set_and_call).check(64, 1)
+    Checked(set_and_call).check(64, 1)
     assert get_deterministic_mode() == Mode(True, 64)
 
 
@@ -722,7 +716,7 @@ def test_compiled_function_cannot_set_a_wrong_mode(split_size: int) -> None:
 
 
 def test_compiled_function_does_not_depend_on_how_blocks_nest() -> None:
-    counted = Counted(flash_attn_func)
+    counted = Checked(flash_attn_func)
     with deterministic_mode(split_size=64):
         counted.check(64, 1)
         with deterministic_mode(split_size=128), deterministic_mode(split_size=64):
@@ -736,15 +730,15 @@ def test_block_in_a_compiled_function_nests_in_any_mode() -> None:
             pass
         return flash_attn_func(q, k, v)
 
-    counted = Counted(inside)
+    counted = Checked(inside)
     counted.check(128, 1)
     with deterministic_mode(split_size=64):
-        counted.check(128, counted.backend.frame_count + 1)
+        counted.check(128, counted.count + 1)
         assert get_deterministic_mode() == Mode(True, 64)
 
 
 def test_compiled_call_with_a_split_size() -> None:
-    Counted(lambda q, k, v: flash_attn_func(q, k, v, split_size=128)).check(128, 1)
+    Checked(lambda q, k, v: flash_attn_func(q, k, v, split_size=128)).check(128, 1)
 
 
 def test_wrong_split_size_fails_in_a_compiled_call_too() -> None:

@@ -10,11 +10,10 @@ import torch
 from attention_cases import make_inputs
 from backward_cases import autograd_gradients, normal_like, same_gradients
 from bits import bits_equal
-from calls import CALLS, Call, int32, paged_call, qkv_call, varlen_call
+from calls import CALLS, Call, Counted, int32, paged_call, qkv_call, unpacked, varlen_call
 from flash_attn_deterministic import (
     deterministic_mode,
     flash_attn_func,
-    flash_attn_varlen_func,
     reference,
 )
 from flash_attn_deterministic.checks import kernels
@@ -56,17 +55,7 @@ def test_packed_tensors_get_the_gradients_of_their_parts(
     call = CALLS[name](head_dim)
     packed = gradients(call, dropout_p=dropout_p)
     dim = 1 if "varlen" in name else 2
-    arguments = dict(call.arguments)
-    if "qkv" in arguments:
-        arguments.update(zip("qkv", arguments.pop("qkv").unbind(dim), strict=True))
-    else:
-        arguments.update(zip("kv", arguments.pop("kv").unbind(dim), strict=True))
-    for length in ("cu_seqlens", "max_seqlen"):
-        if length in arguments:
-            value = arguments.pop(length)
-            arguments.update({f"{length}_q": value, f"{length}_k": value})
-    function = flash_attn_varlen_func if "varlen" in name else flash_attn_func
-    parts = gradients(Call(function, arguments), dropout_p=dropout_p)
+    parts = gradients(unpacked(call), dropout_p=dropout_p)
     if "qkv" in packed:
         assert bits_equal(packed["qkv"], torch.stack([parts[n] for n in "qkv"], dim))
     else:
@@ -354,10 +343,8 @@ def test_compiled_forward_without_a_backward() -> None:
         assert bits_equal(compiled(**arguments), call(seqused_k=int32(4, 2, 9)))
 
 
-@pytest.mark.usefixtures("dynamo")
 def test_compiles_once_for_all_lengths() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call, unused-ignore]
-    compiled: Any = torch.compile(flash_attn_func, fullgraph=True, backend=counter, dynamic=True)
+    compiled = Counted(flash_attn_func, dynamic=True)
     counts = []
     for batch, seqlen_q, seqlen_k in ((3, 5, 9), (7, 6, 20), (11, 30, 31)):
         inputs = make_inputs(batch, seqlen_q, seqlen_k, 4, 2, 64)
@@ -367,6 +354,6 @@ def test_compiles_once_for_all_lengths() -> None:
         )
         found = autograd_gradients(lambda q, k, v: compiled(q, k, v, causal=True), inputs, dout)
         assert same_gradients(found, expected)
-        counts.append(counter.frame_count)
+        counts.append(compiled.count)
     assert counts[0] > 0
     assert counts == counts[:1] * 3
