@@ -113,7 +113,7 @@ function(fad_fwd_kernels dtype head_dim element out sm90_out)
 endfunction()
 
 # The same of the backward; sm90_out: whether a row is of the sm90 family.
-function(fad_bwd_kernels dtype head_dim block_m out sm90_out)
+function(fad_bwd_kernels dtype head_dim block_m block_n out sm90_out)
   set(_rows "")
   set(${sm90_out} OFF PARENT_SCOPE)
   string(JSON _length LENGTH "${_table}" bwd_kernels)
@@ -129,7 +129,8 @@ function(fad_bwd_kernels dtype head_dim block_m out sm90_out)
     if(_held)
       set(_launch "bwd_sm90_${dtype}_${head_dim}")
       string(APPEND _rows
-             "    sm90::bwd_entry<${block_m}, ${_features}>(&${_launch}, &${_launch}_dq),\n")
+             "    sm90::bwd_entry<${block_m}, ${block_n}, ${_features}>(&${_launch}, "
+             "&${_launch}_dq),\n")
       set(${sm90_out} ON PARENT_SCOPE)
     endif()
   endforeach()
@@ -169,7 +170,8 @@ foreach(FAD_DTYPE IN LISTS FLASH_ATTENTION_DTYPES)
         endforeach()
       else()
         fad_read_tile(bwd_tiles ${FAD_HEAD_DIM})
-        fad_bwd_kernels(${FAD_DTYPE} ${FAD_HEAD_DIM} ${FAD_BLOCK_M} FAD_BWD_KERNELS _sm90_rows)
+        fad_bwd_kernels(${FAD_DTYPE} ${FAD_HEAD_DIM} ${FAD_BLOCK_M} ${FAD_BLOCK_N} FAD_BWD_KERNELS
+                        _sm90_rows)
         set(FAD_LAUNCHERS "")
         if(_sm90_rows)
           set(FAD_LAUNCH "bwd_sm90_${FAD_DTYPE}_${FAD_HEAD_DIM}")

@@ -424,7 +424,10 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
 // under a causal mask, where each has fewer rows than the one before, for most of their time. With
 // many heads at a time, key blocks of one head start one after another, and do not wait. But what
 // they read and add to should stay in L2: with more heads, less of it does.
-int shares_in_flight(const BwdParams& params, const KeyParts& parts, const Device& device) {
+// Hopper's key blocks of 64 keys are twice as many: more of them wait for each other, but fewer
+// heads fill the GPU, and dq's sums take nearly all that L2 adds.
+int shares_in_flight(const BwdParams& params, const BwdKernel& kernel, const KeyParts& parts,
+                     const Device& device) {
   if (device.heads_in_flight > 0) {
     return device.heads_in_flight;
   }
@@ -434,8 +437,12 @@ int shares_in_flight(const BwdParams& params, const KeyParts& parts, const Devic
   const int64_t rows =
       std::min<int64_t>(ceil_div(params.seqlen_q, 128) * 128, int64_t{kChunkRows} * parts.chunks);
   const int64_t sums = int64_t{4} * rows * kernel_head_dim(params.d);
-  const int64_t fit = device.l2_bytes / (full ? 6 : 3) / std::max<int64_t>(sums, 1);
-  return static_cast<int>(std::min<int64_t>(std::max<int64_t>(fit, full ? 2 : 4), device.num_sms));
+  const bool narrow = kernel.family == Family::kSm90 && kernel.block_n < 128;
+  const int64_t room = int64_t{device.l2_bytes} / (full ? 6 : 3) * (narrow ? 2 : 1);
+  const int64_t fit = room / std::max<int64_t>(sums, 1);
+  const int64_t least = narrow ? 1 : full ? 2 : 4;
+  const int64_t most = narrow ? std::min(8, device.num_sms) : device.num_sms;
+  return static_cast<int>(std::min(std::max(fit, least), most));
 }
 
 // Sums that have room in a slot.
@@ -645,7 +652,7 @@ BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool dete
   plan.in_turns |= plan.kernel->family == Family::kSm80 && (features & ~kCausal) != 0;
   plan.parts = choose_parts(params, *plan.kernel, device);
   if (plan.in_turns) {
-    plan.shares_in_flight = shares_in_flight(params, plan.parts, device);
+    plan.shares_in_flight = shares_in_flight(params, *plan.kernel, plan.parts, device);
   }
   plan.kept_sums = kept_sums_of(plan.parts);
   const int64_t ctas =

@@ -13,13 +13,16 @@
 
 namespace fad {
 
-using Tile = sm90::BwdTile<Element90, HEAD_DIM, HEAD_DIM == 64 ? 128 : 64>;
+using Tile =
+    sm90::BwdTile<Element90, HEAD_DIM, HEAD_DIM <= 64 ? 128 : 64, HEAD_DIM <= 128 ? 128 : 64>;
 
 std::string name_of(uint32_t offset, int, int) {
   const struct {
     const char* name;
     uint32_t first;
-  } kinds[] = {{"dq empty", Tile::kDqEmpty},
+  } kinds[] = {{"dq published", Tile::kDqPublished},
+               {"dq added", Tile::kDqAdded},
+               {"dq empty", Tile::kDqEmpty},
                {"dq full", Tile::kDqFull},
                {"numbers full", Tile::kNumbersFull},
                {"dO empty", Tile::kDoEmpty},
@@ -162,9 +165,9 @@ bool run_case(unsigned seed) {
       for (int row = 0; row < n_q; ++row) {
         for (int c = 0; c < d; ++c) {
           float sum = 0.f;
-          for (int first = 0; first < n_k; first += 128) {
+          for (int first = 0; first < n_k; first += Tile::kKeys) {
             float part = 0.f;
-            for (int key = first; key < std::min(n_k, first + 128); ++key) {
+            for (int key = first; key < std::min(n_k, first + Tile::kKeys); ++key) {
               part += gradients[std::size_t(row) * n_k + key] * k.at(k_at(key, c));
             }
             sum += part;
@@ -239,14 +242,15 @@ bool run_case(unsigned seed) {
       p.parts.count = (chunks + p.parts.chunks - 1) / p.parts.chunks * (group / p.parts.heads);
     }
     std::vector<float> dq_sums(sum_rows * HEAD_DIM + 128 * HEAD_DIM + 4);
-    const std::size_t ctas = (total_k / 128 + b * (sk / 128 + 2)) * h_k * p.parts.count;
+    const std::size_t ctas =
+        (total_k / Tile::kKeys + b * (sk / Tile::kKeys + 2)) * h_k * p.parts.count;
     std::vector<unsigned> progress(ctas), freed_slots(ctas * chunks + 1);
     unsigned tickets = 0;
     p.slot_sums = p.parts.chained + fad::kept_sums(p.parts.chunks, p.parts.heads);
     p.num_slots = draw(1, 5);
-    std::vector<float> slots(
-        (p.parts.chained > 0 ? ctas : std::size_t(p.num_slots)) * p.slot_sums * 2 * 128 * HEAD_DIM,
-        NAN);
+    std::vector<float> slots((p.parts.chained > 0 ? ctas : std::size_t(p.num_slots)) * p.slot_sums *
+                                 2 * Tile::kKeys * HEAD_DIM,
+                             NAN);
     std::vector<float> part_sums(2 * k_count * p.parts.count, NAN);
     p.slots = p.slot_sums > 0 ? slots.data() : nullptr;
     p.freed_slots = freed_slots.data();

@@ -159,6 +159,7 @@ struct RegisterProduct;
 #define FAD_PRODUCTS(Element, type)                                                               \
   FAD_SHARED_PRODUCT(SharedProduct, Element, type, 64, 32, "%32", "%33", "%34", "0")              \
   FAD_SHARED_PRODUCT(SharedProduct, Element, type, 128, 64, "%64", "%65", "%66", "0")             \
+  FAD_SHARED_PRODUCT(SharedPlainProduct, Element, type, 32, 16, "%16", "%17", "%18", "1")         \
   FAD_SHARED_PRODUCT(SharedPlainProduct, Element, type, 64, 32, "%32", "%33", "%34", "1")         \
   FAD_REGISTER_PRODUCT(Element, type, 64, 32, "%32, %33, %34, %35", "%36", "%37", kK, "0")        \
   FAD_REGISTER_PRODUCT(Element, type, 128, 64, "%64, %65, %66, %67", "%68", "%69", kK, "0")       \

@@ -153,7 +153,9 @@ def test_drawn_calls(
     assert taken >= 0.7 * calls
 
 
-BACKWARD_CONFIGS = each_config([(d, t) for d in (64, 72, 96, 128) for t in ("bf16", "fp16")])
+BACKWARD_CONFIGS = each_config(
+    [(d, t) for d in (8, 32, 40, 64, 72, 96, 128, 136, 192, 200, 256) for t in ("bf16", "fp16")]
+)
 BACKWARD_FEATURES = ["full", "causal", "window", "window-left", "window-right", "window-0"]
 
 

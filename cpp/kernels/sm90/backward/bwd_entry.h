@@ -32,18 +32,20 @@ inline BwdTensors bwd_tensors(const BwdParams& params) {
 }
 
 // Whether the kernels take tensors laid out like this.
-inline bool takes(const BwdParams& params) {
+template <int kBlockN>
+bool takes(const BwdParams& params) {
   const auto [q, k, v, dout] = bwd_tensors(params);
   const int64_t ctas =
-      static_cast<int64_t>((params.seqlen_k + kBwdKeys - 1) / kBwdKeys) * params.b * params.h;
+      static_cast<int64_t>((params.seqlen_k + kBlockN - 1) / kBlockN) * params.b * params.h;
   return ctas < (int64_t{1} << 31) && params.d % 8 == 0 && params.seqlen_q < (1 << 29) &&
          params.seqlen_k < (1 << 29) && can_map(q) && can_map(k) && can_map(v) && can_map(dout);
 }
 
-// The launchers are compiled for Hopper; block_m is the sm80 family's.
-template <int kBlockM, Features kCovers>
+// The launchers are compiled for Hopper.
+template <int kBlockM, int kBlockN, Features kCovers>
 constexpr BwdKernel bwd_entry(BwdLauncher launch, BwdLauncher after) {
-  return {Family::kSm90, kCovers, kBlockM, kBwdKeys, kBwdSharedBytes, launch, after, &takes};
+  return {Family::kSm90,   kCovers, kBlockM, kBlockN,
+          kBwdSharedBytes, launch,  after,   &takes<kBlockN>};
 }
 
 }  // namespace fad::sm90

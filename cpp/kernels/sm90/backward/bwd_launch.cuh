@@ -10,6 +10,7 @@
 #include "bwd_consumer.cuh"
 #include "bwd_dq.cuh"
 #include "bwd_entry.h"
+#include "bwd_pair.cuh"
 #include "bwd_producer.cuh"
 #include "bwd_reducer.cuh"
 #include "bwd_tile.h"
@@ -45,9 +46,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       barrier_init(shared + T::kDoFull + 8 * i, 1);
       barrier_init(shared + T::kDoEmpty + 8 * i, kConsumerWarps);
       barrier_init(shared + T::kNumbersFull + 8 * i, 32);
-      barrier_init(shared + T::kDqFull + 8 * i, T::kConsumers);
+    }
+    for (int i = 0; i < T::kDqBuffers; ++i) {
+      barrier_init(shared + T::kDqFull + 8 * i, T::kSharesKeys ? 128 : T::kConsumers);
       barrier_init(shared + T::kDqEmpty + 8 * i, 1);
     }
+    barrier_init(shared + T::kDqAdded, 1);
+    barrier_init(shared + T::kDqPublished, 1);
     fence_barrier_init();
     fence_async_proxy();
     const unsigned ticket = atomicAdd(params.tickets, 1u);
@@ -75,11 +80,19 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if (warp == 0) {
       load_inputs<T>(params, q_map, k_map, v_map, do_map, shared);
     } else if (threadIdx.x == 32) {
-      add_dq<T>(params, shared);
+      add_dq<T, 0>(params, shared);
+    } else if (T::kSharesKeys && threadIdx.x == 64) {
+      add_dq<T, 1>(params, shared);
     }
   } else {
     take_registers<T::kConsumerRegisters>();
-    compute_gradients<T>(params, shared, warpgroup - 1);
+    if constexpr (!T::kSharesKeys) {
+      GradientConsumer<T>(params, shared, warpgroup - 1).run();
+    } else if (warpgroup == 1) {
+      WeightConsumer<T>(params, shared).run();
+    } else {
+      ScoreConsumer<T>(params, shared).run();
+    }
   }
 }
 

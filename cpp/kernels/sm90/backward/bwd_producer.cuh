@@ -86,9 +86,12 @@ __device__ __forceinline__ void load_inputs(const BwdParams& params, const CUten
         load_keys(v_map, shared + T::kVAt, shared + T::kVFull);
         first = false;
       }
-      barrier_wait(shared + T::kDoEmpty + 8 * ring.slot, ring.parity ^ 1);
-      load_rows(do_map, shared + T::kDoAt + ring.slot * T::kRowBytes,
-                shared + T::kDoFull + 8 * ring.slot, head, m_block);
+      // With one stage of dO, the ring of two counts its phases.
+      const int do_slot = T::kDoStages == 1 ? 0 : ring.slot;
+      const uint32_t do_parity = T::kDoStages == 1 ? ring.slot : ring.parity;
+      barrier_wait(shared + T::kDoEmpty + 8 * do_slot, do_parity ^ 1);
+      load_rows(do_map, shared + T::kDoAt + do_slot * T::kRowBytes,
+                shared + T::kDoFull + 8 * do_slot, head, m_block);
       load_numbers<T>(params, shared, head, m_block, ring.slot);
       ring.advance(T::kStages);
     }

@@ -1,5 +1,6 @@
-// The thread that adds dq of row blocks to their sums, in deterministic calls in turns. The copy
-// engine does the work: one instruction adds a tile, which lies in its sums as in shared memory.
+// The threads that add dq of row blocks to their sums, in deterministic calls in turns: one, or one
+// for each warpgroup where these have buffers of their own. The copy engine does the work: one
+// instruction adds a tile, or a part of it, which lies in its sums as in shared memory.
 #pragma once
 
 #include "bwd_tile.h"
@@ -8,7 +9,26 @@
 
 namespace fad::sm90 {
 
-template <typename T>
+// Once both warpgroups' parts are in memory. A ring of two counts the row blocks.
+template <typename T, int kGroup>
+__device__ __forceinline__ void publish(uint32_t shared, const Ring& ring, unsigned* counter,
+                                        unsigned value) {
+  const uint32_t parity = ring.slot;
+  if constexpr (kGroup == 1) {
+    barrier_wait(shared + T::kDqPublished, parity ^ 1);  // the value before
+    barrier_arrive(shared + T::kDqAdded);
+    return;
+  }
+  if constexpr (T::kSharesKeys) {
+    barrier_wait(shared + T::kDqAdded, parity);
+  }
+  store_release(counter, value);
+  if constexpr (T::kSharesKeys) {
+    barrier_arrive(shared + T::kDqPublished);
+  }
+}
+
+template <typename T, int kGroup>
 __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared) {
   Ring ring;
   unsigned* const counter = progress_of(params, read_bwd_work(shared + T::kWorkAt), T::kKeys);
@@ -32,19 +52,31 @@ __device__ __forceinline__ void add_dq(const BwdParams& params, uint32_t shared)
 #pragma unroll 1
     for (int m_block = blocks.end - 1; m_block >= blocks.begin; --m_block) {
       sums -= T::kRows * T::kHeadDim;
-      barrier_wait(shared + T::kDqFull + 8 * ring.slot, ring.parity);
-      if (m_block < taken && seen < steps - m_block) {
-        seen = wait_for(progress_before(params, counter), steps - m_block);
+      const auto add = [&](float* to, int buffer, uint32_t full) {
+        barrier_wait(shared + T::kDqFull + 8 * buffer, full);
+        if (m_block < taken && seen < steps - m_block) {
+          seen = wait_for(progress_before(params, counter), steps - m_block);
+        }
+        fence_global_async_proxy();
+        add_bulk(to, shared + T::kDqAt + buffer * T::kDqBufferBytes, T::kDqBufferBytes);
+        wait_bulk_read();
+        barrier_arrive(shared + T::kDqEmpty + 8 * buffer);
+      };
+      if constexpr (T::kSharesKeys) {
+#pragma unroll 1
+        for (int i = 0; i < T::dq_parts(kGroup); ++i) {
+          const int part = kGroup * T::dq_parts(0) + i;
+          const DqBuffer<T> buffer(ring.slot, part);
+          add(sums + part * (T::kDqPartBytes / 4), buffer.number, buffer.parity);
+        }
+      } else {
+        add(sums, ring.slot, ring.parity);
       }
-      fence_global_async_proxy();
-      add_bulk(sums, shared + T::kDqAt + ring.slot * T::kDqBytes, T::kDqBytes);
-      wait_bulk_read();
-      barrier_arrive(shared + T::kDqEmpty + 8 * ring.slot);
-      ring.advance(T::kStages);
       if (params.in_turns) {
         wait_bulk_added();
-        store_release(counter, steps - m_block);
+        publish<T, kGroup>(shared, ring, counter, steps - m_block);
       }
+      ring.advance(T::kStages);
     }
   }
   wait_bulk_added();

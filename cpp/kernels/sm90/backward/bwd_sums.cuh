@@ -113,7 +113,7 @@ __device__ __forceinline__ Element* gradient_rows(const BwdParams& params, const
 // The eights of columns of two keys that a thread holds of dk and dv.
 template <typename T>
 __device__ __forceinline__ KeyFragment key_fragment(const BwdWork& work) {
-  const int thread = read_thread() - 128;
+  const int thread = T::kSharesKeys ? read_thread() % 128 : read_thread() - 128;
   return {work.n_block * T::kKeys + thread / 32 * 16 + thread % 32 / 4, work.seqlen_k,
           thread % 4 * 2};
 }
