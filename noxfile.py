@@ -492,7 +492,7 @@ def _runs(engine: str) -> bool:
 
 def workers() -> list[str]:
     """pytest's options for a worker per core; tests of a GPU run one after another."""
-    parallel = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile"]
+    parallel = ["--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal"]
     return [] if HAS_GPU else parallel
 
 
