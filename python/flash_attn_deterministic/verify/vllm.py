@@ -369,8 +369,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     try:
         options = json.loads(arguments.vllm_options or "{}")
-    except ValueError as error:
-        raise ArgumentError(f"--vllm-options: expected a JSON object ({error})") from error
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        given = arguments.vllm_options
+        raise ArgumentError(f"--vllm-options: expected a JSON object, got {given!r}")
     record = _child(arguments.vllm, options, [])
     failed = [c["check"] for c in record["checks"] if c["equal"] < c["requests"]]
     if failed:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from flash_attn_deterministic.__main__ import main
 from flash_attn_deterministic.verify import vllm as check
+from flash_attn_deterministic.verify.outcome import Exit
 from flash_attn_deterministic.verify.vllm import Answer
 
 LENGTHS = (3, 8, 17)
@@ -160,3 +166,58 @@ def test_rows_after_different_tokens_are_not_compared() -> None:
     left, right = [Answer([5, 6, 7, 8], [0.0])], [Answer([5, 6, 9, 8], [0.0])]
     keys = check.comparable(1, left, right)
     assert {key >> 32 for key in keys} == {0, 1}
+
+
+def record(*checks: dict[str, Any]) -> dict[str, Any]:
+    return {"vllm": "1", "checks": list(checks)}
+
+
+def found(name: str, equal: int, first: Any = None) -> dict[str, Any]:
+    return {"check": name, "requests": 3, "equal": equal, "worst": 0.0, "first": first}
+
+
+def test_what_differs_is_run_again_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def child(model: str, options: dict[str, Any], only: list[str]) -> dict[str, Any]:
+        asked.append((model, options, only))
+        if not only:
+            return record(found("batch", 3), found("decode", 1), found("steps", 2))
+        named = {"name": "layers.1.norm", "kind": "RMSNorm", "rows": 4, "of": 9, "position": 0}
+        return record(found("decode", 1, named), found("steps", 3))
+
+    monkeypatch.setattr(check, "_child", child)
+    words = ["verify", "--vllm", "folder", "--vllm-options", '{"seed": 1}', "--out", str(tmp_path)]
+    assert main(words) == Exit.CONTRACT
+    eager = {"seed": 1, "enforce_eager": True}
+    assert asked == [("folder", {"seed": 1}, []), ("folder", eager, ["decode", "steps"])]
+    said = capsys.readouterr().out
+    assert "decode: first different: layers.1.norm (RMSNorm), 4 of 9 rows" in said
+    assert "steps: nothing differs without CUDA graphs and compilation" in said
+    assert len(json.loads((tmp_path / "vllm.json").read_text())["without graphs"]) == 2
+
+
+def test_equal_answers_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_child", lambda *arguments: record(found("batch", 3)))
+    arguments = argparse.Namespace(vllm="folder", vllm_options=None, out=tmp_path)
+    assert check.run(arguments) == Exit.PASSED
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(["--vllm", "m", "--ranks", "2"], "--ranks: cannot be combined", id="ranks"),
+        pytest.param(["--vllm-options", "{}"], "--vllm-options: expected together", id="alone"),
+        pytest.param(
+            ["--vllm", "m", "--vllm-options", "x"], "expected a JSON object", id="no-json"
+        ),
+        pytest.param(["--vllm", "m", "--vllm-options", "3"], "a JSON object, got '3'", id="number"),
+    ],
+)
+def test_wrong_options_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *words]) == Exit.USAGE
+    assert message in capsys.readouterr().err
