@@ -268,7 +268,7 @@ def test_compiles_once_for_all_lengths(form: str) -> None:
 @pytest.mark.usefixtures("dynamo")
 def test_errors_keep_their_type_under_compile() -> None:
     q, k, v = make_inputs()
-    compiled = torch.compile(flash_attn_func, backend="eager")
+    compiled: Any = torch.compile(flash_attn_func, backend="eager")
     with pytest.raises(DtypeError, match=r"k: expected torch\.bfloat16, .*got torch\.float32"):
         compiled(q, k.float(), v)
 

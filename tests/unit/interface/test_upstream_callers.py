@@ -204,9 +204,6 @@ def test_messages_hold_no_values_of_tensors(argument: str) -> None:
         explain(functions)
 
 
-# --- Dropout ------------------------------------------------------------------------------------
-
-
 # --- transformers -------------------------------------------------------------------------------
 
 
@@ -227,24 +224,6 @@ def in_transformers(monkeypatch: pytest.MonkeyPatch) -> str:
     transformers.AttentionInterface.register(name, flash_attention_forward)
     transformers.AttentionMaskInterface.register(name, flash_attention_mask)
     return name
-
-
-@pytest.fixture
-def backward_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """The backward ops that ran, with their argument deterministic."""
-    ops = torch.ops.flash_attn_deterministic
-    calls: list[tuple[str, bool]] = []
-
-    def spy(name: str, op: Any) -> Any:
-        def run(*arguments: Any) -> Any:
-            calls.append((name, arguments[-3]))  # the residual and dlse come last
-            return op(*arguments)
-
-        return run
-
-    for name in ("bwd", "varlen_bwd"):
-        monkeypatch.setattr(ops, name, spy(name, getattr(ops, name)))
-    return calls
 
 
 def _model(attention: str) -> Any:

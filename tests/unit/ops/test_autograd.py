@@ -234,29 +234,14 @@ def test_backward_of_an_op_without_one_raises() -> None:
 # --- The mode -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def deterministic_arguments(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The argument deterministic of each call of a backward op."""
-    ops = torch.ops.flash_attn_deterministic
-    calls = []
-
-    def spy(op: Any) -> Any:
-        def run(*arguments: Any) -> Any:
-            calls.append(arguments[-3])  # the residual and dlse come last
-            return op(*arguments)
-
-        return run
-
-    for name in BACKWARD:
-        monkeypatch.setattr(ops, name, spy(getattr(ops, name)))
-    return calls
-
-
 @pytest.mark.parametrize("deterministic", [None, True, False, "never"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
 @names
 def test_backward_gets_what_the_forward_resolved(
-    name: str, enabled: bool, deterministic: bool | str | None, deterministic_arguments: list[bool]
+    name: str,
+    enabled: bool,
+    deterministic: bool | str | None,
+    backward_calls: list[tuple[str, bool]],
 ) -> None:
     call = CALLS[name](32)
     leaves = {n: x.clone().requires_grad_() for n, x in leaves_of(call).items()}
@@ -265,7 +250,8 @@ def test_backward_gets_what_the_forward_resolved(
     with deterministic_mode(not enabled):
         out.sum().backward()
     # False follows the mode: it is flash_attn's default, which frameworks pass on.
-    assert deterministic_arguments == [{True: True, "never": False}.get(deterministic, enabled)]
+    ((_, found),) = backward_calls
+    assert found == {True: True, "never": False}.get(deterministic, enabled)
 
 
 @names

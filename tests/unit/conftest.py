@@ -1,0 +1,27 @@
+"""What tests of calls watch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_deterministic.schemas import BACKWARD
+
+
+@pytest.fixture
+def backward_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The backward ops that ran, with their argument deterministic."""
+    ops = torch.ops.flash_attn_deterministic
+    calls: list[tuple[str, bool]] = []
+
+    def spy(name: str, op: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            calls.append((name, arguments[-3]))  # the residual and dlse come last
+            return op(*arguments)
+
+        return run
+
+    for name in BACKWARD:
+        monkeypatch.setattr(ops, name, spy(name, getattr(ops, name)))
+    return calls
