@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic import explain, flash_attn_func, flash_attn_varlen_func
-from flash_attn_deterministic.reference.dropout import (
-    keep_mask,
-    keep_probability,
-)
+from flash_attn_deterministic.reference.dropout import keep_mask, keep_probability
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, same_bits
 from tests.gpu.gradients import (

@@ -9,10 +9,7 @@ import pytest
 from flash_attn_deterministic_lab.deviation.instrument.gradients import GradientPlan, run_gradients
 from flash_attn_deterministic_lab.deviation.instrument.target import load_target
 from flash_attn_deterministic_lab.deviation.instrument.tokens import run_tokens
-from flash_attn_deterministic_lab.deviation.kernels.kernel_study import (
-    KernelPlan,
-    run_kernels,
-)
+from flash_attn_deterministic_lab.deviation.kernels.kernel_study import KernelPlan, run_kernels
 from flash_attn_deterministic_lab.deviation.study.files import read_result
 from flash_attn_deterministic_lab.deviation.training.first_difference import first_difference
 from flash_attn_deterministic_lab.deviation.training.runs import Setup

@@ -15,12 +15,7 @@ import pytest
 import torch
 from flash_attn_deterministic import deterministic_mode, flash_attn_func
 from flash_attn_deterministic.verify import accuracy, speed, tasks
-from flash_attn_deterministic.verify.contract import (
-    CHECKS,
-    Attention,
-    run_check,
-    size_of,
-)
+from flash_attn_deterministic.verify.contract import CHECKS, Attention, run_check, size_of
 from flash_attn_deterministic.verify.contract.call import Call, draw, pick
 from flash_attn_deterministic.verify.contract.sizes import Config
 from flash_attn_deterministic.verify.outcome import Exit

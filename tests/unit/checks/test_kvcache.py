@@ -11,9 +11,7 @@ from bits import bits_equal
 from calls import int32, kvcache_call, normal
 from flash_attn_deterministic.checks import kernels
 from flash_attn_deterministic.checks.kernels import check_rows_aligned
-from flash_attn_deterministic.errors import (
-    ArgumentError,
-)
+from flash_attn_deterministic.errors import ArgumentError
 
 CACHE = normal(2, 20, 2, 32)
 PAGES = {

@@ -5,15 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from calls import (
-    qkv_call,
-)
+from calls import qkv_call
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.checks.tensors import check_alike
-from flash_attn_deterministic.errors import (
-    ArgumentError,
-    UnsupportedDeviceError,
-)
+from flash_attn_deterministic.errors import ArgumentError, UnsupportedDeviceError
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:

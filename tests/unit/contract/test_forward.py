@@ -9,23 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from bits import bits_equal
-from contract_cases import (
-    BLOCK_N,
-    CAUSAL,
-    FEATURES,
-    Call,
-    garbage,
-    make_call,
-    rows_of,
-    same,
-)
-from flash_attn_deterministic.reference import (
-    State,
-    batch,
-    forward,
-    kvcache_attention,
-    merge_state,
-)
+from contract_cases import BLOCK_N, CAUSAL, FEATURES, Call, garbage, make_call, rows_of, same
+from flash_attn_deterministic.reference import State, batch, forward, kvcache_attention, merge_state
 
 features = pytest.mark.parametrize("feature", FEATURES)
 causal_features = pytest.mark.parametrize("feature", CAUSAL)

@@ -8,17 +8,7 @@ import pytest
 import torch
 from attention_cases import make_inputs
 from bits import bits_equal
-from calls import (
-    CALLS,
-    Call,
-    Counted,
-    fresh,
-    int32,
-    kvcache_call,
-    qkv_call,
-    unpacked,
-    varlen_call,
-)
+from calls import CALLS, Call, Counted, fresh, int32, kvcache_call, qkv_call, unpacked, varlen_call
 from flash_attn_deterministic import flash_attn_func, interface, reference
 from flash_attn_deterministic.errors import DtypeError
 

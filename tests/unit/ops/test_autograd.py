@@ -11,11 +11,7 @@ from attention_cases import make_inputs
 from backward_cases import autograd_gradients, normal_like, same_gradients
 from bits import bits_equal
 from calls import CALLS, Call, Counted, int32, paged_call, qkv_call, unpacked, varlen_call
-from flash_attn_deterministic import (
-    deterministic_mode,
-    flash_attn_func,
-    reference,
-)
+from flash_attn_deterministic import deterministic_mode, flash_attn_func, reference
 from flash_attn_deterministic.checks import kernels
 from flash_attn_deterministic.errors import UnsupportedError
 from flash_attn_deterministic.schemas import BACKWARD

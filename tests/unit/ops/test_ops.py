@@ -15,12 +15,7 @@ from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.distributed import ops as rank_ops  # noqa: F401
 from flash_attn_deterministic.errors import ArgumentError, MissingInstanceError
 from flash_attn_deterministic.ops import cuda, library
-from flash_attn_deterministic.schemas import (
-    BACKWARD,
-    FORWARD,
-    SUMS,
-    argument_names,
-)
+from flash_attn_deterministic.schemas import BACKWARD, FORWARD, SUMS, argument_names
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 OPS = torch.ops.flash_attn_deterministic

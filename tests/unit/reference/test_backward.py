@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Inputs, definition, make_inputs
-from backward_cases import (
-    BackwardCall,
-    make_backward,
-    normal_like,
-    same_gradients,
-)
+from backward_cases import BackwardCall, make_backward, normal_like, same_gradients
 from contract_cases import cumulative, make_call
 from flash_attn_deterministic.errors import ArgumentError, DtypeError
 from flash_attn_deterministic.reference import (

@@ -10,12 +10,7 @@ import torch
 from attention_cases import make_inputs, softmax_attention, tolerance
 from bits import bits_equal
 from contract_cases import cumulative, garbage, int32, padded, paged, same
-from flash_attn_deterministic.reference import (
-    attention,
-    ieee,
-    kvcache_attention,
-    varlen_attention,
-)
+from flash_attn_deterministic.reference import attention, ieee, kvcache_attention, varlen_attention
 from flash_attn_deterministic.verify.exact import rotated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
