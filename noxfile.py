@@ -149,13 +149,19 @@ def conformance(session: nox.Session) -> None:
 @nox.session(requires=["build_dev"], default=False)
 def vllm(session: nox.Session) -> None:
     """Check the attention backend against vLLM's own classes, on the CPU (gigabytes)."""
-    check_server(session, "vllm")
+    check_framework(session, "vllm")
 
 
 @nox.session(requires=["build_dev"], default=False)
 def sglang(session: nox.Session) -> None:
     """Check the attention backend against SGLang's own classes, on the CPU (gigabytes)."""
-    check_server(session, "sglang")
+    check_framework(session, "sglang")
+
+
+@nox.session(requires=["build_dev"], default=False)
+def torchtitan(session: nox.Session) -> None:
+    """Check the kernels under TorchTitan's own attention, on the CPU."""
+    check_framework(session, "torchtitan")
 
 
 @nox.session(default=False)
@@ -469,11 +475,11 @@ def the_wheel(session: nox.Session, folder: str) -> Path:
     return found[-1]
 
 
-def check_server(session: nox.Session, name: str) -> None:
-    """Runs the tests of a server's backend; the server brings the torch that it wants."""
+def check_framework(session: nox.Session, name: str) -> None:
+    """Runs the tests with a framework, which brings the torch that it wants."""
     wanted = [re.sub("==.*", "", one) if NEWEST else one for one in groups(name)]
     session.install(str(the_wheel(session, "dist/dev")), *wanted)
-    # The server's own warnings are no errors of ours.
+    # The framework's own warnings are no errors of ours.
     file = f"tests/unit/integrations/test_{name}.py"
     session.run("pytest", "-W", "default", file, *session.posargs)
 
