@@ -21,7 +21,7 @@ PARTS = (
     ("The mode", "", ("mode.py",)),
     ("The plan of a call", "", ("plan.py",)),
     ("In the place of flash_attn", "", ("integrations/alias.py",)),
-    ("Several ranks", "distributed.", ("distributed/dense.py", "distributed/packed.py")),
+    ("Several ranks", "distributed.", ("distributed/api.py",)),
     ("Exceptions", "", ("errors.py",)),
 )
 PREFACES = {
@@ -38,6 +38,7 @@ PREFACES = {
 | `FLASH_ATTENTION_DETERMINISTIC`, `FA2_DETERMINISTIC` | 1 or 0 | whether the mode is on when a process starts; of two the first counts |
 | `FLASH_ATTENTION_SPLIT_SIZE`, `FA2_SPLIT_SIZE` | tokens, 0: one split | its split size |
 | `FLASH_ATTENTION_FAMILY` | sm80 or sm90 | which kernels run where both can; read in each call |
+| `FLASH_ATTENTION_RANK_CHECKS` | first, always or off | when ranks compare their calls: [distributed](distributed.md#errors) |
 | `FLASH_ATTENTION_TEST_DEVICE` | | of tests: plans as for another GPU |""",
 }
 Definition = ast.FunctionDef | ast.ClassDef

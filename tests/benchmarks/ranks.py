@@ -3,14 +3,11 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         -m tests.benchmarks.ranks --out docs/results/ranks.json
 
-Causal, zigzag order, bfloat16. Ours over all ranks, ours on one GPU (where the memory suffices),
-and F.scaled_dot_product_attention within torch's context_parallel, one after another in one process
-group. A time is the largest over the ranks of each rank's median. Beside them: the memory that a
-rank takes at its peak beyond inputs, and whether all bits are those of one GPU.
-
-What has to hold for forward + backward of B1 L65,536 H32/8 D128 on two GPUs: at least 85 % parallel
-efficiency ("efficiency"), and at most 1.10 times the time of torch's context parallel
-("over_context_parallel").
+bfloat16. Ours over all ranks, as planned and with each way to divide heads, ours on one GPU (where
+the memory suffices), and with --peers F.scaled_dot_product_attention within torch's
+context_parallel, one after another in one process group. A time is the largest over the ranks of
+each rank's median. Beside them: what the model of the planner says, the memory that a rank takes at
+its peak beyond inputs, the host's time for a call, and whether all bits are those of one GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from flash_attn_deterministic import distributed, flash_attn_func
-from flash_attn_deterministic.distributed import ops
+from flash_attn_deterministic.distributed.plan import Shape as PlanShape
+from flash_attn_deterministic.distributed.plan import plan_of
 from flash_attn_deterministic.verify.shared.files import json_text, write_files
 from flash_attn_deterministic.verify.shared.provenance import provenance
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,6 +49,16 @@ class Shape:
     nheads: int = 32
     nheads_k: int = 8
     head_dim: int = 128
+    window: int = -1  # keys before its position that a row sees; -1: all
+
+
+SHAPES = (
+    *(Shape(seqlen) for seqlen in (16_384, 32_768, 65_536, 131_072)),
+    Shape(65_536, nheads=16, nheads_k=16, head_dim=64),
+    Shape(65_536, window=4096),
+    Shape(131_072, window=4096),
+    Shape(16_384, batch=8),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,10 +67,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON to write")
     parser.add_argument("--wheel", type=Path, help="the installed wheel's file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[65_536])
-    parser.add_argument("--heads", type=int, nargs=2, default=[32, 8], metavar=("H", "HK"))
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", help="of H32/8 D128 instead of all shapes"
+    )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peers", action="store_true", help="torch's context_parallel too")
     arguments = parser.parse_args(argv)
     options: dict[str, Any] = {}
     if arguments.device == "cuda":
@@ -71,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", **options)
     try:
         record: dict[str, Any] = {
-            "schema": "ranks/1",
+            "schema": "ranks/2",
             **provenance(
                 ["python", "-m", "tests.benchmarks.ranks", *sys.argv[1:]],
                 arguments.device,
@@ -81,14 +90,12 @@ def main(argv: list[str] | None = None) -> int:
             "ranks": dist.get_world_size(),
             "cases": [],
         }
-        for seqlen in arguments.lengths:
-            nheads, nheads_k = arguments.heads
-            shape = Shape(seqlen, 1, nheads, nheads_k, arguments.head_dim)
+        for shape in [Shape(seqlen) for seqlen in arguments.lengths or ()] or SHAPES:
             case = Case(shape, arguments.device, arguments.repeats)
-            record["cases"].append(case.measured())
+            record["cases"].append(case.measured(arguments.peers))
             if dist.get_rank() == 0:
                 write_files(arguments.out.parent, {arguments.out.name: json_text(record)})
-                print(record["cases"][-1])
+                print(record["cases"][-1], flush=True)
     finally:
         dist.destroy_process_group()
     return 0
@@ -107,7 +114,7 @@ class Case:
         self._shape, self._device, self._repeats = shape, device, repeats
         self._ranks = dist.get_world_size()
 
-    def measured(self) -> dict[str, Any]:
+    def measured(self, peers: bool = False) -> dict[str, Any]:
         """Returns seconds, bytes, and what follows of them."""
         found: dict[str, Any] = {
             "shape": vars(self._shape) | {},
@@ -115,12 +122,18 @@ class Case:
             "peak_bytes": {},
             "refused": {},
         }
+        mask: dict[str, Any] = {"causal": True, "window_size": (self._shape.window, -1)}
         sides: dict[str, tuple[Attend, bool, Context]] = {}
-        sides["ours"] = (ours, True, nullcontext)
-        sides["ours_gathered"] = (ours, True, gathered)
+        over: Any = functools.partial(distributed.flash_attn_func, **mask, **CUT)
+        sides["planned"] = (over, True, nullcontext)
+        for degree in range(1, self._ranks + 1):
+            if self._ranks % degree == 0 and self._shape.nheads_k % degree == 0:
+                divided = functools.partial(over, ulysses_degree=degree)
+                sides[f"heads over {degree}"] = (divided, True, nullcontext)
+        one: Any = functools.partial(flash_attn_func, **mask)
         if self._shape.seqlen <= ONE_GPU_UP_TO:
-            sides["one"] = (one_gpu, False, nullcontext)
-        if self._device == "cuda":
+            sides["one"] = (one, False, nullcontext)
+        if peers and self._device == "cuda" and self._shape.window < 0:
             mesh = init_device_mesh("cuda", (self._ranks,))
             sides["context_parallel"] = (sdpa, True, functools.partial(ring_attention, mesh))
         for name, (attend, is_cut, context) in sides.items():
@@ -134,19 +147,37 @@ class Case:
                     raise
                 found["refused"][name] = f"{type(error).__name__}: {error}"[:300]
         seconds = found["seconds"]
-        found["best"] = best = min(
-            (name for name in seconds if name.startswith("ours")),
-            key=lambda name: seconds[name]["both"],
-        )
-        ours_best = seconds[best]
-        one, other = (seconds.get(name, {}) for name in ("one", "context_parallel"))
-        found["efficiency"], found["over_context_parallel"] = (
-            {part: value / self._ranks / ours_best[part] for part, value in one.items()},
-            {part: ours_best[part] / value for part, value in other.items()},
-        )
+        found["model"] = self._modelled()
+        for key, name, times in (("efficiency", "one", self._ranks), ("over_peer", "peer", 1)):
+            other = seconds.get("context_parallel" if name == "peer" else name, {})
+            found[key] = {
+                part: value / times / seconds["planned"][part]
+                for part, value in other.items()
+                if part != "host"
+            }
         if "one" in seconds:
-            found["same_bits"] = self._same_bits()
+            found["same_bits"] = self._same_bits(sides["planned"][0], sides["one"][0])
         return found
+
+    def _modelled(self) -> dict[str, Any]:
+        """Returns what the planner chooses, and what it expects of each choice."""
+        shape = self._shape
+        starts = tuple(shape.seqlen * index for index in range(shape.batch + 1))
+        tokens = starts[-1] // self._ranks
+        plan = plan_of(
+            PlanShape(
+                *(starts, starts, True, tokens, tokens, self._ranks, CUT["order"]),
+                *(shape.window, 0, 2048, 4096, shape.nheads, shape.nheads_k, shape.head_dim),
+            ),
+            0,
+        )
+        return {
+            "degree": plan.degree,
+            "moves": plan.moves,
+            "heads": (plan.forward.heads, plan.backward.heads),
+            "seconds": plan.seconds,
+            "others": plan.others,
+        }
 
     def _inputs(self, is_cut: bool) -> list[torch.Tensor]:
         """q, k, v and dout, the same numbers on all ranks: whole, or this rank's part."""
@@ -188,6 +219,7 @@ class Case:
             times = {
                 name: self._median(run) for name, run in (("forward", forward), ("both", both))
             }
+            times["host"] = self._host(forward)
         peak = torch.cuda.max_memory_allocated() - before if self._device == "cuda" else 0
         return times, peak
 
@@ -204,14 +236,24 @@ class Case:
         dist.all_reduce(longest, dist.ReduceOp.MAX)
         return float(longest)
 
+    def _host(self, run: Callable[[], None]) -> float:
+        """Returns the seconds that the host takes to start a forward, while the GPU computes."""
+        self._synchronize()
+        begin = time.perf_counter()
+        for _ in range(3):
+            run()
+        seconds = (time.perf_counter() - begin) / 3
+        self._synchronize()
+        return seconds
+
     def _synchronize(self) -> None:
         if self._device == "cuda":
             torch.cuda.synchronize()
 
-    def _same_bits(self) -> bool:
+    def _same_bits(self, over: Attend, one: Attend) -> bool:
         """Compares out, dq, dk and dv over all ranks with one GPU's, on every rank."""
         results = []
-        for attend, is_cut in ((ours, True), (one_gpu, False)):
+        for attend, is_cut in ((over, True), (one, False)):
             *leaves, dout = self._inputs(is_cut)
             out = attend(*(leaf.requires_grad_() for leaf in leaves))
             found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -221,17 +263,6 @@ class Case:
         total = torch.tensor([differing], device=self._device)
         dist.all_reduce(total)
         return int(total) == 0
-
-
-def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Over all ranks."""
-    out: torch.Tensor = distributed.flash_attn_func(q, k, v, causal=True, **CUT)
-    return out
-
-
-def one_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Ours, on one GPU: every rank does the same."""
-    return flash_attn_func(q, k, v, causal=True)
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -254,16 +285,6 @@ def ring_attention(mesh: Any) -> Iterator[None]:
         context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]),
     ):
         yield
-
-
-@contextlib.contextmanager
-def gathered() -> Iterator[None]:
-    """Ours with a backward without sums that travel."""
-    before, ops.GATHER = ops.GATHER, True
-    try:
-        yield
-    finally:
-        ops.GATHER = before
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -14,11 +16,14 @@ import torch
 import torch.distributed as dist
 from bits import bits_equal
 from flash_attn_deterministic import tree
-from flash_attn_deterministic.distributed import llama3
-from flash_attn_deterministic.distributed.messages import exchange
-from flash_attn_deterministic.distributed.messages import ranks as messages
-from flash_attn_deterministic.distributed.passes import forward, op_calls, summed_backward
-from flash_attn_deterministic.distributed.planning import steps
+from flash_attn_deterministic.distributed import (
+    agreement,
+    exchange,
+    ops,
+    passes,
+    ring_flash_attn,
+)
+from flash_attn_deterministic.distributed.agreement import VARIABLE
 from flash_attn_deterministic.verify.ranks import run, trial
 from flash_attn_deterministic.verify.ranks.cases import Case
 
@@ -27,7 +32,7 @@ Tensors = list[torch.Tensor]
 # Any, because the type checker can't match unpacked arguments.
 package: Any = flash_attn_deterministic
 distributed: Any = flash_attn_deterministic.distributed
-ring: Any = llama3
+ring: Any = ring_flash_attn
 
 
 def outcomes(cases: list[Case]) -> list[dict[str, Any]]:
@@ -46,33 +51,16 @@ def _outcome(case: Case, chunk: int = 16) -> dict[str, Any]:
 
 def outcome_without(case: Case, what: str) -> dict[str, Any]:
     """Returns the differences when a part is broken, which has to cause some."""
-    module: Any = summed_backward
+    module: Any = passes
     broken: Any = _no_sums
-    name = "backward_sums"
+    name = "_backward_call"
     if what == "rounded sums":
         broken = _rounded_sums
     elif what == "alignment":
-        module, name, broken = op_calls.Numbers, "key_align", property(lambda scores: 1)
+        module, name, broken = ops, "KEY_BLOCK", 1
+        case = dataclasses.replace(case, split_size=0)
     with _instead(module, **{name: broken}):
         return _outcome(case)
-
-
-def outcome_in_small_batches(case: Case) -> dict[str, Any]:
-    """Returns the differences with one message to each rank per launch."""
-    with _instead(messages, _AT_ONCE=1):
-        return _outcome(case)
-
-
-def outcome_of_slices(case: Case, most: int) -> tuple[dict[str, Any], list[int]]:
-    """Returns the differences with a limit of bytes per slice, and the heads gathered at a time."""
-    whole, found = steps.heads_of_forward, []
-
-    def noting(*args: int) -> int:
-        found.append(whole(*args))
-        return found[-1]
-
-    with _instead(forward, heads_of_forward=noting), _instead(steps, _SLICE_BYTES=most):
-        return run.outcome_of(case, "cpu"), found
 
 
 @contextlib.contextmanager
@@ -88,17 +76,17 @@ def _instead(module: Any, **stand_ins: Any) -> Iterator[None]:
             setattr(module, name, one)
 
 
-def _no_sums(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    dq, dk, dv = _SUMS(*arguments)
-    return dq, torch.zeros_like(dk), torch.zeros_like(dv)
+def _no_sums(*arguments: Any, sums: bool = False) -> tuple[torch.Tensor, ...]:
+    dq, dk, dv = _BACKWARD(*arguments, sums=sums)
+    return (dq, torch.zeros_like(dk), torch.zeros_like(dv)) if sums else (dq, dk, dv)
 
 
-def _rounded_sums(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    dq, dk, dv = _SUMS(*arguments)
-    return dq, dk.bfloat16().float(), dv.bfloat16().float()
+def _rounded_sums(*arguments: Any, sums: bool = False) -> tuple[torch.Tensor, ...]:
+    dq, dk, dv = _BACKWARD(*arguments, sums=sums)
+    return dq, dk.bfloat16().to(dk.dtype), dv.bfloat16().to(dv.dtype)
 
 
-_SUMS = op_calls.backward_sums
+_BACKWARD: Any = passes._backward_call
 
 
 def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -108,7 +96,8 @@ def draw(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.bfloat1
 
 def group_of(ranks: int) -> dict[str, Any]:
     """Returns `group` for the first ranks, and nothing for the others."""
-    return trial.groups_of(ranks, 1)
+    group = trial.group_of(ranks)
+    return {"group": group} if dist.get_rank() < ranks else {}
 
 
 def _whole(batch: int, seqlen: int, nheads_k: int = 2) -> Tensors:
@@ -198,24 +187,6 @@ def with_dtensors(ranks: int) -> list[bool] | None:
     return _same(expected, [cast(Any, one).to_local() for one in (out, *gradients)], cut)
 
 
-def on_a_mesh(sequence: int, heads: int) -> list[bool]:
-    """Compares sequences and heads cut over a mesh of two dimensions with one device."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    cut: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (sequence, heads), mesh_dim_names=("sequence", "heads")),
-        "order": "zigzag",
-    }
-    *inputs, dout = _whole(2, 8 * sequence * heads)
-    expected = _gradients(package.flash_attn_func, inputs, dout, causal=True)
-    local = [distributed.shard(tensor, 1, **cut) for tensor in inputs]
-    found = _gradients(
-        distributed.flash_attn_func, local, distributed.shard(dout, 1, **cut), causal=True, **cut
-    )
-    whole = [distributed.unshard(one, 1, **cut) for one in found]
-    return [bits_equal(one, other) for one, other in zip(expected, whole, strict=True)]
-
-
 def twice_differentiated() -> str:
     """Returns what a double backward raises."""
     q = draw((1, 4, 2, 16), 1).requires_grad_()
@@ -271,33 +242,72 @@ def in_context_parallel(ranks: int) -> list[bool] | None:
     return [bits_equal(whole, expected), bits_equal(ours, expected)]
 
 
-def as_llama3(ranks: int, causal: bool) -> list[bool] | None:
+def as_llama3(ranks: int, causal: bool, copied: bool) -> list[bool] | None:
     """Compares the functions of ring-flash-attn with one device."""
     group = group_of(ranks)
     if not group:
         return None
     lengths = (7, 12 * ranks, 1, 4 * ranks - 8)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    *inputs, dout = (tensor[0] for tensor in _whole(1, sum(lengths)))
-    longest = max(lengths)
-    expected = _gradients(
-        lambda *qkv: package.flash_attn_varlen_func(
-            *qkv, starts, starts, longest, longest, causal=causal
-        ),
-        inputs,
-        dout,
-    )
+    inputs, expected = _packed_on_one(starts, causal)
     prepared = ring.llama3_flash_attn_prepare_cu_seqlens(starts, causal, dist.get_rank(), ranks)
     *own, place = prepared
+    if copied:
+        own = [one.clone() if isinstance(one, torch.Tensor) else one for one in own]
     found = _gradients(
         lambda *qkv: ring.llama3_flash_attn_varlen_func(
             *qkv, *own, heads_k_stride=2, local_k_slice=place, causal=causal, **group
         ),
-        [distributed.shard(tensor, 0, **group) for tensor in inputs],
-        distributed.shard(dout, 0, **group),
+        [distributed.shard(tensor, 0, **group) for tensor in inputs[:3]],
+        distributed.shard(inputs[3], 0, **group),
     )
     return [
         bits_equal(distributed.shard(one, 0, **group), other)
+        for one, other in zip(expected, found, strict=True)
+    ]
+
+
+def _packed_on_one(starts: torch.Tensor, causal: bool) -> tuple[Tensors, Tensors]:
+    inputs = [tensor[0] for tensor in _whole(1, int(starts[-1]))]
+    longest = int(starts.diff().max())
+    expected = _gradients(
+        lambda *qkv: package.flash_attn_varlen_func(
+            *qkv, starts, starts, longest, longest, causal=causal
+        ),
+        inputs[:3],
+        inputs[3],
+    )
+    return inputs, expected
+
+
+def as_zigzag_ring(ranks: int, packed: bool) -> list[bool] | None:
+    """Compares the other functions of ring-flash-attn with one device."""
+    group = group_of(ranks)
+    if not group:
+        return None
+    cut: dict[str, Any] = {**group, "order": "zigzag"}
+    if packed:
+        starts = torch.tensor([0, 4, 16, 18], dtype=torch.int32) * ranks
+        inputs, expected = _packed_on_one(starts, True)
+        cut["cu_seqlens"] = starts
+
+        def function(*qkv: torch.Tensor) -> Any:
+            return ring.zigzag_ring_flash_attn_varlen_func(
+                *qkv, starts // ranks, 12, causal=True, **group
+            )
+
+    else:
+        inputs = _whole(2, 12 * ranks)
+        expected = _gradients(package.flash_attn_func, inputs[:3], inputs[3], causal=True)
+
+        def function(*qkv: torch.Tensor) -> Any:
+            return ring.zigzag_ring_flash_attn_func(*qkv, causal=True, **group)
+
+    dim = 0 if packed else 1
+    local = [distributed.shard(tensor, dim, **cut) for tensor in inputs]
+    found = _gradients(function, local[:3], local[3])
+    return [
+        bits_equal(distributed.shard(one, dim, **cut), other)
         for one, other in zip(expected, found, strict=True)
     ]
 
@@ -326,21 +336,6 @@ def unshard_raised(change: dict[int, dict[str, Any]]) -> str:
     part = torch.zeros(4 if change else 3 + dist.get_rank())
     try:
         distributed.unshard(part, 0, **change.get(dist.get_rank(), {}))
-    except package.FlashAttnError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def heads_raised(change: dict[int, dict[str, Any]], heads_ranks: int) -> str:
-    """Returns what a call raises on each rank, heads over some ranks, sequences over the others."""
-    rank = dist.get_rank()
-    groups = trial.groups_of(dist.get_world_size() // heads_ranks, heads_ranks)
-    given: dict[str, Any] = {"seqlen": 8, **change.get(rank, {})}
-    shape = (1, given.pop("seqlen"), 4, 16)
-    gradients = given.pop("gradients", ())
-    q, k, v = (draw(shape, 1).requires_grad_(name in gradients) for name in "qkv")
-    try:
-        distributed.flash_attn_func(q, k, v, **groups, **given)
     except package.FlashAttnError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -394,22 +389,174 @@ def packed_raised(starts: dict[int, list[int]], order: str, total: int = 8) -> s
     return ""
 
 
+def _message(function: Any) -> str:
+    """Returns what a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _inputs(shape: str, gradient: bool = True) -> torch.Tensor:
+    """Returns q, k and v of a shape."""
+    return draw((1, 16 if shape in "Aab" else 8, 2, 16), 1).requires_grad_(gradient)
+
+
+def steps_raised(steps: tuple[str, str], when: str) -> tuple[str, str]:
+    """Returns what the first wrong step raises, and what a good call does then."""
+    group = dist.new_group()
+    outs: list[Any] = []
+
+    def call(step: str) -> None:
+        if step.isupper():
+            q = _inputs(step)
+            outs.append(distributed.flash_attn_func(q, q, q, causal=True, group=group))
+        else:
+            outs["ab".index(step)].sum().backward()
+
+    with _variable(when):
+        if when:  # each shape has been checked before
+            for _ in range(2):
+                for shape in "AB":
+                    call(shape)
+                    outs.pop().sum().backward()
+        messages = [_message(functools.partial(call, step)) for step in steps[dist.get_rank()]]
+        q = _inputs("A", False)
+        good = _message(lambda: distributed.flash_attn_func(q, q, q, group=group))
+    first = next((message for message in messages if message), "")
+    return first, good
+
+
+@contextlib.contextmanager
+def _variable(value: str) -> Iterator[None]:
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = value
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def variable_raised(value: str) -> str:
+    """Returns what a call raises with a value of the variable."""
+    q = _inputs("A")
+    with _variable(value):
+        return _message(lambda: distributed.flash_attn_func(q, q, q))
+
+
+def told_in_steps() -> dict[str, int]:
+    """Returns how often a rank tells of a call, in steps of a forward and a backward."""
+    group, told = dist.new_group(), []
+    whole = agreement.Agreement._tell
+
+    def counting(self: Any, number: int, what: Any) -> None:
+        told.append(number)
+        whole(self, number, what)
+
+    def step(softcap: float = 0.0) -> None:
+        q = _inputs("A")
+        distributed.flash_attn_func(q, q, q, softcap=softcap, group=group).sum().backward()
+
+    found = {}
+    with _instead(agreement.Agreement, _tell=counting):
+        for name in ("first", "second", "failed", "after", "off", "always"):
+            told.clear()
+            with _variable(name if name in ("off", "always") else ""):
+                wrong = 0.25 if dist.get_rank() == 1 else 0.5
+                _message(functools.partial(step, wrong if name == "failed" else 0.0))
+            found[name] = len(told)
+    return found
+
+
+def one_wrong_call(wrong: dict[str, Any]) -> tuple[str, str]:
+    """Returns what a call raises, wrong on the second rank, and what a good one does then."""
+    q = _inputs("A")
+    given = wrong if dist.get_rank() == 1 else {}
+    return (
+        _message(lambda: distributed.flash_attn_func(q, q, q, **given)),
+        _message(lambda: distributed.flash_attn_func(q, q, q)),
+    )
+
+
+def mixed_dtensors() -> str:
+    """Returns what a call raises if q alone is no DTensor on the second rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    q = _inputs("A")
+    k = DTensor.from_local(q, mesh, [Shard(1)])
+    return _message(lambda: distributed.flash_attn_func(q if dist.get_rank() == 1 else k, k, k))
+
+
+def broken_backward(settled: bool, begun: bool) -> tuple[str, str]:
+    """Returns what a backward raises that breaks on the second rank, and the next call.
+
+    Args:
+        settled: whether a step of this shape was made before.
+        begun: whether messages have been sent when it breaks.
+    """
+    q = _inputs("A")
+
+    def step() -> None:
+        out = distributed.flash_attn_func(q, q, q, causal=True)
+        out.sum().backward()
+
+    def breaks(*arguments: Any, **others: Any) -> Any:
+        raise ValueError("broken")
+
+    if settled:
+        step()
+    out = distributed.flash_attn_func(q, q, q, causal=True)
+    broken: dict[str, Any] = {}
+    if dist.get_rank() == 1:
+        broken = {"_Steps": breaks} if begun else {"check_kernels": breaks}
+    with _instead(passes if begun else ops, **broken):
+        first = _message(lambda: out.sum().backward())
+    return first, _message(lambda: distributed.flash_attn_func(q, q, q, causal=True))
+
+
+def other_wheel(name: str) -> str:
+    """Returns what a call raises if something of the second rank's installation differs."""
+    whole = ops._installed
+
+    def installed(device: torch.device) -> dict[str, Any]:
+        return {**whole(device), name: dist.get_rank() + 1}
+
+    ops._facts.cache_clear()
+    try:
+        with _instead(ops, _installed=installed):
+            return _message(lambda: distributed.flash_attn_func(*[_inputs("A")] * 3))
+    finally:
+        ops._facts.cache_clear()
+
+
 def end_on(rank: int, at: str) -> str:
     """Ends one rank in the middle of a call, and returns what the others raise."""
     q = draw((1, 16, 2, 16), 1).requires_grad_()
+    if at == "later":
+        distributed.flash_attn_func(q, q, q, causal=True).sum().backward()
     out = distributed.flash_attn_func(q, q, q, causal=True)
     if dist.get_rank() == rank:
         if at == "late":
             return ""  # makes no backward
         os._exit(1)
-    try:
-        out.sum().backward()
-    except package.FlashAttnError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return _message(lambda: out.sum().backward())
 
 
-def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
+def explained() -> dict[str, Any]:
+    """Returns what `explain` says of a dense and a packed call."""
+    q = draw((1, 64, 4, 16), 1)
+    starts = torch.tensor([0, *range(2, 129, 2)], dtype=torch.int32)
+    dense = distributed.explain(q, q, causal=True, ulysses_degree=2)
+    packed = distributed.explain(q[0], q[0], starts, starts, causal=True, ulysses_degree=1)
+    return {"dense": dense, "packed": packed}
+
+
+def tokens_received(ranks: int, window: tuple[int, int]) -> int | None:
     """Returns how many tokens of keys a rank gets from others in a forward."""
     group = group_of(ranks)
     if not group:
@@ -417,10 +564,10 @@ def bytes_sent(ranks: int, window: tuple[int, int]) -> int | None:
     got: list[int] = []
     whole = exchange.start
 
-    def counting(ranks_: Any, way: exchange.Route, *rest: Any) -> Any:
-        others = [p for by, p in enumerate(way.received) if by != ranks_.rank]
-        got.append(sum(p.stop - p.start for places in others for p in places))
-        return whole(ranks_, way, *rest)
+    def counting(ranks_: Any, items: Any, what: str) -> Any:
+        received = items[-1].way.received
+        got.append(sum(p.count for by, p in enumerate(received) if by != ranks_.rank))
+        return whole(ranks_, items, what)
 
     with _instead(exchange, start=counting):
         q = draw((1, 64, 1, 16), 1)
@@ -438,10 +585,9 @@ def benchmarked(seqlen: int) -> dict[str, Any]:
 
 def verified(scale: Any, out: str, broken: bool) -> int:
     """Runs all of `verify --ranks` with other cases; broken: sums are lost between ranks."""
-    sums = _no_sums if broken else _SUMS
     with (
         _instead(run, scale_of=lambda device, quick: scale),
-        _instead(summed_backward, backward_sums=sums),
+        _instead(passes, _backward_call=_no_sums if broken else _BACKWARD),
         _instead(tree, CHUNK_ROWS=16),
     ):
         return run.run("cpu", True, Path(out))

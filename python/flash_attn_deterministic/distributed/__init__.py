@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from .dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from .packed import (
+from .api import (
+    Explanation,
+    explain,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
@@ -11,6 +15,8 @@ from .packed import (
 from .sharding import shard, unshard
 
 __all__ = [
+    "Explanation",
+    "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

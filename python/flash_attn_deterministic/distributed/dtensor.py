@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ArgumentError
-from .messages.groups import group_of_dimension
+from .ranks import group_of_dimension
 
 _TOKENS = 1  # the dimension of (batch, seqlen, nheads, head_dim) that needs messages
 _INDEPENDENT = (0, 2)  # batch and heads
@@ -37,7 +37,7 @@ def with_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sequence_group(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    for name in ("group", "heads_group", "mesh"):
+    for name in ("group", "mesh"):
         if options.get(name) is not None:
             raise ArgumentError(f"{name}: expected None with DTensors, whose mesh is used")
     for name, tensor in (("k", k), ("v", v)):

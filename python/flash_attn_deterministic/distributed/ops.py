@@ -1,51 +1,42 @@
-"""The ops `sequence_fwd`, `sequence_bwd` and `swap`, for torch.compile and autograd.
+"""The ops `sequence_fwd` and `sequence_bwd`, for torch.compile and autograd.
 
-As in torch's functional collectives, a process group is passed by its name. The compiler does not
-trace into the ops, which read lengths from the device.
+The compiler does not trace into them: they read lengths from the device, and send messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import weakref
 from typing import Any
 
 import torch
 
 from .. import tree
+from ..build_info import build_info
 from ..checks.kernels import check_kernels
+from ..errors import BuildInfoError
 from ..ops.autograd import alert_atomics, autograd_kernel, function_of, no_double_backward
 from ..types import Gradients, Outputs
-from .messages.agreement import check
-from .messages.ranks import Ranks
-from .passes import forward, gathered_backward, summed_backward
-from .passes.op_calls import Numbers, Rows
-from .planning.layout import ORDERS, Tokens, dense_tokens, packed_tokens
-from .planning.plan import Mask
-from .planning.runs import suits
+from . import agreement, passes
+from .plan import KEY_BLOCK, Plan, Shape, plan_of
+from .ranks import Ranks
+from .spec import CallSpec
 
 NAMESPACE = "flash_attn_deterministic"
 
 # q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
-# ranks' tokens. `order` is an index in ORDERS. `gather` selects the gathered backward. `backward`:
-# whether a gradient is wanted, which has to be the same on all ranks.
-_CALL = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, str heads_group, int order, "
-    "int heads_k, bool gather, bool backward, float softmax_scale, int window_left, "
-    "int window_right, float softcap, int split_size, bool deterministic, bool deterministic_bwd"
-)
+# ranks' tokens. `spec` is that of `CallSpec.text`.
+_CALL = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str spec"
 _SCHEMAS = {
     "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor softmax_lse)",
+    # `forward` is the number of the forward in its group; -1: unknown.
     "sequence_bwd": "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-    f"{_CALL}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    # An all-to-all: cuts dimension `scatter`, and joins the received parts along `gather`. `agreed`
-    # (the shapes of q and k, whether softmax_lse is returned, and which of q, k and v get a
-    # gradient) has to be the same on all ranks; empty: not checked. An error is reported to the
-    # ranks of `then`.
-    "swap": "(Tensor tensor, int scatter, int gather, str group, SymInt[] agreed, str then) "
-    "-> Tensor",
+    f"{_CALL}, int forward) -> (Tensor dq, Tensor dk, Tensor dv)",
 }
-# Makes every backward the gathered one, for tests and comparisons.
-GATHER = False
 
 
 def _sequence_fwd(
@@ -54,29 +45,15 @@ def _sequence_fwd(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
-    group: str,
-    heads_group: str,
-    order: int,
-    heads_k: int,
-    gather: bool,
-    backward: bool,
-    *numbers: Any,
+    spec_text: str,
 ) -> Outputs:
-    ranks, scores = Ranks.named(group), _scores(numbers)
-    tokens_q, tokens_k = _agreed(
-        ranks,
-        Ranks.named(heads_group),
-        q,
-        k,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        order,
-        (heads_k, gather, backward),
-        scores,
-    )
-    out, softmax_lse = forward.forward(
-        ranks, _packed(q), _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k
-    )
+    spec = CallSpec.read(spec_text)
+    ranks = Ranks.named(spec.group)
+    with agreement.taking_part(ranks.group):
+        plan = _agreed("forward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, None)
+        out, softmax_lse = passes.forward(
+            ranks, plan, _packed(q), _packed(k), _packed(v), spec.numbers
+        )
     if q.dim() == 3:
         return out, softmax_lse.transpose(0, 1).contiguous()
     by_sequence = softmax_lse.view(q.shape[:3])
@@ -92,116 +69,155 @@ def _sequence_bwd(
     softmax_lse: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
-    group: str,
-    heads_group: str,
-    order: int,
-    heads_k: int,
-    gather: bool,
-    backward: bool,
-    *numbers: Any,
+    spec_text: str,
+    forward: int,
 ) -> Gradients:
-    ranks, scores = Ranks.named(group), _scores(numbers)
-    check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
-    if not scores.deterministic_bwd:
-        alert_atomics(q.device)
-    # The ranks of the heads agreed in the forward.
-    settings = (heads_k, gather, backward)
-    tokens_q, tokens_k = _agreed(
-        ranks, Ranks(None), q, k, cu_seqlens_q, cu_seqlens_k, order, settings, scores
-    )
-    # The gathered backward doubles the work; the other one needs whole chunks of rows on a rank.
-    # Both have the same bits.
-    lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
-    rows = Rows(_packed(dout), _packed(q), _packed(out), lse)
-    summed = not gather and suits(tokens_q, tokens_k, scores.mask, tree.CHUNK_ROWS)
-    module = summed_backward if summed else gathered_backward
-    dq, dk, dv = module.backward(
-        ranks, rows, _packed(k), _packed(v), tokens_q, tokens_k, scores, heads_k or 1
-    )
+    spec = CallSpec.read(spec_text)
+    ranks = Ranks.named(spec.group)
+    with agreement.taking_part(ranks.group):
+        check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
+        if not spec.deterministic_bwd:
+            alert_atomics(q.device)
+        plan = _agreed("backward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, forward)
+        lse = softmax_lse.transpose(-1, -2).reshape(-1, softmax_lse.shape[-2])
+        rows = passes.Rows(_packed(dout), _packed(q), _packed(out), lse)
+        dq, dk, dv = passes.backward(ranks, plan, rows, _packed(k), _packed(v), spec.numbers)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-def _swap(
-    tensor: torch.Tensor,
-    scatter: int,
-    gather: int,
-    group: str,
-    agreed: Sequence[int],
-    then: str,
-) -> torch.Tensor:
-    ranks = Ranks.named(group)
-    if agreed:
-        names = [f"{name}.shape[{index}]" for name in "qk" for index in range(tensor.dim())]
-        # A gradient has an all-to-all of its own, which would meet that of another tensor.
-        names += ["return_attn_probs", *(f"whether {name} requires a gradient" for name in "qkv")]
-        facts = dict(zip(names, agreed, strict=True))
-        check(ranks, {"q.dtype": tensor.dtype, **facts}, tensor.device, Ranks.named(then))
-    # (ranks, part of the scattered dimension, ...), a row of bytes for each rank.
-    parts = torch.stack(tensor.chunk(ranks.size, scatter))
-    rows = parts.flatten(1).view(torch.uint8)
-    ones = [1] * ranks.size
-    arrived = ranks.all_to_all(rows, ones, ones, "heads").wait()
-    return torch.cat(list(arrived.flatten().view(tensor.dtype).view(parts.shape)), dim=gather)
-
-
-def _scores(numbers: Sequence[Any]) -> Numbers:
-    scale, left, right, *others = numbers
-    return Numbers(scale, Mask(left, right), *others)
-
-
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 3 else tensor.flatten(0, 1)
+    """Returns (batch, seqlen, ...) as (tokens, ...)."""
+    return tensor if tensor.dim() == 3 else tensor.reshape(-1, *tensor.shape[2:])
 
 
 def _agreed(
+    call: str,
     ranks: Ranks,
-    heads: Ranks,
     q: torch.Tensor,
     k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    order: int,
-    numbers: tuple[int, bool, bool],
-    scores: Numbers,
-) -> tuple[Tokens, Tokens]:
-    """Checks that all ranks make the same call, and returns where the tokens of q and k are."""
-    starts_q, starts_k = (
-        None if starts is None else tuple(starts.tolist())
-        for starts in (cu_seqlens_q, cu_seqlens_k)
-    )
-    facts = {
-        "the number of dimensions of q": q.dim(),
-        "q.dtype": q.dtype,
-        **{f"q.shape[{index}]": size for index, size in enumerate(q.shape)},
-        **{f"k.shape[{index}]": size for index, size in enumerate(k.shape)},
-        "cu_seqlens_q": starts_q,
-        "cu_seqlens_k": starts_k,
-        "order": ORDERS[order],
-        "heads_k_stride (0: None)": numbers[0],
-        "gather": int(numbers[1]),
-        "whether an input requires a gradient": int(numbers[2]),
-        "softmax_scale": scores.softmax_scale,
-        "the left window": scores.mask.left,
-        "the right window": scores.mask.right,
-        "softcap": scores.softcap,
-        "split_size": scores.split_size,
-        "the deterministic mode": int(scores.deterministic),
-        "deterministic": int(scores.deterministic_bwd),
-    }
-    if heads.size > 1:
-        check(heads, facts, q.device, ranks)
-    if ranks.size > 1:
-        check(ranks, facts, q.device)
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
+    spec: CallSpec,
+    forward: int | None,
+) -> Plan:
+    """Checks that all ranks make the same call, and returns the plan of it."""
+    shape = shape_of(ranks, q, k, cu_seqlens, spec)
+    if ranks.group is not None and ranks.size > 1:
+        facts = _facts(q.dtype, tuple(q.shape), tuple(k.shape), shape, spec, q.device)
+        follows = spec.backward and forward is None
+        agreement.Agreement.of(ranks.group).agree(call, facts, follows, forward)
+    try:
+        return plan_of(shape, ranks.rank)
+    except Exception as error:
+        agreement.know(error)  # follows from what all ranks have agreed on
+        raise
+
+
+def shape_of(
+    ranks: Ranks,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
+    spec: CallSpec,
+) -> Shape:
+    """Returns all that the plan of a call depends on; the host waits for new cu_seqlens."""
+    starts_q, starts_k = (None if one is None else _values(one) for one in cu_seqlens)
+    dense = starts_q is None or starts_k is None
     if starts_q is None or starts_k is None:
-        batch, seqlen_q = q.shape[:2]
-        return (
-            dense_tokens(batch, seqlen_q, ranks.size, ORDERS[order]),
-            dense_tokens(batch, k.shape[1], ranks.size, ORDERS[order]),
+        steps = (range(0, one.shape[0] + 1) for one in (q, k))
+        starts_q, starts_k = (
+            tuple(index * one.shape[1] * ranks.size for index in indices)
+            for indices, one in zip(steps, (q, k), strict=True)
         )
-    return (
-        packed_tokens(starts_q, q.shape[0], ranks.size, ORDERS[order], "cu_seqlens_q"),
-        packed_tokens(starts_k, k.shape[0], ranks.size, ORDERS[order], "cu_seqlens_k"),
+    return Shape(
+        starts_q,
+        starts_k,
+        dense,
+        math.prod(q.shape[:-2]),
+        math.prod(k.shape[:-2]),
+        ranks.size,
+        spec.order,
+        spec.window_left,
+        spec.window_right,
+        math.lcm(KEY_BLOCK, spec.split_size or 1),
+        tree.CHUNK_ROWS,
+        q.shape[-2],
+        k.shape[-2],
+        q.shape[-1],
+        q.element_size(),
+        spec.ulysses_degree,
+        spec.heads_k,
+        ranks.in_one_machine,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _facts(
+    dtype: torch.dtype,
+    shape_q: tuple[int, ...],
+    shape_k: tuple[int, ...],
+    shape: Shape,
+    spec: CallSpec,
+    device: torch.device,
+) -> str:
+    """Returns what has to be the same on all ranks, by the name of the argument, as JSON."""
+    starts = {} if shape.dense else {"cu_seqlens_q": shape.starts_q, "cu_seqlens_k": shape.starts_k}
+    facts = {
+        "q.dtype": str(dtype),
+        **{f"q.shape[{index}]": size for index, size in enumerate(shape_q)},
+        **{f"k.shape[{index}]": size for index, size in enumerate(shape_k)},
+        **starts,
+        "order": spec.order,
+        "ulysses_degree (0: None)": spec.ulysses_degree,
+        "heads_k_stride (0: None)": spec.heads_k,
+        "whether an input requires a gradient": int(spec.backward),
+        "softmax_scale": spec.softmax_scale,
+        "the left window": spec.window_left,
+        "the right window": spec.window_right,
+        "softcap": spec.softcap,
+        "split_size": spec.split_size,
+        "the deterministic mode": int(spec.deterministic),
+        "deterministic": int(spec.deterministic_bwd),
+        "whether all ranks are on one machine": int(shape.one_machine),
+        **_installed(device),
+    }
+    return json.dumps(facts)
+
+
+@functools.cache
+def _installed(device: torch.device) -> dict[str, Any]:
+    """Returns what of this rank's installation and GPU bits depend on."""
+    try:
+        bits = build_info().bits_version
+    except BuildInfoError:  # a source tree on the CPU
+        bits = 0
+    try:
+        version = importlib.metadata.version("flash-attn-deterministic")
+    except importlib.metadata.PackageNotFoundError:
+        version = "a source tree"
+    found: dict[str, Any] = {"the package's version": version, "bits_version": bits}
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        found["compute capability"] = f"{capability[0]}.{capability[1]}"
+        found["FLASH_ATTENTION_FAMILY"] = os.environ.get("FLASH_ATTENTION_FAMILY", "")
+    return found
+
+
+# The values of tensors that have been read, while these live and are not written to.
+_read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
+
+
+def _values(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """Returns the values of cu_seqlens: the host waits for those on a GPU once."""
+    if cu_seqlens.is_inference():  # without a count of writes
+        return tuple(cu_seqlens.tolist())
+    key = id(cu_seqlens)
+    known = _read.get(key)
+    if known is not None and known[0]() is cu_seqlens and known[1] == cu_seqlens._version:
+        return known[2]
+    values = tuple(cu_seqlens.tolist())
+    gone = weakref.ref(cu_seqlens, lambda _: _read.pop(key, None))
+    _read[key] = gone, cu_seqlens._version, values
+    return values
 
 
 # --- shapes, gradients --------------------------------------------------------------------------
@@ -220,26 +236,15 @@ def _fake_bwd(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _fake_swap(
-    tensor: torch.Tensor,
-    scatter: int,
-    gather: int,
-    group: str,
-    agreed: Sequence[int],
-    then: str,
-) -> torch.Tensor:
-    size = Ranks.named(group).size
-    shape = list(tensor.shape)
-    shape[scatter] //= size
-    shape[gather] *= size
-    return tensor.new_empty(shape)
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.call = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, ctx.spec = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
+    ctx.forward = -1
+    group = Ranks.named(CallSpec.read(ctx.spec).group).group
+    if type(output[0]) is torch.Tensor and group is not None and group.size() > 1:
+        ctx.forward = agreement.Agreement.of(group).last
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Gradients:
@@ -248,20 +253,9 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         # The other ranks may have a gradient, and wait for this one.
         dout = torch.zeros_like(saved[3])
     gradients = torch.ops.flash_attn_deterministic.sequence_bwd(
-        dout.contiguous(), *saved, *ctx.call
+        dout.contiguous(), *saved, ctx.spec, ctx.forward
     )
     return gradients  # type: ignore[no-any-return]
-
-
-def _setup_swap(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.scatter, ctx.gather, ctx.group, _, _ = inputs
-
-
-def _backward_swap(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor]:
-    back = torch.ops.flash_attn_deterministic.swap(
-        gradient.contiguous(), ctx.gather, ctx.scatter, ctx.group, [], ""
-    )
-    return (back,)
 
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]
@@ -270,7 +264,6 @@ for _name, _schema in _SCHEMAS.items():
 for _name, _body, _fake in (
     ("sequence_fwd", _sequence_fwd, _fake_fwd),
     ("sequence_bwd", _sequence_bwd, _fake_bwd),
-    ("swap", _swap, _fake_swap),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _body, _key)
@@ -278,7 +271,6 @@ for _name, _body, _fake in (
 for _name, _context, _formula, _count in (
     ("sequence_fwd", _setup, _backward, 3),
     ("sequence_bwd", None, no_double_backward, 6),
-    ("swap", _setup_swap, _backward_swap, 1),
 ):
     _kernel = autograd_kernel(_name, function_of(_name, _context, _formula), _count)
     _library.impl(_name, _kernel, "Autograd", with_keyset=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from ..checks.describe import type_name
 from ..checks.numbers import as_int
 from ..checks.tensors import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
-from .messages import agreement
-from .messages.groups import Groups, find_groups
-from .planning.layout import CONTIGUOUS, Layout, check_order, dense_tokens, packed_tokens
+from . import agreement
+from .api import reported
+from .layout import CONTIGUOUS, check_order, dense_layout, packed_layout, tokens_of
+from .ranks import Ranks, find_group
 
 
 def shard(
@@ -20,7 +22,6 @@ def shard(
     dim: int = 1,
     *,
     group: Any = None,
-    heads_group: Any = None,
     mesh: Any = None,
     order: str = CONTIGUOUS,
     cu_seqlens: torch.Tensor | None = None,
@@ -30,8 +31,7 @@ def shard(
     Args:
         tensor: of any dtype, with the tokens of all ranks in one dimension.
         dim: that dimension.
-        group: as in `flash_attn_func`; heads_group, mesh and order too.
-        heads_group: see group.
+        group: as in `flash_attn_func`; mesh and order too.
         mesh: see group.
         order: see group.
         cu_seqlens: (batch + 1,), int32: where packed sequences begin and end; None: `dim` is one
@@ -45,20 +45,18 @@ def shard(
             or there is no such dimension.
         ArgumentTypeError: a wrong type; DtypeError: cu_seqlens is not torch.int32.
     """
-    groups = find_groups(group, heads_group, mesh)
+    ranks = Ranks(find_group(group, mesh))
     dim = _dimension(tensor, dim)
-    index = _order(tensor.shape[dim], groups, order, cu_seqlens)
-    size = groups.heads.size
-    part = index[groups.sequence.rank].chunk(size)[groups.heads.rank]
-    return tensor.index_select(dim, part.to(tensor.device))
+    index = _order(tensor.shape[dim], ranks, order, cu_seqlens)[ranks.rank]
+    return tensor.index_select(dim, index.to(tensor.device))
 
 
+@reported
 def unshard(
     tensor: torch.Tensor,
     dim: int = 1,
     *,
     group: Any = None,
-    heads_group: Any = None,
     mesh: Any = None,
     order: str = CONTIGUOUS,
     cu_seqlens: torch.Tensor | None = None,
@@ -77,23 +75,26 @@ def unshard(
         ArgumentTypeError: as `shard`.
         RankError: another rank has ended, or does not answer.
     """
-    groups = find_groups(group, heads_group, mesh)
+    ranks = Ranks(find_group(group, mesh))
     dim, order = _dimension(tensor, dim), check_order(order)
     starts = None
     if cu_seqlens is not None:
         check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
-        starts = tuple(cu_seqlens.tolist())
+        starts = cu_seqlens.tolist()
     part = tensor.detach()
-    for ranks in (groups.heads, groups.sequence):
-        if ranks.size > 1:  # gloo would abort the process if sizes differ
-            facts: dict[str, Any] = {"tensor.dtype": part.dtype, "dim": dim, "order": order}
+    with agreement.taking_part(ranks.group):
+        if ranks.group is not None and ranks.size > 1:
+            facts: dict[str, Any] = {"tensor.dtype": str(part.dtype), "dim": dim, "order": order}
             facts["cu_seqlens"] = starts
             facts.update((f"tensor.shape[{at}]", size) for at, size in enumerate(part.shape))
-            agreement.check(ranks, facts, part.device)
-        parts = ranks.all_gather(part.contiguous(), "parts of a tensor")
-        part = torch.cat(list(parts), dim)
-    order_of_all = torch.cat(_order(part.shape[dim], groups, order, cu_seqlens))
-    return part.index_select(dim, order_of_all.argsort().to(part.device))
+            agreement.Agreement.of(ranks.group).agree("unshard", json.dumps(facts))
+        every = part.contiguous().flatten().view(torch.uint8)
+        sizes = [every.numel()] * ranks.size
+        arrived = ranks.all_to_all(every.repeat(ranks.size), sizes, sizes, "parts of a tensor")
+        parts = arrived.wait().view(part.dtype).view(ranks.size, *part.shape)
+    whole = torch.cat(list(parts), dim)
+    order_of_all = torch.cat(_order(whole.shape[dim], ranks, order, cu_seqlens))
+    return whole.index_select(dim, order_of_all.argsort().to(whole.device))
 
 
 def _dimension(tensor: Any, dim: Any) -> int:
@@ -109,28 +110,19 @@ def _dimension(tensor: Any, dim: Any) -> int:
 
 
 def _order(
-    tokens: int, groups: Groups, order: str, cu_seqlens: torch.Tensor | None
+    tokens: int, ranks: Ranks, order: str, cu_seqlens: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Returns, for each rank of the sequence, the indices of its tokens."""
+    """Returns, for each rank, the indices of its tokens."""
     order = check_order(order)
-    ranks = groups.sequence.size
-    every = ranks * groups.heads.size
-    if tokens % every:
+    if tokens % ranks.size:
         raise ArgumentError(
-            f"tensor: expected a number of tokens that divides by {every} ranks, got {tokens}"
+            f"tensor: expected a number of tokens that divides by {ranks.size} ranks, got {tokens}"
         )
+    each = tokens // ranks.size
     if cu_seqlens is None:
-        starts = (0, tokens)
-        layout: Layout = dense_tokens(1, tokens // ranks, ranks, order).layout
+        layout = dense_layout(1, each, ranks.size, order)
     else:
         check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
         starts = tuple(cu_seqlens.tolist())
-        layout = packed_tokens(starts, tokens // ranks, ranks, order, "cu_seqlens").layout
-    found = []
-    for number, own in enumerate(layout):
-        index = torch.arange(number * (tokens // ranks), (number + 1) * (tokens // ranks))
-        for piece in own:
-            begin = starts[piece.sequence] + piece.begin
-            index[piece.stored] = torch.arange(begin, begin + piece.end - piece.begin)
-        found.append(index)
-    return found
+        layout = packed_layout(starts, each, ranks.size, order, "cu_seqlens")
+    return [tokens_of(layout, rank, each) for rank in range(ranks.size)]

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from flash_attn_deterministic import tree
+from flash_attn_deterministic.distributed.passes import Numbers
+from flash_attn_deterministic.distributed.plan import Shape
 
 from tests.gpu.attention import DTYPES, assert_same, each_config, skip_unless_built
 from tests.gpu.ranks import dying_rank
-from tests.gpu.ranks.threads import NAMES, on_one, over_ranks, packed_call, scores_of
+from tests.gpu.ranks.threads import NAMES, on_one, over_ranks, packed_call
 
 pytestmark = pytest.mark.gpu
 
@@ -57,12 +60,18 @@ def test_threads_on_one_gpu_equal_one_call(
 ) -> None:
     skip_unless_built(head_dim, dtype, "bwd")
     monkeypatch.setenv(VARIABLE, family)
-    size, order, lengths, nheads, nheads_k, mask, softcap = cut
+    size, order, lengths, nheads, nheads_k, (left, right), softcap = cut
     tensors, starts = packed_call(lengths, nheads, nheads_k, head_dim, DTYPES[dtype], "cuda")
-    scores = scores_of(head_dim, mask, softcap, 512)
-    one = on_one(tensors, starts, starts, scores)
-    many = over_ranks(tensors, starts, starts, size, order, scores)
-    assert_same(tuple(many.values()), tuple(one.values()), NAMES)
+    numbers = Numbers(head_dim**-0.5, softcap, 512, True, True)
+    tokens = starts[-1] // size
+    for degree in (0, 1):
+        shape = Shape(
+            *(starts, starts, False, tokens, tokens, size, order, left, right, 512),
+            *(tree.CHUNK_ROWS, nheads, nheads_k, head_dim),
+            degree=degree,
+        )
+        one, many = on_one(tensors, shape, numbers), over_ranks(tensors, shape, numbers)
+        assert_same(tuple(many.values()), tuple(one.values()), NAMES)
 
 
 @several
@@ -90,7 +99,7 @@ def test_a_long_sequence_equals_one_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     (case,) = json.loads(out.read_text())["cases"]
     assert case["same_bits"] is True
-    assert {"one", "ours", "ours_gathered"} <= case["seconds"].keys()
+    assert {"one", "planned", "heads over 1"} <= case["seconds"].keys()
 
 
 @several
@@ -111,24 +120,26 @@ TIMEOUT = 20.0  # of the process group
 
 @several
 @pytest.mark.parametrize("how", ["killed", "silent"])
-def test_a_rank_that_dies_is_an_error_on_the_others(how: str) -> None:
-    # `wait` of a message then blocks the host, and raises after the timeout. NCCL starts no thread
-    # that would end the process before.
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_rank_that_dies_is_an_error_on_the_others(how: str, when: str) -> None:
+    # `wait` of a message then blocks the host, and raises after the timeout.
     environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-    # The error aborts the communicator; the end of the process aborts it again, for at most the
-    # timeout.
-    ended = dying_rank.run("cuda", how, TIMEOUT, TIMEOUT + 20, environment)
-    assert ended.status != 0
+    ended = dying_rank.run("cuda", how, TIMEOUT, TIMEOUT + 20, environment, when)
+    assert ended.status == 1
     assert "RankError: rank 0 of 2: " in ended.text
-    assert ended.seconds < 2 * TIMEOUT + 20
+    assert ended.seconds < TIMEOUT + 20
 
 
 @several
-def test_by_default_a_rank_that_dies_ends_the_others() -> None:
-    # torch's watchdog of NCCL finds the timeout, sleeps for four times this (by default 15 s) so
-    # that other ranks can write debug information, and aborts the process.
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_by_default_a_rank_that_dies_ends_the_others(when: str) -> None:
+    # In a first step the host waits for the other rank. Later torch's watchdog of NCCL finds the
+    # timeout, sleeps for four times this (by default 15 s) so that other ranks can write debug
+    # information, and aborts the process.
     environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
-    ended = dying_rank.run("cuda", "killed", TIMEOUT, 40, environment)
-    assert ended.status == -signal.SIGABRT
-    assert "Watchdog caught collective operation timeout" in ended.text
+    ended = dying_rank.run("cuda", "killed", TIMEOUT, 40, environment, when)
+    if when == "first":
+        assert "RankError: rank 0 of 2: rank 1 did not make call 1" in ended.text
+    else:
+        assert ended.status == -signal.SIGABRT
     assert ended.seconds < TIMEOUT + 40

@@ -18,16 +18,16 @@ CASES = {
     "border-127": Case(2, lengths_q=(254,), lengths_k=(254,), head_dim=8),
     "border-129": Case(2, lengths_q=(258,), lengths_k=(258,), head_dim=8),
     "zigzag-33": Case(3, order="zigzag", lengths_q=(198,), lengths_k=(198,), head_dim=16),
-    "gathered-65": Case(4, gather=True, lengths_q=(260,), lengths_k=(260,), head_dim=8),
+    "four-65": Case(4, lengths_q=(260,), lengths_k=(260,), head_dim=8),
     "batch-of-3": Case(4, order="zigzag", lengths_q=(72,) * 3, lengths_k=(72,) * 3, head_dim=8),
     # Another number of queries than keys, either way; some rows then see nothing.
     "few-queries": Case(3, lengths_q=(6,), lengths_k=(150,)),
     "few-keys": Case(3, lengths_q=(150,), lengths_k=(36,)),
-    "few-keys-gathered": Case(3, order="zigzag", gather=True, lengths_q=(150,), lengths_k=(36,)),
+    "few-keys-zigzag": Case(3, order="zigzag", lengths_q=(150,), lengths_k=(36,)),
     "few-keys-window": Case(2, lengths_q=(150,), lengths_k=(36,), mask="window-causal"),
     "no-queries": Case(2, lengths_q=(0,), lengths_k=(20,)),
     "no-keys": Case(2, lengths_q=(20,), lengths_k=(0,), mask="full"),
-    "no-queries-heads": Case(1, heads_ranks=2, lengths_q=(0,), lengths_k=(20,)),
+    "no-queries-heads": Case(2, degree=2, lengths_q=(0,), lengths_k=(20,)),
     # Splits of another size than blocks, one split, one head for all queries.
     "split-192": Case(2, lengths_q=(500,), lengths_k=(500,), split_size=192, head_dim=8),
     "one-split": Case(2, lengths_q=(130,), lengths_k=(130,), split_size=0, mask="window"),
@@ -43,20 +43,29 @@ CASES = {
     "packed-over-all": Case(4, lengths_q=(5, 70, 5), lengths_k=(5, 70, 5), **PACKED),
     "packed-at-borders": Case(4, lengths_q=(20, 20, 40), lengths_k=(20, 20, 40), **PACKED),
     "packed-unlike": Case(2, lengths_q=(3, 0, 31), lengths_k=(40, 8, 2), mask="full", **PACKED),
-    "packed-gathered": Case(3, gather=True, lengths_q=(5, 64, 3), lengths_k=(5, 64, 3), **PACKED),
+    "packed-3": Case(3, lengths_q=(5, 64, 3), lengths_k=(5, 64, 3), **PACKED),
     "packed-window": Case(
         3, lengths_q=(100, 1, 199), lengths_k=(100, 1, 199), mask="window", **PACKED
     ),
-    "heads": Case(1, heads_ranks=4, lengths_q=(40,), lengths_k=(40,), nheads=8, nheads_k=4),
-    "both": Case(
+    # Heads divided over all ranks and over some; sequences of which each comes to one rank.
+    "heads": Case(4, degree=4, lengths_q=(40,), lengths_k=(40,), nheads=8, nheads_k=4),
+    "both": Case(4, degree=2, order="zigzag", lengths_q=(144,) * 2, lengths_k=(144,) * 2),
+    "both-one": Case(4, degree=2, order="zigzag", lengths_q=(144,), lengths_k=(144,)),
+    "both-packed": Case(4, degree=2, lengths_q=(9, 71), lengths_k=(9, 71), **PACKED),
+    "whole-sequences": Case(4, degree=1, lengths_q=(40,) * 8, lengths_k=(40,) * 8, head_dim=8),
+    "whole-and-cut": Case(
         2,
-        heads_ranks=2,
+        degree=1,
         order="zigzag",
-        lengths_q=(72,) * 2,
-        lengths_k=(72,) * 2,
-        gather=True,
+        mask="window-causal",
+        lengths_q=(400, *(8,) * 30),
+        lengths_k=(400, *(8,) * 30),
+        **PACKED,
     ),
-    "both-packed": Case(2, heads_ranks=2, lengths_q=(9, 71), lengths_k=(9, 71), **PACKED),
+    "one-head-a-step": Case(2, heads_k=1, lengths_q=(80,), lengths_k=(80,), nheads=8, nheads_k=4),
+    "three-of-four": Case(
+        2, degree=1, heads_k=3, lengths_q=(80,), lengths_k=(80,), nheads=8, nheads_k=4
+    ),
 }
 
 
@@ -69,30 +78,6 @@ def pool() -> Iterator[Pool]:
 def test_cases_equal_one_device(pool: Pool) -> None:
     for found in pool.run(ranks.outcomes, list(CASES.values())):
         assert dict(zip(CASES, found, strict=True)) == {name: {} for name in CASES}
-
-
-def test_messages_are_split_into_launches(pool: Pool) -> None:
-    case = CASES["batch-of-3"]
-    assert pool.run(ranks.outcome_in_small_batches, case)[0] == {}
-
-
-SLICED = {
-    "zigzag": Case(
-        2, order="zigzag", lengths_q=(68,), lengths_k=(68,), nheads=10, nheads_k=5, head_dim=8
-    ),
-    # A rank without tokens, and sequences entirely on one rank; head_bytes counts the others only.
-    "packed": Case(4, lengths_q=(3, 33, 0), lengths_k=(3, 33, 0), nheads=5, nheads_k=5, **PACKED),
-    "window": Case(3, lengths_q=(30,), lengths_k=(99,), mask="window", nheads=5, nheads_k=5),
-    "both": Case(2, heads_ranks=2, lengths_q=(40,), lengths_k=(40,), nheads=20, nheads_k=10),
-}
-
-
-@pytest.mark.parametrize("case", SLICED.values(), ids=SLICED)
-def test_slices_of_some_heads(pool: Pool, case: Case) -> None:
-    one = 4 * case.lengths_k[1 if case.packed else 0] * case.head_dim
-    for most, heads in ((1, 1), (2 * one, 2), (3 * one - 1, 2), (2**28, 3)):
-        found = pool.run(ranks.outcome_of_slices, case, most)
-        assert found == [({}, [heads] * (rank < case.size)) for rank in range(4)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -115,9 +100,9 @@ def test_differences_are_found(pool: Pool, what: str, mask: str, result: str) ->
 
 
 def test_only_keys_in_the_window_are_sent(pool: Pool) -> None:
-    got = pool.run(ranks.bytes_sent, 4, (5, 0))
+    got = pool.run(ranks.tokens_received, 4, (5, 0))
     assert got == [0, 5, 5, 5]
-    assert pool.run(ranks.bytes_sent, 4, (-1, -1)) == [192] * 4
+    assert pool.run(ranks.tokens_received, 4, (-1, -1)) == [192] * 4
 
 
 @pytest.mark.parametrize(
@@ -131,12 +116,18 @@ def test_with_features_of_torch(pool: Pool, function: Any) -> None:
         assert all(found), found
 
 
-def test_a_mesh_of_two_dimensions(pool: Pool) -> None:
-    assert pool.run(ranks.on_a_mesh, 2, 2) == [[True] * 4] * 4
-
-
 def test_q_k_and_v_in_one_tensor(pool: Pool) -> None:
     assert pool.run(ranks.packed_in_one, 1) == [[True] * 4] * 4
+
+
+def test_explain() -> None:
+    with pool_of(2) as two:
+        for found in two.run(ranks.explained):
+            assert found["dense"].ulysses_degree == 2
+            assert min(found["dense"].seconds) > 0
+            assert found["packed"].ulysses_degree == 1
+            assert found["packed"].whole_sequences == 0  # each is on one rank already
+            assert found["packed"].others == {}
 
 
 def test_double_backward_raises(pool: Pool) -> None:
@@ -145,6 +136,13 @@ def test_double_backward_raises(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_functions_of_ring_flash_attn(pool: Pool, causal: bool) -> None:
-    for found in pool.run(ranks.as_llama3, 3, causal)[:3]:
+@pytest.mark.parametrize("copied", [False, True], ids=["prepared", "copied"])
+def test_llama3_of_ring_flash_attn(pool: Pool, causal: bool, copied: bool) -> None:
+    for found in pool.run(ranks.as_llama3, 3, causal, copied)[:3]:
+        assert found == [True] * 4
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_zigzag_ring_of_ring_flash_attn(pool: Pool, packed: bool) -> None:
+    for found in pool.run(ranks.as_zigzag_ring, 2, packed)[:2]:
         assert found == [True] * 4

@@ -11,10 +11,11 @@ import flash_attn_deterministic.distributed as distributed
 import pytest
 import rank_functions as ranks
 import torch
-from flash_attn_deterministic.distributed.call import resolve
-from flash_attn_deterministic.distributed.llama3 import llama3_flash_attn_prepare_cu_seqlens
-from flash_attn_deterministic.distributed.messages import groups
-from flash_attn_deterministic.distributed.messages.ranks import Ranks
+from flash_attn_deterministic.distributed.api import Where, _resolve
+from flash_attn_deterministic.distributed.ranks import Ranks, find_group
+from flash_attn_deterministic.distributed.ring_flash_attn import (
+    llama3_flash_attn_prepare_cu_seqlens,
+)
 from flash_attn_deterministic.errors import UnsupportedError
 from rank_pool import Pool, pool_of
 
@@ -34,6 +35,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "order": ({"order": "zigzag"}, "order: "),
     "mask": ({"causal": True}, "the right window: -1 on rank 0, 0 on rank 1"),
     "scale": ({"softmax_scale": 0.5}, "softmax_scale: 0.25 on rank 0, 0.5 on rank 1"),
+    "degree": ({"ulysses_degree": 2}, "ulysses_degree (0: None): 0 on rank 0, 2 on rank 1"),
     "stride and none": (
         {"heads_k_stride": 1},
         "heads_k_stride (0: None): 0 on rank 0, 1 on rank 1",
@@ -63,14 +65,6 @@ def test_a_gradient_on_one_rank(pool: Pool) -> None:
         assert "whether an input requires a gradient: 0 on rank 0, 1 on rank 1" in message
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_gradient_on_one_rank_of_heads(pool: Pool, name: str) -> None:
-    """Otherwise the gradient of one tensor would be exchanged with that of another."""
-    for message in pool.run(ranks.heads_raised, {1: {"gradients": [name]}}, 2):
-        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
-        assert f"whether {name} requires a gradient: 0 on rank 0, 1 on rank 1" in message
-
-
 def test_parts_of_different_lengths(pool: Pool) -> None:
     for message in pool.run(ranks.unshard_raised, {}):
         assert message.startswith("ArgumentError: expected the same on all 2 ranks")
@@ -91,6 +85,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "stride of none": ({"heads_k_stride": 0}, "heads_k_stride: expected 1 to 2, got 0"),
     "stride below": ({"heads_k_stride": -1}, "heads_k_stride: expected 1 to 2, got -1"),
     "stride no int": ({"heads_k_stride": 1.0}, "heads_k_stride: expected an int, got float"),
+    "degree of none": ({"ulysses_degree": 0}, "ulysses_degree: expected a divisor of 2 ranks and"),
+    "degree beyond": ({"ulysses_degree": 4}, "of 2 ranks and of 2 KV heads, got 4"),
     "slopes": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: expected None"),
     "float32": ({"dtype": torch.float32}, "q: expected dtype torch.float16 or"),
 }
@@ -129,41 +125,8 @@ def test_wrong_lengths(pool: Pool, starts: list[int], order: str, part: str) -> 
 
 def test_ranks_with_different_lengths(pool: Pool) -> None:
     found = pool.run(ranks.packed_raised, {0: [0, 8, 16], 1: [0, 4, 16]}, "contiguous")
-    assert "cu_seqlens_q: (0, 8, 16) here, another value on rank [1]" in found[0]
-    assert "cu_seqlens_q: (0, 4, 16) here, another value on rank [0]" in found[1]
-
-
-DISAGREEING_HEADS: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
-    "mask": ({1: {"causal": True}}, "the right window: -1 on rank 0, 0 on rank 1"),
-    "scale": ({1: {"softmax_scale": 0.5}}, "softmax_scale: 0.25 on rank 0, 0.5 on rank 1"),
-    "order": ({1: {"order": "zigzag"}}, "order: contiguous here, another value on rank [1]"),
-    "results": ({1: {"return_attn_probs": True}}, "return_attn_probs: 0 on rank 0, 1 on rank 1"),
-    "length": ({1: {"seqlen": 10}}, "q.shape[1]: 8 on rank 0, 10 on rank 1"),
-}
-
-
-@pytest.mark.parametrize(("change", "part"), DISAGREEING_HEADS.values(), ids=DISAGREEING_HEADS)
-def test_ranks_of_heads_that_disagree(
-    pool: Pool, change: dict[int, dict[str, Any]], part: str
-) -> None:
-    first, second = pool.run(ranks.heads_raised, change, 2)
-    assert first.startswith("ArgumentError: expected the same on all 2 ranks")
-    assert part in first
-    assert second.startswith("ArgumentError: expected the same on all 2 ranks")
-
-
-def test_errors_reach_the_ranks_of_both_groups() -> None:
-    with pool_of(4, timeout=60) as four:
-        begin = time.monotonic()
-        assert four.run(ranks.heads_raised, {}, 2) == [""] * 4
-        found = four.run(ranks.heads_raised, {0: {"split_size": 7}}, 2)
-        assert found[0].startswith("ArgumentError: split_size: ")
-        for message in found[1:]:
-            assert message.startswith("RankError: rank ")
-            assert "ArgumentError: split_size: " in message
-        for message in four.run(ranks.heads_raised, {1: {"causal": True}}, 2):
-            assert "found a difference in the right window" in message
-        assert time.monotonic() - begin < 60
+    for message in found:
+        assert "cu_seqlens_q: (0, 8, 16) on rank 0, (0, 4, 16) on rank 1" in message
 
 
 ONE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -200,13 +163,120 @@ def test_a_mesh_in_another_order(pool: Pool) -> None:
         assert message.startswith("ArgumentError: mesh: expected ranks in ascending order")
 
 
+# What two ranks do, one after another, after a forward and a backward of each shape if "settled":
+# letters are shapes, capitals forwards, small ones the backwards of these.
+STEPS: dict[str, tuple[tuple[str, str], str]] = {
+    "forwards of other shapes": (("A", "B"), "ArgumentError: expected the same on all 2 ranks"),
+    "forwards in another order": (("AB", "BA"), "ArgumentError: expected the same on all 2 ranks"),
+    "backwards of one shape in another order": (
+        ("AAab", "AAba"),
+        "found a difference in the number of the forward: ",
+    ),
+    "a forward against a backward": (
+        ("Aa", "AA"),
+        "in call: backward on rank 0, forward on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("settled", ["", "always"], ids=["first", "always"])
+@pytest.mark.parametrize(("steps", "part"), STEPS.values(), ids=STEPS)
+def test_other_calls_on_one_rank(
+    pool: Pool, steps: tuple[str, str], part: str, settled: str
+) -> None:
+    """All ranks raise at once, and can use the group afterwards."""
+    begin = time.monotonic()
+    for message, good in pool.run(ranks.steps_raised, steps, settled):
+        assert part in message
+        assert good == ""
+    assert time.monotonic() - begin < 30
+
+
+def test_checks_end_after_a_step_and_begin_after_a_failure(pool: Pool) -> None:
+    """A shape is told once in a forward and its backward, and again after an error of any rank."""
+    for told in pool.run(ranks.told_in_steps):
+        assert told == {"first": 2, "second": 0, "failed": 1, "after": 2, "off": 0, "always": 2}
+
+
+def test_a_wrong_variable(pool: Pool) -> None:
+    for message in pool.run(ranks.variable_raised, "sometimes"):
+        assert message.startswith("ArgumentError: FLASH_ATTENTION_RANK_CHECKS: expected one of")
+        assert message.endswith("first, always, off, got 'sometimes'")
+
+
+ONE_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown keyword": ({"windows": 3}, "TypeError: "),
+    "group of a wrong type": ({"group": 3}, "ArgumentTypeError: group: expected a torch"),
+    "wrong value": ({"order": "x"}, "ArgumentError: order: "),
+}
+
+
+@pytest.mark.parametrize(("wrong", "part"), ONE_CALLS.values(), ids=ONE_CALLS)
+def test_a_wrong_call_on_one_rank(wrong: dict[str, Any], part: str) -> None:
+    """The others raise at once; afterwards all ranks can use the group."""
+    with pool_of(2) as two:
+        begin = time.monotonic()
+        (first, again), (second, _) = two.run(ranks.one_wrong_call, wrong)
+    assert second.startswith(part)
+    assert first.startswith("RankError: rank 1 of 2 did not make the call that rank 0 makes")
+    assert part in first
+    assert again == ""
+    assert time.monotonic() - begin < 30
+
+
+def test_dtensors_on_one_rank_are_mixed() -> None:
+    with pool_of(2) as two:
+        first, second = two.run(ranks.mixed_dtensors)
+    assert second == "ArgumentError: q, k, v: expected three DTensors or none, got both kinds"
+    assert first.startswith("RankError: rank 1 of 2 did not make the call")
+    assert second in first
+
+
+@pytest.mark.parametrize("settled", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("begun", [False, True], ids=["before", "within"])
+def test_an_error_in_a_backward_of_one_rank(settled: bool, begun: bool) -> None:
+    """The other rank is told while it waits for messages; the group is lost unless all know."""
+    with pool_of(2, timeout=60) as two:
+        begin = time.monotonic()
+        (first, first_again), (second, second_again) = two.run(
+            ranks.broken_backward, settled, begun
+        )
+        assert second == "ValueError: broken"
+        assert first.startswith("RankError: rank 1 of 2 did not make the call")
+        assert "ValueError: broken" in first
+        if settled or begun:
+            for message in (first_again, second_again):
+                assert message.startswith("RankError: rank ")
+                assert "this group can't be used any more, since" in message or begun is False
+        else:
+            assert (first_again, second_again) == ("", "")
+        assert time.monotonic() - begin < 50
+
+
+@pytest.mark.parametrize("name", ["bits_version", "the package's version", "compute capability"])
+def test_a_rank_with_another_wheel(pool: Pool, name: str) -> None:
+    for message in pool.run(ranks.other_wheel, name):
+        assert message.startswith("ArgumentError: expected the same on all 2 ranks")
+        assert f"a difference in {name}: 1 on rank 0, 2 on rank 1" in message
+
+
 def test_a_rank_that_dies() -> None:
     with pool_of(3, timeout=20) as three:
-        three.start(ranks.end_on, 1, "killed")
+        three.start(ranks.end_on, 2, "killed")
         begin = time.monotonic()
-        for _, message in three.results([0, 2]):
+        for _, message in three.results([0, 1]):
             assert message.startswith("RankError: rank ")
-            assert "did not arrive: another rank has ended" in message
+            assert "rank 2 did not make call 1 of this group within its timeout" in message
+        assert time.monotonic() - begin < 40
+
+
+def test_a_rank_that_dies_in_a_later_step() -> None:
+    """Ranks wait for its messages then; gloo finds that the connection has ended."""
+    with pool_of(2, timeout=20) as two:
+        two.start(ranks.end_on, 1, "later")
+        begin = time.monotonic()
+        ((_, message),) = two.results([0])
+        assert message.startswith("RankError: rank 0 of 2: rows and keys did not arrive: another")
         assert time.monotonic() - begin < 40
 
 
@@ -214,7 +284,7 @@ def test_a_rank_that_is_late() -> None:
     with pool_of(2, timeout=5) as two:
         two.start(ranks.end_on, 1, "late")
         (_, message), (_, late) = two.results()
-        assert message.startswith("RankError: rank 0 of 2: what the ranks are called with did not")
+        assert message.startswith("RankError: rank 0 of 2: rank 1 did not make call 1")
         assert late == ""
 
 
@@ -223,7 +293,7 @@ def test_a_process_that_dies(how: str) -> None:
     """The program of the tests on two GPUs, which end as soon as the first rank does."""
     ended = dying_rank.run("cpu", how, 5, 20, {})
     assert ended.status == 1
-    assert "RankError: rank 0 of 2: what the ranks are called with did not arrive" in ended.text
+    assert "RankError: rank 0 of 2: rank 1 did not make call 1 of this group" in ended.text
     assert ended.seconds < 30
 
 
@@ -255,14 +325,12 @@ def test_unsupported_backends() -> None:
 @pytest.mark.usefixtures("alone")
 def test_wrong_groups_and_meshes() -> None:
     with pytest.raises(TypeError, match=r"group: expected a torch.distributed.ProcessGroup"):
-        groups.find_groups(3, None, None)
+        find_group(3, None)
     with pytest.raises(TypeError, match="mesh: expected a DeviceMesh or None, got int"):
-        groups.find_groups(None, None, 3)
+        find_group(None, 3)
     world = torch.distributed.group.WORLD
     with pytest.raises(ValueError, match="mesh: expected None together with group"):
-        groups.find_groups(world, None, 3)
-    with pytest.raises(ValueError, match=r"heads_group: expected no rank of group .* got \[0, 1\]"):
-        groups.find_groups(world, world, None)
+        find_group(world, 3)
     with pytest.raises(NotImplementedError, match="q: expected a tensor on cpu or cuda, got meta"):
         Ranks(world).check(torch.device("meta"))
     tensor = torch.zeros(1, 7)
@@ -272,30 +340,17 @@ def test_wrong_groups_and_meshes() -> None:
         distributed.shard(tensor, order="x")
 
 
-def test_heads_that_do_not_divide() -> None:
-    q, k = (torch.ones(1, 4, heads, 16, dtype=torch.bfloat16) for heads in (6, 3))
-    two = Ranks(None)
-    two.size = 2
-    with pytest.raises(ValueError, match="that divides by the 2 ranks of the heads' group, got 3"):
-        resolve(
-            groups.Groups(Ranks(None), two),
-            *(q, k, k, None),
-            (0.0, None, False, (-1, -1), 0.0, None, None),
-            *(None, "contiguous", None, False),
-        )
-
-
 @pytest.mark.parametrize("leaf", [0, 1, 2], ids=["q", "k", "v"])
 def test_residual_for_a_backward(leaf: int) -> None:
     """The backward over ranks has no argument for it; without a backward none is kept."""
     inputs = [torch.ones(1, 4, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
     inputs[leaf].requires_grad_()
-    ranks = groups.Groups(Ranks(None), Ranks(None))
     numbers = (0.0, None, False, (-1, -1), 0.0, None, None)
+    where = Where(None, None, "contiguous", None, None)
 
     def found() -> Any:
         q, k, v = inputs
-        return resolve(ranks, q, k, v, None, numbers, *(None, "contiguous", None, False))
+        return _resolve(Ranks(None), q, k, v, None, numbers, None, where)
 
     with package.deterministic_mode(keep_residual=True):
         with pytest.raises(UnsupportedError, match="keep_residual: expected False on several"):

@@ -1,33 +1,25 @@
-"""Layouts, gathered tokens and calls of ranks, compared with explicit masks."""
+"""Plans of ranks, compared with explicit masks and, for time, with the page."""
 
 from __future__ import annotations
 
 import itertools
+import time
+from typing import Any
 
 import pytest
-from flash_attn_deterministic.distributed.messages.exchange import route
-from flash_attn_deterministic.distributed.planning.layout import (
-    Layout,
-    Piece,
-    Tokens,
-    dense_tokens,
-    in_blocks,
-    packed_tokens,
-)
-from flash_attn_deterministic.distributed.planning.plan import (
+import torch
+from flash_attn_deterministic.distributed import model
+from flash_attn_deterministic.distributed.layout import packed_layout, tokens_of
+from flash_attn_deterministic.distributed.plan import (
     Call,
     Mask,
-    divided,
-    keys_under_rows,
-    rows_on_keys,
+    Pass,
+    Plan,
+    Shape,
+    _planner_of,
+    layouts_of,
+    plan_of,
 )
-from flash_attn_deterministic.distributed.planning.runs import (
-    cut_into_runs,
-    find_runs,
-    find_sums,
-    suits,
-)
-from flash_attn_deterministic.distributed.planning.steps import head_slices, heads_of_forward
 
 MASKS = {
     "full": Mask(-1, -1),
@@ -37,169 +29,168 @@ MASKS = {
     "right": Mask(-1, 2),
     "narrow": Mask(0, 0),
 }
-LAYOUTS = {
-    "contiguous": (dense_tokens(2, 6, 3, "contiguous"), dense_tokens(2, 6, 3, "contiguous")),
-    "zigzag": (dense_tokens(2, 4, 3, "zigzag"), dense_tokens(2, 4, 3, "zigzag")),
-    "more keys": (dense_tokens(1, 3, 4, "contiguous"), dense_tokens(1, 8, 4, "contiguous")),
-    "more queries": (dense_tokens(1, 8, 4, "zigzag"), dense_tokens(1, 2, 4, "zigzag")),
-    "packed": (
-        packed_tokens((0, 3, 3, 20, 23), 8, 3, "contiguous", "q"),
-        packed_tokens((0, 5, 6, 19, 24), 8, 3, "contiguous", "k"),
-    ),
+# starts of q and k, ranks, order, KV heads.
+CUTS: dict[str, tuple[Any, Any, int, str, int]] = {
+    "contiguous": ((0, 18, 36), (0, 18, 36), 3, "contiguous", 3),
+    "zigzag": ((0, 12, 24), (0, 12, 24), 3, "zigzag", 3),
+    "one": ((0, 36), (0, 36), 3, "zigzag", 1),
+    "more keys": ((0, 12), (0, 32), 4, "contiguous", 2),
+    "more queries": ((0, 32), (0, 8), 4, "zigzag", 4),
+    "packed": ((0, 3, 3, 20, 23), (0, 5, 6, 19, 24), 3, "contiguous", 1),
+    "short": ((0, 40, *range(44, 73, 4)), (0, 40, *range(44, 73, 4)), 2, "zigzag", 1),
 }
-Seen = dict[tuple[int, int], set[int]]
 
 
-def _seen(q: Tokens, k: Tokens, mask: Mask) -> Seen:
-    """Maps (sequence, row) to the keys that it sees, by the definition."""
-    seen: Seen = {}
-    for sequence, (seqlen_q, seqlen_k) in enumerate(zip(q.lengths, k.lengths, strict=True)):
-        for row in range(seqlen_q):
-            position = row + seqlen_k - seqlen_q
-            seen[sequence, row] = {
-                key
-                for key in range(seqlen_k)
-                if (mask.left < 0 or key >= position - mask.left)
-                and (mask.right < 0 or key <= position + mask.right)
-            }
-    return seen
+def _shape(cut: tuple[Any, Any, int, str, int], mask: Mask, **options: Any) -> Shape:
+    starts_q, starts_k, ranks, order, heads = cut
+    tokens = (-(-starts[-1] // ranks) for starts in (starts_q, starts_k))
+    return Shape(
+        *(starts_q, starts_k, False, *tokens, ranks, order, *mask),
+        **{"align": 4, "chunk": 4, "nheads": heads, "nheads_k": heads, "head_dim": 64, **options},
+    )
 
 
-def _call_sees(call: Call) -> dict[int, set[int]]:
-    """Maps rows of a tensor to the keys of a tensor that they see in a call."""
-    seen = {}
-    for (q_begin, q_end), (k_begin, k_end) in zip(
-        itertools.pairwise(call.starts_q), itertools.pairwise(call.starts_k), strict=True
+def _seen(starts_q: Any, starts_k: Any, mask: Mask) -> set[tuple[int, int]]:
+    """Returns the pairs of a row and a key, as tokens, by the definition."""
+    seen = set()
+    for (q, q_end), (k, k_end) in zip(
+        itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True
     ):
-        lengths = Tokens((q_end - q_begin,), ()), Tokens((k_end - k_begin,), ())
-        for (_, row), keys in _seen(*lengths, call.mask).items():
-            seen[call.rows.start + q_begin + row] = {
-                call.keys.start + k_begin + key for key in keys
-            }
+        for row, key in itertools.product(range(q, q_end), range(k, k_end)):
+            after = (key - k_end) - (row - q_end)
+            if (mask.left < 0 or after >= -mask.left) and (mask.right < 0 or after <= mask.right):
+                seen.add((row, key))
     return seen
 
 
-def _holds(pieces: tuple[Piece, ...]) -> dict[int, tuple[int, int]]:
-    """Maps places in a tensor to tokens."""
-    return {
-        place: (piece.sequence, piece.begin + place - piece.at)
-        for piece in pieces
-        for place in range(piece.at, piece.at + piece.end - piece.begin)
-    }
+def _tokens(shape: Shape, plan: Plan, part: Pass, rank: int) -> tuple[list[int], list[int]]:
+    """Returns which tokens the rows and the keys of a pass are; -1: none."""
+    found = []
+    layouts = layouts_of(shape)
+    for side, (way, layout, own) in enumerate(
+        zip((part.rows, part.keys), layouts, (shape.tokens_q, shape.tokens_k), strict=True)
+    ):
+        every = [tokens_of(layout, by, own) for by in range(shape.ranks)]
+        if way is None:
+            found.append(every[rank].tolist() if side == 0 else [])
+            continue
+        here = torch.full((way.room,), -1)
+        for by in range(shape.ranks):
+            other = plan_of(shape, by)
+            back = (other.forward, other.backward)[part is plan.backward]
+            sent = (back.rows, back.keys)[side]
+            assert sent is not None
+            places = sent.sent[rank]
+            tokens = [every[by][place] for place in places.on(torch.device("cpu"))]
+            block = torch.cat([*tokens, torch.arange(0)])
+            for place, some in way.received[by].parts(block):
+                here[place] = some
+        found.append(here.tolist())
+    return found[0], found[1]
+
+
+def _pairs(call: Call, rows: list[int], keys: list[int]) -> list[tuple[int, int]]:
+    return [
+        (rows[call.rows.start + row], keys[call.keys.start + key])
+        for row, key in _seen(call.starts_q, call.starts_k, call.mask)
+    ]
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("tokens", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("align", [1, 4])
-def test_rows_see_their_keys(tokens: tuple[Tokens, Tokens], mask: Mask, align: int) -> None:
-    seen = _seen(*tokens, mask)
-    for rank in range(len(tokens[0].layout)):
-        whole = divided(*tokens, mask, rank)
-        half = rows_on_keys(whole.q, whole.k, mask, align, rank)
-        # Rows that see nothing need no call.
-        own_tokens = _holds(tokens[0].layout[rank]).values()
-        found: dict[tuple[int, int], set[tuple[int, int]]] = {token: set() for token in own_tokens}
-        for calls, keys in ((half.calls, half.wanted[rank]), (whole.calls, tokens[1].layout[rank])):
-            key_at, row_at = _holds(keys), _holds(tokens[0].layout[rank])
-            for call in calls:
-                for row, places in _call_sees(call).items():
-                    # Only gathered tokens: rows must not see a gap.
-                    found[row_at[row]] = {key_at[place] for place in places}
-        own = {token: {(token[0], key) for key in seen[token]} for token in row_at.values()}
-        assert found == own
-        for part in half.parts:
-            assert part.keys.begin % align == 0 or part.keys.begin == part.keys.end
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("tokens", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("align", [1, 4])
-def test_keys_are_seen_by_their_rows(tokens: tuple[Tokens, Tokens], mask: Mask, align: int) -> None:
-    seen = _seen(*tokens, mask)
-    for rank in range(len(tokens[0].layout)):
-        whole = divided(*tokens, mask, rank)
-        half = keys_under_rows(whole.q, whole.k, mask, align, rank)
-        row_at, key_at = _holds(half.wanted[rank]), _holds(whole.k.layout[rank])
-        found: dict[tuple[int, int], set[tuple[int, int]]] = {k: set() for k in key_at.values()}
-        for call in half.calls:
-            for row, places in _call_sees(call).items():
-                for place in places:
-                    found[key_at[place]].add(row_at[row])
-        for key, rows in found.items():
-            assert rows == {row for row in seen if row[0] == key[0] and key[1] in seen[row]}
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("tokens", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("chunk", [1, 2, 4])
-def test_each_row_is_in_one_sum_of_each_key(
-    tokens: tuple[Tokens, Tokens], mask: Mask, chunk: int
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("degree", [0, 1])
+def test_each_pair_is_computed_once(
+    cut: tuple[Any, Any, int, str, int], mask: Mask, degree: int
 ) -> None:
-    seen, keys_of = _seen(*tokens, mask), tokens[1]
-    blocks = cut_into_runs(in_blocks(tokens[0], chunk), chunk)
-    runs = [run for own in find_runs(blocks, keys_of, mask, chunk) for run in own]
-    rows = {(*run.node, run.rows.sequence): run.rows for run in runs}
-    assert len(rows) == len(runs)
-    for (level, index, sequence), piece in rows.items():
-        first, end = index << level, (index + 1) << level
-        assert piece.begin == first * chunk
-        assert piece.end == min(end * chunk, tokens[0].lengths[sequence])
-    for rank in range(len(keys_of.layout)):
-        for keys, chunks, sums in find_sums(blocks, keys_of, mask, chunk, rank).arrivals:
-            assert chunks == -(-tokens[0].lengths[keys.sequence] // chunk)
-            pieces = [rows[level, index, keys.sequence] for (level, index), _ in sums]
-            found = {row for piece in pieces for row in range(*_span(piece))}
-            for key in range(keys.begin, keys.end):
-                assert found >= {
-                    row for (s, row) in seen if s == keys.sequence and key in seen[s, row]
-                }
+    shape = _shape(cut, mask, degree=degree)
+    expected = _seen(*cut[:2], mask)
+    for backward in (False, True):
+        found: list[tuple[int, int]] = []
+        for rank in range(shape.ranks):
+            plan = plan_of(shape, rank)
+            part = plan.backward if backward else plan.forward
+            own = (
+                tokens_of(layout, rank, tokens).tolist()
+                for layout, tokens in zip(
+                    layouts_of(shape), (shape.tokens_q, shape.tokens_k), strict=True
+                )
+            )
+            if rank % plan.degree:  # another one has other heads of these rows
+                continue
+            for call in plan.local:
+                found += _pairs(call, *own)
+            rows, keys = _tokens(shape, plan, part, rank)
+            for call in (*part.calls, *(run.call for run in part.runs)):
+                assert len(call.starts_q) == 2 or call in part.calls
+                found += _pairs(call, rows, keys)
+        assert len(found) == len(set(found))
+        # Gaps are never seen, and so are no tokens.
+        assert set(found) == expected
 
 
-def _span(piece: Piece) -> tuple[int, int]:
-    return piece.begin, piece.end
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_keys_get_the_sums_of_all_chunks_that_see_them(mask: Mask) -> None:
+    shape = _shape(((0, 38), (0, 38), 2, "contiguous", 1), mask)
+    seen = _seen((0, 38), (0, 38), mask)
+    for rank in range(2):
+        own = range(rank * 19, rank * 19 + 19)
+        for arrival in plan_of(shape, rank).backward.arrivals:
+            assert arrival.chunks == 10
+            spans = [(i << n, (i + 1) << n) for (n, i), _ in arrival.sums]
+            chunks = [chunk for span in spans for chunk in range(*span)]
+            assert len(chunks) == len(set(chunks))
+            keys = {own[key] for key in range(arrival.keys.start, arrival.keys.stop)}
+            assert {row // 4 for row, key in seen if key in keys} <= set(chunks)
 
 
-def test_borders_in_chunks_are_left_to_the_other_backward() -> None:
-    mask = Mask(-1, 0)
-    for seqlen, good in ((4096, True), (2048, False), (40_000, True)):
-        tokens = dense_tokens(1, seqlen, 4, "zigzag")
-        assert suits(tokens, tokens, mask, 2048) == good
+def test_choices() -> None:
+    """What is chosen for sizes that people have."""
+
+    def plan(lengths: list[int], ranks: int, heads: int, mask: Mask, order: str) -> Plan:
+        starts = (0, *itertools.accumulate(lengths))
+        cut = starts, starts, ranks, order, heads
+        return plan_of(_shape(cut, mask, align=2048, chunk=4096, nheads=4 * heads, head_dim=128), 0)
+
+    causal = Mask(-1, 0)
+    assert plan([65536], 2, 8, causal, "zigzag").degree == 1  # measured: by 4 % faster than 2
+    assert plan([2**20], 64, 8, causal, "zigzag").degree == 8
+    assert plan([65536], 8, 1, causal, "zigzag").degree == 1
+    assert plan([131072], 2, 8, Mask(4096, 0), "contiguous").degree == 1
+    short = plan([1024] * 1024, 8, 1, causal, "zigzag")
+    assert (short.moves, len(short.forward.calls), short.backward.runs) == (1024, 1, ())
+    assert len(short.backward.calls) == 1
+
+
+def test_planning_takes_a_few_milliseconds() -> None:
+    starts = tuple(range(0, 1024 * 1024 + 1, 1024))
+    shape = _shape((starts, starts, 8, "zigzag", 1), Mask(-1, 0), align=2048, chunk=4096)
+    plan_of(shape, 0)
+    seconds = []
+    for _ in range(5):
+        plan_of.cache_clear()
+        _planner_of.cache_clear()
+        begin = time.thread_time()
+        plan_of(shape, 0)
+        seconds.append(time.thread_time() - begin)
+    assert min(seconds) < 0.06
 
 
 def test_layouts() -> None:
-    assert dense_tokens(1, 4, 2, "contiguous").layout == (
-        (Piece(0, 0, 4, 0),),
-        (Piece(0, 4, 8, 0),),
-    )
-    assert dense_tokens(1, 4, 2, "zigzag").layout == (
-        (Piece(0, 0, 2, 0), Piece(0, 6, 8, 2)),
-        (Piece(0, 2, 6, 0),),
-    )
-    assert packed_tokens((0, 3, 7), 4, 2, "contiguous", "q").layout == (
-        (Piece(0, 0, 3, 0), Piece(1, 0, 1, 3)),
-        (Piece(1, 1, 4, 0),),
-    )
+    layout = packed_layout((0, 3, 7), 4, 2, "contiguous", "q")
+    assert [tokens_of(layout, rank, 4).tolist() for rank in range(2)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    layout = packed_layout((0, 4, 12), 6, 2, "zigzag", "q")
+    found = [tokens_of(layout, rank, 6).tolist() for rank in range(2)]
+    assert found == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
 
 
-def test_a_route_sends_each_token_once() -> None:
-    have: Layout = ((Piece(0, 0, 3, 0),), (Piece(0, 3, 6, 0), Piece(1, 0, 2, 3)))
-    want: Layout = ((Piece(0, 2, 5, 1), Piece(1, 1, 2, 4)), ())
-    first, second = route(have, want, 0, 6), route(have, want, 1, 0)
-    assert first.sent == ((slice(2, 3),), ())
-    assert second.sent == ((slice(0, 2), slice(4, 5)), ())
-    assert first.received == ((slice(1, 2),), (slice(2, 4), slice(4, 5)))
-    assert (first.filled, second.filled) == (False, True)
-
-
-@pytest.mark.parametrize("nheads_k", [1, 2, 3, 5, 8, 9])
-@pytest.mark.parametrize("head_bytes", [0, 1, 2**25, 2**26, 2**27 + 1, 2**28, 2**28 + 1, 2**40])
-def test_heads_of_a_forward(nheads_k: int, head_bytes: int) -> None:
-    found = heads_of_forward(0, nheads_k, head_bytes)
-    assert 1 <= found <= (nheads_k + 1) // 2
-    assert found == 1 or found * head_bytes <= 2**28
-    # One more would exceed the limit.
-    assert found == (nheads_k + 1) // 2 or (found + 1) * head_bytes > 2**28
-    slices = head_slices(nheads_k, found)
-    assert [h for one in slices for h in range(one.start, one.stop)] == list(range(nheads_k))
-    for given in range(1, nheads_k + 1):
-        assert heads_of_forward(given, nheads_k, head_bytes) == given
+def test_the_model_overlaps_messages() -> None:
+    load = model.Load(1e9, 32, 8, 128, 0, 65536, 65536, 0, 2)
+    whole, steps = (model.seconds(load, True, heads, model.NETWORK) for heads in (8, 1))
+    come, go = (part / model.NETWORK.bandwidth for part in load.bytes(True))
+    assert whole > steps > whole - come - go
+    assert model.best_heads(load, True, model.NETWORK, 65536) < 8
+    nothing = load._replace(moved_k=0, sums=0)
+    assert model.best_heads(nothing, True, model.NETWORK, 65536) == 8

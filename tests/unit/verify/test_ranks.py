@@ -43,12 +43,12 @@ def test_cases_can_be_cut(scale: Scale, count: int) -> None:
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)
     for case in cases:
-        parts = case.size * (2 if case.order == "zigzag" else 1)
+        parts = case.ranks * (2 if case.order == "zigzag" else 1)
         for lengths in (case.lengths_q, case.lengths_k):
             each = lengths if case.order == "zigzag" or not case.packed else (sum(lengths),)
             assert all(length % parts == 0 for length in each), case.name
-        assert case.size == count
-        assert case.nheads_k % case.heads_ranks == 0
+        assert case.ranks == count
+        assert case.nheads_k % (case.degree or 1) == 0
 
 
 def test_quick_cases_on_gpus_have_all_kinds() -> None:
@@ -57,9 +57,8 @@ def test_quick_cases_on_gpus_have_all_kinds() -> None:
     assert {case.dtype for case in cases} == {"bf16", "fp16"}
     assert {(case.nheads, case.nheads_k) for case in cases} >= {(6, 6), (32, 8), (8, 1)}
     assert {case.mask for case in cases} >= {"full", "causal", "window"}
-    for kind in ("packed", "gather"):
-        assert {getattr(case, kind) for case in cases} == {False, True}
-    assert max(case.heads_ranks for case in cases) == 2
+    assert {case.packed for case in cases} == {False, True}
+    assert {case.degree for case in cases} == {None, 1, 2}
     # Borders within a block of rows, and between two.
     assert {case.lengths_q[0] // 2 % 128 == 0 for case in cases} == {False, True}
 

@@ -23,10 +23,11 @@ MASKS: dict[str, dict[str, Any]] = {
 class Case:
     """One call on one device, and the same over ranks."""
 
-    ranks: int  # over which sequences lie
-    heads_ranks: int = 1  # over which heads lie
+    ranks: int  # over which tokens lie
+    degree: int | None = None  # over which heads are divided; None: as the planner chooses
     order: str = "contiguous"  # "contiguous" or "zigzag"
     mask: str = "causal"  # a name in MASKS
+    heads_k: int | None = None  # KV heads at a time; None: as the planner chooses
     # of each sequence, in all; equal ones are a dense call unless packed
     lengths_q: tuple[int, ...] = (128,)
     lengths_k: tuple[int, ...] = (128,)  # likewise
@@ -36,24 +37,18 @@ class Case:
     head_dim: int = 32  # of q, k and v
     dtype: str = "bf16"  # "bf16" or "fp16"
     split_size: int = 64  # tokens per split
-    gather: bool = False  # whether the backward is to gather rows, where it could carry sums
-
-    @property
-    def size(self) -> int:
-        """Returns how many processes the case takes."""
-        return self.ranks * self.heads_ranks
 
     @property
     def name(self) -> str:
         """Returns e.g. "p2-zigzag-causal-d32-bf16-q130-k130"."""
         words = [f"p{self.ranks}"]
-        words += [f"h{self.heads_ranks}"] * (self.heads_ranks > 1)
+        words += [f"u{self.degree}"] * (self.degree is not None)
         words += ["packed"] * self.packed
         words += [self.order, self.mask, f"d{self.head_dim}", self.dtype]
         words += [f"heads{self.nheads}over{self.nheads_k}"]
         for side, lengths in (("q", self.lengths_q), ("k", self.lengths_k)):
             words.append(side + "+".join(map(str, lengths)))
-        return "-".join(words + ["gathered"] * self.gather)
+        return "-".join(words)
 
     @property
     def seed(self) -> int:
@@ -131,15 +126,15 @@ def cases_of(
             "head_dim": head_dim,
             "dtype": dtype,
             "split_size": scale.split_size,
-            "nheads": max(6, 2 * (ranks - 1)),  # with fewer the backward gathers rows
+            "nheads": 6,
         }
-        for border in scale.borders:
+        for border, degree in itertools.product(scale.borders, (None, 1)):
             whole = (border * ranks,) * scale.batch
-            yield Case(lengths_q=whole, lengths_k=whole, **common)
+            yield Case(lengths_q=whole, lengths_k=whole, degree=degree, **common)
         # Fewer queries than keys: borders of both lie at other places.
         shorter = (scale.borders[0] // 2 // 2 * 2 * ranks,)
         longer = (scale.borders[-1] * ranks,)
-        yield Case(lengths_q=shorter, lengths_k=longer, gather=True, **common)
+        yield Case(lengths_q=shorter, lengths_k=longer, **common)
         yield from _packed_cases(ranks, order, scale, common)
         whole = (scale.borders[-1] * ranks,) * scale.batch
         if order == "zigzag":
@@ -160,24 +155,24 @@ def _packed_cases(ranks: int, order: str, scale: Scale, common: dict[str, Any]) 
         lengths = (scale.packed + 1, 0, rest, scale.packed)
         total = sum(lengths)
         lengths = (*lengths, -total % ranks) if total % ranks else lengths
-    yield Case(lengths_q=lengths, lengths_k=lengths, packed=True, **common)
+    for degree in (None, 1):
+        yield Case(lengths_q=lengths, lengths_k=lengths, packed=True, degree=degree, **common)
 
 
-def _heads_cases(size: int, scale: Scale, head_dim: int, dtype: str) -> Iterator[Case]:
-    for heads_ranks in range(2, size + 1):
-        if size % heads_ranks:
-            continue
+def _heads_cases(ranks: int, scale: Scale, head_dim: int, dtype: str) -> Iterator[Case]:
+    """Yields cases whose heads are divided over all ranks, or over some."""
+    for degree in (degree for degree in range(2, ranks + 1) if ranks % degree == 0):
         for order, packed in itertools.product(("contiguous", "zigzag"), (False, True)):
-            whole = (scale.borders[0] // 2 * 2 * size,) * (1 if packed else scale.batch)
+            whole = (scale.borders[0] // 2 * 2 * ranks,) * (1 if packed else scale.batch)
             yield Case(
-                ranks=size // heads_ranks,
-                heads_ranks=heads_ranks,
+                ranks=ranks,
+                degree=degree,
                 order=order,
                 packed=packed,
                 lengths_q=whole,
                 lengths_k=whole,
-                nheads=2 * heads_ranks,
-                nheads_k=heads_ranks,
+                nheads=2 * degree,
+                nheads_k=degree,
                 head_dim=head_dim,
                 dtype=dtype,
                 split_size=scale.split_size,

@@ -22,7 +22,7 @@ from ..shared.files import write_files
 from ..tasks import holds
 from . import trial
 from .cases import Case, cases_of, counts_of, scale_of
-from .trial import groups_of, together, try_case
+from .trial import group_of, try_case
 
 PROMISE = "One device, or sequences and heads cut over P ranks: forward and backward"
 
@@ -129,8 +129,7 @@ def run(device: str, quick: bool, out: Path, wheel: installed.Wheel | None = Non
 def outcome_of(case: Case, device: str) -> dict[str, Any]:
     """Runs a case; returns, on every rank, the differences or errors of each rank that has any."""
     # All ranks must take part in making groups, so this comes before anything that may fail.
-    groups_of(case.ranks, case.heads_ranks)
-    together(case.size)
+    group_of(case.ranks)
     try:
         own: Any = try_case(case, device)
     except FlashAttnError as error:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ... import distributed, interface
-from ...distributed import ops
+from ...errors import FlashAttnError
 from ..contract.call import DTYPES
 from ..shared.bits import difference
 from .cases import Case
@@ -23,30 +23,8 @@ TIMEOUT: datetime.timedelta | None = None
 
 
 @functools.cache
-def groups_of(ranks: int, heads_ranks: int) -> dict[str, Any]:
-    """Makes the groups of a case; all ranks of the world have to call this.
-
-    Returns:
-        Keyword arguments `group` and `heads_group` of a call; empty on ranks that have no part.
-    """
-    size, rank = ranks * heads_ranks, dist.get_rank()
-    found: dict[str, Any] = {}
-    # The ranks of a heads group follow one another.
-    for name, members in (
-        *(("group", [s * heads_ranks + h for s in range(ranks)]) for h in range(heads_ranks)),
-        *(("heads_group", [s * heads_ranks + h for h in range(heads_ranks)]) for s in range(ranks)),
-    ):
-        group = dist.new_group(members, timeout=TIMEOUT)
-        if rank in members and rank < size and not (name == "heads_group" and heads_ranks == 1):
-            found[name] = group
-    if heads_ranks > 1 and ranks == 1:
-        found.pop("group", None)
-    return found
-
-
-@functools.cache
-def together(size: int) -> Any:
-    """Makes the group of the first ranks; all ranks of the world have to call this."""
+def group_of(size: int) -> Any:
+    """Returns the group of the first ranks; all ranks of the world have to call this."""
     return dist.new_group(list(range(size)), timeout=TIMEOUT)
 
 
@@ -60,13 +38,13 @@ def try_case(case: Case, device: str) -> dict[str, str] | None:
     Returns:
         For each result that differs on this rank, where; None on ranks that have no part.
     """
-    groups, everyone = groups_of(case.ranks, case.heads_ranks), together(case.size)
-    if dist.get_rank() >= case.size:
+    group = group_of(case.ranks)
+    if dist.get_rank() >= case.ranks:
         return None
     tensors = _draw(case, device)
-    expected = _expected(case, tensors, everyone)
+    expected = _expected(case, tensors, group)
     starts = _starts(case, device)
-    cut: dict[str, Any] = {**groups, "order": case.order}
+    cut: dict[str, Any] = {"group": group, "order": case.order}
 
     def shard(name: str, whole: torch.Tensor) -> torch.Tensor:
         of_keys = name in ("k", "v", "dk", "dv")
@@ -74,12 +52,9 @@ def try_case(case: Case, device: str) -> dict[str, str] | None:
         dim = whole.dim() - 1 if name == "softmax_lse" else whole.dim() - 3
         return distributed.shard(whole, dim, cu_seqlens=cu_seqlens, **cut)
 
-    before, ops.GATHER = ops.GATHER, case.gather
-    try:
-        parts = {name: shard(name, whole) for name, whole in tensors.items()}
-        found = _results(distributed, case, parts, starts, cut)
-    finally:
-        ops.GATHER = before
+    parts = {name: shard(name, whole) for name, whole in tensors.items()}
+    chosen = {"ulysses_degree": case.degree, "heads_k_stride": case.heads_k}
+    found = _results(distributed, case, parts, starts, {**cut, **chosen})
     differing = {}
     for name in NAMES:
         unlike = difference(shard(name, expected[name]), found[name])
@@ -128,8 +103,12 @@ def _starts(case: Case, device: str) -> list[torch.Tensor]:
     return [torch.tensor(one, dtype=torch.int32).to(device) for one in starts]
 
 
-def _expected(case: Case, tensors: Tensors, everyone: Any) -> Tensors:
-    """Returns the results of one device: the first rank computes them, and sends them to all."""
+def _expected(case: Case, tensors: Tensors, group: Any) -> Tensors:
+    """Returns the results of one device: the first rank computes them, and sends them to all.
+
+    Raises:
+        FlashAttnError: on every rank, if the first one cannot compute them.
+    """
     q, k = tensors["q"], tensors["k"]
     lse_shape = (q.shape[-2], q.shape[0]) if case.packed else (q.shape[0], q.shape[2], q.shape[1])
     expected = {
@@ -139,9 +118,16 @@ def _expected(case: Case, tensors: Tensors, everyone: Any) -> Tensors:
         "dk": torch.empty_like(k),
         "dv": torch.empty_like(k),
     }
+    problem: list[Exception | None] = [None]
     if dist.get_rank() == 0:
-        results = _results(interface, case, tensors, _starts(case, str(q.device)), {})
-        expected = {name: result.contiguous() for name, result in results.items()}
+        try:
+            results = _results(interface, case, tensors, _starts(case, str(q.device)), {})
+            expected = {name: result.contiguous() for name, result in results.items()}
+        except FlashAttnError as error:
+            problem = [error]
+    dist.broadcast_object_list(problem, group=group, group_src=0)
+    if problem[0] is not None:
+        raise problem[0]
     for name in NAMES:
-        dist.broadcast(expected[name], group=everyone, group_src=0)
+        dist.broadcast(expected[name], group=group, group_src=0)
     return expected

@@ -1,0 +1,293 @@
+"""All ranks make the same call, or all raise an error.
+
+Ranks that call different things would wait for messages that never come, or mix up tensors. So the
+ranks tell each other what they are called with, through the store of torch.distributed: no tensor
+and no GPU takes part, and after a difference has been found the group is as it was.
+
+This happens in the first calls with the same arguments, forward and backward, and after every
+failure; later calls cost nothing. The environment variable FLASH_ATTENTION_RANK_CHECKS, read in
+each call, is "first" (that), "always" or "off".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import ArgumentError, RankError
+
+VARIABLE = "FLASH_ATTENTION_RANK_CHECKS"
+_CHOICES = ("first", "always", "off")
+_LOOK = 0.25  # seconds between two looks for errors of other ranks
+_TEXT = 1000  # characters of an error that are told
+_MOST = 65_536  # calls that are remembered as agreed on
+
+
+class Agreement:
+    """What this rank and the others of a group have agreed on.
+
+    Every call has a number in its group: forwards, backwards and `unshard`, in the order in which
+    this rank makes them.
+
+    Args:
+        group: with at least two ranks, this one among them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        c10d: Any = dist.distributed_c10d
+        self._store: Any = c10d.PrefixStore(
+            f"flash_attn_deterministic/{group.group_name}", c10d._get_default_store()
+        )
+        with contextlib.suppress(RuntimeError):  # a store without deletion
+            self._store.delete_key(self._failure_of(self.rank))
+        self._calls = 0  # made
+        self._settled: set[str] = set()
+        self._open: Counter[str] = Counter()  # forwards whose backward has not been agreed on
+        self._told = ""  # key with this rank's arguments
+        self._lost = ""  # why the group can't be used any more
+
+    @property
+    def last(self) -> int:
+        """Returns the number of the last call."""
+        return self._calls - 1
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Agreement:
+        """Returns that of a group."""
+        found = _agreements.get(group.group_name)
+        if found is None or found._group is not group:
+            found = _agreements[group.group_name] = cls(group)
+        return found
+
+    def agree(
+        self, call: str, facts: str, follows: bool = False, forward: int | None = None
+    ) -> None:
+        """Counts a call; checks that all ranks make it with the same facts, unless they have.
+
+        Args:
+            call: its kind, such as "forward".
+            facts: JSON of what has to be the same, by name of the argument. A forward and its
+                backward have the same ones.
+            follows: whether a backward does.
+            forward: number of the forward, of a backward; -1: unknown.
+
+        Raises:
+            ArgumentError: ranks differ; names the arguments and what each rank gave.
+            RankError: another rank failed, or does not answer within the group's timeout.
+        """
+        when = os.environ.get(VARIABLE, "").strip() or _CHOICES[0]
+        if when not in _CHOICES:
+            raise ArgumentError(f"{VARIABLE}: expected one of {', '.join(_CHOICES)}, got {when!r}")
+        number = self._calls
+        self._calls += 1
+        settled = facts in self._settled and when == "first"
+        if not self._lost and (settled or when == "off"):
+            return
+        mine = {"call": call, **json.loads(facts)}
+        if forward is not None:
+            mine["the number of the forward"] = forward
+        self._heard(number, mine)
+        # Layers of one shape are called one after another, and then backwards.
+        self._open[facts] += follows - (forward is not None)
+        if self._open[facts] <= 0:
+            if len(self._settled) >= _MOST:
+                self._settled.clear()
+            self._settled.add(facts)
+            del self._open[facts]
+
+    def exchange(self, call: str, value: Any) -> list[Any]:
+        """Returns a value of each rank, as JSON has it; counts as a call. Raises as `agree`."""
+        number = self._calls
+        self._calls += 1
+        return [told["value"] for told in self._heard(number, {"call": call, "value": value})]
+
+    def _heard(self, number: int, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tells the ranks of a call, and returns what each of them tells."""
+        self._tell(number, {"error": self._lost} if self._lost else mine)
+        try:
+            if self._lost:
+                raise RankError(self._lost)
+            every = self._collect(number)
+            if self._told:  # by now all ranks have read it
+                self._store.delete_key(self._told)
+            self._told = f"{number}/{self.rank}"
+            for rank, told in enumerate(every):
+                if "error" in told:
+                    raise RankError(self._of_another(rank, told["error"]))
+            self._compare(every)
+        except Exception as error:
+            self._forget()
+            _know(error)
+            raise
+        return every
+
+    @contextlib.contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Tells the other ranks of an error in a call."""
+        before = self._calls
+        try:
+            yield
+        except Exception as error:
+            if not is_known(error):
+                self.report(error, begun=self._calls > before)
+            raise
+
+    def report(self, error: Exception, begun: bool = False) -> None:
+        """Tells the other ranks why a call failed here.
+
+        Args:
+            error: of this rank.
+            begun: whether messages may have been sent; then the group can't be used any more.
+        """
+        text = f"{type(error).__name__}: {error}"[:_TEXT]
+        if not begun:
+            self._tell(self._calls, {"error": text})
+            self._calls += 1
+        else:
+            self._lose(f"rank {self.rank} failed within a call: {text}")
+        with contextlib.suppress(RuntimeError):
+            told = json.dumps([self.last, begun, text])
+            self._store.set(self._failure_of(self.rank), told)
+        self._forget()
+        _know(error)
+
+    def look(self) -> None:
+        """Raises RankError if another rank failed in the call whose messages this one waits for."""
+        for rank in range(self.size):
+            if rank == self.rank or not self._store.check([self._failure_of(rank)]):
+                continue
+            number, begun, text = json.loads(self._store.get(self._failure_of(rank)))
+            if begun or number == self.last:
+                raise RankError(self._of_another(rank, text))
+
+    def lose(self, error: Exception) -> None:
+        """Notes that messages of a call failed: those of the next one would be taken for them."""
+        self._lose(f"messages were lost: {error}"[:_TEXT])
+        self._forget()
+        _know(error)
+
+    def _lose(self, why: str) -> None:
+        self._lost = self._lost or (
+            f"rank {self.rank} of {self.size}: this group can't be used any more, since {why}; "
+            "make a new one"
+        )
+
+    def _forget(self) -> None:
+        self._settled.clear()
+        self._open.clear()
+
+    def _tell(self, number: int, what: dict[str, Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the process with the store may have ended
+            self._store.set(f"{number}/{self.rank}", json.dumps(what))
+
+    def _collect(self, number: int) -> list[dict[str, Any]]:
+        """Waits for what all ranks tell of a call."""
+        keys = [f"{number}/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + timeout_of(self._group)
+        look, pause = time.monotonic() + _LOOK, 2e-5
+        try:
+            while not self._store.check(keys):
+                time.sleep(pause)
+                pause = min(2 * pause, 5e-3)
+                if time.monotonic() < look:
+                    continue
+                silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if silent and time.monotonic() > deadline:
+                    raise RankError(
+                        f"rank {self.rank} of {self.size}: rank {silent[0]} did not make call "
+                        f"{number} of this group within its timeout: it has ended, is late, or "
+                        "makes other calls"
+                    )
+                look = time.monotonic() + _LOOK
+            found = [json.loads(text) for text in self._store.multi_get(keys)]
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise RankError(
+                f"rank {self.rank} of {self.size}: the store of torch.distributed does not answer; "
+                f"the process that holds it has ended: {error}"
+            ) from error
+        return found
+
+    def _compare(self, every: list[dict[str, Any]]) -> None:
+        wrong = []
+        for name in dict.fromkeys(name for told in every for name in told if name != "value"):
+            given = [told.get(name) for told in every]
+            if any(one != given[0] for one in given):
+                values = (f"{_shown(one)} on rank {rank}" for rank, one in enumerate(given))
+                wrong.append(f"{name}: {', '.join(values)}")
+        if wrong:
+            raise ArgumentError(
+                f"expected the same on all {self.size} ranks, rank {self.rank} found a difference "
+                f"in {'; '.join(wrong)}"
+            )
+
+    def _of_another(self, rank: int, text: str) -> str:
+        return (
+            f"rank {rank} of {self.size} did not make the call that rank {self.rank} makes; "
+            f"its error: {text}"
+        )
+
+    @staticmethod
+    def _failure_of(rank: int) -> str:
+        return f"failed/{rank}"
+
+
+_agreements: dict[str, Agreement] = {}
+
+
+def report(error: Exception, group: Any) -> None:
+    """Tells other ranks why a call failed here before its op.
+
+    Args:
+        error: of this rank.
+        group: of the call; None: unknown, as the argument is wrong: it is told in all groups of
+            this rank, since the others may wait in any of them.
+    """
+    if is_known(error) or not dist.is_available() or not dist.is_initialized():
+        return
+    c10d: Any = dist.distributed_c10d
+    for one in [*c10d._world.pg_map] if group is None else [group]:
+        if dist.get_rank(one) >= 0 and dist.get_world_size(one) > 1:
+            Agreement.of(one).report(error)
+
+
+def taking_part(group: dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
+    """Tells the other ranks of a group of an error in a call."""
+    if group is None or group.size() == 1:
+        return contextlib.nullcontext()
+    return Agreement.of(group).taking_part()
+
+
+def is_known(error: Exception) -> bool:
+    """Returns whether the other ranks know of an error, or have it too."""
+    return isinstance(error, RankError) or getattr(error, "known_to_all_ranks", False)
+
+
+def _know(error: Exception) -> None:
+    error.known_to_all_ranks = True  # type: ignore[attr-defined]
+
+
+def know(error: Exception) -> None:
+    """Notes that all ranks raise an error, since it follows from what they agreed on."""
+    _know(error)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Returns the seconds after which a group gives up."""
+    backend: Any = group._get_backend(next(iter(group._device_types)))
+    return float(backend.options._timeout.total_seconds())
+
+
+def _shown(value: Any) -> str:
+    text = f"({', '.join(map(str, value))})" if isinstance(value, list) else str(value)
+    return text if len(text) < 120 else text[:120] + "..."

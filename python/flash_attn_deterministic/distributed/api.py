@@ -1,0 +1,617 @@
+"""The functions of one device, over sequences that are distributed over several ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..checks import tensors
+from ..checks.numbers import as_flag, as_int
+from ..checks.ops import validate
+from ..errors import ArgumentError, FlashAttnError, UnsupportedError
+from ..interface.call import WithProbs, has_backward, padded, resolve_options, with_ints
+from ..schemas import forward_call
+from ..types import Deterministic, Lengths
+from . import agreement
+from . import ops as ops  # defines the ops
+from .dtensor import with_dtensors
+from .layout import CONTIGUOUS, check_order
+from .plan import plan_of
+from .ranks import Ranks, find_group
+from .spec import CallSpec
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def reported(function: _Function) -> _Function:
+    """Makes a function of all ranks tell the others of an error that only this one has."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not agreement.is_known(error):
+                agreement.report(error, _group_of(function, args, kwargs))
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def _group_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the group of a call; None if it is unknown."""
+    if any(hasattr(one, "device_mesh") for one in args):
+        return None  # DTensors, whose group depends on all of them
+    try:
+        given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        given = kwargs
+    try:
+        return find_group(given.get("group"), given.get("mesh"))
+    except FlashAttnError:
+        return None
+
+
+class Where(NamedTuple):
+    """How a call is distributed, as the caller gave it."""
+
+    group: Any
+    mesh: Any
+    order: Any
+    heads_k_stride: Any
+    ulysses_degree: Any
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths | None,
+    options: tuple[Any, ...],
+    alibi_slopes: Any,
+    return_attn_probs: Any,
+    where: Where,
+) -> torch.Tensor | WithProbs:
+    """Checks a call and runs it.
+
+    Args:
+        q: the argument; k and v too.
+        k: see q.
+        v: see q.
+        lengths: of packed sequences; None: dense.
+        options: arguments of `resolve_options` after head_dim.
+        alibi_slopes: has to be None.
+        return_attn_probs: the argument.
+        where: the arguments.
+    """
+    ranks = Ranks(find_group(where.group, where.mesh))
+    spec = _resolve(ranks, q, k, v, lengths, options, alibi_slopes, where)
+    with_lse = as_flag("return_attn_probs", return_attn_probs)
+    head_dim = q.shape[-1]
+    starts = (None, None) if lengths is None else lengths[:2]
+    out, softmax_lse = torch.ops.flash_attn_deterministic.sequence_fwd(
+        padded(q), padded(k), padded(v), *starts, spec.text()
+    )
+    out = out[..., :head_dim]
+    return (out, softmax_lse, out.new_empty(0)) if with_lse else out
+
+
+def _resolve(
+    ranks: Ranks,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths | None,
+    options: tuple[Any, ...],
+    alibi_slopes: Any,
+    where: Where,
+) -> CallSpec:
+    """Checks a call; see `flash_attn_func` for the errors."""
+    _, found = resolve_options(q, *options)
+    lengths = None if lengths is None else with_ints(lengths, same=False)
+    validate(*forward_call((q, k, v), lengths, found, None))
+    ranks.check(q.device)
+    if found.dropout_p > 0:
+        raise UnsupportedError(
+            f"dropout_p: expected 0.0 on several ranks, got {found.dropout_p}: the mask of a "
+            "sequence depends on its index in the call, which differs between ranks"
+        )
+    if alibi_slopes is not None:
+        raise UnsupportedError(
+            "alibi_slopes: expected None on several ranks: the ops measure distances from the last "
+            "row of their own tensor"
+        )
+    backward = has_backward((q, k, v), None)
+    if found.keep_residual and backward:
+        raise UnsupportedError(
+            "keep_residual: expected False on several ranks where q, k or v requires a gradient, "
+            "got True: the backward over ranks has no argument for the residual; make the call "
+            "inside deterministic_mode(keep_residual=False)"
+        )
+    heads_k = degree = 0
+    nheads_k = k.shape[-2]
+    if where.heads_k_stride is not None:
+        heads_k = as_int("heads_k_stride", where.heads_k_stride)
+        if not 1 <= heads_k <= nheads_k:
+            raise ArgumentError(f"heads_k_stride: expected 1 to {nheads_k}, got {heads_k}")
+    if where.ulysses_degree is not None:
+        degree = as_int("ulysses_degree", where.ulysses_degree)
+        if degree < 1 or ranks.size % degree or nheads_k % degree:
+            raise ArgumentError(
+                f"ulysses_degree: expected a divisor of {ranks.size} ranks and of {nheads_k} KV "
+                f"heads, got {degree}"
+            )
+    scale, left, right, softcap = found.scores
+    return CallSpec(
+        ranks.name,
+        check_order(where.order),
+        degree,
+        heads_k,
+        backward,
+        scale,
+        left,
+        right,
+        softcap,
+        found.split_size,
+        found.deterministic,
+        found.deterministic_bwd,
+    )
+
+
+@reported
+@with_dtensors
+@reported
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: bool = False,
+    *,
+    split_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    order: str = CONTIGUOUS,
+    heads_k_stride: int | None = None,
+    ulysses_degree: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes `flash_attn_deterministic.flash_attn_func` of sequences on several ranks.
+
+    Each rank passes its tokens and gets its rows of the result. For any number of ranks these, and
+    dq, dk and dv, have the bits of one device. All ranks of the groups have to make the same calls
+    in the same order, backward included.
+
+    The tokens on the P ranks of `group`, for P = 2 and a sequence of 8 tokens:
+
+        order="contiguous"   rank 0: 0 1 2 3   rank 1: 4 5 6 7
+        order="zigzag"       rank 0: 0 1 6 7   rank 1: 2 3 4 5
+
+    Under a causal mask, the zigzag order gives all ranks the same work. `shard` cuts a tensor in
+    either order.
+
+    Where heads are divided over ranks, an all-to-all gives each of them some heads of all their
+    tokens. `explain` tells what a call does, and why.
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim), the tokens of this rank; equally many on each rank.
+            Masks are aligned to the whole sequence.
+        k: (batch, seqlen_k, nheads_k, head_dim), likewise.
+        v: like k.
+        dropout_p: has to be 0.0.
+        softmax_scale: as on one device; so are the arguments after it that are not listed here.
+        alibi_slopes: has to be None.
+        return_attn_probs: whether to return softmax_lse as well.
+        group: process group over which the tokens are distributed; None: all ranks. Its backend is
+            gloo for tensors on the CPU, NCCL for CUDA devices.
+        mesh: instead of a group, a DeviceMesh of one dimension.
+        order: "contiguous" or "zigzag".
+        heads_k_stride: KV heads that a rank computes at a time, while the next ones come; None:
+            chosen from the sizes. No bit depends on it.
+        ulysses_degree: ranks over which heads are divided; it divides the ranks and nheads_k. None:
+            chosen from the sizes; 1: heads are not divided. No bit depends on it.
+
+    Returns:
+        out (batch, seqlen_q, nheads, head_dim); with return_attn_probs the tuple of out,
+        softmax_lse (batch, nheads, seqlen_q) in float32 and an empty tensor (0,).
+
+        If q, k and v are DTensors, out is one too, placed like q. Tokens (dimension 1) have to be
+        sharded over one dimension of their mesh, which then is `group`; batch and heads may be
+        sharded over others.
+
+    Raises:
+        As on one device, and:
+        ArgumentError: an argument or a shape differs between ranks, only some of them want a
+            gradient, heads or tokens don't divide by the ranks, or there is no process group.
+        UnsupportedError: dropout, ALiBi, a mode with keep_residual where an input requires a
+            gradient, or a group with another backend.
+        RankError: a RuntimeError; another rank has ended, failed, or not answered within the
+            group's timeout. From the backward as well. See docs/distributed.md for what is found
+            when, and whether the group can be used afterwards.
+
+    Source:
+        Keys gathered before attention: Llama 3 (arXiv 2407.21783, section 3.3.2). Heads: DeepSpeed
+        Ulysses (arXiv 2309.14509). Zigzag: ring-flash-attention; striped attention (arXiv
+        2311.09431) before it.
+    """
+    scores = softmax_scale, causal, window_size, softcap
+    options = dropout_p, *scores, split_size, deterministic
+    where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
+    return _attend(q, k, v, None, options, alibi_slopes, return_attn_probs, where)
+
+
+@reported
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: bool = False,
+    *,
+    split_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    order: str = CONTIGUOUS,
+    heads_k_stride: int | None = None,
+    ulysses_degree: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes `flash_attn_func` with q, k and v in one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, nheads, head_dim), the tokens of this rank.
+        dropout_p: as in `flash_attn_func`; so are the arguments after it.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        As `flash_attn_func`.
+    """
+    tensors.check_packed("qkv", qkv, "(batch, seqlen, 3, nheads, head_dim)")
+    q, k, v = qkv.unbind(2)
+    out: torch.Tensor | WithProbs = flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        split_size=split_size,
+        group=group,
+        mesh=mesh,
+        order=order,
+        heads_k_stride=heads_k_stride,
+        ulysses_degree=ulysses_degree,
+    )
+    return out
+
+
+@reported
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: bool = False,
+    *,
+    split_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    order: str = CONTIGUOUS,
+    heads_k_stride: int | None = None,
+    ulysses_degree: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes `flash_attn_func` with k and v in one tensor.
+
+    Args:
+        q: (batch, seqlen_q, nheads, head_dim), the tokens of this rank.
+        kv: (batch, seqlen_k, 2, nheads_k, head_dim), likewise.
+        dropout_p: as in `flash_attn_func`; so are the arguments after it.
+
+    Returns:
+        As `flash_attn_func`.
+
+    Raises:
+        As `flash_attn_func`.
+    """
+    tensors.check_packed("kv", kv, "(batch, seqlen_k, 2, nheads_k, head_dim)")
+    k, v = kv.unbind(2)
+    out: torch.Tensor | WithProbs = flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        split_size=split_size,
+        group=group,
+        mesh=mesh,
+        order=order,
+        heads_k_stride=heads_k_stride,
+        ulysses_degree=ulysses_degree,
+    )
+    return out
+
+
+@reported
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    split_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    order: str = CONTIGUOUS,
+    heads_k_stride: int | None = None,
+    ulysses_degree: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes `flash_attn_deterministic.flash_attn_varlen_func` of tokens on several ranks.
+
+    cu_seqlens are those of the tokens of all ranks. In the contiguous order rank r holds the r-th
+    of P parts of these, and a sequence may begin on one rank and end on another. In the zigzag
+    order each sequence is cut as `flash_attn_func` shows, and its length divides by 2 P.
+
+    The host reads cu_seqlens, and waits for those on a CUDA device, once while a tensor lives.
+
+    Args:
+        q: (total_q, nheads, head_dim), the tokens of this rank; equally many on each rank.
+        k: (total_k, nheads_k, head_dim), likewise.
+        v: like k.
+        cu_seqlens_q: (batch + 1,), int32: tokens of all ranks before each sequence, and their
+            total; in the contiguous order the total may be less than that of all ranks.
+        cu_seqlens_k: (batch + 1,), int32, the same for k.
+        max_seqlen_q: no effect: the host reads the lengths.
+        max_seqlen_k: no effect.
+        dropout_p: has to be 0.0.
+        softmax_scale: as on one device; so are the arguments after it that are not listed here.
+        alibi_slopes: has to be None.
+        return_attn_probs: whether to return softmax_lse as well.
+        block_table: has to be None.
+        group: as in `flash_attn_func`; so are the arguments after it.
+
+    Returns:
+        out (total_q, nheads, head_dim); with return_attn_probs the tuple of out, softmax_lse
+        (nheads, total_q) in float32 and an empty tensor (0,). Rows of no sequence: out 0,
+        softmax_lse +inf.
+
+    Raises:
+        As `flash_attn_func`.
+
+    Source:
+        As `flash_attn_func`.
+    """
+    if block_table is not None:
+        raise UnsupportedError("block_table: expected None on several ranks")
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scores = softmax_scale, causal, window_size, softcap
+    options = dropout_p, *scores, split_size, deterministic
+    where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
+    return _attend(q, k, v, lengths, options, alibi_slopes, return_attn_probs, where)
+
+
+@reported
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: bool = False,
+    *,
+    split_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    order: str = CONTIGUOUS,
+    heads_k_stride: int | None = None,
+    ulysses_degree: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes `flash_attn_varlen_func` with q, k and v in one tensor.
+
+    Args:
+        qkv: (total, 3, nheads, head_dim), the tokens of this rank.
+        cu_seqlens: (batch + 1,), int32, of all ranks.
+        max_seqlen: no effect.
+        dropout_p: as in `flash_attn_varlen_func`; so are the arguments after it.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        As `flash_attn_varlen_func`.
+    """
+    tensors.check_packed("qkv", qkv, "(total tokens, 3, nheads, head_dim)")
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        split_size=split_size,
+        group=group,
+        mesh=mesh,
+        order=order,
+        heads_k_stride=heads_k_stride,
+        ulysses_degree=ulysses_degree,
+    )
+
+
+@reported
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: Deterministic = None,
+    return_attn_probs: bool = False,
+    *,
+    split_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    order: str = CONTIGUOUS,
+    heads_k_stride: int | None = None,
+    ulysses_degree: int | None = None,
+) -> torch.Tensor | WithProbs:
+    """Computes `flash_attn_varlen_func` with k and v in one tensor.
+
+    Args:
+        q: (total_q, nheads, head_dim), the tokens of this rank.
+        kv: (total_k, 2, nheads_k, head_dim), likewise.
+        cu_seqlens_q: as in `flash_attn_varlen_func`; so are the arguments after it.
+
+    Returns:
+        As `flash_attn_varlen_func`.
+
+    Raises:
+        As `flash_attn_varlen_func`.
+    """
+    tensors.check_packed("kv", kv, "(total tokens, 2, nheads_k, head_dim)")
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        split_size=split_size,
+        group=group,
+        mesh=mesh,
+        order=order,
+        heads_k_stride=heads_k_stride,
+        ulysses_degree=ulysses_degree,
+    )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call is divided over ranks, and why.
+
+    Args:
+        ulysses_degree: ranks over which heads are divided.
+        whole_sequences: how many come to one rank, or one group of `ulysses_degree` ranks.
+        heads_k: KV heads computed at a time, forward and backward.
+        seconds: that the planner's model expects of the forward and the backward on an H100.
+        others: the same for the ways that were not chosen, by name.
+    """
+
+    ulysses_degree: int
+    whole_sequences: int
+    heads_k: tuple[int, int]
+    seconds: tuple[float, float]
+    others: Mapping[str, tuple[float, float]]
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | torch.Tensor = (-1, -1),
+    *,
+    split_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    order: str = CONTIGUOUS,
+    heads_k_stride: int | None = None,
+    ulysses_degree: int | None = None,
+) -> Explanation:
+    """Returns how a call is divided over ranks, without messages.
+
+    Args:
+        q: as in `flash_attn_func`, or with cu_seqlens as in `flash_attn_varlen_func`; so are the
+            other arguments.
+
+    Raises:
+        As `flash_attn_func`, but for RankError.
+    """
+    ranks = Ranks(find_group(group, mesh))
+    lengths = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        lengths = Lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
+    options = 0.0, None, causal, window_size, 0.0, split_size, None
+    where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
+    spec = _resolve(ranks, q, k, k, lengths, options, None, where)
+    plan = plan_of(ops.shape_of(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec), ranks.rank)
+    heads = plan.forward.heads, plan.backward.heads
+    return Explanation(plan.degree, plan.moves, heads, plan.seconds, plan.others)

@@ -1,3 +1,0 @@
-"""Forward and backward of one rank, made of ops and messages."""
-
-from __future__ import annotations

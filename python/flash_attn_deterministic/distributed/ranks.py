@@ -1,0 +1,225 @@
+"""The ranks of a process group, and messages between them, with errors that name the message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..checks.describe import type_name
+from ..errors import ArgumentError, ArgumentTypeError, RankError, UnsupportedError
+from .agreement import Agreement, timeout_of
+
+# Supported backends by type of the tensors' device.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_LOOK = 0.25  # seconds between two looks for errors of other ranks
+
+
+# The compiler of torch 2.10 cannot trace it.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _backends(group: dist.ProcessGroup) -> str:
+    return str(dist.get_backend_config(group))
+
+
+class Ranks:
+    """The ranks of a process group, with this process among them.
+
+    Args:
+        group: the process group; None: this process alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.name = "" if group is None else group.group_name
+
+    @classmethod
+    def named(cls, name: str) -> Ranks:
+        """Returns the ranks of the group with a name."""
+        c10d: Any = dist.distributed_c10d
+        return cls(c10d._resolve_process_group(name))
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """Returns what the ranks have agreed on; None of one rank."""
+        return None if self.group is None or self.size == 1 else Agreement.of(self.group)
+
+    @property
+    def in_one_machine(self) -> bool:
+        """Returns whether all ranks are on one machine, as torchrun numbers them."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or self.size
+        members = [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        return len({member // local for member in members}) == 1
+
+    def check(self, device: torch.device) -> None:
+        """Checks that the group can send tensors of a device.
+
+        Raises:
+            ArgumentError: this process is not in the group.
+            UnsupportedError: another backend than gloo for the CPU and NCCL for CUDA devices, or
+                another device.
+        """
+        if self.group is None:
+            return
+        if self.rank < 0:
+            raise ArgumentError("group: expected one that this process is a rank of")
+        if device.type not in _BACKENDS:
+            raise UnsupportedError(f"q: expected a tensor on cpu or cuda, got {device}")
+        expected = _BACKENDS[device.type]
+        # Such as "gloo", or "cpu:gloo,cuda:nccl".
+        config = _backends(self.group)
+        backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+        found = backends.get(device.type, config)
+        if found != expected:
+            raise UnsupportedError(
+                f"group: expected the backend {expected} for tensors on {device.type}, got "
+                f"{found}; create the group with it"
+            )
+
+    def all_to_all(
+        self, data: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
+    ) -> Pending:
+        """Sends the first elements to rank 0, the next ones to rank 1, and so on.
+
+        Args:
+            data: (elements,).
+            sent: elements for each rank.
+            received: elements from each rank.
+            what: description of the data, for errors.
+        """
+        if self.size == 1:
+            return Pending(self, data, None, what)
+        arrived = data.new_empty(sum(received))
+        with self._named_errors(what):
+            work = dist.all_to_all_single(
+                arrived, data, list(received), list(sent), group=self.group, async_op=True
+            )
+        return Pending(self, arrived, work, what, data)
+
+    def _finish(self, work: dist.Work, device: torch.device) -> None:
+        """Waits for a message: the host, or only the GPU's stream, as torch does."""
+        if device.type == "cpu" or _host_waits():
+            # With looks for errors of other ranks, and without NCCL's own way to end a wait, which
+            # may wait for the other rank again.
+            assert self.group is not None
+            deadline = time.monotonic() + timeout_of(self.group)
+            look, pause = time.monotonic() + _LOOK, 2e-5
+            while not work.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)
+                if time.monotonic() > look:
+                    Agreement.of(self.group).look()
+                    look = time.monotonic() + _LOOK
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the group's timeout has passed")
+        work.wait()
+
+    @contextlib.contextmanager
+    def _named_errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            found = error
+            if not isinstance(error, RankError):
+                found = RankError(
+                    f"rank {self.rank} of {self.size}: {what} did not arrive: another rank has "
+                    "ended, is late by more than the group's timeout, or makes another call; the "
+                    f"backend says: {error}"
+                )
+            if self.agreement is not None:
+                self.agreement.lose(found)
+            if found is error:
+                raise
+            raise found from error
+
+
+def _host_waits() -> bool:
+    names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+    return any(os.environ.get(name, "0").lower() in ("1", "true", "y", "yes") for name in names)
+
+
+class Pending:
+    """A message that has been started.
+
+    Holds the sent data until `wait`: the stream that made them could reuse their memory before they
+    are sent. `wait` makes that stream wait for the message; on a GPU the host does not wait.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        result: torch.Tensor,
+        work: dist.Work | None,
+        what: str,
+        held: torch.Tensor | None = None,
+    ) -> None:
+        self._ranks, self._result, self._work, self._what = ranks, result, work, what
+        self._held = held
+
+    def wait(self) -> torch.Tensor:
+        """Returns what arrived, once all is sent and received."""
+        if self._work is not None:
+            with self._ranks._named_errors(self._what):
+                self._ranks._finish(self._work, self._result.device)
+        self._work, self._held = None, None
+        return self._result
+
+
+def find_group(group: Any, mesh: Any) -> dist.ProcessGroup:
+    """Returns the group of the arguments.
+
+    Args:
+        group: a process group, or None: that of all ranks, unless mesh is given.
+        mesh: a DeviceMesh of one dimension, or None.
+
+    Raises:
+        ArgumentTypeError: a wrong type.
+        ArgumentError: torch.distributed is not initialised, both are given, or the mesh has more
+            dimensions or another order.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError(
+            "group: expected a process group, got none: torch.distributed is not initialised; "
+            "start the ranks with torchrun and call torch.distributed.init_process_group()"
+        )
+    if mesh is None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ArgumentTypeError(
+                f"group: expected a torch.distributed.ProcessGroup or None, got {type_name(group)}"
+            )
+        found: Any = dist.group.WORLD if group is None else group
+        return found  # type: ignore[no-any-return]
+    if group is not None:
+        raise ArgumentError("mesh: expected None together with group, got one")
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(f"mesh: expected a DeviceMesh or None, got {type_name(mesh)}")
+    if mesh.ndim != 1:
+        raise ArgumentError(
+            f"mesh: expected 1 dimension, got {mesh.ndim}; pass a part of it, such as mesh['cp']"
+        )
+    return group_of_dimension(mesh, 0)
+
+
+def group_of_dimension(mesh: DeviceMesh, dimension: int) -> dist.ProcessGroup:
+    """Returns the group of this process along a dimension of a mesh.
+
+    Raises:
+        ArgumentError: this process is not in the mesh; or its ranks are not in ascending order, as
+            torch sorts them in the group, and parts would be swapped.
+    """
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ArgumentError("mesh: expected one that this process is a rank of")
+    group = mesh.get_group(dimension)
+    if place[dimension] != dist.get_rank(group):
+        raise ArgumentError(
+            f"mesh: expected ranks in ascending order along dimension {dimension}, got {mesh}"
+        )
+    return group
