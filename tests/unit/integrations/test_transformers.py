@@ -40,6 +40,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
     },
     "Mistral": {"sliding_window": 8},
+    "Qwen3": {},
+    "DeepseekV3": {  # keys wider than values, which transformers pads
+        **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 8},
+        "first_k_dense_replace": 2,  # no experts, whose choice can flip
+    },
 }
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -62,7 +68,8 @@ def make_model(family: str, **options: Any) -> Any:
         for one in model.model.layers:
             torch.nn.init.normal_(one.self_attn.sinks, 1.0, 2.0)
         return model
-    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family], **options)
+    sizes = {**SIZES, **FAMILIES[family], **options}
+    config = getattr(transformers, f"{family}Config")(**sizes)
     model = getattr(transformers, f"{family}ForCausalLM")
     return model._from_config(config, attn_implementation=NAME, dtype=torch.bfloat16).eval()
 
