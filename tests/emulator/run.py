@@ -74,7 +74,7 @@ def compile_program(source: str, options: list[str], tree: Path, folder: Path, c
     program = folder / source.removesuffix(".cpp")
     include = [HERE, HERE / "stubs", sources, folder / "upstream", tree / "cpp" / "torch_free"]
     command = [
-        *("g++", "-std=c++20", "-O2", "-ffp-contract=off", "-w", "-o", str(program)),
+        *("g++", "-std=c++20", "-O1", "-ffp-contract=off", "-w", "-o", str(program)),
         *("-DFLASH_ATTENTION_DETERMINISTIC", *options),
         *(f"-I{path}" for path in include),
         *("-isystem", str(cuda / "include"), str(HERE / source), str(sources / "plan.cpp")),
