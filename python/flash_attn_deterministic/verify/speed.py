@@ -2,7 +2,8 @@
 
 What a call may take is bound by what the last release took, over torch's in the same process: a
 constant would let a slow change through, or stop at a slower GPU. `last_release.json` has its
-ratios; `python -m flash_attn_deterministic.verify.speed verification.json` takes those of a report.
+ratios, by model of GPU; `python -m flash_attn_deterministic.verify.speed verification.json` takes
+those of a report.
 """
 
 from __future__ import annotations
@@ -100,11 +101,13 @@ def measure(section: str, attention: Attention, quick: bool) -> dict[str, Any]:
 
 
 def last_ratios(section: str, path: Path = LAST) -> dict[str, float]:
-    """Returns times of the last release over torch's, by shape; none for an unknown kind of GPU."""
+    """Returns times of the last release over torch's, by shape; none for another model of GPU."""
     record = json.loads(path.read_text(encoding="utf-8"))
-    major, minor = torch.cuda.get_device_capability() if _DEVICE == "cuda" else (0, 0)
-    found: dict[str, float] = record["ratios"].get(f"{major}.{minor}", {}).get(section, {})
-    return found
+    # Not by compute capability: an H200 reads its memory faster than an H100.
+    found: dict[str, Any] = record.get(
+        torch.cuda.get_device_name() if _DEVICE == "cuda" else "", {}
+    )
+    return found["ratios"][section] if found else {}
 
 
 def limit_of(last: float | None, times: dict[str, dict[str, float]], repeats: int) -> float | None:
@@ -219,23 +222,26 @@ _MEASURES = {"forward": _forward, "backward": _backward, "decode": _decode}
 
 
 def release(report: dict[str, Any], version: str) -> dict[str, Any]:
-    """Returns what last_release.json holds of a report of verify."""
+    """Returns what last_release.json holds of a report of verify, by model of GPU."""
     machine = report["environment"]
     ratios = {
         section["id"]: {row["shape"]: row["time_ratio"] for row in section["data"]["rows"]}
         for section in report["sections"]
         if section["id"] in SHAPES
     }
-    return {
+    own = {
         "version": version,
         "date": report["started"][:10],
-        **{name: machine[name] for name in ("gpu", "driver", "torch")},
+        **{name: machine[name] for name in ("driver", "torch")},
         "wheel": report["wheel"],
-        "ratios": {machine["compute_capability"]: ratios},
+        "ratios": ratios,
     }
+    return {machine["gpu"]: own}
 
 
 if __name__ == "__main__":
-    made = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    content = json_text(release(made, made["installed"]["version"]))
-    write_files(LAST.parent, {LAST.name: content})
+    content = json.loads(LAST.read_text(encoding="utf-8"))
+    for name in sys.argv[1:]:
+        made = json.loads(Path(name).read_text(encoding="utf-8"))
+        content |= release(made, made["installed"]["version"])
+    write_files(LAST.parent, {LAST.name: json_text(content)})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
 from flash_attn_deterministic.verify import limits, speed
 from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.shared import timing
@@ -125,18 +126,25 @@ def test_noise_widens_the_limit_as_its_medians_explain() -> None:
 
 
 def test_every_shape_of_the_last_release_is_bound() -> None:
-    record = json.loads(speed.LAST.read_text(encoding="utf-8"))
-    assert len(record["wheel"]["sha256"]) == 64
-    for ratios in record["ratios"].values():
+    for record in json.loads(speed.LAST.read_text(encoding="utf-8")).values():
+        assert len(record["wheel"]["sha256"]) == 64
         for section, shapes in speed.SHAPES.items():
-            assert ratios[section].keys() == {shape.name for shape in shapes}
+            assert record["ratios"][section].keys() == {shape.name for shape in shapes}
+
+
+def test_ratios_are_those_of_the_gpu_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert speed.last_ratios("forward").keys() == {one.name for one in speed.SHAPES["forward"]}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H800")
+    assert speed.last_ratios("forward") == {}
 
 
 def test_a_report_becomes_the_last_release(tmp_path: Any) -> None:
-    found = speed.release(cuda_run(tmp_path).record(), "0.2.0")
-    assert (found["version"], found["gpu"]) == ("0.2.0", "NVIDIA H200")
-    assert found["ratios"]["9.0"]["decode"]["B8 L4096 H32/8 D128 bf16"] == 1.11
-    assert found["ratios"]["9.0"].keys() == set(SECTIONS)
+    (found,) = speed.release(cuda_run(tmp_path).record(), "0.2.0").items()
+    assert (found[0], found[1]["version"]) == ("NVIDIA H200", "0.2.0")
+    assert found[1]["ratios"]["decode"]["B8 L4096 H32/8 D128 bf16"] == 1.11
+    assert found[1]["ratios"].keys() == set(SECTIONS)
 
 
 def test_summary() -> None:
