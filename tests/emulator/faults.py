@@ -235,12 +235,7 @@ FAULTS = [
         *(64, _ROWS, "      rescale(acc, weights);\n", ""),
     ),
     Fault(
-        "a head ends with the sink of the one before",
-        *(
-            64,
-            _ROWS,
-            "call.sinks[work_of(turn).bidh]",
-            "call.sinks[max(work_of(turn).bidh - 1, 0)]",
-        ),
+        "rows of a group end with the sink of its first head",
+        *(64, _ROWS, "call.sinks[work.bidh + offset(row + 8 * r, 0, 1)]", "call.sinks[work.bidh]"),
     ),
 ]
