@@ -184,7 +184,7 @@ __device__ __forceinline__ void write_rows(const FwdParams& params, const Sequen
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row<Traits>() + lane / 4 + 8 * half;
     if (row < rows.count) {
-      const auto [weight, inverse] = ends[row];
+      const float2 end = ends[row];  // weight, and inverse of the sum
       Element* const out =
           out_row<Element>(params, info, rows.bidb, rows.head(row), rows.token(row)) + column;
       const auto for_each = [&](auto write) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ void write_rows(const FwdParams& params, const Sequen
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               write(out + tile * 8 + i,
-                    normalised(rescaled_acc(state.acc[tile][2 * half + i], weight), inverse));
+                    normalised(rescaled_acc(state.acc[tile][2 * half + i], end.x), end.y));
             }
           }
         }
