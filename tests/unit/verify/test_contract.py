@@ -58,7 +58,9 @@ Dense = Callable[..., Any]
 @pytest.fixture
 def small() -> Size:
     return dataclasses.replace(
-        size_of("cpu", quick=True), configs=((64, "bf16"),), features=("full", "causal", "alibi")
+        size_of("cpu", quick=True),
+        configs=((64, "bf16"),),
+        features=("full", "causal", "sink-full"),
     )
 
 
@@ -235,21 +237,36 @@ class ByShape(torch.autograd.Function):
     """The gradient changes with the number of sequences, or of heads."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, most: int) -> torch.Tensor:
-        ctx.changed = tensor.shape[dim] > most
+    def forward(ctx: Any, tensor: torch.Tensor, changed: bool) -> torch.Tensor:
+        ctx.changed = changed
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return (lowest_bit(gradient) if ctx.changed else gradient), None, None
+        return (lowest_bit(gradient) if ctx.changed else gradient), None
 
 
 def gradients_by_batch(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return flash_attn_func(ByShape.apply(q, 0, 1), *args, **kwargs)  # type: ignore[no-untyped-call]
+    return flash_attn_func(ByShape.apply(q, q.shape[0] > 1), *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def gradients_by_heads(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return flash_attn_func(ByShape.apply(q, 2, 4), *args, **kwargs)  # type: ignore[no-untyped-call]
+    return flash_attn_func(ByShape.apply(q, q.shape[2] > 4), *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def with_sinks(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Dense:
+    """Changes the gradient of sinks, of q and them."""
+
+    def dense(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("learnable_sink") is not None:
+            kwargs["learnable_sink"] = change(q, kwargs["learnable_sink"])
+        return flash_attn_func(q, *args, **kwargs)
+
+    return dense
+
+
+atomics_in_dsink = with_sinks(lambda q, sinks: drift(sinks))
+dsink_by_batch = with_sinks(lambda q, sinks: ByShape.apply(sinks, q.shape[0] > 1))  # type: ignore[no-untyped-call]
 
 
 def packed_gradients_off(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -285,6 +302,8 @@ FAULTS = [
     ("backward", "atomics-in-dq", lambda: broken(atomics_in_dq)),
     ("backward", "dq-by-batch", lambda: broken(gradients_by_batch)),
     ("backward", "dq-by-heads", lambda: broken(gradients_by_heads)),
+    ("backward", "atomics-in-dsink", lambda: broken(atomics_in_dsink)),
+    ("backward", "dsink-by-batch", lambda: broken(dsink_by_batch)),
     ("backward", "packed-differs", lambda: broken(varlen=packed_gradients_off)),
     ("dropout", "seed-without-effect", lambda: broken(seedless)),
     ("dropout", "mask-that-never-changes", lambda: broken(always_the_same_mask)),
