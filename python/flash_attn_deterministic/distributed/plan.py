@@ -20,7 +20,6 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -290,16 +289,24 @@ def layouts_of(shape: Shape) -> tuple[Layout, Layout]:
     return q, k
 
 
+class _Part(NamedTuple):
+    """The forward or the backward of a choice."""
+
+    rows: Rows
+    keys: Keys
+    stays: bool  # whether all rows are where they are computed
+    load: model.Load
+
+
 class _Choice(NamedTuple):
     """One way to divide a call."""
 
     degree: int
     team_of: Numbers  # for each sequence, the team that gets all of it; -1: nobody
     local: Numbers  # for each sequence, its only rank; -1: none
-    rows: Rows  # of the forward
-    chunks: Rows  # of the backward
-    seconds: tuple[float, float]
+    parts: tuple[_Part, _Part]
     heads: tuple[int, int]
+    seconds: tuple[float, float]
 
 
 class _Planner:
@@ -361,13 +368,14 @@ class _Planner:
                     continue
             rows = self._rows(pieces, team_of, local, degree)
             chunks = self._chunks(rows, at_home)
-            both = (self._rated(degree, some, at_home) for some in (rows, chunks))
-            heads, times = zip(
-                *(self._timed(load, backward) for backward, load in enumerate(both)), strict=True
-            )
+            forward = self._part(degree, rows, at_home)
+            backward = forward if chunks is rows else self._part(degree, chunks, at_home)
+            heads, time = self._timed(forward.load, False)
+            heads_bwd, time_bwd = self._timed(backward.load, True)
             label = ", ".join(words + [f"long sequences {name}"] * (teams > 1))
+            parts = forward, backward
             self._choices[label] = _Choice(
-                degree, team_of, local, rows, chunks, (times[0], times[1]), (heads[0], heads[1])
+                degree, team_of, local, parts, (heads, heads_bwd), (time, time_bwd)
             )
 
     def _pieces(self, own: Layout, starts: Numbers, degree: int) -> Rows:
@@ -519,20 +527,20 @@ class _Planner:
 
     # --- how long it takes ------------------------------------------------------------------------
 
-    def _rated(self, degree: int, rows: Rows, at_home: Numbers) -> model.Load:
-        """Returns what the fullest rank computes and gets."""
+    def _part(self, degree: int, rows: Rows, at_home: Numbers) -> _Part:
+        """Finds the keys of rows, and what the fullest rank computes and gets."""
         shape = self._shape
         teams = shape.ranks // degree
         zeros = torch.zeros(teams, dtype=torch.float64)
         keys = self._keys(rows, teams)
         others = 1 - 1 / shape.ranks
-        moved = 0.0
-        if not self._stays(degree, rows):
+        moved, stays = 0.0, self._stays(degree, rows)
+        if not stays:
             moved = float(zeros.index_add(0, rows.team, (rows.end - rows.begin).double()).max())
         needed = (keys.wanted.end - keys.wanted.begin).double()
         sums = (keys.end - keys.begin).double() * (rows.level >= 0)
         pairs = at_home.index_add(0, rows.team, self._work(rows.sequence, rows.begin, rows.end))
-        return model.Load(
+        load = model.Load(
             pairs=float(pairs.max()),
             nheads=shape.nheads // degree,
             nheads_k=shape.nheads_k // degree,
@@ -545,27 +553,33 @@ class _Planner:
             launches=float(zeros.index_add(0, rows.team, (~rows.whole).double()).max())
             + bool(rows.whole.any()),
         )
+        return _Part(rows, keys, stays, load)
 
-    def _timed(self, load: model.Load, backward: int) -> tuple[int, float]:
+    def _timed(self, load: model.Load, backward: bool) -> tuple[int, float]:
         """Returns how many KV heads are computed at a time, and the seconds of the pass."""
         shape = self._shape
         heads = min(shape.heads_k, load.nheads_k) or model.best_heads(
-            load, bool(backward), shape.link, shape.starts_k[-1]
+            load, backward, shape.link, shape.starts_k[-1]
         )
-        return heads, model.seconds(load, bool(backward), heads, shape.link)
+        return heads, model.seconds(load, backward, heads, shape.link)
 
     # --- the part of one rank ---------------------------------------------------------------------
 
     def plan(self, rank: int) -> Plan:
         """Returns what a rank does."""
         choice = self._choice
-        team = rank // choice.degree
-        local = self._local(choice, rank)
+        first, second = choice.parts
+        forward = self._pass(first, choice.degree, rank)
+        backward = forward
+        if second is not first:
+            backward = self._pass(second, choice.degree, rank)
+        if backward.keys is not None:
+            backward = self._with_gradients(backward, second, choice.degree, rank)
         return Plan(
             choice.degree,
-            local,
-            self._pass(choice.rows, choice.degree, rank, team, choice.heads[0], backward=False),
-            self._pass(choice.chunks, choice.degree, rank, team, choice.heads[1], backward=True),
+            self._local(choice, rank),
+            forward._replace(heads=choice.heads[0]),
+            backward._replace(heads=choice.heads[1]),
             choice.seconds,
             {name: one.seconds for name, one in self._choices.items() if name != self._best},
             int(((choice.team_of >= 0) & (choice.local < 0)).sum()),
@@ -588,81 +602,60 @@ class _Planner:
             (at_k, zero, self._lengths_k[sequence]),
         )
 
-    def _pass(
-        self, rows: Rows, degree: int, rank: int, team: int, heads: int, backward: bool
-    ) -> Pass:
-        shape = self._shape
-        teams = shape.ranks // degree
-        keys = self._keys(rows, teams)
-        room = torch.zeros(teams, dtype=torch.long)
-        room.index_add_(0, rows.team, rows.end - rows.begin)
-        pairs = _pairs(self._own_q, rows.team, rows.begin, rows.end, rows.at)
+    def _pass(self, part: _Part, degree: int, rank: int) -> Pass:
+        """Returns what travels to a rank, and its calls on it."""
+        shape, (rows, keys, stays, _) = self._shape, part
+        team, wanted = rank // degree, keys.wanted
+        if not wanted.rank.numel():
+            return Pass(None, None, (), 1)
         way = None
-        if self._stays(degree, rows):
+        if not stays:
+            room = int((rows.end - rows.begin)[rows.team == team].sum())
+            pairs = _pairs(self._own_q, rows.team, rows.begin, rows.end, rows.at)
+            way = _route(pairs, shape.ranks, degree, rank, room)
+        pairs = _pairs(self._own_k, wanted.rank, wanted.begin, wanted.end, wanted.at)
+        keys_way = _route(pairs, shape.ranks, degree, rank, int(keys.room[team]))
+        calls = self._calls_of(part, (rows.team == team) & (rows.level < 0))
+        return Pass(way, keys_way, calls, 1)
+
+    def _calls_of(self, part: _Part, some: Numbers) -> tuple[Call, ...]:
+        """Returns the calls of some pieces of rows of one team."""
+        rows, keys = part.rows.select(some), part.keys
+        at = rows.at
+        if part.stays:
             # Pieces that lie one after another in a sequence do so in the tensor.
-            at = torch.full_like(rows.at, 2**62)
             found = overlaps(self._own_q, rows.begin, rows.end)
             places = self._own_q.at[found.part] + found.begin - self._own_q.begin[found.part]
-            rows = rows._replace(at=at.scatter_reduce(0, found.want, places, "amin"))
-        elif rows.team.numel():
-            way = _route(pairs, shape.ranks, degree, rank, int(room[team]))
-        wanted = keys.wanted
-        if not wanted.rank.numel():
-            return Pass(None, None, (), heads)
-        of_keys = _pairs(self._own_k, wanted.rank, wanted.begin, wanted.end, wanted.at)
-        keys_way = _route(of_keys, shape.ranks, degree, rank, int(keys.room[team]))
-        here = rows.team == team
-        sequence, at, begin, end, level = (
-            one[here] for one in (rows.sequence, rows.at, rows.begin, rows.end, rows.level)
+            at = torch.full_like(at, 2**62).scatter_reduce(0, found.want, places, "amin")
+        return self._calls(
+            rows.sequence,
+            (at, rows.begin, rows.end),
+            (keys.at[some], keys.first[some], keys.end[some]),
         )
-        key_at, first, key_end = keys.at[here], keys.first[here], keys.end[here]
 
-        def calls(some: Numbers) -> tuple[Call, ...]:
-            return self._calls(
-                sequence[some],
-                (at[some], begin[some], end[some]),
-                (key_at[some], first[some], key_end[some]),
-            )
-
-        result = Pass(way, keys_way, calls(level < 0), heads)
-        if not backward:
-            return result
-        if bool((~keys.cut).any()):
-            which = ~keys.cut
-            some = _pairs(
-                *(self._own_k, wanted.rank[which], wanted.begin[which]),
-                *(wanted.end[which], wanted.at[which]),
-            )
-            result = result._replace(
-                whole=_route(some, shape.ranks, degree, rank, 0).back,
-                whole_room=int(keys.whole_room[team]),
-            )
-        return self._with_sums(result, rows, keys, degree, rank, calls, here)
-
-    def _with_sums(
-        self,
-        result: Pass,
-        rows: Rows,
-        keys: Keys,
-        degree: int,
-        rank: int,
-        calls: Callable[[Numbers], tuple[Call, ...]],
-        here: Numbers,
-    ) -> Pass:
-        """Adds the runs of a rank, and how their sums travel."""
-        chunk = self._shape.chunk
+    def _with_gradients(self, result: Pass, part: _Part, degree: int, rank: int) -> Pass:
+        """Adds how dk and dv of whole sequences travel, the runs of a rank, and their sums."""
+        chunk, team = self._shape.chunk, rank // degree
+        rows, keys = part.rows, part.keys
+        whole = ~keys.cut
+        if bool(whole.any()):
+            wanted = keys.wanted.select(whole)
+            pairs = _pairs(self._own_k, wanted.rank, wanted.begin, wanted.end, wanted.at)
+            way = _route(pairs, self._shape.ranks, degree, rank, 0)
+            result = result._replace(whole=way.back, whole_room=int(keys.whole_room[team]))
+        here = rows.team == team
         is_run = (rows.level >= 0) & (keys.begin < keys.end)
         if not bool(is_run.any()):
             return result
         length = (keys.end - keys.begin) * is_run
         sums_at = _stored(rows.team, length)
-        own, runs_here = [], is_run[here]
-        for number in runs_here.nonzero().flatten().tolist():
-            one = torch.zeros_like(runs_here)
+        own = []
+        for number in (is_run & here).nonzero().flatten().tolist():
+            one = torch.zeros_like(is_run)
             one[number] = True
-            (call,) = calls(one)
-            first, low, high = (int(part[here][number]) for part in keys[:3])
-            at = int(sums_at[here][number])
+            (call,) = self._calls_of(part, one)
+            first, low, high = (int(side[number]) for side in keys[:3])
+            at = int(sums_at[number])
             own.append(Run(call, slice(low - first, high - first), slice(at, at + high - low)))
         run = is_run.nonzero().flatten()
         sequence, level = rows.sequence[run], rows.level[run]
