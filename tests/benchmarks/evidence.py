@@ -62,7 +62,7 @@ def _bench(study: str, limit: int, more: str) -> Step:
 _OURS = "-m flash_attn_deterministic"
 _PYTEST = "-m pytest -q -p no:cacheprovider -p no:benchmark tests/gpu"
 STEPS = (
-    Step("verification", "times", 200, f"{_OURS} verify --wheel {{wheel}} --out {{out}}",
+    Step("verification", "times", 300, f"{_OURS} verify --wheel {{wheel}} --out {{out}}",
          ("verification.json",)),
     _bench("forward", 80, "--budget-ms 120"),
     _bench("backward", 100, "--budget-ms 150"),
@@ -79,7 +79,7 @@ STEPS = (
     Step("slow-tests", "tests", 240, f"{_PYTEST} -m slow"),
     Step("planted-faults", "tests", 240, "-m tests.gpu.planted --out {out}/planted.json"),
     Step("sanitizers", "tests", 420, "-m tests.gpu.sanitizers --limit 100 --out {out}/sanitizers"),
-    Step("whole-model", "times", 60, "examples/whole_model.py --json {out}/whole-model.json",
+    Step("whole-model", "times", 90, "examples/whole_model.py --json {out}/whole-model.json",
          ("whole-model.json",)),
     Step("policy-gradient", "tests", 60,
          "examples/policy_gradient.py --json {out}/policy-gradient.json",

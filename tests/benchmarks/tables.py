@@ -105,6 +105,28 @@ def _model(results: Results) -> str:
     return table(record, ["", *columns], [[way, *cells] for way, cells in rows], words)
 
 
+def _ranks(results: Results) -> str:
+    """Forward and backward over several GPUs, beside one and torch's context parallel."""
+    record = results["ranks"]
+    rows = []
+    for case in record["cases"]:
+        shape, seconds = case["shape"], case["seconds"]
+        name = f"B{shape['batch']} L{shape['seqlen']} H{shape['nheads']}/{shape['nheads_k']}"
+        name += f" D{shape['head_dim']}"
+        name += f" window {shape['window']}" if shape["window"] >= 0 else ""
+        ms = {one: f"{1e3 * seconds[one]['both']:.1f}" for one in seconds}
+        own = f"{ms['planned']} ({case['efficiency']['both']:.2f})"
+        host = f"{1e3 * seconds['planned']['host']:.1f}"
+        rows.append([name, ms["one"], own, ms.get("context_parallel", "-"), host])
+    header = ["", "one GPU, ms", f"{record['ranks']} GPUs, ms (efficiency)",
+              "torch's context_parallel, ms", "host, ms"]  # fmt: skip
+    words = (
+        "bf16, causal, zigzag, forward + backward, all bits those of one GPU. Efficiency: time of "
+        "one GPU over that of all of them together. Host: of a forward."
+    )
+    return table(record, header, rows, words)
+
+
 def _draw_model(record: Mapping[str, Any]) -> str:
     from flash_attn_deterministic_lab.pictures import fields
 
@@ -278,11 +300,11 @@ def _accuracy(results: Results) -> str:
     source = {
         "hardware": environment, "versions": environment, "date": record["started"][:10]
     }  # fmt: skip
+    worst_rms = ", ".join(f"{value:.2f} {direction}" for direction, value in spread.items())
     words = (
         "Our largest error over that of torch's flash attention, of the cases that the report "
         "keeps: those nearest to their bounds. Backward: of dq, dk and dv. "
-        f"Root mean square, the worst: {spread['forward']:.2f} forward, "
-        f"{spread['backward']:.2f} backward."
+        f"Root mean square, the worst: {worst_rms}."
     )
     return table(source, ["head dim", *(" ".join(column) for column in columns)], rows, words)
 
@@ -335,6 +357,7 @@ TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
     "by-head-dim": ("peers-forward", _by_head_dim),
     "host": ("host", _host),
     "matrix": ("matrix", _matrix),
+    "ranks": ("ranks", _ranks),
     "whole-model": ("whole-model", _model),
 }
 
