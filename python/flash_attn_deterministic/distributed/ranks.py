@@ -42,9 +42,9 @@ class Ranks:
 
     @classmethod
     def named(cls, name: str) -> Ranks:
-        """Returns the ranks of the group with a name."""
+        """Returns the ranks of the group with a name; "": this process alone."""
         c10d: Any = dist.distributed_c10d
-        return cls(c10d._resolve_process_group(name))
+        return cls(c10d._resolve_process_group(name) if name else None)
 
     @property
     def agreement(self) -> Agreement | None:

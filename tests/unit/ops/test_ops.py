@@ -13,6 +13,7 @@ from bits import bits_equal
 from calls import int32, normal
 from flash_attn_deterministic import flash_attn_func
 from flash_attn_deterministic.distributed import ops as rank_ops  # noqa: F401
+from flash_attn_deterministic.distributed.spec import CallSpec
 from flash_attn_deterministic.errors import ArgumentError, MissingInstanceError
 from flash_attn_deterministic.ops import cuda, library
 from flash_attn_deterministic.schemas import BACKWARD, FORWARD, SUMS, argument_names
@@ -404,7 +405,8 @@ def sequence_call(packed: bool) -> tuple[Arguments, Arguments]:
     if packed:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         starts = (int32(0, 5, 10), int32(0, 9, 18))
-    return (q, k, v), (*starts, "", "", 0, 0, False, False, *CAUSAL, 64, True, True)
+    spec = CallSpec("", "contiguous", 0, 0, True, *CAUSAL, 64, True, True)
+    return (q, k, v), (*starts, spec.text())
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -412,11 +414,6 @@ def test_ops_of_ranks_pass_opcheck(packed: bool) -> None:
     qkv, call = sequence_call(packed)
     torch.library.opcheck(OPS.sequence_fwd.default, (*qkv, *call))
     out, softmax_lse = OPS.sequence_fwd(*qkv, *call)
-    torch.library.opcheck(OPS.sequence_bwd.default, (out, *qkv, out, softmax_lse, *call))
+    torch.library.opcheck(OPS.sequence_bwd.default, (out, *qkv, out, softmax_lse, *call, -1))
     leaves = [x.clone().requires_grad_() for x in qkv]
     torch.library.opcheck(OPS.sequence_fwd.default, (*leaves, *call))
-
-
-def test_swap_passes_opcheck() -> None:
-    x = normal(2, 6, 4, 32).requires_grad_()
-    torch.library.opcheck(OPS.swap.default, (x, 2, 1, "", [], ""))
