@@ -91,11 +91,12 @@ def mask(
         filled = int(q_offset) + q_length - kv_offset
         if filled < kv_length:
             return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
+    offset: Any = q_offset  # transformers' annotation has no tensors, which its caches pass
     result: torch.Tensor | None = flash_attention_mask(
         batch_size,
         q_length,
         kv_length,
-        q_offset,
+        offset,
         kv_offset,
         attention_mask=attention_mask,
         device=device,
@@ -184,6 +185,7 @@ def _adjust_ours(
 
 
 # Models with sinks (gpt-oss) list the flash attentions that compute them.
-PreTrainedModel._check_and_adjust_attn_implementation = _adjust_ours
+_model: Any = PreTrainedModel
+_model._check_and_adjust_attn_implementation = _adjust_ours
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)

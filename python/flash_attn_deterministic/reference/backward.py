@@ -48,7 +48,9 @@ def attend_backward(
     of_rows += [batch.grouped(x.transpose(1, 2)[..., None]) for x in (softmax_lse, dlse)]
     dq = q.new_zeros(q.shape)
     dk, dv = (x.new_zeros(x.shape, dtype=walk.dtype if unrounded else x.dtype) for x in (k, v))
-    for _, group in itertools.groupby(batch.tiles(), lambda tile: (tile.batch, tile.heads_k)):
+    for (sequence, heads_k), group in itertools.groupby(
+        batch.tiles(), lambda tile: (tile.batch, tile.heads_k)
+    ):
         chunks: dict[int, KeyGradients] = {}
         for tile in group:
             chunk = tile.rows.start // tree.CHUNK_ROWS
@@ -61,7 +63,7 @@ def attend_backward(
         if not unrounded:
             gradients = finish(walk, gradients, k.dtype)
         for result, gradient in zip((dk, dv), gradients, strict=True):
-            result[tile.batch, :, tile.heads_k] = gradient.transpose(1, 2)
+            result[sequence, :, heads_k] = gradient.transpose(1, 2)
     return dq, dk, dv
 
 

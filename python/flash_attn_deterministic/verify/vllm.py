@@ -11,6 +11,7 @@ of their outputs, rows of one token of one request are compared over both ways, 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -76,8 +77,7 @@ class Engine:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        import vllm
-
+        vllm: Any = importlib.import_module("vllm")
         self._vllm = vllm
         settings = {"skip_tokenizer_init": True, "enable_prefix_caching": True, "seed": 0}
         self._llm = vllm.LLM(model=model, **{**settings, **options})
@@ -421,8 +421,7 @@ def _child(model: str, options: dict[str, Any], only: list[str]) -> dict[str, An
 
 def main(model: str, options: str, only: str, out: str) -> None:
     """Runs checks in this process: all, or some with the names of modules."""
-    import vllm
-
+    vllm: Any = importlib.import_module("vllm")
     engine, names = Engine(model, **json.loads(options)), json.loads(only)
     checks = [c for c in list_checks(engine) if not names or c.name in names]
     outcomes = run_checks(checks, engine.model if names else None)
