@@ -33,7 +33,7 @@ class Documents(NamedTuple):
     causal: bool
 
 
-_found: WeakKeyDictionary[BlockMask, Documents] = WeakKeyDictionary()
+_found: WeakKeyDictionary[BlockMask, dict[int, Documents]] = WeakKeyDictionary()  # by batch
 
 
 def flex_attention(
@@ -92,21 +92,23 @@ def documents_of(block_mask: BlockMask, batch: int, seqlen: int, device: torch.d
         UnsupportedError: the mask is none of documents.
         ArgumentError: the mask is for other lengths or another batch.
     """
-    if block_mask not in _found:
-        _found[block_mask] = _find(block_mask, batch, seqlen, device)
-    documents = _found[block_mask]
-    if int(documents.cu_seqlens[-1]) != batch * seqlen:
-        raise ArgumentError(f"block_mask: expected {batch} rows of {seqlen} tokens, as of query")
-    return documents
-
-
-def _find(block_mask: BlockMask, batch: int, seqlen: int, device: torch.device) -> Documents:
     masks, heads = block_mask.shape[:2]
-    if heads != 1 or masks not in (1, batch) or tuple(block_mask.seq_lengths) != (seqlen, seqlen):
+    if heads != 1 or tuple(block_mask.seq_lengths) != (seqlen, seqlen):
         raise ArgumentError(
             f"block_mask: expected shape (1 or {batch}, 1, {seqlen}, {seqlen}), got "
             f"{(masks, heads, *block_mask.seq_lengths)}"
         )
+    if masks not in (1, batch):
+        raise ArgumentError(
+            f"block_mask: expected {batch} rows of {seqlen} tokens, as of query, got {masks}"
+        )
+    found = _found.setdefault(block_mask, {})
+    if batch not in found:
+        found[batch] = _find(block_mask, batch, seqlen, device)
+    return found[batch]
+
+
+def _find(block_mask: BlockMask, batch: int, seqlen: int, device: torch.device) -> Documents:
     zero, place = torch.zeros((), dtype=torch.int64, device=device), torch.arange(seqlen)
     place = place.to(device)
     over_keys = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))

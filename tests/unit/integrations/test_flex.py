@@ -70,6 +70,16 @@ def test_without_a_mask_rows_are_documents() -> None:
     assert bits_equal(flex.flex_attention(q, k, v), dense_func(*dense).transpose(1, 2))
 
 
+def test_a_mask_for_any_batch_serves_several() -> None:
+    q = draw(HEADS, 0)
+    mask = create_block_mask(
+        lambda b, h, q, k: (IDS[0, q] == IDS[0, k]) & (q >= k), None, None, SEQLEN, SEQLEN, "cpu"
+    )
+    whole = flex.flex_attention(q, q, q, block_mask=mask)
+    first = flex.flex_attention(q[:1], q[:1], q[:1], block_mask=mask)
+    assert bits_equal(first, whole[:1])
+
+
 @pytest.mark.parametrize("mask_mod", [window, repeated])
 def test_other_masks_are_refused(mask_mod: Any) -> None:
     q = draw(HEADS, 0)
