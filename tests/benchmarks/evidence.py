@@ -238,11 +238,12 @@ def install(out: Path, results: Path, sources: Mapping[str, str]) -> list[str]:
 
 def _name_origin(out: Path, names: Sequence[str], record: Mapping[str, Any]) -> None:
     """Adds the provenance of the run to results of examples, which know none."""
+    origin = {name: value for name, value in record.items() if name != "steps"}
     for path in (out / name for name in names if name.endswith(".json")):
-        found = json.loads(path.read_text("utf-8")) if path.exists() else {"date": ""}
-        if "date" not in found and "started" not in found:
-            origin = {name: value for name, value in record.items() if name != "steps"}
-            _write_json(path, {**origin, **found})
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if "sources" not in found.get("provenance", found):
+                _write_json(path, {**origin, **found})
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

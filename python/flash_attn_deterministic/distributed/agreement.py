@@ -25,7 +25,7 @@ from ..errors import ArgumentError, RankError
 
 VARIABLE = "FLASH_ATTENTION_RANK_CHECKS"
 _CHOICES = ("first", "always", "off")
-_LOOK = 0.25  # seconds between two looks for errors of other ranks
+LOOK = 0.25  # seconds between two looks for errors of other ranks
 _TEXT = 1000  # characters of an error that are told
 _MOST = 65_536  # calls that are remembered as agreed on
 
@@ -126,7 +126,7 @@ class Agreement:
             self._compare(every)
         except Exception as error:
             self._forget()
-            _know(error)
+            know(error)
             raise
         return every
 
@@ -158,7 +158,7 @@ class Agreement:
             told = json.dumps([self.last, begun, text])
             self._store.set(self._failure_of(self.rank), told)
         self._forget()
-        _know(error)
+        know(error)
 
     def look(self) -> None:
         """Raises RankError if another rank failed in the call whose messages this one waits for."""
@@ -173,7 +173,7 @@ class Agreement:
         """Notes that messages of a call failed: those of the next one would be taken for them."""
         self._lose(f"messages were lost: {error}"[:_TEXT])
         self._forget()
-        _know(error)
+        know(error)
 
     def _lose(self, why: str) -> None:
         self._lost = self._lost or (
@@ -193,7 +193,7 @@ class Agreement:
         """Waits for what all ranks tell of a call."""
         keys = [f"{number}/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + timeout_of(self._group)
-        look, pause = time.monotonic() + _LOOK, 2e-5
+        look, pause = time.monotonic() + LOOK, 2e-5
         try:
             while not self._store.check(keys):
                 time.sleep(pause)
@@ -207,7 +207,7 @@ class Agreement:
                         f"{number} of this group within its timeout: it has ended, is late, or "
                         "makes other calls"
                     )
-                look = time.monotonic() + _LOOK
+                look = time.monotonic() + LOOK
             found = [json.loads(text) for text in self._store.multi_get(keys)]
         except RuntimeError as error:
             if isinstance(error, RankError):
@@ -273,13 +273,9 @@ def is_known(error: Exception) -> bool:
     return isinstance(error, RankError) or getattr(error, "known_to_all_ranks", False)
 
 
-def _know(error: Exception) -> None:
-    error.known_to_all_ranks = True  # type: ignore[attr-defined]
-
-
 def know(error: Exception) -> None:
-    """Notes that all ranks raise an error, since it follows from what they agreed on."""
-    _know(error)
+    """Notes that the other ranks know of an error, or have it too."""
+    error.known_to_all_ranks = True  # type: ignore[attr-defined]
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

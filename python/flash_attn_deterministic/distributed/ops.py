@@ -101,10 +101,11 @@ def _agreed(
 ) -> Plan:
     """Checks that all ranks make the same call, and returns the plan of it."""
     shape = shape_of(ranks, q, k, cu_seqlens, spec)
-    if ranks.group is not None and ranks.size > 1:
+    agreed = ranks.agreement
+    if agreed is not None:
         facts = _facts(q.dtype, tuple(q.shape), tuple(k.shape), shape, spec, q.device)
         follows = spec.backward and forward is None
-        agreement.Agreement.of(ranks.group).agree(call, facts, follows, forward)
+        agreed.agree(call, facts, follows, forward)
     try:
         return plan_of(shape, ranks.rank)
     except Exception as error:
@@ -242,9 +243,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.forward = -1
-    group = Ranks.named(CallSpec.read(ctx.spec).group).group
-    if type(output[0]) is torch.Tensor and group is not None and group.size() > 1:
-        ctx.forward = agreement.Agreement.of(group).last
+    if type(output[0]) is torch.Tensor:
+        agreed = Ranks.named(CallSpec.read(ctx.spec).group).agreement
+        ctx.forward = -1 if agreed is None else agreed.last
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Gradients:

@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks.describe import type_name
 from ..errors import ArgumentError, ArgumentTypeError, RankError, UnsupportedError
-from .agreement import Agreement, timeout_of
+from .agreement import LOOK, Agreement, timeout_of
 
 # Supported backends by type of the tensors' device.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_LOOK = 0.25  # seconds between two looks for errors of other ranks
 
 
 # The compiler of torch 2.10 cannot trace it.
@@ -110,13 +109,13 @@ class Ranks:
             # may wait for the other rank again.
             assert self.group is not None
             deadline = time.monotonic() + timeout_of(self.group)
-            look, pause = time.monotonic() + _LOOK, 2e-5
+            look, pause = time.monotonic() + LOOK, 2e-5
             while not work.is_completed():
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)
                 if time.monotonic() > look:
                     Agreement.of(self.group).look()
-                    look = time.monotonic() + _LOOK
+                    look = time.monotonic() + LOOK
                 if time.monotonic() > deadline:
                     raise RuntimeError("the group's timeout has passed")
         work.wait()

@@ -23,7 +23,6 @@ from ..checks.values import check_starts
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interface.call import WithProbs
 from ..types import Deterministic
-from . import agreement
 from .api import flash_attn_func, flash_attn_varlen_func, reported
 from .layout import ZIGZAG
 from .ranks import Ranks, find_group
@@ -189,8 +188,9 @@ def _joined(
     ranks = Ranks(find_group(group, None))
     own = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), place
     every: list[Any] = [(q.shape[0], causal, own[1], place.start)]
-    if ranks.group is not None and ranks.size > 1:
-        every = agreement.Agreement.of(ranks.group).exchange("the ranks' lengths", every[0])
+    agreed = ranks.agreement
+    if agreed is not None:
+        every = agreed.exchange("the ranks' lengths", every[0])
     tokens = every[0][0]
     starts = {first + start for _, _, of_rank, first in every for start in of_rank[:-1]}
     found = sorted(starts | {tokens * ranks.size})

@@ -47,7 +47,7 @@ def shard(
     """
     ranks = Ranks(find_group(group, mesh))
     dim = _dimension(tensor, dim)
-    index = _order(tensor.shape[dim], ranks, order, cu_seqlens)[ranks.rank]
+    index = _order(tensor.shape[dim], ranks, check_order(order), _starts(cu_seqlens))[ranks.rank]
     return tensor.index_select(dim, index.to(tensor.device))
 
 
@@ -76,24 +76,21 @@ def unshard(
         RankError: another rank has ended, or does not answer.
     """
     ranks = Ranks(find_group(group, mesh))
-    dim, order = _dimension(tensor, dim), check_order(order)
-    starts = None
-    if cu_seqlens is not None:
-        check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
-        starts = cu_seqlens.tolist()
+    dim, order, starts = _dimension(tensor, dim), check_order(order), _starts(cu_seqlens)
     part = tensor.detach()
     with agreement.taking_part(ranks.group):
-        if ranks.group is not None and ranks.size > 1:
+        agreed = ranks.agreement
+        if agreed is not None:
             facts: dict[str, Any] = {"tensor.dtype": str(part.dtype), "dim": dim, "order": order}
             facts["cu_seqlens"] = starts
             facts.update((f"tensor.shape[{at}]", size) for at, size in enumerate(part.shape))
-            agreement.Agreement.of(ranks.group).agree("unshard", json.dumps(facts))
+            agreed.agree("unshard", json.dumps(facts))
         every = part.contiguous().flatten().view(torch.uint8)
         sizes = [every.numel()] * ranks.size
         arrived = ranks.all_to_all(every.repeat(ranks.size), sizes, sizes, "parts of a tensor")
         parts = arrived.wait().view(part.dtype).view(ranks.size, *part.shape)
     whole = torch.cat(list(parts), dim)
-    order_of_all = torch.cat(_order(whole.shape[dim], ranks, order, cu_seqlens))
+    order_of_all = torch.cat(_order(whole.shape[dim], ranks, order, starts))
     return whole.index_select(dim, order_of_all.argsort().to(whole.device))
 
 
@@ -109,20 +106,25 @@ def _dimension(tensor: Any, dim: Any) -> int:
     return found
 
 
+def _starts(cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Checks cu_seqlens, and returns their values."""
+    if cu_seqlens is None:
+        return None
+    check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
+    return tuple(cu_seqlens.tolist())
+
+
 def _order(
-    tokens: int, ranks: Ranks, order: str, cu_seqlens: torch.Tensor | None
+    tokens: int, ranks: Ranks, order: str, starts: tuple[int, ...] | None
 ) -> list[torch.Tensor]:
     """Returns, for each rank, the indices of its tokens."""
-    order = check_order(order)
     if tokens % ranks.size:
         raise ArgumentError(
             f"tensor: expected a number of tokens that divides by {ranks.size} ranks, got {tokens}"
         )
     each = tokens // ranks.size
-    if cu_seqlens is None:
+    if starts is None:
         layout = dense_layout(1, each, ranks.size, order)
     else:
-        check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
-        starts = tuple(cu_seqlens.tolist())
         layout = packed_layout(starts, each, ranks.size, order, "cu_seqlens")
     return [tokens_of(layout, rank, each) for rank in range(ranks.size)]
