@@ -8,6 +8,7 @@ schedules of a large batch are had with few heads, by telling the library of a G
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import Any
 
 import torch
@@ -182,6 +183,25 @@ def backward(head_dim: int) -> None:
         torch.autograd.grad(out, (q, k, v), draw(*q.shape))
 
 
+def sinks(head_dim: int) -> None:
+    """Attention sinks on every path, with gradients of softmax_lse; two chunks of rows."""
+    sink = draw(2).float().requires_grad_()
+    k, v = (draw(1, 150, 1, head_dim).requires_grad_() for _ in "kv")
+    starts = int32(0, 0, 66, 130)
+    for seqlen_q, device in ((130, ONE_SM), (130, "path=parts"), (5, "path=few_rows"), (1, None)):
+        q = draw(1, seqlen_q, 2, head_dim).requires_grad_()
+        with device_override(device) if device else contextlib.nullcontext():
+            out, softmax_lse, _ = flash_attn_func(
+                q, k, v, causal=True, split_size=SPLIT, learnable_sink=sink, return_attn_probs=True
+            )
+        torch.autograd.backward((out, softmax_lse), (draw(*q.shape), torch.ones_like(softmax_lse)))
+    q = draw(130, 2, head_dim).requires_grad_()
+    packed = (q, k[0], v[0], starts, starts, 66, 66)
+    flash_attn_varlen_func(*packed, causal=True, learnable_sink=sink).backward(draw(*q.shape))
+    q, k = (draw(1, rows, 1, head_dim).requires_grad_() for rows in (4100, 70))
+    flash_attn_func(q, k, k).backward(draw(*q.shape))
+
+
 def main() -> None:
     """Makes the calls; what they compute is the tests' business."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -193,6 +213,7 @@ def main() -> None:
         layouts(head_dim)
         large_pages(head_dim)
         backward(head_dim)
+        sinks(head_dim)
         torch.cuda.synchronize()
         print(f"head dim {head_dim}: all calls made", flush=True)
 
