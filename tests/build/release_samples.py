@@ -35,6 +35,7 @@ LOCKS = {
     "torch": "torch==2.13.0 --hash=sha256:00\n",
     "cuda": "nvidia-cuda-nvcc==13.0.88 ; sys_platform == 'linux' --hash=sha256:00\n",
 }
+TAG = f"v{fake_wheel.VERSION}"
 Change = Callable[[dict[str, Any]], object]
 OTHER_WHEEL = {"filename": "x.whl", "sha256": "1" * 64}  # what a report of another wheel names
 # The real one, but for the toolkit: that of the samples.
@@ -150,7 +151,8 @@ def make(root: Path, wheel: Path) -> Project:
     for name in fake_wheel.OF_THE_TREE:
         (root / name).write_bytes((ROOT / name).read_bytes())
     files.write_text(
-        root / "CHANGELOG.md", "# Changelog\n\n## 0.1.0 (2026)\n\n- First.\n\n## 0.0.1\n"
+        root / "CHANGELOG.md",
+        f"# Changelog\n\n## {fake_wheel.VERSION} (2026)\n\n- First.\n\n## 0.0.1\n",
     )
     files.write_text(root / ".gitignore", "/dist/\n/build/\n")
     with zipfile.ZipFile(placed) as archive:
@@ -214,7 +216,12 @@ def write_report(wheel: Path, path: Path, /, **changes: Any) -> None:
         "started": "2026-01-01T00:00:00Z",
         "seconds": 200.0,
         "wheel": {"filename": wheel.name, "sha256": text["wheel"]["sha256"]},
-        "installed": {"version": "0.1.0", "files": 9, "matches_wheel": True, "problems": []},
+        "installed": {
+            "version": fake_wheel.VERSION,
+            "files": 9,
+            "matches_wheel": True,
+            "problems": [],
+        },
         "environment": {"gpu": "NVIDIA H200", "compute_capability": "9.0"},
         "provenance": {
             "date": "2026-01-01",
@@ -278,5 +285,7 @@ def wheel(folder: Path, files: Mapping[str, bytes] | None = None, machine: str =
     stated = {**fake_wheel.INFO, "sources": sources.digests(folder / "tree")}
     contents[check.BUILD_INFO] = json.dumps(stated).encode()
     bill = next(name for name in contents if name.endswith(sbom.FILE_NAME))
-    contents[bill] = sbom.describe("0.1.0", stated, binary, fake_wheel.COMPONENTS, fake_wheel.DATE)
+    contents[bill] = sbom.describe(
+        fake_wheel.VERSION, stated, binary, fake_wheel.COMPONENTS, fake_wheel.DATE
+    )
     return fake_wheel.pack(folder, {**contents, **(files or {})}, tag)

@@ -18,6 +18,7 @@ from flash_attn_build.errors import BuildError, RefusedError, SettingError, Tool
 from flash_attn_build.files import ROOT
 from flash_attn_build.wheel import sbom
 
+NAME = f"flash_attn_deterministic-{fake_wheel.VERSION}"
 CUDA = toolchain.Toolchain(
     Path("/cuda/bin/nvcc"), Path("/cuda"), "13.0.88", Path("/cuda/lib64/libcudart_static.a")
 )
@@ -77,7 +78,7 @@ def test_puts_wheel_and_manifest_into_dist(
 ) -> None:
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "--use_fast_math")
     wheel = build.build(request_)
-    assert wheel.name == "flash_attn_deterministic-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    assert wheel.name == f"{NAME}-py3-none-manylinux_2_28_x86_64.whl"
     names = sorted(path.name for path in request_.out_dir.iterdir())
     assert names == [wheel.name, f"{wheel.name}.manifest.json"]
     text = json.loads((request_.out_dir / names[1]).read_text())
@@ -213,12 +214,12 @@ def test_command_tells_what_went_wrong(
 @pytest.mark.usefixtures("backend")
 def test_a_local_version_is_in_name_and_metadata(request_: build.Request) -> None:
     wheel = build.build(replace(request_, local="cu130"))
-    assert wheel.name.startswith("flash_attn_deterministic-0.1.0+cu130-py3-none-")
+    assert wheel.name.startswith(f"{NAME}+cu130-py3-none-")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        metadata = archive.read("flash_attn_deterministic-0.1.0+cu130.dist-info/METADATA").decode()
-    assert "\nVersion: 0.1.0+cu130\n" in metadata
-    assert not [name for name in names if "0.1.0.dist-info" in name]
+        metadata = archive.read(f"{NAME}+cu130.dist-info/METADATA").decode()
+    assert f"\nVersion: {fake_wheel.VERSION}+cu130\n" in metadata
+    assert not [name for name in names if f"{NAME}.dist-info" in name]
 
 
 SLEEPER = """

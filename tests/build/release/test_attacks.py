@@ -17,11 +17,12 @@ from pathlib import Path
 import fake_wheel
 import pytest
 import release_samples
+from fake_wheel import VERSION
 from flash_attn_build.compile import build_folder
-from flash_attn_build.wheel import archive
+from flash_attn_build.wheel import archive, dist_info
 from release_samples import MODULES, Project, edit
 
-INFO = "flash_attn_deterministic-0.1.0.dist-info"
+INFO = dist_info.folder(VERSION)
 Files = dict[str, bytes]
 
 
@@ -92,10 +93,11 @@ def in_tests(old: str, new: str) -> Callable[[Project], object]:
 
 
 def another_version(project: Project) -> None:
-    """0.1.0.0 is 0.1.0 to installers, and another file name to an index."""
-    files = {name.replace("0.1.0", "0.1.0.0"): data for name, data in files_of(project).items()}
+    """1.2.3.0 is 1.2.3 to installers, and another file name to an index."""
+    other = f"{VERSION}.0"
+    files = {name.replace(VERSION, other): data for name, data in files_of(project).items()}
     project.wheel.unlink()
-    project.wheel = fake_wheel.pack(project.dist, files, version="0.1.0.0")
+    project.wheel = fake_wheel.pack(project.dist, files, version=other)
     project.exchange(project.wheel)
 
 
@@ -107,7 +109,7 @@ ATTACKS: dict[str, tuple[Callable[[Project], object], str]] = {
     ),
     "a .pth": (adding("evil.pth"), "'evil.pth' does not belong"),
     "an absolute path": (adding("/etc/evil.pth"), "'/etc/evil.pth' does not belong"),
-    "scripts": (adding("flash_attn_deterministic-0.1.0.data/scripts/pip"), "does not belong"),
+    "scripts": (adding(f"flash_attn_deterministic-{VERSION}.data/scripts/pip"), "does not belong"),
     "a licence that is code": (adding(f"{INFO}/licenses/evil.pth"), "evil.pth' does not belong"),
     "a second library": (adding("flash_attn_deterministic/_D.so"), "does not belong"),
     "a module more": (adding("flash_attn_deterministic/evil.py"), "from another tree: flash_"),
@@ -167,7 +169,7 @@ ATTACKS: dict[str, tuple[Callable[[Project], object], str]] = {
         "is not the one of this library",
     ),
     "another spelling of the version": (
-        another_version, "name: expected flash_attn_deterministic-0.1.0-py3"
+        another_version, f"name: expected flash_attn_deterministic-{VERSION}-py3"
     ),
     "nothing compiled in this build": (
         lambda p: edit(p.manifest_path, lambda m: m["build"].update(compiled_in_this_run=0)),

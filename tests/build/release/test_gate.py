@@ -18,7 +18,7 @@ from flash_attn_build.release.gate import find_runs, find_wheels, gpu_test_modul
 from flash_attn_build.release.report import digest, proof_problems, read_report, runs_on
 from flash_attn_deterministic.verify import environment
 from flash_attn_deterministic.verify.contract.checks import CHECKS
-from release_samples import OTHER_WHEEL, POLICY, Change, Project, edit, put, sections
+from release_samples import OTHER_WHEEL, POLICY, TAG, Change, Project, edit, put, sections
 
 
 def test_a_wheel_with_its_proof_passes(project: Project) -> None:
@@ -109,7 +109,7 @@ def test_a_report_that_is_no_proof(project: Project, change: Change, expected: s
 
 def test_every_reason_is_told_at_once(project: Project) -> None:
     edit(project.report_path, lambda r: r.update(quick=True, complete=False))
-    project.git("tag", "--delete", "v0.1.0")
+    project.git("tag", "--delete", TAG)
     (project.root / "new").write_text("")
     found = project.problems()
     for expected in ("changed after", "quick: ", "complete: ", "no tag", "new"):

@@ -16,11 +16,12 @@ import fake_wheel
 import package_server
 import pytest
 import release_samples
+from fake_wheel import VERSION
 from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import write_json, write_text
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
-from release_samples import Project
+from release_samples import TAG, Project
 
 ROWS = [{"verificationResult": {"statement": {"predicate": {"result": "PASSED"}}}}]
 PASSED = f"""case "$*" in
@@ -35,7 +36,7 @@ def releases(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The files of one release, as the gate writes them."""
     monkeypatch.setattr(release, "POLICY", release_samples.POLICY)
     release.release(project.dist, project.dist, tmp_path / "release", (), project.root)
-    shutil.copytree(tmp_path / "release" / "assets", tmp_path / "releases" / "v0.1.0")
+    shutil.copytree(tmp_path / "release" / "assets", tmp_path / "releases" / TAG)
     return tmp_path / "releases"
 
 
@@ -67,7 +68,7 @@ def test_pages_name_hashes_and_are_the_same_a_second_time(releases: Path, tmp_pa
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         assert metadata == archive.read(name)
     listed = json.loads(first[f"{PROJECT}/index.json"])
-    assert listed["versions"] == ["0.1.0"]
+    assert listed["versions"] == [VERSION]
     (file,) = listed["files"]
     assert file == {
         "filename": wheel.name,
@@ -91,11 +92,11 @@ def sha256(data: bytes) -> str:
 
 
 def in_release(name: str) -> Callable[[Path], object]:
-    return lambda releases: (releases / "v0.1.0" / name).write_text("x")
+    return lambda releases: (releases / TAG / name).write_text("x")
 
 
 def renamed(releases: Path) -> None:
-    (releases / "v0.1.0").rename(releases / "v0.2.0")
+    (releases / TAG).rename(releases / "v9.9")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -103,15 +104,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a foreign wheel": (in_release("evil-1-py3-none-any.whl"), "'evil-1-py3-none-any.whl' does"),
     "a report in HTML": (in_release("x.verification-1.html"), "verification-1.html' does not"),
     "a wheel of another version": (
-        in_release("flash_attn_deterministic-0.2.0-py3-none-any.whl"), "0.2.0-py3-none-any.whl' do"
+        in_release("flash_attn_deterministic-9.9-py3-none-any.whl"), "9.9-py3-none-any.whl' does"
     ),
     "another tag": (renamed, "does not belong into the release"),
     "other bytes": (lambda r: the_wheel(r).write_bytes(b"x"), "its manifest is of another wheel"),
     "no manifest": (
         lambda r: next(r.rglob("*.manifest.json")).unlink(), "of another wheel (no file)"
     ),
-    "no wheel": (lambda r: the_wheel(r).unlink(), "v0.1.0: the release holds no wheel"),
-    "no release": (lambda r: shutil.rmtree(r / "v0.1.0"), "would be empty"),
+    "no wheel": (lambda r: the_wheel(r).unlink(), f"{TAG}: the release holds no wheel"),
+    "no release": (lambda r: shutil.rmtree(r / TAG), "would be empty"),
 }  # fmt: skip
 
 
@@ -155,7 +156,7 @@ NONE = 'case "$*" in *predicate-type*) echo "No attestations found" >&2; exit 1;
     ("program", "expected"),
     [
         ('case "$3" in *.json) exit 1;; esac', "manifest.json: has no attestation of its build"),
-        (NONE, "has no attestation that it passed verification as v0.1.0"),
+        (NONE, f"has no attestation that it passed verification as {TAG}"),
         (FAILED, "the verification of these bytes failed"),
     ],
     ids=["manifest", "not verified", "failed"],
@@ -174,7 +175,7 @@ def test_every_wheel_needs_its_attestations(
     assert write(releases, "--repository", "o/n") == RefusedError.exit_code
     assert expected in capsys.readouterr().err
     # A release holds what was built from its tag, not from that of another one.
-    assert "--source-ref=refs/tags/v0.1.0" in calls.read_text()
+    assert f"--source-ref=refs/tags/{TAG}" in calls.read_text()
     assert not (releases.parent / "index").exists()
 
 
@@ -193,16 +194,16 @@ def test_attestations_are_not_left_out_by_mistake(
 def test_files_come_from_all_releases(
     releases: Path, tmp_path: Path, gh: Callable[[str], Path]
 ) -> None:
-    listed = json.dumps([{"tagName": "v0.1.0"}])
+    listed = json.dumps([{"tagName": TAG}])
     calls = gh(f"""case "$2" in
       list) echo '{listed}';;
-      download) mkdir -p "$5" && cp {releases}/v0.1.0/* "$5";;
+      download) mkdir -p "$5" && cp {releases}/{TAG}/* "$5";;
     esac
     {PASSED}""")
     assert index.main(["--out", str(tmp_path / "index"), "--repository", "o/n"]) == 0
     listing, download, *asked = calls.read_text().splitlines()
     assert "release list --exclude-drafts" in listing
-    assert download.startswith("release download v0.1.0")
+    assert download.startswith(f"release download {TAG}")
     assert [call.split()[:2] for call in asked] == [["attestation", "verify"]] * 5
     assert (tmp_path / "index" / "simple" / "flash-attn-deterministic" / "index.html").exists()
 
@@ -212,13 +213,13 @@ def test_wheels_of_two_machines_share_an_index_and_a_local_version_has_its_own(
 ) -> None:
     wheel = the_wheel(releases)
     for name in (
-        wheel.name.replace("x86_64", "aarch64"), wheel.name.replace("0.1.0", "0.1.0+cu12")
+        wheel.name.replace("x86_64", "aarch64"), wheel.name.replace("-py3", "+cu12-py3")
     ):  # fmt: skip
         shutil.copy(wheel, wheel.with_name(name))
         shutil.copy(f"{wheel}.manifest.json", wheel.with_name(f"{name}.manifest.json"))
     assert write(releases) == 0
     made = contents(tmp_path / "index")
-    for folder, version, count in (("", "0.1.0", 2), ("cu12/", "0.1.0+cu12", 1)):
+    for folder, version, count in (("", VERSION, 2), ("cu12/", f"{VERSION}+cu12", 1)):
         listed = json.loads(made[f"{folder}{PROJECT}/index.json"])
         assert (listed["versions"], len(listed["files"])) == ([version], count)
         assert made[f"{folder}{PROJECT}/index.html"].count(b"<a ") == count

@@ -19,16 +19,17 @@ from pathlib import Path
 import package_server
 import pytest
 import release_samples
+from fake_wheel import VERSION
 from flash_attn_build.compile import manifest
 from flash_attn_build.errors import RefusedError
 from flash_attn_build.files import ROOT
 from flash_attn_build.release import __main__ as release
 from flash_attn_build.release import index
 from flash_attn_build.release.policy import POLICY
-from release_samples import MODULES, OTHER_WHEEL, Project, edit
+from release_samples import MODULES, OTHER_WHEEL, TAG, Project, edit
 
 NAME = "flash-attn-deterministic"
-WHEEL = "flash_attn_deterministic-0.1.0"
+WHEEL = f"flash_attn_deterministic-{VERSION}"
 REAL = os.environ.get("FLASH_ATTN_REHEARSAL", "")
 
 
@@ -52,7 +53,7 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     notes = (out / "notes.md").read_text()
     assert "- First." in notes
-    assert "| 0.1.0, x86_64, package index | 13.0.88 | sm_90, sm_90a | NVIDIA H200 |" in notes
+    assert f"| {VERSION}, x86_64, package index | 13.0.88 | sm_90, sm_90a | NVIDIA H200 |" in notes
     assert "- **sm_80**: Machine code for compute capability 8.x" in notes
     assert "g++ (x) 12.2.0" in notes
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=out, check=True)
@@ -87,7 +88,7 @@ def upload_and_install(wheel: Path, folder: Path) -> Path:
 
 def install_from_index(out: Path, wheel: Path, folder: Path) -> None:
     """By pip, from the static index of what the gate wrote."""
-    shutil.copytree(out / "assets", folder / "releases" / "v0.1.0")
+    shutil.copytree(out / "assets", folder / "releases" / TAG)
     made = folder / "index"
     arguments = ["--releases", str(folder / "releases"), "--out", str(made), "--unattested"]
     assert index.main(arguments) == 0
@@ -148,7 +149,7 @@ def test_wheels_of_two_machines_are_one_release(
     assert {f"{name}.verification-1.json" for name in names} <= {
         path.name for path in (out / "assets").iterdir()
     }
-    assert "| 0.1.0, aarch64, package index | 13.0.88 |" in (out / "notes.md").read_text()
+    assert f"| {VERSION}, aarch64, package index | 13.0.88 |" in (out / "notes.md").read_text()
 
 
 def test_nothing_of_the_gpu_machine_is_published_but_the_report(
@@ -170,7 +171,7 @@ def test_text_of_others_is_shown_as_it_is() -> None:
     assert release._plain("a|b\n<img>`x`[y](z)") == r"a\|b &lt;img&gt;\`x\`\[y\](z)"
 
 
-@pytest.mark.parametrize("name", ["", "other-0.1.0", "flash_attn_deterministic-0.1.0+cu130"])
+@pytest.mark.parametrize("name", ["", f"other-{VERSION}", f"{WHEEL}+cu130"])
 def test_the_wheels_must_be_those_of_the_policy(
     project: Project, out: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,11 +191,11 @@ def test_attestations_are_asked_for_before_anything_is_read(
 ) -> None:
     never = 'case "$*" in *predicate-type*) echo no attestations found >&2; exit 1;; esac'
     calls = gh(never)
-    attested = ("--attested", "o/n", "c0ffee", "v0.1.0")
+    attested = ("--attested", "o/n", "c0ffee", TAG)
     assert run(project, out, *attested) == 0
-    assert calls.read_text().count("--source-digest=c0ffee --source-ref=refs/tags/v0.1.0") == 2
+    assert calls.read_text().count(f"--source-digest=c0ffee --source-ref=refs/tags/{TAG}") == 2
     assert run(project, out, *attested[:3], "v9") == RefusedError.exit_code
-    assert "the release is of tag v9, but the wheel is of v0.1.0" in capsys.readouterr().err
+    assert f"the release is of tag v9, but the wheel is of {TAG}" in capsys.readouterr().err
     project.add_report(wheel=OTHER_WHEEL)
     assert run(project, out) == 0
     assert run(project, out, *attested) == RefusedError.exit_code

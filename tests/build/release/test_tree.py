@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from fake_wheel import VERSION
 from flash_attn_build.files import write_text
 from flash_attn_build.release.tree import problems
-from release_samples import Project
+from release_samples import TAG, Project
 
 HIDDEN = "python/flash_attn_deterministic/hidden.py"
 EDIT = {"README.md": "sm_80"}
@@ -30,7 +31,7 @@ CHANGES: dict[str, tuple[list[str], dict[str, str], str]] = {
 
 
 def told(project: Project) -> str:
-    return "\n".join(problems(project.root, "0.1.0"))
+    return "\n".join(problems(project.root, VERSION))
 
 
 @pytest.mark.parametrize(("commands", "files", "expected"), CHANGES.values(), ids=CHANGES)
@@ -53,16 +54,16 @@ def test_a_file_that_may_be_run_suddenly(project: Project) -> None:
 def test_the_tag_that_runs_is_the_versions(project: Project) -> None:
     """A second tag of the same commit does not verify the same version again."""
     project.git("tag", "v9")
-    assert project.problems("v0.1.0") == ""
-    assert "the release is of tag v9, but the wheel is of v0.1.0" in project.problems("v9")
+    assert project.problems(TAG) == ""
+    assert f"the release is of tag v9, but the wheel is of {TAG}" in project.problems("v9")
 
 
 def test_another_tag_or_none(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    project.git("tag", "v0.2.0")
-    project.git("tag", "--delete", "v0.1.0")
-    assert "is not tagged v0.1.0: it has v0.2.0" in told(project)
+    project.git("tag", "v0.0.2")
+    project.git("tag", "--delete", TAG)
+    assert f"is not tagged {TAG}: it has v0.0.2" in told(project)
     project.git("commit", "--quiet", "--allow-empty", "-m", "later")
-    assert "is not tagged v0.1.0: it has no tag" in told(project)
+    assert f"is not tagged {TAG}: it has no tag" in told(project)
     shutil.rmtree(project.root / ".git")
     assert told(project).startswith("tree: git does not know what is checked out")
     monkeypatch.setenv("PATH", str(project.dist))

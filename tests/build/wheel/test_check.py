@@ -11,7 +11,8 @@ from flash_attn_build.files import ROOT
 from flash_attn_build.wheel import check, dist_info
 from packaging.metadata import Metadata
 
-INFO = "flash_attn_deterministic-0.1.0.dist-info"
+VERSION = fake_wheel.VERSION
+INFO = dist_info.folder(VERSION)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ FOREIGN = [
     "flash_attn_deterministic/ev\nil.py",
     "flash_attn_deterministic.libs/libcudart.so.13",
     f"{INFO}/sboms/other.cdx.json",
-    "flash_attn_deterministic-0.2.0.dist-info/entry_points.txt",
+    "flash_attn_deterministic-9.9.dist-info/entry_points.txt",
 ]
 
 
@@ -164,7 +165,8 @@ def test_architectures_without_a_kind_mean_both(
 # A field of each kind; what an adversary adds is in test_attacks.
 CHANGES = {
     "METADATA": [(b" AND MIT", b""), (b"License-File: NOTICE\n", b""), (b"Name: ", b"X-Name: "),
-                 (b">=3.10", b">=2.7"), (b"0.1.0", b"0.1.0+x"), (b"Keywords: ", b"Evil: ")],
+                 (b">=3.10", b">=2.7"), (b"\nVersion: ", b"\nVersion: 9."),
+                 (b"Keywords: ", b"Evil: ")],
     "entry_points.txt": [(b"__main__:main", b"evil:main"), (b"[console", b"console")],
     "WHEEL": [(b"Tag: ", b"Tag: py3-none-any\nTag: "), (b"Tag: ", b"Build: 1\nTag: ")],
 }  # fmt: skip
@@ -201,5 +203,5 @@ def test_the_tag_is_that_of_the_librarys_machine(tmp_path: Path, binary: bytes) 
     tag = "py3-none-manylinux_2_28_aarch64"
     check.check(fake_wheel.pack(tmp_path, fake_wheel.contents(arm, tag), tag))
     text = problems(fake_wheel.pack(tmp_path, fake_wheel.contents(arm)))
-    assert f"name: expected flash_attn_deterministic-0.1.0-{tag}.whl" in text
+    assert f"name: expected flash_attn_deterministic-{VERSION}-{tag}.whl" in text
     assert "WHEEL is not the one of this tree" in text
