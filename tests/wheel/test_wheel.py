@@ -131,7 +131,7 @@ def test_gpu_code_is_what_the_wheel_says(library: ELFFile, info: Any) -> None:
     stated = {name.replace("90a-", "90-") for name in info["architectures"]}
     assert cubins.architectures(check.fatbin(library)) == stated
     # Each instance is a translation unit. Those of the Hopper family hold 90a, others all the rest.
-    units = [set(entries) for entries in cubins.containers(check.fatbin(library))]
+    units = [{name for name, _ in held} for _, held in cubins.entries(check.fatbin(library))]
     hopper = [i for i in info["instances"] if i.get("family") == "sm90"]
     assert units.count(stated) >= len(info["instances"]) - len(hopper)
     assert units.count({"90-real"}) >= len(hopper)

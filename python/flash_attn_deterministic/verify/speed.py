@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..build_info import build_info
 from . import limits, standard
 from .contract.attention import Attention
 from .contract.call import DTYPES
@@ -101,7 +102,12 @@ def measure(section: str, attention: Attention, quick: bool) -> dict[str, Any]:
 
 
 def last_ratios(section: str, path: Path = LAST) -> dict[str, float]:
-    """Returns times of the last release over torch's, by shape; none for another model of GPU."""
+    """Returns times of the last release over torch's, by shape.
+
+    None for another model of GPU, and for a wheel of PTX alone, which lacks the kernels for Hopper.
+    """
+    if all(name.endswith("-virtual") for name in build_info().architectures):
+        return {}
     record = json.loads(path.read_text(encoding="utf-8"))
     # Not by compute capability: an H200 reads its memory faster than an H100.
     found: dict[str, Any] = record.get(

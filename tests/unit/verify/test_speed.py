@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,11 @@ def test_ratios_are_those_of_the_gpu_by_name(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert speed.last_ratios("forward").keys() == {one.name for one in speed.SHAPES["forward"]}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H800")
+    assert speed.last_ratios("forward") == {}
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    ptx = replace(speed.build_info(), architectures=("80-virtual",))
+    monkeypatch.setattr(speed, "build_info", lambda: ptx)
     assert speed.last_ratios("forward") == {}
 
 
