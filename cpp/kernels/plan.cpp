@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "cost_model.h"
 #include "fold_parts.h"
 #include "sm80/decode/scores_first.h"
-#include "sm90/forward/fwd_shape.h"
 
 namespace fad {
 
@@ -20,78 +20,9 @@ constexpr int kHeadDims[] = {32, 64, 96, 128, 192, 256};
 constexpr int kMaxSplits = 65535;             // of paths with a CTA per split: a y of the grid
 constexpr long long kMaxCtas = 0x7fffffffLL;  // of a CUDA grid
 
-// Parts of the sm80 family are computed in tiles of fewer rows, and written and read once more: the
-// one-CTA path is faster from this share of the GPU's CTA slots on. (Measured: docs/adr/0014.)
-constexpr double kFullEnough = 0.76;
-
-// The sm90 family, whose CTAs take one tile after another, computes parts in the same tiles. There
-// a part costs an SM as much time as this many keys: each row is written and read in fp32, 8 bytes
-// a column. (A model, from an H100's 25 GB/s and 4.5 TFLOP/s an SM.)
-constexpr double kPartKeys = 360;
-
-// A launch, with that of the merge kernel and the end of both, costs as much as this many keys.
-constexpr double kLaunchKeys = 400;
-
-// Time of parts of the sm80 family, to that of the sm90 family for the same rows. (A model.)
-constexpr double kOlderFamily = 2;
-
-// Rows that a tile of 192 has done while a tile of 128 does one: it loads keys less often.
-constexpr double kTallTile = 1.15;
-
-// Queries up to which one CTA takes rows of several heads: longer sequences fill their tiles
-// anyway. (H100, 32 query heads on 8: 32,768 causal queries take 1.01 to 1.03 of the time of
-// separate heads.)
-constexpr int kLongestShared = 16384;
-
-// Up to 16 queries can run in three ways. A CTA of the few-rows kernel walks a split block by
-// block; a CTA of Hopper's parts takes as long for 64 rows as for one; the path scores-first shares
-// out the keys and columns of a split, a CTA to 8 rows. What is fastest depends on the share of the
-// SMs that CTAs which each walk a split fill, on rows, and on how long a block takes. Times by
-// which these limits were chosen, on an H200, bf16, splits of 2048, us:
-//
-//   CTAs on 132 SMs, rows, head dim   few-rows   parts   scores-first
-//   16, 4, 128                              32      29             19
-//   32, 16, 128                             33      30             27
-//   32, 32, 128                             40      30             33
-//   49, 8, 128                              39      36             32
-//   64, 20, 128                             41      32             55
-//   64, 8, 256                              73      45             53
-//   80, 4, 128, in pages                    41      37             39
-//   128, 20, 128                            43      46             89
-//   512, 64, 128                           195     151            768
-//
-// From this share on, the few-rows kernel is taken rather than scores-first.
-constexpr double kSplitsFullEnough = 0.55;
-
-// Within these shares parts are taken rather than both: for more than 32 rows, for more than 16,
-// and for fewer where the few-rows kernel takes long for a block, at large head dims and in pages.
-struct Share {
-  double from, to;
-};
-constexpr Share kManyRows = {0.2, 1e9};
-constexpr Share kMiddleRows = {0.2, 0.9};
-constexpr Share kFewRowsOfSlowBlocks = {0.45, 0.9};
-constexpr Share kNever = {1e9, 1e9};
-constexpr int kSlowHeadDim = 192;
-
-// Up to this head dim parts are taken for more than 16 rows whatever the share. (H100, 20 rows,
-// pages of 16, share 0.97 and more: 0.88 to 1.01 of the few-rows kernel's time.)
-constexpr int kSmallHeadDim = 64;
-
-// Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
-// 0.75 us a block, and 4 us; with 13 blocks of one split both paths take 14 us.)
-constexpr int kShortWalk = 8;
-
-// Rows of the few-rows kernel's tiles: the time of a block of keys grows with them. (H100, head dim
-// 128, few CTAs: 0.8 us with 16, 2.1 us with 64.)
-constexpr int kFewRowsTiles[] = {16, 32, 64};
-
 // The scores kernel brings values into L2 for the kernel after it, where they take at most this
 // share of the cache: keys go through it too.
 constexpr double kPrefetchedShare = 0.5;
-
-long long ceil_div(long long a, long long b) { return (a + b - 1) / b; }
-int num_blocks(int tokens, int block) { return static_cast<int>(ceil_div(tokens, block)); }
 
 // Schedule-dependent mode. Upstream's rule (flash_api.cpp, num_splits_heuristic): the smallest
 // number of splits whose occupancy of the last wave comes within 15 % of the best.
@@ -120,93 +51,8 @@ int splits_by_occupancy(long long row_blocks, int key_blocks, int num_sms) {
   return 1;
 }
 
-bool few_queries(Path path) { return path == Path::kFewRows || path == Path::kScoresFirst; }
-
-// Query heads whose rows share a row block: those that share a key head, or some of them.
-int group_of(const FwdParams& params, Family family, Path path) {
-  int group = 1;
-  if (family == Family::kSm90 && (path == Path::kParts || params.seqlen_q <= kLongestShared)) {
-    // The copy engine loads the 64 rows of a warpgroup as boxes of `heads` heads of some queries.
-    const auto fits = [&](int heads) {
-      return params.h_h_k_ratio % heads == 0 && heads <= sm90::kGroupRows &&
-             params.seqlen_q < (1 << 29) / heads;
-    };
-    while (fits(2 * group)) {
-      group *= 2;
-    }
-  } else if (few_queries(path) && params.seqlen_q <= kFewQueries) {
-    group = params.h_h_k_ratio;
-    while (params.h_h_k_ratio % group != 0 || params.seqlen_q * group > kMostGroupRows) {
-      --group;
-    }
-  }
-  return group;
-}
-
-// Rows of a sequence and a group of heads.
-int rows_of(const FwdParams& params, Family family, Path path) {
-  return params.seqlen_q * group_of(params, family, path);
-}
-
-// The lowest tile of the few-rows kernel that holds this many rows, or else the tallest.
-int few_rows_tile(int rows) {
-  int tile = kFewRowsTiles[0];
-  for (const int tall : kFewRowsTiles) {
-    tile = tile < rows ? tall : tile;
-  }
-  return tile;
-}
-
-long long row_blocks(const FwdParams& params, Family family, Path path, int block_m) {
-  const int group = group_of(params, family, path);
-  return ceil_div(params.seqlen_q * group, block_m) * params.b * (params.h / group);
-}
-
-long long row_blocks(const FwdParams& params, const FwdKernel& kernel) {
-  return row_blocks(params, kernel.family, kernel.path, kernel.block_m);
-}
-
 bool runs_on(Family family, const Device& device) {
   return family == Family::kSm80 || device.capability == 90;
-}
-
-// Time that an SM takes for a key, where CTAs take one tile after another: in rows.
-double key_time(const FwdKernel& kernel) {
-  return kernel.block_m >= 192 ? kernel.block_m / kTallTile : kernel.block_m;
-}
-
-// Rounds of CTAs in such kernels.
-long long turns(const FwdParams& params, const FwdKernel& kernel, int num_splits, int num_sms) {
-  const int parts = kernel.path == Path::kParts ? num_splits : 1;
-  return ceil_div(row_blocks(params, kernel) * parts, num_sms);
-}
-
-// Keys that a row block sees: the last one, which sees most, and the average one.
-struct SeenKeys {
-  double most, average;
-  bool differ;
-};
-
-SeenKeys seen_keys(const FwdParams& params, int block_m) {
-  double most = params.seqlen_k;
-  const double right = std::max(params.window_size_right, 0);
-  if (params.window_size_left >= 0) {
-    most = std::min(most, params.window_size_left + right + block_m);
-    return {most, most, false};
-  }
-  const bool bounded = params.is_causal || params.window_size_right >= 0;
-  const double first = std::clamp(params.seqlen_k - params.seqlen_q + right, 0., most);
-  return bounded ? SeenKeys{most, (first + most) / 2, true} : SeenKeys{most, most, false};
-}
-
-// Time of CTAs that take row blocks one after another and walk all splits: in keys of one row. Row
-// blocks with most keys come first, so that those with few fill up the last turn.
-double time_of_one_cta(const FwdParams& params, const FwdKernel& kernel, int num_sms) {
-  const SeenKeys keys = seen_keys(params, kernel.block_m);
-  const double all = keys.most * turns(params, kernel, 1, num_sms);
-  const double shared = row_blocks(params, kernel) * keys.average / num_sms;
-  const double filled = std::max(keys.most, shared + (2 * keys.average - keys.most) / 2);
-  return key_time(kernel) * (keys.differ ? std::min(all, filled) : all);
 }
 
 // Whether a kernel can run a call. One without windows masks in one way only: causal, or not.
@@ -258,8 +104,6 @@ Tree tree_of(const FwdParams& params, int split_tokens, bool deterministic, int 
   }
   return tree;
 }
-
-int key_blocks(const FwdParams& params) { return num_blocks(params.seqlen_k, kKeysPerBlock); }
 
 // The row blocks that one launch must take together, ...
 int row_blocks_of_unit(const FwdParams& params, const FwdKernel& kernel) {
@@ -339,67 +183,6 @@ Candidate candidate(const FwdParams& params, const FwdInstance& instance, Family
               (path != Path::kScoresFirst || fits_scratch(params, *kernel, false, num_splits))};
 }
 
-// Whether a CTA per row block fills enough of the GPU.
-bool fills(const Candidate& one_cta, const Device& device) {
-  return one_cta.row_blocks >= kFullEnough * 2 * device.num_sms;
-}
-
-// The same where each split writes a part. Splits that a left window hides count too: CTAs skip
-// them one by one.
-double time_of_parts(const FwdParams& params, const Candidate& parts, const Tree& tree,
-                     int num_splits, const Device& device) {
-  const SeenKeys keys = seen_keys(params, parts.kernel->block_m);
-  const double split = static_cast<double>(tree.blocks_per_split) * tree.keys_per_block;
-  const double seen =
-      keys.differ ? std::clamp<double>(keys.average / split + 0.5, 1, num_splits) : num_splits;
-  const auto launches =
-      static_cast<double>(launches_of(params, *parts.kernel, true, num_splits, parts.row_blocks));
-  const double each = parts.row_blocks * seen / launches / device.num_sms;
-  return key_time(*parts.kernel) * launches *
-         (std::ceil(each) * std::min(split, keys.most) + each * kPartKeys + kLaunchKeys);
-}
-
-// CTAs that each walk a split: blocks of the longest, and the share of the SMs that they fill,
-// where shorter ones count for less.
-struct Walks {
-  int longest;
-  double share;
-};
-
-Walks walks_of(const FwdParams& params, const Candidate& walks, const Tree& tree,
-               const Device& device) {
-  int blocks = key_blocks(params);
-  if (params.window_size_left >= 0) {  // and the rest of the keys is hidden
-    const int seen = params.window_size_left + std::max(params.window_size_right, 0);
-    blocks = std::min(blocks, num_blocks(seen + params.seqlen_q, kKeysPerBlock) + 1);
-  }
-  const int longest = std::max(std::min(blocks, tree.blocks_per_split), 1);
-  return {longest, static_cast<double>(walks.row_blocks) * blocks / longest / device.num_sms};
-}
-
-// Whether parts of the sm90 family are the fastest way for a few queries.
-bool suits_parts(const FwdParams& params, const Candidate& parts, const Tree& tree, int num_splits,
-                 const Device& device) {
-  if (!parts.possible || parts.kernel->ctas_per_sm == 0 || params.seqlen_q > kFewQueries ||
-      params.window_size_left >= 0 || !fits_scratch(params, parts, num_splits)) {
-    return false;
-  }
-  const int group = group_of(params, parts.kernel->family, Path::kParts);
-  if (group != params.h_h_k_ratio) {
-    return false;
-  }
-  const int rows = params.seqlen_q * group;
-  const bool slow = kernel_head_dim(params.d) >= kSlowHeadDim || params.block_table != nullptr;
-  const bool small = kernel_head_dim(params.d) <= kSmallHeadDim && rows > kFewRowsTiles[0];
-  const Share share = rows > kFewRowsTiles[1] || small ? kManyRows
-                      : rows > kFewRowsTiles[0]        ? kMiddleRows
-                      : slow                           ? kFewRowsOfSlowBlocks
-                                                       : kNever;
-  const Walks walks = walks_of(params, parts, tree, device);
-  const bool short_walks = rows > kFewRowsTiles[0] && walks.longest <= kShortWalk;
-  return (short_walks || walks.share >= share.from) && walks.share < share.to;
-}
-
 // One CTA per row block, or one per split of it.
 Candidate better(const FwdParams& params, const Candidate& one_cta, const Candidate& parts,
                  const Tree& tree, int num_splits, const Device& device) {
@@ -410,10 +193,10 @@ Candidate better(const FwdParams& params, const Candidate& one_cta, const Candid
     return one_cta;
   }
   if (one_cta.kernel->ctas_per_sm == 0) {
-    return fills(one_cta, device) ? one_cta : parts;
+    return fills(params, *one_cta.kernel, device.num_sms) ? one_cta : parts;
   }
-  const double slower = parts.kernel->family == Family::kSm80 ? kOlderFamily : 1;
-  return slower * time_of_parts(params, parts, tree, num_splits, device) <
+  const long long launches = launches_of(params, *parts.kernel, true, num_splits, parts.row_blocks);
+  return time_of_parts(params, *parts.kernel, tree, num_splits, launches, device.num_sms) <
                  time_of_one_cta(params, *one_cta.kernel, device.num_sms)
              ? parts
              : one_cta;
@@ -573,7 +356,8 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
       return one_cta;
     }
     const Candidate parts = on(Path::kParts);
-    if (suits_parts(params, parts, plan.tree, plan.num_splits, device)) {
+    if (parts.possible && suits_parts(params, *parts.kernel, plan.tree, device.num_sms) &&
+        fits_scratch(params, parts, plan.num_splits)) {
       return parts;
     }
     // The few-rows kernel writes parts of every call with splits, whatever share of the GPU it
@@ -582,8 +366,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
     if (few_rows.possible &&
         (!one_cta.possible || fits_scratch(params, few_rows, plan.num_splits))) {
       const Candidate scores_first = on(Path::kScoresFirst);
-      const Walks walks = walks_of(params, few_rows, plan.tree, device);
-      const bool fill = walks.longest <= kShortWalk || walks.share >= kSplitsFullEnough;
+      const bool fill = splits_fill(params, *few_rows.kernel, plan.tree, device.num_sms);
       return scores_first.possible && !fill ? scores_first : few_rows;
     }
     return better(params, one_cta, parts, plan.tree, plan.num_splits, device);

@@ -78,6 +78,7 @@ def compile_program(source: str, options: list[str], tree: Path, folder: Path, c
         *("-DFLASH_ATTENTION_DETERMINISTIC", *options),
         *(f"-I{path}" for path in include),
         *("-isystem", str(cuda / "include"), str(HERE / source), str(sources / "plan.cpp")),
+        *([str(sources / "cost_model.cpp")] if (sources / "cost_model.cpp").exists() else []),
         *(f"-L{cuda / 'lib'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"),
     ]
     subprocess.run(command, check=True)
