@@ -99,12 +99,14 @@ def run_tool(
     environment = dict(os.environ)
     if tool in _EACH_ALLOCATION:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    excluded = {one.kernel: one.reason for one in EXCLUDED if one.tool == tool}
-    exclude = [word for name in excluded for word in ("--kernel-name-exclude", f"kns={name}")]
+    own = [one for one in EXCLUDED if one.tool == tool and set(one.head_dims) & set(head_dims)]
+    excluded = {one.kernel: one.reason for one in own}
     begin = time.monotonic()
     processes: dict[int, subprocess.Popen[bytes]] = {}
     statuses: dict[int, int] = {}
     for head_dim in head_dims:
+        names = [one.kernel for one in own if head_dim in one.head_dims]
+        exclude = [word for name in names for word in ("--kernel-name-exclude", f"kns={name}")]
         with _log(out, tool, head_dim).open("wb") as log:
             processes[head_dim] = subprocess.Popen(
                 [sanitizer, "--tool", tool, "--print-limit", str(_PRINTED), *exclude,
@@ -124,10 +126,10 @@ def run_tool(
     for head_dim in head_dims:
         text = _log(out, tool, head_dim).read_text(encoding="utf-8", errors="replace")
         found[head_dim] = found_in(text, head_dim) if head_dim in statuses else None
-        own = findings(tool, head_dim, text)
-        seen.add(own)
-        if (found[head_dim] or 0) > own.count:
-            missing = (found[head_dim] or 0) - own.count
+        read = findings(tool, head_dim, text)
+        seen.add(read)
+        if (found[head_dim] or 0) > read.count:
+            missing = (found[head_dim] or 0) - read.count
             seen.unexpected.append(f"{missing} reports at head dim {head_dim} could not be read")
     finished = all(found[dim] is not None and statuses.get(dim) == 0 for dim in head_dims)
     passed = finished and not seen.unexpected
