@@ -270,7 +270,7 @@ def last_column(tensor: torch.Tensor) -> torch.Tensor:
 # --- the table -----------------------------------------------------------------------------------
 
 FUNCTIONS = ("dense", "varlen", "kvcache")
-LEFT, RIGHT = ("window", "window-left", "everything"), ("window", "window-right", "everything")
+RIGHT = ("window", "window-right", "everything")
 CAUSAL = ("causal", "softcap", "alibi")
 SOFTCAP = ("softcap", "softcap-full", "everything", "everything-causal")
 ALIBI = ("alibi", "alibi-full", "everything", "everything-causal")
