@@ -75,8 +75,17 @@ function(fad_holds_sm90 head_dim out)
   endif()
 endfunction()
 
-# The rows of the table of forward kernels of a (dtype, head dim), as C++; sm90_out: block_m of those
-# of the sm90 family.
+# The head dim of v in the tiles of a row of the sm90 family: its own, or that of q and k.
+function(fad_head_dim_v head_dim out)
+  string(JSON _head_dim_v ERROR_VARIABLE _same GET "${_table}" ${ARGN} head_dim_v)
+  if(_same)
+    set(_head_dim_v "${head_dim}")
+  endif()
+  set(${out} "${_head_dim_v}" PARENT_SCOPE)
+endfunction()
+
+# The rows of the table of forward kernels of a (dtype, head dim), as C++; sm90_out: of those of the
+# sm90 family, the head dim of v and block_m, with "_" between them.
 function(fad_fwd_kernels dtype head_dim element out sm90_out)
   set(_rows "")
   set(_sm90_rows "")
@@ -90,11 +99,12 @@ function(fad_fwd_kernels dtype head_dim element out sm90_out)
       fad_holds_sm90(${head_dim} _held fwd_kernels ${_index})
       if(_held)
         string(JSON _block_m GET "${_table}" fwd_kernels ${_index} block_m)
-        list(APPEND _sm90_rows ${_block_m})
+        fad_head_dim_v(${head_dim} _head_dim_v fwd_kernels ${_index})
+        list(APPEND _sm90_rows ${_head_dim_v}_${_block_m})
         fad_constant_name("${_path}" _path)
-        string(APPEND _rows "    sm90::fwd_entry<${head_dim}, ${_block_m}, Path::${_path}, "
-                            "${_features}>("
-                            "&fwd_sm90_${dtype}_${head_dim}_${_block_m}),\n")
+        string(APPEND _rows "    sm90::fwd_entry<${head_dim}, ${_head_dim_v}, ${_block_m}, "
+                            "Path::${_path}, ${_features}>("
+                            "&fwd_sm90_${dtype}_${head_dim}_${_head_dim_v}_${_block_m}),\n")
       endif()
       continue()
     endif()
@@ -112,10 +122,10 @@ function(fad_fwd_kernels dtype head_dim element out sm90_out)
   set(${sm90_out} "${_sm90_rows}" PARENT_SCOPE)
 endfunction()
 
-# The same of the backward; sm90_out: whether a row is of the sm90 family.
+# The same of the backward; sm90_out: the head dims of v of rows of the sm90 family.
 function(fad_bwd_kernels dtype head_dim block_m block_n out sm90_out)
   set(_rows "")
-  set(${sm90_out} OFF PARENT_SCOPE)
+  set(_sm90_rows "")
   string(JSON _length LENGTH "${_table}" bwd_kernels)
   math(EXPR _last "${_length} - 1")
   foreach(_index RANGE ${_last})
@@ -127,14 +137,16 @@ function(fad_bwd_kernels dtype head_dim block_m block_n out sm90_out)
     endif()
     fad_holds_sm90(${head_dim} _held bwd_kernels ${_index})
     if(_held)
-      set(_launch "bwd_sm90_${dtype}_${head_dim}")
+      fad_head_dim_v(${head_dim} _head_dim_v bwd_kernels ${_index})
+      list(APPEND _sm90_rows ${_head_dim_v})
+      set(_launch "bwd_sm90_${dtype}_${head_dim}_${_head_dim_v}")
       string(APPEND _rows
-             "    sm90::bwd_entry<${block_m}, ${block_n}, ${_features}>(&${_launch}, "
+             "    sm90::bwd_entry<${_head_dim_v}, ${block_m}, ${block_n}, ${_features}>(&${_launch}, "
              "&${_launch}_dq),\n")
-      set(${sm90_out} ON PARENT_SCOPE)
     endif()
   endforeach()
   set(${out} "${_rows}" PARENT_SCOPE)
+  set(${sm90_out} "${_sm90_rows}" PARENT_SCOPE)
 endfunction()
 
 set(FAD_HAS_SM90 OFF)
@@ -159,8 +171,11 @@ foreach(FAD_DTYPE IN LISTS FLASH_ATTENTION_DTYPES)
         fad_fwd_kernels(${FAD_DTYPE} ${FAD_HEAD_DIM} "${FAD_ELEMENT}" FAD_FWD_KERNELS
                         _sm90_rows)
         set(FAD_LAUNCHERS "")
-        foreach(FAD_BLOCK_M IN LISTS _sm90_rows)
-          set(FAD_LAUNCH "fwd_sm90_${FAD_DTYPE}_${FAD_HEAD_DIM}_${FAD_BLOCK_M}")
+        foreach(_row IN LISTS _sm90_rows)
+          string(REGEX MATCH "([0-9]+)_([0-9]+)" _row "${_row}")
+          set(FAD_HEAD_DIM_V ${CMAKE_MATCH_1})
+          set(FAD_BLOCK_M ${CMAKE_MATCH_2})
+          set(FAD_LAUNCH "fwd_sm90_${FAD_DTYPE}_${FAD_HEAD_DIM}_${_row}")
           set(_source "${FAD_GENERATED_DIR}/${FAD_LAUNCH}.cu")
           configure_file(cpp/kernels/sm90/forward/fwd.cu.in "${_source}" @ONLY)
           list(APPEND FAD_SM90_SOURCES "${_source}")
@@ -173,18 +188,17 @@ foreach(FAD_DTYPE IN LISTS FLASH_ATTENTION_DTYPES)
         fad_bwd_kernels(${FAD_DTYPE} ${FAD_HEAD_DIM} ${FAD_BLOCK_M} ${FAD_BLOCK_N} FAD_BWD_KERNELS
                         _sm90_rows)
         set(FAD_LAUNCHERS "")
-        if(_sm90_rows)
-          set(FAD_LAUNCH "bwd_sm90_${FAD_DTYPE}_${FAD_HEAD_DIM}")
+        foreach(FAD_HEAD_DIM_V IN LISTS _sm90_rows)
+          set(FAD_LAUNCH "bwd_sm90_${FAD_DTYPE}_${FAD_HEAD_DIM}_${FAD_HEAD_DIM_V}")
           set(_source "${FAD_GENERATED_DIR}/${FAD_LAUNCH}.cu")
           configure_file(cpp/kernels/sm90/backward/bwd.cu.in "${_source}" @ONLY)
           list(APPEND FAD_SM90_SOURCES "${_source}")
           fad_reproducible_source("${_source}" "${FAD_LAUNCH}")
-          set(FAD_LAUNCHERS "")
           foreach(_launcher IN ITEMS "${FAD_LAUNCH}" "${FAD_LAUNCH}_dq")
             string(APPEND FAD_LAUNCHERS
                    "void ${_launcher}(const BwdParams& params, cudaStream_t stream);\n")
           endforeach()
-        endif()
+        endforeach()
       endif()
       set(_name "${_direction}_${FAD_DTYPE}_${FAD_HEAD_DIM}")
       set(_source "${FAD_GENERATED_DIR}/${_name}.cu")

@@ -32,7 +32,7 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
 // rotary.h.
 template <typename Element>
 __device__ void copy_rotated(const AppendParams& params, const Element* from, Element* to,
-                             int rotary_dim, int position) {
+                             int head_dim, int rotary_dim, int position) {
   const int half = rotary_dim / 2;
   const auto* const cos =
       static_cast<const Element*>(params.rotary_cos) + static_cast<std::int64_t>(position) * half;
@@ -48,7 +48,7 @@ __device__ void copy_rotated(const AppendParams& params, const Element* from, El
     to[left] = from_float<Element>(__fmaf_rn(x, c, -__fmul_rn(y, s)));
     to[right] = from_float<Element>(__fmaf_rn(x, s, __fmul_rn(y, c)));
   }
-  for (int column = rotary_dim + threadIdx.x; column < params.head_dim; column += blockDim.x) {
+  for (int column = rotary_dim + threadIdx.x; column < head_dim; column += blockDim.x) {
     to[column] = from[column];
   }
 }
@@ -77,7 +77,8 @@ __device__ void append_row(const AppendParams& params, int batch, int token, int
   }
   copy_rotated(params, at<Element>(is_key ? params.new_k : params.new_v, batch, token, head),
                at<Element>(is_key ? params.k_cache : params.v_cache, cache_batch, cache_row, head),
-               is_key ? params.rotary_dim : 0, static_cast<int>(position));
+               is_key ? params.head_dim : params.head_dim_v, is_key ? params.rotary_dim : 0,
+               static_cast<int>(position));
 }
 
 template <typename Element>
@@ -88,8 +89,8 @@ __device__ void rotate_query(const AppendParams& params, int batch, int token, i
   // A cache_seqlens beyond the cache must not reach beyond the angles.
   const int position = params.cache_seqlens[batch] + (params.query_positions_advance ? token : 0);
   copy_rotated(params, at<Element>(params.q, batch, token, head),
-               at<Element>(params.rotated_q, batch, token, head), params.rotary_dim,
-               max(0, min(position, params.rotary_positions - 1)));
+               at<Element>(params.rotated_q, batch, token, head), params.head_dim,
+               params.rotary_dim, max(0, min(position, params.rotary_positions - 1)));
 }
 
 // Heads of all three tensors: of keys, then of values, then of queries if they are rotated.

@@ -15,7 +15,7 @@ struct StridedRows {
 };
 
 struct AppendParams {
-  int batch, head_dim, element_is_bf16;
+  int batch, head_dim, head_dim_v, element_is_bf16;
   // New keys and values, each (batch, seqlen_new, nheads_k, head_dim), and the caches they go to.
   int seqlen_new, nheads_k;
   StridedRows new_k, new_v, k_cache, v_cache;

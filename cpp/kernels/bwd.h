@@ -21,6 +21,7 @@ struct BwdKernel {
   BwdLauncher after;  // dq, from its sums as launch leaves them
   // Whether it takes tensors laid out like this; nullptr: all.
   bool (*takes)(const BwdParams& params) = nullptr;
+  int head_dim_v = 0;  // as of a FwdKernel
 };
 
 // All kernels of one (dtype, head dim). Of those that cover a call the first one is the fastest.

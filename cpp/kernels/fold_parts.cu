@@ -105,10 +105,12 @@ __global__ void fold_kernel(const __grid_constant__ BwdParams params) {
                    place(params.dk_batch_stride, params.dk_row_stride, params.dk_head_stride),
                    folded(params.dk_sums + at * kColumns, part, runs, heads),
                    params.scale_softmax_rp_dropout, true);
-    write<Element>(params.dv_ptr,
-                   place(params.dv_batch_stride, params.dv_row_stride, params.dv_head_stride),
-                   folded(params.dv_sums + at * kColumns, part, runs, heads), params.rp_dropout,
-                   params.p_dropout < 1.f);
+    if (column < params.d_v) {
+      write<Element>(params.dv_ptr,
+                     place(params.dv_batch_stride, params.dv_row_stride, params.dv_head_stride),
+                     folded(params.dv_sums + at * kColumns, part, runs, heads), params.rp_dropout,
+                     params.p_dropout < 1.f);
+    }
   }
 }
 

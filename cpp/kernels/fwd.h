@@ -57,6 +57,7 @@ struct FwdKernel {
   int ctas_per_sm = 0;
   // Whether it takes tensors laid out like this, and splits of this size; nullptr: all.
   bool (*takes)(const FwdParams& params, const Tree& tree) = nullptr;
+  int head_dim_v = 0;  // of the tile, where v may be narrower than q and k; 0: it may not
 };
 
 // All kernels of one (dtype, head dim). Of one family and path, those that cover less (and are

@@ -31,6 +31,7 @@ struct ScoresFirst {
 };
 
 struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
+  int d_v;  // head dim of v and the output, at most d
   Tree tree;
   int num_splits;  // of the longest sequence; with one split there is nothing to merge
   int kv_batch;    // sequences, or pages, that k and v have room for, where they are not packed
@@ -47,6 +48,7 @@ struct FwdParams : FLASH_NAMESPACE::Flash_fwd_params {
 };
 
 struct BwdParams : FLASH_NAMESPACE::Flash_bwd_params {
+  int d_v;      // head dim of v, the output and their gradients, at most d
   int total_k;  // rows of packed k and v
   // Whether CTAs wait for each other, to add to a row block of dq in the order of key blocks.
   bool in_turns;

@@ -61,14 +61,29 @@ bool covers(Features covered, Features features) {
   return same_mask && (features & ~covered) == 0;
 }
 
+// The same call with v padded.
+template <typename Params>
+Params with_wide_values(Params params) {
+  params.d_v = params.d;
+  return params;
+}
+
+// Whether it takes v as wide as it is.
+template <typename Kernel, typename Params>
+bool takes_values(const Params& params, const Kernel& kernel) {
+  return params.d_v == params.d || params.d_v <= kernel.head_dim_v;
+}
+
 // The kernel of a family and path for a call. Where CTAs take row blocks one after another, the one
 // with the best tile; of others, the first that covers the call: those that cover least come first.
 // Of the few-rows kernels, the one that the rows fill best.
 const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instance, Family family,
                              Path path, const Tree& tree, int num_splits, int num_sms) {
   const auto time = [&](const FwdKernel& kernel) {
-    return path == Path::kOneCta ? time_of_one_cta(params, kernel, num_sms)
-                                 : key_time(kernel) * turns(params, kernel, num_splits, num_sms);
+    const int columns = kernel_head_dim(params.d) + kernel.head_dim_v;
+    return columns * (path == Path::kOneCta
+                          ? time_of_one_cta(params, kernel, num_sms)
+                          : key_time(kernel) * turns(params, kernel, num_splits, num_sms));
   };
   const bool ends_otherwise = params.residual != nullptr || params.sinks != nullptr;
   const Features features = features_of(params) | (ends_otherwise ? kResidual : 0);
@@ -77,7 +92,8 @@ const FwdKernel* find_kernel(const FwdParams& params, const FwdInstance& instanc
     const FwdKernel& kernel = instance.kernels[i];
     const bool fits =
         path != Path::kFewRows || kernel.block_m == few_rows_tile(rows_of(params, family, path));
-    if (kernel.family == family && kernel.path == path && fits && covers(kernel.covers, features) &&
+    if (kernel.family == family && kernel.path == path && fits && takes_values(params, kernel) &&
+        covers(kernel.covers, features) &&
         (kernel.takes == nullptr || kernel.takes(params, tree)) &&
         (best == nullptr || (kernel.ctas_per_sm > 0 && time(kernel) < time(*best)))) {
       best = &kernel;
@@ -324,6 +340,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
                  bool deterministic, const Device& device) {
   FwdPlan plan{};
   plan.instance = &instance;
+  plan.head_dim_v = params.d_v;
   plan.tree = tree_of(params, split_tokens, deterministic, device.num_sms);
   const long long tokens =
       static_cast<long long>(plan.tree.blocks_per_split) * plan.tree.keys_per_block;
@@ -372,6 +389,9 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
     return better(params, one_cta, parts, plan.tree, plan.num_splits, device);
   };
   const Candidate chosen = choose();
+  if (!chosen.possible && params.d_v < params.d) {
+    return plan_fwd(with_wide_values(params), instance, split_tokens, deterministic, device);
+  }
   if (!chosen.possible) {
     if (plan.num_splits > kMaxSplits) {
       throw std::runtime_error(
@@ -414,15 +434,18 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
 BwdPlan plan_bwd(const BwdParams& params, const BwdInstance& instance, bool deterministic,
                  const Device& device) {
   const Features features = features_of(params);
-  BwdPlan plan{&instance, nullptr, deterministic, {}, 1, 0, 0, 0};
+  BwdPlan plan{&instance, nullptr, params.d_v, deterministic, {}, 1, 0, 0, 0};
   for (int i = instance.num_kernels - 1; i >= 0; --i) {  // the fastest comes first in the table
     const BwdKernel& kernel = instance.kernels[i];
     const bool wanted = kernel.family == Family::kSm80 || device.family != Family::kSm80;
-    if (wanted && runs_on(kernel.family, device) && covers(kernel.covers, features) &&
-        kernel.shared_bytes <= device.shared_bytes_per_block &&
+    if (wanted && runs_on(kernel.family, device) && takes_values(params, kernel) &&
+        covers(kernel.covers, features) && kernel.shared_bytes <= device.shared_bytes_per_block &&
         (kernel.takes == nullptr || kernel.takes(params))) {
       plan.kernel = &kernel;
     }
+  }
+  if (plan.kernel == nullptr && params.d_v < params.d) {
+    return plan_bwd(with_wide_values(params), instance, deterministic, device);
   }
   if (plan.kernel == nullptr) {
     throw TooLittleSharedMemory(
@@ -462,7 +485,9 @@ void run_plan(const BwdPlan& plan, BwdParams params, cudaStream_t stream) {
   params.shares_in_flight = plan.shares_in_flight;
   params.num_slots = plan.slots;
   params.slot_sums = plan.kept_sums;
-  plan.instance->before(params, stream);
+  BwdParams rows = params;
+  rows.d = params.d_v;  // of out and its gradient
+  plan.instance->before(rows, stream);
   plan.kernel->launch(params, stream);
   plan.kernel->after(params, stream);
   if (plan.parts.fold()) {

@@ -32,6 +32,7 @@ constexpr std::size_t kScratchBytes = std::size_t{64} << 20;
 struct FwdPlan {
   const FwdInstance* instance;
   const FwdKernel* kernel;
+  int head_dim_v;  // of v and the output as the kernel takes them: their own, or that of q and k
   Tree tree;
   int num_splits;            // of the longest sequence
   bool writes_parts;         // for the merge kernel
@@ -54,6 +55,7 @@ FwdPlan plan_fwd(const FwdParams& params, const FwdInstance& instance, int split
 struct BwdPlan {
   const BwdInstance* instance;
   const BwdKernel* kernel;
+  int head_dim_v;        // as of the forward
   bool in_turns;         // CTAs wait for each other, so that dq's sums have one order
   KeyParts parts;        // how CTAs share a key block
   int shares_in_flight;  // parts of heads whose key blocks run at the same time

@@ -18,7 +18,7 @@ void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, c
               const Tensor& v, const Tensor& out, const Tensor& softmax_lse, const Scores& scores,
               bool deterministic, const OptionalTensor& residual, const OptionalTensor& dlse) {
   check_dense(q, k, v);
-  check_gradient_inputs(dout, q, out, softmax_lse);
+  check_gradient_inputs(dout, q, v, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(0), q.size(2), q.size(1)});
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
 
@@ -31,11 +31,13 @@ void bwd_into(const Gradients& gradients, const Tensor& dout, const Tensor& q, c
   const auto& [dq, dk, dv] = gradients;
   BwdParams params{};
   set_dense(params, q_rows, k_rows, v_rows, out_rows, softmax_lse);
+  set_head_dims(params, q.size(3), v.size(3));
   set_gradients(params, dout_rows, dq, dk, dv);
   set_scores(params, scores, q);
-  set_residual(params, residual, q);
+  set_residual(params, residual, out);
   set_dlse(params, dlse, softmax_lse);
-  run_bwd(params, q, /*total_k=*/0, deterministic);
+  run_bwd(params, {q_rows, k_rows, v_rows, out_rows, dout_rows, gradients, residual},
+          /*total_k=*/0, deterministic);
 }
 
 Gradients bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,

@@ -14,7 +14,8 @@ namespace fad {
 
 using Gradients = std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor>;
 
-// dout, q, out: (batch, seqlen_q, nheads, head_dim); k, v: (batch, seqlen_k, nheads_k, head_dim)
+// dout, q, out: (batch, seqlen_q, nheads, head_dim); k, v: (batch, seqlen_k, nheads_k, head_dim);
+// the head_dim of v, out and dout may be another one than that of q and k
 // softmax_lse: (batch, nheads, seqlen_q), fp32; the rest as the forward had it.
 // deterministic: dq in one order; false: in the order in which CTAs come.
 // residual: like out, bfloat16, contiguous; what rounding took from out, or none.
@@ -97,7 +98,7 @@ torch::stable::Tensor sink_bwd(const torch::stable::Tensor& dout, const torch::s
 
 // Checks what the forward kept.
 void set_residual(BwdParams& params, const OptionalTensor& residual,
-                  const torch::stable::Tensor& q);
+                  const torch::stable::Tensor& out);
 
 // Checks a gradient of softmax_lse.
 void set_dlse(BwdParams& params, const OptionalTensor& dlse,
@@ -109,26 +110,33 @@ void set_gradients(BwdParams& params, const torch::stable::Tensor& dout,
                    const torch::stable::Tensor& dv);
 
 void check_gradient_inputs(const torch::stable::Tensor& dout, const torch::stable::Tensor& q,
-                           const torch::stable::Tensor& out,
+                           const torch::stable::Tensor& v, const torch::stable::Tensor& out,
                            const torch::stable::Tensor& softmax_lse);
 
 // How a call will be carried out. Checks what is left to check; launches nothing.
 BwdPlan plan_call(const BwdParams& params, const torch::stable::Tensor& like, bool deterministic);
 
 // family (as in kernels/fwd.h; -1: the device has too little shared memory), rows and keys to a
-// tile, parts of a key block, in_turns, heads (or parts of them) in flight.
-using BwdPlanOutputs =
-    std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool, std::int64_t>;
+// tile, parts of a key block, in_turns, heads (or parts of them) in flight, head dim of v as the
+// kernel takes it.
+using BwdPlanOutputs = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool,
+                                  std::int64_t, std::int64_t>;
 
 // The plan of a backward, as `plan` gives the forward's.
 BwdPlanOutputs bwd_plan(const torch::stable::Tensor& like, std::int64_t batch,
                         std::int64_t seqlen_q, std::int64_t seqlen_k, std::int64_t nheads,
-                        std::int64_t nheads_k, std::int64_t head_dim, std::int64_t window_left,
-                        std::int64_t window_right, bool has_alibi, bool has_softcap,
-                        bool has_dropout, bool packed, bool deterministic);
+                        std::int64_t nheads_k, std::int64_t head_dim, std::int64_t head_dim_v,
+                        std::int64_t window_left, std::int64_t window_right, bool has_alibi,
+                        bool has_softcap, bool has_dropout, bool packed, bool deterministic);
 
-// Allocates scratch and launches. total_k: tokens of k, of packed sequences.
-void run_bwd(BwdParams& params, const torch::stable::Tensor& like, std::int64_t total_k,
-             bool deterministic);
+// The tensors of a backward that have a head dim, as params describe them.
+struct BwdRows {
+  const torch::stable::Tensor &q, &k, &v, &out, &dout;
+  const Gradients& gradients;
+  const OptionalTensor& residual;
+};
+
+// Allocates scratch and launches; pads as run_fwd does. total_k: tokens of k, of packed sequences.
+void run_bwd(BwdParams& params, const BwdRows& rows, std::int64_t total_k, bool deterministic);
 
 }  // namespace fad

@@ -22,31 +22,36 @@ std::int64_t all_blocks(const int* cu_seqlens, std::int64_t total, int batch, in
 
 }  // namespace
 
-void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& out,
+void check_gradient_inputs(const Tensor& dout, const Tensor& q, const Tensor& v, const Tensor& out,
                            const Tensor& softmax_lse) {
   check_attention_input(dout, "dout", q, q.dim());
   check_attention_input(out, "out", q, q.dim());
-  check(dout.sizes().equals(q.sizes()), "dout: expected the shape of q, ", Shape{q}, ", got ",
+  const std::int64_t last = q.dim() - 1;
+  bool same = out.size(last) == v.size(last);
+  for (std::int64_t dim = 0; dim < last; ++dim) {
+    same = same && out.size(dim) == q.size(dim);
+  }
+  check(same, "out: expected the shape of q, ", Shape{q}, ", with the head_dim of v, ",
+        v.size(last), ", got ", Shape{out});
+  check(dout.sizes().equals(out.sizes()), "dout: expected the shape of out, ", Shape{out}, ", got ",
         Shape{dout});
-  check(out.sizes().equals(q.sizes()), "out: expected the shape of q, ", Shape{q}, ", got ",
-        Shape{out});
   check(softmax_lse.is_cuda() && softmax_lse.get_device_index() == q.get_device_index() &&
             softmax_lse.scalar_type() == ScalarType::Float && softmax_lse.is_contiguous(),
         "softmax_lse: expected a contiguous float32 tensor on the device of q, got ",
         Described{softmax_lse});
 }
 
-void set_residual(BwdParams& params, const OptionalTensor& residual, const Tensor& q) {
+void set_residual(BwdParams& params, const OptionalTensor& residual, const Tensor& out) {
   if (!residual.has_value()) {
     return;
   }
-  check(residual->is_cuda() && residual->get_device_index() == q.get_device_index() &&
+  check(residual->is_cuda() && residual->get_device_index() == out.get_device_index() &&
             residual->scalar_type() == ScalarType::BFloat16 &&
-            residual->sizes().equals(q.sizes()) && residual->is_contiguous() &&
+            residual->sizes().equals(out.sizes()) && residual->is_contiguous() &&
             reinterpret_cast<std::uintptr_t>(residual->data_ptr()) % 16 == 0,
         "residual: expected what the forward returned, a contiguous bfloat16 tensor on the device "
-        "of q and of its shape, ",
-        Shape{q}, ", that starts at a multiple of 16 bytes, got ", Described{*residual});
+        "of out and of its shape, ",
+        Shape{out}, ", that starts at a multiple of 16 bytes, got ", Described{*residual});
   params.residual = residual->data_ptr();
 }
 
@@ -65,24 +70,11 @@ void set_dlse(BwdParams& params, const OptionalTensor& dlse, const Tensor& softm
 
 void set_gradients(BwdParams& params, const Tensor& dout, const Tensor& dq, const Tensor& dk,
                    const Tensor& dv) {
-  const bool packed = dout.dim() == 3;
-  const std::int64_t row = packed ? 0 : 1;
-  params.do_ptr = dout.data_ptr();
-  params.do_batch_stride = packed ? 0 : dout.stride(0);
-  params.do_row_stride = dout.stride(row);
-  params.do_head_stride = dout.stride(row + 1);
-  params.dq_ptr = dq.data_ptr();
-  params.dq_batch_stride = packed ? 0 : dq.stride(0);
-  params.dq_row_stride = dq.stride(row);
-  params.dq_head_stride = dq.stride(row + 1);
-  params.dk_ptr = dk.data_ptr();
-  params.dk_batch_stride = packed ? 0 : dk.stride(0);
-  params.dk_row_stride = dk.stride(row);
-  params.dk_head_stride = dk.stride(row + 1);
-  params.dv_ptr = dv.data_ptr();
-  params.dv_batch_stride = packed ? 0 : dv.stride(0);
-  params.dv_row_stride = dv.stride(row);
-  params.dv_head_stride = dv.stride(row + 1);
+  set_rows(dout, params.do_ptr, params.do_batch_stride, params.do_row_stride,
+           params.do_head_stride);
+  set_rows(dq, params.dq_ptr, params.dq_batch_stride, params.dq_row_stride, params.dq_head_stride);
+  set_rows(dk, params.dk_ptr, params.dk_batch_stride, params.dk_row_stride, params.dk_head_stride);
+  set_rows(dv, params.dv_ptr, params.dv_batch_stride, params.dv_row_stride, params.dv_head_stride);
 }
 
 BwdPlan plan_call(const BwdParams& params, const Tensor& like, bool deterministic) {
@@ -97,9 +89,27 @@ BwdPlan plan_call(const BwdParams& params, const Tensor& like, bool deterministi
   return plan_bwd(params, *instance, deterministic, planning_device(like.get_device_index()));
 }
 
-void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool deterministic) {
+void run_bwd(BwdParams& params, const BwdRows& rows_of, std::int64_t total_k, bool deterministic) {
   params.total_k = static_cast<int>(total_k);
+  const Tensor& like = rows_of.q;
   const BwdPlan plan = plan_call(params, like, deterministic);
+  const Tensor q = padded(rows_of.q, params.d);
+  const Tensor k = padded(rows_of.k, params.d);
+  const Tensor v = padded(rows_of.v, plan.head_dim_v);
+  const Tensor out = padded(rows_of.out, plan.head_dim_v);
+  const Tensor dout = padded(rows_of.dout, plan.head_dim_v);
+  const auto& [own_dq, own_dk, own_dv] = rows_of.gradients;
+  const Tensor dq = with_head_dim(own_dq, params.d);
+  const Tensor dk = with_head_dim(own_dk, params.d);
+  const Tensor dv = with_head_dim(own_dv, plan.head_dim_v);
+  OptionalTensor residual = rows_of.residual;
+  set_tensors(params, q, k, v, out);
+  set_gradients(params, dout, dq, dk, dv);
+  if (residual.has_value()) {
+    residual = padded(*residual, plan.head_dim_v);
+    params.residual = residual->data_ptr();
+  }
+  params.d_v = plan.head_dim_v;
   const cudaStream_t stream = current_stream(like.get_device_index());
   params.rng_state = const_cast<std::uint64_t*>(params.philox_args.seed_and_offset);
 
@@ -151,6 +161,9 @@ void run_bwd(BwdParams& params, const Tensor& like, std::int64_t total_k, bool d
   C10_CUDA_CHECK(cudaMemsetAsync(params.tickets, 0, num_counters * sizeof(int), stream));
 
   run_plan(plan, params, stream);
+  take_columns(own_dq, dq);
+  take_columns(own_dk, dk);
+  take_columns(own_dv, dv);
 }
 
 }  // namespace fad

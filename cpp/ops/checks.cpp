@@ -87,10 +87,12 @@ void check_attention_input(const Tensor& tensor, const char* name, const Tensor&
   check(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ", Shape{tensor});
 }
 
-void check_heads(const Tensor& q, const Tensor& k) {
-  const std::int64_t head_dim = q.size(q.dim() - 1);
-  check(head_dim > 0 && head_dim <= 256 && head_dim % 8 == 0,
-        "q: expected a head_dim that is a multiple of 8 and at most 256, got ", head_dim);
+void check_heads(const Tensor& q, const Tensor& k, const Tensor& v) {
+  for (const auto& [tensor, name] : {std::pair{q, "q"}, std::pair{v, "v"}}) {
+    const std::int64_t head_dim = tensor.size(tensor.dim() - 1);
+    check(head_dim > 0 && head_dim <= 256 && head_dim % 8 == 0, name,
+          ": expected a head_dim that is a multiple of 8 and at most 256, got ", head_dim);
+  }
   const std::int64_t nheads = q.size(q.dim() - 2);
   const std::int64_t nheads_k = k.size(k.dim() - 2);
   check(nheads_k > 0 && nheads > 0 && nheads % nheads_k == 0,
@@ -101,10 +103,10 @@ void check_dense(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_attention_input(q, "q", q, 4);
   check_attention_input(k, "k", q, 4);
   check_attention_input(v, "v", q, 4);
-  check_heads(q, k);
+  check_heads(q, k, v);
   check(q.size(0) > 0, "q: expected a batch of at least 1, got shape ", Shape{q});
   check_shape(k, "k", {q.size(0), k.size(1), k.size(2), q.size(3)});
-  check_shape(v, "v", {q.size(0), k.size(1), k.size(2), q.size(3)});
+  check_shape(v, "v", {q.size(0), k.size(1), k.size(2), v.size(3)});
   check(q.size(1) <= kMaxSize && k.size(1) <= kMaxSize && q.size(0) <= kMaxSize,
         "q, k: expected a batch and lengths below 2^30, got ", Shape{q}, " and ", Shape{k});
 }

@@ -67,10 +67,11 @@ Text& operator<<(Text& out, Described described);
 void check_attention_input(const torch::stable::Tensor& tensor, const char* name,
                            const torch::stable::Tensor& q, std::int64_t dims);
 
-// head_dim of q, and the number of heads of q over that of k.
-void check_heads(const torch::stable::Tensor& q, const torch::stable::Tensor& k);
+// head_dim of q and v, and the number of heads of q over that of k.
+void check_heads(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                 const torch::stable::Tensor& v);
 
-// q, k, v: (batch, seqlen, heads, head_dim).
+// q, k, v: (batch, seqlen, heads, head_dim); v may have a head_dim of its own.
 void check_dense(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                  const torch::stable::Tensor& v);
 

@@ -17,7 +17,7 @@ Outputs fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, const Te
             const OptionalTensor& learnable_sink) {
   check_dense(q, k, v);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  Tensor out = allocate(q, q.sizes());
+  Tensor out = allocate(q, {q.size(0), q.size(1), q.size(2), v.size(3)});
   Tensor softmax_lse = allocate(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
 
   // Named, so that copies live until the launches are queued.
@@ -26,13 +26,15 @@ Outputs fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, const Te
   const Tensor v_rows = aligned(v);
   FwdParams params{};
   set_dense(params, q_rows, k_rows, v_rows, out, softmax_lse);
+  set_head_dims(params, q.size(3), v.size(3));
   params.kv_batch = params.b;
-  set_residual(params, residual, q);
+  set_residual(params, residual, out);
   params.sinks = sinks_of(learnable_sink, params.h, q);
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  run_fwd(params, q, plan_call(params, q, split_size, deterministic));
+  run_fwd(params, {q_rows, k_rows, v_rows, out, residual},
+          plan_call(params, q, split_size, deterministic));
   return {out, softmax_lse};
 }
 

@@ -1,5 +1,6 @@
-// The forward ops. Head dims are multiples of 8 and at most 256, nheads a multiple of nheads_k;
-// rows may be strided. A row that sees no key has out 0, and softmax_lse +inf or that of its sink.
+// The forward ops. Head dims are multiples of 8 and at most 256, nheads a multiple of nheads_k; v and
+// out may have another head dim than q and k. Rows may be strided. A row that sees no key has out 0,
+// and softmax_lse +inf or that of its sink.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -77,9 +78,9 @@ Outputs kvcache_fwd(const torch::stable::Tensor& q, torch::stable::Tensor k_cach
                     const OptionalTensor& learnable_sink);
 
 // family, path (both as in kernels/fwd.h), rows to a CTA, splits of the longest sequence, tokens to
-// a split (0: one split), launches, scratch bytes.
+// a split (0: one split), launches, scratch bytes, head dim of v as the kernel takes it.
 using PlanOutputs = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                               std::int64_t, std::int64_t>;
+                               std::int64_t, std::int64_t, std::int64_t>;
 
 // The plan of a call whose longest sequences are seqlen_q and seqlen_k, on the device and in the
 // dtype of `like`. packed: sequences stand one after another, as in varlen_fwd; page_size: keys to
@@ -87,9 +88,9 @@ using PlanOutputs = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::in
 // keep_residual: as of fwd_with_residual.
 PlanOutputs plan(const torch::stable::Tensor& like, std::int64_t batch, std::int64_t seqlen_q,
                  std::int64_t seqlen_k, std::int64_t nheads, std::int64_t nheads_k,
-                 std::int64_t head_dim, std::int64_t window_left, std::int64_t window_right,
-                 bool has_alibi, bool has_softcap, bool has_dropout, bool packed,
-                 std::int64_t page_size, bool cache_index, bool keep_residual,
+                 std::int64_t head_dim, std::int64_t head_dim_v, std::int64_t window_left,
+                 std::int64_t window_right, bool has_alibi, bool has_softcap, bool has_dropout,
+                 bool packed, std::int64_t page_size, bool cache_index, bool keep_residual,
                  std::int64_t split_size, bool deterministic);
 
 }  // namespace fad

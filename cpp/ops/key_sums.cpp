@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor> finish_key_sums(const Tensor& dk_sums, const Tensor& 
   params.seqlen_k = static_cast<int>(dk_sums.size(0));
   params.h = params.h_k = static_cast<int>(dk_sums.size(1));
   params.h_h_k_ratio = 1;
-  params.d = static_cast<int>(dk_sums.size(2));
+  params.d = params.d_v = static_cast<int>(dk_sums.size(2));
   params.is_bf16 = bf16;
   params.dk_sums = static_cast<float*>(dk_sums.data_ptr());
   params.dv_sums = static_cast<float*>(dv_sums.data_ptr());

@@ -64,14 +64,15 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   check_attention_input(q, "q", q, 4);
   check_cache(k_cache, "k_cache", q);
   check_cache(v_cache, "v_cache", q);
-  check_heads(q, k_cache);
+  check_heads(q, k_cache, v_cache);
   const std::int64_t batch = q.size(0);
   const std::int64_t head_dim = q.size(3);
+  const std::int64_t head_dim_v = v_cache.size(3);
   const std::int64_t nheads_k = k_cache.size(2);
   const bool paged = block_table.has_value();
   check(batch > 0, "q: expected a batch of at least 1, got shape ", Shape{q});
   check_shape(k_cache, "k_cache", {k_cache.size(0), k_cache.size(1), nheads_k, head_dim});
-  check_shape(v_cache, "v_cache", {k_cache.size(0), k_cache.size(1), nheads_k, head_dim});
+  check_shape(v_cache, "v_cache", {k_cache.size(0), k_cache.size(1), nheads_k, head_dim_v});
   std::int64_t capacity = k_cache.size(1);
   if (paged) {
     check(!cache_batch_idx.has_value(),
@@ -107,7 +108,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
     check_attention_input(*k, "k", q, 4);
     check_attention_input(*v, "v", q, 4);
     check_shape(*k, "k", {batch, k->size(1), nheads_k, head_dim});
-    check_shape(*v, "v", {batch, k->size(1), nheads_k, head_dim});
+    check_shape(*v, "v", {batch, k->size(1), nheads_k, head_dim_v});
     check(k->size(1) <= capacity, "k: expected at most the ", capacity,
           " tokens that the cache holds for a sequence, got ", k->size(1));
   }
@@ -116,13 +117,14 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
   }
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  Tensor out = allocate(q, q.sizes());
+  Tensor out = allocate(q, {batch, q.size(1), q.size(2), head_dim_v});
   Tensor softmax_lse = allocate(q, {batch, q.size(2), q.size(1)}, ScalarType::Float);
   const Tensor q_rows = aligned(q);
   const Tensor attending = rotates ? allocate(q, q.sizes()) : q_rows;
   const OptionalTensor no_rng_state;
   FwdParams params{};
   set_dense(params, attending, k_cache, v_cache, out, softmax_lse);
+  set_head_dims(params, head_dim, head_dim_v);
   params.seqlen_k = static_cast<int>(capacity);  // of pages, more than one of them
   params.kv_batch = static_cast<int>(k_cache.size(0));
   // Lengths, not offsets: upstream's meaning of this flag.
@@ -151,6 +153,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
     AppendParams append{};
     append.batch = static_cast<int>(batch);
     append.head_dim = static_cast<int>(head_dim);
+    append.head_dim_v = static_cast<int>(head_dim_v);
     append.element_is_bf16 = q.scalar_type() == ScalarType::BFloat16;
     append.seqlen_new = params.seqlen_knew;
     append.nheads_k = static_cast<int>(nheads_k);
@@ -178,7 +181,7 @@ Outputs kvcache_fwd(const Tensor& q, Tensor k_cache, Tensor v_cache, const Optio
     }
     append_kv(append, current_stream(q.get_device_index()));
   }
-  run_fwd(params, q, plan);
+  run_fwd(params, {attending, k_cache, v_cache, out, nullptr}, plan);
   return {out, softmax_lse};
 }
 

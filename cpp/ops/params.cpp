@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "allocate.h"
 #include "checks.h"
@@ -33,30 +34,21 @@ int window(std::int64_t size) {
 
 }  // namespace
 
+void set_tensors(CommonParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
+                 const Tensor& out) {
+  set_rows(q, params.q_ptr, params.q_batch_stride, params.q_row_stride, params.q_head_stride);
+  set_rows(k, params.k_ptr, params.k_batch_stride, params.k_row_stride, params.k_head_stride);
+  set_rows(v, params.v_ptr, params.v_batch_stride, params.v_row_stride, params.v_head_stride);
+  set_rows(out, params.o_ptr, params.o_batch_stride, params.o_row_stride, params.o_head_stride);
+}
+
 void set_dense(CommonParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
                const Tensor& out, const Tensor& softmax_lse) {
-  params.q_ptr = q.data_ptr();
-  params.q_batch_stride = q.stride(0);
-  params.q_row_stride = q.stride(1);
-  params.q_head_stride = q.stride(2);
-  params.k_ptr = k.data_ptr();
-  params.k_batch_stride = k.stride(0);
-  params.k_row_stride = k.stride(1);
-  params.k_head_stride = k.stride(2);
-  params.v_ptr = v.data_ptr();
-  params.v_batch_stride = v.stride(0);
-  params.v_row_stride = v.stride(1);
-  params.v_head_stride = v.stride(2);
-  params.o_ptr = out.data_ptr();
-  params.o_batch_stride = out.stride(0);
-  params.o_row_stride = out.stride(1);
-  params.o_head_stride = out.stride(2);
+  set_tensors(params, q, k, v, out);
   params.softmax_lse_ptr = softmax_lse.data_ptr();
   params.b = static_cast<int>(q.size(0));
   params.seqlen_q = static_cast<int>(q.size(1));
   params.h = static_cast<int>(q.size(2));
-  params.d = static_cast<int>(q.size(3));
-  params.d_rounded = kernel_head_dim(params.d);
   params.seqlen_k = static_cast<int>(k.size(1));
   params.h_k = static_cast<int>(k.size(2));
   params.h_h_k_ratio = params.h / params.h_k;
@@ -79,19 +71,7 @@ void check_packed(const Tensor& q, const Packed& packed) {
 
 void set_packed(CommonParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& out, const Tensor& softmax_lse, const Packed& packed) {
-  const std::int64_t row = k.dim() - 3;  // the dimension of tokens
-  params.q_ptr = q.data_ptr();
-  params.q_row_stride = q.stride(0);
-  params.q_head_stride = q.stride(1);
-  params.k_ptr = k.data_ptr();
-  params.k_row_stride = k.stride(row);
-  params.k_head_stride = k.stride(row + 1);
-  params.v_ptr = v.data_ptr();
-  params.v_row_stride = v.stride(row);
-  params.v_head_stride = v.stride(row + 1);
-  params.o_ptr = out.data_ptr();
-  params.o_row_stride = out.stride(0);
-  params.o_head_stride = out.stride(1);
+  set_tensors(params, q, k, v, out);
   params.softmax_lse_ptr = softmax_lse.data_ptr();
   params.unpadded_lse = true;
   params.total_q = static_cast<int>(q.size(0));
@@ -102,10 +82,8 @@ void set_packed(CommonParams& params, const Tensor& q, const Tensor& k, const Te
   params.seqlen_q = static_cast<int>(packed.max_seqlen_q);
   params.seqlen_k = static_cast<int>(packed.max_seqlen_k);
   params.h = static_cast<int>(q.size(1));
-  params.h_k = static_cast<int>(k.size(row + 1));
+  params.h_k = static_cast<int>(k.size(k.dim() - 2));
   params.h_h_k_ratio = params.h / params.h_k;
-  params.d = static_cast<int>(q.size(2));
-  params.d_rounded = kernel_head_dim(params.d);
   params.is_bf16 = q.scalar_type() == ScalarType::BFloat16;
 }
 
@@ -202,9 +180,31 @@ Tensor aligned(const Tensor& tensor) {
   return torch::stable::copy_(copy, tensor);
 }
 
-void set_residual(FwdParams& params, OptionalTensor* residual, const Tensor& q) {
+Tensor padded(const Tensor& tensor, std::int64_t head_dim) {
+  const std::int64_t columns = tensor.size(tensor.dim() - 1);
+  return columns == head_dim ? tensor : torch::stable::pad(tensor, {0, head_dim - columns});
+}
+
+Tensor with_head_dim(const Tensor& tensor, std::int64_t head_dim) {
+  const std::int64_t last = tensor.dim() - 1;
+  if (tensor.size(last) == head_dim) {
+    return tensor;
+  }
+  std::vector<std::int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
+  sizes[last] = head_dim;
+  return allocate(tensor, {sizes.data(), sizes.size()});
+}
+
+void take_columns(Tensor to, Tensor from) {
+  const std::int64_t last = to.dim() - 1;
+  if (from.size(last) > to.size(last)) {
+    torch::stable::copy_(to, torch::stable::narrow(from, last, 0, to.size(last)));
+  }
+}
+
+void set_residual(FwdParams& params, OptionalTensor* residual, const Tensor& out) {
   if (residual != nullptr) {
-    *residual = torch::stable::new_empty(q, q.sizes(), ScalarType::BFloat16);
+    *residual = torch::stable::new_empty(out, out.sizes(), ScalarType::BFloat16);
     params.residual = (*residual)->data_ptr();
   }
 }
@@ -245,9 +245,23 @@ FwdPlan plan_call(const FwdParams& params, const Tensor& q, std::int64_t split_s
                   planning_device(q.get_device_index()));
 }
 
-void run_fwd(const FwdParams& params, const Tensor& q, const FwdPlan& plan) {
-  if (params.seqlen_q == 0 || q.size(0) == 0) {
+void run_fwd(FwdParams params, const FwdRows& rows, const FwdPlan& plan) {
+  if (params.seqlen_q == 0 || rows.q.size(0) == 0) {
     return;
+  }
+  const Tensor q = padded(rows.q, params.d);
+  const Tensor k = padded(rows.k, params.d);
+  const Tensor v = padded(rows.v, plan.head_dim_v);
+  const Tensor out = with_head_dim(rows.out, plan.head_dim_v);
+  const bool pads = q.size(q.dim() - 1) > rows.q.size(q.dim() - 1) || plan.head_dim_v > params.d_v;
+  OptionalTensor residual;
+  if (pads) {
+    set_tensors(params, q, k, v, out);
+    params.d_v = plan.head_dim_v;
+    if (rows.residual != nullptr) {
+      residual = with_head_dim(**rows.residual, plan.head_dim_v);
+      params.residual = residual->data_ptr();
+    }
   }
   std::optional<Tensor> scratch;  // lives until the launches are queued
   if (plan.scratch_bytes > 0) {
@@ -256,6 +270,10 @@ void run_fwd(const FwdParams& params, const Tensor& q, const FwdPlan& plan) {
   }
   run_plan(plan, params, scratch.has_value() ? scratch->data_ptr() : nullptr,
            current_stream(q.get_device_index()));
+  take_columns(rows.out, out);
+  if (residual.has_value()) {
+    take_columns(**rows.residual, *residual);
+  }
 }
 
 }  // namespace fad

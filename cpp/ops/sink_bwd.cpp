@@ -18,9 +18,9 @@ Tensor sink_bwd(const Tensor& dout, const Tensor& out, const Tensor& softmax_lse
                 const OptionalTensor& dlse) {
   const bool packed = cu_seqlens_q.has_value();
   check_attention_input(out, "out", out, packed ? 3 : 4);
-  check_heads(out, out);
+  check_heads(out, out, out);
   dtype_name(out);
-  check_gradient_inputs(dout, out, out, softmax_lse);
+  check_gradient_inputs(dout, out, out, out, softmax_lse);
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const Tensor dout_rows = aligned(dout);
   const Tensor out_rows = aligned(out);
@@ -35,6 +35,8 @@ Tensor sink_bwd(const Tensor& dout, const Tensor& out, const Tensor& softmax_lse
     check_shape(softmax_lse, "softmax_lse", {out.size(0), out.size(2), out.size(1)});
     set_dense(params, out_rows, out_rows, out_rows, out_rows, softmax_lse);
   }
+  const std::int64_t head_dim = out.size(out.dim() - 1);
+  set_head_dims(params, head_dim, head_dim);
   set_gradients(params, dout_rows, out_rows, out_rows, out_rows);
   set_residual(params, residual, out);
   set_dlse(params, dlse, softmax_lse);

@@ -28,11 +28,11 @@ void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tenso
   check_attention_input(q, "q", q, 3);
   check_attention_input(k, "k", q, 3);
   check_attention_input(v, "v", q, 3);
-  check_heads(q, k);
+  check_heads(q, k, v);
   check_shape(k, "k", {k.size(0), k.size(1), q.size(2)});
-  check_shape(v, "v", {k.size(0), k.size(1), q.size(2)});
+  check_shape(v, "v", {k.size(0), k.size(1), sums == nullptr ? v.size(2) : q.size(2)});
   check_packed(q, packed);
-  check_gradient_inputs(dout, q, out, softmax_lse);
+  check_gradient_inputs(dout, q, v, out, softmax_lse);
   check_shape(softmax_lse, "softmax_lse", {q.size(1), q.size(0)});
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
 
@@ -44,15 +44,17 @@ void varlen_bwd_into(const Gradients& gradients, const Tensor& dout, const Tenso
   const auto& [dq, dk, dv] = gradients;
   BwdParams params{};
   set_packed(params, q_rows, k_rows, v_rows, out_rows, softmax_lse, packed);
+  set_head_dims(params, q.size(2), v.size(2));
   set_gradients(params, dout_rows, dq, dk, dv);
   set_scores(params, scores, q);
   if (sums != nullptr) {
     params.dk_sums = static_cast<float*>(sums->dk.data_ptr());
     params.dv_sums = static_cast<float*>(sums->dv.data_ptr());
   }
-  set_residual(params, residual, q);
+  set_residual(params, residual, out);
   set_dlse(params, dlse, softmax_lse);
-  run_bwd(params, q, k.size(0), deterministic);
+  run_bwd(params, {q_rows, k_rows, v_rows, out_rows, dout_rows, gradients, residual}, k.size(0),
+          deterministic);
 }
 
 Gradients varlen_bwd(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,

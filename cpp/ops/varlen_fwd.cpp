@@ -22,18 +22,18 @@ void check_layout(const Tensor& q, const Tensor& k, const Tensor& v, const Packe
   check_attention_input(q, "q", q, 3);
   check_attention_input(k, "k", q, paged ? 4 : 3);
   check_attention_input(v, "v", q, paged ? 4 : 3);
-  check_heads(q, k);
+  check_heads(q, k, v);
   check_packed(q, packed);
   const std::int64_t nheads_k = k.size(k.dim() - 2);
   if (paged) {
     check_shape(k, "k", {k.size(0), k.size(1), nheads_k, q.size(2)});
-    check_shape(v, "v", {k.size(0), k.size(1), nheads_k, q.size(2)});
+    check_shape(v, "v", {k.size(0), k.size(1), nheads_k, v.size(3)});
     check(k.size(1) > 0 && k.size(1) % 16 == 0,
           "k: expected pages of a multiple of 16 tokens, got ", k.size(1));
     check_pages(*block_table, q, packed.cu_seqlens_q.size(0) - 1);
   } else {
     check_shape(k, "k", {k.size(0), nheads_k, q.size(2)});
-    check_shape(v, "v", {k.size(0), nheads_k, q.size(2)});
+    check_shape(v, "v", {k.size(0), nheads_k, v.size(2)});
   }
 }
 
@@ -62,7 +62,8 @@ Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, c
   check(!leftpad_k.has_value() || !block_table.has_value(),
         "leftpad_k: expected None together with block_table, got a tensor");
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  Tensor out = allocate(q, q.sizes());
+  const std::int64_t head_dim_v = v.size(v.dim() - 1);
+  Tensor out = allocate(q, {q.size(0), q.size(1), head_dim_v});
   Tensor softmax_lse = allocate(q, {q.size(1), q.size(0)}, ScalarType::Float);
 
   const Tensor q_rows = aligned(q);
@@ -70,14 +71,13 @@ Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, c
   const Tensor v_rows = aligned(v);
   FwdParams params{};
   set_packed(params, q_rows, k_rows, v_rows, out, softmax_lse, packed);
+  set_head_dims(params, q.size(2), head_dim_v);
   params.total_k = static_cast<int>(k.size(0));
-  set_residual(params, residual, q);
+  set_residual(params, residual, out);
   params.sinks = sinks_of(learnable_sink, params.h, q);
   params.seqused_k = lengths(seqused_k, "seqused_k", q, params.b);
   params.leftpad_k = lengths(leftpad_k, "leftpad_k", q, params.b);
   if (block_table.has_value()) {
-    params.k_batch_stride = k_rows.stride(0);
-    params.v_batch_stride = v_rows.stride(0);
     params.block_table = static_cast<int*>(block_table->data_ptr());
     params.block_table_batch_stride = block_table->stride(0);
     params.page_block_size = static_cast<int>(k.size(1));
@@ -89,7 +89,8 @@ Outputs varlen_fwd(OptionalTensor* residual, const Tensor& q, const Tensor& k, c
   set_scores(
       params,
       {softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state}, q);
-  run_fwd(params, q, plan_call(params, q, split_size, deterministic));
+  run_fwd(params, {q_rows, k_rows, v_rows, out, residual},
+          plan_call(params, q, split_size, deterministic));
   // After the kernels: what they may have written there is of no sequence either.
   empty_tail(out.data_ptr(), static_cast<float*>(softmax_lse.data_ptr()),
              static_cast<const int*>(cu_seqlens_q.data_ptr()), params.b, q.size(0),

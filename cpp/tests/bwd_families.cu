@@ -407,7 +407,7 @@ BwdParams params_of(const Call& call, const Inputs& inputs, const Gradients& gra
   params.h = call.heads;
   params.h_k = call.heads_k;
   params.h_h_k_ratio = call.heads / call.heads_k;
-  params.d = call.head_dim;
+  params.d = params.d_v = call.head_dim;
   params.d_rounded = call.held.head_dim;
   params.seqlen_q_rounded = (call.max_q() + 127) / 128 * 128;
   params.is_bf16 = is_bf16(call.held);

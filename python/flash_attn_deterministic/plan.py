@@ -39,6 +39,7 @@ class BackwardPlan:
         in_turns: whether thread blocks wait for each other, to add to dq in one order.
         heads_in_flight: KV heads, of all sequences, or parts of them, whose key blocks run at the
             same time.
+        head_dim_v: as in Plan.
     """
 
     family: str
@@ -47,6 +48,7 @@ class BackwardPlan:
     parts: int
     in_turns: bool
     heads_in_flight: int
+    head_dim_v: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,9 @@ class Plan:
             calls without one.
         residual_bytes: memory for the rounding error of out, kept until the backward; 0 unless the
             mode has keep_residual and the call gets a backward.
+        head_dim_v: the head dim that the kernels take v and out with. If it is larger than v's,
+            they get a padded copy of v, and out comes from a wider one; scratch_bytes does not
+            count them. If v's is larger than that of q and k, these are padded to it.
     """
 
     family: str
@@ -87,6 +92,7 @@ class Plan:
     scratch_bytes: int
     backward: BackwardPlan | None = None
     residual_bytes: int = 0
+    head_dim_v: int = 0
 
 
 def explain(
@@ -186,8 +192,10 @@ def _plan(call: Call) -> Plan:
         call.op, dict(zip(argument_names(call.op), call.arguments, strict=False))
     )
     q, table = given["q"], given.get("block_table")
-    keys = given["k_cache" if name == "kvcache_fwd" else "k"]
-    head_dim = -(-q.shape[-1] // 8) * 8  # as the call pads it
+    keys, values = (given[f"{x}_cache" if name == "kvcache_fwd" else x] for x in "kv")
+    # As the call pads them; kernels are made for the wider one.
+    own, head_dim_v = (-(-x.shape[-1] // 8) * 8 for x in (q, values))
+    head_dim = max(own, head_dim_v)
     page_size = 0 if table is None else keys.shape[1]
     seqlen_k = keys.shape[1] if table is None else table.shape[1] * page_size
     packed = name == "varlen_fwd"
@@ -210,7 +218,8 @@ def _plan(call: Call) -> Plan:
         tokens_per_split=split_size if several else seqlen_k,
         launches=1,
         scratch_bytes=0,
-        residual_bytes=2 * q[..., 0].numel() * head_dim if with_residual else 0,
+        residual_bytes=2 * q[..., 0].numel() * head_dim_v if with_residual else 0,
+        head_dim_v=head_dim_v,
     )
     if q.device.type != "cuda":
         if deterministic:
@@ -221,11 +230,11 @@ def _plan(call: Call) -> Plan:
         )
     shared = (
         torch.empty(0, dtype=q.dtype, device=q.device),
-        *(batch, seqlen_q, seqlen_k, q.shape[-2], keys.shape[-2], head_dim),
+        *(batch, seqlen_q, seqlen_k, q.shape[-2], keys.shape[-2], own, head_dim_v),
         *(given["window_left"], given["window_right"], given["alibi_slopes"] is not None),
         *(given["softcap"] > 0.0, given.get("dropout_p", 0.0) > 0.0, packed),
     )
-    family, path, block_m, num_splits, tokens, launches, scratch = _OPS.plan(
+    family, path, block_m, num_splits, tokens, launches, scratch, head_dim_v = _OPS.plan(
         *shared,
         page_size,
         given.get("cache_batch_idx") is not None,
@@ -249,4 +258,5 @@ def _plan(call: Call) -> Plan:
         tokens_per_split=tokens if num_splits > 1 else seqlen_k,
         launches=launches,
         scratch_bytes=scratch,
+        head_dim_v=head_dim_v,
     )

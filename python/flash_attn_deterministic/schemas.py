@@ -86,17 +86,18 @@ SUMS = {
     "finish_key_sums": "(Tensor dk_sums, Tensor dv_sums, Tensor k, float softmax_scale, "
     "float softcap, float dropout_p) -> (Tensor dk, Tensor dv)",
 }
-# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes) of a
-# forward, and (family, block_m, block_n, parts, in_turns, heads_in_flight) of a backward.
+# For explain; (family, path, block_m, num_splits, tokens per split, launches, scratch bytes,
+# head_dim_v) of a forward, and (family, block_m, block_n, parts, in_turns, heads_in_flight,
+# head_dim_v) of a backward.
 PLAN = {
     "plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
-    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
-    f"bool has_dropout, bool packed, int page_size, bool cache_index, bool keep_residual, "
-    f"{_TREE}) "
-    "-> (int, int, int, int, int, int, int)",
+    "int head_dim, int head_dim_v, int window_left, int window_right, bool has_alibi, "
+    "bool has_softcap, bool has_dropout, bool packed, int page_size, bool cache_index, "
+    f"bool keep_residual, {_TREE}) -> (int, int, int, int, int, int, int, int)",
     "bwd_plan": "(Tensor like, int batch, int seqlen_q, int seqlen_k, int nheads, int nheads_k, "
-    "int head_dim, int window_left, int window_right, bool has_alibi, bool has_softcap, "
-    "bool has_dropout, bool packed, bool deterministic) -> (int, int, int, int, bool, int)",
+    "int head_dim, int head_dim_v, int window_left, int window_right, bool has_alibi, "
+    "bool has_softcap, bool has_dropout, bool packed, bool deterministic) "
+    "-> (int, int, int, int, bool, int, int)",
 }
 # Names of the plan's numbers, in the order of cpp/kernels/fwd.h.
 FAMILIES = ("sm80", "sm90")

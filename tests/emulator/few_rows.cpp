@@ -92,7 +92,7 @@ void run_case(unsigned seed, fad::Path path, std::FILE* file) {
   const int rows_k = paged ? pages * page : capacity;
 
   params.b = batch, params.h = heads, params.h_k = heads_k, params.h_h_k_ratio = group;
-  params.d = d, params.d_rounded = HEAD_DIM;
+  params.d = params.d_v = d, params.d_rounded = HEAD_DIM;
   params.seqlen_q = seqlen_q, params.seqlen_k = rows_k;
   params.p_dropout = 1.f, params.rp_dropout = 1.f;
   params.is_bf16 = true;

@@ -55,7 +55,8 @@ def head_dims(tree: Path, kernels: str) -> list[int]:
 
 
 def _table(tree: Path, head_dim: int, dtype: str) -> str:
-    """The rows of instances.json for one head dim, as X(path, block_m, covers)."""
+    """The rows of instances.json for one head dim, as X(path, block_m, covers); of
+    the sm90 family X(path, head_dim_v, block_m, covers)."""
     table = json.loads((tree / "cpp/instances.json").read_text(encoding="utf-8"))
     rows: dict[str, list[str]] = {"sm80": [], "sm90": []}
     for row in table["fwd_kernels"]:
@@ -65,12 +66,11 @@ def _table(tree: Path, head_dim: int, dtype: str) -> str:
         covers = " | ".join("k" + word.title().replace("_", "") for word in row["covers"])
         path = "k" + row["path"].title().replace("_", "")
         block_m = row.get("block_m", tiles.get("block_m"))
-        rows[row["family"]].append(f"X({path}, {block_m}, {covers or 0})")
-    has_parts = any("kParts" in row for row in rows["sm90"])
+        own = f"{row.get('head_dim_v', head_dim)}, " if row["family"] == "sm90" else ""
+        rows[row["family"]].append(f"X({path}, {own}{block_m}, {covers or 0})")
     return "\n".join(
         [
             f"#define HALF {int(dtype == 'fp16')}",
-            *(["#define HAS_PARTS"] if has_parts else []),
             *(f"#define {name.upper()}_ROWS(X) {' '.join(uses)}" for name, uses in rows.items()),
             "",
         ]

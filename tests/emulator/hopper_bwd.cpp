@@ -13,9 +13,13 @@
 
 namespace fad {
 
-using Tile =
-    sm90::BwdTile<Element90, HEAD_DIM, HEAD_DIM <= 64 ? 128 : 64, HEAD_DIM <= 128 ? 128 : 64>;
+template <int kHeadDimV>
+using TileOf = sm90::BwdTile<Element90, HEAD_DIM, kHeadDimV, HEAD_DIM <= 64 ? 128 : 64,
+                             HEAD_DIM <= 128 ? 128 : 64>;
+using Tile = TileOf<HEAD_DIM>;
+using NarrowTile = TileOf<HEAD_DIM == 192 ? 128 : HEAD_DIM>;
 
+template <typename Tile>
 std::string name_of(uint32_t offset, int, int) {
   const struct {
     const char* name;
@@ -73,6 +77,9 @@ bool run_case(unsigned seed) {
   p.is_bf16 = !HALF, p.p_dropout = p.rp_dropout = 1.f;
   const int b = draw(1, 2), h_k = draw(1, 2), group = pick({1, 1, 2, 3}), h = h_k * group;
   const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
+  std::mt19937 own_source(seed);
+  const int d_v = seed % 2 == 0 ? 8 * (1 + static_cast<int>(own_source() % (d / 8))) : d;
+  const bool narrow = d_v <= fad::NarrowTile::kHeadDimV && own_source() % 4 != 0;
   const bool packed = chance(50);
   const int sq = about(pick({32, 64, 128, 192, 256, 300, 520})),
             sk = about(pick({40, 64, 128, 256, 384}));
@@ -87,6 +94,7 @@ bool run_case(unsigned seed) {
   const int total_q = packed ? starts_q[b] + 5 : b * sq,
             total_k = packed ? starts_k[b] + 5 : b * sk;
   p.b = b, p.h = h, p.h_k = h_k, p.h_h_k_ratio = group, p.d = d, p.d_rounded = HEAD_DIM;
+  p.d_v = d_v;
   p.seqlen_q = sq, p.seqlen_k = sk, p.seqlen_q_rounded = (sq + 127) / 128 * 128;
   p.total_q = total_q, p.total_k = total_k;
   p.scale_softmax = 1.f / std::sqrt(static_cast<float>(d));
@@ -113,6 +121,13 @@ bool run_case(unsigned seed) {
   const std::size_t used_q = packed ? std::size_t(starts_q[b]) * h * d : q_count;
   const std::size_t used_k = packed ? std::size_t(starts_k[b]) * h_k * d : k_count;
   q.fill(0, used_q), dout.fill(0, used_q), k.fill(0, used_k), v.fill(0, used_k);
+  for (Numbers* const numbers : {&dout, &v}) {  // columns that they do not have
+    for (std::size_t i = 0; i < (numbers == &v ? k_count : q_count); ++i) {
+      if (static_cast<int>(i % d) >= d_v) {
+        numbers->start()[i] = Number(NAN);
+      }
+    }
+  }
   p.q_ptr = q.start(), p.do_ptr = dout.start(), p.k_ptr = k.start(), p.v_ptr = v.start();
   const int64_t sum_rows =
       packed ? int64_t{h} * (total_q + 128 * b) : int64_t{b} * h * p.seqlen_q_rounded;
@@ -154,7 +169,7 @@ bool run_case(unsigned seed) {
           float score = 0.f, dp = 0.f;
           for (int c = 0; c < d; ++c) {
             score += k.at(k_at(key, c)) * q.at(q_at(row, c));
-            dp += v.at(k_at(key, c)) * dout.at(q_at(row, c));
+            dp += c < d_v ? v.at(k_at(key, c)) * dout.at(q_at(row, c)) : 0.f;
           }
           const float weight = std::exp2(
               std::fma(score, p.scale_softmax_log2, -(its_lse * static_cast<float>(M_LOG2E))));
@@ -215,7 +230,9 @@ bool run_case(unsigned seed) {
         for (int c = 0; c < d; ++c) {
           const auto& total = sums[0][std::size_t(key) * d + c];
           dk.start()[k_at(key, c)] = Number((0.f + total[0]) * p.scale_softmax);
-          dv.start()[k_at(key, c)] = Number(0.f + total[1]);
+          if (c < d_v) {
+            dv.start()[k_at(key, c)] = Number(0.f + total[1]);
+          }
         }
       }
       sums.clear();
@@ -261,7 +278,13 @@ bool run_case(unsigned seed) {
     p.dv_sums = p.parts.fold() ? part_sums.data() + k_count * p.parts.count : nullptr;
     p.tickets = &tickets, p.progress = progress.data();
     p.in_turns = true, p.shares_in_flight = draw(1, 4);
-    fad::sm90::launch_bwd_sm90<fad::Tile>(p, nullptr);
+    if (narrow) {
+      emulator::name_of_barrier = &fad::name_of<fad::NarrowTile>;
+      fad::sm90::launch_bwd_sm90<fad::NarrowTile>(p, nullptr);
+    } else {
+      emulator::name_of_barrier = &fad::name_of<fad::Tile>;
+      fad::sm90::launch_bwd_sm90<fad::Tile>(p, nullptr);
+    }
     fad::sm90::launch_bwd_dq<fad::Tile>(p, nullptr);
     if (p.parts.fold()) {
       fad::fold_parts(p, nullptr);
@@ -271,10 +294,11 @@ bool run_case(unsigned seed) {
                           same(its_dv.data.data(), dv.data.data(), 2 * k_count)};
     if (!equal[0] || !equal[1] || !equal[2]) {
       std::fprintf(stderr,
-                   "seed %u: dq %d, dk %d, dv %d equal; b %d, h %d / %d, d %d, q %d, k %d, "
+                   "seed %u: dq %d, dk %d, dv %d equal; b %d, h %d / %d, d %d and %d, q %d, k %d, "
                    "windows %d %d, packed %d, parts of %d chunks, %d heads, chained %d\n",
-                   seed, equal[0], equal[1], equal[2], b, h, h_k, d, sq, sk, p.window_size_left,
-                   p.window_size_right, packed, p.parts.chunks, p.parts.heads, p.parts.chained);
+                   seed, equal[0], equal[1], equal[2], b, h, h_k, d, d_v, sq, sk,
+                   p.window_size_left, p.window_size_right, packed, p.parts.chunks, p.parts.heads,
+                   p.parts.chained);
       right_bits = false;
     }
   }
@@ -285,7 +309,6 @@ bool run_case(unsigned seed) {
 
 int main(int, char** arguments) {
   const unsigned first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
-  emulator::name_of_barrier = &fad::name_of;
   int different = 0;
   for (unsigned seed = first; seed < first + count; ++seed) {
     different += !run_case(seed);

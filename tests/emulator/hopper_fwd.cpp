@@ -18,9 +18,10 @@ namespace fad {
 constexpr Features kMost =
     kCausal | kWindow | kAlibi | kSoftcap | kPadded | kResidual | kCacheIndex | kPaged;
 
-template <int kBlockM>
+template <int kHeadDimV, int kBlockM>
 void launch_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  sm90::fwd_sm90<Element90, HEAD_DIM, kBlockM>(sm90::params_of(params, params.tree), ctas, stream);
+  sm90::fwd_sm90<Element90, HEAD_DIM, kHeadDimV, kBlockM>(sm90::params_of(params, params.tree),
+                                                          ctas, stream);
 }
 
 // The kernel whose bits the others must have, for dense keys and for keys in pages.
@@ -36,15 +37,10 @@ struct Named {
 
 std::vector<Named> kernels() {
   std::vector<Named> all;
-#ifdef HAS_PARTS
-#define ROW(path, block_m, covers)   \
-  all.push_back({#path " " #block_m, \
-                 sm90::fwd_entry<HEAD_DIM, block_m, Path::path, covers>(&launch_sm90<block_m>)});
-#else
-#define ROW(path, block_m, covers) \
-  all.push_back(                   \
-      {#path " " #block_m, sm90::fwd_entry<HEAD_DIM, block_m, covers>(&launch_sm90<block_m>)});
-#endif
+#define ROW(path, head_dim_v, block_m, covers)                                       \
+  all.push_back({#path " " #head_dim_v " " #block_m,                                 \
+                 sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>( \
+                     &launch_sm90<head_dim_v, block_m>)});
   SM90_ROWS(ROW)
   return all;
 }
@@ -105,7 +101,9 @@ struct Call {
   int split = 0;
   std::size_t rows = 0;  // of the output, of all heads
   std::vector<int> lengths_q, lengths_k, starts_q, starts_k, used_k, leftpad, index, table;
-  std::optional<Numbers> q, k, v;
+  // wide_v has zeros where v has no columns.
+  std::optional<Numbers> q, k, v, wide_v;
+  int d_v;
   std::vector<float> sinks;
   bool keeps_residual = false;
 
@@ -114,6 +112,8 @@ struct Call {
     const int batch = draw(1, 3), heads_k = draw(1, 2), group = pick({1, 1, 2, 3, 4, 6, 8});
     const int heads = heads_k * group;
     const int d = chance(25) ? HEAD_DIM - 8 * draw(1, 3) : HEAD_DIM;
+    std::mt19937 own_source(seed);
+    d_v = seed % 3 == 0 ? 8 * (1 + static_cast<int>(own_source() % (d / 8))) : d;
     // dense, packed, packed with lengths in use, a cache with lengths, the same in pages
     int layout = draw(0, 4);
     // In some calls a single row of the last block lies behind the end, where NaN is. Not in the
@@ -202,7 +202,15 @@ struct Call {
         v->fill(row * heads_k * d, heads_k * d);
       }
     }
-    params.q_ptr = q->start(), params.k_ptr = k->start(), params.v_ptr = v->start();
+    wide_v.emplace(kv);
+    std::copy(v->start(), v->start() + kv, wide_v->start());
+    for (std::size_t i = 0; i < kv; ++i) {
+      if (static_cast<int>(i % d) >= d_v) {
+        v->start()[i] = fad::Element80(NAN);
+        wide_v->start()[i] = fad::Element80(0.f);
+      }
+    }
+    params.q_ptr = q->start(), params.k_ptr = k->start();
     if (packed_q) {
       params.cu_seqlens_q = starts_q.data();
       params.unpadded_lse = true;
@@ -240,14 +248,19 @@ struct Call {
   void print() const {
     std::fprintf(
         stderr,
-        "  b %d, h %d / %d, d %d, q %d, k %d, split %d, window %d %d, softcap %g, packed %d "
+        "  b %d, h %d / %d, d %d and %d, q %d, k %d, split %d, window %d %d, softcap %g, packed %d "
         "%d, used %d, pages %d, index %d, leftpad %d, residual %d, sinks %d\n",
-        params.b, params.h, params.h_k, params.d, params.seqlen_q, params.seqlen_k, split,
+        params.b, params.h, params.h_k, params.d, d_v, params.seqlen_q, params.seqlen_k, split,
         params.window_size_left, params.window_size_right, params.softcap,
         params.cu_seqlens_q != nullptr,
         params.cu_seqlens_k != nullptr && params.is_seqlens_k_cumulative,
         params.seqused_k != nullptr, params.page_block_size, params.cache_batch_idx != nullptr,
         params.leftpad_k != nullptr, keeps_residual, params.sinks != nullptr);
+  }
+
+  static cutlass::bfloat16_t* aligned(std::vector<cutlass::bfloat16_t>& numbers) {
+    return reinterpret_cast<cutlass::bfloat16_t*>(
+        (reinterpret_cast<uintptr_t>(numbers.data()) + 15) & ~15ull);
   }
 
   template <typename Plan>
@@ -257,19 +270,17 @@ struct Call {
     FwdParams call = params;
     call.o_ptr = result.out.start();
     call.softmax_lse_ptr = result.lse.data();
-    auto* residual = reinterpret_cast<cutlass::bfloat16_t*>(
-        (reinterpret_cast<uintptr_t>(result.residual.data()) + 15) & ~15ull);
-    call.residual = keeps_residual ? residual : nullptr;
+    call.residual = keeps_residual ? aligned(result.residual) : nullptr;
     std::vector<unsigned char> scratch(plan.scratch_bytes + 1024, 0xff);
-    auto* aligned = reinterpret_cast<unsigned char*>(
+    auto* room = reinterpret_cast<unsigned char*>(
         (reinterpret_cast<uintptr_t>(scratch.data()) + 511) & ~511ull);
     // Where the counter lies: if no launch clears it, no tile is left.
     const unsigned before = 1 << 20;
     if (plan.scratch_bytes >= sizeof before) {
-      std::memcpy(aligned + plan.scratch_bytes - sizeof before, &before, sizeof before);
+      std::memcpy(room + plan.scratch_bytes - sizeof before, &before, sizeof before);
     }
-    fad::run_plan(plan, call, plan.scratch_bytes > 0 ? aligned : nullptr, nullptr);
-    for (std::size_t i = aligned - scratch.data() + plan.scratch_bytes; i < scratch.size(); ++i) {
+    fad::run_plan(plan, call, plan.scratch_bytes > 0 ? room : nullptr, nullptr);
+    for (std::size_t i = room - scratch.data() + plan.scratch_bytes; i < scratch.size(); ++i) {
       if (scratch[i] != 0xff) {
         emulator::fail("scratch memory is written behind its end");
       }
@@ -277,7 +288,9 @@ struct Call {
     return result;
   }
 
+  // Of v with zeros; the call itself is then the one with columns of its own.
   Result reference() {
+    params.d_v = params.d, params.v_ptr = wide_v->start();
     fad::FwdPlan plan{};
     fad::FwdKernel kernel = fad::kReference[params.block_table != nullptr];
     const fad::FwdInstance instance{&kernel, 1, &fad::launch_merge<fad::Element80, HEAD_DIM>};
@@ -304,7 +317,16 @@ struct Call {
     }
     emulator::resident_ctas = 1;
     emulator::copies_late = false;
-    return run(plan);
+    Result result = run(plan);
+    params.d_v = d_v, params.v_ptr = v->start();
+    auto* residual = aligned(result.residual);
+    for (std::size_t i = 0; i < rows * params.d; ++i) {
+      if (static_cast<int>(i % params.d) >= d_v) {
+        result.out.start()[i] = fad::Element80(NAN);
+        residual[i] = cutlass::bfloat16_t(NAN);
+      }
+    }
+    return result;
   }
 };
 

@@ -180,8 +180,8 @@ void merge(const FwdParams& params, cudaStream_t) {
 
 #define ROW80(path, block_m, covers) \
   {Family::kSm80, Path::path, covers, block_m, 90 * 1024, 95 * 1024, &launch_sm80},
-#define ROW90(path, block_m, covers) \
-  sm90::fwd_entry<HEAD_DIM, block_m, Path::path, covers>(&launch_sm90<block_m>),
+#define ROW90(path, head_dim_v, block_m, covers) \
+  sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>(&launch_sm90<block_m>),
 const FwdKernel kKernels[] = {SM90_ROWS(ROW90) SM80_ROWS(ROW80)};
 const FwdInstance kInstance{kKernels, sizeof(kKernels) / sizeof(*kKernels), &merge};
 
@@ -248,6 +248,7 @@ int main(int, char** arguments) {
     params.h = params.h_k * params.h_h_k_ratio;
     params.d = draw(0, 3) ? HEAD_DIM : HEAD_DIM - 8 * draw(1, 3);
     params.d_rounded = HEAD_DIM;
+    params.d_v = seed % 4 ? params.d : 8 * (1 + static_cast<int>(seed / 4) % (params.d / 8));
     params.seqlen_q = draw(0, 1) ? draw(1, 20) : draw(0, 1) ? draw(1, 700) : draw(1, 6000);
     params.seqlen_k = draw(0, 1) ? draw(1, 3000) : draw(1, 140000);
     params.p_dropout = draw(0, 19) ? 1.f : 0.9f, params.rp_dropout = 1.f;

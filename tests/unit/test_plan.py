@@ -46,6 +46,7 @@ def test_plan_counts_splits(seqlen_k: int, split_size: int, num_splits: int, tok
         tokens_per_split=tokens,
         launches=1,
         scratch_bytes=0,
+        head_dim_v=64,
     )
 
 

@@ -80,7 +80,7 @@ __global__ void merge_kernel(const __grid_constant__ FwdParams params) {
   Element* const out = out_row<Element>(params, info, bidb, bidh, row);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    if (lane + 32 * i < params.d) {
+    if (lane + 32 * i < params.d_v) {
       write_out(params, out + lane + 32 * i, normalised(rescaled_acc(acc[i], weight), inverse));
     }
   }

@@ -29,6 +29,7 @@ from .tensors import (
     check_batch,
     check_cu_seqlens,
     check_device,
+    check_head_dim,
     check_heads,
     check_int32,
     check_is,
@@ -73,19 +74,22 @@ def names_of(given: Given) -> Names:
 
 
 def _forward(given: Given) -> None:
-    q = _inputs(given)
+    q, v = _inputs(given)
     _slopes(given, q)
     _sinks(given, q)
-    _numbers(given, q, "fwd")
+    _numbers(given, q, v, "fwd")
 
 
 def _backward(given: Given) -> None:
-    q = _inputs(given)
-    check_like("dout", given["dout"], "q", q)
-    check_like("out", given["out"], "q", q)
-    _rows(given, q)
+    q, v = _inputs(given)
+    out = given["out"]
+    like = "q" if v.shape[-1] == q.shape[-1] else "q with the head_dim of v"
+    shape = (*q.shape[:-1], v.shape[-1])
+    check_is("out", out, q.dtype, shape, q.device, f"a tensor like {like}, ")
+    check_like("dout", given["dout"], "out", out)
+    _rows(given, out)
     _slopes(given, q)
-    _numbers(given, q, "bwd")
+    _numbers(given, q, v, "bwd")
     if given["dropout_p"] > 0:
         if given["rng_state"] is None:
             raise ArgumentError(
@@ -107,15 +111,25 @@ def _sink(given: Given) -> None:
     _sinks(given, out)
 
 
-def _rows(given: Given, q: torch.Tensor) -> None:
+def _rows(given: Given, out: torch.Tensor) -> None:
     """Checks the numbers of rows that a backward takes."""
-    *tokens, nheads, _ = q.shape
+    *tokens, nheads, _ = out.shape
     lse_shape = (*tokens[:-1], nheads, tokens[-1])
-    check_is("softmax_lse", given["softmax_lse"], torch.float32, lse_shape, q.device)
+    check_is("softmax_lse", given["softmax_lse"], torch.float32, lse_shape, out.device)
     if given.get("residual") is not None:
-        check_is("residual", given["residual"], torch.bfloat16, q.shape, q.device)
+        check_is("residual", given["residual"], torch.bfloat16, out.shape, out.device)
     if given.get("dlse") is not None:
-        check_is("dlse", given["dlse"], torch.float32, lse_shape, q.device)
+        check_is("dlse", given["dlse"], torch.float32, lse_shape, out.device)
+
+
+def _sums(given: Given) -> None:
+    _backward(given)
+    k, v = given["k"], given["v"]
+    if v.shape != k.shape:
+        raise UnsupportedError(
+            f"v: expected the head_dim of k, {k.shape[-1]}, where ranks share the rows of a "
+            f"sequence, got {v.shape[-1]}; pad v with zeros"
+        )
 
 
 def _finish(given: Given) -> None:
@@ -129,8 +143,8 @@ def _finish(given: Given) -> None:
         raise UnsupportedError(f"dropout_p: expected 0.0 for CPU tensors, got {given['dropout_p']}")
 
 
-def _inputs(given: Given) -> torch.Tensor:
-    """Checks q, k and v, and the lengths of packed sequences; returns q."""
+def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
+    """Checks q, k and v, and the lengths of packed sequences; returns q and v."""
     names, varlen = names_of(given), "cu_seqlens_q" in given
     if "qkv" in given:
         layout = PACKED[3 if given["q"] is None else 2, varlen]
@@ -162,10 +176,17 @@ def _inputs(given: Given) -> torch.Tensor:
             f"{names.k}: expected shape ({q.shape[0]}, seqlen_k, nheads_k, {head_dim}), with the "
             f"batch and head_dim of {names.q}, got {tuple(k.shape)}"
         )
-    check_shape(names.v, v, tuple(k.shape), f"the shape of {names.k}")
+    _values(names.v, v, names.k, k)
     if varlen:
         _lengths(given, q.device, names)
-    return q
+    return q, v
+
+
+def _values(name: str, v: torch.Tensor, name_k: str, k: torch.Tensor) -> None:
+    """Checks that values are like keys; they may have another head_dim."""
+    shape = (*k.shape[:-1], v.shape[-1])
+    check_shape(name, v, shape, f"the shape of {name_k} but for head_dim")
+    check_head_dim(name, v)
 
 
 def _lengths(given: Given, device: torch.device, names: Names) -> None:
@@ -238,9 +259,9 @@ def _sinks(given: Given, q: torch.Tensor) -> None:
     check_device("learnable_sink", sinks, q.device)
 
 
-def _numbers(given: Given, q: torch.Tensor, direction: str) -> None:
+def _numbers(given: Given, q: torch.Tensor, v: torch.Tensor, direction: str) -> None:
     """Checks what the numbers of a call are, and that the wheel holds a kernel for it."""
-    head_dim = q.shape[-1]
+    head_dim = max(q.shape[-1], v.shape[-1])
     numbers.check_factors(given["softmax_scale"], given["softcap"])
     dropout_p = numbers.as_dropout(given.get("dropout_p", 0.0))
     if "split_size" in given:
@@ -264,7 +285,7 @@ def _cache(given: Given) -> None:
         raise ArgumentError(
             f"k_cache: expected a head_dim of {head_dim}, that of q, got {k_cache.shape[3]}"
         )
-    check_shape("v_cache", v_cache, tuple(k_cache.shape), "the shape of k_cache")
+    _values("v_cache", v_cache, "k_cache", k_cache)
     for name in ("k_cache", "v_cache"):
         # No copy is made: the cache is written in place.
         if given[name].stride(3) != 1:
@@ -283,8 +304,9 @@ def _cache(given: Given) -> None:
     _slopes(given, q)
     _sinks(given, q)
     _rotary(given, capacity, seqlens)
-    _numbers(given, q, "fwd")
-    if q.device.type == "cuda" and head_dim % 8 == 0:  # otherwise a copy is used
+    _numbers(given, q, v_cache, "fwd")
+    # Otherwise a copy is used.
+    if q.device.type == "cuda" and head_dim % 8 == 0 and v_cache.shape[3] % 8 == 0:
         kernels.check_rows_aligned("k_cache", k_cache)
         kernels.check_rows_aligned("v_cache", v_cache)
 
@@ -325,7 +347,8 @@ def _new_tokens(given: Given, capacity: int) -> int:
     check_alike(q, (("k", k), ("v", v)))
     shape = (q.shape[0], k.shape[1], given["k_cache"].shape[2], q.shape[3])
     check_shape("k", k, shape, "(batch, seqlen_new, nheads_k, head_dim) of q and k_cache")
-    check_shape("v", v, shape, "the shape of k")
+    shape = (*shape[:3], given["v_cache"].shape[3])
+    check_shape("v", v, shape, "the shape of k, with the head_dim of v_cache")
     if given["cache_seqlens"] is None:
         raise ArgumentError(
             "cache_seqlens: expected the lengths at which to append k and v, got None"
@@ -399,7 +422,7 @@ _VALIDATORS: dict[str, Callable[[Given], None]] = {
     "varlen_bwd": _backward,
     "qkvpacked_bwd": _backward,
     "varlen_qkvpacked_bwd": _backward,
-    "varlen_bwd_sums": _backward,
+    "varlen_bwd_sums": _sums,
     "finish_key_sums": _finish,
     "sink_bwd": _sink,
 }

@@ -119,14 +119,17 @@ def check_batch(name: str, tensor: torch.Tensor, batch: int) -> None:
         )
 
 
+def check_head_dim(name: str, tensor: torch.Tensor) -> None:
+    """Checks that kernels take the head_dim of a tensor."""
+    head_dim = tensor.shape[-1]
+    if head_dim == 0 or head_dim > MAX_HEAD_DIM:
+        raise ArgumentError(f"{name}: expected a head_dim of 1 to {MAX_HEAD_DIM}, got {head_dim}")
+
+
 def check_heads(q: torch.Tensor, k: torch.Tensor, names: Names = NAMES) -> None:
     """Checks head_dim of q, and that nheads_k divides nheads."""
-    nheads, head_dim = q.shape[-2:]
-    nheads_k = k.shape[-2]
-    if head_dim == 0 or head_dim > MAX_HEAD_DIM:
-        raise ArgumentError(
-            f"{names.q}: expected a head_dim of 1 to {MAX_HEAD_DIM}, got {head_dim}"
-        )
+    nheads, nheads_k = q.shape[-2], k.shape[-2]
+    check_head_dim(names.q, q)
     if nheads == 0:
         raise ArgumentError(f"{names.q}: expected at least 1 head, got shape {tuple(q.shape)}")
     if nheads_k == 0 or nheads % nheads_k != 0:

@@ -84,11 +84,13 @@ def attend(
     inputs, lengths, head_dim, options, call = prepare(
         inputs, lengths, given, alibi_slopes, learnable_sink
     )
-    if head_dim % 8 or options.dropout_p:
-        call = completed(call, pads=bool(head_dim % 8))
+    head_dim_v = head_dim if len(inputs) == 2 else head_dim_of(inputs[2])
+    pads = bool(head_dim % 8 or head_dim_v % 8)
+    if pads or options.dropout_p:
+        call = completed(call, pads)
     out, softmax_lse, *_ = run(call)
-    if head_dim % 8:
-        out = out[..., :head_dim]
+    if head_dim_v % 8:
+        out = out[..., :head_dim_v]
     if not with_probs:
         return out  # type: ignore[no-any-return]
     if not options.dropout_p:
@@ -166,6 +168,14 @@ def autocast(inputs: Inputs) -> Inputs:
     )
 
 
+def head_dim_of(tensor: Any) -> int:
+    """Returns the last size of a tensor; 8 of what the op refuses."""
+    try:
+        return tensor.shape[-1] or 8  # type: ignore[no-any-return]
+    except (AttributeError, IndexError, RuntimeError):
+        return 8  # no tensor, of no dimension, or nested
+
+
 def resolve_options(
     q: Any,
     dropout_p: Any,
@@ -177,10 +187,7 @@ def resolve_options(
     deterministic: Any = None,
 ) -> tuple[int, Options]:
     """Returns head_dim, and the numbers and flags of a call, checked, with defaults filled in."""
-    try:
-        head_dim = q.shape[-1] or 8
-    except (AttributeError, IndexError, RuntimeError):
-        head_dim = 8  # no tensor, of no dimension, or nested: the op refuses it
+    head_dim = head_dim_of(q)
     mode = get_deterministic_mode()
     plain = head_dim, dropout_p, softmax_scale, causal, softcap, split_size, deterministic
     if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():

@@ -13,7 +13,7 @@ from ..checks.ops import capacity, length_in_cache, validate
 from ..ops.autograd import run
 from ..schemas import cache_call
 from ..types import Call
-from .call import WithLse, as_sink, completed, resolve_options, typed
+from .call import WithLse, as_sink, completed, head_dim_of, resolve_options, typed
 
 
 def _writable() -> AbstractContextManager[Any]:
@@ -118,16 +118,18 @@ def flash_attn_with_kvcache(
     new = q, k_cache, v_cache, k, v
     indices = cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
     head_dim, call = prepare((*new, *indices), given, interleaved, alibi_slopes, learnable_sink)
-    if head_dim % 8:
+    head_dim_v = head_dim_of(v_cache)
+    if head_dim % 8 or head_dim_v % 8:
         with torch.no_grad():
             call = completed(call, pads=True)
             out, softmax_lse = run(call)
-            out = out[..., :head_dim]
+            out = out[..., :head_dim_v]
             if k is not None:
                 _, k_copy, v_copy, *_ = call.arguments
                 with _writable():
-                    k_cache.copy_(k_copy[..., :head_dim])
-                    v_cache.copy_(v_copy[..., :head_dim])
+                    for cache, copy in ((k_cache, k_copy), (v_cache, v_copy)):
+                        if copy is not cache:
+                            cache.copy_(copy[..., : cache.shape[-1]])
     else:
         out, softmax_lse = run(call)
     if k is not None and not torch.compiler.is_compiling():

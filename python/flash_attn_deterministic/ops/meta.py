@@ -47,12 +47,16 @@ def _kernel(name: str) -> Callable[..., Any]:
 # Results are contiguous, whatever the strides of q, k and v.
 
 
-def _forward(q: Any, qkv: Any = None, **others: Any) -> Any:
+def _forward(q: Any, qkv: Any = None, v: Any = None, v_cache: Any = None, **others: Any) -> Any:
     if q is None:
         q = qkv.unbind(-3)[0]
-    *tokens, nheads, _ = q.shape
+    *tokens, nheads, head_dim = q.shape
+    values = v if v_cache is None else v_cache
+    if values is not None:
+        head_dim = values.shape[-1]
     lse_shape = (*tokens[:-1], nheads, tokens[-1])
-    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+    out = q.new_empty((*tokens, nheads, head_dim))
+    return out, q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def _backward(q: Any, k: Any, v: Any, **others: Any) -> Any:

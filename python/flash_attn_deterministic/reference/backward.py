@@ -55,7 +55,7 @@ def attend_backward(
         for tile in group:
             chunk = tile.rows.start // tree.CHUNK_ROWS
             if chunk not in chunks:
-                chunks[chunk] = _no_sums(tile), _no_sums(tile)
+                chunks[chunk] = _no_sums(tile, tile.k), _no_sums(tile, tile.v)
             dq_rows = _add_rows(tile, chunks[chunk], [tile.of(x) for x in of_rows])
             dq_rows = _rounded(dq_rows, q.dtype).flatten(1, 2).transpose(1, 2)
             dq[tile.batch, tile.rows, tile.heads] = dq_rows
@@ -67,11 +67,11 @@ def attend_backward(
     return dq, dk, dv
 
 
-def _no_sums(tile: Tile) -> torch.Tensor:
+def _no_sums(tile: Tile, keys: torch.Tensor) -> torch.Tensor:
     """Returns sums over rows of a chunk: (batch, nheads_k, group, seqlen_k, head_dim)."""
-    batch, seqlen_k, nheads_k, head_dim = tile.k.shape
+    batch, seqlen_k, nheads_k, head_dim = keys.shape
     group = (tile.heads.stop - tile.heads.start) // nheads_k
-    return tile.k.new_zeros((batch, nheads_k, group, seqlen_k, head_dim), dtype=tile.walk.dtype)
+    return keys.new_zeros((batch, nheads_k, group, seqlen_k, head_dim), dtype=tile.walk.dtype)
 
 
 def _added(chunks: dict[int, KeyGradients]) -> KeyGradients:

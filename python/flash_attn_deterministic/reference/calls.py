@@ -36,7 +36,7 @@ def attention(
     Args:
         q: (batch, seqlen_q, nheads, head_dim); float16, bfloat16, float32 or float64.
         k: (batch, seqlen_k, nheads_k, head_dim), like q; nheads is a multiple of nheads_k.
-        v: like k.
+        v: like k; it may have another head_dim, which out then has.
         alibi_slopes: (nheads,) or (batch, nheads); slope times the distance between the positions
             of query and key is subtracted from the score.
         softmax_scale: factor of q k^T; None: head_dim ** -0.5.
@@ -103,7 +103,7 @@ def varlen_attention(
         index = slots(sequence, 0, ends[sequence])
         return k[index], v[index]
 
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     softmax_lse = q.new_full((q.shape[1], q.shape[0]), float("inf"), dtype=walk.dtype)
     lengths = [(s.stop - s.start, end - n) for s, end, n in zip(rows, ends, skipped, strict=True)]
     for batch, _ in batches(walk, lengths, lambda b: (q[rows[b]],), keys, alibi_slopes):
@@ -173,7 +173,7 @@ def kvcache_attention(
     def rows(sequence: int) -> tuple[torch.Tensor]:
         return (turned(q, sequence, walk.window.is_local),)
 
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros((*q.shape[:-1], v_cache.shape[-1]))
     softmax_lse = q.new_full((batch_size, q.shape[2], seqlen_q), float("inf"), dtype=walk.dtype)
     lengths = [(seqlen_q, end - n) for end, n in zip(ends, skipped, strict=True)]
     for batch, _ in batches(walk, lengths, rows, keys, alibi_slopes):
@@ -197,7 +197,7 @@ def attention_backward(
     """Computes the gradients of `attention` with respect to q, k and v.
 
     Args:
-        dout: (batch, seqlen_q, nheads, head_dim), the gradient of out.
+        dout: the gradient of out, like it.
         q: as in `attention`.
         k: as in `attention`.
         v: as in `attention`.

@@ -28,24 +28,25 @@ def attend(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rows(tile: Tile, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs a tile over all of its keys; returns out like q, and lse, not rounded."""
+    """Runs a tile over all of its keys; returns out and lse, not rounded."""
     walk = tile.walk
     begin, end = walk.window.visible(tile.positions, tile.k.shape[1])
+    empty = empty_state(q, tile.v.shape[3])
     state: State | None = None
     split_size = walk.split_size or max(end, 1)
     for split in reversed(range(begin // split_size, -(-end // split_size))):
-        part = empty_state(q)
+        part = empty
         first = max(split * split_size, begin // walk.block_n * walk.block_n)
         last = min((split + 1) * split_size, end)
         for start in reversed(range(first, last, walk.block_n)):
             part = _block(tile, part, q, range(start, min(start + walk.block_n, last)))
         state = part if state is None else merge_state(state, part, walk.scale_log2, walk.formats)
-    state = empty_state(q) if state is None else state
+    state = empty if state is None else state
     if walk.sinks is not None:
         # As a split before the first one, that holds the sink of a head alone.
         sinks = walk.sinks[tile.heads].to(walk.dtype).reshape(1, -1, q.shape[2], 1, 1)
         row_max = (sinks / walk.scale).expand_as(state.row_max)
-        sink = State(row_max, (row_max != -INF).to(walk.dtype), torch.zeros_like(q))
+        sink = State(row_max, (row_max != -INF).to(walk.dtype), empty.acc)
         state = merge_state(state, sink, walk.scale_log2, walk.formats)
     return normalise(state, walk.scale, walk.formats, walk.keep_scale)
 

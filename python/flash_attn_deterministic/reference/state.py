@@ -26,10 +26,11 @@ class State(NamedTuple):
     acc: torch.Tensor
 
 
-def empty_state(q: torch.Tensor) -> State:
-    """Returns the state of rows q (..., rows, head_dim) before the first key."""
-    column = (*q.shape[:-1], 1)
-    return State(q.new_full(column, -INF), q.new_zeros(column), torch.zeros_like(q))
+def empty_state(q: torch.Tensor, head_dim: int) -> State:
+    """Returns the state of rows q (..., rows, n) before the first key; head_dim: that of acc."""
+    rows = q.shape[:-1]
+    column = (*rows, 1)
+    return State(q.new_full(column, -INF), q.new_zeros(column), q.new_zeros((*rows, head_dim)))
 
 
 def merge_state(

@@ -11,8 +11,9 @@ template <typename T>
 struct GradientConsumer : RowBlockWalk<T, GradientConsumer<T>> {
   using Walk = RowBlockWalk<T, GradientConsumer<T>>;
   using Element = typename T::Element;
-  using Walk::group, Walk::kGradients, Walk::kScores, Walk::lane, Walk::params, Walk::ring,
-      Walk::shared, Walk::warp;
+  using Walk::group, Walk::kScores, Walk::lane, Walk::params, Walk::ring, Walk::shared, Walk::warp;
+
+  static constexpr int kGradients = T::kHeadDim / 2;  // of dk and dv each
 
   // Operands that stay where they are. Of K^T, 64 columns: a box.
   uint64_t k_rows, v_rows, k_columns;
@@ -52,10 +53,10 @@ struct GradientConsumer : RowBlockWalk<T, GradientConsumer<T>> {
 
     float scores[kScores], dp[kScores];
     barrier_wait(shared + T::kQFull + 8 * ring.slot, ring.parity);
-    this->issue_keys_by_rows(k_rows, q_tile, scores);
+    this->template issue_keys_by_rows<T::kHeadDim>(k_rows, q_tile, scores);
     barrier_wait(shared + T::kVFull, 0);
     barrier_wait(this->do_full(), this->do_parity());
-    this->issue_keys_by_rows(v_rows, do_tile, dp);
+    this->template issue_keys_by_rows<T::kHeadDim>(v_rows, do_tile, dp);
     barrier_wait(shared + T::kNumbersFull + 8 * ring.slot, ring.parity);
     wgmma_wait<1>();
     hold(scores);
@@ -125,7 +126,7 @@ struct GradientConsumer : RowBlockWalk<T, GradientConsumer<T>> {
                    params.dk_row_stride, fragment, params.d, dk);
     write_gradient(gradient_rows<Element>(params, work, params.dv_ptr, params.dv_batch_stride,
                                           params.dv_row_stride, params.dv_head_stride),
-                   params.dv_row_stride, fragment, params.d, dv);
+                   params.dv_row_stride, fragment, params.d_v, dv);
   }
 
  private:

@@ -13,8 +13,8 @@ template <typename T, typename Own, int kGroup>
 struct PairConsumer : RowBlockWalk<T, Own> {
   using Walk = RowBlockWalk<T, Own>;
   using Element = typename T::Element;
-  using Walk::kGradients, Walk::kScores, Walk::lane, Walk::params, Walk::ring, Walk::shared,
-      Walk::warp;
+  using Walk::kScores, Walk::lane, Walk::params, Walk::ring, Walk::shared, Walk::warp;
+  static constexpr int kGradients = (kGroup == 0 ? T::kHeadDimV : T::kHeadDim) / 2;
   static constexpr int kParts = T::dq_parts(kGroup);  // of dq
   static constexpr int kFirstPart = kGroup == 0 ? 0 : T::dq_parts(0);
 
@@ -94,7 +94,7 @@ struct WeightConsumer : PairConsumer<T, WeightConsumer<T>, 0> {
   __device__ __forceinline__ void add_row_block(int block) {
     float scores[kScores];
     barrier_wait(shared + T::kQFull + 8 * ring.slot, ring.parity);
-    this->issue_keys_by_rows(this->key_rows, this->q_tile(), scores);
+    this->template issue_keys_by_rows<T::kHeadDim>(this->key_rows, this->q_tile(), scores);
     barrier_wait(shared + T::kNumbersFull + 8 * ring.slot, ring.parity);
     wgmma_wait<0>();
     hold(scores);
@@ -147,7 +147,7 @@ struct WeightConsumer : PairConsumer<T, WeightConsumer<T>, 0> {
     }
     write_gradient(gradient_rows<Element>(params, work, params.dv_ptr, params.dv_batch_stride,
                                           params.dv_row_stride, params.dv_head_stride),
-                   params.dv_row_stride, fragment, params.d, sums);
+                   params.dv_row_stride, fragment, params.d_v, sums);
   }
 };
 
@@ -172,7 +172,7 @@ struct ScoreConsumer : PairConsumer<T, ScoreConsumer<T>, 1> {
   __device__ __forceinline__ void add_row_block(int) {
     float dp[kScores];
     barrier_wait(this->do_full(), this->do_parity());
-    this->issue_keys_by_rows(this->key_rows, this->do_tile(), dp);
+    this->template issue_keys_by_rows<T::kHeadDimV>(this->key_rows, this->do_tile(), dp);
     barrier_wait(shared + T::kNumbersFull + 8 * ring.slot, ring.parity);
     wgmma_wait<0>();
     hold(dp);

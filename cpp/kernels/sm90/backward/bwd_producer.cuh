@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "bwd_tile.h"
 #include "bwd_walk.h"
@@ -47,28 +48,31 @@ template <typename T>
 __device__ __forceinline__ void load_inputs(const BwdParams& params, const CUtensorMap& q_map,
                                             const CUtensorMap& k_map, const CUtensorMap& v_map,
                                             const CUtensorMap& do_map, uint32_t shared) {
-  const auto load = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int box_bytes, int head,
-                        int row, int batch) {
+  // boxes: a constant, of which there is one for each width.
+  const auto load = [&](auto boxes, const CUtensorMap& map, uint32_t to, uint32_t full,
+                        int box_bytes, int head, int row, int batch) {
     if (threadIdx.x == 0) {
-      barrier_expect(full, T::kBoxes * box_bytes);
+      barrier_expect(full, boxes * box_bytes);
 #pragma unroll
-      for (int box = 0; box < T::kBoxes; ++box) {
+      for (int box = 0; box < boxes; ++box) {
         load_box(to + box * box_bytes, map, full, box * kBoxColumns, head, row, batch);
       }
     }
   };
-  const auto load_rows = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int head,
-                             int m_block) {
+  const auto load_rows = [&](auto boxes, const CUtensorMap& map, uint32_t to, uint32_t full,
+                             int head, int m_block) {
     const BwdWork work = read_bwd_work(shared + T::kWorkAt);  // read again: saves registers
-    load(map, to, full, T::kRowBoxBytes, head, work.q_row + m_block * T::kRows,
+    load(boxes, map, to, full, T::kRowBoxBytes, head, work.q_row + m_block * T::kRows,
          params.cu_seqlens_q == nullptr ? work.bidb : 0);
   };
-  const auto load_keys = [&](const CUtensorMap& map, uint32_t to, uint32_t full) {
+  const auto load_keys = [&](auto boxes, const CUtensorMap& map, uint32_t to, uint32_t full) {
     const BwdWork work = read_bwd_work(shared + T::kWorkAt);
-    load(map, to, full, T::kKeyBoxBytes, work.head_k, work.k_row + work.n_block * T::kKeys,
+    load(boxes, map, to, full, T::kKeyBoxBytes, work.head_k, work.k_row + work.n_block * T::kKeys,
          params.cu_seqlens_k == nullptr ? work.bidb : 0);
   };
-  load_keys(k_map, shared + T::kKAt, shared + T::kKFull);
+  const std::integral_constant<int, T::kBoxes> boxes;
+  const std::integral_constant<int, T::kValueBoxes> value_boxes;
+  load_keys(boxes, k_map, shared + T::kKAt, shared + T::kKFull);
   bool first = true;
   Ring ring;
 #pragma unroll 1
@@ -80,17 +84,17 @@ __device__ __forceinline__ void load_inputs(const BwdParams& params, const CUten
 #pragma unroll 1
     for (int m_block = blocks.end - 1; m_block >= blocks.begin; --m_block) {
       barrier_wait(shared + T::kQEmpty + 8 * ring.slot, ring.parity ^ 1);
-      load_rows(q_map, shared + T::kQAt + ring.slot * T::kRowBytes,
+      load_rows(boxes, q_map, shared + T::kQAt + ring.slot * T::kRowBytes,
                 shared + T::kQFull + 8 * ring.slot, head, m_block);
       if (first) {
-        load_keys(v_map, shared + T::kVAt, shared + T::kVFull);
+        load_keys(value_boxes, v_map, shared + T::kVAt, shared + T::kVFull);
         first = false;
       }
       // With one stage of dO, the ring of two counts its phases.
       const int do_slot = T::kDoStages == 1 ? 0 : ring.slot;
       const uint32_t do_parity = T::kDoStages == 1 ? ring.slot : ring.parity;
       barrier_wait(shared + T::kDoEmpty + 8 * do_slot, do_parity ^ 1);
-      load_rows(do_map, shared + T::kDoAt + do_slot * T::kRowBytes,
+      load_rows(value_boxes, do_map, shared + T::kDoAt + do_slot * T::kDoBytes,
                 shared + T::kDoFull + 8 * do_slot, head, m_block);
       load_numbers<T>(params, shared, head, m_block, ring.slot);
       ring.advance(T::kStages);

@@ -38,7 +38,7 @@ __device__ __forceinline__ void clear_keys(const BwdWork& work, uint32_t shared)
     barrier_wait(shared + T::kVFull, 0);
     const int thread = read_thread() - 128;
     clear_rows<T::kKeys, T::kBoxes>(shared + T::kKAt, keys, thread);
-    clear_rows<T::kKeys, T::kBoxes>(shared + T::kVAt, keys, thread);
+    clear_rows<T::kKeys, T::kValueBoxes>(shared + T::kVAt, keys, thread);
     fence_async_proxy();
     named_barrier_sync(kConsumersMeet, T::kConsumers);
   }
@@ -88,8 +88,7 @@ __device__ __forceinline__ RowBlocks all_seeing(const BwdParams& params, const B
 template <typename T, typename Own>
 struct RowBlockWalk {
   using Element = typename T::Element;
-  static constexpr int kScores = T::kRows / 2;        // of a thread
-  static constexpr int kGradients = T::kHeadDim / 2;  // of dk and dv each
+  static constexpr int kScores = T::kRows / 2;  // of a thread
   static constexpr int kBlocks = kChunkRows / T::kRows;
   static_assert(kBlocks < 256);
 
@@ -159,7 +158,7 @@ struct RowBlockWalk {
     return shared + T::kDoEmpty + 8 * do_slot();
   }
   __device__ __forceinline__ uint32_t do_tile() const {
-    return shared + T::kDoAt + do_slot() * T::kRowBytes;
+    return shared + T::kDoAt + do_slot() * T::kDoBytes;
   }
 
   // Packed sequences: rows behind the end of this one, in the first row block of a leaf, become
@@ -171,7 +170,7 @@ struct RowBlockWalk {
       barrier_wait(do_full(), do_parity());
       const int thread = read_thread() - 128;
       clear_rows<T::kRows, T::kBoxes>(shared + T::kQAt + ring.slot * T::kRowBytes, rows, thread);
-      clear_rows<T::kRows, T::kBoxes>(do_tile(), rows, thread);
+      clear_rows<T::kRows, T::kValueBoxes>(do_tile(), rows, thread);
       fence_async_proxy();
       named_barrier_sync(kConsumersMeet, T::kConsumers);
     }
@@ -189,13 +188,14 @@ struct RowBlockWalk {
   }
 
   // K Q^T or V dO^T.
+  template <int kHeadDim>
   __device__ __forceinline__ void issue_keys_by_rows(uint64_t keys, uint32_t tile,
                                                      float (&product)[kScores]) const {
     hold(product);
     wgmma_fence();
     const uint64_t rows = operand(tile, 16);
 #pragma unroll
-    for (int i = 0; i < T::kHeadDim / 16; ++i) {
+    for (int i = 0; i < kHeadDim / 16; ++i) {
       const int in_box = i % 4 * kOperandColumns16;
       SharedProduct<Element, T::kRows>::issue(
           product, keys + (i / 4 * T::kKeyBoxBytes / 16 + in_box),
@@ -225,14 +225,15 @@ struct RowBlockWalk {
   }
 
   // dv += P^T dO, or dk += dS^T Q: a group of its own.
-  __device__ __forceinline__ void issue_sums(float (&sums)[kGradients],
+  template <int kCount>
+  __device__ __forceinline__ void issue_sums(float (&sums)[kCount],
                                              const uint32_t (&keys)[kScores / 2],
                                              uint32_t tile) const {
     const uint64_t columns = operand(tile, T::kRowBoxBytes);
 #pragma unroll
     for (int i = 0; i < T::kRows / 16; ++i) {
-      RegisterProduct<Element, T::kHeadDim>::issue(sums, keys + 4 * i, columns + i * kOperandRows16,
-                                                   true);
+      RegisterProduct<Element, 2 * kCount>::issue(sums, keys + 4 * i, columns + i * kOperandRows16,
+                                                  true);
     }
     wgmma_commit();
   }

@@ -140,7 +140,9 @@ __device__ __forceinline__ void write_zeros(const BwdParams& params, const BwdWo
       }
     } else {
       *reinterpret_cast<uint4*>(dk + key * params.dk_row_stride + column) = uint4{};
-      *reinterpret_cast<uint4*>(dv + key * params.dv_row_stride + column) = uint4{};
+      if (column < params.d_v) {
+        *reinterpret_cast<uint4*>(dv + key * params.dv_row_stride + column) = uint4{};
+      }
     }
   }
 }

@@ -14,10 +14,11 @@
 
 namespace fad::sm90 {
 
-template <typename Element_, int kHeadDim_, int kRows_, int kKeys_>
+template <typename Element_, int kHeadDim_, int kHeadDimV_, int kRows_, int kKeys_>
 struct BwdTile {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;  // of V, dO and dv
   static constexpr int kRows = kRows_;
   static constexpr int kKeys = kKeys_;
   static constexpr bool kSharesKeys = kHeadDim > 128;  // both warpgroups work on the same keys
@@ -42,6 +43,8 @@ struct BwdTile {
     return group == 0 ? kDqParts / 2 : (kDqParts + 1) / 2;
   }
   static_assert(kHeadDim % (kSharesKeys ? 64 : 32) == 0 && kHeadDim <= 256);
+  // Each warpgroup has one of dk and dv where they may be of different widths.
+  static_assert(kHeadDimV == kHeadDim || (kSharesKeys && kHeadDimV < kHeadDim));
 
   // Whether registers are enough to add to dv while dS is computed.
   static constexpr bool kDvBesideScores = kHeadDim != 64;
@@ -53,8 +56,11 @@ struct BwdTile {
   static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
   static constexpr int kKeyBoxBytes = kKeys * kBoxRowBytes;
   static constexpr int kKeyBytes = kBoxes * kKeyBoxBytes;
+  static constexpr int kValueBoxes = (kHeadDimV + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kValueBytes = kValueBoxes * kKeyBoxBytes;
   static constexpr int kRowBoxBytes = kRows * kBoxRowBytes;
   static constexpr int kRowBytes = kBoxes * kRowBoxBytes;
+  static constexpr int kDoBytes = kValueBoxes * kRowBoxBytes;
   static constexpr int kScoreBoxBytes = kRows * kBoxRowBytes;
   static constexpr int kScoreBytes = kKeys / kGroupKeys * kScoreBoxBytes;
   static constexpr int kWeightBytes = kSharesKeys ? kRows * kKeys * 4 : 0;
@@ -68,9 +74,9 @@ struct BwdTile {
 
   static constexpr int kKAt = 0;
   static constexpr int kVAt = kKAt + kKeyBytes;
-  static constexpr int kQAt = kVAt + kKeyBytes;
+  static constexpr int kQAt = kVAt + kValueBytes;
   static constexpr int kDoAt = kQAt + kStages * kRowBytes;
-  static constexpr int kScoresAt = kDoAt + kDoStages * kRowBytes;
+  static constexpr int kScoresAt = kDoAt + kDoStages * kDoBytes;
   static constexpr int kWeightsAt = kScoresAt + kStages * kScoreBytes;
   static constexpr int kDqAt = kWeightsAt + kWeightBytes;
   static constexpr int kNumbersAt = kDqAt + kDqBuffers * kDqBufferBytes;

@@ -190,7 +190,7 @@ struct Consumer {
   RowEnds<T> ends;
 
   float scores[T::kKeys / 2];
-  float acc[T::kHeadDim / 2];
+  float acc[T::kHeadDimV / 2];
   Weights<T> weights;
   QueryWords<T> query_words;
   StepScales<T::kSteps> scales;
@@ -248,7 +248,7 @@ struct Consumer {
       supply.free_queries();
     }
 #pragma unroll
-    for (int j = 0; j < T::kHeadDim / 2; ++j) {
+    for (int j = 0; j < T::kHeadDimV / 2; ++j) {
       acc[j] = 0.f;
     }
   }
@@ -498,7 +498,7 @@ struct Consumer {
   __device__ __forceinline__ void find_out(int turn) {
     if constexpr (Waiting<T>::kUsesOut) {
       const Work work = ends.work_of(turn);
-      waiting.out_columns = call.head_dim / 8;
+      waiting.out_columns = call.head_dim_v / 8;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         typename T::Element* const row = ends.out_row(work, r);
@@ -512,7 +512,7 @@ struct Consumer {
     if constexpr (T::kWaitsInLines) {
       const Work work = ends.work_of(turn);
       const int row = work.first_row + group * kGroupRows + thread / 32 * 16;
-      lines.whole = __all_sync(~0u, row + 16 <= work.rows && call.head_dim == T::kHeadDim);
+      lines.whole = __all_sync(~0u, row + 16 <= work.rows && call.head_dim_v == T::kHeadDimV);
       const auto bytes_to = [&](int rows) {
         return static_cast<int64_t>(sizeof(typename T::Element)) *
                ends.offset(rows, call.out_row_stride, call.out_head_stride);

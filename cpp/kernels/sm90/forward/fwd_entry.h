@@ -32,6 +32,7 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
   params.heads_k = call.h_k;
   params.group = call.group;
   params.head_dim = call.d;
+  params.head_dim_v = call.d_v;
   params.cu_seqlens_q = call.cu_seqlens_q;
   if (call.is_seqlens_k_cumulative) {
     params.cu_seqlens_k = call.cu_seqlens_k;
@@ -61,19 +62,19 @@ inline FwdParams params_of(const fad::FwdParams& call, const Tree& tree) {
   return params;
 }
 
-template <int kHeadDim, int kBlockM>
+template <int kHeadDim, int kHeadDimV, int kBlockM>
 bool takes(const fad::FwdParams& call, const Tree& tree) {
   const FwdParams params = params_of(call, tree);
-  constexpr int kKeys = fwd_shape(kHeadDim, kBlockM).keys;
+  constexpr int kKeys = fwd_shape(kHeadDim, kHeadDimV, kBlockM).keys;
   // A block of keys lies in one split.
-  return params.split_tokens % kKeys == 0 && supports(params);
+  return params.head_dim_v <= kHeadDimV && params.split_tokens % kKeys == 0 && supports(params);
 }
 
 // launch is compiled for Hopper; it serves both paths.
-template <int kHeadDim, int kBlockM, Path kPath, Features kCovers>
+template <int kHeadDim, int kHeadDimV, int kBlockM, Path kPath, Features kCovers>
 constexpr FwdKernel fwd_entry(void (*launch)(const fad::FwdParams&, unsigned, cudaStream_t)) {
   static_assert(kPath == Path::kOneCta || kPath == Path::kParts);
-  constexpr FwdShape kShape = fwd_shape(kHeadDim, kBlockM);
+  constexpr FwdShape kShape = fwd_shape(kHeadDim, kHeadDimV, kBlockM);
   constexpr int kShared = shared_bytes(kShape.ctas_per_sm);
   return {Family::kSm90,
           kPath,
@@ -83,7 +84,8 @@ constexpr FwdKernel fwd_entry(void (*launch)(const fad::FwdParams&, unsigned, cu
           kShared,
           launch,
           kShape.ctas_per_sm,
-          &takes<kHeadDim, kBlockM>};
+          &takes<kHeadDim, kHeadDimV, kBlockM>,
+          kHeadDimV};
 }
 
 }  // namespace fad::sm90

@@ -1,5 +1,5 @@
-// The Hopper forward for one (dtype, head dim): producer and consumer warpgroups in a persistent
-// grid.
+// The Hopper forward for one (dtype, head dim, head dim of V): producer and consumer warpgroups in
+// a persistent grid.
 #pragma once
 
 #include <algorithm>
@@ -90,7 +90,7 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   // K and V of the heads that are worked on together should stay in L2. Parts of one split are
   // worked on together, head by head.
   constexpr int64_t kL2Bytes = 24 << 20;
-  const int64_t head_bytes = int64_t{4} * params.seqlen_k * params.head_dim;
+  const int64_t head_bytes = int64_t{2} * params.seqlen_k * (params.head_dim + params.head_dim_v);
   const int64_t kv_heads = std::max<int64_t>(1, kL2Bytes / std::max<int64_t>(1, head_bytes));
   call.units_at_a_time =
       parts ? 1
@@ -114,12 +114,12 @@ void launch_fwd(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
 using fp16 = __half;
 using bf16 = __nv_bfloat16;
 
-template <typename Element, int kHeadDim, int kBlockM>
+template <typename Element, int kHeadDim, int kHeadDimV, int kBlockM>
 void fwd_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
   if (params.softcap > 0.f) {
-    launch_fwd<FwdTile<Element, kHeadDim, kBlockM, true>>(params, ctas, stream);
+    launch_fwd<FwdTile<Element, kHeadDim, kHeadDimV, kBlockM, true>>(params, ctas, stream);
   } else {
-    launch_fwd<FwdTile<Element, kHeadDim, kBlockM, false>>(params, ctas, stream);
+    launch_fwd<FwdTile<Element, kHeadDim, kHeadDimV, kBlockM, false>>(params, ctas, stream);
   }
 }
 

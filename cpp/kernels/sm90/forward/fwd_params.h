@@ -31,8 +31,9 @@ struct PartRoom {
 struct FwdParams {
   Rows q;  // (batch, seqlen_q, heads, head_dim), or packed: (total_q, heads, head_dim)
   Rows k;  // (kv_batch, seqlen_k, heads_k, head_dim), or packed: (total_k, heads_k, head_dim)
-  Rows v;
-  // Like q. Before they get their results, its rows also hold accumulators of later splits.
+  Rows v;  // like k, with head_dim_v columns
+  // Like q, with head_dim_v columns. Before they get their results, its rows also hold accumulators
+  // of later splits.
   void* out;
   int64_t out_batch_stride, out_row_stride, out_head_stride;
   void* residual;  // like out, bfloat16: what rounding takes from it; nullptr: it is not kept
@@ -49,6 +50,7 @@ struct FwdParams {
   int seqlen_q, seqlen_k;    // of the longest sequence; below 2^29
   int64_t total_q, total_k;  // rows of packed tensors
   int heads, heads_k, head_dim;
+  int head_dim_v;  // of v and out
 
   const int* cu_seqlens_q;     // (batch + 1): packed queries; nullptr: dense
   const int* cu_seqlens_k;     // (batch + 1): packed keys; nullptr: dense
@@ -91,18 +93,19 @@ struct FwdTensors {
 };
 
 inline FwdTensors fwd_tensors(const FwdParams& params) {
-  const auto tensor = [&](const Rows& rows, bool packed, int batch, int64_t count, int heads) {
+  const auto tensor = [&](const Rows& rows, bool packed, int batch, int64_t count, int heads,
+                          int head_dim) {
     return MappedTensor{
         rows.data, rows.batch_stride, rows.row_stride, rows.head_stride, packed ? 1 : batch, count,
-        heads,     params.head_dim};
+        heads,     head_dim};
   };
   const bool packed_q = params.cu_seqlens_q != nullptr;
   const bool packed_k = keys_are_packed(params);
   const int64_t rows_k = key_rows(params);
   return {tensor(params.q, packed_q, params.batch, packed_q ? params.total_q : params.seqlen_q,
-                 params.heads),
-          tensor(params.k, packed_k, params.kv_batch, rows_k, params.heads_k),
-          tensor(params.v, packed_k, params.kv_batch, rows_k, params.heads_k)};
+                 params.heads, params.head_dim),
+          tensor(params.k, packed_k, params.kv_batch, rows_k, params.heads_k, params.head_dim),
+          tensor(params.v, packed_k, params.kv_batch, rows_k, params.heads_k, params.head_dim_v)};
 }
 
 // Whether the kernel takes tensors laid out like this.
@@ -115,7 +118,7 @@ inline bool supports(const FwdParams& params) {
   if (paged && (params.leftpad_k != nullptr || params.cache_batch_idx != nullptr)) {
     return false;
   }
-  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim <= 256 &&
+  return tiles < (1 << 30) && params.head_dim % 8 == 0 && params.head_dim_v % 8 == 0 &&
          params.seqlen_q < (1 << 29) && params.seqlen_k < (1 << 29) && can_map(q) && can_map(k) &&
          can_map(v) && reinterpret_cast<uintptr_t>(params.out) % 16 == 0 &&
          params.out_row_stride % 8 == 0 && params.out_head_stride % 8 == 0 &&

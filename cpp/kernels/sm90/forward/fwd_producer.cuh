@@ -71,10 +71,10 @@ __device__ __forceinline__ void load_query_boxes(const FwdCall& call, const CUte
   }
 }
 
-// A warp's loads of a tile's keys, or values. A block of them is one box for every 64 columns or,
-// in pages, several, each loaded by a lane of its own: where 32 of them lie is found at once, since
-// reading the page table takes long.
-template <typename T>
+// A warp's loads of a tile's keys, or values, in kBoxes boxes to a row. A block of them is one box
+// for every 64 columns or, in pages, several, each loaded by a lane of its own: where 32 of them
+// lie is found at once, since reading the page table takes long.
+template <typename T, int kBoxes>
 struct BlockLoads {
   const FwdCall& call;
   const CUtensorMap& map;
@@ -113,14 +113,14 @@ struct BlockLoads {
     const int box = lane - number % 32;  // of the block
     barrier_wait(shared + T::kEmpty + 8 * ring.slot, ring.parity ^ 1);
     if (lane == 0) {
-      barrier_expect(full, T::kBlockBytes);
+      barrier_expect(full, kBoxes * T::kBoxBytes);
     }
     __syncwarp();
     if (box >= 0 && box < call.block_boxes) {
       const uint32_t to =
           shared + T::kRingAt + ring.slot * T::kBlockBytes + box * call.box_keys * kBoxRowBytes;
 #pragma unroll
-      for (int i = 0; i < T::kBoxes; ++i) {
+      for (int i = 0; i < kBoxes; ++i) {
         load_box(to + i * T::kBoxBytes, map, full, i * kBoxColumns, work.bidh / call.heads_per_kv,
                  row, sequence_of_k);
       }
@@ -197,7 +197,7 @@ __device__ __forceinline__ void load_keys(const FwdCall& call, const CUtensorMap
       __syncwarp();
       ring.advance(call.blocks);
     }
-    BlockLoads<T> loads{call, k_map, work, shared};
+    BlockLoads<T, T::kBoxes> loads{call, k_map, work, shared};
     for (int block = blocks.end - 1; block >= blocks.begin; --block) {
       loads.load(block, ring, shared + T::kFull + 8 * ring.slot);
       ring.advance(call.blocks);
@@ -231,7 +231,7 @@ __device__ __forceinline__ void load_values(const FwdCall& call, const CUtensorM
     for (int block = 0; block < T::kRingQueryBlocks + 1; ++block) {  // of Q, and the first of K
       ring.advance(call.blocks);
     }
-    BlockLoads<T> loads{call, v_map, work, shared};
+    BlockLoads<T, T::kValueBoxes> loads{call, v_map, work, shared};
     for (int block = blocks.end - 1; block >= blocks.begin; --block) {
       if (block > blocks.begin) {
         ring.advance(call.blocks);  // K's place
@@ -289,7 +289,7 @@ __device__ __forceinline__ void clear_tails(uint32_t shared) {
       const uint32_t block = shared + T::kRingAt + slot * T::kBlockBytes;
       for (int row = work.tail % T::kKeys + lane / 8; row < T::kKeys; row += 4) {
 #pragma unroll
-        for (int box = 0; box < T::kBoxes; ++box) {
+        for (int box = 0; box < T::kValueBoxes; ++box) {
           store_shared(block + box * T::kBoxBytes + row * kBoxRowBytes + lane % 8 * 16,
                        make_float4(0.f, 0.f, 0.f, 0.f));
         }

@@ -69,12 +69,12 @@ __device__ __forceinline__ void pack_weights(const float (&scores)[T::kKeys / 2]
 // The keys of one step of the softmax; step 0 is the last of the block.
 template <typename T>
 __device__ __forceinline__ void issue_values(uint32_t block, int step, const Weights<T>& weights,
-                                             bool accumulate, float (&acc)[T::kHeadDim / 2]) {
+                                             bool accumulate, float (&acc)[T::kHeadDimV / 2]) {
   const int first = (T::kSteps - 1 - step) * kStep;
   const uint64_t v = operand(block + first * kBoxRowBytes, T::kBoxBytes);
 #pragma unroll
   for (int i = 0; i < kStep / 16; ++i) {
-    RegisterProduct<typename T::Element, T::kHeadDim>::issue(
+    RegisterProduct<typename T::Element, T::kHeadDimV>::issue(
         acc, weights + first / 4 + 4 * i, v + i * kOperandRows16, i > 0 || accumulate);
   }
 }

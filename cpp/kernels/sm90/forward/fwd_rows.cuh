@@ -49,7 +49,7 @@ struct RowEnds {
 
   // `acc` becomes the rows' result, which is stored.
   __device__ __forceinline__ void end(int turn, RowState rows,
-                                      float (&acc)[T::kHeadDim / 2]) const {
+                                      float (&acc)[T::kHeadDimV / 2]) const {
     if (call.sinks != nullptr) {
       const Work work = work_of(turn);
       const int row = work.first_row + row_in_group;  // warpgroups begin with a group's first head
@@ -81,7 +81,7 @@ struct RowEnds {
   }
 
   __device__ __forceinline__ void store_part(int turn, const RowState& rows,
-                                             const float (&acc)[T::kHeadDim / 2]) const {
+                                             const float (&acc)[T::kHeadDimV / 2]) const {
     const Work work = work_of(turn);
     const int row = group * kGroupRows + row_in_group;
     const int unit = work.bidb * call.units + (work.bidh >> call.group_bits);
@@ -108,10 +108,10 @@ struct RowEnds {
  private:
   // Normalised, in 16 bit. What rounding takes from it is stored where it is wanted.
   __device__ __forceinline__ void pack(int turn, const RowState& rows,
-                                       float (&acc)[T::kHeadDim / 2], RowWords& words) const {
+                                       float (&acc)[T::kHeadDimV / 2], RowWords& words) const {
     const float inverse[2] = {inverse_sum(rows.sum[0]), inverse_sum(rows.sum[1])};
 #pragma unroll
-    for (int j = 0; j < T::kHeadDim / 2; ++j) {
+    for (int j = 0; j < T::kHeadDimV / 2; ++j) {
       acc[j] = normalised(acc[j], inverse[j / 2 % 2]);
     }
     if (call.residual != nullptr) {
@@ -146,7 +146,7 @@ struct RowEnds {
     for (int j = 0; j < T::kColumns; j += 4) {
       const uint4 eight = quad_transpose(words[j], words[j + 1], words[j + 2], words[j + 3]);
       const int column = 8 * (j + lane % 4);
-      if (row != nullptr && column < call.head_dim) {
+      if (row != nullptr && column < call.head_dim_v) {
         reinterpret_cast<uint4*>(row)[column / 8] = eight;
       }
     }

@@ -8,9 +8,9 @@
 
 namespace fad::sm90 {
 
-template <typename Element_, int kHeadDim_, int kBlockM, bool kSoftcap_>
+template <typename Element_, int kHeadDim_, int kHeadDimV_, int kBlockM, bool kSoftcap_>
 struct FwdTile {
-  static constexpr FwdShape kShape = fwd_shape(kHeadDim_, kBlockM);
+  static constexpr FwdShape kShape = fwd_shape(kHeadDim_, kHeadDimV_, kBlockM);
   static constexpr int kKeys = kShape.keys;
   static constexpr int kStateColumns = kShape.state_columns;
   static constexpr bool kTakesTurns = kShape.takes_turns;
@@ -22,6 +22,7 @@ struct FwdTile {
   static constexpr int kCtasPerSm = kShape.ctas_per_sm;
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDimV = kHeadDimV_;  // of V and the output
   static constexpr bool kQueriesInRegisters = kRegisterQueries == kHeadDim / 16;
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr int kWarpgroups = kBlockM / kGroupRows;
@@ -37,7 +38,7 @@ struct FwdTile {
   static constexpr int kProducerRegisters = kCtaRegisters - kWarpgroups * kConsumerRegisters;
   static_assert(kConsumerRegisters > kLaunchRegisters && kConsumerRegisters <= 240);
 
-  static constexpr int kColumns = kHeadDim / 8;  // eights of columns of the accumulator
+  static constexpr int kColumns = kHeadDimV / 8;  // eights of columns of the accumulator
   // Accesses of 16 bytes that a merge has under way where state waits in lines: while the next
   // split begins, and at the end of the rows, where more registers are free.
   static constexpr int kFarColumns = kWaitsInLines ? kColumns - kStateColumns : 1;
@@ -49,7 +50,9 @@ struct FwdTile {
 
   // Shared memory: Q, a ring of blocks of K and V, state of the later splits, barriers. The
   // first kRingBoxes boxes of Q come through the ring.
-  static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;
+  static constexpr int kBoxes = (kHeadDim + kBoxColumns - 1) / kBoxColumns;  // of Q and K
+  static constexpr int kValueBoxes = (kHeadDimV + kBoxColumns - 1) / kBoxColumns;
+  static_assert(kValueBoxes <= kBoxes);
   static constexpr int kRingBoxes = kQueriesThroughRing ? kRegisterQueries / 4 : 0;
   static constexpr int kQBoxBytes = kGroupRows * kBoxRowBytes;
   static constexpr int kQGroupBytes = (kBoxes - kRingBoxes) * kQBoxBytes;

@@ -107,7 +107,7 @@ struct Waiting {
 template <typename T>
 struct WaitingLines {
   static constexpr int kCount = T::kColumns - T::kStateColumns;
-  static constexpr int kLinesOfRow = T::kHeadDim / 64;
+  static constexpr int kLinesOfRow = T::kHeadDimV / 64;
   static_assert(kCount <= 4 * kLinesOfRow);
 
   char* first;                    // of this lane
@@ -156,7 +156,7 @@ __device__ __forceinline__ RowWeights merge_rows(const FwdCall& call, const Wait
 // Loads run four eights of columns ahead.
 template <typename T, bool kKeep>
 __device__ __forceinline__ void merge_waiting(const Waiting<T>& waiting, const RowWeights& weights,
-                                              float (&acc)[T::kHeadDim / 2]) {
+                                              float (&acc)[T::kHeadDimV / 2]) {
   if (!waiting.any) {
     if constexpr (kKeep) {
 #pragma unroll
@@ -206,7 +206,7 @@ __device__ __forceinline__ void merge_waiting(const Waiting<T>& waiting, const R
 template <typename T, bool kKeep, int kFar>
 __device__ __forceinline__ void merge_lines(const Waiting<T>& waiting, const WaitingLines<T>& lines,
                                             const RowWeights& weights, float4 (&far)[kFar],
-                                            float (&acc)[T::kHeadDim / 2]) {
+                                            float (&acc)[T::kHeadDimV / 2]) {
   constexpr int kCount = WaitingLines<T>::kCount;
   constexpr int kPortions = (kCount + kFar - 1) / kFar;
   constexpr int kNear = T::kStateColumns / kPortions;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void merge_lines(const Waiting<T>& waiting, const Wai
 template <typename T>
 __device__ __forceinline__ void keep_in_lines(const Waiting<T>& waiting,
                                               const WaitingLines<T>& lines,
-                                              const float (&acc)[T::kHeadDim / 2]) {
+                                              const float (&acc)[T::kHeadDimV / 2]) {
 #pragma unroll
   for (int j = 0; j < T::kColumns; ++j) {
     const float4 value = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
