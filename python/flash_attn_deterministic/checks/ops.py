@@ -184,8 +184,8 @@ def _inputs(given: Given) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _values(name: str, v: torch.Tensor, name_k: str, k: torch.Tensor) -> None:
     """Checks that values are like keys; they may have another head_dim."""
-    shape = (*k.shape[:-1], v.shape[-1])
-    check_shape(name, v, shape, f"the shape of {name_k} but for head_dim")
+    what = "" if v.shape[-1] == k.shape[-1] else " but for head_dim"
+    check_shape(name, v, (*k.shape[:-1], v.shape[-1]), f"the shape of {name_k}{what}")
     check_head_dim(name, v)
 
 
@@ -347,8 +347,9 @@ def _new_tokens(given: Given, capacity: int) -> int:
     check_alike(q, (("k", k), ("v", v)))
     shape = (q.shape[0], k.shape[1], given["k_cache"].shape[2], q.shape[3])
     check_shape("k", k, shape, "(batch, seqlen_new, nheads_k, head_dim) of q and k_cache")
-    shape = (*shape[:3], given["v_cache"].shape[3])
-    check_shape("v", v, shape, "the shape of k, with the head_dim of v_cache")
+    head_dim_v = given["v_cache"].shape[3]
+    what = "" if head_dim_v == shape[3] else ", with the head_dim of v_cache"
+    check_shape("v", v, (*shape[:3], head_dim_v), f"the shape of k{what}")
     if given["cache_seqlens"] is None:
         raise ArgumentError(
             "cache_seqlens: expected the lengths at which to append k and v, got None"

@@ -96,12 +96,12 @@ def _attend(
     ranks = Ranks(find_group(where.group, where.mesh))
     spec = _resolve(ranks, q, k, v, lengths, options, alibi_slopes, where)
     with_lse = as_flag("return_attn_probs", return_attn_probs)
-    head_dim = q.shape[-1]
+    head_dim = max(q.shape[-1], v.shape[-1])  # ranks exchange tensors of one
     starts = (None, None) if lengths is None else lengths[:2]
     out, softmax_lse = torch.ops.flash_attn_deterministic.sequence_fwd(
-        padded(q), padded(k), padded(v), *starts, spec.text()
+        *(padded(x, head_dim) for x in (q, k, v)), *starts, spec.text()
     )
-    out = out[..., :head_dim]
+    out = out[..., : v.shape[-1]]
     return (out, softmax_lse, out.new_empty(0)) if with_lse else out
 
 

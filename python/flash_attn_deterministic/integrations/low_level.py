@@ -14,7 +14,7 @@ from ..checks.ops import validate
 from ..errors import ArgumentError, UnsupportedError
 from ..interface.call import draw_rng_state, resolve_options, with_ints
 from ..ops.autograd import alert_atomics, run
-from ..schemas import backward_call, forward_call
+from ..schemas import argument_names, backward_call, forward_call
 from ..types import Call, Gradients, Lengths, Options
 
 # Defines the ops.
@@ -44,7 +44,7 @@ class Forward(NamedTuple):
     """The results of a forward call.
 
     Args:
-        out: like q, contiguous.
+        out: like q, with the head_dim of v, contiguous.
         softmax_lse: (batch, nheads, seqlen_q), float32; of packed calls (nheads, total_q).
         rng_state: (2,), int64, seed and offset of the dropout mask; None without dropout.
     """
@@ -67,7 +67,7 @@ def forward(
     Args:
         q: as of `flash_attn_func`, or packed; head_dim is a multiple of 8.
         k: like q, or with a block_table (pages, page_block_size, nheads_k, head_dim).
-        v: like k.
+        v: like k; it may have another head_dim.
         mask: scores and mask.
         dropout_p: probability in [0, 1).
         lengths: where packed sequences begin and end; None: a dense call.
@@ -151,11 +151,12 @@ def _resolved(
 
 def _check_head_dim(call: Call) -> None:
     """Refuses a head_dim that is no multiple of 8: results would have the padded one."""
-    q = call.arguments[1 if call.op.endswith("bwd") else 0]
-    head_dim = getattr(q, "shape", (0,))[-1]
-    if head_dim % 8:
-        validate(*call)
-        raise ArgumentError(
-            f"q: expected a head_dim that is a multiple of 8, got {head_dim}; pad q, k and v with "
-            "zeros, or call flash_attn_func, which does"
-        )
+    given = dict(zip(argument_names(call.op), call.arguments, strict=False))
+    for name in "qv":
+        head_dim = getattr(given[name], "shape", (0,))[-1]
+        if head_dim % 8:
+            validate(*call)
+            raise ArgumentError(
+                f"{name}: expected a head_dim that is a multiple of 8, got {head_dim}; pad q, k "
+                "and v with zeros, or call flash_attn_func, which does"
+            )

@@ -84,7 +84,10 @@ def attend(
     inputs, lengths, head_dim, options, call = prepare(
         inputs, lengths, given, alibi_slopes, learnable_sink
     )
-    head_dim_v = head_dim if len(inputs) == 2 else head_dim_of(inputs[2])
+    try:
+        head_dim_v = inputs[-1].shape[-1]
+    except (AttributeError, IndexError, RuntimeError):
+        head_dim_v = 8  # the op refuses it
     pads = bool(head_dim % 8 or head_dim_v % 8)
     if pads or options.dropout_p:
         call = completed(call, pads)
@@ -168,14 +171,6 @@ def autocast(inputs: Inputs) -> Inputs:
     )
 
 
-def head_dim_of(tensor: Any) -> int:
-    """Returns the last size of a tensor; 8 of what the op refuses."""
-    try:
-        return tensor.shape[-1] or 8  # type: ignore[no-any-return]
-    except (AttributeError, IndexError, RuntimeError):
-        return 8  # no tensor, of no dimension, or nested
-
-
 def resolve_options(
     q: Any,
     dropout_p: Any,
@@ -187,7 +182,10 @@ def resolve_options(
     deterministic: Any = None,
 ) -> tuple[int, Options]:
     """Returns head_dim, and the numbers and flags of a call, checked, with defaults filled in."""
-    head_dim = head_dim_of(q)
+    try:
+        head_dim = q.shape[-1] or 8
+    except (AttributeError, IndexError, RuntimeError):
+        head_dim = 8  # no tensor, of no dimension, or nested: the op refuses it
     mode = get_deterministic_mode()
     plain = head_dim, dropout_p, softmax_scale, causal, softcap, split_size, deterministic
     if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
@@ -272,7 +270,8 @@ def draw_rng_state(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
-def padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Pads head_dim to a multiple of 8 with zeros."""
-    padding = -tensor.shape[-1] % 8
+def padded(tensor: torch.Tensor, head_dim: int = 8) -> torch.Tensor:
+    """Pads with zeros to a multiple of 8 that is at least head_dim."""
+    columns = tensor.shape[-1]
+    padding = -(-max(columns, head_dim) // 8) * 8 - columns
     return torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor

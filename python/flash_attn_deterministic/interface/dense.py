@@ -67,7 +67,11 @@ def flash_attn_func(
             of 8 elements: kernels load 16 bytes at a time.
         k: (batch, seqlen_k, nheads_k, head_dim), like q. nheads is a multiple of nheads_k: query
             head h uses key and value head h // (nheads / nheads_k).
-        v: (batch, seqlen_k, nheads_k, head_dim), like q.
+        v: (batch, seqlen_k, nheads_k, head_dim_v), like q. head_dim_v may differ from head_dim; bits
+            are those of the call with the narrower tensors padded with zeros. On compute capability
+            9.0 a narrower v is taken as it is, fastest at 192 and 128, but with ALiBi or dropout,
+            and in the backward with softcap. Elsewhere v is copied and padded; q and k are where v
+            is wider. `explain` says so.
         dropout_p: probability in [0, 1) that the weight of a key is dropped; the others are divided
             by keep = float32(1 - dropout_p). A random byte decides, as in flash_attn, so the actual
             probability of keeping is (floor(255 * keep) + 1) / 256: nothing is dropped where keep
@@ -99,7 +103,7 @@ def flash_attn_func(
             -inf changes no bit. None: no sinks.
 
     Returns:
-        out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of
+        out (batch, seqlen_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of
         out, softmax_lse (batch, nheads, seqlen_q) in float32, the natural logarithm of the sum of
         exp(scaled scores), and S_dmask (batch, nheads, seqlen_q, seqlen_k) in q's dtype: the
         softmax before dropout, with its sign bit set where it was dropped; without dropout an

@@ -13,7 +13,7 @@ from ..checks.ops import capacity, length_in_cache, validate
 from ..ops.autograd import run
 from ..schemas import cache_call
 from ..types import Call
-from .call import WithLse, as_sink, completed, head_dim_of, resolve_options, typed
+from .call import WithLse, as_sink, completed, resolve_options, typed
 
 
 def _writable() -> AbstractContextManager[Any]:
@@ -71,7 +71,8 @@ def flash_attn_with_kvcache(
             page_block_size is a multiple of 16. nheads is a multiple of nheads_k. batch_cache may
             be more than batch. On a CUDA device, if head_dim is a multiple of 8, rows start at
             multiples of 16 bytes: strides of dimensions larger than 1 are multiples of 8 elements.
-        v_cache: like k_cache.
+        v_cache: like k_cache; its head_dim_v may be another one, as in `flash_attn_func`. Where it
+            is padded, the cache is copied at each call.
         k: (batch, seqlen_new, nheads_k, head_dim), like q: written to k_cache at cache_seqlens;
             None: nothing to append. The cache must have room.
         v: like k; both or none.
@@ -100,7 +101,7 @@ def flash_attn_with_kvcache(
         learnable_sink: (nheads,), as in `flash_attn_func`.
 
     Returns:
-        out (batch, seqlen_q, nheads, head_dim) in q's dtype; with return_softmax_lse the tuple of
+        out (batch, seqlen_q, nheads, head_dim_v) in q's dtype; with return_softmax_lse the tuple of
         out and softmax_lse (batch, nheads, seqlen_q) in float32, as in `flash_attn_func`.
 
     Raises:
@@ -118,7 +119,10 @@ def flash_attn_with_kvcache(
     new = q, k_cache, v_cache, k, v
     indices = cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
     head_dim, call = prepare((*new, *indices), given, interleaved, alibi_slopes, learnable_sink)
-    head_dim_v = head_dim_of(v_cache)
+    try:
+        head_dim_v = v_cache.shape[-1]
+    except (AttributeError, IndexError, RuntimeError):
+        head_dim_v = 8  # the op refuses it
     if head_dim % 8 or head_dim_v % 8:
         with torch.no_grad():
             call = completed(call, pads=True)

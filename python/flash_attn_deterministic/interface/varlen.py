@@ -59,7 +59,7 @@ def flash_attn_varlen_func(
         k: (total_k, nheads_k, head_dim), like q; with block_table (num_blocks, page_block_size,
             nheads_k, head_dim), where page_block_size is a multiple of 16. nheads is a multiple of
             nheads_k: query head h uses key and value head h // (nheads / nheads_k).
-        v: like k.
+        v: like k; its head_dim_v may be another one, as in `flash_attn_func`.
         cu_seqlens_q: (batch + 1,), int32: tokens of q before each sequence, and their total, which
             may be less than total_q.
         cu_seqlens_k: (batch + 1,), int32, the same for k.
@@ -77,7 +77,7 @@ def flash_attn_varlen_func(
         learnable_sink: see split_size.
 
     Returns:
-        out (total_q, nheads, head_dim) in q's dtype; with return_attn_probs the tuple of out,
+        out (total_q, nheads, head_dim_v) in q's dtype; with return_attn_probs the tuple of out,
         softmax_lse (nheads, total_q) in float32 and S_dmask (batch, nheads, max_seqlen_q,
         max_seqlen_k), 0 beyond a sequence; without dropout an empty tensor. See `flash_attn_func`.
         Rows of no sequence, on every device: out 0, softmax_lse +inf.

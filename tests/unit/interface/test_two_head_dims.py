@@ -126,7 +126,7 @@ def test_vmap_and_plan() -> None:
         (
             kvcache_call,
             {"v": normal(2, 3, 2, 16)},
-            r"v: expected shape \(2, 3, 2, 32\), the shape of k, with the head_dim of v_cache, got",
+            r"v: expected shape \(2, 3, 2, 32\), the shape of k, got",
         ),
     ],
     ids=["tokens", "too-wide", "appended"],
