@@ -39,7 +39,7 @@ CONFIGS = pairwise(
     lengths=((1, 700), (16, 513), (300, 300), (200, 65)),
     heads=((8, 2), (3, 3)),
 )
-Tensors = list[torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 
 def draw(head_dims: tuple[int, int], dtype: str, *shape: Any) -> Tensors:
@@ -50,7 +50,7 @@ def draw(head_dims: tuple[int, int], dtype: str, *shape: Any) -> Tensors:
     q, k, v = make_qkv(
         (batch, seqlen_q, heads, max(head_dims)), seqlen_k, heads_k, dtype=DTYPES[dtype]
     )
-    return [q[..., : head_dims[0]], k[..., : head_dims[0]], v[..., : head_dims[1]]]
+    return q[..., : head_dims[0]], k[..., : head_dims[0]], v[..., : head_dims[1]]
 
 
 def padded(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -61,24 +61,25 @@ def run(function: Any, inputs: Tensors, dout: torch.Tensor, **options: Any) -> T
     leaves = [x.detach().requires_grad_() for x in inputs]
     torch.manual_seed(3)
     out, softmax_lse, _ = function(*leaves, return_attn_probs=True, **options)
-    return [out, softmax_lse, *torch.autograd.grad(out, leaves, padded(dout, out.shape[-1]))]
+    return out, softmax_lse, *torch.autograd.grad(out, leaves, padded(dout, out.shape[-1]))
 
 
 def check(function: Any, inputs: Tensors, what: str, **options: Any) -> None:
     """Compares each schedule with the padded call, which the sm80 family runs."""
     head_dim, head_dim_v = inputs[0].shape[-1], inputs[2].shape[-1]
     options.setdefault("softmax_scale", head_dim**-0.5)
-    dout = make_qkv((*inputs[0].shape[:-1], head_dim_v), dtype=inputs[0].dtype, seed=9)[0]
-    wide = [padded(x, max(head_dim, head_dim_v)) for x in inputs]
+    generator = torch.Generator("cuda").manual_seed(9)
+    size = *inputs[0].shape[:-1], head_dim_v
+    dout = torch.randn(size, generator=generator, device="cuda", dtype=inputs[0].dtype)
+    wide = tuple(padded(x, max(head_dim, head_dim_v)) for x in inputs)
     with device_override("family=sm80"):
         expected = run(function, wide, dout, **options)
     columns = (head_dim_v, None, head_dim, head_dim, head_dim_v)
-    expected = [x[..., :n] for x, n in zip(expected, columns, strict=True)]
+    expected = tuple(x[..., :n] for x, n in zip(expected, columns, strict=True))
     for schedule in SCHEDULES:
         with device_override(schedule):
             results = run(function, inputs, dout, **options)
-        for name, one, other in zip(NAMES, results, expected, strict=True):
-            assert_same(one, other, f"{what}, {schedule}, {name}")
+        assert_same(results, expected, tuple(f"{what}, {schedule}, {name}" for name in NAMES))
 
 
 @CONFIGS
@@ -99,7 +100,7 @@ def test_every_schedule_has_the_bits_of_padded_tensors(
 
 @pytest.mark.parametrize("head_dims", PAIRS)
 def test_packed_sequences(head_dims: tuple[int, int]) -> None:
-    inputs = [x[0] for x in draw(head_dims, "bf16", 1, 700, 900, (4, 2))]
+    inputs = tuple(x[0] for x in draw(head_dims, "bf16", 1, 700, 900, (4, 2)))
     starts = [
         torch.tensor(x, dtype=torch.int32, device="cuda")
         for x in ((0, 1, 130, 130, 650), (0, 300, 301, 500, 880))
@@ -142,17 +143,15 @@ def test_cache_that_keys_and_values_are_appended_to(
         )
         columns = (head_dims[1], None, *head_dims)
         found = (out, softmax_lse, own[1], own[2])
-        return [x[..., :n] for x, n in zip(found, columns, strict=True)]
+        return tuple(x[..., :n] for x, n in zip(found, columns, strict=True))
 
     with device_override("family=sm80"):
         expected = attend(wide=True)
     for schedule in SCHEDULES:
         with device_override(schedule):
             results = attend(wide=False)
-        for name, one, other in zip(
-            ("out", "lse", "k_cache", "v_cache"), results, expected, strict=True
-        ):
-            assert_same(one, other, f"{schedule}, {name}")
+        names = ("out", "softmax_lse", "k_cache", "v_cache")
+        assert_same(results, expected, tuple(f"{schedule}, {name}" for name in names))
 
 
 def test_hopper_pads_nothing_that_its_kernels_cover() -> None:

@@ -91,7 +91,7 @@ def test_compiled_calls_have_the_bits_of_eager_ones() -> None:
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     results = []
     for one in (function, compiled):
-        out = one(*leaves)
+        out: Any = one(*leaves)
         results.append((out, *torch.autograd.grad(out, leaves, normal_like(out))))
     for found, expected in zip(*results, strict=True):
         assert bits_equal(found, expected)

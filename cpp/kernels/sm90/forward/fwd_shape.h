@@ -63,15 +63,11 @@ constexpr FwdShape fwd_shape(int head_dim, int head_dim_v, int block_m) {
     shape.register_queries = 4;
   } else if (head_dim == 128) {
     shape.keys = 128;
-  } else if (head_dim_v == 128 && block_m == 192) {
-    shape.state_columns = 12;
+  } else if (head_dim_v == 128) {
+    shape.state_columns = 8;
     shape.takes_turns = true;
     shape.waits_last = true;
     shape.register_queries = 4;
-    shape.queries_through_ring = true;
-  } else if (head_dim_v == 128) {
-    shape.waits_last = true;
-    shape.register_queries = 12;
     shape.queries_through_ring = true;
   } else {
     shape.waits_last = true;
