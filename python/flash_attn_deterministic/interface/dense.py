@@ -67,11 +67,11 @@ def flash_attn_func(
             of 8 elements: kernels load 16 bytes at a time.
         k: (batch, seqlen_k, nheads_k, head_dim), like q. nheads is a multiple of nheads_k: query
             head h uses key and value head h // (nheads / nheads_k).
-        v: (batch, seqlen_k, nheads_k, head_dim_v), like q. head_dim_v may differ from head_dim; bits
-            are those of the call with the narrower tensors padded with zeros. On compute capability
-            9.0 a narrower v is taken as it is, fastest at 192 and 128, but with ALiBi or dropout,
-            and in the backward with softcap. Elsewhere v is copied and padded; q and k are where v
-            is wider. `explain` says so.
+        v: (batch, seqlen_k, nheads_k, head_dim_v), like q. head_dim_v may differ from head_dim: the
+            bits are those of the call with the narrower tensors padded with zeros. On compute
+            capability 9.0 a narrower v is taken as it is, fastest at 192 and 128, but for ALiBi,
+            dropout and the backward with softcap. Elsewhere v is copied and padded; q and k are
+            where v is wider. `explain` says so.
         dropout_p: probability in [0, 1) that the weight of a key is dropped; the others are divided
             by keep = float32(1 - dropout_p). A random byte decides, as in flash_attn, so the actual
             probability of keeping is (floor(255 * keep) + 1) / 256: nothing is dropped where keep
