@@ -189,10 +189,21 @@ def index(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def rehearse(session: nox.Session) -> None:
-    """Rehearse a release of the wheel in dist/: gate, upload and index on this machine."""
-    wheel = the_wheel(session, "dist")
+    """Rehearse a release from tag to pip: the wheel in dist/, or, where none is, the dev wheel."""
+    folder = "dist"
+    if not list((ROOT / folder).glob("*.whl")):
+        folder = "dist/dev"
+        run_build(session, "--preset", "dev")
+    wheel = the_wheel(session, folder)
+    # As a user's: torch is there, and nothing of the tests.
+    fresh = Path(session.create_tmp(), "fresh", "bin", "python").absolute()
+    session.run("python", "-m", "venv", "--clear", str(fresh.parents[1]))
+    session.env["PIP_PYTHON"] = str(fresh)
+    install(session, "torch_requires")
+    install_torch(session, "torch_cuda")
+    del session.env["PIP_PYTHON"]
     install(session, "dev")
-    environ = {"FLASH_ATTN_REHEARSAL": str(wheel)}
+    environ = {"FLASH_ATTN_REHEARSAL": str(wheel), "FLASH_ATTN_FRESH": str(fresh)}
     session.run("pytest", "tests/build/release/test_rehearsal.py", env=environ)
 
 

@@ -102,12 +102,8 @@ def assemble(package: Path, dest: Path, packages: Path | None = None) -> Path:
 
 def _unpack(package: Path, dest: Path) -> None:
     """Takes the compiler out of a package, which is an `ar` archive of tar archives."""
-    data, offset = package.read_bytes(), len(b"!<arch>\n")
-    while not data.startswith(b"data.tar", offset):
-        offset += 60 + int(data[offset + 48 : offset + 58])
-        offset += offset % 2
-    size = int(data[offset + 48 : offset + 58])
-    with tarfile.open(fileobj=io.BytesIO(data[offset + 60 : offset + 60 + size])) as archive:
+    data = subprocess.run(["ar", "p", package, "data.tar.xz"], capture_output=True, check=True)
+    with tarfile.open(fileobj=io.BytesIO(data.stdout)) as archive:
         for member in filter(tarfile.TarInfo.isfile, archive):
             name = member.name.removeprefix("./")
             place = next((p for p in _COPIES if name == p or name.startswith(f"{p}/")), None)

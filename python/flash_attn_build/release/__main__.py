@@ -125,9 +125,8 @@ def _notes(verdicts: Mapping[str, Verdict], changelog: str) -> str:
     unverified = {name: why for each in verdicts.values() for name, why in each.unverified.items()}
     lines += ["", "## Not verified", ""] if unverified else []
     for name, why in sorted(unverified.items()):
-        allowed = POLICY.unverified_architectures[name]
-        run = f" Its PTX was run on a newer GPU ({allowed.ptx_report})." if allowed.ptx else ""
-        lines.append(f"- **{name}**: {why}{run}")
+        report = POLICY.unverified_architectures[name].ptx_report
+        lines.append(f"- **{name}**: {why} Its PTX was run on a newer GPU ({report}).")
     made = ", ".join(f"{name} {number}" for name, number in [*first.manifest["tools"].items()][:3])
     lines += ["", f"Made with {_plain(made)} and the packages of locks/: the same give the same "
               "bytes."]  # fmt: skip

@@ -143,9 +143,8 @@ def decide(
             problems.append(f"{name}: unverified, but {README} does not name it")
         silent = [report for report in of_these_bytes if name not in report.names("unverified")]
         problems += [f"{name}: unverified, but {each.where} does not say so" for each in silent]
-        if entry.ptx:
-            found = [*ptx_problems(root, candidate, entry, policy)]
-            problems += [f"{name}: {entry.ptx_report}: {problem}" for problem in found]
+        found = [*ptx_problems(root, candidate, entry, policy)]
+        problems += [f"{name}: {entry.ptx_report}: {problem}" for problem in found]
     return Verdict(
         candidate,
         tuple(dict.fromkeys([*problems, *failed])),

@@ -11,8 +11,8 @@ class Unverified:
     """An architecture whose machine code no GPU at hand could run, and what was run instead."""
 
     reason: str  # the release notes repeat it
-    ptx: str = ""  # such as "compute_80", of a wheel that holds nothing else; "": none is asked for
-    ptx_report: str = ""  # of that run, relative to the source tree
+    ptx: str  # such as "compute_80", of a wheel that holds nothing else
+    ptx_report: str  # of that run, relative to the source tree
 
 
 @dataclass(frozen=True)

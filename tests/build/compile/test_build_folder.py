@@ -41,20 +41,6 @@ def test_cmake_forgets_and_objects_go_where_ninja_would_not_see_a_change(
     assert left == {*kept, "lib.so", build_folder.STAMP}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE", "CFLAGS", "CXXFLAGS", "CUDAFLAGS", "LDFLAGS",
-        "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CUDAHOSTCXX", "CPATH", "ZIG_LIB_DIR",
-    ],
-)  # fmt: skip
-def test_variables_that_change_a_wheel(name: str) -> None:
-    harmless = ("HOME", "PATH", "CXX", "CUDACXX", "MAX_JOBS", "SOURCE_DATE_EPOCH")
-    others = dict.fromkeys((*harmless, "CMAKE_BUILD_PARALLEL_LEVEL"), "x")
-    assert build_folder.influences({name: "-x", **others}) == {name: "-x"}
-    assert build_folder.influences({name: " "}) == {}
-
-
 PROJECT = """
 cmake_minimum_required(VERSION 3.20)
 project(x LANGUAGES CXX)

@@ -52,12 +52,9 @@ def test_cores_and_available_memory_decide(
 
 
 BOX = {
-    "proc/self/cgroup": "0::/box/inner\n",
-    "sys/fs/cgroup/box/memory.max": str(22 * jobs.GIB),
-    "sys/fs/cgroup/box/memory.current": str(4 * jobs.GIB),
-    "sys/fs/cgroup/box/memory.stat": f"anon 1\ninactive_file {jobs.GIB}\n",
-    "sys/fs/cgroup/box/inner/memory.max": "max",
-    "sys/fs/cgroup/box/inner/memory.current": "1",
+    "sys/fs/cgroup/memory.max": str(22 * jobs.GIB),
+    "sys/fs/cgroup/memory.current": str(4 * jobs.GIB),
+    "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {jobs.GIB}\n",
 }
 
 
@@ -65,8 +62,8 @@ BOX = {
     ("contents", "expected"),
     [
         (BOX, 3),  # 22 - 4 + 1 GiB
-        (BOX | {"sys/fs/cgroup/box/cpu.max": "250000 100000"}, 2),
-        ({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/cpu.max": "max 100000"}, 16),
+        (BOX | {"sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
+        ({"sys/fs/cgroup/cpu.max": "max 100000"}, 16),
     ],
     ids=["memory but for its cache", "cores", "no limit"],
 )

@@ -264,11 +264,14 @@ def test_what_failed_is_kept_apart_from_what_was_cut_short(project: Project) -> 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("CXX", "g++ -ffast-math -DX"), ("CXX", "ccache g++ -O0"), ("CXXFLAGS", "-DX"),
-     ("NVCC_APPEND_FLAGS", "-G"), ("CMAKE_ARGS", "-DA=1"), ("LD_PRELOAD", "/opt/evil.so")],
+     ("NVCC_APPEND_FLAGS", "-G"), ("CMAKE_ARGS", "-DA=1"), ("LD_PRELOAD", "/opt/evil.so"),
+     ("SKBUILD_CMAKE_DEFINE", "A=1"), ("CUDAHOSTCXX", "g++"), ("CPATH", "/opt"),
+     ("ZIG_LIB_DIR", "/")],
 )  # fmt: skip
 def test_flags_of_the_environment_are_recorded(name: str, value: str) -> None:
-    assert build_folder.influences({name: value}) == {name: value}
-    assert build_folder.influences({"CXX": "ccache g++-13"}) == {}
+    harmless = {"CC": "ccache gcc-13", "CUDACXX": "/cuda/bin/nvcc", "CFLAGS": " ", "PATH": "-x",
+                "CMAKE_BUILD_PARALLEL_LEVEL": "2"}  # fmt: skip
+    assert build_folder.influences({**harmless, name: value}) == {name: value}
 
 
 def test_the_report_that_is_published_holds_what_the_schema_names(project: Project) -> None:

@@ -1,20 +1,21 @@
 """A release without tokens: gate, package server, static index, and pip installs from both.
 
 The wheel is a small one of the tests, or the one that FLASH_ATTN_REHEARSAL names (`nox -s
-rehearse`), with a report made for it, since there is no GPU here.
+rehearse`), which is also installed as README says, beside the torch of the Python FLASH_ATTN_FRESH.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import package_server
 import pytest
@@ -22,9 +23,10 @@ import release_samples
 from fake_wheel import VERSION
 from flash_attn_build.compile import manifest
 from flash_attn_build.errors import RefusedError
-from flash_attn_build.files import ROOT
+from flash_attn_build.files import ROOT, sha256_of
 from flash_attn_build.release import __main__ as release
-from flash_attn_build.release import index
+from flash_attn_build.release import candidate, index
+from flash_attn_build.release.gate import gpu_test_modules
 from flash_attn_build.release.policy import POLICY
 from release_samples import MODULES, OTHER_WHEEL, TAG, Project, edit
 
@@ -65,10 +67,23 @@ def test_the_whole_way(project: Project, out: Path, tmp_path: Path) -> None:
     assert {"contract", "contract: family", *MODULES} <= set(result["passedTests"])
     assert (result["warnedTests"], result["failedTests"]) == (["sm_80: not verified"], [])
     upload_and_install(out / "package-index" / wheel, tmp_path)
-    install_from_index(out, project.wheel, tmp_path)
+    python, library = tmp_path / "environment" / "bin" / "python", library_in(tmp_path)
+    library.unlink()
+    with served_index(out, tmp_path) as address:
+        options = ("--no-deps", "--ignore-installed")
+        package_server.pip_install(python, f"{address}simple/", *options, NAME)
+    assert library.exists()
+    # Metadata first (PEP 658), then the wheel.
+    for name in (f"{wheel}.metadata", wheel):
+        assert f'"GET /packages/{name} ' in (tmp_path / "index.log").read_text()
 
 
-def upload_and_install(wheel: Path, folder: Path) -> Path:
+def library_in(folder: Path) -> Path:
+    (library,) = (folder / "environment").rglob("flash_attn_deterministic/_C.so")
+    return library
+
+
+def upload_and_install(wheel: Path, folder: Path) -> None:
     """By twine to a package server on loopback, and from there by pip; returns the library."""
     packages, log = folder / "packages", folder / "server.log"
     command = package_server.package_server(packages, log, "-P", ".", "-a", ".")
@@ -80,31 +95,21 @@ def upload_and_install(wheel: Path, folder: Path) -> Path:
         package_server.pip_install(python, f"{address}simple/", "--no-deps", NAME)
     (uploaded,) = packages.glob("*.whl")
     assert uploaded.read_bytes() == wheel.read_bytes()
-    (library,) = (folder / "environment").rglob("flash_attn_deterministic/_C.so")
     (bill,) = (folder / "environment").rglob("sboms/*.cdx.json")
-    assert hashlib.sha256(library.read_bytes()).hexdigest() in bill.read_text()
-    return library
+    assert sha256_of(library_in(folder)) in bill.read_text()
 
 
-def install_from_index(out: Path, wheel: Path, folder: Path) -> None:
-    """By pip, from the static index of what the gate wrote."""
+@contextmanager
+def served_index(out: Path, folder: Path) -> Iterator[str]:
+    """Serves the static index of what the gate wrote; its log is index.log."""
     shutil.copytree(out / "assets", folder / "releases" / TAG)
     made = folder / "index"
     arguments = ["--releases", str(folder / "releases"), "--out", str(made), "--unattested"]
     assert index.main(arguments) == 0
     command = [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"]
-    python = folder / "environment" / "bin" / "python"
-    (library,) = (folder / "environment").rglob("flash_attn_deterministic/_C.so")
-    library.unlink()
-    log = folder / "index.log"
-    with package_server.serve([*command, "--directory", str(made)], log) as address:
-        package_server.pip_install(
-            python, f"{address}simple/", "--no-deps", "--ignore-installed", NAME
-        )
-    # Metadata first (PEP 658), then the wheel.
-    for name in (f"{wheel.name}.metadata", wheel.name):
-        assert f'"GET /packages/{name} ' in log.read_text()
-    assert library.exists()
+    command += ["--directory", str(made)]
+    with package_server.serve(command, folder / "index.log") as address:
+        yield address
 
 
 def test_what_the_gate_refuses_is_not_written(
@@ -207,24 +212,66 @@ def test_attestations_are_asked_for_before_anything_is_read(
     assert "has no attestation" in capsys.readouterr().err
 
 
+FAKED = """\
+what stood in for GPU and GitHub:
+- for the tag: {tag} of a clone of HEAD
+- for the GPU: sections and environment of docs/results/verification.json as a report of this wheel,
+  a report of PTX, and a passed test for each module of tests/gpu
+- for attestations: none was asked for
+- for Pages and the package index: servers on this machine's loopback
+"""
+FAKED_OF_DEV = """\
+- for a release wheel: a dev wheel, whose manifest was edited (preset, locked tools, one run), and
+  whose kernels were not compared with cpp/instances.json
+"""
+
+
 @pytest.mark.skipif(not REAL, reason="FLASH_ATTN_REHEARSAL names no wheel; `nox -s rehearse` does")
-def test_the_real_wheel_takes_the_whole_way(
-    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+def test_from_the_tag_to_pip_install(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tree is a clone that is tagged for it; reports are made up, as no GPU is here."""
-    built = Path(REAL)
+    built, fresh = Path(REAL), Path(os.environ["FLASH_ATTN_FRESH"])
     root = tmp_path / "tree"
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(root)], check=True)
     project = Project(root, tmp_path / "dist", tmp_path / "dist" / built.name, POLICY)
     project.dist.mkdir()
-    text = manifest.read(manifest.path_of(built))
     shutil.copy(built, project.wheel)
     shutil.copy(manifest.path_of(built), project.manifest_path)
-    release_samples.write_report(project.wheel, project.report_path)
+    faked = FAKED.format(tag=TAG)
+    if manifest.read(project.manifest_path)["build"]["preset"] != "release":
+        faked += FAKED_OF_DEV
+        edit(project.manifest_path, as_of_a_release)
+        monkeypatch.setattr(candidate, "instance_problems", lambda info, root: ())
+    recorded = json.loads((ROOT / "docs" / "results" / "verification.json").read_text())
+    proof = {key: recorded[key] for key in ("sections", "environment")}
+    release_samples.write_report(project.wheel, project.report_path, **proof)
+    modules = dict.fromkeys(gpu_test_modules(root, POLICY), "")
+    tests, sha256 = project.report_path.with_name("gpu-tests.xml"), sha256_of(project.wheel)
+    release_samples.write_gpu_tests(tests, sha256, modules)
     release_samples.write_ptx_run(project)
     project.tag()
     assert run(project, out) == 0, capsys.readouterr().err
-    library = upload_and_install(out / "package-index" / built.name, tmp_path)
-    info = json.loads(library.with_name("_build_info.json").read_text())
-    assert info["cuda_toolkit"] == text["cuda_toolkit"]
-    install_from_index(out, project.wheel, tmp_path)
+    upload_and_install(out / "package-index" / built.name, tmp_path)
+    with served_index(out, tmp_path) as address:
+        # README's command: torch is there, and nothing else comes from elsewhere.
+        package_server.pip_install(fresh, f"{address}simple/", NAME)
+    program = (
+        "import torch, flash_attn_deterministic as fa; x = torch.randn(1, 70, 2, 64); "
+        "same = torch.equal(fa.flash_attn_func(x, x, x), fa.flash_attn_func(x, x, x)); "
+        "print(fa.__version__, same)"
+    )
+    said = subprocess.check_output([fresh, "-c", program], text=True, cwd=tmp_path)
+    assert said.split() == [VERSION, "True"]
+    subprocess.run([fresh.with_name(NAME), "info"], check=True, cwd=tmp_path)
+    with capsys.disabled():
+        print(f"\n{faked}{built.name}: gate, upload, index and `pip install --index-url` passed")
+
+
+def as_of_a_release(text: dict[str, Any]) -> None:
+    """Lets a dev wheel's manifest say what a release's does."""
+    cuda, units = text["cuda_toolkit"], len(text["translation_units"])
+    text["build"] |= {"preset": "release", "locked": True, "compiled_in_this_run": units}
+    text["build"]["toolkit_sha256"] = POLICY.toolkits[cuda][0]
+    for each in manifest.locked(cuda):
+        if each.marker is None or each.marker.evaluate():
+            text["tools"].setdefault(each.name, str(each.specifier).removeprefix("=="))

@@ -200,19 +200,11 @@ def test_hash_prints_what_a_pin_needs(
     assert run(pin, "hash", archive.parent / "none") == ToolchainError.exit_code
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("/****", "// ***", "Copyright"),
-        ("BSD-3-Clause", "Other", "SPDX"),
-        ("Neither", "Any", "Neither the name"),
-    ],
-    ids=["no comment", "other licence", "two clauses"],
-)
-def test_the_licence_of_cutlass(old: str, new: str, words: str) -> None:
+def test_the_licence_of_cutlass() -> None:
     text = cutlass_licence(HEADER)
     assert text.startswith("Copyright (c) 2001 The Sample Authors. All rights reserved.\nSPDX")
     assert text.endswith("POSSIBILITY OF SUCH DAMAGE.\n")
     assert not {"*", "pragma"} & set(text.split())
-    with pytest.raises(RefusedError, match=f"it lacks .{words}"):
-        cutlass_licence(HEADER.replace(old, new))
+    for old, new in (("/****", "// ***"), ("BSD-3-Clause", "Other")):
+        with pytest.raises(RefusedError, match=r"cutlass\.h: does not open with the BSD-3-Clause"):
+            cutlass_licence(HEADER.replace(old, new))

@@ -47,31 +47,16 @@ def rewritten(change: Callable[[zipfile.ZipInfo], object]) -> bytes:
     return out.getvalue()
 
 
-def more(name: str, **fields: object) -> bytes:
-    """One file more."""
-    out = io.BytesIO(WHOLE)
-    with pytest.MonkeyPatch.context(), zipfile.ZipFile(out, "a") as new:
-        item = zipfile.ZipInfo(name)
-        for field, value in fields.items():
-            setattr(item, field, value)
-        new.writestr(item, b"a")
-    return out.getvalue()
-
-
 ARCHIVES: dict[str, tuple[bytes, str]] = {
     "not one": (b"PK", "cannot be read"),
     "empty": (b"PK\5\6" + bytes(18), "cannot be read"),
     "cut off": (WHOLE[:-9], "cannot be read"),
-    "another date": (rewritten(lambda i: setattr(i, "date_time", (1999, 1, 1, 0, 0, 0))), "date"),
     "comment of a file": (rewritten(lambda i: setattr(i, "comment", b"x")), "differs at byte"),
     "extra field": (rewritten(lambda i: setattr(i, "extra", b"\1\1\0\0")), "differs at byte"),
     "hidden file": (
         WHOLE.replace(b"PK\1\2", b"PK\3\4" + WHOLE[4:30] + b"a/x.pya" + b"PK\1\2", 1),
         "archive: ",
     ),
-    "a file more": (more("a/c.py"), "differs at byte"),
-    "a folder": (more("a/c/"), "differs at byte"),
-    "another record": (WHOLE.replace(b"sha256=y", b"sha256=z"), "Bad CRC"),
 }
 
 
@@ -83,8 +68,11 @@ def test_an_archive_that_the_build_does_not_make(data: bytes, expected: str) -> 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_file_that_is_there_twice() -> None:
+    out = io.BytesIO(WHOLE)
+    with zipfile.ZipFile(out, "a") as new:
+        new.writestr("a/a.py", b"a")
     with pytest.raises(RefusedError, match=r"holds twice: \['a/a\.py'\]"):
-        archive.unpack(more("a/a.py"))
+        archive.unpack(out.getvalue())
 
 
 def test_another_compression_library_has_no_part_in_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from flash_attn_deterministic.build_info import build_info
 from flash_attn_deterministic.verify import limits, speed
 from flash_attn_deterministic.verify.contract import Attention
 from flash_attn_deterministic.verify.shared import timing
@@ -141,7 +142,7 @@ def test_ratios_are_those_of_the_gpu_by_name(monkeypatch: pytest.MonkeyPatch) ->
     assert speed.last_ratios("forward") == {}
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    ptx = replace(speed.build_info(), architectures=("80-virtual",))
+    ptx = replace(build_info(), architectures=("80-virtual",))
     monkeypatch.setattr(speed, "build_info", lambda: ptx)
     assert speed.last_ratios("forward") == {}
 
