@@ -200,8 +200,13 @@ def get_deterministic_mode() -> Mode:
         ArgumentError: a ValueError; the environment variables are wrong, and no mode was set since.
         MissingInstanceError: a RuntimeError; they ask for kernels that this wheel does not hold.
     """
+    return mode_of_call(torch.compiler.is_compiling())
+
+
+def mode_of_call(compiling: bool) -> Mode:
+    """Returns the mode of this thread; `compiling`: torch.compile traces the call."""
     mode = _thread.box.mode
-    if mode is None and not torch.compiler.is_compiling() and HAS_STATE and C._is_key_in_tls(_KEY):
+    if mode is None and not compiling and HAS_STATE and C._is_key_in_tls(_KEY):
         mode = _mode_of_backward()
     if mode is None:
         mode = _process_mode

@@ -150,11 +150,11 @@ def explain(
         bound = inspect.signature(inner).bind(*args, **kwargs)
         bound.apply_defaults()
         call = _prepared(bound.arguments)
-    first = call.arguments[0]
-    q = call.arguments[1] if first is None else first
-    check_no_tangent(call.arguments)
-    validate(*call, read_values=type(q) is torch.Tensor and q.device.type == "cpu")
-    return _plan(call)
+    op, arguments = call
+    q = arguments[1] if arguments[0] is None else arguments[0]
+    check_no_tangent(arguments)
+    validate(op, arguments, read_values=type(q) is torch.Tensor and q.device.type == "cpu")
+    return _plan(op, arguments)
 
 
 _FUNCTIONS = {name: getattr(interface, name) for name in interface.__all__}
@@ -180,17 +180,15 @@ def _prepared(given: dict[str, Any]) -> Call:
     elif "cu_seqlens_q" in given:
         lengths = Lengths(*(given.get(name) for name in Lengths._fields))  # type: ignore[arg-type]
     options = given["dropout_p"], *numbers, given["deterministic"]
-    return steps.prepare(inputs, lengths, options, slopes, sink).call
+    return steps.prepare(inputs, lengths, options, slopes, sink)[-1]
 
 
 _WITHOUT_BACKWARD = ("seqused_k", "leftpad_k", "block_table")
 
 
-def _plan(call: Call) -> Plan:
+def _plan(op: str, arguments: tuple[Any, ...]) -> Plan:
     """Returns the plan; lengths are those of the longest sequence, or an upper bound."""
-    name, given = unpacked(
-        call.op, dict(zip(argument_names(call.op), call.arguments, strict=False))
-    )
+    name, given = unpacked(op, dict(zip(argument_names(op), arguments, strict=False)))
     q, table = given["q"], given.get("block_table")
     keys, values = (given[f"{x}_cache" if name == "kvcache_fwd" else x] for x in "kv")
     # As the call pads them; kernels are made for the wider one.
@@ -206,7 +204,7 @@ def _plan(call: Call) -> Plan:
     else:
         batch, seqlen_q = q.shape[:2]
     split_size, deterministic = given["split_size"], given["deterministic"]
-    with_residual = call.op.endswith(WITH_RESIDUAL)
+    with_residual = op.endswith(WITH_RESIDUAL)
     tile, several = build_info().tile(head_dim), 0 < split_size < seqlen_k
     plan = Plan(
         family="reference",

@@ -1,9 +1,11 @@
 """What this package uses of torch that is not public, and what happens with a torch without it.
 
-`_AutoDispatchBelowAutograd`, `_any_requires_grad`, `_len_torch_dispatch_stack`,
-`_len_torch_function_stack`, `_get_function_stack_at`, `_functorch.maybe_current_level`,
-`forward_ad._current_level`, `OpOverload._op`: eager calls go through torch's dispatcher, and take
-the host longer. `torch.utils._device.DeviceContext`: so do calls inside a device context.
+`_dispatch_tls_set_dispatch_key_excluded`, `_dispatch_tls_is_dispatch_key_excluded`,
+`_AutoDispatchBelowAutograd`, `DispatchKey.AutogradFunctionality`, `_any_requires_grad`,
+`_len_torch_dispatch_stack`, `_len_torch_function_stack`, `_get_function_stack_at`,
+`_functorch.maybe_current_level`, `forward_ad._current_level`, `OpOverload._op`: eager calls go
+through torch's dispatcher, and take the host longer.
+`torch.utils._device.DeviceContext`: so do calls inside a device context.
 
 `_is_key_in_tls`, `_get_obj_in_tls`, `_stash_obj_in_tls`, `_remove_obj_from_tls`: backward()
 recomputes a checkpoint in the mode of the process, unless `checkpoint_contexts` is used.
@@ -23,14 +25,19 @@ import torch
 from torch.autograd import forward_ad
 
 C: Any = torch._C
+_functorch: Any = getattr(C, "_functorch", None)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _NAMES = (
+    *("_dispatch_tls_set_dispatch_key_excluded", "_dispatch_tls_is_dispatch_key_excluded"),
     *("_AutoDispatchBelowAutograd", "_any_requires_grad", "_get_function_stack_at"),
     *("_len_torch_dispatch_stack", "_len_torch_function_stack"),
 )
+# All backends' keys of autograd.
+AUTOGRAD = getattr(C.DispatchKey, "AutogradFunctionality", None)
 _CAN_SKIP = (
-    all(hasattr(C, name) for name in _NAMES)
-    and hasattr(getattr(C, "_functorch", None), "maybe_current_level")
+    AUTOGRAD is not None
+    and all(hasattr(C, name) for name in _NAMES)
+    and hasattr(_functorch, "maybe_current_level")
     and hasattr(forward_ad, "_current_level")
 )
 HAS_STATE = all(
@@ -49,7 +56,7 @@ def is_observed(tensors: Iterable[Any]) -> bool:
         not _CAN_SKIP
         or C._len_torch_dispatch_stack() > 0
         or (C._len_torch_function_stack() > 0 and not _only_device_contexts())
-        or C._functorch.maybe_current_level() is not None
+        or _functorch.maybe_current_level() is not None
         or forward_ad._current_level >= 0
         or not _PLAIN.issuperset(map(type, tensors))
     )

@@ -168,24 +168,19 @@ def forward_call(
     learnable_sink: Tensor | None = None,
 ) -> Call:
     """Lays out a forward; without lengths a dense one."""
-    dropout_p, scores, split_size, deterministic, deterministic_bwd, _ = options
-    tree = split_size, deterministic, deterministic_bwd
-    if isinstance(alibi_slopes, torch.Tensor):
-        (alibi_slopes,) = plain(alibi_slopes.detach())
     packed = len(inputs) == 2
-    arguments: tuple[object, ...]
+    numbers = options[:-1] if packed else (*options[:-1], learnable_sink)
+    if alibi_slopes is not None:
+        alibi_slopes = _detached(alibi_slopes)
+    arguments: tuple[Any, ...]
     if lengths is None:
         op = "qkvpacked_fwd" if packed else "fwd"
-        arguments = *inputs, alibi_slopes, rng_state, dropout_p, *scores, *tree
+        arguments = *inputs, alibi_slopes, rng_state, *numbers
     else:
         op = "varlen_qkvpacked_fwd" if packed else "varlen_fwd"
-        starts_q, starts_k, longest_q, longest_k, *others = lengths
-        indices = plain(starts_q, starts_k, *(() if packed else others))
-        random = alibi_slopes, rng_state, longest_q, longest_k, dropout_p
-        arguments = *inputs, *indices, *random, *scores, *tree
-    if not packed:
-        arguments = *arguments, learnable_sink
-    return Call(op + WITH_RESIDUAL if with_residual else op, arguments)
+        where = plain(*lengths[:2], *(() if packed else lengths[4:]))
+        arguments = *inputs, *where, alibi_slopes, rng_state, *lengths[2:4], *numbers
+    return op + WITH_RESIDUAL if with_residual else op, arguments
 
 
 def backward_call(
@@ -205,9 +200,9 @@ def backward_call(
     starts = () if lengths is None else plain(*lengths[:2])
     longest = () if lengths is None else lengths[2:4]
     random = *plain(alibi_slopes), rng_state
-    numbers = options.dropout_p, *options.scores, options.deterministic_bwd
+    numbers = *options[:5], options.deterministic_bwd
     arguments = dout, *inputs, out, softmax_lse, *starts, *random, *longest, *numbers, None, dlse
-    return Call(f"{op}_sums" if sums else op, arguments)
+    return f"{op}_sums" if sums else op, arguments
 
 
 def cache_call(
@@ -218,20 +213,23 @@ def cache_call(
     learnable_sink: Tensor | None = None,
 ) -> Call:
     """Lays out a call on a cache; tensors are those from q to block_table."""
+    if alibi_slopes is not None:
+        alibi_slopes = _detached(alibi_slopes)
+    where = *tensors[:5], *plain(*tensors[5:]), alibi_slopes
+    # Its numbers have no dropout_p and no deterministic_bwd, and one more.
+    numbers = *options[1:5], rotary_interleaved, *options[5:7]
+    return "kvcache_fwd", (*where, *numbers, learnable_sink)
+
+
+def _detached(alibi_slopes: Any) -> Any:
     if isinstance(alibi_slopes, torch.Tensor):
-        alibi_slopes = alibi_slopes.detach()
-    _, scores, split_size, deterministic, _, _ = options
-    indices = plain(*tensors[5:], alibi_slopes)
-    settings = *scores, rotary_interleaved, split_size, deterministic, learnable_sink
-    return Call("kvcache_fwd", (*tensors[:5], *indices, *settings))
+        (alibi_slopes,) = plain(alibi_slopes.detach())
+    return alibi_slopes
 
 
 def plain(*tensors: Any) -> list[Any]:
     """Returns small tensors as the ops take them, contiguous; what they refuse, as it is."""
-    made = [*tensors]
-    for place, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            made[place] = tensor.contiguous()
-    return made
+    return [
+        x.contiguous() if isinstance(x, torch.Tensor) and x.layout is torch.strided else x
+        for x in tensors
+    ]

@@ -15,28 +15,15 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 Deterministic = bool | Literal["never"] | None
 
 
-class Scores(NamedTuple):
-    """The numbers that define scores and mask, in the order of the ops' arguments.
+class Options(NamedTuple):
+    """The numbers and flags of a call, but for the last in the order of the ops' arguments.
 
     Args:
+        dropout_p: 0.0: none.
         softmax_scale: factor of q k^T.
         window_left: how many keys before its own position a query sees; -1: no limit.
         window_right: the same after it; 0 for causal.
         softcap: 0.0: none.
-    """
-
-    softmax_scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-
-
-class Options(NamedTuple):
-    """The numbers and flags of a call.
-
-    Args:
-        dropout_p: 0.0: none.
-        scores: see `Scores`.
         split_size: tokens per split; 0: one split.
         deterministic: whether the forward is.
         deterministic_bwd: whether the backward is.
@@ -44,7 +31,10 @@ class Options(NamedTuple):
     """
 
     dropout_p: float
-    scores: Scores
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
     split_size: int
     deterministic: bool
     deterministic_bwd: bool
@@ -63,8 +53,5 @@ class Lengths(NamedTuple):
     block_table: Tensor | None = None
 
 
-class Call(NamedTuple):
-    """An op, by its name, and its arguments in the order of its schema."""
-
-    op: str
-    arguments: tuple[Any, ...]
+# An op, by its name, and its arguments in the order of its schema.
+Call = tuple[str, tuple[Any, ...]]

@@ -17,7 +17,6 @@ import torch
 
 from ..build_info import build_info
 from ..errors import ArgumentError, ArgumentTypeError, BuildInfoError
-from ..types import Scores
 from .describe import shown, type_name
 
 _INTS = (int, torch.SymInt)
@@ -97,8 +96,8 @@ def require(condition: Any, message: Callable[[], str]) -> None:
 
 def as_scores(
     head_dim: int, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any
-) -> Scores:
-    """Returns the numbers that define scores and mask; a softmax_scale of None: head_dim ** -0.5.
+) -> tuple[float, int, int, float]:
+    """Returns softmax_scale (None: head_dim ** -0.5), window_left, window_right and softcap.
 
     They do not depend on lengths: a window that covers a whole sequence stays a window, since
     otherwise the bits could depend on the length of another sequence in the batch.
@@ -112,7 +111,7 @@ def as_scores(
     if cap <= 0:  # none, as in flash_attn
         cap = 0.0
     check_factors(scale, cap)
-    return Scores(float(scale), left, 0 if causal else right, float(cap))
+    return float(scale), left, 0 if causal else right, float(cap)
 
 
 def check_factors(softmax_scale: float, softcap: float) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from ..errors import ArgumentError, DtypeError, UnsupportedError
 from ..schemas import WITH_RESIDUAL, argument_names, parts_of
-from ..types import Scores
 from . import kernels, numbers, values
 from .describe import shown
 from .tensors import (
@@ -410,7 +409,7 @@ def _rotary(given: Given, capacity: int, seqlens: int | torch.Tensor | None) -> 
         )
     check_shape("rotary_sin", sin, (seqlen_ro, half), "the shape of rotary_cos")
     if isinstance(seqlens, int):
-        values.check_rotated_queries(seqlens, q, cos, Scores(*(given[n] for n in Scores._fields)))
+        values.check_rotated_queries(seqlens, given)
 
 
 _VALIDATORS: dict[str, Callable[[Given], None]] = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
-from ..types import Lengths, Scores
+from ..types import Lengths
 from .numbers import require
 from .tensors import Names
 
@@ -84,20 +84,18 @@ def _check_cache(given: dict[str, Any]) -> None:
         last = [k_cache.shape[0] - 1] * batch
         _check_each("cache_batch_idx", index.tolist(), last, "the places in the cache")
     if cos is not None:
-        scores = Scores(*(given[field] for field in Scores._fields))
         for sequence, position in enumerate(used):
-            check_rotated_queries(position, q, cos, scores, f" in sequence {sequence}")
+            check_rotated_queries(position, given, f" in sequence {sequence}")
 
 
-def check_rotated_queries(
-    begin: int, q: torch.Tensor, cos: torch.Tensor, scores: Scores, where: str = ""
-) -> None:
+def check_rotated_queries(begin: int, given: dict[str, Any], where: str = "") -> None:
     """Checks that the rotary tables reach to the last query of a sequence.
 
     Query i is at begin + i with causal or a window, otherwise all are at begin. With more queries
     than new keys that may be beyond the capacity of the cache.
     """
-    advance = scores.window_left >= 0 or scores.window_right >= 0
+    q, cos = given["q"], given["rotary_cos"]
+    advance = given["window_left"] >= 0 or given["window_right"] >= 0
     end = begin + (q.shape[1] if advance else min(q.shape[1], 1))
     require(
         end <= cos.shape[0],

@@ -150,7 +150,7 @@ def _resolve(
                 f"ulysses_degree: expected a divisor of {ranks.size} ranks and of {nheads_k} KV "
                 f"heads, got {degree}"
             )
-    scale, left, right, softcap = found.scores
+    scale, left, right, softcap = found[1:5]
     return CallSpec(
         ranks.name,
         check_order(where.order),

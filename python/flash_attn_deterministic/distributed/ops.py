@@ -248,7 +248,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
         ctx.forward = -1 if agreed is None else agreed.last
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Gradients:
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
     saved = ctx.saved_tensors
     if dout is None:
         # The other ranks may have a gradient, and wait for this one.
@@ -256,7 +258,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     gradients = torch.ops.flash_attn_deterministic.sequence_bwd(
         dout.contiguous(), *saved, ctx.spec, ctx.forward
     )
-    return gradients  # type: ignore[no-any-return]
+    return *gradients, None, None
 
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call, unused-ignore]

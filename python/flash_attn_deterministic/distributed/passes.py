@@ -11,7 +11,7 @@ import torch
 
 from .. import schemas, tree
 from ..ops.autograd import run
-from ..types import Gradients, Lengths, Options, Scores
+from ..types import Gradients, Lengths, Options
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
@@ -43,8 +43,8 @@ class Numbers(NamedTuple):
 
     def options(self, call: Call) -> Options:
         """Returns what the op of a call takes."""
-        scores = Scores(self.softmax_scale, *call.mask, self.softcap)
-        return Options(0.0, scores, self.split_size, self.deterministic, self.deterministic_bwd)
+        scores = self.softmax_scale, *call.mask, self.softcap
+        return Options(0.0, *scores, self.split_size, self.deterministic, self.deterministic_bwd)
 
 
 class Rows(NamedTuple):

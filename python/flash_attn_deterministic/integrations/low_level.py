@@ -151,11 +151,12 @@ def _resolved(
 
 def _check_head_dim(call: Call) -> None:
     """Refuses a head_dim that is no multiple of 8: results would have the padded one."""
-    given = dict(zip(argument_names(call.op), call.arguments, strict=False))
+    op, arguments = call
+    given = dict(zip(argument_names(op), arguments, strict=False))
     for name in "qv":
         head_dim = getattr(given[name], "shape", (0,))[-1]
         if head_dim % 8:
-            validate(*call)
+            validate(op, arguments)
             raise ArgumentError(
                 f"{name}: expected a head_dim that is a multiple of 8, got {head_dim}; pad q, k "
                 "and v with zeros, or call flash_attn_func, which does"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, cast, overload
+from typing import Any, Literal, ParamSpec, Protocol, cast, overload
 
 import torch
 
 from ..checks import numbers
 from ..checks.ops import validate
 from ..errors import UnsupportedError
-from ..mode import Mode, get_deterministic_mode, resolve, resolve_deterministic
+from ..mode import Mode, mode_of_call, resolve, resolve_deterministic
 from ..ops.autograd import run
 from ..private import C
 from ..schemas import argument_names, forward_call, parts_of
@@ -50,16 +50,6 @@ def typed(function: Callable[Arguments, Any]) -> Attention[Arguments]:
     return cast(Attention[Arguments], function)
 
 
-class Prepared(NamedTuple):
-    """A call up to its op; nothing was copied or drawn, and only numbers were checked."""
-
-    inputs: Inputs
-    lengths: Lengths | None
-    head_dim: int
-    options: Options
-    call: Call
-
-
 def attend(
     inputs: Inputs,
     lengths: Lengths | None,
@@ -81,9 +71,8 @@ def attend(
     with_probs = return_attn_probs
     if with_probs is not False:
         with_probs = numbers.as_flag("return_attn_probs", return_attn_probs)
-    inputs, lengths, head_dim, options, call = prepare(
-        inputs, lengths, given, alibi_slopes, learnable_sink
-    )
+    prepared = prepare(inputs, lengths, given, alibi_slopes, learnable_sink)
+    inputs, lengths, head_dim, options, call = prepared
     try:
         head_dim_v = inputs[-1].shape[-1]
     except (AttributeError, IndexError, RuntimeError):
@@ -91,17 +80,19 @@ def attend(
     pads = bool(head_dim % 8 or head_dim_v % 8)
     if pads or options.dropout_p:
         call = completed(call, pads)
-    out, softmax_lse, *_ = run(call)
+    results = run(call)
+    out: torch.Tensor = results[0]
     if head_dim_v % 8:
         out = out[..., :head_dim_v]
     if not with_probs:
-        return out  # type: ignore[no-any-return]
+        return out
+    softmax_lse = results[1]
     if not options.dropout_p:
         return out, softmax_lse, out.new_empty(0)
     # Imported here, to keep the import of the package short.
     from ..reference.probs import signed_probs
 
-    drawn = dict(zip(argument_names(call.op), call.arguments, strict=False))
+    drawn = dict(zip(argument_names(call[0]), call[1], strict=False))
     q, k, _ = parts_of(*inputs) if len(inputs) == 2 else inputs
     random = drawn["alibi_slopes"], drawn["rng_state"]
     return out, softmax_lse, signed_probs(q, k, softmax_lse, lengths, *random, options)
@@ -113,20 +104,27 @@ def prepare(
     given: tuple[Any, ...],
     alibi_slopes: torch.Tensor | None,
     learnable_sink: torch.Tensor | None = None,
-) -> Prepared:
-    """Finds the op of a call and lays out its arguments; see `attend`."""
+) -> tuple[Inputs, Lengths | None, int, Options, Call]:
+    """Finds the op of a call and lays out its arguments; see `attend`.
+
+    Returns:
+        inputs, lengths, head_dim, options, and the call. Nothing was copied or drawn, and only
+        numbers were checked.
+    """
     if C._is_any_autocast_enabled():
         inputs = autocast(inputs)
     head_dim, options = resolve_options(inputs[1] if inputs[0] is None else inputs[0], *given)
-    if lengths is not None and not (type(lengths[2]) is int is type(lengths[3])):
-        lengths = with_ints(lengths, inputs[0] is None)
     sink = None if learnable_sink is None else as_sink(learnable_sink)
-    leaves = inputs if sink is None else (*inputs, sink)
-    residual = options.keep_residual and has_backward(leaves, lengths)
-    if torch.compiler.is_compiling() and lengths is not None:
-        _check_no_gradient(leaves, lengths)
+    residual = False
+    if lengths is not None:
+        if not (type(lengths[2]) is int is type(lengths[3])):
+            lengths = with_ints(lengths, inputs[0] is None)
+        if torch.compiler.is_compiling():
+            _check_no_gradient((*inputs, sink), lengths)
+    if options.keep_residual:
+        residual = has_backward((*inputs, sink), lengths)
     call = forward_call(inputs, lengths, options, alibi_slopes, None, residual, sink)
-    return Prepared(inputs, lengths, head_dim, options, call)
+    return inputs, lengths, head_dim, options, call
 
 
 def as_sink(learnable_sink: Any) -> Any:
@@ -140,8 +138,9 @@ def as_sink(learnable_sink: Any) -> Any:
 
 def completed(call: Call, pads: bool) -> Call:
     """Returns a call with padded tensors, and with the seed of its dropout; a wrong one raises."""
-    validate(*call)  # before a seed is drawn, and with the caller's shapes
-    changed = dict(zip(argument_names(call.op), call.arguments, strict=False))
+    op, arguments = call
+    validate(op, arguments)  # before a seed is drawn, and with the caller's shapes
+    changed = dict(zip(argument_names(op), arguments, strict=False))
     if changed.get("dropout_p"):
         first = changed["qkv" if "qkv" in changed else "q"]
         if hasattr(first, "device_mesh"):
@@ -154,7 +153,7 @@ def completed(call: Call, pads: bool) -> Call:
         for name in ("q", "k", "v", "qkv", "k_cache", "v_cache"):
             if changed.get(name) is not None:
                 changed[name] = padded(changed[name])
-    return Call(call.op, tuple(changed.values()))
+    return op, tuple(changed.values())
 
 
 def autocast(inputs: Inputs) -> Inputs:
@@ -186,22 +185,25 @@ def resolve_options(
         head_dim = q.shape[-1] or 8
     except (AttributeError, IndexError, RuntimeError):
         head_dim = 8  # no tensor, of no dimension, or nested: the op refuses it
-    mode = get_deterministic_mode()
+    compiling = torch.compiler.is_compiling()
+    mode = mode_of_call(compiling)
     plain = head_dim, dropout_p, softmax_scale, causal, softcap, split_size, deterministic
-    if type(window_size) is tuple and len(window_size) == 2 and not torch.compiler.is_compiling():
-        arguments = plain + window_size
-        if _PYTHON_TYPES.issuperset(map(type, arguments)):
-            only_deterministic = torch.are_deterministic_algorithms_enabled()
-            return head_dim, _known_options(mode, only_deterministic, *arguments)
+    if not compiling and type(window_size) is tuple:
+        only_deterministic = torch.are_deterministic_algorithms_enabled()
+        try:
+            return head_dim, _known_options(mode, only_deterministic, *plain, *window_size)
+        except TypeError:
+            pass  # an argument that can't be the key of a cache, or a wrong one
     return head_dim, _find_options(mode, window_size, *plain)
 
 
 # typed: True == 1 == 1.0, but not each of them is a valid value of each argument.
 @functools.lru_cache(maxsize=256, typed=True)
 def _known_options(mode: Mode, only_deterministic: bool, *arguments: Any) -> Options:
-    """Calls `_find_options` with Python numbers and strings, which can be keys of a cache."""
-    *plain, left, right = arguments
-    return _find_options(mode, (left, right), *plain)
+    """Calls `_find_options` with Python numbers and strings; a TypeError for other arguments."""
+    if not _PYTHON_TYPES.issuperset(map(type, arguments)):
+        raise TypeError
+    return _find_options(mode, arguments[7:], *arguments[:7])
 
 
 def _find_options(
@@ -219,7 +221,8 @@ def _find_options(
     scores = numbers.as_scores(head_dim, softmax_scale, causal, window_size, softcap)
     mode = resolve(mode, None if split_size is None else numbers.as_split_size(split_size))
     backward = resolve_deterministic(deterministic, mode)
-    return Options(dropout_p, scores, mode.split_size, mode.enabled, backward, mode.keep_residual)
+    tree = mode.split_size, mode.enabled, backward
+    return Options(dropout_p, *scores, *tree, mode.keep_residual)
 
 
 def with_ints(lengths: Lengths, same: bool) -> Lengths:

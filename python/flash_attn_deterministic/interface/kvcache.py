@@ -113,8 +113,10 @@ def flash_attn_with_kvcache(
         2104.09864).
     """
     numbers.check_num_splits(num_splits)
-    interleaved = numbers.as_flag("rotary_interleaved", rotary_interleaved)
-    with_lse = numbers.as_flag("return_softmax_lse", return_softmax_lse)
+    interleaved, with_lse = rotary_interleaved, return_softmax_lse
+    if interleaved is not True or with_lse is not False:
+        interleaved = numbers.as_flag("rotary_interleaved", rotary_interleaved)
+        with_lse = numbers.as_flag("return_softmax_lse", return_softmax_lse)
     given = softmax_scale, causal, window_size, softcap, split_size
     new = q, k_cache, v_cache, k, v
     indices = cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table
@@ -129,7 +131,7 @@ def flash_attn_with_kvcache(
             out, softmax_lse = run(call)
             out = out[..., :head_dim_v]
             if k is not None:
-                _, k_copy, v_copy, *_ = call.arguments
+                _, k_copy, v_copy, *_ = call[1]
                 with _writable():
                     for cache, copy in ((k_cache, k_copy), (v_cache, v_copy)):
                         if copy is not cache:

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from ..checks.ops import validate
 from ..errors import NotDeterministicError, UnsupportedError
-from ..private import C, is_observed
+from ..private import AUTOGRAD, C, is_observed
 from ..schemas import BACKWARD, FORWARD, WITH_RESIDUAL, argument_names
 from ..types import Call
 
@@ -45,22 +45,29 @@ def run(call: Call) -> Any:
     """Runs an op. A refusal of torch or C++ is put into our words where we have some."""
     name, arguments = call
     op = getattr(_OPS, name)
-    apply, count, end = _FUNCTIONS.get(name, _NO_GRADIENT)
-    wanted = arguments[:count] + arguments[end:]
     # Where torch.compile could not compile the caller, it may start tracing here. All lines below
     # are in one function, so that it can't start between them.
     if torch.compiler.is_compiling():
         validate(name, arguments)  # torch.compile would change the type of an error of the op
         return op(*arguments)
+    apply, count, end = _FUNCTIONS.get(name, _NO_GRADIENT)
+    wanted = arguments[:count] + arguments[end:]
     try:
         if is_observed(wanted):
             _know_sharding()
             return op(*arguments)
         if apply is not None and torch.is_grad_enabled() and C._any_requires_grad(*wanted):
             return apply(*wanted, None, arguments)
-        with C._AutoDispatchBelowAutograd():
-            # _op is what the object calls: one Python function less.
-            return getattr(op, "_op", op)(*arguments)
+        # _op is what the object calls: one Python function less.
+        direct = getattr(op, "_op", op)
+        if C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD):
+            return direct(*arguments)
+        # As _AutoDispatchBelowAutograd does, whose object costs the host more than this.
+        C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, True)
+        try:
+            return direct(*arguments)
+        finally:
+            C._dispatch_tls_set_dispatch_key_excluded(AUTOGRAD, False)
     except Exception as error:
         problem = error
     try:
@@ -129,20 +136,17 @@ def function_of(
         name: of the op.
         setup: puts into the context what the backward needs; takes it, the arguments, the results.
         backward: takes the context and the gradients of the results; returns those of `count`
-            tensors.
+            tensors, and None for the key set and the arguments.
     """
 
     def forward(ctx: Any, *inputs: Any) -> Any:
-        *_, keyset, arguments = inputs
+        keyset, arguments = inputs[-2:]
         output = _below_autograd(name, keyset, arguments)
         if setup is not None:
             setup(ctx, arguments, output)
         return output
 
-    def backward_of_all(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return *backward(ctx, *gradients), None, None
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     function: Any = type(name, (torch.autograd.Function,), methods)
     return super(torch.autograd.Function, function).apply  # type: ignore[no-any-return]
 
@@ -150,8 +154,7 @@ def function_of(
 def _forward_function(name: str) -> tuple[Callable[..., Any], int, int]:
     """Returns apply, count and end of a forward op; see `autograd_kernel`."""
     names = argument_names(name)
-    has_sink = "learnable_sink" in names
-    end = names.index("learnable_sink") if has_sink else _NONE_AT_THE_END
+    end = names.index("learnable_sink") if "learnable_sink" in names else _NONE_AT_THE_END
     backward_name = name.removesuffix(WITH_RESIDUAL).replace("fwd", "bwd")
     count = names.index("qkv" if "qkv" in names else "v") + 1
     # The backward takes dout, the inputs, out, softmax_lse, more tensors, numbers; residual, dlse.
@@ -168,39 +171,46 @@ def _forward_function(name: str) -> tuple[Callable[..., Any], int, int]:
     def setup(ctx: Any, arguments: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         out, softmax_lse, *residual = output
         tensors = *arguments[:count], out, softmax_lse, *more(arguments)
-        ctx.save_for_backward(*arguments[end:], *tensors, *(residual or (None,)))
+        ctx.save_for_backward(*tensors, *(residual or (None,)), *arguments[end:])
         ctx.numbers = numbers(arguments)
-        ctx.without_backward = [other for other, place in without if arguments[place] is not None]
-        ctx.mark_non_differentiable(*residual)
+        if without:
+            ctx.without_backward = [n for n, place in without if arguments[place] is not None]
+        if residual:
+            ctx.mark_non_differentiable(*residual)
         ctx.set_materialize_grads(False)
 
     def backward(
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *others: None
     ) -> tuple[Any, ...]:
-        if ctx.without_backward:
+        if without and ctx.without_backward:
             raise UnsupportedError(
                 f"{ctx.without_backward[0]}: there is no backward with it; pass packed sequences "
                 "without it, or detach q, k and v"
             )
         if dout is None and dlse is None:
-            return (None,) * (len(ctx.needs_input_grad) - 2)
+            return (None,) * len(ctx.needs_input_grad)
         # Read once: torch.utils.checkpoint frees them then.
-        *saved, residual = ctx.saved_tensors
-        sinks, saved = saved[:-kept], saved[-kept:]
-        dout = torch.zeros_like(saved[count]) if dout is None else dout
-        dlse = None if dlse is None else dlse.contiguous()
+        tensors = ctx.saved_tensors
+        saved, residual, sinks = tensors[:kept], tensors[kept], tensors[kept + 1 :]
+        if dout is None:
+            dout = torch.zeros_like(saved[count])
+        if dlse is not None:
+            dlse = dlse.contiguous()
         if not ctx.numbers[-1]:  # deterministic
             alert_atomics(dout.device)
         if dout.stride(-1) != 1:
             dout = dout.contiguous()  # the gradient of a sum, for instance, has stride 0
-        gradients = run(Call(backward_name, (dout, *saved, *ctx.numbers, residual, dlse)))
+        gradients = run((backward_name, (dout, *saved, *ctx.numbers, residual, dlse)))
         if saved[0] is None:  # q is in the packed tensor, and its gradient is empty
-            return None, *gradients[1:]
-        if not sinks or not ctx.needs_input_grad[count]:
-            return *gradients, *(None for _ in sinks)
-        starts = (saved[count + 2], ctx.numbers[0]) if "varlen" in name else (None, 0)
-        rows = dout, *saved[count : count + 2], *sinks, *starts, residual, dlse
-        return *gradients, run(Call("sink_bwd", rows))
+            gradients = None, *gradients[1:]
+        if sinks:
+            dsink = None
+            if ctx.needs_input_grad[count]:
+                starts = (saved[count + 2], ctx.numbers[0]) if "varlen" in name else (None, 0)
+                rows = dout, *saved[count : count + 2], *sinks, *starts, residual, dlse
+                dsink = run(("sink_bwd", rows))
+            gradients = *gradients, dsink
+        return *gradients, None, None
 
     return function_of(name, setup, backward), count, end
 

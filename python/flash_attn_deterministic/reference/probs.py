@@ -81,7 +81,7 @@ def _signed_probs(
     options: Options,
 ) -> torch.Tensor:
     """Computes `signed_probs`; sequences end at seqlens, which are (batch,) or of no dimension."""
-    scale, window_left, window_right, softcap = options.scores
+    scale, window_left, window_right, softcap = options[1:5]
     batch, seqlen_q, nheads, _ = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
     device = q.device
