@@ -38,7 +38,7 @@ PREFACES = {
 | `FLASH_ATTENTION_DETERMINISTIC`, `FA2_DETERMINISTIC` | 1 or 0 | whether the mode is on when a process starts; of two the first counts |
 | `FLASH_ATTENTION_SPLIT_SIZE`, `FA2_SPLIT_SIZE` | tokens, 0: one split | its split size |
 | `FLASH_ATTENTION_FAMILY` | sm80 or sm90 | which kernels run where both can; read in each call |
-| `FA2_REPAIR_VLLM_NORM` | 1 | vLLM's plugin repairs [its norm](integrations.md#the-norm-of-vllms-batch-invariant-mode) |
+| `FLASH_ATTENTION_REPAIR_VLLM_NORM`, `FA2_REPAIR_VLLM_NORM` | 1 | vLLM's plugin repairs [its norm](integrations.md#the-norm-of-vllms-batch-invariant-mode) |
 | `FLASH_ATTENTION_RANK_CHECKS` | first, always or off | when ranks compare their calls: [distributed](distributed.md#errors) |
 | `FLASH_ATTENTION_TEST_DEVICE` | | of tests: plans as for another GPU |""",
 }

@@ -23,6 +23,7 @@ import torch
 from .build_info import build_info
 from .checks.describe import name_of, shown, type_name
 from .checks.numbers import as_flag, as_mode_split_size
+from .environment import ENABLED, SPLIT_SIZE, read
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -35,9 +36,6 @@ from .private import HAS_STATE, C, get_state, put_state
 
 DEFAULT_SPLIT_SIZE = 2048
 NEVER = "never"  # gradients are added atomically, whatever the mode
-# The variables of each setting; of several that are set, the first one counts.
-ENABLED = ("FLASH_ATTENTION_DETERMINISTIC", "FA2_DETERMINISTIC")
-SPLIT_SIZE = ("FLASH_ATTENTION_SPLIT_SIZE", "FA2_SPLIT_SIZE")
 _MAX_DIGITS = 18
 DECORATED = "_deterministic_mode"  # a decorated function's attribute, with the block's arguments
 _KEY = "flash_attn_deterministic.mode"  # in torch's thread-local state
@@ -74,13 +72,13 @@ def _read_environment(environ: Mapping[str, str], wheel_is_deterministic: bool) 
         ArgumentError: a variable has a wrong value; the message names it.
         MissingInstanceError: the variables ask for what the wheel does not hold.
     """
-    name, text = _read(environ, ENABLED)
+    name, text = read(environ, ENABLED)
     if text and text.lower() not in _WORDS:
         raise ArgumentError(f"{name}: expected one of {', '.join(_WORDS)}, got {shown(text)}")
     enabled = _WORDS[text.lower()] if text else wheel_is_deterministic
     if enabled and not wheel_is_deterministic:
         raise _not_in_wheel(name, "unset it or set it to 0")
-    name, text = _read(environ, SPLIT_SIZE)
+    name, text = read(environ, SPLIT_SIZE)
     if not text:
         return Mode(enabled, DEFAULT_SPLIT_SIZE)
     # Python refuses to convert thousands of digits; no valid number has more than these.
@@ -90,12 +88,6 @@ def _read_environment(environ: Mapping[str, str], wheel_is_deterministic: bool) 
             f"unset it for {DEFAULT_SPLIT_SIZE}"
         )
     return Mode(enabled, as_mode_split_size(int(text), name))
-
-
-def _read(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:
-    """Returns name and value of the first variable that is set."""
-    values = ((name, environ.get(name, "").strip()) for name in names)
-    return next(((name, text) for name, text in values if text), (names[0], ""))
 
 
 def _not_in_wheel(name: str, otherwise: str) -> MissingInstanceError:

@@ -27,6 +27,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from ..environment import REPAIR_VLLM_NORM, read
 from ..errors import UnsupportedError
 from ..types import Lengths
 from .paged import PagedAttention
@@ -43,15 +44,14 @@ def register() -> None:
             register_backend(NAME, path)
     elif "flash_attn_deterministic" in os.environ.get("VLLM_PLUGINS", "").split(","):
         register_backend(AttentionBackendEnum.CUSTOM, path)
-    if os.environ.get("FA2_REPAIR_VLLM_NORM") == "1":
+    if read(os.environ, REPAIR_VLLM_NORM)[1] == "1":
         repair_norm()
 
 
 def repair_norm() -> None:
     """Replaces the fused norm of vLLM's batch-invariant mode, whose bits depend on the batch.
 
-    The residual is added first, and the plain norm, which is invariant, is computed after it. The
-    variable FA2_REPAIR_VLLM_NORM=1 applies it in each process that loads this package's plugin.
+    The residual is added first, and the plain norm, which is invariant, is computed after it.
     """
     from vllm.model_executor.layers import layernorm
 
@@ -184,16 +184,7 @@ class DeterministicBuilder(AttentionMetadataBuilder):  # type: ignore[misc, type
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Step:
-        """Returns what the layers of a step need.
-
-        Args:
-            common_prefix_len: without effect.
-            common_attn_metadata: of vLLM.
-            fast_build: without effect.
-
-        Raises:
-            UnsupportedError: a NotImplementedError; causal differs between requests.
-        """
+        """Returns what the layers of a step need; a causal for each request is refused."""
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
             raise UnsupportedError("causal: expected one flag for all requests, got a tensor")
@@ -232,24 +223,10 @@ class DeterministicBuilder(AttentionMetadataBuilder):  # type: ignore[misc, type
 
 
 class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-ignore]
-    """Computes the attention of one layer.
+    """Computes the attention of one layer; arguments as vLLM passes them.
 
-    Args:
-        num_heads: query heads.
-        head_size: their dimension.
-        scale: of the scores.
-        num_kv_heads: heads of keys and values; None: num_heads.
-        alibi_slopes: one per query head.
-        sliding_window: how many tokens a query sees, itself included.
-        kv_cache_dtype: "auto", or the model's.
-        logits_soft_cap: of the scores.
-        attn_type: decoder.
-        kv_sharing_target_layer_name: a layer whose cache this one reads instead of writing its own.
-        sinks: (num_heads,), a logit per head that takes part in each softmax.
-        unknown: arguments of other layers; only None.
-
-    Raises:
-        UnsupportedError: a NotImplementedError; an encoder, or an unknown argument.
+    sliding_window counts the query's own token. With kv_sharing_target_layer_name, the layer reads
+    another one's cache, and writes none. Encoders and unknown arguments raise UnsupportedError.
     """
 
     def __init__(
@@ -295,25 +272,21 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes attention over the cache into output.
+        """Writes attention over the cache into output, and returns it.
+
+        key and value are in the cache already: do_kv_cache_update wrote them. A quantised output,
+        or a cache of another shape, raises UnsupportedError.
 
         Args:
-            layer: not used.
+            layer: not used; nor are key and value.
             query: (tokens, num_heads, head_size), padded.
-            key: not used: do_kv_cache_update has written it.
-            value: not used.
+            key: see layer.
+            value: see layer.
             kv_cache: (pages, num_kv_heads, page_block_size, 2 * head_size).
             attn_metadata: the step; None while vLLM measures memory.
-            output: (tokens, num_heads, head_size) or (tokens, num_heads * head_size): written to.
-            output_scale: None.
-            output_block_scale: None.
-
-        Returns:
-            output.
-
-        Raises:
-            UnsupportedError: a NotImplementedError; a quantised output, or a cache of another
-                shape.
+            output: (tokens, num_heads, head_size) or (tokens, num_heads * head_size).
+            output_scale: None, like output_block_scale.
+            output_block_scale: see output_scale.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale: expected None; outputs are not quantised")
@@ -334,15 +307,10 @@ class DeterministicImpl(AttentionImpl):  # type: ignore[misc, type-arg, unused-i
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Writes new keys and values into the cache.
+        """Writes new keys and values (tokens, num_kv_heads, head_size) into the cache.
 
-        Args:
-            layer: has the scales of a quantised cache.
-            key: (tokens, num_kv_heads, head_size), may be longer than slot_mapping.
-            value: like key.
-            kv_cache: (pages, num_kv_heads, page_block_size, 2 * head_size).
-            slot_mapping: (tokens,), int64, page * page_block_size + place of each new token; -1:
-                padding, which is not written.
+        slot_mapping is (tokens,), int64: page * page_block_size + place of each new token; -1 for
+        padding, which is not written. There may be more keys than that.
         """
         if not self._writes:
             return

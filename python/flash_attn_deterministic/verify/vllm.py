@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..environment import REPAIR_VLLM_NORM, read
 from ..errors import ArgumentError
 from .outcome import Exit
 from .shared.bits import bits
@@ -35,7 +36,6 @@ from .shared.files import json_text, write_files
 LENGTHS = (7, 16, 17, 33, 64, 100, 128, 129, 255, 511, 700, 1024, 1500, 2047, 2500, 3000)
 _NEW_TOKENS = 32
 _SHORT = 300  # prompts that are also computed a few tokens a step
-REPAIR = "FA2_REPAIR_VLLM_NORM"
 _POSITIONS = 1 << 32  # a row's key: position * _POSITIONS + token
 
 
@@ -432,7 +432,7 @@ def main(model: str, options: str, only: str, out: str) -> None:
         "model": model,
         "options": json.loads(options),
         "VLLM_BATCH_INVARIANT": os.environ.get("VLLM_BATCH_INVARIANT"),
-        REPAIR: os.environ.get(REPAIR),
+        REPAIR_VLLM_NORM[0]: read(os.environ, REPAIR_VLLM_NORM)[1] or None,
         "checks": [asdict(outcome) for outcome in outcomes],
     }
     Path(out).write_text(json.dumps(record), encoding="utf-8")

@@ -11,6 +11,7 @@ import flash_attn_deterministic as package
 import pytest
 import torch
 from bits import bits_equal
+from flash_attn_deterministic.environment import REPAIR_VLLM_NORM
 from flash_attn_deterministic.errors import UnsupportedError
 
 pytest.importorskip("vllm.v1.attention.backend")
@@ -212,7 +213,8 @@ def test_unsupported_arguments_are_refused() -> None:
     assert not engine.impl.forward(None, *[output] * 3, engine.cache, None, output).any()
 
 
-def test_the_norm_is_repaired_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", REPAIR_VLLM_NORM)
+def test_the_norm_is_repaired_on_request(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain norm runs in Triton; here something simple stands for it."""
 
     def plain(x: torch.Tensor, weight: Any, eps: float = 1e-6, residual: Any = None) -> Any:
@@ -223,7 +225,7 @@ def test_the_norm_is_repaired_on_request(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     ours.register()
     assert layernorm.rms_norm_batch_invariant is plain
-    monkeypatch.setenv("FA2_REPAIR_VLLM_NORM", "1")
+    monkeypatch.setenv(variable, "1")
     ours.register()
     ours.register()
     x, residual, weight = (draw(3, 8, seed=seed) for seed in range(3))
