@@ -13,6 +13,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from elftools.elf.elffile import ELFFile
 
@@ -42,7 +43,7 @@ def convert(wheel: Path, folder: Path) -> Path:
     """Writes the wheel of PTX, under the same name, into a folder; returns its path."""
     contents, date = archive.unpack(wheel.read_bytes())
     library, info = contents[LIBRARY], json.loads(contents[BUILD_INFO])
-    section = ELFFile(io.BytesIO(library)).get_section_by_name(".nv_fatbin")
+    section: Any = ELFFile(io.BytesIO(library)).get_section_by_name(".nv_fatbin")
     begin, data = section["sh_offset"], only_ptx(section.data())
     contents[LIBRARY] = library[:begin] + data + library[begin + len(data) :]
     info["architectures"] = sorted(cubins.architectures(data))
