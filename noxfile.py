@@ -197,7 +197,7 @@ def rehearse(session: nox.Session) -> None:
     wheel = the_wheel(session, folder)
     # As a user's: torch is there, and nothing of the tests.
     fresh = Path(session.create_tmp(), "fresh", "bin", "python").absolute()
-    session.run("python", "-m", "venv", "--clear", str(fresh.parents[1]))
+    session.run("python", "-m", "venv", "--clear", "--without-pip", str(fresh.parents[1]))
     session.env["PIP_PYTHON"] = str(fresh)
     install(session, "torch_requires")
     install_torch(session, "torch_cuda")

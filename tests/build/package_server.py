@@ -59,7 +59,7 @@ def _wait(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 def clean_environment(folder: Path) -> Path:
     """Makes an environment; returns its Python."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     return folder / "bin" / "python"
 
 

@@ -242,7 +242,12 @@ def test_torch_is_never_taken_from_the_index(releases: Path, tmp_path: Path, tor
         )
     assert ("No matching distribution found for torch>=2.10" in said) == fails
     assert (site / "flash_attn_deterministic" / "_C.so").exists() != fails
-    assert ("/simple/torch/" in (tmp_path / "log").read_text()) == fails
+    log = (tmp_path / "log").read_text()
+    assert ("/simple/torch/" in log) == fails
+    # Metadata first (PEP 658), then the wheel.
+    name = the_wheel(releases).name
+    found = [f'"GET /packages/{each} ' in log for each in (f"{name}.metadata", name)]
+    assert found == [True, not fails]
 
 
 def bundle(*names: str) -> dict[str, Any]:
