@@ -42,7 +42,6 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 _OF_FORMS = ("full", "causal", "everything", "sink")
 _ROTARY_DIM = 32
-_SIGMAS = 6.0  # that the share of dropped weights, or a sum of roundings, may be off
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def _errors(case: Case, call: Call, seed: int) -> Found:
         worst: dict[str, tuple[Error, Error | None]] = {}
         torch.manual_seed(seed)
         for one, own in _parts(case, call, direction == "backward"):
-            found, exact = _compared(one, own)
+            found, exact = bounds.compare(one, own)
             for name, error in found.items():
                 beside: tuple[Error, Error | None] = (error, None)
                 if name in torchs:
@@ -181,29 +180,6 @@ def _errors(case: Case, call: Call, seed: int) -> Found:
                     worst[name] = beside
         for name, (error, other) in worst.items():
             yield direction, name, error, other
-
-
-def _compared(one: Call, own: Tensors) -> tuple[dict[str, Error], Tensors]:
-    """Compares the results of a dense call; returns errors, and what is exact."""
-    options, dtype = dict(one.keywords), one.q.dtype
-    if "probs" in own:
-        shape = (one.q.shape[0], one.q.shape[2], one.q.shape[1], one.k.shape[1])
-        kept = ~own["probs"].signbit()
-        options["keep"] = kept if kept.shape == shape else kept.new_ones(shape)
-    truth = Definition(**options)
-    if "dq" in own:
-        plain = replace(truth, dtype=dtype)
-        three = [d.gradients(one.q, one.k, one.v, one.dout) for d in (truth, plain)]
-        gradients = own["dq"], own["dk"], own["dv"]
-        found = bounds.gradients(gradients, three[0], three[1], dtype, truth.softcap)
-        return found, dict(zip(("dq", "dk", "dv"), three[0], strict=True))
-    exact = truth.forward(one.q, one.k, one.v)
-    found = bounds.forward(own, exact, dtype, truth.softcap)
-    if "k_new" in own:
-        found |= _appended(one, own)
-    if truth.dropout_p:
-        found["probs"] = _dropped(own["probs"], truth.dropout_p)
-    return found, {"out": exact.out}
 
 
 def _parts(case: Case, call: Call, gradients: bool) -> layouts.Parts:
@@ -232,28 +208,6 @@ def _rotary(call: Call, seqlen: int, interleaved: bool) -> layouts.Rotary:
     return layouts.Rotary(angles.cos().to(call.q), angles.sin().to(call.q), interleaved)
 
 
-def _appended(one: Call, own: Tensors) -> dict[str, Error]:
-    """Compares what was written to the cache: values as they were, keys off by one rounding."""
-    new = own["k_new"].shape[1]
-    eps = torch.finfo(one.k.dtype).eps
-    found = {}
-    for name, wanted, unit in (("k_new", one.k, eps), ("v_new", one.v, 0.0)):
-        wanted = wanted[:, -new:].double()
-        found[name] = bounds.error(own[name].double() - wanted, unit * wanted.abs() + 1e-5)
-    return found
-
-
-def _dropped(probs: torch.Tensor, dropout_p: float) -> Error:
-    """Compares the share of dropped weights with what it should be."""
-    visible = probs != 0
-    count = max(1, int(visible.sum()))
-    # A random byte decides.
-    wanted = 1.0 - (math.floor(255 * (1.0 - dropout_p)) + 1) / 256
-    share = float((probs.signbit() & visible).sum()) / count
-    off = abs(share - wanted)
-    return Error(off, off, off / (_SIGMAS * math.sqrt(wanted * (1 - wanted) / count)))
-
-
 def _residual(call: Call) -> Error:
     """Compares dq's errors with a residual and without, where values are alike."""
     call = replace(call, v=call.v.float().sigmoid().to(call.v), options={})
@@ -275,7 +229,7 @@ def _sink(call: Call) -> Error:
     # Weights and out are rounded once each, up or down; in fp32 other roundings are small beside.
     unit = torch.finfo(call.q.dtype).eps + call.options.get("softcap", 0.0) * 2 * bounds.TANH
     spread = (probability[..., None] * products).square().sum((0, 1, 3)).sqrt()
-    return bounds.error(gap, _SIGMAS * unit * spread + 1e-5)
+    return bounds.error(gap, bounds.SIGMAS * unit * spread + 1e-5)
 
 
 def _torchs(call: Call, backward: bool) -> Tensors:

@@ -8,11 +8,15 @@ that. A ratio is an error over its bound: 1 is the limit, and a NaN an infinite 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from .exact import Exact, Triple
+from .exact import Definition, Exact, Triple
+
+if TYPE_CHECKING:
+    from .contract.call import Call
 
 Tensors = dict[str, torch.Tensor]
 
@@ -22,6 +26,7 @@ TANH = 2.0**-10
 _PLAIN = 2.0  # times the largest error of plain torch in the same dtype
 _NORM = 3.0  # roundings of a gradient: weights, their gradients, the result
 _NOTHING = 2.0**-6  # of a unit in the last place
+SIGMAS = 6.0  # that the share of dropped weights, or a sum of roundings, may be off
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,51 @@ def error(gap: torch.Tensor, bound: torch.Tensor) -> Error:
     gap = gap.double().abs().nan_to_num(math.inf, posinf=math.inf)
     rmse, worst = gap.square().mean().sqrt(), torch.where(gap == 0, 0.0, gap / bound).max()
     return Error(float(gap.max()), _finite(rmse), _finite(worst))
+
+
+def compare(one: Call, own: Tensors) -> tuple[dict[str, Error], Tensors]:
+    """Compares the results of a dense call; returns errors, and what is exact."""
+    options, dtype = dict(one.keywords), one.q.dtype
+    if "probs" in own:
+        shape = (one.q.shape[0], one.q.shape[2], one.q.shape[1], one.k.shape[1])
+        kept = ~own["probs"].signbit()
+        options["keep"] = kept if kept.shape == shape else kept.new_ones(shape)
+    truth = Definition(**options)
+    if "dq" in own:
+        plain = replace(truth, dtype=dtype)
+        three = [d.gradients(one.q, one.k, one.v, one.dout) for d in (truth, plain)]
+        own_three = own["dq"], own["dk"], own["dv"]
+        found = gradients(own_three, three[0], three[1], dtype, truth.softcap)
+        return found, dict(zip(("dq", "dk", "dv"), three[0], strict=True))
+    exact = truth.forward(one.q, one.k, one.v)
+    found = forward(own, exact, dtype, truth.softcap)
+    if "k_new" in own:
+        found |= _appended(one, own)
+    if truth.dropout_p:
+        found["probs"] = _dropped(own["probs"], truth.dropout_p)
+    return found, {"out": exact.out}
+
+
+def _appended(one: Call, own: Tensors) -> dict[str, Error]:
+    """Compares what was written to the cache: values as they were, keys off by one rounding."""
+    new = own["k_new"].shape[1]
+    eps = torch.finfo(one.k.dtype).eps
+    found = {}
+    for name, wanted, unit in (("k_new", one.k, eps), ("v_new", one.v, 0.0)):
+        wanted = wanted[:, -new:].double()
+        found[name] = error(own[name].double() - wanted, unit * wanted.abs() + 1e-5)
+    return found
+
+
+def _dropped(probs: torch.Tensor, dropout_p: float) -> Error:
+    """Compares the share of dropped weights with what it should be."""
+    visible = probs != 0
+    count = max(1, int(visible.sum()))
+    # A random byte decides.
+    wanted = 1.0 - (math.floor(255 * (1.0 - dropout_p)) + 1) / 256
+    share = float((probs.signbit() & visible).sum()) / count
+    off = abs(share - wanted)
+    return Error(off, off, off / (SIGMAS * math.sqrt(wanted * (1 - wanted) / count)))
 
 
 def _largest(*tensors: torch.Tensor) -> float:

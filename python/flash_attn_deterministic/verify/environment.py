@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..architectures import Architecture, parse
@@ -20,9 +20,14 @@ _DIRECTIONS = ("fwd", "bwd")
 _SETTINGS = ("FA2_", "FLASH_ATTENTION_")
 
 
-def without_settings() -> dict[str, str]:
-    """Returns the environment variables of this process but those that the package reads."""
-    return {n: value for n, value in os.environ.items() if not n.startswith(_SETTINGS)}
+@contextlib.contextmanager
+def without_settings() -> Iterator[None]:
+    """Within the block, the environment has no variable that the package reads."""
+    own = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(_SETTINGS)}
+    try:
+        yield
+    finally:
+        os.environ.update(own)
 
 
 def architectures(

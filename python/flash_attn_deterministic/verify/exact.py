@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,68 +47,64 @@ class Definition:
             v: like k.
         """
         batch, seqlen_q, nheads, _ = q.shape
+        keys, values = k.to(self.dtype), v.to(self.dtype)
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=self.dtype)
         size = torch.zeros_like(out)
         softmax_lse = out.new_full((batch, nheads, seqlen_q), math.inf)
-        step = max(1, _SCORES // max(1, nheads // k.shape[2] * k.shape[1]))
-        for b, heads, keys, values in self._groups(q, k, v):
-            for begin in range(0, seqlen_q, step):
-                part = slice(begin, min(begin + step, seqlen_q))
-                probs, lse = self._weights(q[b, part, heads], keys, (b, heads, begin), seqlen_q)
-                out[b, part, heads] = (probs @ values).transpose(0, 1)
-                size[b, part, heads] = (probs @ values.abs()).transpose(0, 1)
-                softmax_lse[b, heads, part] = lse
+        step = max(1, _SCORES // max(1, batch * nheads * k.shape[1]))
+        for begin in range(0, seqlen_q, step):
+            part = slice(begin, min(begin + step, seqlen_q))
+            probs, softmax_lse[..., part] = self._weights(
+                q[:, part].to(self.dtype), keys, slice(None), begin, seqlen_q
+            )
+            out[:, part] = _summed(probs, values)
+            size[:, part] = _summed(probs, values.abs())
         return Exact(out, softmax_lse, size)
 
     @torch.enable_grad()
     def gradients(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
     ) -> Triple:
-        """Computes dq, dk and dv by autograd; all scores of a KV head must fit in memory."""
-        leaves = tuple(t.detach().to(self.dtype).requires_grad_() for t in (q, k, v))
-        found = tuple(torch.zeros_like(t) for t in leaves)
-        for b, heads, keys, values in self._groups(*leaves):
-            probs, _ = self._weights(leaves[0][b, :, heads], keys, (b, heads, 0), q.shape[1])
-            out = (probs @ values).transpose(0, 1)
-            parts = torch.autograd.grad(out, leaves, dout[b, :, heads].to(self.dtype))
-            for total, part in zip(found, parts, strict=True):
-                total += part
-        dq, dk, dv = found
+        """Computes dq, dk and dv by autograd; all scores of a sequence must fit in memory."""
+        batch = q.shape[0]
+        step = max(1, _SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
+        parts = []
+        for begin in range(0, batch, step):
+            part = slice(begin, begin + step)
+            leaves = [t[part].detach().to(self.dtype).requires_grad_() for t in (q, k, v)]
+            probs, _ = self._weights(leaves[0], leaves[1], part, 0, q.shape[1])
+            out = _summed(probs, leaves[2])
+            parts.append(torch.autograd.grad(out, leaves, dout[part].to(self.dtype)))
+        dq, dk, dv = (torch.cat(own) for own in zip(*parts, strict=True))
         return dq, dk, dv
 
-    def _groups(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> Iterator[tuple[int, slice, torch.Tensor, torch.Tensor]]:
-        """Yields a sequence, the query heads of one KV head, and its keys and values."""
-        group = q.shape[2] // k.shape[2]
-        for b, head in itertools.product(range(q.shape[0]), range(k.shape[2])):
-            heads = slice(head * group, (head + 1) * group)
-            yield b, heads, k[b, :, head].to(self.dtype), v[b, :, head].to(self.dtype)
-
     def _weights(
-        self, q: torch.Tensor, keys: torch.Tensor, place: tuple[int, slice, int], seqlen_q: int
+        self, q: torch.Tensor, k: torch.Tensor, sequences: slice, first: int, seqlen_q: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the weights of some rows, after dropout, and their softmax_lse.
 
         Args:
-            q: (rows, heads, head_dim).
-            keys: (seqlen_k, head_dim).
-            place: index of the sequence, the heads, and the first row.
-            seqlen_q: rows of the sequence.
+            q: (batch, rows, nheads, head_dim).
+            k: (batch, seqlen_k, nheads_k, head_dim).
+            sequences: which of the call they are.
+            first: the first row.
+            seqlen_q: rows of each sequence.
 
         Returns:
-            (heads, rows, seqlen_k) and (heads, rows).
+            (batch, nheads, rows, seqlen_k) and (batch, nheads, rows).
         """
-        (b, heads, first), seqlen_k = place, keys.shape[0]
-        scale = q.shape[2] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        scores = q.to(self.dtype).transpose(0, 1) @ keys.T * scale
+        (batch, rows, nheads, head_dim), seqlen_k = q.shape, k.shape[1]
+        scale = head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+        # Query heads of a KV head are rows of one product.
+        grouped = q.transpose(1, 2).reshape(batch, k.shape[2], -1, head_dim)
+        scores = (grouped @ k.permute(0, 2, 3, 1) * scale).view(batch, nheads, rows, seqlen_k)
         if self.softcap > 0:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        row = torch.arange(first, first + q.shape[0], device=q.device) + seqlen_k - seqlen_q
+        row = torch.arange(first, first + rows, device=q.device) + seqlen_k - seqlen_q
         # Positive: the key comes after the query.
         distance = torch.arange(seqlen_k, device=q.device) - row[:, None]
         if self.alibi_slopes is not None:
-            bias = self.alibi_slopes[b, heads, None, None].double() * distance.abs()
+            bias = self.alibi_slopes[sequences, :, None, None].double() * distance.abs()
             scores = scores - bias.to(self.dtype)
         left, right = self.window_size
         right = 0 if self.causal else right
@@ -122,8 +116,8 @@ class Definition:
         scores = scores.masked_fill(hidden, -math.inf)
         empty = hidden.all(-1)
         if self.learnable_sink is not None:
-            sink = self.learnable_sink[heads, None, None].to(self.dtype)
-            scores = torch.cat([scores, sink.expand(-1, scores.shape[1], 1)], -1)
+            sink = self.learnable_sink[:, None, None].to(self.dtype)
+            scores = torch.cat([scores, sink.expand(batch, -1, rows, 1)], -1)
             empty = torch.zeros_like(empty)
         lse = scores.logsumexp(-1).masked_fill(empty, math.inf)
         # Of a row without keys every score is masked, so that none of its NaNs flows back.
@@ -131,9 +125,16 @@ class Definition:
         if self.keep is not None:
             # The kernels divide by 1 - dropout_p as a float32.
             kept = float(torch.tensor(1.0 - self.dropout_p, dtype=torch.float32))
-            part = self.keep[b, heads, first : first + q.shape[0]]
+            part = self.keep[sequences, :, first : first + rows]
             probs = torch.where(part, probs / kept, 0.0)
         return probs, lse
+
+
+def _summed(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Adds up values by their weights: (batch, rows, nheads, head_dim)."""
+    (batch, nheads, rows, seqlen_k), nheads_k = probs.shape, v.shape[2]
+    grouped = probs.reshape(batch, nheads_k, nheads // nheads_k * rows, seqlen_k)
+    return (grouped @ v.transpose(1, 2)).view(batch, nheads, rows, v.shape[3]).transpose(1, 2)
 
 
 def rotated(

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from dataclasses import asdict
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from . import outcome
+from . import outcome, tasks
 from .environment import without_settings
 from .tasks import OnCase, Options
 
-OWN_WORKER = "flash_attn_deterministic.verify.worker:main"
-
-# Same modules as the parent's, whatever folder this is run in.
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import importlib; "
-    "module, name = sys.argv[2].split(':'); getattr(importlib.import_module(module), name)()"
-)
-_TAIL = 1500  # bytes of stderr that an error shows
+Execute = Callable[[str, str, Options, OnCase], dict[str, Any]]
+_TAIL = 1500  # characters of stderr that an error shows
 
 
 class Supervisor:
@@ -33,24 +26,25 @@ class Supervisor:
 
     Args:
         options: of the run.
-        worker: what the child runs, as "module:function".
+        execute: what runs a task in the child: a function of a module.
         silence: seconds without an event after which a worker counts as hanging.
     """
 
-    def __init__(self, options: Options, worker: str = OWN_WORKER, silence: float = 300.0) -> None:
-        self._options = options
-        self._worker = worker
-        self._silence = silence
-        self._process: subprocess.Popen[str] | None = None
-        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._errors = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in __exit__
+    def __init__(
+        self, options: Options, execute: Execute = tasks.execute, silence: float = 300.0
+    ) -> None:
+        self._options, self._execute, self._silence = options, execute, silence
+        self._process: Any = None
+        self._events: Any = None
+        self._folder = tempfile.TemporaryDirectory()
+        self._errors = Path(self._folder.name) / "stderr"
 
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-        self._errors.close()
+        self._folder.cleanup()
 
     def run(self, section: str, task: str, on_case: OnCase) -> dict[str, Any]:
         """Runs one task.
@@ -66,27 +60,22 @@ class Supervisor:
         """
         at = ""
         try:
-            process = self._started()
-            assert process.stdin is not None
-            request = {"section": section, "task": task, "options": asdict(self._options)}
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-            while event := self._events.get(timeout=self._silence):
-                if event["event"] == "case":
-                    at = f" at case {event['name']}"
-                    on_case(event["name"], event["number"], event["total"])
-                elif event["event"] == "result":
+            if self._process is None:
+                self._start()
+            self._events.send((section, task))
+            while self._events.poll(self._silence):
+                event = self._events.recv()
+                if isinstance(event, dict):
                     if event.pop("broken"):
                         self.stop()
-                    del event["event"]
                     return event
-            reason = self._ending()
-        except queue.Empty:
+                at = f" at case {event[0]}"
+                on_case(*event)
             reason = f"no sign of life for {self._silence:.0f} seconds"
-        except BrokenPipeError:
+        except (EOFError, ConnectionError):
             reason = self._ending()
         self.stop()
-        tail = self._last_words()
+        tail = self._errors.read_text("utf-8", "replace")[-_TAIL:].strip()
         data = {"stderr": tail} if tail else {}
         return {"status": outcome.ERROR, "data": data, "reason": f"{reason}{at}"}
 
@@ -95,51 +84,58 @@ class Supervisor:
         if self._process is not None:
             process, self._process = self._process, None
             process.kill()
-            process.wait()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        stream.close()
+            process.join()
+            self._events.close()
 
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is not None:
-            return self._process
-        self._errors.seek(0)
-        self._errors.truncate()
-        process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), self._worker],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=without_settings(),  # the checks set what they need themselves
-            encoding="utf-8",
-            start_new_session=True,  # Ctrl-C is for the parent, which then writes its report
-        )
-        self._process, self._events = process, queue.Queue()
-        threading.Thread(target=_read, args=(process, self._events), daemon=True).start()
-        return process
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._errors.write_text("")
+        self._events, other = context.Pipe()
+        arguments = (other, self._execute, self._options, str(self._errors))
+        self._process = context.Process(target=_work, args=arguments, daemon=True)
+        with without_settings():  # the checks set what they need themselves
+            self._process.start()
+        other.close()
 
     def _ending(self) -> str:
         """Returns how the worker ended."""
-        assert self._process is not None
-        status = self._process.wait()
+        self._process.join()
+        status = self._process.exitcode
         if status >= 0:
             return f"the process ended with status {status}"
         names = {int(one): one.name for one in signal.Signals}
         return f"the process was killed by {names.get(-status, f'signal {-status}')}"
 
-    def _last_words(self) -> str:
-        """Returns the end of what the worker wrote to stderr."""
-        self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, self._errors.tell() - _TAIL))
-        return self._errors.read().decode("utf-8", "replace").strip()
 
+def _work(events: Connection, execute: Execute, options: Options, errors: str) -> None:
+    """Runs tasks in the child until there are no more.
 
-def _read(process: subprocess.Popen[str], events: queue.Queue[dict[str, Any] | None]) -> None:
-    """Puts a worker's events into a queue, then None."""
-    assert process.stdout is not None
-    # A ValueError: the stream was closed, or a last line was cut off.
-    with contextlib.suppress(ValueError):
-        for line in process.stdout:
-            events.put(json.loads(line))
-    events.put(None)
+    Gets a section and a task; sends name, number and total of each case, and then the result:
+    status, data, broken.
+    """
+    os.setsid()  # Ctrl-C is for the parent, which then writes its report
+    descriptor = os.open(errors, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):  # libraries in C print, too
+        os.dup2(descriptor, stream)
+    import torch
+
+    torch.set_num_threads(1)  # the CPU's checks are many small steps
+    while True:
+        try:
+            section, task = events.recv()
+        except EOFError:
+            return
+        try:
+            found = execute(section, task, options, lambda *case: events.send(case))
+        except Exception as error:
+            from .contract.check import usable
+
+            traceback.print_exc()
+            found = {
+                "status": outcome.ERROR,
+                "data": {},
+                "reason": f"{type(error).__name__}: {error}"[:2000],
+                "broken": options.device == "cuda" and not usable(),
+            }
+        sys.stderr.flush()
+        events.send(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
 import subprocess
@@ -119,7 +120,6 @@ def test_memory_is_measured_above_the_inputs() -> None:
 
 CRASHING = """
 import torch
-from flash_attn_deterministic.verify import worker
 
 def execute(section, task, options, on_case):
     on_case("illegal", 0, 1)
@@ -129,18 +129,16 @@ def execute(section, task, options, on_case):
         torch.cuda.synchronize()
     found = float(torch.ones(4, device="cuda").sum())
     return {"status": "passed", "data": {"sum": found}, "broken": False}
-
-def main():
-    worker.main(execute)
 """
 
 
 def test_a_crash_on_the_device_fails_its_check_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "crashing_worker.py").write_text(CRASHING)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with Supervisor(tasks.Options("cuda", True), "crashing_worker:main", silence=120) as supervisor:
+    (tmp_path / "crashing_tasks.py").write_text(CRASHING)
+    monkeypatch.syspath_prepend(tmp_path)
+    execute = importlib.import_module("crashing_tasks").execute
+    with Supervisor(tasks.Options("cuda", True), execute, silence=120) as supervisor:
         found = supervisor.run("contract", "illegal", lambda *case: None)
         assert found["status"] == "error"
         assert found["reason"]

@@ -23,14 +23,30 @@ from flash_attn_deterministic.verify.contract import (
     size_of,
 )
 from flash_attn_deterministic.verify.contract import golden as row
+from flash_attn_deterministic.verify.contract.call import Call
+from flash_attn_deterministic.verify.contract.check import Case
 from flash_attn_deterministic.verify.contract.golden import __main__ as command
 from flash_attn_deterministic.verify.contract.golden import calls, inputs, record
-from flash_attn_deterministic.verify.contract.golden.evidence import Evidence, problem
-from flash_attn_deterministic.verify.contract.golden.record import Entry, Golden, GoldenError
+from flash_attn_deterministic.verify.contract.golden.calls import GoldenCall
+from flash_attn_deterministic.verify.contract.golden.record import (
+    Entry,
+    Evidence,
+    Golden,
+    GoldenError,
+    hashes_of,
+)
 
 ROOT = Path(__file__).parents[3]
+OURS = Attention.installed()
 (CHECK,) = (check for check in CHECKS if check.id == "golden")
 ON_GPU = size_of("cuda", quick=False)
+VERSION = build_info().bits_version
+COMMITTED = record.read(VERSION)
+
+
+def drawn(case: Case, attention: Attention = OURS) -> tuple[GoldenCall, Call, str]:
+    golden = calls.CALLS[case["call"]]
+    return golden, *golden.inputs((case.head_dim, case.dtype), attention, "cpu")
 
 
 # --- inputs ---
@@ -38,28 +54,23 @@ ON_GPU = size_of("cuda", quick=False)
 
 def test_inputs_are_those_that_were_hashed() -> None:
     """The committed hashes were made once; no torch, machine or Python may change the inputs."""
-    found = {
-        case.name: row.draw_case(case, Attention.installed(), "cpu")[2]
-        for case in row.golden_cases(ON_GPU)
-    }
-    assert found == record.read().inputs
+    some = dataclasses.replace(ON_GPU, configs=ON_GPU.configs[::4])
+    found = {case.name: drawn(case)[2] for case in row.golden_cases(some)}
+    assert found.items() <= COMMITTED.inputs.items()
 
 
 def test_numbers_are_drawn_as_they_should_be() -> None:
-    drawn = inputs.draw("q", (500, 7, 300), torch.float32)  # more than the pool holds
-    assert drawn.shape == (500, 7, 300)
-    assert abs(float(drawn.mean())) < 0.01
-    assert float(drawn.std()) == pytest.approx(2 / 3**0.5, rel=0.01)
-    assert float(drawn.abs().max()) < 4
-    assert torch.equal(drawn * 2.0**15, (drawn * 2.0**15).round())  # exact, nothing was rounded
-    assert not torch.equal(drawn, inputs.draw("k", (500, 7, 300), torch.float32))
-    assert torch.equal(drawn[:2], inputs.draw("q", (2, 7, 300), torch.float32))
-
-
-def test_neighbours_do_not_follow_from_each_other() -> None:
-    drawn = inputs.draw("v", (100_000,), torch.float32)
+    numbers = inputs.draw("q", (500, 7, 300), torch.float32)  # more than the pool holds
+    assert numbers.shape == (500, 7, 300)
+    assert abs(float(numbers.mean())) < 0.01
+    assert float(numbers.std()) == pytest.approx(2 / 3**0.5, rel=0.01)
+    assert float(numbers.abs().max()) < 4
+    assert torch.equal(numbers * 2.0**15, (numbers * 2.0**15).round())  # nothing was rounded
+    assert not torch.equal(numbers, inputs.draw("k", (500, 7, 300), torch.float32))
+    assert torch.equal(numbers[:2], inputs.draw("q", (2, 7, 300), torch.float32))
+    line = numbers.flatten()[:100_000]
     for distance in (1, 2, 32, 64, 128, 256):
-        both = torch.stack([drawn[:-distance], drawn[distance:]])
+        both = torch.stack([line[:-distance], line[distance:]])
         assert abs(float(torch.corrcoef(both)[0, 1])) < 0.02
 
 
@@ -79,7 +90,7 @@ def test_calls_cover_what_decides_bits() -> None:
     assert {call.page_size for call in calls.CALLS} >= {0, 16, 48}
     assert {call.heads[0] // call.heads[1] for call in calls.CALLS} >= {1, 2, 4}
     for call in calls.CALLS:
-        if call.split_size and "packed" not in call.name:
+        if call.split_size and call.form != "packed":
             assert max(seqlen_k for _, seqlen_k in call.lengths) > call.split_size
 
 
@@ -91,13 +102,10 @@ def small() -> Size:
     return dataclasses.replace(size_of("cpu", quick=True), configs=((32, "bf16"),))
 
 
-def hashed(size: Size) -> Entry:
-    """The hashes of this machine's reference, which stands in for a GPU."""
-    hashes = {}
-    for case in row.golden_cases(size):
-        call, drawn, _ = row.draw_case(case, Attention.installed(), "cpu")
-        hashes[case.name] = row.hashes_of(call.results(drawn))
-    return Entry(build_info().bits_version, "cpu", {"gpu": "none"}, hashes, evidence_of())
+def evidence_of(agreeing: int = 1, ratio: float = 0.5) -> dict[str, Any]:
+    worst = {"case": "a", "tensor": "out", "ratio": ratio}
+    families = {"agreeing": agreeing, "differing": []}
+    return {"families": families, "accuracy": {"calls": 1, "worst": worst}}
 
 
 @pytest.fixture
@@ -107,15 +115,26 @@ def known(small: Size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Golde
     some = tuple(call for call in calls.CALLS if call.name in names)
     assert len(some) == len(names)
     monkeypatch.setattr(row, "CALLS", some)
-    golden = Golden(record.read().inputs).added({}, hashed(small))
+    monkeypatch.setattr(calls, "CALLS", some)
+    hashes = {}
+    for case in row.golden_cases(small):
+        golden, call, _ = drawn(case)
+        hashes[case.name] = hashes_of(golden, call, golden.parts(call))
+    entry = Entry({"gpu": "none"}, evidence_of(), hashes)
+    found = Golden(VERSION, COMMITTED.inputs).added({}, "cpu", entry)
     monkeypatch.setattr(record, "PATH", tmp_path / "golden.json")
-    record.write(golden, record.PATH)
-    return golden
+    record.write(found, record.PATH)
+    return found
+
+
+def rewritten(golden: Golden, **changes: Any) -> None:
+    """Puts a file with another entry in the place of the package's."""
+    entry = dataclasses.replace(golden.entries["cpu"], **changes)
+    record.write(dataclasses.replace(golden, entries={"cpu": entry}), record.PATH)
 
 
 def run(size: Size, **functions: Callable[..., Any]) -> Outcome:
-    attention = dataclasses.replace(Attention.installed(), **functions)
-    return run_check(CHECK, size, attention)
+    return run_check(CHECK, size, dataclasses.replace(OURS, **functions))
 
 
 def what(found: Outcome) -> str:
@@ -131,12 +150,11 @@ def test_the_same_results_pass(small: Size, known: Golden) -> None:
 
 
 def test_a_changed_hash_fails_and_names_the_tensor(small: Size, known: Golden) -> None:
-    (entry,) = known.entries
+    hashes = dict(known.entries["cpu"].hashes)
     name = "d32-bf16-backward-causal-mha"
-    dq, dk, dv = entry.hashes[name].split()
+    dq, dk, dv = hashes[name].split()
     changed = dk[:-1] + ("0" if dk[-1] != "0" else "1")
-    other = dataclasses.replace(entry, hashes={**entry.hashes, name: f"{dq} {changed} {dv}"})
-    record.write(dataclasses.replace(known, entries=(other,)), record.PATH)
+    rewritten(known, hashes={**hashes, name: f"{dq} {changed} {dv}"})
     found = run(small)
     assert found.failed == 1
     assert what(found) == f"dk: the hash of its bits is {dk}, expected {changed}"
@@ -164,13 +182,19 @@ def test_other_inputs_fail_as_such(
 
 
 def test_a_case_without_a_hash_fails(small: Size, known: Golden) -> None:
-    (entry,) = known.entries
-    hashes = {name: text for name, text in entry.hashes.items() if not name.endswith("append")}
-    fewer = dataclasses.replace(entry, hashes=hashes)
-    record.write(dataclasses.replace(known, entries=(fewer,)), record.PATH)
+    hashes = dict(known.entries["cpu"].hashes)
+    del hashes["d32-bf16-append"]
+    rewritten(known, hashes=hashes)
     found = run(small)
     assert found.failed == 1
     assert what(found) == "d32-bf16-append: there is no golden hash of this case"
+
+
+def test_the_row_refuses_hashes_without_evidence(small: Size, known: Golden) -> None:
+    rewritten(known, evidence={})
+    found = run(small)
+    assert found.failed == found.cases
+    assert "not accepted: there is no evidence" in what(found)
 
 
 @pytest.mark.parametrize("missing", ["capability", "bits_version"])
@@ -179,12 +203,11 @@ def test_without_hashes_the_row_says_so_and_decides_nothing(
 ) -> None:
     if missing == "capability":
         monkeypatch.setattr(row, "compute_capability", lambda device: "7.5")
-        expected = f"bits_version {build_info().bits_version} on compute capability 7.5"
+        expected = f"bits_version {VERSION} on compute capability 7.5"
     else:
-        version = build_info().bits_version + 1
-        other = dataclasses.replace(build_info(), bits_version=version)
+        other = dataclasses.replace(build_info(), bits_version=VERSION + 1)
         monkeypatch.setattr(row, "build_info", lambda: other)
-        expected = f"bits_version {version} on compute capability cpu"
+        expected = f"bits_version {VERSION + 1} on compute capability cpu"
     reason = CHECK.unavailable(small)
     assert reason == f"no golden hashes are known for {expected}"
     answer = tasks.execute("contract", "golden", tasks.Options("cpu", True), lambda *_: None)
@@ -211,163 +234,115 @@ def without_softcap(*args: Any, **kwargs: Any) -> Any:
     return flash_attn_func(*args, **{**kwargs, "softcap": 0.0})
 
 
-def examined(*names: str, **functions: Callable[..., Any]) -> dict[str, Any]:
-    found = Evidence(two_families=True)
-    attention = dataclasses.replace(Attention.installed(), family=forced_family, **functions)
+def examined(*names: str, **functions: Callable[..., Any]) -> Entry:
+    found = Evidence({"agreeing": 0, "differing": []})
+    attention = dataclasses.replace(OURS, family=forced_family, **functions)
     size = dataclasses.replace(size_of("cpu", quick=True), configs=((40, "fp16"),))
     for case in row.golden_cases(size):
-        call, drawn, _ = row.draw_case(case, attention, "cpu")
-        if call.name in names:
-            results = call.results(drawn)
-            found.add(case.name, call, drawn, results, row.hashes_of(results))
-    return found.record()
+        golden, call, _ = drawn(case, attention)
+        if golden.name in names:
+            parts = golden.parts(call)
+            found.add(case.name, golden, call, parts, hashes_of(golden, call, parts))
+    return entry_of(evidence=dataclasses.asdict(found))
 
 
 def test_evidence_of_each_form_of_call() -> None:
     names = ("causal-mqa", "packed-everything", "decode-paged", "append", "backward-packed")
     found = examined(*names)
-    assert found["families"] == {"agreeing": len(names), "differing": []}
-    assert found["accuracy"]["calls"] == len(names)
-    assert 0 < found["accuracy"]["worst"]["ratio"] < 1
-    assert problem(2, found, others=False) == ""
+    assert found.evidence["families"] == {"agreeing": len(names), "differing": []}
+    assert found.evidence["accuracy"]["calls"] == len(names)
+    assert 0 < found.evidence["accuracy"]["worst"]["ratio"] < 1
+    assert Golden(VERSION).problem(found) == ""
 
 
 def test_evidence_sees_families_that_differ() -> None:
     found = examined("causal-mqa", dense=other_bits_on_hopper)
-    assert problem(2, found, others=False) == (
-        "sm80 and sm90 differ in 1 calls, the first d40-fp16-causal-mqa"
-    )
+    words = "sm80 and sm90 differ in 1 calls, the first d40-fp16-causal-mqa"
+    assert Golden(VERSION).problem(found) == words
 
 
 def test_evidence_sees_results_far_from_float64() -> None:
-    words = problem(2, examined("softcap", dense=without_softcap), others=False)
+    words = Golden(VERSION).problem(examined("softcap", dense=without_softcap))
     assert "of d40-fp16-softcap is" in words
     assert "as far from float64" in words
-
-
-def evidence_of(agreeing: int = 1, ratio: float = 0.5) -> dict[str, Any]:
-    worst = {"case": "a", "tensor": "out", "ratio": ratio}
-    families = {"agreeing": agreeing, "differing": []}
-    return {"families": families, "accuracy": {"calls": 1, "worst": worst}}
 
 
 @pytest.mark.parametrize(
     ("evidence", "words"),
     [
-        pytest.param(None, "no evidence", id="none"),
+        pytest.param({}, "no evidence", id="none"),
         pytest.param(evidence_of(agreeing=0), "no call ran in both", id="one-family-ran"),
         pytest.param(evidence_of(ratio=1.1), "float64", id="inaccurate"),
         pytest.param(evidence_of(ratio=float("nan")), "float64", id="no-number"),
         pytest.param({**evidence_of(), "families": None}, "one family", id="one-family"),
     ],
 )
-def test_hashes_of_a_new_version_need_evidence(evidence: dict[str, Any] | None, words: str) -> None:
-    later = dataclasses.replace(entry_of(a="9"), bits_version=2, evidence=evidence)
+def test_hashes_need_evidence(evidence: dict[str, Any], words: str) -> None:
     with pytest.raises(GoldenError, match=words):
-        Golden().added({}, later, force=True)
+        Golden(2).added({}, "9.0", entry_of(evidence=evidence), force=True)
 
 
 def test_a_gpu_of_one_family_follows_one_of_two() -> None:
-    later = dataclasses.replace(entry_of(a="9"), bits_version=2, evidence=evidence_of())
-    ampere = dataclasses.replace(
-        later, compute_capability="8.0", evidence={**evidence_of(), "families": None}
-    )
-    golden = Golden().added({}, later).added({}, ampere)
+    ampere = entry_of(evidence={**evidence_of(), "families": None})
+    golden = Golden(2).added({}, "9.0", entry_of()).added({}, "8.0", ampere)
     assert golden.find(2, "8.0") == ampere
-
-
-def test_the_row_refuses_hashes_without_evidence(small: Size, known: Golden) -> None:
-    alone = dataclasses.replace(known.entries[0], evidence=None)
-    record.write(dataclasses.replace(known, entries=(alone,)), record.PATH)
-    found = run(small)
-    assert found.failed == found.cases
-    assert "not accepted: there is no evidence" in what(found)
+    assert golden.find(1, "8.0") is None
 
 
 # --- the file ---
 
 
 def test_what_is_committed_is_whole() -> None:
-    golden = record.read()
     names = {case.name for case in row.golden_cases(ON_GPU)}
-    assert golden.inputs.keys() == names
-    for entry in golden.entries:
+    assert COMMITTED.inputs.keys() == names
+    assert "9.0" in COMMITTED.entries
+    for entry in COMMITTED.entries.values():
         assert entry.hashes.keys() == names
         assert {"gpu", "torch", "cuda_toolkit", "sources"} <= entry.origin.keys()
+        assert COMMITTED.problem(entry) == ""
     versions = json.loads((ROOT / "cpp" / "instances.json").read_text(encoding="utf-8"))
-    assert all(entry.bits_version <= versions["bits_version"] for entry in golden.entries)
+    assert versions["bits_version"] == VERSION
 
 
-def entry_of(**hashes: str) -> Entry:
-    return Entry(1, "9.0", {"gpu": "one"}, hashes)
+def entry_of(evidence: dict[str, Any] | None = None, **hashes: str) -> Entry:
+    names = {f"d64-bf16-{name}": text for name, text in hashes.items()}
+    return Entry({"gpu": "one"}, evidence_of() if evidence is None else evidence, names)
 
 
 def test_hashes_are_not_written_over_unless_forced() -> None:
-    golden = Golden({"a": "0"}).added({}, entry_of(a="1", b="2"))
-    with pytest.raises(GoldenError, match=r"bits_version 1, 9\.0: 1 of 2 cases .* the first b"):
-        golden.added({}, entry_of(a="1", b="3"))
+    before = {"d64-bf16-a": "0"}
+    golden = Golden(2, before).added({}, "9.0", entry_of(a="1", b="2"))
+    other = entry_of(a="1", b="3")
+    with pytest.raises(GoldenError, match=r"bits_version 2, 9\.0: 1 of 2 .* the first d64-bf16-b"):
+        golden.added({}, "9.0", other)
     with pytest.raises(GoldenError, match="inputs"):
-        golden.added({"a": "1"})
-    forced = golden.added({}, entry_of(a="1", b="3"), force=True)
-    assert forced.entries == (entry_of(a="1", b="3"),)
-    assert golden.added({"a": "1"}, force=True).inputs == {"a": "1"}
+        golden.added({"d64-bf16-a": "1"}, "9.0", entry_of())
+    assert golden.added({}, "9.0", other, force=True).entries == {"9.0": other}
 
 
-def test_hashes_of_other_cases_versions_and_gpus_are_added() -> None:
-    golden = Golden().added({}, entry_of(a="1")).added({}, entry_of(a="1", b="2"))
-    assert golden.entries == (entry_of(a="1", b="2"),)
-    later = dataclasses.replace(entry_of(a="9"), bits_version=2, evidence=evidence_of())
-    older = dataclasses.replace(entry_of(a="8"), compute_capability="8.0")
-    golden = golden.added({}, later).added({}, older)
-    assert golden.entries == (older, entry_of(a="1", b="2"), later)
-    assert golden.find(2, "9.0") == later
-    assert golden.find(2, "8.0") is None
-
-
-def test_the_same_hashes_again_keep_their_origin() -> None:
-    golden = Golden().added({}, entry_of(a="1"))
+def test_hashes_are_added_to_those_before_whose_origin_stays(tmp_path: Path) -> None:
     again = dataclasses.replace(entry_of(a="1"), origin={"gpu": "two"})
-    assert golden.added({}, again) == golden
+    golden = Golden(2).added({}, "9.0", entry_of(a="1")).added({}, "9.0", again)
+    assert golden.entries == {"9.0": entry_of(a="1")}
+    golden = golden.added({"d64-bf16-a": "0"}, "9.0", entry_of(b="2"))
+    golden = golden.added({}, "8.0", entry_of(a="8"))
+    assert golden.entries["9.0"].hashes == entry_of(a="1", b="2").hashes
+    path = tmp_path / "golden.json"
+    record.write(golden, path)
+    assert record.read(2, path) == golden
+    assert record.read(3, path) == Golden(3, golden.inputs)
+    assert record.read(2, tmp_path / "none.json") == Golden(2)
 
 
-def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    golden = Golden({"a": "0"}).added({}, entry_of(a="1 2"))
-    record.write(golden, tmp_path / "golden.json")
-    assert record.read(tmp_path / "golden.json") == golden
-    assert record.read(tmp_path / "none.json") == Golden()
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": 2}', '{"schema": 1, "inputs": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"bits_version": 2, "inputs": {}}'])
 def test_a_file_of_something_else_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "golden.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(GoldenError, match=r"golden\.json: "):
-        record.read(path)
+        record.read(2, path)
 
 
-# --- the command ---
-
-
-def test_the_command_writes_inputs_and_refuses_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "golden_cases", lambda size: list(row.golden_cases(size))[:3])
-    path = tmp_path / "golden.json"
-    arguments = ["--inputs-only", "--out", str(path)]
-    assert command.main(arguments) == 0
-    written = record.read(path)
-    assert len(written.inputs) == 3
-    assert written.inputs.items() <= record.read().inputs.items()
-    first = next(iter(written.inputs))
-    record.write(written.added({first: "0"}, force=True), path)
-    assert command.main(arguments) == 1
-    assert "1 of 3 cases have others" in capsys.readouterr().err
-    assert record.read(path).inputs[first] == "0"
-    assert command.main([*arguments, "--force"]) == 0
-    assert record.read(path) == written
-
-
-def test_the_command_needs_a_gpu_for_results(
+def test_the_command_needs_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -119,6 +119,7 @@ def test_a_rank_that_ended_is_an_error(started: list[list[str]]) -> None:
     assert main(["verify", "--ranks", "3", "--device", "cpu"]) == 1
     (command,) = started
     assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    assert command[5:10] == ["-m", "flash_attn_deterministic", "verify", "--ranks", "3"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])

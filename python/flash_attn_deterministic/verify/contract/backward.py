@@ -15,6 +15,7 @@ from .forward import repeat
 from .sizes import Size
 
 DROPOUT_P = 0.2
+_REPEATS = 5
 
 
 def backward_cases(size: Size) -> Iterator[Case]:
@@ -33,16 +34,19 @@ def backward(case: Case, attention: Attention, size: Size) -> None:
     """dq, dk and dv: run-to-run, batch, varlen, groups of heads; dsink: by sequence."""
     sequences = 3 if size.device == "cpu" else 8
     call = make(case, attention, size, batch=sequences)
-    repeat(call, call.gradients, size)
-    _each_alone(call, (0, sequences // 2, sequences - 1))
+    # Where few thread blocks add to a row of dq, a few repeats show what many would.
+    many = size.long_backward and case["seqlen_q"] == size.long_backward
+    times = size.repeats if many else min(size.repeats, _REPEATS)
+    together = repeat(call, call.gradients, size.device, times)
+    _each_alone(call, together, (0, sequences // 2, sequences - 1))
     _packed_gradients(call)
     if call.sinks is not None:
-        _sink_gradients(call, size)
+        _sink_gradients(call, size.device, times)
     if size.device == "cuda":
         # Other schedules suit a GPU that is full than one that is not.
         heads = torch.cuda.get_device_properties("cuda").multi_processor_count
         full = make(case, attention, size, batch=heads, nheads=1, nheads_k=1)
-        _each_alone(full, (0, heads - 1))
+        _each_alone(full, full.gradients(), (0, heads - 1))
     groups = make(case, attention, size, batch=1, nheads=6, nheads_k=3)
     whole = groups.gradients()
     for begin, end in ((0, 1), (2, 3), (1, 3)):
@@ -56,19 +60,18 @@ def backward(case: Case, attention: Attention, size: Size) -> None:
         expect_same(alone, what, alone.gradients(), expected)
 
 
-def _sink_gradients(call: Call, size: Size) -> None:
+def _sink_gradients(call: Call, device: str, times: int) -> None:
     """dsink of a batch is the sum of those of its sequences, first to last."""
-    repeat(call, call.sink_gradient, size)
+    together = repeat(call, call.sink_gradient, device, times)
     total = torch.zeros_like(call.options["learnable_sink"])
     for place in range(len(call.q)):
         total = total + call.sequences([place]).sink_gradient()["dsink"]
     what = f"dsink of {len(call.q)} sequences against the sum of those of each alone"
-    expect_same(call, what, call.sink_gradient(), {"dsink": total})
+    expect_same(call, what, together, {"dsink": total})
 
 
-def _each_alone(call: Call, places: Iterable[int]) -> None:
+def _each_alone(call: Call, together: Tensors, places: Iterable[int]) -> None:
     """Gradients of a batch against those of its sequences alone."""
-    together = call.gradients()
     for place in places:
         one = call.sequences([place])
         what = f"gradients of sequence {place} of {len(call.q)} against the sequence alone"

@@ -17,7 +17,7 @@ from .device_override import device_override
 from .enumerate_cases import cases_of
 from .sizes import Size
 
-_FAMILIES = ("sm80", "sm90")
+FAMILIES = ("sm80", "sm90")
 _PARTS = "sm90,path=parts"  # where a call has several splits; otherwise as without
 
 
@@ -46,13 +46,13 @@ def family(case: Case, attention: Attention, size: Size) -> None:
     """Dense, packed, and over a cache with NaN and Inf behind its ends."""
     call = make(case, attention, size, seqlen_k=min(size.seqlen, 1100))
     taken = []
-    for name in _FAMILIES:
+    for name in FAMILIES:
         with device_override(f"family={name}"):
             taken.append(attention.family(call.q, call.k, call.v, **call.keywords))
-    if tuple(taken) != _FAMILIES:
+    if tuple(taken) != FAMILIES:
         raise Mismatch(
             f"the two calls ran kernels of {taken[0]} and {taken[1]}, expected one of each of "
-            f"{_FAMILIES[0]} and {_FAMILIES[1]}",
+            f"{FAMILIES[0]} and {FAMILIES[1]}",
             call,
         )
     rows, keys = ([t.shape[1]] * call.q.shape[0] for t in (call.q, call.k))
@@ -64,11 +64,9 @@ def family(case: Case, attention: Attention, size: Size) -> None:
 
 def _compare(call: Call, form: str, run: Callable[[], layouts.Parts]) -> None:
     results = []
-    for name in (*_FAMILIES, _PARTS):
+    for name in (*FAMILIES, _PARTS):
         with device_override(f"family={name}"):
             results.append([own for _, own in run()])
     for expected, whole, parts in zip(*results, strict=True):
-        expect_same(call, f"{form}: {_FAMILIES[1]} against {_FAMILIES[0]}", whole, expected)
-        expect_same(
-            call, f"{form}: parts of {_FAMILIES[1]} against {_FAMILIES[0]}", parts, expected
-        )
+        expect_same(call, f"{form}: {FAMILIES[1]} against {FAMILIES[0]}", whole, expected)
+        expect_same(call, f"{form}: parts of {FAMILIES[1]} against {FAMILIES[0]}", parts, expected)

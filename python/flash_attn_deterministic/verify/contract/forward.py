@@ -22,7 +22,7 @@ from .sizes import Size
 
 def run_to_run(case: Case, attention: Attention, size: Size) -> None:
     call = make(case, attention, size, seqlen_k=min(size.seqlen, 1100))
-    repeat(call, call, size)
+    repeat(call, call, size.device, size.repeats)
     if size.device == "cuda":
         _other_stream(call)
         if case.feature in _CAPTURED:
@@ -32,15 +32,16 @@ def run_to_run(case: Case, attention: Attention, size: Size) -> None:
 _CAPTURED = ("full", "everything-causal")  # torch collects garbage before each capture: slow
 
 
-def repeat(call: Call, run: Callable[[], Tensors], size: Size) -> None:
-    """Repeats a call; on a GPU other work runs at the same time."""
+def repeat(call: Call, run: Callable[[], Tensors], device: str, times: int) -> Tensors:
+    """Runs and repeats a call; on a GPU other work runs at the same time."""
     expected = run()
     expect_numbers(call, "the first run", expected)
-    for number in range(size.repeats):
-        with _busy(size.device):
+    for number in range(times):
+        with _busy(device):
             again = run()
         if any(bool((bits(again[n]) != bits(expected[n])).any()) for n in expected):
             expect_same(call, f"repeat {number + 1} against the first run", again, expected)
+    return expected
 
 
 @contextmanager

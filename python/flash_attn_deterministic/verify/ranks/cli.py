@@ -15,7 +15,7 @@ from ..installed import NotInstalledError, Wheel
 from ..outcome import PASSED, Exit
 from ..shared.commands import sigterm_interrupts
 
-_MODULE = "flash_attn_deterministic.verify.ranks.run"
+_LAUNCHED = "VERIFY_RANKS_LAUNCHED"  # set where this command started torchrun
 
 
 def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
@@ -37,33 +37,35 @@ def run(arguments: argparse.Namespace, wheel: Wheel | None = None) -> int:
     count = arguments.ranks
     if count < 2:
         raise ArgumentError(f"--ranks: expected at least 2, got {count}")
-    settings = ["--device", arguments.device, "--out", str(arguments.out.resolve())]
-    settings += ["--quick"] * arguments.quick
-    if wheel is not None:
-        settings += ["--wheel", str(wheel.path.resolve())]
-        settings += ["--allow-source"] * arguments.allow_source
     world = os.environ.get("WORLD_SIZE")
     if world is not None and "RANK" in os.environ:
         if int(world) != count:
             raise ArgumentError(f"--ranks: expected {world}, as torchrun has started, got {count}")
         from . import run as ranks
 
-        return ranks.main(settings)
+        status = ranks.main(arguments.device, arguments.quick, arguments.out, wheel)
+        # Once ranks.json has the result, torchrun need not report an error.
+        return 0 if os.environ.get(_LAUNCHED) else status
     if arguments.device == "cuda" and torch.cuda.device_count() < count:
         raise NotInstalledError(
             f"--ranks: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got "
             f"{count}; use torchrun over several machines, or --device cpu"
         )
-    environment = without_settings()
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    # If a rank hangs, torch's watchdog of NCCL ends the others after the group's timeout and four
-    # times this, which is time for debug information that this command does not use. The default is
-    # 15,000.
-    environment.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+    with without_settings():
+        # If a rank hangs, torch's watchdog of NCCL ends the others after the group's timeout and
+        # four times this, which is time for debug information that this command does not use. The
+        # default is 15,000.
+        defaults = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+        environment = {**defaults, **os.environ, _LAUNCHED: "1"}
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={count}", "-m", _MODULE, *settings, "--launched"),
+        *(f"--nproc-per-node={count}", "-m", "flash_attn_deterministic", "verify"),
+        *("--ranks", str(count), "--device", arguments.device),
+        *("--out", str(arguments.out.resolve()), *["--quick"] * arguments.quick),
     ]
+    if wheel is not None:
+        command += ["--wheel", str(wheel.path.resolve())]
+        command += ["--allow-source"] * arguments.allow_source
     if run_command(command, environment) != 0:
         return 1  # torchrun has said which rank ended, and why
     # Of this run: no rank ends with 0 before it is written.

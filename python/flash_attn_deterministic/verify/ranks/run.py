@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -20,43 +19,26 @@ from ..outcome import FAILED, INCOMPLETE, PASSED, Exit
 from ..shared.document import table
 from ..shared.files import write_files
 from ..tasks import holds
-from . import trial
 from .cases import Case, cases_of, counts_of, scale_of
-from .trial import group_of, try_case
+from .trial import TIMEOUT, group_of, try_case
 
 PROMISE = "One device, or sequences and heads cut over P ranks: forward and backward"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs all cases as one of several ranks; returns a status of `Exit`, the same on all ranks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("verification"))
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S")
-    parser.add_argument("--wheel", type=Path, help="the wheel that the installation must be of")
-    parser.add_argument("--allow-source", action="store_true", help="run on a source tree")
-    parser.add_argument(
-        "--launched", action="store_true", help="exit with 0 once ranks.json has the result"
-    )
-    arguments = parser.parse_args(argv)
-    wheel = None
-    if arguments.wheel is not None:
-        wheel = installed.read_wheel(arguments.wheel)
-        installed.check(installed.inspect(wheel), wheel, arguments.allow_source)
+def main(device: str, quick: bool, out: Path, wheel: installed.Wheel | None) -> int:
+    """Runs all cases as one of torchrun's ranks; returns a status of `Exit`, the same on all."""
     torch.set_num_threads(1)
-    options: dict[str, Any] = {"timeout": datetime.timedelta(seconds=arguments.timeout)}
-    trial.TIMEOUT = options["timeout"]
-    if arguments.device == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        options["device_id"] = device
-    dist.init_process_group("gloo" if arguments.device == "cpu" else "nccl", **options)
-    status = run(arguments.device, arguments.quick, arguments.out, wheel)
+    options: dict[str, Any] = {"timeout": TIMEOUT}
+    if device == "cuda":
+        own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(own)
+        options["device_id"] = own
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", **options)
+    status = run(device, quick, out, wheel)
     # Not after an error: NCCL would wait here for the other ranks, and the error would be printed
     # only after their timeout.
     dist.destroy_process_group()
-    return 0 if arguments.launched else status
+    return status
 
 
 def run(device: str, quick: bool, out: Path, wheel: installed.Wheel | None = None) -> int:
@@ -145,7 +127,3 @@ def _table(record: dict[str, Any]) -> str:
     rows = [tuple(str(row[name]) for name in header) for row in record["rows"]]
     rows += [(str(count), "not run", "", "") for count in record["counts"][len(rows) :]]
     return f"{title}\n\n{table(header, rows)}\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,8 +18,7 @@ from .cases import Case
 
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
 Tensors = dict[str, torch.Tensor]
-# Of the groups below; None: torch's default, whatever that of the world is.
-TIMEOUT: datetime.timedelta | None = None
+TIMEOUT = datetime.timedelta(seconds=600)  # of each collective
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Results that must not change from one wheel to the next: the row "golden" of the contract.
 
 The bits of a call are a function of the source of the kernels, which `bits_version` counts, and of
-the compute capability. Hashes of a fixed set of calls are committed for each pair of the two, and
+the compute capability. Hashes of a fixed set of calls are committed for the present version, and
 this check compares a wheel's results with them.
 `python -m flash_attn_deterministic.verify.contract.golden` writes them.
 """
@@ -14,21 +14,18 @@ import torch
 
 from ....build_info import build_info
 from ..attention import Attention
-from ..call import Call, Tensors
 from ..check import Case, Mismatch, expect_numbers
 from ..sizes import Size
 from . import record
-from .calls import CALLS, GoldenCall
-from .inputs import digest
+from .calls import CALLS
 
 
 def golden_cases(size: Size) -> Iterator[Case]:
     """Yields each call at each head dim and dtype."""
-    for config in size.configs:
-        for call in CALLS:
-            head_dim, dtype = config
+    for head_dim, dtype in size.configs:
+        for number, call in enumerate(CALLS):
             name = f"d{head_dim}-{dtype}-{call.name}"
-            yield Case(name, head_dim, dtype, call.feature, 0, {"call": CALLS.index(call)})
+            yield Case(name, head_dim, dtype, call.feature, 0, {"call": number})
 
 
 def unavailable(size: Size) -> str:
@@ -43,7 +40,8 @@ def unavailable(size: Size) -> str:
 
 def known_entry(capability: str) -> record.Entry | None:
     """Returns what is known for the installed wheel on a compute capability."""
-    return record.read(record.PATH).find(build_info().bits_version, capability)
+    version = build_info().bits_version
+    return record.read(version).find(version, capability)
 
 
 def compute_capability(device: str) -> str:
@@ -60,38 +58,22 @@ def golden(case: Case, attention: Attention, size: Size) -> None:
     Raises:
         Mismatch: they differ, or the file has none for this case.
     """
-    known = record.read(record.PATH)
-    entry = known.find(build_info().bits_version, compute_capability(size.device))
-    why = "" if entry is None else known.problem(entry)
-    call, drawn, inputs = draw_case(case, attention, size.device)
+    known = record.read(build_info().bits_version)
+    entry = known.entries.get(compute_capability(size.device))
+    call = CALLS[case["call"]]
+    drawn, inputs = call.inputs((case.head_dim, case.dtype), attention, size.device)
     if known.inputs.get(case.name) != inputs:
         raise Mismatch(f"{case.name}: the inputs are not those that were hashed", drawn)
-    if why:
-        raise Mismatch(f"golden hashes are not accepted: {why}", drawn)
     expected = "" if entry is None else entry.hashes.get(case.name, "")
-    if not expected:
+    if entry is None or not expected:
         raise Mismatch(f"{case.name}: there is no golden hash of this case", drawn)
-    results = call.results(drawn)
+    if why := known.problem(entry):
+        raise Mismatch(f"golden hashes are not accepted: {why}", drawn)
+    parts = call.parts(drawn)
+    results = call.results(drawn, parts)
     expect_numbers(drawn, case.name, results)
-    found = hashes_of(results)
+    found = record.hashes_of(call, drawn, parts)
     if found != expected:
         pairs = zip(results, found.split(), expected.split(), strict=True)
         name, own, other = next(pair for pair in pairs if pair[1] != pair[2])
         raise Mismatch(f"{name}: the hash of its bits is {own}, expected {other}", drawn, name)
-
-
-def draw_case(case: Case, attention: Attention, device: str) -> tuple[GoldenCall, Call, str]:
-    """Draws the inputs of a case.
-
-    Returns:
-        Which call it is, its inputs, and their hash.
-    """
-    call = CALLS[case["call"]]
-    drawn = call.inputs((case.head_dim, case.dtype), attention, device)
-    slopes = () if drawn.slopes is None else (drawn.slopes,)
-    return call, drawn, digest((drawn.q, drawn.k, drawn.v, drawn.dout, *slopes))
-
-
-def hashes_of(results: Tensors) -> str:
-    """Returns the hash of each tensor, with spaces between them."""
-    return " ".join(digest([tensor]) for tensor in results.values())
