@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -140,7 +139,6 @@ def describe(
             {"bom-ref": LIBRARY, "type": "file", "name": LIBRARY, "hashes": _hashes(digest)}
         ],
     }  # fmt: skip
-    depends = [{"ref": ours, "dependsOn": [row["bom-ref"] for row in rows]}]
     content = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
@@ -148,12 +146,8 @@ def describe(
         "version": 1,
         "metadata": {"timestamp": f"{datetime(*date).isoformat()}+00:00", "component": root},
         "components": rows,
-        "dependencies": [*depends, *({"ref": row["bom-ref"]} for row in rows)],
     }
-    # The serial number is a function of the content.
-    namespace = uuid.uuid5(uuid.NAMESPACE_DNS, f"{NAME}.sbom")
-    serial = uuid.uuid5(namespace, json.dumps(content, sort_keys=True))
-    return (json.dumps({**content, "serialNumber": f"urn:uuid:{serial}"}, indent=2) + "\n").encode()
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def problems(

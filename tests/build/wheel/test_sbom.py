@@ -51,8 +51,7 @@ def test_the_same_inputs_give_the_same_bytes() -> None:
     assert describe() == describe()
     assert json.loads(describe())["metadata"]["timestamp"] == "2023-11-14T22:13:20+00:00"
     other = {**fake_wheel.INFO["upstream"], "sha256": "e0" * 32}
-    bills = (describe(), describe(archive.date_of(9)), describe(upstream=other))
-    assert len({json.loads(each)["serialNumber"] for each in bills}) == 3
+    assert len({describe(), describe(archive.date_of(9)), describe(upstream=other)}) == 3
 
 
 def test_a_release_of_upstream_that_nobody_looked_at() -> None:
