@@ -5,11 +5,16 @@ Run by test_backward_schedule.py in a process of its own, which it can end.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from flash_attn_deterministic import flash_attn_func, flash_attn_varlen_func
+
+from tests.gpu.nvcc import compiled, find_nvcc
 
 Backward = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -80,8 +85,32 @@ def backwards() -> dict[str, Backward]:
     }
 
 
+def hold_all_sms_but_two() -> Callable[[], None] | None:
+    """Returns what starts a kernel that does, for 20 ms; None: no nvcc here to compile it."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return None
+    properties = torch.cuda.get_device_properties()
+    with tempfile.TemporaryDirectory() as folder:
+        code = f"{properties.major}{properties.minor}"
+        library = compiled(nvcc, Path(__file__).with_name("hold.cu"), Path(folder), code)
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+    shared = properties.shared_memory_per_block_optin - 1024
+    sms = properties.multi_processor_count - 2
+
+    def hold() -> None:
+        torch.cuda.synchronize()
+        status = library.hold(
+            sms, shared, ctypes.c_longlong(20_000_000), ctypes.c_void_p(beside.cuda_stream)
+        )
+        if status != 0:
+            raise SystemExit(f"the kernel that holds SMs: CUDA error {status}")
+
+    return hold
+
+
 def main() -> None:
-    """Runs them one by one, then on eight streams at once, and compares the bits."""
+    """Runs them one by one, on few SMs, and on eight streams at once, and compares the bits."""
     torch.manual_seed(0)
     calls = backwards()
     torch.cuda.synchronize()
@@ -90,9 +119,15 @@ def main() -> None:
         print(name, flush=True)
         expected[name] = call()
         torch.cuda.synchronize()
+    found = []
+    hold = hold_all_sms_but_two()
+    for name in expected if hold else ():
+        print(f"{name}, on two SMs", flush=True)
+        hold()
+        found.append((name, calls[name]()))
+    torch.cuda.synchronize()
     print("all at once", flush=True)
     streams = [torch.cuda.Stream() for _ in range(8)]  # type: ignore[no-untyped-call, unused-ignore]
-    found = []
     for turn, name in enumerate([*calls, *reversed(calls)]):
         with torch.cuda.stream(streams[turn % len(streams)]):
             found.append((name, calls[name]()))
@@ -100,7 +135,7 @@ def main() -> None:
     for name, gradients in found:
         for one, wanted in zip(gradients, expected[name], strict=True):
             if not torch.equal(one.view(torch.int16), wanted.view(torch.int16)):
-                raise SystemExit(f"{name}: other bits beside other backwards")
+                raise SystemExit(f"{name}: other bits beside other kernels")
     print("done", flush=True)
 
 

@@ -7,9 +7,6 @@ sm90 family uses. They are compiled here, by an nvcc that is at hand.
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +14,11 @@ import pytest
 import torch
 
 from tests.gpu.attention import DTYPES
+from tests.gpu.nvcc import compiled, find_nvcc
 
 pytestmark = pytest.mark.gpu
 
 SOURCE = Path(__file__).with_name("wgmma.cu")
-CPP = Path(__file__).parents[3] / "cpp"
 COUNT = 64  # products side by side
 # By mma.sync, or by wgmma with the first operand in shared memory or in registers.
 WAYS = ("mma.sync", "shared", "registers")
@@ -35,11 +32,6 @@ DRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def find_nvcc() -> str | None:
-    named = os.environ.get("CUDACXX")
-    return named or shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if torch.cuda.get_device_capability() != (9, 0):
@@ -47,14 +39,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     nvcc = find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc here to compile wgmma.cu; set CUDACXX")
-    built = tmp_path_factory.mktemp("wgmma") / "wgmma.so"
-    subprocess.run(
-        [nvcc, "-std=c++17", "-O3", "-DNDEBUG", "-shared", "-Xcompiler", "-fPIC,-fno-gnu-unique",
-         "-gencode", "arch=compute_90a,code=sm_90a", f"-I{CPP}/kernels", f"-I{CPP}/torch_free",
-         "-o", built, SOURCE],
-        check=True,
-    )  # fmt: skip
-    return ctypes.CDLL(str(built))
+    return compiled(nvcc, SOURCE, tmp_path_factory.mktemp("wgmma"), "90a")
 
 
 def run(
