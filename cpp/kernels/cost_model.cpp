@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "sm80/decode/scores_first.h"
 #include "sm90/forward/fwd_shape.h"
 
 namespace fad {
@@ -36,21 +37,29 @@ constexpr int kLongestShared = 16384;
 // block; a CTA of Hopper's parts takes as long for 64 rows as for one; the path scores-first shares
 // out the keys and columns of a split, a CTA to 8 rows. What is fastest depends on the share of the
 // SMs that CTAs which each walk a split fill, on rows, and on how long a block takes. Times by
-// which these limits were chosen, on an H200, bf16, splits of 2048, us:
+// which these limits were chosen, on an H100, bf16, splits of 2048 (of 13 blocks: 777 keys), us:
 //
 //   CTAs on 132 SMs, rows, head dim   few-rows   parts   scores-first
-//   16, 4, 128                              32      29             19
-//   32, 16, 128                             33      30             27
-//   32, 32, 128                             40      30             33
-//   49, 8, 128                              39      36             32
-//   64, 20, 128                             41      32             55
-//   64, 8, 256                              73      45             53
-//   80, 4, 128, in pages                    41      37             39
-//   128, 20, 128                            43      46             89
-//   512, 64, 128                           195     151            768
+//   16, 32, 128                           40.9    26.5           28.2
+//   16, 64, 128                           62.3    26.9           39.1
+//   32, 8, 128                            32.1    27.3           26.8
+//   32, 16, 128                           32.3    27.4           29.8
+//   49, 8, 128                            37.8    33.1           36.1
+//   64, 20, 128                           39.4    32.8             59
+//   128, 20, 128                          52.7    53.6            108
+//   80, 4, 128, in pages                  39.2    40.0             49
+//   16, 8, 256                            65.1    37.5           26.3
+//   64, 8, 256                            73.3    54.6             71
+//   64, 20, 64                            31.5    25.9             35
+//   32, 4, 64                             27.0    25.1           20.7
+//   24, 5, 128, 13 blocks                 14.2       -           14.8
+//   64, 4, 128, 13 blocks                 14.6       -           20.1
 //
-// From this share on, the few-rows kernel is taken rather than scores-first.
+// From this share on, the few-rows kernel is taken rather than scores-first; and from the second
+// one on, where splits have at most so many blocks.
 constexpr double kSplitsFullEnough = 0.55;
+constexpr double kMiddleWalksFullEnough = 0.25;
+constexpr int kMiddleWalk = 16;
 
 // Within these shares parts are taken rather than both: for more than 32 rows, for more than 16,
 // and for fewer where the few-rows kernel takes long for a block, at large head dims and in pages.
@@ -63,12 +72,18 @@ constexpr Share kFewRowsOfSlowBlocks = {0.45, 0.9};
 constexpr Share kNever = {1e9, 1e9};
 constexpr int kSlowHeadDim = 192;
 
+// At head dim 128, where the path scores-first has one row block, up to three, or more, parts are
+// taken from these shares on. Up to 16 rows, the few-rows kernel is as fast where splits fill the
+// SMs, and they are not in pages.
+constexpr int kMeasuredHeadDim = 128;
+constexpr double kFromOneRowBlock = 0.3, kFromFewRowBlocks = 0.2, kFromManyRowBlocks = 0.1;
+
 // Up to this head dim parts are taken for more than 16 rows whatever the share. (H100, 20 rows,
 // pages of 16, share 0.97 and more: 0.88 to 1.01 of the few-rows kernel's time.)
 constexpr int kSmallHeadDim = 64;
 
 // Blocks of keys that the few-rows kernel walks in less time than a second launch takes. (H100:
-// 0.75 us a block, and 4 us; with 13 blocks of one split both paths take 14 us.)
+// 0.75 us a block, and 4 us.)
 constexpr int kShortWalk = 8;
 
 // Rows of the few-rows kernel's tiles: the time of a block of keys grows with them. (H100, head dim
@@ -182,7 +197,8 @@ bool fills(const FwdParams& params, const FwdKernel& one_cta, int num_sms) {
 bool splits_fill(const FwdParams& params, const FwdKernel& few_rows, const Tree& tree,
                  int num_sms) {
   const Walks walks = walks_of(params, few_rows, tree, num_sms);
-  return walks.longest <= kShortWalk || walks.share >= kSplitsFullEnough;
+  return walks.longest <= kShortWalk || walks.share >= kSplitsFullEnough ||
+         (walks.longest <= kMiddleWalk && walks.share >= kMiddleWalksFullEnough);
 }
 
 bool suits_parts(const FwdParams& params, const FwdKernel& parts, const Tree& tree, int num_sms) {
@@ -194,10 +210,17 @@ bool suits_parts(const FwdParams& params, const FwdKernel& parts, const Tree& tr
   const int rows = params.seqlen_q * group;
   const bool slow = kernel_head_dim(params.d) >= kSlowHeadDim || params.block_table != nullptr;
   const bool small = kernel_head_dim(params.d) <= kSmallHeadDim && rows > kFewRowsTiles[0];
-  const Share share = rows > kFewRowsTiles[1] || small ? kManyRows
-                      : rows > kFewRowsTiles[0]        ? kMiddleRows
-                      : slow                           ? kFewRowsOfSlowBlocks
-                                                       : kNever;
+  Share share = rows > kFewRowsTiles[1] || small ? kManyRows
+                : rows > kFewRowsTiles[0]        ? kMiddleRows
+                : slow                           ? kFewRowsOfSlowBlocks
+                                                 : kNever;
+  if (kernel_head_dim(params.d) == kMeasuredHeadDim) {
+    const int row_blocks = num_blocks(rows, kScoreRows);
+    share.from = row_blocks > 3   ? kFromManyRowBlocks
+                 : row_blocks > 1 ? kFromFewRowBlocks
+                                  : kFromOneRowBlock;
+    share.to = rows > kFewRowsTiles[0] || slow ? share.to : kSplitsFullEnough;
+  }
   const Walks walks = walks_of(params, parts, tree, num_sms);
   const bool short_walks = rows > kFewRowsTiles[0] && walks.longest <= kShortWalk;
   return (short_walks || walks.share >= share.from) && walks.share < share.to;

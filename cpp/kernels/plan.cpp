@@ -517,7 +517,9 @@ void place_scratch(const FwdPlan& plan, char* scratch, FwdParams& params) {
   params.parts.acc = reinterpret_cast<float*>(scratch);
   params.parts.state =
       reinterpret_cast<float2*>(params.parts.acc + rows * kernel_head_dim(params.d));
-  if (plan.kernel->ctas_per_sm > 0) {
+  // Where each CTA has one tile, nobody has to count, nor to set the counter to 0.
+  if (plan.kernel->ctas_per_sm > 0 &&
+      static_cast<long long>(plan.ctas_per_launch) * plan.num_splits > plan.most_ctas) {
     params.tile_counter = reinterpret_cast<unsigned*>(params.parts.state + rows);
   }
 }
