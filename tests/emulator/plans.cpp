@@ -110,9 +110,9 @@ void launch_sm80(const FwdParams& params, unsigned ctas, cudaStream_t) {
   }
 }
 
-template <int kBlockM>
+template <int kHeadDimV, int kBlockM>
 void launch_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
-  using T = sm90::FwdTile<sm90::bf16, HEAD_DIM, kBlockM, false>;
+  using T = sm90::FwdTile<sm90::bf16, HEAD_DIM, kHeadDimV, kBlockM, false>;
   if (ctas == 0 || static_cast<int>(ctas) > T::kCtasPerSm * seen.device->num_sms) {
     wrong("%u CTAs", ctas);
   }
@@ -163,7 +163,8 @@ void launch_sm90(const FwdParams& params, unsigned ctas, cudaStream_t stream) {
       }
     }
   };
-  sm90::fwd_sm90<sm90::bf16, HEAD_DIM, kBlockM>(sm90::params_of(params, params.tree), ctas, stream);
+  sm90::fwd_sm90<sm90::bf16, HEAD_DIM, kHeadDimV, kBlockM>(sm90::params_of(params, params.tree),
+                                                           ctas, stream);
   emulator::observe = nullptr;
 }
 
@@ -181,7 +182,7 @@ void merge(const FwdParams& params, cudaStream_t) {
 #define ROW80(path, block_m, covers) \
   {Family::kSm80, Path::path, covers, block_m, 90 * 1024, 95 * 1024, &launch_sm80},
 #define ROW90(path, head_dim_v, block_m, covers) \
-  sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>(&launch_sm90<block_m>),
+  sm90::fwd_entry<HEAD_DIM, head_dim_v, block_m, Path::path, covers>(&launch_sm90<head_dim_v, block_m>),
 const FwdKernel kKernels[] = {SM90_ROWS(ROW90) SM80_ROWS(ROW80)};
 const FwdInstance kInstance{kKernels, sizeof(kKernels) / sizeof(*kKernels), &merge};
 
