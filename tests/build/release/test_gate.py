@@ -281,6 +281,11 @@ def test_the_report_of_ptx_in_this_tree_is_there_or_missed() -> None:
     assert said == (not path.exists())
 
 
+def test_the_schema_takes_the_reports_that_gpus_wrote() -> None:
+    for path in (ROOT / "docs" / "results").glob("verification*.json"):
+        assert read_report(path, ROOT).problems == (), path.name
+
+
 FREE = ("environment", "digest", "started", "seconds", "baseline")  # of a report
 
 
