@@ -238,4 +238,21 @@ FAULTS = [
         "rows of a group end with the sink of its first head",
         *(64, _ROWS, "call.sinks[work.bidh + offset(row + 8 * r, 0, 1)]", "call.sinks[work.bidh]"),
     ),
+    Fault(
+        "columns are stored that out does not have",
+        *(192, _ROWS, "column < call.head_dim_v)", "column < call.head_dim)"),
+    ),
+    Fault(
+        "the state of later splits is kept in columns that out does not have",
+        *(
+            192,
+            _CONSUMER,
+            "waiting.out_columns = call.head_dim_v / 8;",
+            "waiting.out_columns = 16;",
+        ),
+    ),
+    Fault(
+        "the barrier of values counts the bytes of keys",
+        *(192, _PRODUCER, "kBoxes * T::kBoxBytes);", "T::kBlockBytes);"),
+    ),
 ]

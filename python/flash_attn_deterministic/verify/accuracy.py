@@ -58,6 +58,7 @@ class Case:
     nheads_k: int = 2
     backward: bool = False  # whether gradients are compared too
     shrink: int = 1  # of windows
+    narrow: bool = False  # whether v has two thirds of the columns of q and k
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -75,6 +76,10 @@ def cases(device: str) -> Iterator[Case]:
             backward = form == "packed"
             name = f"{form} {feature}"
             yield Case(name, feature=feature, form=form, batch=3, backward=backward, **common)
+    for form in ("dense", "packed", "append-pages"):
+        backward = form != "append-pages"
+        own: dict[str, Any] = {"feature": "causal", "form": form, "batch": 3, "narrow": True}
+        yield Case(f"{form} narrow-v", backward=backward, **own, **common)
     # A window turns rotary positions on, whatever its width.
     one_sided: dict[str, Any] = {"feature": "window-left-0", "form": "append-pages", "batch": 3}
     yield Case("append-pages window", **one_sided, **common)
@@ -154,6 +159,9 @@ def _draw(case: Case, config: Config, device: str, attention: Attention) -> tupl
         attention, shape, case.seqlen_k, case.nheads_k,
         dtype=dtype, device=device, seed=seed, options=options,
     )  # fmt: skip
+    if case.narrow:
+        columns = head_dim * 2 // 3
+        drawn = replace(drawn, v=drawn.v[..., :columns], dout=drawn.dout[..., :columns])
     return drawn, seed
 
 
@@ -165,7 +173,8 @@ def _errors(case: Case, call: Call, seed: int) -> Found:
     if call.sinks is not None and case.backward and case.form == "dense" and not call.dropout:
         yield "backward", "dsink", _sink(call), None
     torchs: Tensors = {}
-    if call.q.is_cuda and case.form == "dense" and case.feature in ("full", "causal"):
+    plain = case.form == "dense" and case.feature in ("full", "causal") and not case.narrow
+    if call.q.is_cuda and plain:
         torchs = _torchs(call, case.backward)
     for direction in ("forward", "backward") if case.backward else ("forward",):
         worst: dict[str, tuple[Error, Error | None]] = {}

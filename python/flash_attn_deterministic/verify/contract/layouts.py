@@ -189,18 +189,19 @@ def pages(
     Returns:
         k and v (num_pages, page_size, nheads_k, head_dim), and block_table.
     """
-    like = calls[0].k
     per_sequence = -(-max(room, *(call.k.shape[1] for call in calls)) // page_size) + 1
     count = len(calls) * per_sequence + 2
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     table = order[: len(calls) * per_sequence].view(len(calls), -1)
-    k, v = (garbage((count, page_size, *like.shape[2:]), like) for _ in "kv")
+    k, v = (
+        garbage((count, page_size, *like.shape[2:]), like) for like in (calls[0].k, calls[0].v)
+    )
     for own, call in zip(table.tolist(), calls, strict=True):
         for page, begin in zip(own, range(0, call.k.shape[1], page_size), strict=False):
             for cache, tensor in ((k, call.k), (v, call.v)):
                 part = tensor[0, begin : begin + page_size]
                 cache[page, : len(part)] = part
-    return k, v, table.to(like.device, torch.int32)
+    return k, v, table.to(k.device, torch.int32)
 
 
 def _buffer(
