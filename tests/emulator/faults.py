@@ -153,8 +153,8 @@ FAULTS = [
         *(
             64,
             _PRODUCER,
-            "barrier_expect(full, T::kBlockBytes)",
-            "barrier_expect(full, T::kBlockBytes - 128)",
+            "barrier_expect(full, kBoxes * T::kBoxBytes)",
+            "barrier_expect(full, kBoxes * T::kBoxBytes - 128)",
         ),
     ),
     Fault(
@@ -162,8 +162,8 @@ FAULTS = [
         *(
             64,
             _PRODUCER,
-            "barrier_expect(full, T::kBlockBytes)",
-            "barrier_expect(full, T::kBlockBytes + 128)",
+            "barrier_expect(full, kBoxes * T::kBoxBytes)",
+            "barrier_expect(full, kBoxes * T::kBoxBytes + 128)",
         ),
     ),
     Fault(

@@ -193,9 +193,7 @@ def pages(
     count = len(calls) * per_sequence + 2
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     table = order[: len(calls) * per_sequence].view(len(calls), -1)
-    k, v = (
-        garbage((count, page_size, *like.shape[2:]), like) for like in (calls[0].k, calls[0].v)
-    )
+    k, v = (garbage((count, page_size, *like.shape[2:]), like) for like in (calls[0].k, calls[0].v))
     for own, call in zip(table.tolist(), calls, strict=True):
         for page, begin in zip(own, range(0, call.k.shape[1], page_size), strict=False):
             for cache, tensor in ((k, call.k), (v, call.v)):
