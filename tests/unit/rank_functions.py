@@ -526,12 +526,12 @@ def other_wheel(name: str) -> str:
     def installed(device: torch.device) -> dict[str, Any]:
         return {**whole(device), name: dist.get_rank() + 1}
 
-    ops._facts.cache_clear()
+    ops._known.cache_clear()
     try:
         with _instead(ops, _installed=installed):
             return _message(lambda: distributed.flash_attn_func(*[_inputs("A")] * 3))
     finally:
-        ops._facts.cache_clear()
+        ops._known.cache_clear()
 
 
 def end_on(rank: int, at: str) -> str:
@@ -562,14 +562,14 @@ def tokens_received(ranks: int, window: tuple[int, int]) -> int | None:
     if not group:
         return None
     got: list[int] = []
-    whole = exchange.start
 
-    def counting(ranks_: Any, items: Any, what: str) -> Any:
-        received = items[-1].way.received
-        got.append(sum(p.count for by, p in enumerate(received) if by != ranks_.rank))
-        return whole(ranks_, items, what)
+    class Counting(exchange.Arriving):
+        def __init__(self, ranks_: Any, route: Any, given: Any, what: str) -> None:
+            received = route.received
+            got.append(received.total - received.counts[ranks_.rank])
+            super().__init__(ranks_, route, given, what)
 
-    with _instead(exchange, start=counting):
+    with _instead(passes, Arriving=Counting):
         q = draw((1, 64, 1, 16), 1)
         distributed.flash_attn_func(q, q, q, window_size=window, **group)
     return sum(got)

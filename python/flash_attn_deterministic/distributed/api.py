@@ -2,63 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks import tensors
 from ..checks.numbers import as_flag, as_int
 from ..checks.ops import validate
-from ..errors import ArgumentError, FlashAttnError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..interface.call import WithProbs, has_backward, padded, resolve_options, with_ints
 from ..schemas import forward_call
-from ..types import Deterministic, Lengths
-from . import agreement
-from . import ops as ops  # defines the ops
+from ..types import Deterministic, Lengths, Options
+from . import ops
+from .calls import of_kv, of_qkv, of_varlen_qkv, reported
 from .dtensor import with_dtensors
 from .layout import CONTIGUOUS, check_order
+from .ops import CallSpec
 from .plan import plan_of
 from .ranks import Ranks, find_group
-from .spec import CallSpec
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def reported(function: _Function) -> _Function:
-    """Makes a function of all ranks tell the others of an error that only this one has."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            if not agreement.is_known(error):
-                agreement.report(error, _group_of(function, args, kwargs))
-            raise
-
-    return call  # type: ignore[return-value]
-
-
-def _group_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the group of a call; None if it is unknown."""
-    if any(hasattr(one, "device_mesh") for one in args):
-        return None  # DTensors, whose group depends on all of them
-    try:
-        given = inspect.signature(function).bind_partial(*args, **kwargs).arguments
-    except TypeError:
-        given = kwargs
-    try:
-        return find_group(given.get("group"), given.get("mesh"))
-    except FlashAttnError:
-        return None
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MOST = 4096  # calls that are remembered as valid
 
 
 class Where(NamedTuple):
@@ -93,14 +60,13 @@ def _attend(
         return_attn_probs: the argument.
         where: the arguments.
     """
-    ranks = Ranks(find_group(where.group, where.mesh))
+    ranks = Ranks.of(find_group(where.group, where.mesh))
     spec = _resolve(ranks, q, k, v, lengths, options, alibi_slopes, where)
     with_lse = as_flag("return_attn_probs", return_attn_probs)
     head_dim = max(q.shape[-1], v.shape[-1])  # ranks exchange tensors of one
-    starts = (None, None) if lengths is None else lengths[:2]
-    out, softmax_lse = torch.ops.flash_attn_deterministic.sequence_fwd(
-        *(padded(x, head_dim) for x in (q, k, v)), *starts, spec.text()
-    )
+    starts_q, starts_k = (None, None) if lengths is None else lengths[:2]
+    q_, k_, v_ = (padded(one, head_dim) for one in (q, k, v))
+    out, softmax_lse = ops.attend(q_, k_, v_, starts_q, starts_k, spec)
     out = out[..., : v.shape[-1]]
     return (out, softmax_lse, out.new_empty(0)) if with_lse else out
 
@@ -118,7 +84,7 @@ def _resolve(
     """Checks a call; see `flash_attn_func` for the errors."""
     _, found = resolve_options(q, *options)
     lengths = None if lengths is None else with_ints(lengths, same=False)
-    validate(*forward_call((q, k, v), lengths, found, None))
+    _check((q, k, v), lengths, found)
     ranks.check(q.device)
     if found.dropout_p > 0:
         raise UnsupportedError(
@@ -165,6 +131,24 @@ def _resolve(
         found.deterministic,
         found.deterministic_bwd,
     )
+
+
+_valid: set[tuple[Any, ...]] = set()
+
+
+def _check(inputs: tuple[Any, Any, Any], lengths: Lengths | None, options: Options) -> None:
+    """Validates a call before any message, unless one with such tensors and numbers has been."""
+    tensors = inputs if lengths is None else (*inputs, *lengths[:2])
+    key = None
+    if not torch.compiler.is_compiling() and all(type(one) in _PLAIN for one in tensors):
+        key = *((x.shape, x.dtype, x.device, x.layout) for x in tensors), options
+        if key in _valid:
+            return
+    validate(*forward_call(inputs, lengths, options, None))
+    if key is not None:
+        if len(_valid) >= _MOST:
+            _valid.clear()
+        _valid.add(key)
 
 
 @reported
@@ -254,116 +238,8 @@ def flash_attn_func(
     return _attend(q, k, v, None, options, alibi_slopes, return_attn_probs, where)
 
 
-@reported
-def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] | torch.Tensor = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: Deterministic = None,
-    return_attn_probs: bool = False,
-    *,
-    split_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    order: str = CONTIGUOUS,
-    heads_k_stride: int | None = None,
-    ulysses_degree: int | None = None,
-) -> torch.Tensor | WithProbs:
-    """Computes `flash_attn_func` with q, k and v in one tensor.
-
-    Args:
-        qkv: (batch, seqlen, 3, nheads, head_dim), the tokens of this rank.
-        dropout_p: as in `flash_attn_func`; so are the arguments after it.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        As `flash_attn_func`.
-    """
-    tensors.check_packed("qkv", qkv, "(batch, seqlen, 3, nheads, head_dim)")
-    q, k, v = qkv.unbind(2)
-    out: torch.Tensor | WithProbs = flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        split_size=split_size,
-        group=group,
-        mesh=mesh,
-        order=order,
-        heads_k_stride=heads_k_stride,
-        ulysses_degree=ulysses_degree,
-    )
-    return out
-
-
-@reported
-def flash_attn_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] | torch.Tensor = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: Deterministic = None,
-    return_attn_probs: bool = False,
-    *,
-    split_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    order: str = CONTIGUOUS,
-    heads_k_stride: int | None = None,
-    ulysses_degree: int | None = None,
-) -> torch.Tensor | WithProbs:
-    """Computes `flash_attn_func` with k and v in one tensor.
-
-    Args:
-        q: (batch, seqlen_q, nheads, head_dim), the tokens of this rank.
-        kv: (batch, seqlen_k, 2, nheads_k, head_dim), likewise.
-        dropout_p: as in `flash_attn_func`; so are the arguments after it.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        As `flash_attn_func`.
-    """
-    tensors.check_packed("kv", kv, "(batch, seqlen_k, 2, nheads_k, head_dim)")
-    k, v = kv.unbind(2)
-    out: torch.Tensor | WithProbs = flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        split_size=split_size,
-        group=group,
-        mesh=mesh,
-        order=order,
-        heads_k_stride=heads_k_stride,
-        ulysses_degree=ulysses_degree,
-    )
-    return out
+flash_attn_qkvpacked_func = of_qkv(flash_attn_func, "(batch, seqlen, 3, nheads, head_dim)")
+flash_attn_kvpacked_func = of_kv(flash_attn_func, "(batch, seqlen_k, 2, nheads_k, head_dim)")
 
 
 @reported
@@ -436,130 +312,10 @@ def flash_attn_varlen_func(
     return _attend(q, k, v, lengths, options, alibi_slopes, return_attn_probs, where)
 
 
-@reported
-def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] | torch.Tensor = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: Deterministic = None,
-    return_attn_probs: bool = False,
-    *,
-    split_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    order: str = CONTIGUOUS,
-    heads_k_stride: int | None = None,
-    ulysses_degree: int | None = None,
-) -> torch.Tensor | WithProbs:
-    """Computes `flash_attn_varlen_func` with q, k and v in one tensor.
-
-    Args:
-        qkv: (total, 3, nheads, head_dim), the tokens of this rank.
-        cu_seqlens: (batch + 1,), int32, of all ranks.
-        max_seqlen: no effect.
-        dropout_p: as in `flash_attn_varlen_func`; so are the arguments after it.
-
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        As `flash_attn_varlen_func`.
-    """
-    tensors.check_packed("qkv", qkv, "(total tokens, 3, nheads, head_dim)")
-    q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        split_size=split_size,
-        group=group,
-        mesh=mesh,
-        order=order,
-        heads_k_stride=heads_k_stride,
-        ulysses_degree=ulysses_degree,
-    )
-
-
-@reported
-def flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] | torch.Tensor = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: Deterministic = None,
-    return_attn_probs: bool = False,
-    *,
-    split_size: int | None = None,
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    order: str = CONTIGUOUS,
-    heads_k_stride: int | None = None,
-    ulysses_degree: int | None = None,
-) -> torch.Tensor | WithProbs:
-    """Computes `flash_attn_varlen_func` with k and v in one tensor.
-
-    Args:
-        q: (total_q, nheads, head_dim), the tokens of this rank.
-        kv: (total_k, 2, nheads_k, head_dim), likewise.
-        cu_seqlens_q: as in `flash_attn_varlen_func`; so are the arguments after it.
-
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        As `flash_attn_varlen_func`.
-    """
-    tensors.check_packed("kv", kv, "(total tokens, 2, nheads_k, head_dim)")
-    k, v = kv.unbind(1)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        split_size=split_size,
-        group=group,
-        mesh=mesh,
-        order=order,
-        heads_k_stride=heads_k_stride,
-        ulysses_degree=ulysses_degree,
-    )
+flash_attn_varlen_qkvpacked_func = of_varlen_qkv(flash_attn_varlen_func)
+flash_attn_varlen_kvpacked_func = of_kv(
+    flash_attn_varlen_func, "(total tokens, 2, nheads_k, head_dim)"
+)
 
 
 @dataclass(frozen=True)
@@ -605,13 +361,13 @@ def explain(
     Raises:
         As `flash_attn_func`, but for RankError.
     """
-    ranks = Ranks(find_group(group, mesh))
+    ranks = Ranks.of(find_group(group, mesh))
     lengths = None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0])
     options = 0.0, None, causal, window_size, 0.0, split_size, None
     where = Where(group, mesh, order, heads_k_stride, ulysses_degree)
     spec = _resolve(ranks, q, k, k, lengths, options, None, where)
-    plan = plan_of(ops.shape_of(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec), ranks.rank)
+    plan = plan_of(ops.known(ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec).shape, ranks.rank)
     heads = plan.forward.heads, plan.backward.heads
     return Explanation(plan.degree, plan.moves, heads, plan.seconds, plan.others)

@@ -1,195 +1,174 @@
-"""Exchanges of tokens, some heads of them at a time, between ranks."""
+"""Exchanges of rows of tensors, some heads of them at a time, between ranks."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from .layout import Numbers, expand
-from .ranks import Pending, Ranks
+from .ranks import Ranks
 
-_SLICES = 16  # of more pieces, one index is made
-_WORD = 8  # bytes: copies move one at a time, and tensors of a message begin at multiples
+_WORD = torch.int32  # what messages are made of
+Key = tuple[torch.device, int]
+
+
+def stream_of(device: torch.device) -> Key:
+    """Returns a key for tensors that are kept: the allocator orders memory by streams."""
+    if device.type != "cuda":
+        return device, 0
+    return device, torch.cuda.current_stream(device).cuda_stream
 
 
 class Places:
-    """Some pieces of a tensor's first dimension.
+    """Rows of a tensor, in the order of the ranks that they go to or come from.
 
     Args:
-        at: where each begins.
-        length: of each.
+        counts: rows of each rank.
+        at: where pieces of rows begin.
+        length: of these.
+        head: of each piece, the part of the heads; with `parts` > 1.
+        parts: into which heads are divided.
     """
 
-    def __init__(self, at: Numbers, length: Numbers) -> None:
-        self._at, self._length = at, length
-        self.count = int(length.sum())
-        self._slices: list[slice] | None = None
-        if at.numel() <= _SLICES:
-            pairs = zip(at.tolist(), length.tolist(), strict=True)
-            self._slices = [slice(begin, begin + tokens) for begin, tokens in pairs]
-        self._index: dict[torch.device, torch.Tensor] = {}
+    def __init__(
+        self,
+        counts: Sequence[int],
+        at: Numbers,
+        length: Numbers,
+        head: Numbers | None = None,
+        parts: int = 1,
+    ) -> None:
+        self.counts, self.total, self.parts = counts, sum(counts), parts
+        self._pieces = at, length, torch.zeros_like(at) if head is None else head
+        self._index: dict[Key, torch.Tensor] = {}
+        self._inverse: dict[Key, torch.Tensor] = {}
 
-    def on(self, device: torch.device) -> Sequence[slice | torch.Tensor]:
-        """Returns the pieces, or an index of all."""
-        if self._slices is not None:
-            return self._slices
-        index = self._index.get(device)
-        if index is None:
-            which, offset = expand(self._length)
-            index = self._index[device] = (self._at[which] + offset).to(device)
-        return [index]
+    def of_others(self, rank: int) -> list[int]:
+        """Returns the rows of each rank but this one."""
+        return [*self.counts[:rank], 0, *self.counts[rank + 1 :]]
 
-    def parts(self, block: torch.Tensor) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
-        """Yields the pieces, or an index of all, and the parts of a block that belong to them."""
-        places, at = self.on(block.device), 0
-        for place in places:
-            if not isinstance(place, slice) or len(places) == 1:
-                yield place, block
-                continue
-            length = place.stop - place.start
-            yield place, block[at : at + length]
-            at += length
+    def index(self, device: torch.device) -> torch.Tensor:
+        """Returns the rows: `parts` for each token."""
+        key = stream_of(device)
+        found = self._index.get(key)
+        if found is None:
+            at, length, head = (one.to(device) for one in self._pieces)
+            which, offset = expand(length, self.total)
+            found = self._index[key] = (at[which] + offset) * self.parts + head[which]
+        return found
+
+    def inverse(self, device: torch.device, room: int) -> torch.Tensor:
+        """Returns which of these rows each of `room` rows is; `total`: none."""
+        key = stream_of(device)
+        found = self._inverse.get(key)
+        if found is None:
+            found = torch.full((room,), self.total, device=device)
+            found[self.index(device)] = torch.arange(self.total, device=device)
+            self._inverse[key] = found
+        return found
 
 
 class Route(NamedTuple):
-    """The part of one rank in an exchange.
+    """The part of one rank in an exchange."""
 
-    Args:
-        sent: for each rank, the places of the tokens for it in this rank's tensors.
-        received: for each rank, the places of the tokens from it in this rank's results.
-        room: tokens of the results, gaps included.
-    """
-
-    sent: tuple[Places, ...]
-    received: tuple[Places, ...]
-    room: int
+    sent: Places  # rows of this rank's tensors: of other ranks, then its own
+    # rows of its results: its own, then those of other ranks; on the way back the other way round
+    received: Places
+    room: int  # rows of the results, gaps included
+    is_back: bool = False  # whether this is a way back, into tensors that are there
 
     @property
     def back(self) -> Route:
-        """Returns the way back of all tokens, into tensors that are there."""
-        return Route(self.received, self.sent, 0)
-
-    @property
-    def filled(self) -> bool:
-        """Returns whether the results have no gaps."""
-        return sum(one.count for one in self.received) == self.room
+        """Returns the way back of all rows."""
+        return Route(self.received, self.sent, 0, True)
 
 
-Heads = Callable[[int], slice]  # for each rank, heads that are sent to it, or come from it
+class Heads(NamedTuple):
+    """Some heads of a tensor (tokens, heads, width) on their way."""
 
+    tensor: torch.Tensor  # from or into which rows go
+    first: int  # head, in each part of the heads
+    size: int  # heads
 
-def all_heads(rank: int) -> slice:
-    """Returns all heads."""
-    return slice(None)
-
-
-class Item(NamedTuple):
-    """A tensor of a message.
-
-    Args:
-        way: of its tokens.
-        tensor: (tokens, heads, width), of any dtype.
-        heads: how many go to a rank.
-        sent: those that are sent to each rank.
-        into: the tensor that gets what arrives; None: a new one of `heads` heads.
-        placed: heads of `into` that get what each rank sends.
-    """
-
-    way: Route
-    tensor: torch.Tensor
-    heads: int
-    sent: Heads = all_heads
-    into: torch.Tensor | None = None
-    placed: Heads = all_heads
-
-    def words(self, places: Places) -> int:
-        """Returns the words of some tokens in a message."""
-        width = self.tensor.shape[2] * self.tensor.element_size()
-        return -(-places.count * self.heads * width // _WORD)
+    def rows(self, parts: int) -> torch.Tensor:
+        """Returns rows of words: of each token one for each part of the heads."""
+        tensor = self.tensor
+        tokens, heads, width = tensor.shape
+        word = _WORD.itemsize
+        step, inner, last = (one * tensor.element_size() for one in tensor.stride())
+        row = width * tensor.element_size()
+        if (
+            last != tensor.element_size()
+            or inner != row
+            or (parts > 1 and step != heads * row)
+            or step % word
+            or tensor.storage_offset() * tensor.element_size() % word
+        ):
+            tensor, step = tensor.clone(memory_format=torch.contiguous_format), heads * row
+        words = tensor.view(_WORD)
+        strides = (step if parts == 1 else heads // parts * row) // word, 1
+        offset = words.storage_offset() + self.first * row // word
+        return words.as_strided((tokens * parts, self.size * row // word), strides, offset)
 
 
 class Arriving:
-    """A message on its way."""
+    """Rows of some tensors on their way: one message to each rank, and memory for all.
 
-    def __init__(self, rank: int, items: Sequence[Item], pending: Pending) -> None:
-        self._rank, self._items, self._pending = rank, items, pending
-
-    def wait(self) -> list[torch.Tensor]:
-        """Returns each item's tensor of received tokens, with zeros in the gaps."""
-        data, at = self._pending.wait(), 0
-        results = []
-        for item in self._items:
-            into = item.into
-            if into is None:
-                make = data.new_empty if item.way.filled else data.new_zeros
-                shape = item.way.room, item.heads, item.tensor.shape[2]
-                into = make(shape, dtype=item.tensor.dtype)
-            results.append(into)
-        words = [_words(result) for result in results]
-        for by in range(len(self._items[0].way.received)):
-            for item, result in zip(self._items, words, strict=True):
-                places = item.way.received[by]
-                if not places.count:
-                    continue
-                into = result[:, item.placed(by)]
-                if by == self._rank:  # the same pieces on both sides
-                    here = _words(item.tensor)[:, item.sent(by)]
-                    pieces = (one.on(data.device) for one in (item.way.sent[by], places))
-                    for from_, to in zip(*pieces, strict=True):
-                        into[to] = here[from_]
-                    continue
-                size = item.words(places)
-                for place, part in places.parts(_block(data[at : at + size], into, places)):
-                    into[place] = part
-                at += size
-        return results
-
-
-def start(ranks: Ranks, items: Sequence[Item], what: str) -> Arriving:
-    """Starts an exchange that all ranks take part in, as one message to each.
+    A row of a message has the heads of all tensors. All ranks start the same exchanges in the same
+    order.
 
     Args:
         ranks: the ranks.
-        items: what is sent.
-        what: description of it, for errors.
+        route: of the rows.
+        given: the tensors.
+        what: description of them, for errors.
     """
-    sent, received = (
-        [
-            sum(map(Item.words, items, of_rank)) if rank != ranks.rank else 0
-            for rank, of_rank in enumerate(zip(*ways, strict=True))
-        ]
-        for ways in ([item.way.sent for item in items], [item.way.received for item in items])
-    )
-    data = torch.empty(sum(sent), dtype=torch.int64, device=items[0].tensor.device)
-    at = 0
-    words = [_words(item.tensor) for item in items]
-    for to in range(ranks.size):
-        for item, tensor in zip(items, words, strict=True):
-            places = item.way.sent[to]
-            if to == ranks.rank or not places.count:
-                continue
-            from_, size = tensor[:, item.sent(to)], item.words(places)
-            for place, part in places.parts(_block(data[at : at + size], from_, places)):
-                part.copy_(from_[place])
-            at += size
-    return Arriving(ranks.rank, items, ranks.all_to_all(data, sent, received, what))
 
+    def __init__(self, ranks: Ranks, route: Route, given: Sequence[Heads], what: str) -> None:
+        self._route, self._given = route, given
+        sent, received = route.sent, route.received
+        device = given[0].tensor.device
+        rows = [one.rows(sent.parts) for one in given]
+        self._widths = [one.shape[1] for one in rows]
+        others = received.total - received.counts[ranks.rank]
+        has_gaps = received.total < route.room
+        # Rows that stay here are between the sent ones and the others that arrive.
+        data = rows[0].new_empty((sent.total + others + has_gaps, sum(self._widths)))
+        begin = others if route.is_back else 0
+        packed = torch.split_with_sizes(data[begin : begin + sent.total], self._widths, 1)
+        index = [sent.index(device)]
+        for one, part in zip(rows, packed, strict=True):
+            torch.ops.aten.index.Tensor_out(one, index, out=part)
+        leaving = sent.total - sent.counts[ranks.rank]
+        if route.is_back:
+            arriving, going = data[:others], data[received.total :]
+            self._arrived = data[: received.total]
+        else:
+            arriving, going = data[sent.total : sent.total + others], data[:leaving]
+            self._arrived = data[leaving:]
+            if has_gaps:
+                data[-1].zero_()
+        to, by = sent.of_others(ranks.rank), received.of_others(ranks.rank)
+        self._pending = ranks.all_to_all(going, arriving, to, by, what)
 
-def _block(data: torch.Tensor, like: torch.Tensor, places: Places) -> torch.Tensor:
-    """Returns a part of a message as (tokens, heads, words)."""
-    shape = places.count, *like.shape[1:]
-    return data.view(like.dtype)[: math.prod(shape)].view(shape)
+    def new(self) -> list[torch.Tensor]:
+        """Returns what arrived as new tensors (room, heads, width), with zeros in the gaps."""
+        index = self._route.received.inverse(self._arrived.device, self._route.room)
+        found = []
+        for (tensor, _, count), part in zip(self._given, self._parts(), strict=True):
+            rows = part[index].view(tensor.dtype)
+            found.append(rows.view(self._route.room, count, tensor.shape[2]))
+        return found
 
+    def into(self, targets: Sequence[Heads]) -> None:
+        """Writes what arrived into contiguous tensors."""
+        received = self._route.received
+        index = received.index(self._arrived.device)
+        for target, part in zip(targets, self._parts(), strict=True):
+            target.rows(received.parts).index_copy_(0, index, part)
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor in the widest words that fit it."""
-    size = tensor.element_size()
-    if size < _WORD and tensor.shape[2] * size % _WORD == 0:
-        steps = (*tensor.stride()[:2], tensor.storage_offset())
-        if tensor.stride(2) != 1 or any(step * size % _WORD for step in steps):
-            tensor = tensor.contiguous()
-        return tensor.view(torch.int64)
-    return tensor.view(torch.int64 if size == _WORD else torch.int32)
+    def _parts(self) -> Sequence[torch.Tensor]:
+        self._pending.wait()
+        return torch.split_with_sizes(self._arrived, self._widths, 1)

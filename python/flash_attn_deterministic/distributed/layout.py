@@ -6,7 +6,6 @@ so that thousands of sequences are planned in a few operations.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,16 +34,31 @@ def check_order(order: Any) -> str:
 
 
 class Layout(NamedTuple):
-    """Pieces of tokens: [begin, end), on a rank, from index `at` of its tensor on."""
+    """Pieces of sequences in the order of tokens: [begin, end), from row `at` of a rank's tensor.
+
+    Neighbours of one sequence and rank are one piece.
+    """
 
     rank: Numbers
+    sequence: Numbers
     begin: Numbers
     end: Numbers
     at: Numbers
 
     def select(self, which: Numbers) -> Layout:
-        """Returns some pieces."""
-        return Layout(*(one[which] for one in self))
+        """Returns some pieces: a mask, or their numbers."""
+        if which.dtype == torch.bool:
+            which = which.nonzero().flatten()
+        return Layout(*(one.index_select(0, which) for one in self))
+
+    def of_teams(self, degree: int) -> Layout:
+        """Returns pieces of `degree` ranks that follow one another; `at` has no meaning there."""
+        return self if degree == 1 else _joined(self._replace(rank=self.rank // degree))
+
+    def place(self, token: Numbers) -> Numbers:
+        """Returns the row that tokens have in the tensor of their rank."""
+        piece = torch.searchsorted(self.begin, token, right=True) - 1
+        return self.at[piece] + token - self.begin[piece]
 
 
 def dense_layout(batch: int, seqlen: int, ranks: int, order: str, name: str = "q") -> Layout:
@@ -67,11 +81,10 @@ def dense_layout(batch: int, seqlen: int, ranks: int, order: str, name: str = "q
             f"{name}: expected an even number of tokens on each rank with order='zigzag', got "
             f"{seqlen}"
         )
-    starts = torch.arange(batch + 1) * (seqlen * ranks)
-    return _cut_each(starts, ranks, order)
+    return _cut_each(torch.arange(batch + 1) * (seqlen * ranks), ranks, order)
 
 
-def packed_layout(starts: tuple[int, ...], total: int, ranks: int, order: str, name: str) -> Layout:
+def packed_layout(starts: Sequence[int], total: int, ranks: int, order: str, name: str) -> Layout:
     """Lays out packed sequences.
 
     Args:
@@ -88,13 +101,13 @@ def packed_layout(starts: tuple[int, ...], total: int, ranks: int, order: str, n
         ArgumentError: starts that don't begin with 0, decrease, or don't fit the tokens; a length
             that does not divide by 2 P in the zigzag order.
     """
-    if not starts or starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)):
+    given = torch.tensor(starts, dtype=torch.long)
+    lengths = given.diff()
+    if not starts or starts[0] != 0 or bool((lengths < 0).any()):
         raise ArgumentError(
             f"{name}: expected a 0, then numbers that don't decrease, got {_some(starts)}"
         )
-    given = torch.tensor(starts)
     if order == ZIGZAG:
-        lengths = given.diff()
         for sequence in (lengths % (2 * ranks)).nonzero().flatten().tolist():
             raise ArgumentError(
                 f"{name}: expected lengths that divide by 2 * {ranks} ranks with order='zigzag', "
@@ -107,31 +120,44 @@ def packed_layout(starts: tuple[int, ...], total: int, ranks: int, order: str, n
         )
     if order == ZIGZAG:
         return _cut_each(given, ranks, order)
-    rank = torch.arange(ranks)
-    whole = Layout(
-        rank, rank * total, ((rank + 1) * total).clamp(max=starts[-1]), torch.zeros_like(rank)
-    )
-    return whole.select(whole.begin < whole.end)
+    borders = (torch.arange(ranks) * total).clamp(max=starts[-1])
+    borders = torch.unique(torch.cat([given, borders]))  # type: ignore[no-untyped-call, unused-ignore]
+    begin, end = borders[:-1], borders[1:]
+    rank = begin // max(total, 1)
+    sequence = torch.searchsorted(given, begin, right=True) - 1
+    return Layout(rank, sequence, begin, end, begin - rank * total)
 
 
 def _cut_each(starts: Numbers, ranks: int, order: str) -> Layout:
-    """Cuts each sequence into parts of one length, one or two for each rank."""
-    parts = torch.arange(ranks)[:, None, None]  # (ranks, sequences, parts of a rank)
-    count = ranks
-    if order == ZIGZAG:
-        count = 2 * ranks
-        parts = torch.cat([parts, count - 1 - parts], 2)
-    length = (starts.diff() // count)[:, None]
-    begin = starts[:-1, None] + parts * length
-    at = (starts[:-1, None] // ranks) + torch.arange(parts.shape[2]) * length
-    rank = torch.arange(ranks)[:, None, None].expand_as(begin)
-    pieces = (rank, begin, begin + length, at.expand_as(begin))
+    """Cuts each sequence into parts, one or two for each rank."""
+    units, count, part = ranks, ranks, torch.arange(ranks)
+    begins, rank, second = part, part, part * 0
+    if order == ZIGZAG:  # the two parts of the last rank are one
+        units, count, part = 2 * ranks, 2 * ranks - 1, torch.arange(2 * ranks - 1)
+        second = (part >= ranks).long()
+        begins, rank = part + second, torch.minimum(part, count - 1 - part)
+    unit = (starts.diff() // units)[:, None]
+    begin = starts[:-1, None] + begins * unit
+    end = torch.cat([begin[:, 1:], starts[1:, None]], 1)
+    at = starts[:-1, None] // ranks + second * unit
+    sequence = torch.arange(starts.numel() - 1)[:, None]
+    pieces = (rank.expand_as(begin), sequence.expand_as(begin), begin, end, at)
     found = Layout(*(one.flatten() for one in pieces))
-    return found.select(found.begin < found.end)
+    some = found.begin < found.end
+    return found if bool(some.all()) else found.select(some)
+
+
+def _joined(pieces: Layout) -> Layout:
+    """Makes neighbours of one sequence and rank one piece."""
+    new = torch.ones(pieces.rank.numel() + 1, dtype=torch.bool)
+    new[1:-1] = (pieces.rank.diff() != 0) | (pieces.sequence.diff() != 0)
+    new[1:-1] |= pieces.begin[1:] != pieces.end[:-1]
+    joined = pieces.select(new[:-1])
+    return joined._replace(end=pieces.end[new[1:]])
 
 
 class Overlaps(NamedTuple):
-    """Tokens that pieces of two layouts share: indices of both pieces, begin and end."""
+    """Tokens that pieces share with intervals: indices of both, begin and end."""
 
     part: Numbers
     want: Numbers
@@ -140,27 +166,20 @@ class Overlaps(NamedTuple):
 
 
 def overlaps(parts: Layout, begin: Numbers, end: Numbers) -> Overlaps:
-    """Finds the tokens that pieces share with intervals, in the order of these and of tokens.
-
-    Args:
-        parts: pieces without common tokens, of at least one token each.
-        begin: of the intervals.
-        end: likewise.
-    """
-    order = parts.begin.argsort()
-    begins, ends = parts.begin[order], parts.end[order]
-    first = torch.searchsorted(ends, begin, right=True)
-    counts = (torch.searchsorted(begins, end) - first).clamp(min=0) * (begin < end)
+    """Finds the tokens that pieces share with intervals, in the order of these and of tokens."""
+    first = torch.searchsorted(parts.end, begin, right=True)
+    counts = (torch.searchsorted(parts.begin, end) - first).clamp(min=0) * (begin < end)
     want, offset = expand(counts)
-    at = first[want] + offset
-    shared = torch.maximum(begins[at], begin[want]), torch.minimum(ends[at], end[want])
-    return Overlaps(order[at], want, *shared)
+    part = first[want] + offset
+    low = torch.maximum(parts.begin[part], begin[want])
+    return Overlaps(part, want, low, torch.minimum(parts.end[part], end[want]))
 
 
-def expand(counts: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns 0 0 0 1 1 ... and 0 1 2 0 1 ... for the counts 3 2 ..."""
-    which = torch.repeat_interleave(torch.arange(counts.numel()), counts)
-    return which, torch.arange(which.numel()) - (counts.cumsum(0) - counts)[which]
+def expand(counts: Numbers, total: int | None = None) -> tuple[Numbers, Numbers]:
+    """Returns 0 0 0 1 1 ... and 0 1 2 0 1 ... for the counts 3 2 ..., of the sum `total`."""
+    which = torch.repeat_interleave(counts, output_size=total)
+    offset = torch.arange(which.numel(), device=counts.device)
+    return which, offset - (counts.cumsum(0) - counts)[which]
 
 
 def tokens_of(layout: Layout, rank: int, total: int) -> Numbers:

@@ -32,31 +32,18 @@ NETWORK = Link(42e9, 60e-6)  # 400 Gbit/s for each GPU
 
 
 class Load(NamedTuple):
-    """What one pass of a call is for the fullest rank.
+    """What one pass of a call is for the fullest rank."""
 
-    Args:
-        pairs: of rows and keys that see each other, of all sequences; of one head.
-        nheads: query heads that a rank computes.
-        nheads_k: KV heads likewise.
-        head_dim: of q, k and v.
-        moved_q: rows that come from other ranks.
-        moved_k: keys that come from other ranks.
-        sums: keys whose sums go to other ranks, for each run.
-        whole: keys whose gradients go to other ranks.
-        itemsize: bytes of an element of q.
-        launches: of kernels on these.
-    """
-
-    pairs: float
-    nheads: int
-    nheads_k: int
-    head_dim: int
-    moved_q: float
-    moved_k: float
-    sums: float
-    whole: float
-    itemsize: int
-    launches: float = 1.0
+    pairs: float  # of rows and keys that see each other, of all sequences; of one head
+    nheads: int  # query heads that a rank computes
+    nheads_k: int  # KV heads likewise
+    head_dim: int  # of q, k and v
+    moved_q: float  # rows that come from other ranks
+    moved_k: float  # keys that come from other ranks
+    sums: float  # keys whose sums go to other ranks, for each run
+    whole: float  # keys whose gradients go to other ranks
+    itemsize: int  # bytes of an element of q
+    launches: float = 1.0  # of kernels on these
 
     def bytes(self, backward: bool) -> tuple[float, float]:
         """Returns the bytes that come before a rank computes, and those that go after it."""

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,17 +20,59 @@ from ..build_info import build_info
 from ..checks.kernels import check_kernels
 from ..errors import BuildInfoError
 from ..ops.autograd import alert_atomics, autograd_kernel, function_of, no_double_backward
+from ..private import C, is_observed
 from ..types import Gradients, Outputs
 from . import agreement, passes
 from .plan import KEY_BLOCK, Plan, Shape, plan_of
 from .ranks import Ranks
-from .spec import CallSpec
 
 NAMESPACE = "flash_attn_deterministic"
 
+
+class CallSpec(NamedTuple):
+    """The numbers of a call, checked, with all defaults filled in: the last arguments of the ops.
+
+    Args:
+        group: name of the process group; "": this process alone.
+        order: of the tokens; in ORDERS.
+        ulysses_degree: ranks over which heads are divided; 0: the planner chooses.
+        heads_k: KV heads computed at a time; 0: the planner chooses.
+        backward: whether an input requires a gradient.
+        softmax_scale: factor of q k^T.
+        window_left: keys that a row sees before its position; -1: no limit.
+        window_right: likewise after it.
+        softcap: 0.0: none.
+        split_size: tokens per split; 0: one split.
+        deterministic: whether the forward is.
+        deterministic_bwd: whether the backward is.
+    """
+
+    group: str
+    order: str
+    ulysses_degree: int
+    heads_k: int
+    backward: bool
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    split_size: int
+    deterministic: bool
+    deterministic_bwd: bool
+
+    @property
+    def numbers(self) -> passes.Numbers:
+        """Returns what the attention ops take besides the mask."""
+        return passes.Numbers(self.softmax_scale, *self[-4:])
+
+
 # q, k, v: (batch, seqlen, nheads, head_dim), or (total, nheads, head_dim) with cu_seqlens of all
-# ranks' tokens. `spec` is that of `CallSpec.text`.
-_CALL = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str spec"
+# ranks' tokens; then a CallSpec.
+_CALL = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, str group, str order, int ulysses_degree, "
+    "int heads_k, bool backward, float softmax_scale, int window_left, int window_right, "
+    "float softcap, int split_size, bool deterministic, bool deterministic_bwd"
+)
 _SCHEMAS = {
     "sequence_fwd": f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor out, Tensor softmax_lse)",
     # `forward` is the number of the forward in its group; -1: unknown.
@@ -39,15 +81,47 @@ _SCHEMAS = {
 }
 
 
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    spec: CallSpec,
+) -> Outputs:
+    """Runs the forward."""
+    arguments = q, k, v, cu_seqlens_q, cu_seqlens_k, *spec
+    found: Outputs = _run("sequence_fwd", _sequence_fwd, 3, arguments)
+    return found
+
+
+def _run(name: str, body: Any, count: int, arguments: tuple[Any, ...]) -> Any:
+    """Runs an op, past torch's dispatcher where only autograd observes the call.
+
+    Args:
+        name: of the op.
+        body: of the op.
+        count: of the leading arguments that get gradients.
+        arguments: all.
+    """
+    if torch.compiler.is_compiling() or is_observed(arguments[:3]):
+        return getattr(torch.ops.flash_attn_deterministic, name)(*arguments)
+    wanted = arguments[:count]
+    if torch.is_grad_enabled() and C._any_requires_grad(*wanted):
+        return _applies[name](*wanted, None, arguments)
+    with C._AutoDispatchBelowAutograd():
+        return body(*arguments)
+
+
 def _sequence_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
-    spec_text: str,
+    *numbers: Any,
 ) -> Outputs:
-    spec = CallSpec.read(spec_text)
+    spec = CallSpec(*numbers)
     ranks = Ranks.named(spec.group)
     with agreement.taking_part(ranks.group):
         plan = _agreed("forward", ranks, q, k, (cu_seqlens_q, cu_seqlens_k), spec, None)
@@ -69,10 +143,9 @@ def _sequence_bwd(
     softmax_lse: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None,
-    spec_text: str,
-    forward: int,
+    *numbers: Any,
 ) -> Gradients:
-    spec = CallSpec.read(spec_text)
+    spec, forward = CallSpec(*numbers[:-1]), numbers[-1]
     ranks = Ranks.named(spec.group)
     with agreement.taking_part(ranks.group):
         check_kernels(q.device, q.dtype, q.shape[-1], "bwd")
@@ -100,88 +173,117 @@ def _agreed(
     forward: int | None,
 ) -> Plan:
     """Checks that all ranks make the same call, and returns the plan of it."""
-    shape = shape_of(ranks, q, k, cu_seqlens, spec)
-    agreed = ranks.agreement
-    if agreed is not None:
-        facts = _facts(q.dtype, tuple(q.shape), tuple(k.shape), shape, spec, q.device)
+    found = known(ranks, q, k, cu_seqlens, spec)
+    if ranks.agreement is not None:
         follows = spec.backward and forward is None
-        agreed.agree(call, facts, follows, forward)
+        ranks.agreement.agree(call, found.facts, follows, forward)
     try:
-        return plan_of(shape, ranks.rank)
+        return found.plan
     except Exception as error:
         agreement.know(error)  # follows from what all ranks have agreed on
         raise
 
 
-def shape_of(
+# What the numbers of a CallSpec after the group are called in errors.
+_FACTS = (
+    *("order", "ulysses_degree (0: None)", "heads_k_stride (0: None)"),
+    *("whether an input requires a gradient", "softmax_scale", "the left window"),
+    *("the right window", "softcap", "split_size", "the deterministic mode", "deterministic"),
+)
+
+
+class Starts(tuple[int, ...]):
+    """The values of cu_seqlens; hashed once, as they are a part of keys in each call."""
+
+    def __hash__(self) -> int:
+        """Returns what is kept, or that of a tuple."""
+        found: int | None = self.__dict__.get("hash")
+        if found is None:
+            found = self.__dict__["hash"] = super().__hash__()
+        return found
+
+
+class Known:
+    """What is known of calls like one.
+
+    Args:
+        rank: this one.
+        shape: all that the plan depends on.
+        facts: JSON of what has to be the same on all ranks, by the name of the argument.
+    """
+
+    def __init__(self, rank: int, shape: Shape, facts: str) -> None:
+        self._rank, self.shape, self.facts = rank, shape, facts
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """That of this rank; raises if lengths don't fit."""
+        return plan_of(self.shape, self._rank)
+
+
+def known(
     ranks: Ranks,
     q: torch.Tensor,
     k: torch.Tensor,
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
     spec: CallSpec,
-) -> Shape:
-    """Returns all that the plan of a call depends on; the host waits for new cu_seqlens."""
-    starts_q, starts_k = (None if one is None else _values(one) for one in cu_seqlens)
-    dense = starts_q is None or starts_k is None
-    if starts_q is None or starts_k is None:
-        steps = (range(0, one.shape[0] + 1) for one in (q, k))
+) -> Known:
+    """Returns what is known of a call; the host waits for new cu_seqlens."""
+    starts = None
+    if cu_seqlens[0] is not None and cu_seqlens[1] is not None:
+        starts = _values(cu_seqlens[0]), _values(cu_seqlens[1])
+    sizes = ranks.rank, ranks.size, ranks.in_one_machine, KEY_BLOCK, tree.CHUNK_ROWS
+    return _known(q.dtype, q.device, q.shape, k.shape, starts, spec, *sizes)
+
+
+@functools.lru_cache(maxsize=16)
+def _known(
+    dtype: torch.dtype,
+    device: torch.device,
+    shape_q: torch.Size,
+    shape_k: torch.Size,
+    starts: tuple[Starts, Starts] | None,
+    spec: CallSpec,
+    rank: int,
+    size: int,
+    one_machine: bool,
+    block: int,
+    chunk: int,
+) -> Known:
+    facts = {
+        "q.dtype": str(dtype),
+        **{f"q.shape[{index}]": length for index, length in enumerate(shape_q)},
+        **{f"k.shape[{index}]": length for index, length in enumerate(shape_k)},
+    }
+    if starts is not None:
+        starts_q, starts_k = starts
+        facts |= {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
+    else:
         starts_q, starts_k = (
-            tuple(index * one.shape[1] * ranks.size for index in indices)
-            for indices, one in zip(steps, (q, k), strict=True)
+            Starts(index * one[1] * size for index in range(one[0] + 1))
+            for one in (shape_q, shape_k)
         )
-    return Shape(
+    shape = Shape(
         starts_q,
         starts_k,
-        dense,
-        math.prod(q.shape[:-2]),
-        math.prod(k.shape[:-2]),
-        ranks.size,
+        starts is None,
+        math.prod(shape_q[:-2]),
+        math.prod(shape_k[:-2]),
+        size,
         spec.order,
         spec.window_left,
         spec.window_right,
-        math.lcm(KEY_BLOCK, spec.split_size or 1),
-        tree.CHUNK_ROWS,
-        q.shape[-2],
-        k.shape[-2],
-        q.shape[-1],
-        q.element_size(),
+        math.lcm(block, spec.split_size or 1),
+        chunk,
+        *(shape_q[-2], shape_k[-2], shape_q[-1], dtype.itemsize),
         spec.ulysses_degree,
         spec.heads_k,
-        ranks.in_one_machine,
+        one_machine,
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _facts(
-    dtype: torch.dtype,
-    shape_q: tuple[int, ...],
-    shape_k: tuple[int, ...],
-    shape: Shape,
-    spec: CallSpec,
-    device: torch.device,
-) -> str:
-    """Returns what has to be the same on all ranks, by the name of the argument, as JSON."""
-    starts = {} if shape.dense else {"cu_seqlens_q": shape.starts_q, "cu_seqlens_k": shape.starts_k}
-    facts = {
-        "q.dtype": str(dtype),
-        **{f"q.shape[{index}]": size for index, size in enumerate(shape_q)},
-        **{f"k.shape[{index}]": size for index, size in enumerate(shape_k)},
-        **starts,
-        "order": spec.order,
-        "ulysses_degree (0: None)": spec.ulysses_degree,
-        "heads_k_stride (0: None)": spec.heads_k,
-        "whether an input requires a gradient": int(spec.backward),
-        "softmax_scale": spec.softmax_scale,
-        "the left window": spec.window_left,
-        "the right window": spec.window_right,
-        "softcap": spec.softcap,
-        "split_size": spec.split_size,
-        "the deterministic mode": int(spec.deterministic),
-        "deterministic": int(spec.deterministic_bwd),
-        "whether all ranks are on one machine": int(shape.one_machine),
-        **_installed(device),
-    }
-    return json.dumps(facts)
+    numbers = (int(one) if isinstance(one, bool) else one for one in spec[1:])
+    facts |= dict(zip(_FACTS, numbers, strict=True))
+    facts |= {"whether all ranks are on one machine": int(one_machine), **_installed(device)}
+    return Known(rank, shape, json.dumps(facts))
 
 
 @functools.cache
@@ -204,18 +306,18 @@ def _installed(device: torch.device) -> dict[str, Any]:
 
 
 # The values of tensors that have been read, while these live and are not written to.
-_read: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[int, ...]]] = {}
+_read: dict[int, tuple[weakref.ref[torch.Tensor], int, Starts]] = {}
 
 
-def _values(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+def _values(cu_seqlens: torch.Tensor) -> Starts:
     """Returns the values of cu_seqlens: the host waits for those on a GPU once."""
     if cu_seqlens.is_inference():  # without a count of writes
-        return tuple(cu_seqlens.tolist())
+        return Starts(cu_seqlens.tolist())
     key = id(cu_seqlens)
-    known = _read.get(key)
-    if known is not None and known[0]() is cu_seqlens and known[1] == cu_seqlens._version:
-        return known[2]
-    values = tuple(cu_seqlens.tolist())
+    found = _read.get(key)
+    if found is not None and found[0]() is cu_seqlens and found[1] == cu_seqlens._version:
+        return found[2]
+    values = Starts(cu_seqlens.tolist())
     gone = weakref.ref(cu_seqlens, lambda _: _read.pop(key, None))
     _read[key] = gone, cu_seqlens._version, values
     return values
@@ -238,13 +340,14 @@ def _fake_bwd(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, ctx.spec = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    q, k, v, *starts = inputs[:5]
+    ctx.spec = CallSpec(*inputs[5:])
+    ctx.save_for_backward(q, k, v, *output, *starts)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.forward = -1
     if type(output[0]) is torch.Tensor:
-        agreed = Ranks.named(CallSpec.read(ctx.spec).group).agreement
+        agreed = Ranks.named(ctx.spec.group).agreement
         ctx.forward = -1 if agreed is None else agreed.last
 
 
@@ -255,9 +358,8 @@ def _backward(
     if dout is None:
         # The other ranks may have a gradient, and wait for this one.
         dout = torch.zeros_like(saved[3])
-    gradients = torch.ops.flash_attn_deterministic.sequence_bwd(
-        dout.contiguous(), *saved, ctx.spec, ctx.forward
-    )
+    arguments = dout.contiguous(), *saved, *ctx.spec, ctx.forward
+    gradients = _run("sequence_bwd", _sequence_bwd, 6, arguments)
     return *gradients, None, None
 
 
@@ -271,9 +373,11 @@ for _name, _body, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _body, _key)
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+_applies: dict[str, Any] = {}
 for _name, _context, _formula, _count in (
     ("sequence_fwd", _setup, _backward, 3),
     ("sequence_bwd", None, no_double_backward, 6),
 ):
-    _kernel = autograd_kernel(_name, function_of(_name, _context, _formula), _count)
+    _applies[_name] = function_of(_name, _context, _formula)
+    _kernel = autograd_kernel(_name, _applies[_name], _count)
     _library.impl(_name, _kernel, "Autograd", with_keyset=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,13 +12,13 @@ import torch
 
 from .. import schemas, tree
 from ..ops.autograd import run
-from ..types import Gradients, Lengths, Options
+from ..types import Gradients, Options
 
 # Defines the ops.
 from ..ops import library as library  # isort: skip
-from . import exchange
-from .exchange import Arriving, Item
-from .plan import Call, Pass, Plan
+from .exchange import Arriving, Heads
+from .plan import Call, Part, Pass, Plan
+from .plan import Sums as SumsPlan
 from .ranks import Ranks
 
 # Sums of dk, without softmax_scale, and of dv over some rows: (keys, nheads_k, head_dim), float32.
@@ -25,15 +26,7 @@ KeySums = tuple[torch.Tensor, torch.Tensor]
 
 
 class Numbers(NamedTuple):
-    """The numbers of attention, but for the mask.
-
-    Args:
-        softmax_scale: factor of q k^T.
-        softcap: 0.0: none.
-        split_size: tokens per split; 0: one split.
-        deterministic: whether the forward is.
-        deterministic_bwd: whether the backward is.
-    """
+    """The numbers of attention, but for the mask; see `CallSpec`."""
 
     softmax_scale: float
     softcap: float
@@ -55,57 +48,79 @@ class Rows(NamedTuple):
     out: torch.Tensor
     softmax_lse: torch.Tensor
 
-    def of(self, call: Call) -> Rows:
-        """Returns the rows of a call."""
-        return Rows(*(tensor[call.rows] for tensor in self))
+
+class _Step(NamedTuple):
+    """Some heads, the same ones of the part of each rank among those that divide heads."""
+
+    first: int  # KV head of this rank's part
+    head: int  # the step's first KV head in a part
+    size: int  # KV heads
+    group: int  # query heads of each
+
+    @property
+    def of_rows(self) -> slice:
+        """Returns the query heads that this rank computes."""
+        first = (self.first + self.head) * self.group
+        return slice(first, first + self.size * self.group)
+
+    def rows(self, tensor: torch.Tensor) -> Heads:
+        """Returns the query heads of each part of a tensor with all of them."""
+        return Heads(tensor, self.head * self.group, self.size * self.group)
+
+    def keys(self, tensor: torch.Tensor) -> Heads:
+        """Returns the KV heads likewise."""
+        return Heads(tensor, self.head, self.size)
 
 
-class Heads:
-    """The heads of each step, on each rank.
+class _Steps:
+    """The steps of a pass: the messages of the next one travel while one is computed.
 
     Args:
-        plan: of the call.
-        nheads: query heads.
-        nheads_k: KV heads.
-        rank: this one.
+        ranks: over which the sequences are distributed.
+        degree: ranks over which heads are divided.
+        part: of this rank.
+        rows: tensors (tokens, nheads, ...) that come unless rows stay.
+        keys: tensors (tokens, nheads_k, ...) that come.
     """
 
-    def __init__(self, plan: Plan, nheads: int, nheads_k: int, rank: int) -> None:
-        self.group = nheads // nheads_k
-        self._degree, self._rank = plan.degree, rank
-        self.each = nheads_k // plan.degree
-
-    def steps(self, at_once: int) -> list[slice]:
-        """Cuts a rank's KV heads into steps, counted from its first one."""
-        return [slice(h, min(h + at_once, self.each)) for h in range(0, self.each, at_once)]
-
-    def of_keys(self, step: slice, rank: int | None = None) -> slice:
-        """Returns the KV heads that a rank (this one) computes in a step."""
-        first = (self._rank if rank is None else rank) % self._degree * self.each
-        return slice(first + step.start, first + step.stop)
-
-    def of_rows(self, step: slice, rank: int | None = None) -> slice:
-        """Returns the query heads likewise."""
-        keys = self.of_keys(step, rank)
-        return slice(keys.start * self.group, keys.stop * self.group)
-
-    def travelling(
+    def __init__(
         self,
+        ranks: Ranks,
+        degree: int,
         part: Pass,
-        step: slice,
         rows: Sequence[torch.Tensor],
         keys: Sequence[torch.Tensor],
-    ) -> list[Item]:
-        """Returns what comes before a step: rows, unless they stay, and keys."""
-        count = step.stop - step.start
-        items = []
+    ) -> None:
+        self._ranks, self._part, self._rows, self._keys = ranks, part, rows, keys
+        each = keys[0].shape[1] // degree
+        self._first, self._each = ranks.rank % degree * each, each
+        self._group = rows[0].shape[1] // keys[0].shape[1]
+        self._coming = None if part.keys is None else self._start(0)
+
+    def _start(self, head: int) -> tuple[_Step, Arriving | None, Arriving] | None:
+        if head >= self._each:
+            return None
+        part = self._part
+        step = _Step(self._first, head, min(part.heads, self._each - head), self._group)
+        rows = None
         if part.rows is not None:
-            sent = functools.partial(self.of_rows, step)
-            items += [Item(part.rows, tensor, count * self.group, sent) for tensor in rows]
-        if part.keys is not None:
-            sent = functools.partial(self.of_keys, step)
-            items += [Item(part.keys, tensor, count, sent) for tensor in keys]
-        return items
+            sent = [*map(step.rows, self._rows)]
+            rows = Arriving(self._ranks, part.rows, sent, "rows and keys")
+        assert part.keys is not None
+        keys = Arriving(self._ranks, part.keys, [*map(step.keys, self._keys)], "rows and keys")
+        return step, rows, keys
+
+    def __iter__(self) -> Iterator[tuple[_Step, Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+        """Yields each step, with the rows of its heads, whether they came or not, and keys."""
+        while self._coming is not None:
+            step, arriving, keys_arriving = self._coming
+            if arriving is None:
+                rows = [tensor[:, step.of_rows] for tensor in self._rows]
+            else:
+                rows = arriving.new()
+            keys = keys_arriving.new()
+            self._coming = self._start(step.head + step.size)
+            yield step, rows, keys
 
 
 def forward(
@@ -130,35 +145,26 @@ def forward(
         out like q, and softmax_lse (tokens of q, nheads) in the computing dtype; 0 and +inf in rows
         of no sequence.
     """
-    part, heads = plan.forward, Heads(plan, q.shape[1], k.shape[1], ranks.rank)
-    out, softmax_lse = _no_rows(q, q.shape[0], q.shape[1])
-
-    def attend(calls: Sequence[Call], rows: Sequence[torch.Tensor], keys: KeySums) -> None:
-        mine, here, lse = rows
-        for call in calls:
-            here[call.rows], lse[call.rows] = _forward_call(
-                mine[call.rows], keys[0][call.keys], keys[1][call.keys], call, numbers
-            )
-
-    steps = _Steps(ranks, heads, part, (q,), (k, v))
-    attend(plan.local, (q, out, softmax_lse), (k, v))
-    for step, came in steps:
-        keys = came[-2], came[-1]
+    part = plan.forward
+    steps = _Steps(ranks, plan.degree, part, (q,), (k, v))
+    # While the first keys come, sequences that need none.
+    here = plan.local if part.rows is not None else (*plan.local, *part.calls)
+    out, softmax_lse = _results(q, here)
+    _attend(plan.local, q, (k, v), out, softmax_lse, numbers)
+    going: Callable[[], None] = _nothing
+    for step, (rows, *_), keys in steps:
         if part.rows is None:
-            at = slice(None), heads.of_rows(step)
-            attend(part.calls, [one[at] for one in (q, out, softmax_lse)], keys)
+            at = step.of_rows
+            _attend(part.calls, rows, keys, out[:, at], softmax_lse[:, at], numbers)
             continue
-        count = (step.stop - step.start) * heads.group
-        results = _no_rows(q, part.rows.room, count)
-        attend(part.calls, (came[0], *results), keys)
-        placed = functools.partial(heads.of_rows, step)
-        targets = (out, softmax_lse[..., None])
-        steps.send(
-            [
-                Item(part.rows.back, one, count, into=into, placed=placed)
-                for one, into in zip((results[0], results[1][..., None]), targets, strict=True)
-            ]
-        )
+        found = _results(rows, part.calls)
+        _attend(part.calls, rows, keys, *found, numbers)
+        results = [Heads(one, 0, one.shape[1]) for one in (found[0], found[1][..., None])]
+        sent = Arriving(ranks, part.rows.back, results, "results")
+        going()
+        targets = [*map(step.rows, (out, softmax_lse[..., None]))]
+        going = functools.partial(sent.into, targets)
+    going()
     return out, softmax_lse
 
 
@@ -178,163 +184,169 @@ def backward(
     Returns:
         dq, dk and dv, like q, k and v; 0 for tokens of no sequence.
     """
-    part, heads = plan.backward, Heads(plan, rows.q.shape[1], k.shape[1], ranks.rank)
-    dq, dk, dv = (one.new_zeros(one.shape) for one in (rows.q, k, v))
-    of_rows = rows.dout, rows.q, rows.out, rows.softmax_lse[..., None]
-    steps = _Steps(ranks, heads, part, of_rows, (k, v))
+    part = plan.backward
+    of_rows = (*rows[:3], rows.softmax_lse[..., None])
+    steps = _Steps(ranks, plan.degree, part, of_rows, (k, v))
+    calls = *part.calls, *(one.call for one in part.runs)
+    dq = _new(rows.q, plan.local if part.rows is not None else (*plan.local, *calls))
+    dk, dv = (one.new_zeros(one.shape) for one in (k, v))
     for call in plan.local:
-        dq[call.rows], dk[call.keys], dv[call.keys] = _backward_call(
-            rows.of(call), k[call.keys], v[call.keys], call, numbers
-        )
-    for step, came in steps:
-        *mine, keys, values = came
-        count, of_query = step.stop - step.start, heads.of_rows(step)
-        here, into = Rows(*(one[:, of_query] for one in rows)), dq[:, of_query]
-        if part.rows is not None:
-            dout, q, out, lse = mine
-            here = Rows(dout, q, out, lse[..., 0])
-            into = torch.zeros_like(here.q)
-        gradients = [keys.new_zeros((part.whole_room, *keys.shape[1:])) for _ in range(2)]
+        dq[call.rows], dk[call.keys], dv[call.keys] = _backward_call(rows, (k, v), call, numbers)
+    going: list[Callable[[], None]] = []
+    for step, (dout, q, out, lse), keys in steps:
+        here = Rows(dout, q, out, lse[..., 0])
+        into = dq[:, step.of_rows] if part.rows is None else _new(q, calls)
+        gradients = [one.new_zeros((part.whole_room, *one.shape[1:])) for one in keys]
         for call in part.calls:
             into[call.rows], gradients[0][call.keys], gradients[1][call.keys] = _backward_call(
-                here.of(call), keys[call.keys], values[call.keys], call, numbers
+                here, keys, call, numbers
             )
-        shape = part.sums_sent, *keys.shape[1:]
-        sums = [keys.new_empty(shape, dtype=_of_sums(k)) for _ in range(2)]
-        for run_ in part.runs:
-            call = run_.call
-            into[call.rows], *found = _backward_call(
-                here.of(call), keys[call.keys], values[call.keys], call, numbers, sums=True
-            )
-            for one, some in zip(sums, found, strict=True):
-                one[run_.place] = some[run_.keys]
-        items, then = [], None
-        if part.rows is not None:
-            placed = functools.partial(heads.of_rows, step)
-            items.append(Item(part.rows.back, into, count * heads.group, into=dq, placed=placed))
-        if part.whole is not None:
-            placed = functools.partial(heads.of_keys, step)
-            items += [
-                Item(part.whole, one, count, into=whole, placed=placed)
-                for one, whole in zip(gradients, (dk, dv), strict=True)
-            ]
+        sums: list[KeySums] = []
+        for call, _ in part.runs:
+            into[call.rows], *found = _backward_call(here, keys, call, numbers, sums=True)
+            sums.append((found[0], found[1]))
+        del dout, q, out, lse, here, keys
+        sent: list[Callable[[], None]] = []
+        for route, results, targets in (
+            (part.rows and part.rows.back, [into], [step.rows(dq)]),
+            (part.whole, gradients, [step.keys(dk), step.keys(dv)]),
+        ):
+            if route is not None:
+                heads = [Heads(one, 0, one.shape[1]) for one in results]
+                arriving = Arriving(ranks, route, heads, "gradients")
+                sent.append(functools.partial(arriving.into, targets))
         if part.sums is not None:
-            arriving = _Sums(part, plan.degree, count, sums, heads.each, step)
-            items += arriving.items
-            then = functools.partial(arriving.add_up, numbers, dk, dv)
-        del came, mine, keys, values, here
-        steps.send(items, then)
+            summing = _Sums(ranks, plan.degree, part.sums, step, sums, k)
+            sent.append(functools.partial(summing.add_up, numbers, k, dk, dv))
+        for end in going:
+            end()
+        going = sent
+    for end in going:
+        end()
     return dq, dk, dv
 
 
 class _Sums:
-    """Sums of dk and dv of a step, on their way to the ranks of the keys."""
-
-    def __init__(
-        self,
-        part: Pass,
-        degree: int,
-        count: int,
-        sent: Sequence[torch.Tensor],
-        each: int,
-        step: slice,
-    ) -> None:
-        assert part.sums is not None
-        self._arrivals, self._degree, self._each, self._step = part.arrivals, degree, each, step
-        shape = part.sums.room, degree * count, sent[0].shape[2]
-        # What no row sees has no sum, and counts as 0.
-        self._into = [one.new_zeros(shape) for one in sent]
-
-        def placed(rank: int) -> slice:
-            return slice(rank % degree * count, (rank % degree + 1) * count)
-
-        self.items = [
-            Item(part.sums, one, count, into=into, placed=placed)
-            for one, into in zip(sent, self._into, strict=True)
-        ]
-
-    def add_up(self, numbers: Numbers, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Writes dk and dv, once the sums have arrived."""
-        for keys, chunks, places in self._arrivals:
-            count = keys.stop - keys.start
-            first, second = self._into
-            sums = {node: (first[at : at + count], second[at : at + count]) for node, at in places}
-            total = tree.add_up(sums, chunks, _added)
-            assert total is not None
-            for into, one in zip(
-                (dk, dv), _finish(total, dk[:, : first.shape[1]], numbers), strict=True
-            ):
-                by_rank = into[keys].view(count, self._degree, self._each, -1)
-                by_rank[:, :, self._step] = one.view(count, self._degree, -1, one.shape[2])
-
-
-class _Steps:
-    """The steps of a pass, with its messages: some heads come while others are computed.
-
-    All ranks start the same messages in the same order.
+    """Sums of dk and dv of a step: those of this rank's runs, and those on their way to it.
 
     Args:
-        ranks: the ranks.
-        heads: of the steps.
-        part: of this rank.
-        rows: tensors that come unless rows stay.
-        keys: tensors that come.
+        ranks: as in `forward`.
+        degree: ranks over which heads are divided.
+        plan: of the sums.
+        step: the heads.
+        found: the sums of each run, for all keys of its call.
+        k: of this rank, all heads.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        heads: Heads,
-        part: Pass,
-        rows: Sequence[torch.Tensor],
-        keys: Sequence[torch.Tensor],
+        degree: int,
+        plan: SumsPlan,
+        step: _Step,
+        found: Sequence[KeySums],
+        k: torch.Tensor,
     ) -> None:
-        self._ranks, self._going = ranks, _NOTHING
-        steps = [] if part.keys is None else heads.steps(part.heads)
-        self._waiting = [(one, heads.travelling(part, one, rows, keys)) for one in steps]
-        self._coming: list[tuple[slice, Arriving]] = []
-        self._start()
+        self._rank, self._degree, self._plan, self._step = ranks.rank, degree, plan, step
+        self._found = found
+        # In a message, dv is behind dk.
+        sent, received = ([2 * one for one in side] for side in plan.counts)
+        begins, self._begins = ([0, *itertools.accumulate(one)] for one in (sent, received))
+        shape = step.size, k.shape[2]
+        data, self._arrived = (
+            k.new_empty((sum(one), *shape), dtype=_of_sums(k)) for one in (sent, received)
+        )
+        for to, number, keys, at in plan.sent:
+            for one, place in zip(found[number], (at, at + plan.counts[0][to]), strict=True):
+                begin = begins[to] + place
+                data[begin : begin + keys.stop - keys.start] = one[keys]
+        self._pending = ranks.all_to_all(data, self._arrived, sent, received, "sums")
 
-    def _start(self) -> None:
-        if self._waiting:
-            step, items = self._waiting.pop(0)
-            self._coming.append((step, exchange.start(self._ranks, items, "rows and keys")))
+    def add_up(self, numbers: Numbers, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Writes dk and dv, once the sums have arrived."""
+        self._pending.wait()
+        each = k.shape[1] // self._degree
+        for (keys, chunks, parts), head in itertools.product(
+            self._plan.arrivals, range(self._degree)
+        ):
+            count, first = keys.stop - keys.start, head * each + self._step.head
+            heads = slice(first, first + self._step.size)
+            sums = {part.node: self._of(part, head, count) for part in parts}
+            total = tree.add_up(sums, chunks, _added)
+            assert total is not None
+            given = *total, k[keys, heads], numbers.softmax_scale, numbers.softcap, 0.0
+            dk[keys, heads], dv[keys, heads] = run(("finish_key_sums", given))
 
-    def __iter__(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
-        while self._coming:
-            step, arriving = self._coming.pop()
-            came = arriving.wait()
-            self._start()
-            yield step, came
-            del came
-        self._arrive()
-
-    def send(self, items: Sequence[Item], then: Callable[[], None] | None = None) -> None:
-        """Sends results to their ranks, and waits for those of the step before.
-
-        Args:
-            items: the results.
-            then: is called once they have arrived.
-        """
-        sent = exchange.start(self._ranks, items, "results")
-        self._arrive()
-        self._going = sent, then
-
-    def _arrive(self) -> None:
-        (arriving, then), self._going = self._going, _NOTHING
-        if arriving is not None:
-            arriving.wait()
-        if then is not None:
-            then()
+    def _of(self, part: Part, head: int, count: int) -> KeySums:
+        """Returns the sums of a run for `count` keys, of the step's heads in a part of heads."""
+        by = part.team * self._degree + head
+        if by == self._rank:
+            dk, dv = (one[part.here : part.here + count] for one in self._found[part.run])
+            return dk, dv
+        first = self._begins[by] + part.at
+        places = first, first + self._plan.counts[1][by]
+        dk, dv = (self._arrived[place : place + count] for place in places)
+        return dk, dv
 
 
-_NOTHING: tuple[Arriving | None, Callable[[], None] | None] = (None, None)
+def _nothing() -> None:
+    pass
 
 
-def _no_rows(q: torch.Tensor, rows: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out and softmax_lse (rows, heads) of rows that see no key."""
-    out = q.new_zeros((rows, heads, q.shape[2]))
-    return out, out.new_full(out.shape[:2], math.inf, dtype=_of_sums(q))
+def _attend(
+    calls: Sequence[Call],
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    numbers: Numbers,
+) -> None:
+    """Writes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of calls."""
+    for call in calls:
+        inputs = q[call.rows], keys[0][call.keys], keys[1][call.keys]
+        lengths, options = call.lengths(q.device), numbers.options(call)
+        out[call.rows], lse = run(schemas.forward_call(inputs, lengths, options, None))
+        softmax_lse[call.rows] = lse.transpose(0, 1)
+
+
+def _backward_call(
+    rows: Rows,
+    keys: Sequence[torch.Tensor],
+    call: Call,
+    numbers: Numbers,
+    sums: bool = False,
+) -> Gradients:
+    """Computes dq, dk and dv of a call, rounded; with sums, dq and the sums of dk and dv."""
+    dout, q, out, lse = (one[call.rows] for one in rows)
+    inputs = q, keys[0][call.keys], keys[1][call.keys]
+    lengths, options = call.lengths(q.device), numbers.options(call)
+    lse = lse.transpose(0, 1).contiguous()
+    gradients: Gradients = run(
+        schemas.backward_call(dout, inputs, out, lse, lengths, options, None, None, sums)
+    )
+    return gradients
+
+
+def _results(q: torch.Tensor, calls: Sequence[Call]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out and softmax_lse (rows, heads) before calls on some of the rows."""
+    out = _new(q, calls)
+    fill = (
+        out.new_empty
+        if _covers(calls, q.shape[0])
+        else functools.partial(out.new_full, fill_value=math.inf)
+    )
+    return out, fill(q.shape[:2], dtype=_of_sums(q))
+
+
+def _new(like: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
+    """Returns a tensor like the rows of calls; 0 in other rows, if there are some."""
+    make = like.new_empty if _covers(calls, like.shape[0]) else like.new_zeros
+    return make(like.shape)
+
+
+def _covers(calls: Sequence[Call], rows: int) -> bool:
+    covered: int = sum(call.rows.stop - call.rows.start for call in calls)
+    return covered == rows
 
 
 def _of_sums(like: torch.Tensor) -> torch.dtype:
@@ -343,51 +355,3 @@ def _of_sums(like: torch.Tensor) -> torch.dtype:
 
 def _added(left: KeySums, right: KeySums) -> KeySums:
     return left[0] + right[0], left[1] + right[1]
-
-
-def _forward_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, numbers: Numbers
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes out (rows, nheads, head_dim) and softmax_lse (rows, nheads) of a call."""
-    lengths = _lengths(call, q.device)
-    out, softmax_lse = run(schemas.forward_call((q, k, v), lengths, numbers.options(call), None))
-    return out, softmax_lse.transpose(0, 1)
-
-
-def _backward_call(
-    rows: Rows,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    numbers: Numbers,
-    sums: bool = False,
-) -> Gradients:
-    """Computes dq, dk and dv of a call, rounded; with sums, dq and the sums of dk and dv."""
-    dout, q, out, softmax_lse = rows
-    lse = softmax_lse.transpose(0, 1).contiguous()
-    lengths, options = _lengths(call, k.device), numbers.options(call)
-    gradients: Gradients = run(
-        schemas.backward_call(dout, (q, k, v), out, lse, lengths, options, None, None, sums)
-    )
-    return gradients
-
-
-def _finish(sums: KeySums, k: torch.Tensor, numbers: Numbers) -> KeySums:
-    """Returns dk and dv, rounded to the dtype of k, from the sums over all rows."""
-    dk, dv = torch.ops.flash_attn_deterministic.finish_key_sums(
-        *(total.contiguous() for total in sums), k, numbers.softmax_scale, numbers.softcap, 0.0
-    )
-    return dk, dv
-
-
-def _lengths(call: Call, device: torch.device) -> Lengths:
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    starts_q = _on_device(call.starts_q, device, stream)
-    return Lengths(starts_q, _on_device(call.starts_k, device, stream), *call.longest)
-
-
-# Cached, as each copy to a GPU makes the host wait for earlier kernels. One tensor for each stream:
-# the allocator reuses memory in the order of the stream that allocated it.
-@functools.lru_cache(maxsize=256)
-def _on_device(starts: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
-    return torch.tensor(starts, dtype=torch.int32, device=device)

@@ -20,67 +20,64 @@ import functools
 import heapq
 import itertools
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
+from ..types import Lengths
 from . import model
-from .exchange import Places, Route
+from .exchange import Key, Places, Route, stream_of
 from .layout import Layout, Numbers, dense_layout, overlaps, packed_layout
 
 # A multiple of the keys per block of every kernel, forward and backward.
 KEY_BLOCK = 128
+_FAR = 2**62
 
 
 @dataclass(frozen=True)
 class Shape:
-    """All that a plan depends on.
+    """All that a plan depends on."""
 
-    Args:
-        starts_q: values of cu_seqlens_q, of all ranks; dense: made from the lengths.
-        starts_k: likewise.
-        dense: whether the tensors are (batch, seqlen, nheads, head_dim).
-        tokens_q: on each rank.
-        tokens_k: likewise.
-        ranks: their number.
-        order: of the tokens.
-        left: keys that a row sees before its position; -1: all.
-        right: likewise after it.
-        align: the keys of a call begin at multiples of this.
-        chunk: rows of a leaf of the tree.
-        nheads: query heads.
-        nheads_k: KV heads.
-        head_dim: of q, k and v.
-        itemsize: bytes of their elements.
-        degree: ranks over which heads are divided; 0: the planner chooses.
-        heads_k: KV heads computed at a time; 0: the planner chooses.
-        one_machine: whether all ranks are on one.
-    """
-
-    starts_q: tuple[int, ...]
-    starts_k: tuple[int, ...]
-    dense: bool
-    tokens_q: int
-    tokens_k: int
-    ranks: int
-    order: str
-    left: int
-    right: int
-    align: int
-    chunk: int
-    nheads: int
-    nheads_k: int
-    head_dim: int
-    itemsize: int = 2
-    degree: int = 0
-    heads_k: int = 0
-    one_machine: bool = True
+    starts_q: tuple[int, ...]  # values of cu_seqlens_q, of all ranks; dense: made from the lengths
+    starts_k: tuple[int, ...]  # likewise
+    dense: bool  # whether the tensors are (batch, seqlen, nheads, head_dim)
+    tokens_q: int  # on each rank
+    tokens_k: int  # likewise
+    ranks: int  # their number
+    order: str  # of the tokens
+    left: int  # keys that a row sees before its position; -1: all
+    right: int  # likewise after it
+    align: int  # the keys of a call begin at multiples of this
+    chunk: int  # rows of a leaf of the tree
+    nheads: int  # query heads
+    nheads_k: int  # KV heads
+    head_dim: int  # of q, k and v
+    itemsize: int = 2  # bytes of their elements
+    degree: int = 0  # ranks over which heads are divided; 0: the planner chooses
+    heads_k: int = 0  # KV heads computed at a time; 0: the planner chooses
+    one_machine: bool = True  # whether all ranks are on one
 
     @property
     def link(self) -> model.Link:
         """Returns what is between the ranks."""
         return model.NVLINK if self.one_machine else model.NETWORK
+
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Returns where the ranks have the tokens of q, and those of k and v."""
+        found = []
+        for starts, tokens, name in (
+            (self.starts_q, self.tokens_q, "q"),
+            (self.starts_k, self.tokens_k, "k"),
+        ):
+            if self.dense:
+                batch = len(starts) - 1
+                seqlen = tokens // max(batch, 1)
+                found.append(dense_layout(batch, seqlen, self.ranks, self.order, name))
+            else:
+                name = f"cu_seqlens_{name}"
+                found.append(packed_layout(starts, tokens, self.ranks, self.order, name))
+        return found[0], found[1]
 
 
 class Mask(NamedTuple):
@@ -90,179 +87,135 @@ class Mask(NamedTuple):
     right: int
 
 
-class Call(NamedTuple):
-    """One call of a packed op.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a packed op."""
 
-    Args:
-        rows: in the tensor of rows.
-        keys: in the tensor of keys.
-        starts_q: values of cu_seqlens_q.
-        starts_k: values of cu_seqlens_k.
-        mask: of the call.
-    """
+    rows: slice  # in the tensor of rows
+    keys: slice  # in the tensor of keys
+    starts_q: tuple[int, ...]  # values of cu_seqlens_q
+    starts_k: tuple[int, ...]  # values of cu_seqlens_k
+    mask: Mask  # of the call
+    _lengths: dict[Key, Lengths] = field(default_factory=dict)
 
-    rows: slice
-    keys: slice
-    starts_q: tuple[int, ...]
-    starts_k: tuple[int, ...]
-    mask: Mask
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """Returns max_seqlen_q and max_seqlen_k."""
-        q, k = (
-            max(b - a for a, b in itertools.pairwise(starts))
-            for starts in (self.starts_q, self.starts_k)
-        )
-        return q, k
+    def lengths(self, device: torch.device) -> Lengths:
+        """Returns cu_seqlens; kept, as each copy to a GPU makes the host wait."""
+        key = stream_of(device)
+        found = self._lengths.get(key)
+        if found is None:
+            sides = self.starts_q, self.starts_k
+            q, k = (torch.tensor(one, dtype=torch.int32, device=device) for one in sides)
+            longest = [max(b - a for a, b in itertools.pairwise(one)) for one in sides]
+            found = self._lengths[key] = Lengths(q, k, longest[0], longest[1])
+        return found
 
 
 Node = tuple[int, int]  # (n, i): the i-th run of 2^n chunks
 
 
 class Run(NamedTuple):
-    """An aligned run of chunks that this rank computes.
-
-    Args:
-        call: on its rows.
-        keys: that they see, in the keys of the call.
-        place: of their sums in the tensor of sums.
-    """
+    """An aligned run of chunks that this rank computes, and the keys that its rows see in it."""
 
     call: Call
     keys: slice
-    place: slice
+
+
+class Part(NamedTuple):
+    """Sums of a run for some keys, in the messages of the run's team, or in a run of this rank."""
+
+    node: Node  # of the run
+    team: int  # that computes it
+    at: int  # of its dk in a message; those of dv are as many further as the message has keys
+    run: int  # of this rank; -1: of another
+    here: int  # place in the keys of that run's call
 
 
 class Arrival(NamedTuple):
-    """Where the sums for a piece of keys arrive.
+    """The sums for keys that are all seen by the same runs."""
 
-    Args:
-        keys: in this rank's tensors.
-        chunks: of the sequence.
-        sums: node of each run that sees keys of the piece, and where its sums begin.
-    """
+    keys: slice  # in this rank's tensors
+    chunks: int  # of the sequence
+    parts: tuple[Part, ...]  # of each run
 
-    keys: slice
-    chunks: int
-    sums: tuple[tuple[Node, int], ...]
+
+class Sums(NamedTuple):
+    """How sums of runs go to the ranks of the keys."""
+
+    # pieces of messages: rank, run, keys of the run's call, and place of their dk
+    sent: tuple[tuple[int, int, slice, int], ...]
+    counts: tuple[list[int], list[int]]  # keys of the message to each rank, and of that from each
+    arrivals: tuple[Arrival, ...]  # of sums, those of this rank too
 
 
 class Pass(NamedTuple):
-    """The forward or the backward of one rank.
+    """The forward or the backward of one rank."""
 
-    Args:
-        rows: how rows come to the ranks that compute them; None: they stay.
-        keys: how keys come; None: no rank needs any.
-        calls: on whole sequences, or, in the forward, all calls.
-        heads: KV heads at a time.
-        runs: of chunks of the others, in the backward.
-        whole: how dk and dv of whole sequences go back.
-        whole_room: keys of these, the first ones of those that came.
-        sums: how sums go to the ranks of the keys.
-        sums_sent: keys of the runs.
-        arrivals: of sums.
-    """
-
-    rows: Route | None
-    keys: Route | None
-    calls: tuple[Call, ...]
-    heads: int
-    runs: tuple[Run, ...] = ()
-    whole: Route | None = None
-    whole_room: int = 0
-    sums: Route | None = None
-    sums_sent: int = 0
-    arrivals: tuple[Arrival, ...] = ()
+    rows: Route | None  # how rows come to the ranks that compute them; None: they stay
+    keys: Route | None  # how keys come; None: no rank needs any
+    calls: tuple[Call, ...]  # on whole sequences, or, in the forward, all calls
+    heads: int  # KV heads at a time
+    whole: Route | None = None  # how dk and dv of whole sequences go back
+    whole_room: int = 0  # keys of these, the first ones of those that came
+    runs: tuple[Run, ...] = ()  # of chunks of the others, in the backward
+    sums: Sums | None = None  # what becomes of their sums
 
 
 class Plan(NamedTuple):
-    """What one rank does in a call.
+    """What one rank does in a call."""
 
-    Args:
-        degree: ranks over which heads are divided.
-        local: calls on sequences that lie entirely on this rank.
-        forward: of the others.
-        backward: likewise.
-        seconds: that the model expects of forward and backward.
-        others: the same for what was not chosen.
-        moves: sequences that come to one team.
-    """
-
-    degree: int
-    local: tuple[Call, ...]
-    forward: Pass
-    backward: Pass
-    seconds: tuple[float, float]
-    others: dict[str, tuple[float, float]]
-    moves: int
+    degree: int  # ranks over which heads are divided
+    local: tuple[Call, ...]  # calls on sequences that lie entirely on this rank
+    forward: Pass  # of the others
+    backward: Pass  # likewise
+    seconds: tuple[float, float]  # that the model expects of forward and backward
+    others: dict[str, tuple[float, float]]  # the same for what was not chosen
+    moves: int  # sequences that come to one team
 
 
 class Rows(NamedTuple):
-    """Pieces of rows of sequences, with the team that computes them.
+    """Pieces of rows of sequences, with the team that computes them; whole sequences first."""
 
-    Args:
-        team: of each piece.
-        sequence: likewise.
-        begin: token.
-        end: likewise.
-        whole: whether it is all of its sequence.
-        at: where the team's rows have it.
-        level: n of the run of 2^n chunks; -1: none.
-    """
-
-    team: Numbers
-    sequence: Numbers
-    begin: Numbers
-    end: Numbers
-    whole: Numbers
-    at: Numbers
-    level: Numbers
+    team: Numbers  # of each piece
+    sequence: Numbers  # likewise
+    begin: Numbers  # token
+    end: Numbers  # likewise
+    level: Numbers  # n of the run of 2^n chunks; -1: none
+    whole: Numbers  # whether it is all of its sequence
+    at: Numbers  # where the team's rows have it
 
     def select(self, which: Numbers) -> Rows:
-        """Returns some pieces."""
-        return Rows(*(one[which] for one in self))
+        """Returns some pieces: a mask, or their numbers."""
+        if which.dtype == torch.bool:
+            which = which.nonzero().flatten()
+        return Rows(*(one.index_select(0, which) for one in self))
 
 
 class Keys(NamedTuple):
-    """The keys of pieces of rows.
+    """The keys of pieces of rows."""
 
-    Args:
-        first: position in the sequence where the call's keys begin, for each piece of rows.
-        begin: first key that is seen.
-        end: after the last one.
-        at: where the team's keys have `first`.
-        wanted: the tokens that each team needs; `rank` is the team.
-        cut: of each of these, whether its sequence is cut.
-        room: keys of each team, gaps included.
-        whole_room: of whole sequences alone.
-    """
+    first: Numbers  # position in the sequence where the call's keys begin, for each piece of rows
+    begin: Numbers  # first key that is seen
+    end: Numbers  # after the last one
+    at: Numbers  # where the team's keys have `first`
+    wanted: Wanted  # tokens that teams need: team, begin, end, and where the team's keys have them
+    cut: Numbers  # of each of these, whether its sequence is cut
+    room: Numbers  # keys of each team, gaps included
+    whole_room: Numbers  # of whole sequences alone
 
-    first: Numbers
+
+class Wanted(NamedTuple):
+    """Tokens that teams need, and where these have them."""
+
+    team: Numbers
     begin: Numbers
     end: Numbers
     at: Numbers
-    wanted: Layout
-    cut: Numbers
-    room: Numbers
-    whole_room: Numbers
 
 
-class Pairs(NamedTuple):
-    """Tokens that go from the places of their ranks to the places of teams."""
-
-    rank: Numbers
-    rank_at: Numbers
-    team: Numbers
-    team_at: Numbers
-    length: Numbers
-
-
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def plan_of(shape: Shape, rank: int) -> Plan:
     """Plans a call; see `layout` for the errors of lengths that do not fit."""
-    planner = _planner_of(shape)
-    return planner.plan(rank)
+    return _planner_of(shape).plan(rank)
 
 
 @functools.lru_cache(maxsize=4)
@@ -270,26 +223,7 @@ def _planner_of(shape: Shape) -> _Planner:
     return _Planner(shape)
 
 
-def layouts_of(shape: Shape) -> tuple[Layout, Layout]:
-    """Returns where the ranks have the tokens of q, and those of k and v."""
-    if not shape.dense:
-        q, k = (
-            packed_layout(starts, total, shape.ranks, shape.order, name)
-            for starts, total, name in (
-                (shape.starts_q, shape.tokens_q, "cu_seqlens_q"),
-                (shape.starts_k, shape.tokens_k, "cu_seqlens_k"),
-            )
-        )
-        return q, k
-    batch = len(shape.starts_q) - 1
-    q, k = (
-        dense_layout(batch, tokens // max(batch, 1), shape.ranks, shape.order, name)
-        for tokens, name in ((shape.tokens_q, "q"), (shape.tokens_k, "k"))
-    )
-    return q, k
-
-
-class _Part(NamedTuple):
+class _Half(NamedTuple):
     """The forward or the backward of a choice."""
 
     rows: Rows
@@ -302,9 +236,9 @@ class _Choice(NamedTuple):
     """One way to divide a call."""
 
     degree: int
-    team_of: Numbers  # for each sequence, the team that gets all of it; -1: nobody
     local: Numbers  # for each sequence, its only rank; -1: none
-    parts: tuple[_Part, _Part]
+    moves: int
+    halves: tuple[_Half, _Half]
     heads: tuple[int, int]
     seconds: tuple[float, float]
 
@@ -314,127 +248,89 @@ class _Planner:
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        self._own_q, self._own_k = layouts_of(shape)
-        self._starts_q, self._starts_k = (
-            torch.tensor(starts) for starts in (shape.starts_q, shape.starts_k)
-        )
+        self._own_q, self._own_k = shape.layouts()
+        self._starts_q, self._starts_k = map(torch.tensor, (shape.starts_q, shape.starts_k))
         self._lengths_q, self._lengths_k = self._starts_q.diff(), self._starts_k.diff()
-        self._total = int(max(shape.starts_q[-1], shape.starts_k[-1])) + shape.align + 1
+        self._total = max(shape.starts_q[-1], shape.starts_k[-1]) + shape.align + 1
         self._choices: dict[str, _Choice] = {}
         common = math.gcd(shape.ranks, shape.nheads_k)
-        degrees = [shape.degree] if shape.degree else sorted({common, 1}, reverse=True)
-        for degree in degrees:
+        for degree in [shape.degree] if shape.degree else sorted({common, 1}, reverse=True):
             self._choose(degree)
         # Among equals, the one that divides heads most.
-        best = next(iter(self._choices))
+        self._best = next(iter(self._choices))
         for name, choice in self._choices.items():
-            if sum(choice.seconds) < 0.99 * sum(self._choices[best].seconds):
-                best = name
-        self._best, self._choice = best, self._choices[best]
+            if sum(choice.seconds) < 0.99 * sum(self._choices[self._best].seconds):
+                self._best = name
 
     # --- who computes what ------------------------------------------------------------------------
 
     def _choose(self, degree: int) -> None:
         """Adds the ways to divide a call for one degree."""
         teams = self._shape.ranks // degree
-        pieces = self._pieces(self._own_q, self._starts_q, degree)
-        home = self._home(pieces.team, pieces.sequence)
+        pieces = self._own_q.of_teams(degree)
+        home = self._home(pieces)
         local = torch.full_like(home, -1)
         if degree == 1:
-            keys = self._pieces(self._own_k, self._starts_k, 1)
-            same = (home >= 0) & (self._home(keys.team, keys.sequence) == home)
+            same = (home >= 0) & (self._home(self._own_k) == home)
             local[same] = home[same]
         work = self._work(pieces.sequence, pieces.begin, pieces.end)
-        loads = torch.zeros(teams, dtype=torch.float64)
-        loads.index_add_(0, pieces.team, work)
-        of_sequence = torch.zeros(home.numel(), dtype=torch.float64)
-        of_sequence.index_add_(0, pieces.sequence, work)
+        loads = _summed(teams, pieces.rank, work)
+        of_sequence = _summed(home.numel(), pieces.sequence, work)
         divided = (home < 0) & (of_sequence > 0)
         mean = float(of_sequence.sum()) / teams
-        at_home = torch.zeros_like(loads)
-        at_home.index_add_(0, pieces.team, work * (local[pieces.sequence] >= 0))
+        at_home = _summed(teams, pieces.rank, work * (local[pieces.sequence] >= 0))
+        short = divided & (of_sequence <= mean / 4)
         words = [f"heads over {degree} ranks"] * (degree > 1)
         # Short sequences come to one team in any case.
-        for name, limit in (("cut", mean / 4), ("whole", math.inf)):
-            moving = divided & (of_sequence <= limit)
-            if name == "whole" and bool((moving == (divided & (of_sequence <= mean / 4))).all()):
+        for name, moving in (("cut", short), ("whole", divided)):
+            if name == "whole" and torch.equal(moving, short):
                 continue
             team_of = home.clone()
             if moving.any():
-                which = moving[pieces.sequence]
-                rest = loads.index_add(0, pieces.team[which], -work[which])
+                rest = loads - _summed(teams, pieces.rank, work * moving[pieces.sequence])
                 fullest = self._assign(moving, of_sequence, rest, team_of)
                 if name == "whole" and fullest > 1.15 * mean:
                     continue
-            rows = self._rows(pieces, team_of, local, degree)
-            chunks = self._chunks(rows, at_home)
-            forward = self._part(degree, rows, at_home)
-            backward = forward if chunks is rows else self._part(degree, chunks, at_home)
+            stays = degree == 1 and not bool(moving.any())
+            rows = self._rows(pieces, team_of, local)
+            chunks, chunks_stay = self._chunks(rows, at_home)
+            forward = self._half(degree, rows, stays, at_home)
+            backward = forward
+            if chunks is not rows:
+                backward = self._half(degree, chunks, stays and chunks_stay, at_home)
             heads, time = self._timed(forward.load, False)
             heads_bwd, time_bwd = self._timed(backward.load, True)
-            label = ", ".join(words + [f"long sequences {name}"] * (teams > 1))
-            parts = forward, backward
-            self._choices[label] = _Choice(
-                degree, team_of, local, parts, (heads, heads_bwd), (time, time_bwd)
+            moves = int(((team_of >= 0) & (local < 0)).sum())
+            self._choices[", ".join(words + [f"long sequences {name}"] * (teams > 1))] = _Choice(
+                *(degree, local, moves, (forward, backward)), (heads, heads_bwd), (time, time_bwd)
             )
 
-    def _pieces(self, own: Layout, starts: Numbers, degree: int) -> Rows:
-        """Cuts the tokens of teams at the borders of sequences."""
-        sequences = torch.arange(starts.numel() - 1)
-        some = starts.diff() > 0
-        parts = Layout(sequences[some], starts[:-1][some], starts[1:][some], sequences[some])
-        found = overlaps(parts, own.begin, own.end)
-        team, sequence = own.rank[found.want] // degree, parts.rank[found.part]
-        order = (team * self._total + found.begin).argsort()
-        team, sequence = team[order], sequence[order]
-        begin, end = found.begin[order], found.end[order]
-        joined = torch.zeros(team.numel() + 1, dtype=torch.bool)
-        joined[1:-1] = (
-            (team[1:] == team[:-1]) & (sequence[1:] == sequence[:-1]) & (begin[1:] == end[:-1])
-        )
-        first, last = ~joined[:-1], ~joined[1:]
-        return self._laid(starts, team[first], sequence[first], begin[first], end[last])
-
-    def _laid(
-        self,
-        starts: Numbers,
-        team: Numbers,
-        sequence: Numbers,
-        begin: Numbers,
-        end: Numbers,
-        level: Numbers | None = None,
-    ) -> Rows:
-        """Orders pieces, whole sequences first, and stores them one after another."""
-        whole = (begin == starts[sequence]) & (end == starts[sequence + 1])
-        order = ((2 * team + ~whole) * self._total + begin).argsort()
-        team, sequence, begin, end, whole = (
-            one[order] for one in (team, sequence, begin, end, whole)
-        )
-        level = torch.full_like(team, -1) if level is None else level[order]
-        return Rows(team, sequence, begin, end, whole, _stored(team, end - begin), level)
-
-    def _home(self, team: Numbers, sequence: Numbers) -> Numbers:
-        """Returns for each sequence the team that has all of it; -1: several have."""
+    def _home(self, pieces: Layout) -> Numbers:
+        """Returns for each sequence the rank or team that has all of it; -1: several, or none."""
         count = self._lengths_q.numel()
-        low = torch.full((count,), self._shape.ranks).scatter_reduce(0, sequence, team, "amin")
-        high = torch.full((count,), -1).scatter_reduce(0, sequence, team, "amax")
+        low, high = (
+            torch.full((count,), none).scatter_reduce(0, pieces.sequence, pieces.rank, how)
+            for none, how in ((self._shape.ranks, "amin"), (-1, "amax"))
+        )
         return torch.where(low == high, low, -1)
 
-    def _seen(self, sequence: Numbers, begin: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the first and the last key + 1, by position, that rows (tokens) see."""
-        length = self._lengths_k[sequence]
-        shift = length - self._lengths_q[sequence] - self._starts_q[sequence]
+    def _shift(self, sequence: Numbers) -> Numbers:
+        """Returns what a token of q lacks to its position among the keys."""
+        return self._lengths_k[sequence] - self._lengths_q[sequence] - self._starts_q[sequence]
+
+    def _seen(self, rows: Rows) -> tuple[Numbers, Numbers]:
+        """Returns the first and the last key + 1, by position, that rows see."""
+        length, shift = self._lengths_k[rows.sequence], self._shift(rows.sequence)
         last, first = length, torch.zeros_like(length)
         if self._shape.right >= 0:
-            last = torch.minimum((end + shift + self._shape.right).clamp(min=0), length)
+            last = torch.minimum((rows.end + shift + self._shape.right).clamp(min=0), length)
         if self._shape.left >= 0:
-            first = torch.minimum((begin + shift - self._shape.left).clamp(min=0), last)
+            first = torch.minimum((rows.begin + shift - self._shape.left).clamp(min=0), last)
         return first, last
 
     def _work(self, sequence: Numbers, begin: Numbers, end: Numbers) -> Numbers:
         """Returns how many pairs of a row and a key pieces of rows have."""
-        length = self._lengths_k[sequence]
-        shift = length - self._lengths_q[sequence] - self._starts_q[sequence]
+        length, shift = self._lengths_k[sequence], self._shift(sequence)
         low, high = begin + shift, end + shift  # positions among the keys
         seen = (end - begin) * length
         if self._shape.right >= 0:
@@ -460,100 +356,130 @@ class _Planner:
             heapq.heapreplace(heap, (load + more, team))
             teams.append(team)
         team_of[which] = torch.tensor(teams)
-        return float(max(load for load, _ in heap))
+        return float(max(heap)[0])
 
-    def _rows(self, pieces: Rows, team_of: Numbers, local: Numbers, degree: int) -> Rows:
+    def _rows(self, pieces: Layout, team_of: Numbers, local: Numbers) -> Rows:
         """Returns the rows of the forward: whole sequences where a team gets them."""
         sequences = ((team_of >= 0) & (local < 0) & (self._lengths_q > 0)).nonzero().flatten()
         cut = pieces.select(team_of[pieces.sequence] < 0)
-        parts = (
-            (team_of[sequences], cut.team),
-            (sequences, cut.sequence),
-            (self._starts_q[sequences], cut.begin),
-            (self._starts_q[sequences + 1], cut.end),
-        )
-        return self._laid(self._starts_q, *(torch.cat(part) for part in parts))
+        whole = team_of[sequences], sequences, *self._ends(sequences)
+        rows: Any = [torch.cat(pair) for pair in zip(whole, cut[:4], strict=True)]
+        rows.append(torch.full_like(rows[0], -1))
+        return self._laid(*rows)
 
-    def _chunks(self, rows: Rows, loads: Numbers) -> Rows:
-        """Returns the rows of the backward: those of cut sequences in aligned runs of chunks."""
+    def _ends(self, sequences: Numbers) -> tuple[Numbers, Numbers]:
+        return self._starts_q[sequences], self._starts_q[sequences + 1]
+
+    def _laid(
+        self, team: Numbers, sequence: Numbers, begin: Numbers, end: Numbers, level: Numbers
+    ) -> Rows:
+        """Orders pieces, whole sequences first, and stores them one after another."""
+        first, last = self._ends(sequence)
+        whole = (begin == first) & (end == last)
+        order = ((2 * team + ~whole) * self._total + begin).argsort()
+        pieces: Any = [one[order] for one in (team, sequence, begin, end, level, whole)]
+        pieces.append(_stored(pieces[0], pieces[3] - pieces[2]))
+        return Rows(*pieces)
+
+    def _chunks(self, rows: Rows, loads: Numbers) -> tuple[Rows, bool]:
+        """Returns the rows of the backward: those of cut sequences in aligned runs of chunks.
+
+        And whether no chunk lies on several teams.
+        """
         chunk = self._shape.chunk
         cut = rows.select(~rows.whole)
         if not cut.team.numel():
-            return rows
+            return rows, True
         work_of_whole = self._work(rows.sequence, rows.begin, rows.end) * rows.whole
-        loads = loads.index_add(0, rows.team, work_of_whole)
-        holders: dict[tuple[int, int], list[int]] = {}
+        loaded = loads.index_add(0, rows.team, work_of_whole).tolist()
+        holders: dict[tuple[int, int], set[int]] = {}
         starts, ends = self._starts_q[:-1].tolist(), self._starts_q[1:].tolist()
         for team, of, low, high in zip(*(one.tolist() for one in cut[:4]), strict=True):
-            first, last = (low - starts[of]) // chunk, (high - starts[of] - 1) // chunk
-            for number in range(first, last + 1):
-                holders.setdefault((of, number), []).append(team)
+            for number in range((low - starts[of]) // chunk, -((starts[of] - high) // chunk)):
+                holders.setdefault((of, number), set()).add(team)
         order = sorted(holders)
         sequence, index = torch.tensor(order).unbind(1)
         begin = self._starts_q[sequence] + index * chunk
         end = torch.minimum(begin + chunk, self._starts_q[sequence + 1])
         work = dict(zip(order, self._work(sequence, begin, end).tolist(), strict=True))
-        loaded = loads.tolist()
         owner = {}
         # Chunks of one team stay there; others go to the emptier of theirs.
-        for one in sorted(order, key=lambda one: (len(set(holders[one])) > 1, -work[one], one)):
+        for one in sorted(order, key=lambda one: (len(holders[one]) > 1, -work[one], one)):
             team = min(holders[one], key=lambda team: (loaded[team], team))
             loaded[team] += work[one]
             owner[one] = team
         runs = []
-        for (sequence_, team), group in itertools.groupby(
-            order, key=lambda one: (one[0], owner[one])
-        ):
+        for (of, team), group in itertools.groupby(order, key=lambda one: (one[0], owner[one])):
             indices = [index for _, index in group]
             first, last = indices[0], indices[-1] + 1
-            ends_here = last * chunk >= ends[sequence_] - starts[sequence_]
+            ends_here = last * chunk >= ends[of] - starts[of]
             while first < last:
-                size = 1
+                level = 0
                 # Behind the sequence there are as many chunks as needed.
-                while first % (2 * size) == 0 and (
-                    first + 2 * size <= last or (ends_here and first + size < last)
+                while first % (2 << level) == 0 and (
+                    first + (2 << level) <= last or (ends_here and first + (1 << level) < last)
                 ):
-                    size *= 2
-                begin_ = starts[sequence_] + first * chunk
-                end_ = min(begin_ + size * chunk, ends[sequence_])
-                runs.append((team, sequence_, begin_, end_, size.bit_length() - 1))
-                first += size
+                    level += 1
+                begin_ = starts[of] + first * chunk
+                runs.append((team, of, begin_, min(begin_ + (chunk << level), ends[of]), level))
+                first += 1 << level
+        found = torch.tensor(runs).unbind(1)
         whole = rows.select(rows.whole)
-        found = [torch.tensor(one) for one in zip(*runs, strict=True)]
-        levels = torch.cat([whole.level, found.pop()])
-        pairs = zip(whole[:4], found, strict=True)
-        team_, of, low_, high_ = (torch.cat(pair) for pair in pairs)
-        return self._laid(self._starts_q, team_, of, low_, high_, levels)
+        pieces: Any = (torch.cat(pair) for pair in zip(whole[:5], found, strict=True))
+        return self._laid(*pieces), all(len(one) == 1 for one in holders.values())
 
-    # --- how long it takes ------------------------------------------------------------------------
+    def _keys(self, rows: Rows, teams: int) -> Keys:
+        """Finds the keys that rows see; pieces of a sequence that see the same ones share them."""
+        begin, end = self._seen(rows)
+        base, cut = self._starts_k[rows.sequence], ~rows.whole
+        first = torch.where(begin < end, begin // self._shape.align * self._shape.align, begin)
+        group = (2 * rows.team + cut) * self._total
+        order = (begin < end).nonzero().flatten()
+        order = order[(group + base + first)[order].argsort()]
+        low, seen, to, group_ = (
+            one[order] for one in (base + first, base + begin, base + end, group)
+        )
+        ends = (group_ + to).cummax(0).values
+        new = torch.ones(order.numel(), dtype=torch.bool)
+        new[1:] = (rows.sequence[order].diff() != 0) | (group_.diff() != 0)
+        new[1:] |= (group_ + low)[1:] > ends[:-1]
+        number = new.cumsum(0) - 1
+        team, start, is_cut = rows.team[order][new], low[new], cut[order][new]
+        seen = torch.full_like(start, _FAR).scatter_reduce(0, number, seen, "amin")
+        to = torch.zeros_like(start).scatter_reduce(0, number, to, "amax")
+        length = to - start
+        at = _stored(team, length)
+        at_of_rows = torch.zeros_like(first)
+        at_of_rows[order] = at[number] + low - start[number]
+        wanted = Wanted(team, seen, to, at + seen - start)
+        room, whole_room = (_summed(teams, team, one) for one in (length, length * ~is_cut))
+        return Keys(first, begin, end, at_of_rows, wanted, is_cut, room, whole_room)
 
-    def _part(self, degree: int, rows: Rows, at_home: Numbers) -> _Part:
+    def _half(self, degree: int, rows: Rows, stays: bool, at_home: Numbers) -> _Half:
         """Finds the keys of rows, and what the fullest rank computes and gets."""
         shape = self._shape
         teams = shape.ranks // degree
-        zeros = torch.zeros(teams, dtype=torch.float64)
         keys = self._keys(rows, teams)
+
+        def most(team: Numbers, count: Numbers) -> float:
+            return float(_summed(teams, team, count).max())
+
         others = 1 - 1 / shape.ranks
-        moved, stays = 0.0, self._stays(degree, rows)
-        if not stays:
-            moved = float(zeros.index_add(0, rows.team, (rows.end - rows.begin).double()).max())
-        needed = (keys.wanted.end - keys.wanted.begin).double()
-        sums = (keys.end - keys.begin).double() * (rows.level >= 0)
+        needed = keys.wanted.end - keys.wanted.begin
         pairs = at_home.index_add(0, rows.team, self._work(rows.sequence, rows.begin, rows.end))
         load = model.Load(
             pairs=float(pairs.max()),
             nheads=shape.nheads // degree,
             nheads_k=shape.nheads_k // degree,
             head_dim=shape.head_dim,
-            moved_q=moved * others,
-            moved_k=float(zeros.index_add(0, keys.wanted.rank, needed).max()) * others,
-            sums=float(zeros.index_add(0, rows.team, sums).max()) * others,
-            whole=float(zeros.index_add(0, keys.wanted.rank, needed * ~keys.cut).max()) * others,
+            moved_q=0.0 if stays else most(rows.team, rows.end - rows.begin) * others,
+            moved_k=most(keys.wanted.team, needed) * others,
+            sums=most(rows.team, (keys.end - keys.begin) * (rows.level >= 0)) * others,
+            whole=most(keys.wanted.team, needed * ~keys.cut) * others,
             itemsize=shape.itemsize,
-            launches=float(zeros.index_add(0, rows.team, (~rows.whole).double()).max())
-            + bool(rows.whole.any()),
+            launches=most(rows.team, (~rows.whole).long()) + bool(rows.whole.any()),
         )
-        return _Part(rows, keys, stays, load)
+        return _Half(rows, keys, stays, load)
 
     def _timed(self, load: model.Load, backward: bool) -> tuple[int, float]:
         """Returns how many KV heads are computed at a time, and the seconds of the pass."""
@@ -567,181 +493,161 @@ class _Planner:
 
     def plan(self, rank: int) -> Plan:
         """Returns what a rank does."""
-        choice = self._choice
-        first, second = choice.parts
-        forward = self._pass(first, choice.degree, rank)
-        backward = forward
+        choice = self._choices[self._best]
+        first, second = choice.halves
+        forward = backward = self._pass(first, choice.degree, rank)
         if second is not first:
             backward = self._pass(second, choice.degree, rank)
         if backward.keys is not None:
             backward = self._with_gradients(backward, second, choice.degree, rank)
+        others = {name: one.seconds for name, one in self._choices.items() if name != self._best}
         return Plan(
             choice.degree,
             self._local(choice, rank),
             forward._replace(heads=choice.heads[0]),
             backward._replace(heads=choice.heads[1]),
             choice.seconds,
-            {name: one.seconds for name, one in self._choices.items() if name != self._best},
-            int(((choice.team_of >= 0) & (choice.local < 0)).sum()),
+            others,
+            choice.moves,
         )
 
     def _local(self, choice: _Choice, rank: int) -> tuple[Call, ...]:
         sequence = (choice.local == rank).nonzero().flatten()
-        rows, keys = (
-            (own.at[own.rank == rank], own.begin[own.rank == rank])
-            for own in (self._own_q, self._own_k)
-        )
-        at_q, at_k = (
-            _place(starts[sequence], *own)
-            for starts, own in ((self._starts_q, rows), (self._starts_k, keys))
-        )
-        zero = torch.zeros_like(sequence)
-        return self._calls(
-            sequence,
-            (at_q, self._starts_q[sequence], self._starts_q[sequence + 1]),
-            (at_k, zero, self._lengths_k[sequence]),
-        )
+        begin, end = self._ends(sequence)
+        rows = self._own_q.place(begin), begin, end
+        zero, keys_at = torch.zeros_like(sequence), self._own_k.place(self._starts_k[sequence])
+        return self._calls(sequence, rows, (keys_at, zero, self._lengths_k[sequence]))
 
-    def _pass(self, part: _Part, degree: int, rank: int) -> Pass:
+    def _pass(self, half: _Half, degree: int, rank: int) -> Pass:
         """Returns what travels to a rank, and its calls on it."""
-        shape, (rows, keys, stays, _) = self._shape, part
-        team, wanted = rank // degree, keys.wanted
-        if not wanted.rank.numel():
+        rows, keys, stays, _ = half
+        team = rank // degree
+        if not keys.wanted.team.numel():
             return Pass(None, None, (), 1)
         way = None
         if not stays:
             room = int((rows.end - rows.begin)[rows.team == team].sum())
-            pairs = _pairs(self._own_q, rows.team, rows.begin, rows.end, rows.at)
-            way = _route(pairs, shape.ranks, degree, rank, room)
-        pairs = _pairs(self._own_k, wanted.rank, wanted.begin, wanted.end, wanted.at)
-        keys_way = _route(pairs, shape.ranks, degree, rank, int(keys.room[team]))
-        calls = self._calls_of(part, (rows.team == team) & (rows.level < 0))
+            wanted = Wanted(rows.team, rows.begin, rows.end, rows.at)
+            way = self._route(self._own_q, wanted, degree, rank, room)
+        keys_way = self._route(self._own_k, keys.wanted, degree, rank, int(keys.room[team]))
+        calls = self._calls_of(half, (rows.team == team) & (rows.level < 0))
         return Pass(way, keys_way, calls, 1)
 
-    def _calls_of(self, part: _Part, some: Numbers) -> tuple[Call, ...]:
-        """Returns the calls of some pieces of rows of one team."""
-        rows, keys = part.rows.select(some), part.keys
-        at = rows.at
-        if part.stays:
-            # Pieces that lie one after another in a sequence do so in the tensor.
-            found = overlaps(self._own_q, rows.begin, rows.end)
-            places = self._own_q.at[found.part] + found.begin - self._own_q.begin[found.part]
-            at = torch.full_like(at, 2**62).scatter_reduce(0, found.want, places, "amin")
-        return self._calls(
-            rows.sequence,
-            (at, rows.begin, rows.end),
-            (keys.at[some], keys.first[some], keys.end[some]),
-        )
+    def _route(self, own: Layout, wanted: Wanted, degree: int, rank: int, room: int) -> Route:
+        """Returns a rank's part of an exchange from the ranks that have tokens to teams.
 
-    def _with_gradients(self, result: Pass, part: _Part, degree: int, rank: int) -> Pass:
+        Rows that a rank sends to itself are the last ones sent, and the first ones received.
+        """
+        ranks, team = self._shape.ranks, rank // degree
+        mine = own.select(own.rank == rank)
+        found = overlaps(mine, wanted.begin, wanted.end)
+        length = found.end - found.begin
+        members = torch.arange(degree)
+        to = (wanted.team[found.want, None] * degree + members).flatten()
+        at = (mine.at[found.part] + found.begin - mine.begin[found.part]).repeat_interleave(degree)
+        head = members.repeat(length.numel())
+        last = torch.where(to == rank, ranks, to)
+        length = length.repeat_interleave(degree)
+        sent = _places(ranks, to, last, at, length, head, degree)
+        wanted = Wanted(*(one[wanted.team == team] for one in wanted))
+        found = overlaps(own, wanted.begin, wanted.end)
+        at = wanted.at[found.want] + found.begin - wanted.begin[found.want]
+        by = own.rank[found.part]
+        received = _places(ranks, by, torch.where(by == rank, -1, by), at, found.end - found.begin)
+        return Route(sent, received, room)
+
+    def _calls_of(self, half: _Half, some: Numbers) -> tuple[Call, ...]:
+        """Returns the calls of some pieces of rows of one team."""
+        rows, keys = half.rows.select(some), half.keys
+        at = self._own_q.place(rows.begin) if half.stays else rows.at
+        sides = (at, rows.begin, rows.end), (keys.at[some], keys.first[some], keys.end[some])
+        return self._calls(rows.sequence, *sides)
+
+    def _with_gradients(self, result: Pass, half: _Half, degree: int, rank: int) -> Pass:
         """Adds how dk and dv of whole sequences travel, the runs of a rank, and their sums."""
-        chunk, team = self._shape.chunk, rank // degree
-        rows, keys = part.rows, part.keys
-        whole = ~keys.cut
-        if bool(whole.any()):
-            wanted = keys.wanted.select(whole)
-            pairs = _pairs(self._own_k, wanted.rank, wanted.begin, wanted.end, wanted.at)
-            way = _route(pairs, self._shape.ranks, degree, rank, 0)
-            result = result._replace(whole=way.back, whole_room=int(keys.whole_room[team]))
-        here = rows.team == team
-        is_run = (rows.level >= 0) & (keys.begin < keys.end)
-        if not bool(is_run.any()):
+        rows, keys = half.rows, half.keys
+        team, whole = rank // degree, ~keys.cut
+        if bool(whole.all()):
+            assert result.keys is not None
+            result = result._replace(whole=result.keys.back, whole_room=int(keys.room[team]))
+        elif bool(whole.any()):
+            wanted = Wanted(*(one[whole] for one in keys.wanted))
+            way = self._route(self._own_k, wanted, degree, rank, 0).back
+            result = result._replace(whole=way, whole_room=int(keys.whole_room[team]))
+        run = ((rows.level >= 0) & (keys.begin < keys.end)).nonzero().flatten()
+        if not run.numel():
             return result
-        length = (keys.end - keys.begin) * is_run
-        sums_at = _stored(rows.team, length)
+        first, begin, end = (side[run] for side in keys[:3])
         own = []
-        for number in (is_run & here).nonzero().flatten().tolist():
-            one = torch.zeros_like(is_run)
-            one[number] = True
-            (call,) = self._calls_of(part, one)
-            first, low, high = (int(side[number]) for side in keys[:3])
-            at = int(sums_at[number])
-            own.append(Run(call, slice(low - first, high - first), slice(at, at + high - low)))
-        run = is_run.nonzero().flatten()
-        sequence, level = rows.sequence[run], rows.level[run]
-        index = (rows.begin[run] - self._starts_q[sequence]) // chunk >> level
-        begin, end = (self._starts_k[sequence] + side[run] for side in (keys.begin, keys.end))
-        pairs = _pairs(self._own_k, rows.team[run], begin, end, sums_at[run])
-        # On this rank, the keys of each piece have a place for the sums of each run.
-        pieces = self._pieces(self._own_k.select(self._own_k.rank == rank), self._starts_k, 1)
-        parts = Layout(pieces.sequence, pieces.begin, pieces.end, pieces.at)
-        found = overlaps(parts, begin, end)
-        slots: dict[int, list[tuple[Node, int]]] = {}
-        shift, room = [], 0
-        for piece, which in zip(found.part.tolist(), found.want.tolist(), strict=True):
-            slots.setdefault(piece, []).append(((int(level[which]), int(index[which])), room))
-            shift.append(room - int(pieces.begin[piece]))
-            room += int(pieces.end[piece] - pieces.begin[piece])
-        own_k = self._own_k.select(self._own_k.rank == rank)
-        starts = _place(pieces.begin, own_k.at, own_k.begin)
+        for number in (rows.team[run] == team).nonzero().flatten().tolist():
+            (call,) = self._calls_of(half, run[number : number + 1])
+            low, high = (int(side[number] - first[number]) for side in (begin, end))
+            own.append(Run(call, slice(low, high)))
+        base = self._starts_k[rows.sequence[run]]
+        sides = base + first, base + begin, base + end
+        sums = self._sums(rows.select(run), *sides, degree, rank)
+        return result._replace(runs=tuple(own), sums=sums)
+
+    def _sums(
+        self, runs: Rows, first: Numbers, begin: Numbers, end: Numbers, degree: int, rank: int
+    ) -> Sums:
+        """Plans the sums of runs of all teams.
+
+        Args:
+            runs: their rows.
+            first: token at which the keys of each run's call begin.
+            begin: first token that each sees.
+            end: after the last one.
+            degree: ranks of a team.
+            rank: whose part it is.
+        """
+        ranks, chunk, team, own = self._shape.ranks, self._shape.chunk, rank // degree, self._own_k
+        found = overlaps(own, begin, end)
+        by, to, length = runs.team[found.want], own.rank[found.part], found.end - found.begin
+        message = by * ranks + to
+        order = message.argsort(stable=True)
+        at = torch.empty_like(order)
+        at[order] = _stored(message[order], length[order])
+        counts = _summed(ranks // degree * ranks, message, length).view(-1, ranks)
+        here = runs.team == team
+        number = torch.where(here, here.cumsum(0) - 1, -1)  # among the runs of this rank
+        leaving = ((by == team) & (to != rank)).nonzero().flatten()
+        low = found.begin - first[found.want]
+        columns = to, number[found.want], low, low + length, at
+        sent = tuple(
+            (other, run, slice(low_, high), place)
+            for other, run, low_, high, place in zip(
+                *(one[leaving].tolist() for one in columns), strict=True
+            )
+        )
+        # Pieces of keys that are all seen by the same runs.
+        mine = (own.rank == rank).nonzero().flatten()
+        borders = torch.unique(torch.cat([begin, end]))  # type: ignore[no-untyped-call, unused-ignore]
+        cut = overlaps(own.select(mine), borders[:-1], borders[1:])
+        part, low, high = mine[cut.part], cut.begin, cut.end
+        sees = (begin <= low[:, None]) & (high[:, None] <= end)
+        keys, run = sees.nonzero().unbind(1)
+        pairs = found.want * own.rank.numel() + found.part
+        pair = torch.searchsorted(pairs, run * own.rank.numel() + part[keys])
+        level = runs.level[run]
+        node = (runs.begin - self._starts_q[runs.sequence])[run] // chunk >> level
+        in_message = at[pair] + low[keys] - found.begin[pair]
+        numbered = level, node, runs.team[run], in_message, number[run], low[keys] - first[run]
+        parts: dict[int, list[Part]] = {}
+        for index, *numbers in zip(keys.tolist(), *(one.tolist() for one in numbered), strict=True):
+            parts.setdefault(index, []).append(Part((numbers[0], numbers[1]), *numbers[2:]))
+        place, chunks = own.place(low), -(-self._lengths_q[own.sequence[part]] // chunk)
         arrivals = tuple(
             Arrival(
-                slice(
-                    int(starts[piece]), int(starts[piece] + pieces.end[piece] - pieces.begin[piece])
-                ),
-                -(-int(self._lengths_q[pieces.sequence[piece]]) // chunk),
-                tuple(sums),
+                slice(int(place[index]), int(place[index] + high[index] - low[index])),
+                int(chunks[index]),
+                tuple(some),
             )
-            for piece, sums in slots.items()
+            for index, some in parts.items()
         )
-        mine = Pairs(
-            torch.full_like(found.want, rank),
-            found.begin + torch.tensor(shift, dtype=torch.long),
-            rows.team[run][found.want],
-            sums_at[run][found.want] + found.begin - begin[found.want],
-            found.end - found.begin,
-        )
-        others = pairs.rank != rank
-        every = Pairs(*(torch.cat([a[others], b]) for a, b in zip(pairs, mine, strict=True)))
-        way = _route(every, self._shape.ranks, degree, rank, 0)
-        return result._replace(
-            runs=tuple(own),
-            sums=way.back._replace(room=room),
-            sums_sent=int(length[here].sum()),
-            arrivals=arrivals,
-        )
-
-    def _stays(self, degree: int, rows: Rows) -> bool:
-        """Returns whether all rows are where they are computed."""
-        if degree > 1:
-            return False
-        found = overlaps(self._own_q, rows.begin, rows.end)
-        return bool((self._own_q.rank[found.part] == rows.team[found.want]).all())
-
-    def _keys(self, rows: Rows, teams: int) -> Keys:
-        """Finds the keys that rows see; pieces of a sequence that see the same ones share them."""
-        begin, end = self._seen(rows.sequence, rows.begin, rows.end)
-        base, cut = self._starts_k[rows.sequence], ~rows.whole
-        first = torch.where(begin < end, begin // self._shape.align * self._shape.align, begin)
-        some = (begin < end).nonzero().flatten()
-        group = (2 * rows.team + cut)[some] * self._total
-        order = some[(group + (base + first)[some]).argsort()]
-        group = ((2 * rows.team + cut) * self._total)[order]
-        ends = (group + (base + end)[order]).cummax(0).values
-        new = torch.ones(order.numel(), dtype=torch.bool)
-        new[1:] = (rows.sequence[order][1:] != rows.sequence[order][:-1]) | (
-            group[1:] + (base + first)[order][1:] > ends[:-1]
-        )
-        new[1:] |= group[1:] != group[:-1]
-        number = new.cumsum(0) - 1
-        count = int(new.sum())
-        heads = order[new]
-        team, low, is_cut = rows.team[heads], (base + first)[heads], cut[heads]
-        big = torch.full((count,), 2**62)
-        from_ = big.scatter_reduce(0, number, (base + begin)[order], "amin")
-        to = torch.zeros(count, dtype=torch.long).scatter_reduce(
-            0, number, (base + end)[order], "amax"
-        )
-        length = to - low
-        at = _stored(team, length)
-        at_of_rows = torch.zeros_like(first)
-        at_of_rows[order] = at[number] + (base + first)[order] - low[number]
-        wanted = Layout(team, from_, to, at + from_ - low)
-        room, whole_room = (
-            torch.zeros(teams, dtype=torch.long).index_add(0, team, length * part)
-            for part in (torch.ones_like(is_cut), ~is_cut)
-        )
-        return Keys(first, begin, end, at_of_rows, wanted, is_cut, room, whole_room)
+        to_others, from_others = counts[team].clone(), counts[:, rank].repeat_interleave(degree)
+        to_others[rank] = from_others[rank] = 0
+        return Sums(sent, (to_others.tolist(), from_others.tolist()), arrivals)
 
     def _calls(
         self,
@@ -759,25 +665,20 @@ class _Planner:
             keys: place, first position and last + 1.
         """
         shape = self._shape
-        (at, begin, end), (key_at, first, key_end) = rows, keys
-        some = (begin < end) & (first < key_end)
+        some = (rows[1] < rows[2]) & (keys[1] < keys[2])
         sequence, at, begin, end, key_at, first, key_end = (
-            one[some] for one in (sequence, at, begin, end, key_at, first, key_end)
+            one[some] for one in (sequence, *rows, *keys)
         )
         if not sequence.numel():
             return ()
         # Position of the key after the last one, relative to that of the row after the last.
-        offset = self._lengths_k[sequence] - self._lengths_q[sequence]
-        shift = key_end - (end - self._starts_q[sequence] + offset)
+        shift = key_end - (end + self._shift(sequence))
         if shape.left < 0 and shape.right < 0:
             shift = torch.zeros_like(shift)
         length, key_length = end - begin, key_end - first
         new = torch.ones(sequence.numel(), dtype=torch.bool)
-        new[1:] = (
-            (shift[1:] != shift[:-1])
-            | (at[1:] != (at + length)[:-1])
-            | (key_at[1:] != (key_at + key_length)[:-1])
-        )
+        new[1:] = (shift.diff() != 0) | (at[1:] != (at + length)[:-1])
+        new[1:] |= key_at[1:] != (key_at + key_length)[:-1]
         edges = [*new.nonzero().flatten().tolist(), sequence.numel()]
         made = []
         for low, high in itertools.pairwise(edges):
@@ -802,64 +703,31 @@ def _clamped(begin: Numbers, end: Numbers, most: Numbers) -> Numbers:
     ).clamp(min=0)
 
 
+def _summed(count: int, index: Numbers, numbers: Numbers) -> Numbers:
+    """Returns the sums of the numbers of each index."""
+    return torch.zeros(count, dtype=numbers.dtype).index_add_(0, index, numbers)
+
+
 def _stored(team: Numbers, length: Numbers) -> Numbers:
-    """Returns where pieces begin that each team stores one after another."""
+    """Returns where pieces begin that each team stores one after another; teams ascend."""
     ends = length.cumsum(0)
     begins = ends - length
     if not team.numel():
         return begins
-    base = torch.full((int(team.max()) + 1,), 2**62).scatter_reduce(0, team, begins, "amin")
+    base = torch.full((int(team[-1]) + 1,), _FAR).scatter_reduce(0, team, begins, "amin")
     return begins - base[team]
 
 
-def _place(token: Numbers, at: Numbers, begin: Numbers) -> Numbers:
-    """Returns where tokens are in a tensor with pieces from `begin` on, stored from `at` on."""
-    order = begin.argsort()
-    piece = (
-        order[torch.searchsorted(begin[order], token, right=True) - 1] if token.numel() else token
-    )
-    return at[piece] + token - begin[piece]
-
-
-def _pairs(own: Layout, team: Numbers, begin: Numbers, end: Numbers, at: Numbers) -> Pairs:
-    """Finds the tokens that teams want, where they are and where they go."""
-    found = overlaps(own, begin, end)
-    return Pairs(
-        own.rank[found.part],
-        own.at[found.part] + found.begin - own.begin[found.part],
-        team[found.want],
-        at[found.want] + found.begin - begin[found.want],
-        found.end - found.begin,
-    )
-
-
-def _route(pairs: Pairs, ranks: int, degree: int, rank: int, room: int) -> Route:
-    """Returns a rank's part of an exchange from the ranks that have tokens to teams."""
-    after = pairs.length[:-1]
-    joined = torch.zeros(pairs.rank.numel() + 1, dtype=torch.bool)
-    joined[1:-1] = (
-        (pairs.rank[1:] == pairs.rank[:-1])
-        & (pairs.team[1:] == pairs.team[:-1])
-        & (pairs.rank_at[1:] == pairs.rank_at[:-1] + after)
-        & (pairs.team_at[1:] == pairs.team_at[:-1] + after)
-    )
-    length = pairs.length.cumsum(0)[~joined[1:]].diff(prepend=torch.zeros(1, dtype=torch.long))
-    first = ~joined[:-1]
-    pairs = pairs._replace(
-        rank=pairs.rank[first],
-        rank_at=pairs.rank_at[first],
-        team=pairs.team[first],
-        team_at=pairs.team_at[first],
-    )
-    mine, here = pairs.rank == rank, pairs.team == rank // degree
-    sent = _by(pairs.team[mine], pairs.rank_at[mine], length[mine], ranks // degree)
-    received = _by(pairs.rank[here], pairs.team_at[here], length[here], ranks)
-    return Route(tuple(sent[to // degree] for to in range(ranks)), tuple(received), room)
-
-
-def _by(other: Numbers, at: Numbers, length: Numbers, count: int) -> list[Places]:
-    """Sorts pieces by the other side."""
-    order = other.argsort(stable=True)
-    counts = torch.bincount(other, minlength=count).tolist()
-    parts = (torch.split_with_sizes(one[order], counts) for one in (at, length))
-    return [Places(*one) for one in zip(*parts, strict=True)]
+def _places(
+    ranks: int,
+    other: Numbers,
+    order: Numbers,
+    at: Numbers,
+    length: Numbers,
+    head: Numbers | None = None,
+    parts: int = 1,
+) -> Places:
+    """Returns pieces, sorted, and rows of each other rank."""
+    counts = _summed(ranks, other, length).tolist()
+    by = order.argsort(stable=True)
+    return Places(counts, at[by], length[by], None if head is None else head[by], parts)

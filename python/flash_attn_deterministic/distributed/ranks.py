@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -38,21 +39,32 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.name = "" if group is None else group.group_name
+        self._can_send: set[str] = set()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Ranks:
+        """Returns those of a group, kept while it is there."""
+        if torch.compiler.is_compiling():
+            return cls(group)
+        found = _known.get(group.group_name)
+        if found is None or found.group is not group:
+            found = _known[group.group_name] = cls(group)
+        return found
 
     @classmethod
     def named(cls, name: str) -> Ranks:
         """Returns the ranks of the group with a name; "": this process alone."""
         c10d: Any = dist.distributed_c10d
-        return cls(c10d._resolve_process_group(name) if name else None)
+        return cls.of(c10d._resolve_process_group(name)) if name else cls(None)
 
-    @property
+    @functools.cached_property
     def agreement(self) -> Agreement | None:
-        """Returns what the ranks have agreed on; None of one rank."""
+        """What the ranks have agreed on; None of one rank."""
         return None if self.group is None or self.size == 1 else Agreement.of(self.group)
 
-    @property
+    @functools.cached_property
     def in_one_machine(self) -> bool:
-        """Returns whether all ranks are on one machine, as torchrun numbers them."""
+        """Whether all ranks are on one machine, as torchrun numbers them."""
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or self.size
         members = [0] if self.group is None else dist.get_process_group_ranks(self.group)
         return len({member // local for member in members}) == 1
@@ -65,7 +77,7 @@ class Ranks:
             UnsupportedError: another backend than gloo for the CPU and NCCL for CUDA devices, or
                 another device.
         """
-        if self.group is None:
+        if self.group is None or device.type in self._can_send:
             return
         if self.rank < 0:
             raise ArgumentError("group: expected one that this process is a rank of")
@@ -81,26 +93,32 @@ class Ranks:
                 f"group: expected the backend {expected} for tensors on {device.type}, got "
                 f"{found}; create the group with it"
             )
+        self._can_send.add(device.type)
 
     def all_to_all(
-        self, data: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
+        self,
+        data: torch.Tensor,
+        arrived: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        what: str,
     ) -> Pending:
-        """Sends the first elements to rank 0, the next ones to rank 1, and so on.
+        """Sends the first rows to rank 0, the next ones to rank 1, and so on.
 
         Args:
-            data: (elements,).
-            sent: elements for each rank.
-            received: elements from each rank.
+            data: the rows.
+            arrived: gets those of rank 0, then those of rank 1, and so on.
+            sent: how many go to each rank.
+            received: how many come from each.
             what: description of the data, for errors.
         """
         if self.size == 1:
             return Pending(self, data, None, what)
-        arrived = data.new_empty(sum(received))
         with self._named_errors(what):
             work = dist.all_to_all_single(
                 arrived, data, list(received), list(sent), group=self.group, async_op=True
             )
-        return Pending(self, arrived, work, what, data)
+        return Pending(self, data, work, what)
 
     def _finish(self, work: dist.Work, device: torch.device) -> None:
         """Waits for a message: the host, or only the GPU's stream, as torch does."""
@@ -151,24 +169,18 @@ class Pending:
     are sent. `wait` makes that stream wait for the message; on a GPU the host does not wait.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        result: torch.Tensor,
-        work: dist.Work | None,
-        what: str,
-        held: torch.Tensor | None = None,
-    ) -> None:
-        self._ranks, self._result, self._work, self._what = ranks, result, work, what
-        self._held = held
+    def __init__(self, ranks: Ranks, held: torch.Tensor, work: dist.Work | None, what: str) -> None:
+        self._ranks, self._held, self._work, self._what = ranks, held, work, what
 
-    def wait(self) -> torch.Tensor:
-        """Returns what arrived, once all is sent and received."""
+    def wait(self) -> None:
+        """Returns once all is sent and received."""
         if self._work is not None:
             with self._ranks._named_errors(self._what):
-                self._ranks._finish(self._work, self._result.device)
-        self._work, self._held = None, None
-        return self._result
+                self._ranks._finish(self._work, self._held.device)
+        del self._work, self._held
+
+
+_known: dict[str, Ranks] = {}
 
 
 def find_group(group: Any, mesh: Any) -> dist.ProcessGroup:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checks import tensors
 from ..checks.describe import shown
 from ..checks.numbers import as_flag, as_int
 from ..checks.tensors import VARLEN, check_cu_seqlens, check_rank
@@ -23,7 +22,8 @@ from ..checks.values import check_starts
 from ..errors import ArgumentError, ArgumentTypeError
 from ..interface.call import WithProbs
 from ..types import Deterministic
-from .api import flash_attn_func, flash_attn_varlen_func, reported
+from .api import flash_attn_func, flash_attn_varlen_func
+from .calls import of_kv, of_qkv, reported
 from .layout import ZIGZAG
 from .ranks import Ranks, find_group
 
@@ -32,6 +32,8 @@ _dense: Any = flash_attn_func
 _packed: Any = flash_attn_varlen_func
 Prepared = tuple[torch.Tensor, torch.Tensor, int, int, slice]
 Window = tuple[int, int]
+_TOTAL_QKV = "(total tokens, 3, nheads, head_dim)"
+_TOTAL_KV = "(total tokens, 2, nheads_k, head_dim)"
 
 
 def _remember(own: torch.Tensor, whole: torch.Tensor) -> None:
@@ -185,7 +187,7 @@ def _joined(
     group: Any,
 ) -> torch.Tensor:
     """Returns cu_seqlens of all ranks, from those of each."""
-    ranks = Ranks(find_group(group, None))
+    ranks = Ranks.of(find_group(group, None))
     own = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), place
     every: list[Any] = [(q.shape[0], causal, own[1], place.start)]
     agreed = ranks.agreement
@@ -208,18 +210,8 @@ def _joined(
     return torch.tensor(found, dtype=torch.int32, device=q.device)
 
 
-def llama3_flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """Computes `llama3_flash_attn_varlen_func` with qkv (total, 3, nheads, head_dim)."""
-    return llama3_flash_attn_varlen_func(*_parts("qkv", qkv, 1), *args, **kwargs)
-
-
-def llama3_flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
-    """Computes `llama3_flash_attn_varlen_func` with kv (total, 2, nheads_k, head_dim)."""
-    return llama3_flash_attn_varlen_func(q, *_parts("kv", kv, 1), *args, **kwargs)
+llama3_flash_attn_varlen_qkvpacked_func = of_qkv(llama3_flash_attn_varlen_func, _TOTAL_QKV)
+llama3_flash_attn_varlen_kvpacked_func = of_kv(llama3_flash_attn_varlen_func, _TOTAL_KV)
 
 
 def zigzag_ring_flash_attn_func(
@@ -245,18 +237,12 @@ def zigzag_ring_flash_attn_func(
     return out
 
 
-def zigzag_ring_flash_attn_qkvpacked_func(
-    qkv: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor | WithProbs:
-    """Computes `zigzag_ring_flash_attn_func` with qkv (batch, seqlen, 3, nheads, head_dim)."""
-    return zigzag_ring_flash_attn_func(*_parts("qkv", qkv, 2), *args, **kwargs)
-
-
-def zigzag_ring_flash_attn_kvpacked_func(
-    q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor | WithProbs:
-    """Computes `zigzag_ring_flash_attn_func` with kv (batch, seqlen, 2, nheads_k, head_dim)."""
-    return zigzag_ring_flash_attn_func(q, *_parts("kv", kv, 2), *args, **kwargs)
+zigzag_ring_flash_attn_qkvpacked_func = of_qkv(
+    zigzag_ring_flash_attn_func, "(batch, seqlen, 3, nheads, head_dim)"
+)
+zigzag_ring_flash_attn_kvpacked_func = of_kv(
+    zigzag_ring_flash_attn_func, "(batch, seqlen, 2, nheads_k, head_dim)"
+)
 
 
 @reported
@@ -290,7 +276,7 @@ def zigzag_ring_flash_attn_varlen_func(
     check_cu_seqlens("cu_seqlens", cu_seqlens, None, None)
     whole = _remembered(cu_seqlens)
     if whole is None:
-        whole = cu_seqlens * Ranks(find_group(group, None)).size
+        whole = cu_seqlens * Ranks.of(find_group(group, None)).size
         _remember(cu_seqlens, whole)
     out: torch.Tensor | WithProbs = _packed(
         *(q, k, v, whole, whole, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal),
@@ -301,24 +287,7 @@ def zigzag_ring_flash_attn_varlen_func(
     return out
 
 
-def zigzag_ring_flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor | WithProbs:
-    """Computes `zigzag_ring_flash_attn_varlen_func` with qkv (total, 3, nheads, head_dim)."""
-    return zigzag_ring_flash_attn_varlen_func(*_parts("qkv", qkv, 1), *args, **kwargs)
-
-
-def zigzag_ring_flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor, kv: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor | WithProbs:
-    """Computes `zigzag_ring_flash_attn_varlen_func` with kv (total, 2, nheads_k, head_dim)."""
-    return zigzag_ring_flash_attn_varlen_func(q, *_parts("kv", kv, 1), *args, **kwargs)
-
-
-@reported
-def _parts(name: str, tensor: torch.Tensor, dim: int) -> Any:
-    """Returns the parts of qkv or kv."""
-    tokens = "total tokens" if dim == 1 else "batch, seqlen"
-    heads = "nheads" if name == "qkv" else "nheads_k"
-    tensors.check_packed(name, tensor, f"({tokens}, {len(name)}, {heads}, head_dim)")
-    return tensor.unbind(dim)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = of_qkv(
+    zigzag_ring_flash_attn_varlen_func, _TOTAL_QKV
+)
+zigzag_ring_flash_attn_varlen_kvpacked_func = of_kv(zigzag_ring_flash_attn_varlen_func, _TOTAL_KV)

@@ -12,7 +12,7 @@ from ..checks.numbers import as_int
 from ..checks.tensors import check_cu_seqlens
 from ..errors import ArgumentError, ArgumentTypeError
 from . import agreement
-from .api import reported
+from .calls import reported
 from .layout import CONTIGUOUS, check_order, dense_layout, packed_layout, tokens_of
 from .ranks import Ranks, find_group
 
@@ -45,7 +45,7 @@ def shard(
             or there is no such dimension.
         ArgumentTypeError: a wrong type; DtypeError: cu_seqlens is not torch.int32.
     """
-    ranks = Ranks(find_group(group, mesh))
+    ranks = Ranks.of(find_group(group, mesh))
     dim = _dimension(tensor, dim)
     index = _order(tensor.shape[dim], ranks, check_order(order), _starts(cu_seqlens))[ranks.rank]
     return tensor.index_select(dim, index.to(tensor.device))
@@ -75,7 +75,7 @@ def unshard(
         ArgumentTypeError: as `shard`.
         RankError: another rank has ended, or does not answer.
     """
-    ranks = Ranks(find_group(group, mesh))
+    ranks = Ranks.of(find_group(group, mesh))
     dim, order, starts = _dimension(tensor, dim), check_order(order), _starts(cu_seqlens)
     part = tensor.detach()
     with agreement.taking_part(ranks.group):
@@ -87,8 +87,10 @@ def unshard(
             agreed.agree("unshard", json.dumps(facts))
         every = part.contiguous().flatten().view(torch.uint8)
         sizes = [every.numel()] * ranks.size
-        arrived = ranks.all_to_all(every.repeat(ranks.size), sizes, sizes, "parts of a tensor")
-        parts = arrived.wait().view(part.dtype).view(ranks.size, *part.shape)
+        data = every.repeat(ranks.size)
+        arrived = torch.empty_like(data) if ranks.size > 1 else data
+        ranks.all_to_all(data, arrived, sizes, sizes, "parts of a tensor").wait()
+        parts = arrived.view(part.dtype).view(ranks.size, *part.shape)
     whole = torch.cat(list(parts), dim)
     order_of_all = torch.cat(_order(whole.shape[dim], ranks, order, starts))
     return whole.index_select(dim, order_of_all.argsort().to(whole.device))

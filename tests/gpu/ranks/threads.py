@@ -17,7 +17,7 @@ from flash_attn_deterministic import flash_attn_varlen_func
 from flash_attn_deterministic.distributed import passes
 from flash_attn_deterministic.distributed.layout import tokens_of
 from flash_attn_deterministic.distributed.passes import Numbers, Rows
-from flash_attn_deterministic.distributed.plan import Shape, layouts_of, plan_of
+from flash_attn_deterministic.distributed.plan import Shape, plan_of
 from flash_attn_deterministic.distributed.ranks import Ranks
 
 # By the ranks at both ends.
@@ -45,17 +45,22 @@ class ThreadRanks:
         self.rank, self.size, self._mail = rank, size, mail
 
     def all_to_all(
-        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
+        self,
+        data: torch.Tensor,
+        arrived: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        what: str,
     ) -> Pending:
-        for to, part in enumerate(torch.split(rows, list(sent))):
+        for to, part in enumerate(torch.split(data, list(sent))):
             self._mail[self.rank, to].put(part)
         # Now, as a message may be waited for after one that was sent later.
         queues = [self._mail[by, self.rank] for by in range(self.size)]
         parts = [one.get(timeout=WAIT) for one in queues]
 
-        def wait() -> torch.Tensor:
+        def wait() -> None:
             assert [part.shape[0] for part in parts] == list(received), what
-            return torch.cat(parts)
+            torch.cat(parts, out=arrived)
 
         return Pending(wait)
 
@@ -74,7 +79,7 @@ def over_ranks(tensors: Tensors, shape: Shape, numbers: Numbers) -> dict[str, to
     size = shape.ranks
     index_q, index_k = (
         [tokens_of(layout, rank, tokens) for rank in range(size)]
-        for layout, tokens in zip(layouts_of(shape), (shape.tokens_q, shape.tokens_k), strict=True)
+        for layout, tokens in zip(shape.layouts(), (shape.tokens_q, shape.tokens_k), strict=True)
     )
     mail: Mail = {place: queue.Queue() for place in itertools.product(range(size), range(size))}
     found: dict[int, Any] = {}

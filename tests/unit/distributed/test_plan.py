@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_deterministic.distributed import model
+from flash_attn_deterministic.distributed.exchange import Places
 from flash_attn_deterministic.distributed.layout import packed_layout, tokens_of
 from flash_attn_deterministic.distributed.plan import (
     Call,
@@ -17,7 +18,6 @@ from flash_attn_deterministic.distributed.plan import (
     Plan,
     Shape,
     _planner_of,
-    layouts_of,
     plan_of,
 )
 
@@ -63,10 +63,19 @@ def _seen(starts_q: Any, starts_k: Any, mask: Mask) -> set[tuple[int, int]]:
     return seen
 
 
+def _rows(places: Places, rank: int, last: int) -> dict[int, torch.Tensor]:
+    """Returns the rows of each rank; this rank's are the last or the first ones."""
+    others = [other for other in range(len(places.counts)) if other != rank]
+    order = [*others, rank] if last == rank else [rank, *others]
+    counts = [places.counts[other] for other in order]
+    rows = torch.split_with_sizes(places.index(torch.device("cpu")), counts)
+    return dict(zip(order, rows, strict=True))
+
+
 def _tokens(shape: Shape, plan: Plan, part: Pass, rank: int) -> tuple[list[int], list[int]]:
     """Returns which tokens the rows and the keys of a pass are; -1: none."""
     found = []
-    layouts = layouts_of(shape)
+    layouts = shape.layouts()
     for side, (way, layout, own) in enumerate(
         zip((part.rows, part.keys), layouts, (shape.tokens_q, shape.tokens_k), strict=True)
     ):
@@ -80,11 +89,8 @@ def _tokens(shape: Shape, plan: Plan, part: Pass, rank: int) -> tuple[list[int],
             back = (other.forward, other.backward)[part is plan.backward]
             sent = (back.rows, back.keys)[side]
             assert sent is not None
-            places = sent.sent[rank]
-            tokens = [every[by][place] for place in places.on(torch.device("cpu"))]
-            block = torch.cat([*tokens, torch.arange(0)])
-            for place, some in way.received[by].parts(block):
-                here[place] = some
+            leaving = _rows(sent.sent, by, last=by)[rank] // sent.sent.parts
+            here[_rows(way.received, rank, last=-1)[by]] = every[by][leaving]
         found.append(here.tolist())
     return found[0], found[1]
 
@@ -112,7 +118,7 @@ def test_each_pair_is_computed_once(
             own = (
                 tokens_of(layout, rank, tokens).tolist()
                 for layout, tokens in zip(
-                    layouts_of(shape), (shape.tokens_q, shape.tokens_k), strict=True
+                    shape.layouts(), (shape.tokens_q, shape.tokens_k), strict=True
                 )
             )
             if rank % plan.degree:  # another one has other heads of these rows
@@ -134,9 +140,11 @@ def test_keys_get_the_sums_of_all_chunks_that_see_them(mask: Mask) -> None:
     seen = _seen((0, 38), (0, 38), mask)
     for rank in range(2):
         own = range(rank * 19, rank * 19 + 19)
-        for arrival in plan_of(shape, rank).backward.arrivals:
+        sums = plan_of(shape, rank).backward.sums
+        assert sums is not None
+        for arrival in sums.arrivals:
             assert arrival.chunks == 10
-            spans = [(i << n, (i + 1) << n) for (n, i), _ in arrival.sums]
+            spans = [(i << n, (i + 1) << n) for (n, i), *_ in arrival.parts]
             chunks = [chunk for span in spans for chunk in range(*span)]
             assert len(chunks) == len(set(chunks))
             keys = {own[key] for key in range(arrival.keys.start, arrival.keys.stop)}

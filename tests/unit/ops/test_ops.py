@@ -12,8 +12,7 @@ from attention_cases import make_inputs
 from bits import bits_equal
 from calls import int32, normal
 from flash_attn_deterministic import flash_attn_func
-from flash_attn_deterministic.distributed import ops as rank_ops  # noqa: F401
-from flash_attn_deterministic.distributed.spec import CallSpec
+from flash_attn_deterministic.distributed.ops import CallSpec
 from flash_attn_deterministic.errors import ArgumentError, MissingInstanceError
 from flash_attn_deterministic.ops import cuda, library
 from flash_attn_deterministic.schemas import BACKWARD, FORWARD, SUMS, argument_names
@@ -406,7 +405,7 @@ def sequence_call(packed: bool) -> tuple[Arguments, Arguments]:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         starts = (int32(0, 5, 10), int32(0, 9, 18))
     spec = CallSpec("", "contiguous", 0, 0, True, *CAUSAL, 64, True, True)
-    return (q, k, v), (*starts, spec.text())
+    return (q, k, v), (*starts, *spec)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
