@@ -84,8 +84,8 @@ def _backward(given: Given) -> None:
     out = given["out"]
     like = "q" if v.shape[-1] == q.shape[-1] else "q with the head_dim of v"
     shape = (*q.shape[:-1], v.shape[-1])
-    check_is("out", out, q.dtype, shape, q.device, f"a tensor like {like}, ")
-    check_like("dout", given["dout"], "out", out)
+    for name in ("dout", "out"):
+        check_is(name, given[name], q.dtype, shape, q.device, f"a tensor like {like}, ")
     _rows(given, out)
     _slopes(given, q)
     _numbers(given, q, v, "bwd")
