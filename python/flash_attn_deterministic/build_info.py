@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import BuildInfoError
 
@@ -15,14 +15,12 @@ _SCHEMA = 1
 _PATH = Path(__file__).parent.joinpath("_build_info.json")
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     name: str
     sha256: str
 
 
-@dataclass(frozen=True)
-class Upstream:
+class Upstream(NamedTuple):
     """The pinned source distribution, and the patches put on it."""
 
     name: str
@@ -31,8 +29,7 @@ class Upstream:
     patches: tuple[Patch, ...]
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The rows and keys that one thread block of a kernel processes at a time."""
 
     block_m: int
@@ -40,8 +37,7 @@ class Tile:
     warps: int
 
 
-@dataclass(frozen=True)
-class Instance:
+class Instance(NamedTuple):
     """The kernels of a direction, dtype and family for head dims up to one; sm90: Hopper only."""
 
     direction: str

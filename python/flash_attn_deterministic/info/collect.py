@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ from ..ops import library
 _DRIVER_FLOORS = {11: 450, 12: 525, 13: 580}
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """A CUDA device of this machine; `reason` is why it can't run the wheel, or empty."""
 
     index: int
@@ -72,9 +71,13 @@ class Info:
 
     def json(self) -> str:
         """Returns everything as one JSON object."""
-        # asdict keeps a named tuple, which JSON has as a list.
+        # JSON has named tuples as lists.
         mode = None if self.mode is None else self.mode._asdict()
-        return json.dumps({**dataclasses.asdict(self), "mode": mode}, indent=2)
+        upstream = self.upstream._asdict()
+        upstream["patches"] = [patch._asdict() for patch in self.upstream.patches]
+        devices = [device._asdict() for device in self.devices]
+        record = {**vars(self), "upstream": upstream, "mode": mode, "devices": devices}
+        return json.dumps(record, indent=2)
 
     def text(self) -> str:
         """Returns everything as lines for a terminal."""

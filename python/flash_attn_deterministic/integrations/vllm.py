@@ -132,19 +132,11 @@ class DeterministicBackend(AttentionBackend):  # type: ignore[misc, unused-ignor
         return head_size % 8 == 0 and head_size <= 256
 
     @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Returns True."""
-        return True
-
-    @classmethod
     def supports_sink(cls) -> bool:
-        """Returns True."""
+        """Returns True: sinks, sliding windows and batch invariance are supported."""
         return True
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Returns True."""
-        return True
+    supports_sliding_window = supports_batch_invariance = supports_sink
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

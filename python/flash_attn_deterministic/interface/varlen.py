@@ -86,7 +86,7 @@ def flash_attn_varlen_func(
         As `flash_attn_func`; UnsupportedError from the backward of a call that has none.
 
     Source:
-        As `flash_attn_func`; of the same name in flash_attn 2.8.3.
+        The function of this name in flash_attn 2.8.3.
     """
     lengths = Lengths(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, leftpad_k, block_table
@@ -125,10 +125,7 @@ def flash_attn_varlen_qkvpacked_func(
         `flash_attn_varlen_func`.
 
     Raises:
-        As `flash_attn_func`.
-
-    Source:
-        As `flash_attn_func`; of the same name in flash_attn 2.8.3.
+        As `flash_attn_func`; so is the source, the function of this name.
     """
     lengths = Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic
@@ -171,10 +168,7 @@ def flash_attn_varlen_kvpacked_func(
         `flash_attn_varlen_func`.
 
     Raises:
-        As `flash_attn_func`.
-
-    Source:
-        As `flash_attn_func`; of the same name in flash_attn 2.8.3.
+        As `flash_attn_func`; so is the source, the function of this name.
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = dropout_p, softmax_scale, causal, window_size, softcap, split_size, deterministic

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ class Run:
             "provenance": self._provenance(machine),
             "pins": {
                 "upstream": {n: getattr(upstream, n) for n in ("name", "version", "sha256")},
-                "patches": [asdict(patch) for patch in upstream.patches],
+                "patches": [patch._asdict() for patch in upstream.patches],
             },
             "build": {
                 "cuda_toolkit": info.cuda_toolkit,

@@ -10,27 +10,10 @@ import torch
 
 from ...checks.tensors import check_like
 from ...errors import UnsupportedError
-from ...interface import (
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
-)
+from ...interface import *  # noqa: F403
+from ...interface import __all__ as __all__
 from ...types import Gradients, Lengths
 from .. import low_level
-
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
 
 _ROWS = 128  # flash_attn rounds the rows of softmax_d up to a multiple of this
 
